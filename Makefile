@@ -1,0 +1,38 @@
+# Every target sets up what it needs in .venv; nothing has to be installed or activated first.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo test lint sanitize benchmark-setup clean
+
+demo: .venv/ready  ## train, crash, restore, compare
+	$(BIN)/dynaquant demo --out build/demo
+
+test: .venv/ready  ## the tests
+	$(BIN)/pytest -n 2
+
+lint: .venv/ready  ## formatting, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+sanitize: .venv/ready  ## the native tests with AddressSanitizer and UndefinedBehaviorSanitizer
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DDYNAQUANT_SANITIZE=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir) > /dev/null
+	$(BIN)/cmake --build build/sanitize
+	DYNAQUANT_NATIVE=$$(echo build/sanitize/_native*.so) ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
+	  $(BIN)/pytest --capture=sys tests/test_native.py
+
+benchmark-setup: .venv/ready  ## what only the benchmarks need
+	$(PIP) --group benchmark
+
+clean:  ## everything that make has made
+	rm -rf .venv build
+
+.venv/ready: pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
+	@echo "setting up .venv, about a minute"
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(PIP) --editable '.[demo]' --group test --group lint
+	touch $@

@@ -1,0 +1,370 @@
+"""Histogram, level assignment, quantiles and clustering: dynaquant against other libraries, in one run.
+
+    python benchmarks/kernels.py [--values 50000000] [--out docs/results/kernels.json]
+
+All methods of a task take turns, and the shortest of their times counts. Everything runs twice: in a process that is
+pinned to one core and in one that has all of them; every library sizes its thread pool by that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import faiss
+import kmeans1d
+import numpy as np
+import torch
+from ddsketch import DDSketch
+from numpy.typing import NDArray
+from results import Table, machine, sentence
+from rich.console import Console
+from sklearn.cluster import KMeans
+
+from dynaquant import _native
+from dynaquant.quantize.kmeans import SIGMA, bins_table, codebook, kmeans, sample_weights
+from dynaquant.sketch import BUCKETS, LogHistogram, bits_of, bucket_values
+
+REPEATS, ENOUGH = 7, 2.0
+"""Turns of every method; one that has taken ENOUGH seconds gets no further turn."""
+CLUSTERS = 16
+QUANTILES = (0.1, 0.995)
+"""Where the default configuration has its thresholds."""
+TORCH_QUANTILE_LIMIT = 16_000_000
+DDSKETCH_SAMPLE = 200_000
+OPTIMUM_SAMPLE = 1_000_000
+PEERS = ("numpy", "torch", "scikit-learn", "faiss-cpu", "ddsketch", "kmeans1d")
+
+Values = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to do a task. ``run`` works through ``values`` values."""
+
+    name: str
+    values: int
+    run: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """How long a method took, and how far its answer is from the exact one, in words."""
+
+    task: str
+    method: str
+    values: int
+    seconds: float
+    accuracy: str
+
+    @property
+    def speed(self) -> float:
+        """Gigabytes of float32 per second."""
+        return 4e-9 * self.values / self.seconds
+
+
+def race(methods: list[Method]) -> tuple[dict[str, float], dict[str, Any]]:
+    """The shortest time of every method in seconds, and its answer."""
+    seconds: dict[str, list[float]] = {method.name: [] for method in methods}
+    answers: dict[str, Any] = {}
+    for _ in range(REPEATS):
+        for method in methods:
+            if sum(seconds[method.name]) < ENOUGH:
+                start = perf_counter()
+                answers[method.name] = method.run()
+                seconds[method.name].append(perf_counter() - start)
+    return {name: min(times) for name, times in seconds.items()}, answers
+
+
+def histogram(x: Values) -> list[Row]:
+    tensor = torch.from_numpy(x)
+    methods = [
+        Method("dynaquant", x.size, lambda: LogHistogram.of(tensor)),
+        Method("NumPy bincount", x.size, lambda: np.bincount(x.view(np.uint16)[1::2], minlength=BUCKETS)),
+        Method(
+            "PyTorch bincount",
+            x.size,
+            lambda: torch.bincount((tensor.view(torch.int32) >> 16) & 0xFFFF, minlength=BUCKETS),
+        ),
+    ]
+    seconds, answers = race(methods)
+    sketch = answers.pop("dynaquant")
+    dense = np.zeros(BUCKETS, dtype=np.int64)
+    dense[sketch.buckets] = sketch.counts
+    for name, answer in answers.items():
+        assert np.array_equal(dense, answer), f"{name} counts something else"
+    return [Row("log histogram", m.name, m.values, seconds[m.name], "exact counts") for m in methods]
+
+
+def assignment(x: Values) -> list[Row]:
+    tensor = torch.from_numpy(x)
+    bits = bits_of(tensor)
+    centres = codebook(LogHistogram.of(tensor), CLUSTERS)
+    table = bins_table(centres)
+    boundaries = ((centres[1:] + centres[:-1]) / 2).astype(np.float32)
+    torch_table, torch_boundaries = torch.from_numpy(table), torch.from_numpy(boundaries)
+    silent = np.full(BUCKETS, _native.NO_SAY, dtype=np.uint8)
+
+    def assign(sensitivity: NDArray[np.uint32]) -> NDArray[np.uint8]:
+        levels = np.empty(x.size, dtype=np.uint8)
+        _native.assign_levels(bits, table, sensitivity, silent, levels)
+        return levels
+
+    methods = [
+        Method("dynaquant", x.size, lambda: assign(np.zeros(0, dtype=np.uint32))),
+        # Any array of the size will do: the work is the same whatever the sensitivities are.
+        Method("dynaquant with sensitivity", x.size, lambda: assign(bits)),  # type: ignore[arg-type]
+        Method("NumPy take (table)", x.size, lambda: table.take(x.view(np.uint16)[1::2])),
+        Method("NumPy searchsorted", x.size, lambda: np.searchsorted(boundaries, x)),
+        Method(
+            "PyTorch index_select (table)",
+            x.size,
+            lambda: torch.index_select(torch_table, 0, (tensor.view(torch.int32) >> 16) & 0xFFFF),
+        ),
+        Method("PyTorch bucketize", x.size, lambda: torch.bucketize(tensor, torch_boundaries, out_int32=True)),
+    ]
+    seconds, answers = race(methods)
+    exact = answers["NumPy searchsorted"] + int(table.min())
+    answers["NumPy searchsorted"] = exact
+    answers["PyTorch bucketize"] = answers["PyTorch bucketize"].numpy() + int(table.min())
+
+    def accuracy(answer: Any) -> str:
+        return f"{np.mean(np.asarray(answer) != exact):.2%} in the next bin"
+
+    return [Row("level assignment", m.name, m.values, seconds[m.name], accuracy(answers[m.name])) for m in methods]
+
+
+def quantiles(x: Values) -> list[Row]:
+    tensor = torch.from_numpy(x)
+    magnitudes = np.abs(x)
+    torch_magnitudes = torch.from_numpy(magnitudes)
+    first = torch_magnitudes[:TORCH_QUANTILE_LIMIT]
+    sample = magnitudes[:DDSKETCH_SAMPLE]
+
+    def dynaquant() -> list[float]:
+        sketch = LogHistogram.of(tensor)
+        return [sketch.quantile(q) for q in QUANTILES]
+
+    def ddsketch() -> list[float]:
+        sketch = DDSketch(relative_accuracy=1 / 256)
+        for value in sample.tolist():
+            sketch.add(value)
+        return [float(sketch.get_quantile_value(q) or 0.0) for q in QUANTILES]
+
+    methods = [
+        Method("dynaquant", x.size, dynaquant),
+        Method("NumPy quantile", x.size, lambda: np.quantile(magnitudes, QUANTILES)),
+        Method("PyTorch quantile", len(first), lambda: torch.quantile(first, torch.tensor(QUANTILES))),
+        Method(
+            "PyTorch kthvalue",
+            x.size,
+            lambda: [float(torch_magnitudes.kthvalue(int(q * (x.size - 1)) + 1).values) for q in QUANTILES],
+        ),
+        Method("ddsketch", len(sample), ddsketch),
+    ]
+    seconds, answers = race(methods)
+    rows = []
+    for m in methods:
+        exact = np.quantile(magnitudes[: m.values], QUANTILES)
+        error = np.max(np.abs(np.asarray(answers[m.name]) - exact) / exact)
+        rows.append(Row("two quantiles", m.name, m.values, seconds[m.name], f"{error:.2%} off"))
+    return rows
+
+
+def mean_squared_error(x: Values, centres: NDArray[Any]) -> float:
+    ordered = np.sort(centres.astype(np.float64), axis=None)
+    boundaries = ((ordered[1:] + ordered[:-1]) / 2).astype(np.float32)
+    parts = [part - ordered[np.searchsorted(boundaries, part)] for part in np.array_split(x, x.size // 1_000_000 + 1)]
+    return sum(float(np.sum(part**2)) for part in parts) / x.size
+
+
+def clustering(x: Values) -> list[Row]:
+    tensor = torch.from_numpy(x)
+    column = x.reshape(-1, 1)
+
+    def dynaquant(sigma: float) -> NDArray[np.float64]:
+        sketch = LogHistogram.of(tensor)
+        middles = bucket_values()[sketch.buckets].astype(np.float64)
+        order = np.argsort(middles, kind="stable")
+        return kmeans(middles[order], sample_weights(middles[order], sketch.counts[order], sigma), CLUSTERS)
+
+    def with_faiss(points: int) -> NDArray[np.float32]:
+        clusters = faiss.Kmeans(1, CLUSTERS, seed=0, max_points_per_centroid=points // CLUSTERS + 1)
+        clusters.cp.init_method = faiss.ClusteringInitMethod_KMEANS_PLUS_PLUS
+        clusters.train(column)
+        return np.asarray(clusters.centroids)
+
+    methods = [
+        Method("dynaquant, σ = 1", x.size, lambda: dynaquant(1.0)),
+        Method(f"dynaquant, σ = {SIGMA} (default)", x.size, lambda: dynaquant(SIGMA)),
+        Method("sklearn KMeans", x.size, lambda: KMeans(CLUSTERS, n_init=1, random_state=0).fit(column)),
+        Method("faiss Kmeans", x.size, lambda: with_faiss(x.size)),
+        Method("faiss Kmeans, sampling", x.size, lambda: with_faiss(256 * CLUSTERS)),
+    ]
+    seconds, answers = race(methods)
+    answers["sklearn KMeans"] = answers["sklearn KMeans"].cluster_centers_
+    sample = np.random.default_rng(0).choice(x, min(OPTIMUM_SAMPLE, x.size), replace=False)
+    optimum = mean_squared_error(x, np.array(kmeans1d.cluster(sample, CLUSTERS).centroids))
+    return [
+        Row(
+            f"{CLUSTERS} clusters",
+            m.name,
+            m.values,
+            seconds[m.name],
+            f"{mean_squared_error(x, answers[m.name]) / optimum:.3f} × optimum",
+        )
+        for m in methods
+    ]
+
+
+def synthetic(size: int) -> Values:
+    """A heavy-tailed mix: Laplace in pieces, with a scale per piece from 0.005 to 0.1, as layers have."""
+    random = np.random.default_rng(0)
+    pieces = [
+        np.exp(random.uniform(np.log(0.005), np.log(0.1))) * random.laplace(size=min(100_000, size - begin))
+        for begin in range(0, size, 100_000)
+    ]
+    return np.concatenate(pieces).astype(np.float32)
+
+
+def trained(snapshot: Path) -> Values:
+    """The weights of two or more dimensions in a snapshot that another benchmark has left, tied ones once."""
+    model = torch.load(snapshot, weights_only=True)["model"]
+    distinct = {tensor.data_ptr(): tensor for tensor in model.values() if tensor.ndim >= 2}
+    weights: Values = torch.cat([tensor.flatten() for tensor in distinct.values()]).numpy()
+    return weights
+
+
+def measure(source: Path | int) -> list[Row]:
+    x = synthetic(source) if isinstance(source, int) else trained(source)
+    cores = len(os.sched_getaffinity(0))
+    rows = []
+    with Console(stderr=True).status("") as status:
+        for task in (histogram, assignment, quantiles, clustering):
+            status.update(f"{task.__name__} of {x.size:,} values on {cores} core{'s' * (cores > 1)}")
+            rows += task(x)
+    return rows
+
+
+def measure_on(cores: set[int], source: Path | int) -> list[Row]:
+    """``measure`` in a new process: libraries look at the number of cores when they are loaded."""
+    everything = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(measure, [source])
+    finally:
+        os.sched_setaffinity(0, everything)
+
+
+def ratios(rows: list[Row]) -> list[float]:
+    """How many times faster dynaquant does each row's task, per value."""
+    fastest: dict[str, float] = {}
+    for row in rows:
+        fastest.setdefault(row.task, row.speed)
+    return [fastest[row.task] / row.speed for row in rows]
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:,.0f}×" if ratio >= 100 else f"{ratio:.2g}×"
+
+
+def table(title: str, one: list[Row], every: list[Row], cores: int) -> Table:
+    rows: list[list[str]] = []
+    for a, b, ratio_a, ratio_b in zip(one, every, ratios(one), ratios(every), strict=True):
+        task = "" if rows and a.task == one[len(rows) - 1].task else a.task
+        speeds = [f"{a.speed:.2g}", times(ratio_a), f"{b.speed:.2g}", times(ratio_b)]
+        rows.append([task, a.method, *speeds, a.accuracy])
+    return Table(title, ["task", "method", "1 core, GB/s", "ratio", f"{cores} cores, GB/s", "ratio", "accuracy"], rows)
+
+
+def verdicts(rows: list[Row]) -> list[str]:
+    """The bars, on the one-core rows of the synthetic values."""
+    speed = {(row.task, row.method): row.speed for row in rows}
+    ratio = {(row.task, row.method): r for row, r in zip(rows, ratios(rows), strict=True)}
+
+    def verdict(what: str, value: float, bar: float, unit: str) -> str:
+        return f"{'passed' if value >= bar else 'MISSED'}: {what} {value:,.4g}{unit}, at least {bar:g}{unit} wanted"
+
+    quantile = min(r for (task, method), r in ratio.items() if task == "two quantiles" and method != "dynaquant")
+    clusters = min(ratio[f"{CLUSTERS} clusters", peer] for peer in ("sklearn KMeans", "faiss Kmeans"))
+    return [
+        verdict("log histogram", speed["log histogram", "dynaquant"], 2, " GB/s per core"),
+        verdict("level assignment", speed["level assignment", "dynaquant"], 2, " GB/s per core"),
+        verdict("quantiles against the fastest peer", quantile, 4, "×"),
+        verdict("clustering of every value against the fastest peer", clusters, 65, "×"),
+    ]
+
+
+NOTES = f"""\
+- Speeds are GB/s of float32 input, the best of up to {REPEATS} turns; *ratio* is how many times faster dynaquant is on
+  the same number of cores. Two methods are given fewer values, and compared by speed: `torch.quantile` refuses more
+  than about 16 M, and `ddsketch` inserts one after the other in Python, so it gets {DDSKETCH_SAMPLE:,}.
+- *log histogram*: counts of the 65,536 values of the top 16 bits; all methods count the same.
+- *level assignment*: the nearest of {CLUSTERS} centres. dynaquant and the methods marked *table* decide by bucket;
+  their accuracy is the share of values that land in the next bin because the boundary runs through their bucket.
+  NumPy and PyTorch write an index for every value before they look it up, which is slow where that leaves the cache.
+- *two quantiles*: {QUANTILES[0]:g} and {QUANTILES[1]:g} of the magnitudes. dynaquant starts from the signed values and
+  counts its histogram first; the others are handed the magnitudes. NumPy's and PyTorch's answers are exact.
+- *{CLUSTERS} clusters*: the centres only, from the raw values, seeded by k-means++. dynaquant's time is the histogram
+  and k-means on its buckets. Accuracy is the mean squared error over that of an exact 1-D k-means (`kmeans1d`) of
+  {OPTIMUM_SAMPLE:,} of the values. *sampling* is what faiss does unless told otherwise: it looks at
+  {256 * CLUSTERS:,} values. σ = 1 weighs buckets by frequency alone, as the others do; the default σ = {SIGMA} does the
+  same work and gives up mean squared error for resolution away from zero, as the paper proposes.
+- The weights of a GPT are measured when `benchmarks/delta_ablation.py --data DIR` has left its snapshots before.
+- The paper's figures (3–4× over CuPy's quantiles, 65× over cuML's k-means) were measured on a GPU, these on a CPU.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--values", type=int, default=50_000_000, help="synthetic values")
+    parser.add_argument(
+        "--cache", type=Path, default=Path("build/benchmarks"), help="where delta_ablation.py left a GPT"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/results/kernels.json"), help="JSON; a .md goes beside it"
+    )
+    arguments = parser.parse_args()
+
+    cores = os.sched_getaffinity(0)
+    sources: dict[str, Path | int] = {f"{arguments.values:,} synthetic values": arguments.values}
+    snapshots = sorted(arguments.cache.glob("gpt-*.pt"), key=lambda file: file.stat().st_mtime)
+    if snapshots:
+        sources["The weights of a trained GPT"] = snapshots[-1]
+    described = machine(*PEERS)
+    results = {name: (measure_on({min(cores)}, s), measure_on(cores, s)) for name, s in sources.items()}
+    tables = [table(name, *rows, len(cores)) for name, rows in results.items()]
+    bars = verdicts(next(iter(results.values()))[0])
+
+    console = Console()
+    console.width = max(console.width, 130)
+    for shown in tables:
+        console.print(shown.on_screen())
+    for bar in bars:
+        console.print(bar)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    measured = {
+        name: {label: [asdict(row) for row in rows] for label, rows in zip(("1 core", "all cores"), both, strict=True)}
+        for name, both in results.items()
+    }
+    arguments.out.write_text(json.dumps({"machine": described, "bars": bars, "results": measured}, indent=1) + "\n")
+    page = [
+        "# Kernels\n\n```\nmake benchmark-setup\n.venv/bin/python benchmarks/kernels.py\n```\n",
+        sentence(described) + "\n",
+        *(shown.in_markdown() + "\n" for shown in tables),
+        "## Bars\n\nOn one core, synthetic values:\n\n" + "\n".join(f"- {bar}" for bar in bars) + "\n",
+        "## How to read it\n\n" + NOTES,
+    ]
+    arguments.out.with_suffix(".md").write_text("\n".join(page))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""What the benchmarks leave behind: tables on the screen and in Markdown, and a description of the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.table import Table as RichTable
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows of text. The first column is aligned to the left, the others to the right."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+
+    def on_screen(self) -> RichTable:
+        table = RichTable(title=self.title, title_justify="left")
+        for i, column in enumerate(self.columns):
+            table.add_column(column, justify="left" if i == 0 else "right")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def in_markdown(self) -> str:
+        lines = [self.columns, ["---"] + ["---:"] * (len(self.columns) - 1), *self.rows]
+        return f"**{self.title}**\n\n" + "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def machine(*packages: str) -> dict[str, str | int]:
+    """Processor, number of cores and the versions of Python and of these packages."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    versions = {package: version(package) for package in packages}
+    return {"cpu": model, "cores": os.cpu_count() or 1, "python": platform.python_version(), **versions}
+
+
+def sentence(described: dict[str, str | int]) -> str:
+    """``machine`` in words."""
+    versions = ", ".join(f"{name} {value}" for name, value in described.items() if name not in ("cpu", "cores"))
+    return f"Machine: {described['cores']} cores of an {described['cpu']}; {versions}."

@@ -1,0 +1,110 @@
+// The Python module dynaquant._native: NumPy arrays in, NumPy arrays or bytes out; the GIL is free while it works.
+// std::invalid_argument becomes ValueError.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <stdexcept>
+
+#include "levels.hpp"
+#include "tables.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+template <class T>
+using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Table = nb::ndarray<T, nb::shape<65536>, nb::c_contig, nb::device::cpu>;
+
+template <class T>
+std::span<T> view(const Array<T>& array) {
+    return {array.data(), array.size()};
+}
+
+template <class T>
+std::span<T, dynaquant::bucket_count> view(const Table<T>& table) {
+    return std::span<T, dynaquant::bucket_count>(table.data(), dynaquant::bucket_count);
+}
+
+void check_same_size(std::size_t a, std::size_t b) {
+    if (a != b) throw std::invalid_argument("arrays differ in size");
+}
+
+template <class Bits>
+void log_histogram(const Array<const Bits>& values, const Table<std::int64_t>& counts) {
+    const nb::gil_scoped_release release;
+    dynaquant::log_histogram<Bits>(view(values), view(counts));
+}
+
+template <class Bits>
+void assign_levels(const Array<const Bits>& values, const Table<const std::uint8_t>& table,
+                   const Array<const std::uint32_t>& sensitivity,
+                   const Table<const std::uint8_t>& sensitivity_table, const Array<std::uint8_t>& levels) {
+    check_same_size(values.size(), levels.size());
+    if (sensitivity.size() != 0) check_same_size(values.size(), sensitivity.size());
+    const nb::gil_scoped_release release;
+    dynaquant::assign_levels<Bits>(view(values), view(table), view(sensitivity), view(sensitivity_table),
+                                   view(levels));
+}
+
+template <class Bits>
+void values_of_levels(const Array<const std::uint8_t>& levels, const Array<const Bits>& table,
+                      const Array<const std::uint16_t>& protected_values, const Array<Bits>& out) {
+    check_same_size(levels.size(), out.size());
+    const nb::gil_scoped_release release;
+    dynaquant::values_of_levels<Bits>(view(levels), view(table), view(protected_values), view(out));
+}
+
+nb::bytes encode_levels(const Array<const std::uint8_t>& levels, const Array<const std::uint8_t>& parent,
+                        std::size_t modulus, std::size_t groups, bool run_length) {
+    std::vector<std::uint8_t> stream;
+    {
+        const nb::gil_scoped_release release;
+        stream = dynaquant::encode_levels(view(levels), view(parent), modulus, groups, run_length);
+    }
+    return nb::bytes(stream.data(), stream.size());
+}
+
+void decode_levels(const nb::bytes& stream, const Array<const std::uint8_t>& parent, std::size_t modulus,
+                   std::size_t groups, const Array<std::uint8_t>& levels) {
+    const std::span bytes(reinterpret_cast<const std::uint8_t*>(stream.data()), stream.size());
+    const nb::gil_scoped_release release;
+    dynaquant::decode_levels(bytes, view(parent), modulus, groups, view(levels));
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    using nb::literals::operator""_a;
+    m.attr("LEVEL_PRUNED") = dynaquant::level_pruned;
+    m.attr("LEVEL_PROTECTED") = dynaquant::level_protected;
+    m.attr("NO_SAY") = dynaquant::no_say;
+
+    const char* histogram_doc = "Adds to counts[b] the number of values whose top 16 bits are b.";
+    m.def("log_histogram", &log_histogram<std::uint32_t>, "values"_a.noconvert(), "counts"_a.noconvert(),
+          histogram_doc);
+    m.def("log_histogram", &log_histogram<std::uint16_t>, "values"_a.noconvert(), "counts"_a.noconvert(),
+          histogram_doc);
+    const char* assign_doc =
+        "levels[i] = table[top 16 bits of values[i]], unless sensitivity_table prunes or protects the weight.";
+    m.def("assign_levels", &assign_levels<std::uint32_t>, "values"_a.noconvert(), "table"_a.noconvert(),
+          "sensitivity"_a.noconvert(), "sensitivity_table"_a.noconvert(), "levels"_a.noconvert(), assign_doc);
+    m.def("assign_levels", &assign_levels<std::uint16_t>, "values"_a.noconvert(), "table"_a.noconvert(),
+          "sensitivity"_a.noconvert(), "sensitivity_table"_a.noconvert(), "levels"_a.noconvert(), assign_doc);
+    const char* values_doc =
+        "out[i] = table[levels[i]], or the next protected value, shifted to the top 16 bits, for LEVEL_PROTECTED.\n"
+        "ValueError: a level outside the table, or another number of protected values than protected levels.";
+    m.def("values_of_levels", &values_of_levels<std::uint32_t>, "levels"_a.noconvert(), "table"_a.noconvert(),
+          "protected_values"_a.noconvert(), "out"_a.noconvert(), values_doc);
+    m.def("values_of_levels", &values_of_levels<std::uint16_t>, "levels"_a.noconvert(), "table"_a.noconvert(),
+          "protected_values"_a.noconvert(), "out"_a.noconvert(), values_doc);
+    m.def("encode_levels", &encode_levels, "levels"_a.noconvert(), "parent"_a.noconvert(), "modulus"_a, "groups"_a,
+          "run_length"_a,
+          "The coded levels (docs/format.md). parent: empty or as long as levels; groups: 1, or above every level of\n"
+          "parent. ValueError: arguments that do not fit each other.");
+    m.def("decode_levels", &decode_levels, "stream"_a, "parent"_a.noconvert(), "modulus"_a, "groups"_a,
+          "levels"_a.noconvert(),
+          "Fills levels from what encode_levels made with the same parent, modulus and groups.\n"
+          "ValueError: the stream is not such a stream.");
+}

@@ -1,0 +1,12 @@
+"""Checkpoints of deep-learning training in a small fraction of their size. Start with ``Checkpointer``."""
+
+from importlib.metadata import version
+
+from dynaquant.checkpointer import Checkpointer, load
+from dynaquant.errors import CheckpointError, DynaquantError, StateError
+from dynaquant.quantize.partition import Configuration
+from dynaquant.record import Record
+
+__all__ = ["CheckpointError", "Checkpointer", "Configuration", "DynaquantError", "Record", "StateError", "load"]
+
+__version__ = version("dynaquant")

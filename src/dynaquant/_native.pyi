@@ -1,0 +1,27 @@
+from typing import Any
+
+from numpy import int64, uint8, uint16, uint32
+from numpy.typing import NDArray
+
+LEVEL_PRUNED: int
+LEVEL_PROTECTED: int
+NO_SAY: int
+
+def log_histogram(values: NDArray[uint32] | NDArray[uint16], counts: NDArray[int64]) -> None: ...
+def assign_levels(
+    values: NDArray[uint32] | NDArray[uint16],
+    table: NDArray[uint8],
+    sensitivity: NDArray[uint32],
+    sensitivity_table: NDArray[uint8],
+    levels: NDArray[uint8],
+) -> None: ...
+def values_of_levels(
+    levels: NDArray[uint8],
+    table: NDArray[Any],
+    protected_values: NDArray[uint16],
+    out: NDArray[Any],
+) -> None: ...
+def encode_levels(
+    levels: NDArray[uint8], parent: NDArray[uint8], modulus: int, groups: int, run_length: bool
+) -> bytes: ...
+def decode_levels(stream: bytes, parent: NDArray[uint8], modulus: int, groups: int, levels: NDArray[uint8]) -> None: ...

@@ -1,0 +1,1 @@
+"""Coders: levels and exact values to bytes and back."""

@@ -1,0 +1,1 @@
+"""The demonstration: train, kill, restore, compare (``dynaquant demo``)."""

@@ -1,0 +1,75 @@
+"""Importance of a weight (method 1.1): gradients recorded while training runs, and sensitivity made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SMOOTHING = 0.9
+"""β of the moving average ``EMA_t = β·g_t + (1-β)·EMA_{t-1}`` (method 1.1)."""
+
+
+class GradientRecorder:
+    """Keeps a moving average of the gradients that an optimizer's steps consume, in host memory, as float32.
+
+    It hangs on the optimizer as a step hook, so it sees the gradient that the step uses: accumulated over
+    micro-batches, clipped, and with a ``GradScaler``'s scale taken out. (With a closure, as in LBFGS, it is the
+    gradient from before the closure.) A gradient that is not finite does not count.
+
+    parameters: the tensors to record, by the name under which ``collect`` returns them. window: how many steps before
+    the next ``collect`` are recorded; at other times a step costs nothing. The next ``collect`` is expected after as
+    many steps as came before the last one, at first after ``interval``; None: it may come any time.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        optimizer: torch.optim.Optimizer,
+        window: int,
+        interval: int | None = None,
+    ) -> None:
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._window, self._interval = window, interval
+        self._steps = 0
+        self._average: dict[str, Tensor] = {}
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # Fused optimizers are given scaled gradients by GradScaler; they unscale them, or skip the step, by themselves.
+        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if found_inf is not None and float(found_inf) != 0:
+            return
+        self._steps += 1
+        if self._interval is not None and self._steps <= self._interval - self._window:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter))
+                if name is None or parameter.grad is None or parameter.grad.layout != torch.strided:
+                    continue
+                gradient = parameter.grad.detach().to("cpu", torch.float32)
+                if scale is not None:
+                    gradient = gradient / float(scale)
+                if not gradient.isfinite().all():
+                    continue
+                if name in self._average and self._average[name].shape == gradient.shape:
+                    self._average[name].lerp_(gradient, SMOOTHING)
+                else:
+                    self._average[name] = gradient.clone()
+
+    def collect(self) -> dict[str, Tensor]:
+        """The averages recorded since the last call, by name, and a fresh start."""
+        average = self._average
+        self._average, self._interval, self._steps = {}, self._steps or self._interval, 0
+        return average
+
+    def forget(self) -> None:
+        """A fresh start without a result: training has been put back to another step."""
+        self._average, self._steps = {}, 0
+
+    def close(self) -> None:
+        """Takes the hook off the optimizer."""
+        self._hook.remove()

@@ -1,0 +1,1 @@
+"""Quantizers: values to levels and a codebook."""

@@ -1,0 +1,129 @@
+"""Non-uniform quantization: weighted k-means over the buckets of a log histogram (method 1.3)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaquant import _native
+from dynaquant.quantize.partition import NO_THRESHOLDS, Thresholds, magnitude_table, sensitivity_table
+from dynaquant.quantized import FIRST_BIN, PROTECTED, PRUNED, QuantizedTensor
+from dynaquant.sketch import BUCKETS, LogHistogram, bits_of, bucket_values, table_for
+
+SIGMA = 0.2
+"""Share of the frequency in a bucket's sample weight; the rest is its magnitude (method 1.3)."""
+ROUNDS = 300
+"""Lloyd iterations at most. They stop earlier, when no bucket changes its cluster."""
+
+Array = NDArray[np.float64]
+
+
+def sample_weights(values: Array, frequencies: NDArray[np.int64], sigma: float = SIGMA) -> Array:
+    """``σ·freq + (1-σ)·|value|``, both normalised to sum to 1 over the buckets (method 1.3)."""
+    magnitudes = np.abs(values)
+    by_frequency: Array = frequencies / frequencies.sum()
+    return sigma * by_frequency + (1 - sigma) * magnitudes / max(float(magnitudes.sum()), 1e-300)
+
+
+def seed_centres(values: Array, weights: Array, clusters: int, seed: int) -> Array:
+    """k-means++ seeding: each next centre is drawn with probability ∝ weight × squared distance to the nearest one."""
+    random = np.random.default_rng(seed)
+    centres = [float(random.choice(values, p=weights / weights.sum()))]
+    distance = (values - centres[0]) ** 2
+    while len(centres) < clusters:
+        mass = np.cumsum(weights * distance)
+        if mass[-1] <= 0:
+            break
+        # A draw of exactly 0 must not land on a bucket of no mass.
+        drawn = int(np.searchsorted(mass, (1 - random.random()) * mass[-1], side="left"))
+        centres.append(float(values[drawn]))
+        distance = np.minimum(distance, (values - centres[-1]) ** 2)
+    return np.sort(np.array(centres))
+
+
+def kmeans(values: Array, weights: Array, clusters: int, seed: int = 0) -> Array:
+    """Weighted k-means in one dimension: Lloyd's iterations from a k-means++ seeding.
+
+    values: ascending, distinct. weights: positive. Returns at most ``clusters`` centres, ascending, float64; fewer when
+    there are fewer values.
+    """
+    if len(values) <= clusters:
+        return values.copy()
+    centres = seed_centres(values, weights, clusters, seed)
+    mass = np.concatenate(([0.0], np.cumsum(weights)))
+    moment = np.concatenate(([0.0], np.cumsum(weights * values)))
+    edges = None
+    for _ in range(ROUNDS):
+        previous = edges
+        edges = np.concatenate(([0], np.searchsorted(values, (centres[1:] + centres[:-1]) / 2), [len(values)]))
+        if previous is not None and np.array_equal(edges, previous):
+            break
+        cluster_mass = np.diff(mass[edges])
+        occupied = cluster_mass > 0
+        centres = centres.copy()
+        means = np.diff(moment[edges])[occupied] / cluster_mass[occupied]
+        # Differences of cumulative sums lose small values beside large ones; a mean stays inside its cluster.
+        first, last = values[edges[:-1][occupied]], values[edges[1:][occupied] - 1]
+        centres[occupied] = np.clip(means, first, last)
+    return centres
+
+
+def codebook(histogram: LogHistogram, bins: int, dtype: torch.dtype = torch.float32) -> Array:
+    """The centres of at most ``bins`` clusters of the buckets of a histogram of ``dtype``, ascending, float64."""
+    values = bucket_values(dtype)[histogram.buckets].astype(np.float64)
+    order = np.argsort(values, kind="stable")
+    values, counts = values[order], histogram.counts[order]
+    if len(values) == 0:
+        return values
+    return kmeans(values, sample_weights(values, counts), bins)
+
+
+def bins_table(centres: Array, dtype: torch.dtype = torch.float32) -> NDArray[np.uint8]:
+    """The level of the nearest centre for every bucket of values of ``dtype``, uint8[65536]."""
+    middles = (centres[1:] + centres[:-1]) / 2
+    with np.errstate(invalid="ignore"):
+        bins = np.searchsorted(middles, np.nan_to_num(bucket_values(dtype).astype(np.float64)))
+    return (FIRST_BIN + bins).astype(np.uint8)
+
+
+def quantize(
+    tensor: Tensor,
+    histogram: LogHistogram,
+    bins: int,
+    magnitude: Thresholds = NO_THRESHOLDS,
+    sensitivity: tuple[Tensor, Thresholds] | None = None,
+) -> QuantizedTensor:
+    """Levels, codebook and protected values of one tensor.
+
+    tensor: any shape, a dtype in ``sketch.SKETCHED``, finite. histogram: ``LogHistogram.of(tensor)``.
+    sensitivity: ``|gradient · weight|``, float32, of the tensor's shape, and its thresholds; None where it has no say.
+    """
+    bits = bits_of(tensor)
+    nothing = np.zeros(0, dtype=np.uint32)
+    by_sensitivity = nothing if sensitivity is None else bits_of(sensitivity[0].to(torch.float32))
+    say = np.full(BUCKETS, _native.NO_SAY, dtype=np.uint8) if sensitivity is None else sensitivity_table(sensitivity[1])
+
+    def assign(bins_of_buckets: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        levels = np.empty(bits.size, dtype=np.uint8)
+        table = table_for(tensor.dtype, magnitude_table(magnitude, bins_of_buckets))
+        _native.assign_levels(bits, table, by_sensitivity, say, levels)  # type: ignore[arg-type]
+        return levels
+
+    if sensitivity is None:
+        # Whole buckets are pruned or protected, so the histogram of the rest is a part of the histogram.
+        rest = magnitude_table(magnitude, np.full(BUCKETS, FIRST_BIN, dtype=np.uint8))[histogram.buckets] == FIRST_BIN
+        kept = LogHistogram(histogram.buckets[rest], histogram.counts[rest])
+    else:
+        outside = assign(np.full(BUCKETS, FIRST_BIN, dtype=np.uint8)) == FIRST_BIN
+        kept = LogHistogram.of(tensor.detach().reshape(-1).cpu()[torch.from_numpy(outside)])
+    centres = codebook(kept, bins, tensor.dtype)
+    levels = assign(bins_table(centres, tensor.dtype) if len(centres) else np.full(BUCKETS, PRUNED, dtype=np.uint8))
+
+    half = torch.float16 if tensor.dtype == torch.float16 else torch.bfloat16
+    protected = tensor.detach().reshape(-1).cpu()[torch.from_numpy(np.flatnonzero(levels == PROTECTED))]
+    # The clamp keeps the largest floats from rounding up to infinity.
+    largest = torch.finfo(half).max
+    bits16 = protected.clamp(-largest, largest).to(half).view(torch.uint16).numpy()
+    return QuantizedTensor(tensor.dtype, tensor.shape, levels, centres.astype(np.float32), bits16)

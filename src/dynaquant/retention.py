@@ -1,0 +1,103 @@
+"""Which checkpoints of a run are kept, and how the others go: whatever was coded against them is re-coded first.
+
+Re-coding changes no value, so it changes no identity; what refers to a re-coded checkpoint stays valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from dynaquant.container import Summary
+from dynaquant.errors import CheckpointError
+from dynaquant.run import Base, Run
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Keeps the ``keep_last`` newest usable checkpoints, and every step that is a multiple of ``keep_every``.
+
+    Both None: everything is kept. Only ``keep_every``: the newest is kept as well. Raises ValueError below 1.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if any(limit is not None and limit < 1 for limit in (self.keep_last, self.keep_every)):
+            raise ValueError(f"keep_last and keep_every must be at least 1: {self}")
+
+    def superfluous(self, steps: list[int], usable: Collection[int]) -> list[int]:
+        """The steps that need not be kept, of steps in the order of their commits. Only usable ones count as kept."""
+        newest = [step for step in steps if step in usable][-(self.keep_last or 1) :]
+        if (self.keep_last is None and self.keep_every is None) or not newest:
+            return []
+        older = steps[: steps.index(newest[0])]
+        return [step for step in older if not (self.keep_every and step % self.keep_every == 0)]
+
+
+def release(run: Run, steps: Collection[int]) -> tuple[set[int], list[str]]:
+    """Re-codes every checkpoint whose parent is among ``steps``, so that their files can be deleted or replaced.
+
+    It is coded against its nearest ancestor that stays, or as a keyframe. Values and identities stay, bit for bit.
+    The caller holds the run for writing. Where something is damaged and re-coding fails, the file is left as it is.
+    Returns the steps that such files still depend on, and a note for each of them.
+
+    Raises CheckpointError when a file cannot be read at the moment: it may be whole, and may depend on anything.
+    """
+    summaries, broken = run.summaries()
+    for error in broken:
+        _raise_if_unreadable(error)
+    by_step = {summary.step: summary for summary in summaries}
+    needed: set[int] = set()
+    notes = []
+    for summary in summaries:
+        if summary.step in steps or summary.parent is None or summary.parent.step not in steps:
+            continue
+        try:
+            _recode_without(run, summary.step, steps)
+        except CheckpointError as error:
+            _raise_if_unreadable(error)
+            notes.append(f"step {summary.step} could not be re-coded, so what it depends on was kept: {error}")
+            ancestor: Summary | None = summary
+            while ancestor and ancestor.parent and ancestor.parent.step not in needed:
+                needed.add(ancestor.parent.step)
+                ancestor = by_step.get(ancestor.parent.step)
+    return needed, notes
+
+
+def _raise_if_unreadable(error: CheckpointError) -> None:
+    """Raises an error that comes from the system and not from what a file holds."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            raise error
+        cause = cause.__cause__
+
+
+def _recode_without(run: Run, step: int, steps: Collection[int]) -> None:
+    file = run.file(step)
+    tensors = run.load(file)
+    ancestor = next((other for other in run.chain(file)[1:] if other.header.step not in steps), None)
+    base = Base.loaded(ancestor.header, run.load(ancestor)) if ancestor else None
+    labels = {entry.name: entry.label for entry in file.header.entries}
+    run.write(replace(file.header, parent=base.parent if base else None), tensors, labels, base)
+
+
+def prune(run: Run, retention: Retention, damaged: Collection[int] = ()) -> list[str]:
+    """Deletes what the retention does not keep. The caller holds the run for writing. Returns ``release``'s notes.
+
+    damaged: steps whose files are known not to decode. They, and what was coded against them, do not count as kept.
+    """
+    usable = {checkpoint.step for checkpoint in run.chain_lengths(damaged)}
+    steps = retention.superfluous([summary.step for summary in run.summaries()[0]], usable)
+    if not steps:
+        return []
+    try:
+        needed, notes = release(run, steps)
+    except CheckpointError as error:
+        return [f"nothing was deleted: {error}"]
+    for step in reversed(steps):  # children first: what is left by a crash in between can still be loaded
+        if step not in needed:
+            run.delete(step)
+    return notes

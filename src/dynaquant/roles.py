@@ -1,0 +1,131 @@
+"""Role and layer type of every tensor of a state, and the user's overrides by pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from dynaquant.errors import StateError
+from dynaquant.sketch import SKETCHED
+from dynaquant.state import dtype_name
+
+Role = Literal["weight", "first_moment", "second_moment", "buffer", "exact"]
+"""What a tensor is. Only ``weight`` is quantized; the others are stored exactly."""
+
+_MOMENTS: dict[str, Role] = {
+    "exp_avg": "first_moment",
+    "momentum_buffer": "first_moment",
+    "exp_avg_sq": "second_moment",
+    "max_exp_avg_sq": "second_moment",
+    "square_avg": "second_moment",
+    "sum": "second_moment",
+}
+"""Keys of the state of the optimizers of ``torch.optim``. What another key holds is ``exact``."""
+
+_LAYER_TYPES: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = (
+    ((nn.Embedding, nn.EmbeddingBag), "embedding"),
+    (nn.modules.conv._ConvNd, "conv"),
+    ((nn.Linear, nn.Bilinear, nn.MultiheadAttention), "linear"),
+    (nn.RNNBase, "recurrent"),
+    (
+        (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm),
+        "norm",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Label:
+    """Role and layer type. Tensors of one layer type share thresholds; outside modules the layer type is ``""``."""
+
+    role: Role
+    layer_type: str = ""
+
+
+def layer_type(module: nn.Module) -> str:
+    """The layer type of a module's own parameters: ``embedding``, ``conv``, ``linear``, …, or ``other``."""
+    return next((name for kinds, name in _LAYER_TYPES if isinstance(module, kinds)), "other")
+
+
+def labels(
+    tensors: Mapping[str, Tensor], sources: Mapping[str, Any], overrides: Mapping[str, str] | None = None
+) -> dict[str, Label]:
+    """The label of every tensor of a state.
+
+    tensors: as ``state.flatten`` names them. sources: the objects whose states they are, by the first part of the
+    names; modules and optimizers among them are looked into. overrides: role by glob pattern over tensor names,
+    e.g. ``{"*.lm_head.weight": "exact"}``; of several patterns that match, the last counts.
+
+    Only the weights of the source ``"model"`` are to be quantized, as only they are scored; those of other modules are
+    exact until a pattern says otherwise. A pattern may use any of the names of a tied parameter.
+
+    Raises StateError for a pattern that matches no tensor, an unknown role, or a tensor that cannot have it.
+    """
+    result = {name: Label("exact") for name in tensors}
+    parameters: dict[str, str] = {}  # every name of a parameter, and the first one, which is among the tensors
+    for source, thing in sources.items():
+        if isinstance(thing, nn.Module):
+            result.update(_module_labels(source, thing, tensors))
+            parameters.update(_parameter_names(source, thing))
+        elif isinstance(thing, torch.optim.Optimizer):
+            for name in tensors:
+                if name.startswith(f"{source}.state."):
+                    result[name] = Label(_MOMENTS.get(name.rpartition(".")[2], "exact"))
+    for pattern, role in (overrides or {}).items():
+        _override(result, tensors, parameters, pattern, role)
+    return result
+
+
+def quantizable(parameter: Tensor) -> bool:
+    """Whether a parameter is quantized unless the user decides otherwise."""
+    return parameter.ndim >= 2 and parameter.dtype in SKETCHED
+
+
+def _parameter_names(source: str, module: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    names = {}
+    for name, parameter in module.named_parameters(prefix=source, remove_duplicate=False):
+        names[name] = first.setdefault(id(parameter), name)
+    return names
+
+
+def _module_labels(source: str, module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Label]:
+    found: dict[str, Label] = {}
+    for path, child in module.named_modules():
+        prefix = f"{source}.{path}." if path else f"{source}."
+        kind = layer_type(child)
+        for name in child._parameters:
+            tensor = tensors.get(prefix + name)
+            # Of a tied tensor's names only the first is among the tensors; its module gives the layer type.
+            if tensor is not None:
+                role: Role = "weight" if source == "model" and quantizable(tensor) else "exact"
+                found[prefix + name] = Label(role, kind)
+        for name in child._buffers:
+            if prefix + name in tensors:
+                found[prefix + name] = Label("buffer", kind)
+    return found
+
+
+def _override(
+    result: dict[str, Label], tensors: Mapping[str, Tensor], parameters: Mapping[str, str], pattern: str, role: str
+) -> None:
+    if role not in get_args(Role):
+        raise StateError(f"roles[{pattern!r}]: {role!r} is no role; the roles are {', '.join(get_args(Role))}")
+    names = {**{name: name for name in result}, **parameters}
+    matching = {first for name, first in names.items() if fnmatchcase(name, pattern) and first in result}
+    if not matching:
+        example = next(iter(result), "model.…")
+        raise StateError(f"roles[{pattern!r}] matches no tensor; names look like {example!r}")
+    for name in matching:
+        if role == "weight" and name not in parameters:
+            raise StateError(f"roles[{pattern!r}]: {name} is no parameter of a module, so it cannot be a weight")
+        if role == "weight" and tensors[name].dtype not in SKETCHED:
+            raise StateError(
+                f"roles[{pattern!r}]: {name} is {dtype_name(tensors[name].dtype)}, which cannot be quantized"
+            )
+        result[name] = replace(result[name], role=role)  # type: ignore[arg-type]

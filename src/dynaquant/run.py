@@ -1,0 +1,318 @@
+"""A run: the folder of the checkpoints of one training. Listing, decoding, verifying, atomic commit.
+
+Files are named by step. A checkpoint is there or not: it is written under a temporary name, made durable, read back
+and verified, and only then renamed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dynaquant.coding import stream
+from dynaquant.coding.stream import StoredTensor, levels_of, tensor_hash, values_of
+from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary
+from dynaquant.entry import Entry, Quantized, Reference
+from dynaquant.errors import CheckpointError
+from dynaquant.quantized import Levels
+from dynaquant.roles import Label
+
+SUFFIX = ".dqc"
+_TEMPORARY = ".tmp"
+
+_locked: set[int] = set()  # descriptors of the folders that this process holds for writing
+
+
+def _let_go_in_child() -> None:
+    # A forked child (a DataLoader's worker) would otherwise hold the run for as long as it outlives a killed training.
+    for descriptor in _locked:
+        os.close(descriptor)
+    _locked.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in memory: the JSON tree of a state, and its tensors with their labels, by name."""
+
+    step: int
+    tree: Any
+    tensors: Mapping[str, StoredTensor]
+    labels: Mapping[str, Label]
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the next delta is coded against: a checkpoint of the run, its tensors' hashes and levels by name."""
+
+    parent: Parent
+    hashes: Mapping[str, str]
+    levels: Mapping[str, Levels]
+
+    @classmethod
+    def loaded(cls, header: Header, tensors: Mapping[str, StoredTensor]) -> Base:
+        """The base that a checkpoint makes whose tensors have been decoded from its file."""
+        levels = {name: found for name, stored in tensors.items() if (found := levels_of(stored)) is not None}
+        return cls(Parent(header.step, header.identity), _hashes(header), levels)
+
+    @classmethod
+    def written(cls, header: Header, tensors: Mapping[str, StoredTensor], before: Base | None) -> Base:
+        """The base that a checkpoint makes that was just written against ``before``: what its file decodes to."""
+        levels: dict[str, Levels | None] = {}
+        for entry in header.entries:
+            if isinstance(entry.coding, Reference):
+                levels[entry.name] = before.levels.get(entry.name) if before else None
+            elif isinstance(entry.coding, Quantized):
+                levels[entry.name] = levels_of(tensors[entry.name])
+        found = {name: level for name, level in levels.items() if level is not None}
+        return cls(Parent(header.step, header.identity), _hashes(header), found)
+
+
+def _hashes(header: Header) -> dict[str, str]:
+    return {entry.name: entry.hash for entry in header.entries}
+
+
+class Run:
+    """The checkpoints in a folder. Writing takes a lock, ``writer()``; reading takes none.
+
+    A reader may find a checkpoint that a writer deletes or re-codes in that moment damaged; it need only read again.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._summaries: dict[tuple[int, int, int], Summary] = {}
+
+    @contextmanager
+    def writer(self) -> Iterator[None]:
+        """Holds the run for writing, and clears away what a killed writer left.
+
+        Raises CheckpointError when another process (or Checkpointer) is writing to the folder.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise CheckpointError(f"{self.folder} is a file; a run needs a folder") from None
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        _locked.add(descriptor)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(
+                    f"{self.folder}: another Checkpointer, here or in another process, is writing to this run; "
+                    "close it or use another folder"
+                ) from None
+            for stray in self.folder.glob(f"*{SUFFIX}{_TEMPORARY}"):
+                stray.unlink()
+            yield
+        finally:
+            if descriptor in _locked:
+                _locked.remove(descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked just now may not have let go yet
+                os.close(descriptor)
+
+    def path(self, step: int) -> Path:
+        """The file of a step."""
+        return self.folder / f"step-{step:012d}{SUFFIX}"
+
+    def summaries(self) -> tuple[list[Summary], list[CheckpointError]]:
+        """All checkpoints whose headers are sound, oldest commit first, and what is wrong with the others."""
+        known, found, broken = self._summaries, {}, []
+        for path in sorted(self.folder.glob(f"step-*{SUFFIX}")):
+            try:
+                status = path.stat()
+                key = (status.st_ino, status.st_mtime_ns, status.st_size)
+                summary = known.get(key) or CheckpointFile(path).header.summary
+                if self.path(summary.step) != path:
+                    raise CheckpointError(f"{path}: holds step {summary.step}; was it renamed?")
+                found[key] = summary
+            except FileNotFoundError:
+                continue  # deleted by its writer since it was listed
+            except OSError as error:
+                unreadable = CheckpointError(f"{path}: cannot be read ({error.strerror})")
+                unreadable.__cause__ = error
+                broken.append(unreadable)
+            except CheckpointError as error:
+                broken.append(error)
+        self._summaries = found
+        return sorted(found.values(), key=lambda summary: (summary.sequence, summary.step)), broken
+
+    def file(self, step: int) -> CheckpointFile:
+        """The checkpoint of a step. Raises CheckpointError when it is not there or not sound."""
+        path = self.path(step)
+        if not path.exists():
+            steps = ", ".join(str(summary.step) for summary in self.summaries()[0]) or "none"
+            raise CheckpointError(f"{self.folder}: there is no checkpoint of step {step} (there are: {steps})")
+        file = CheckpointFile(path)
+        if file.header.step != step:
+            raise CheckpointError(f"{path}: holds step {file.header.step}; was it renamed?")
+        return file
+
+    def parent_of(self, file: CheckpointFile) -> CheckpointFile | None:
+        """The parent of a delta, found and identified; None for a keyframe.
+
+        Raises CheckpointError when the parent is missing or another checkpoint than the one it was coded against.
+        """
+        parent = file.header.parent
+        if parent is None:
+            return None
+        what = f"checkpoint step {file.header.step}: its parent, step {parent.step} ({parent.identity[:8]}…),"
+        path = self.path(parent.step)
+        if not path.exists():
+            raise CheckpointError(f"{what} is not in {self.folder} (was it deleted by hand?)")
+        found = CheckpointFile(path)
+        if found.header.identity != parent.identity:
+            raise CheckpointError(f"{what} has been replaced in {self.folder} by another checkpoint of that step")
+        # Sequence numbers fall along a chain, so every chain ends, whatever the files say.
+        if found.header.sequence >= file.header.sequence:
+            raise CheckpointError(f"{what} claims in {self.folder} to have been written after it")
+        return found
+
+    def chain(self, file: CheckpointFile) -> list[CheckpointFile]:
+        """The file, its parent, the parent's parent, …, up to the keyframe. Raises CheckpointError for a broken one."""
+        chain = [file]
+        while (parent := self.parent_of(chain[-1])) is not None:
+            chain.append(parent)
+        return chain
+
+    def load(self, file: CheckpointFile) -> dict[str, StoredTensor]:
+        """Decodes the tensors of a checkpoint and checks each against its hash.
+
+        Raises CheckpointError, naming file and tensor, when one cannot be decoded or is not what was stored.
+        """
+        try:
+            chain = self.chain(file)
+            return {entry.name: _load_tensor(chain, entry) for entry in file.header.entries}
+        except CheckpointError as error:
+            itself = f"checkpoint step {file.header.step}: "
+            if str(error).startswith((itself, f"{file.path}: ")):
+                raise
+            raise CheckpointError(f"{itself}{error}") from error
+
+    def chain_lengths(self, damaged: Collection[int] = ()) -> dict[Parent, int]:
+        """Every checkpoint that can be decoded, with the length of its chain: 1 for a keyframe.
+
+        Missing are those of the steps in ``damaged``, and those that build on a damaged or missing checkpoint.
+        """
+        lengths: dict[Parent, int] = {}
+        for summary in self.summaries()[0]:  # parents come before their children
+            above = 0 if summary.parent is None else lengths.get(summary.parent)
+            if above is not None and summary.step not in damaged:
+                lengths[Parent(summary.step, summary.identity)] = above + 1
+        return lengths
+
+    def commit(self, checkpoint: Checkpoint, base: Base | None) -> tuple[CheckpointFile, Base]:
+        """Writes a checkpoint against ``base`` (None: as a keyframe), verifies it, and makes it part of the run.
+
+        A checkpoint of the same step is replaced; the caller has made sure that no other needs it. Returns the file
+        and the base for the next commit. On any error the run is as before.
+        """
+        youngest = max((summary.sequence for summary in self.summaries()[0]), default=0)
+        draft = Header(
+            step=checkpoint.step,
+            sequence=youngest + 1,
+            parent=base.parent if base else None,
+            tree=checkpoint.tree,
+            entries=(),
+            record=checkpoint.record,
+        )
+        file = self.write(draft, checkpoint.tensors, checkpoint.labels, base)
+        return file, Base.written(file.header, checkpoint.tensors, base)
+
+    def write(
+        self, draft: Header, tensors: Mapping[str, StoredTensor], labels: Mapping[str, Label], base: Base | None
+    ) -> CheckpointFile:
+        """Encodes tensors and writes them under ``draft`` with its entries filled in; verifies; renames.
+
+        A draft that has entries is a checkpoint to be re-coded: the new file must have its identity.
+        """
+        path = self.path(draft.step)
+        temporary = path.with_name(path.name + _TEMPORARY)
+        try:
+            with temporary.open("wb") as out:
+                writer = CheckpointWriter(out)
+                entries = []
+                for name, stored in tensors.items():
+                    entry, coded = _encode_tensor(name, stored, labels[name], base)
+                    entries.append(entry)
+                    writer.add(coded)
+                writer.finish(replace(draft, entries=tuple(entries)))
+            written = CheckpointFile(temporary)
+            if draft.entries and written.header.identity != draft.identity:
+                raise CheckpointError(f"{temporary}: re-coding would change the values of {path.name}")
+            _verify(written, base)
+            temporary.replace(path)
+        except BaseException as error:
+            error.add_note(f"while writing {temporary}; the run is as it was before")
+            temporary.unlink(missing_ok=True)
+            raise
+        self._sync_folder()
+        return CheckpointFile(path)
+
+    def delete(self, step: int) -> None:
+        """Removes the file of a step. The caller has made sure that no other checkpoint needs it."""
+        self.path(step).unlink()
+        self._sync_folder()
+
+    def _sync_folder(self) -> None:
+        """Makes renames and deletions durable."""
+        descriptor = os.open(self.folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _encode_tensor(name: str, stored: StoredTensor, label: Label, base: Base | None) -> tuple[Entry, bytes]:
+    values = values_of(stored)
+    digest = tensor_hash(values)
+    if base is not None and base.hashes.get(name) == digest:
+        return Entry(name, label, values.dtype, values.shape, digest, 0, Reference()), b""
+    coding, coded = stream.encode(stored, base.levels.get(name) if base else None)
+    return Entry(name, label, values.dtype, values.shape, digest, len(coded), coding), coded
+
+
+def _decode_tensor(file: CheckpointFile, entry: Entry, parent: Levels | None) -> StoredTensor:
+    try:
+        stored = stream.decode(entry, file.read(entry), parent)
+        digest = tensor_hash(values_of(stored))
+    except ValueError as error:
+        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
+    if digest != entry.hash:
+        raise CheckpointError(f"{file.path}: tensor {entry.name} does not decode to the values that were stored")
+    return stored
+
+
+def _load_tensor(chain: list[CheckpointFile], entry: Entry) -> StoredTensor:
+    """Follows a tensor up the chain (the file itself first) to where it stands alone, and decodes downwards."""
+    path: list[tuple[CheckpointFile, Entry]] = [(chain[0], entry)]
+    for file in chain[1:]:
+        if not path[-1][1].needs_parent:
+            break
+        above = file.header.by_name.get(entry.name)
+        if above is None:
+            raise CheckpointError(f"{path[-1][0].path}: tensor {entry.name} is not in its parent, {file.path.name}")
+        path.append((file, above))
+    stored = _decode_tensor(*path[-1], None)
+    for file, below in reversed(path[:-1]):
+        if not isinstance(below.coding, Reference):
+            stored = _decode_tensor(file, below, levels_of(stored))
+        elif tensor_hash(values_of(stored)) != below.hash:
+            raise CheckpointError(f"{file.path}: tensor {entry.name} is not the tensor of its parent that it refers to")
+    return stored
+
+
+def _verify(file: CheckpointFile, base: Base | None) -> None:
+    """Decodes a file just written, given the levels in memory. Raises CheckpointError for the first wrong tensor."""
+    for entry in file.header.entries:
+        # The hash of a reference is that of the base, which was verified when it was written or loaded.
+        if not isinstance(entry.coding, Reference):
+            _decode_tensor(file, entry, base.levels.get(entry.name) if base else None)

@@ -1,0 +1,121 @@
+"""Mergeable log histogram of floats, and quantiles from it (method 1.2).
+
+The bucket of a value is the top 16 bits of its float32: sign, exponent, 7 mantissa bits. Buckets are therefore
+logarithmic with a relative error of at most α = 2⁻⁸ < 0.4 %, and there are 65,536 of them, so every decision about a
+value (which bin, pruned, protected) fits a table indexed by bucket.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaquant import _native
+
+BUCKETS = 65_536
+MAGNITUDES = 32_768
+"""Buckets without the sign: bucket ``b`` and ``b + MAGNITUDES`` hold the same magnitudes."""
+FIRST_NONFINITE = 0x7F80
+"""The first magnitude bucket that holds infinities and NaNs instead of numbers."""
+SKETCHED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""The dtypes that have buckets. float64 is rounded to float32 first."""
+
+
+def bits_of(tensor: Tensor) -> NDArray[np.uint32] | NDArray[np.uint16]:
+    """The bit patterns of a tensor of a dtype in SKETCHED, flat, on the host; a copy only where one is needed."""
+    if tensor.dtype == torch.float64:
+        tensor = tensor.to(torch.float32)
+    flat = tensor.detach().reshape(-1).contiguous().cpu()
+    unsigned = torch.uint32 if flat.dtype == torch.float32 else torch.uint16
+    bits: NDArray[np.uint32] | NDArray[np.uint16] = flat.view(unsigned).numpy()
+    return bits
+
+
+@cache
+def _half_buckets() -> NDArray[np.uint16]:
+    codes = np.arange(BUCKETS, dtype=np.uint16).view(np.float16)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        return (codes.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+
+def table_for(dtype: torch.dtype, by_bucket: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A table indexed by bucket, rearranged to be indexed by the top 16 bits of a value of ``dtype``."""
+    return by_bucket[_half_buckets()] if dtype == torch.float16 else by_bucket
+
+
+@cache
+def bucket_values(dtype: torch.dtype = torch.float32) -> NDArray[np.float32]:
+    """What each bucket stands for, float32[65536]: the middle of the values of ``dtype`` that fall into it.
+
+    A bucket holds one bfloat16 and eight float16, so for them the middle lies elsewhere than for float32. The two
+    buckets around 0 stand for exactly 0.
+    """
+    lower_bits = {torch.bfloat16: 0, torch.float16: 0x7000}.get(dtype, 0x8000)
+    middles = (np.arange(BUCKETS, dtype=np.uint32) << 16 | lower_bits).view(np.float32)
+    middles[[0, MAGNITUDES]] = 0.0
+    return middles
+
+
+@dataclass(frozen=True)
+class LogHistogram:
+    """How many values fell into each bucket that is not empty; ``a + b`` is the histogram of both together."""
+
+    buckets: NDArray[np.uint16]
+    """The buckets that occur, ascending (positive values first, as the sign is the highest bit)."""
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> LogHistogram:
+        """The histogram of a tensor of any shape and a dtype in SKETCHED. Costs one pass over its memory."""
+        counts = np.zeros(BUCKETS, dtype=np.int64)
+        _native.log_histogram(bits_of(tensor), counts)
+        if tensor.dtype == torch.float16:
+            by_code, counts = counts, np.zeros(BUCKETS, dtype=np.int64)
+            np.add.at(counts, _half_buckets(), by_code)
+        return cls._from_dense(counts)
+
+    @classmethod
+    def empty(cls) -> LogHistogram:
+        """The histogram of nothing."""
+        return cls._from_dense(np.zeros(BUCKETS, dtype=np.int64))
+
+    @classmethod
+    def _from_dense(cls, counts: NDArray[np.int64]) -> LogHistogram:
+        buckets = np.flatnonzero(counts)
+        return cls(buckets.astype(np.uint16), counts[buckets])
+
+    def _dense(self) -> NDArray[np.int64]:
+        counts = np.zeros(BUCKETS, dtype=np.int64)
+        counts[self.buckets] = self.counts
+        return counts
+
+    def __add__(self, other: LogHistogram) -> LogHistogram:
+        return self._from_dense(self._dense() + other._dense())
+
+    @property
+    def nonfinite(self) -> int:
+        """The number of infinities and NaNs."""
+        return int(self.counts[(self.buckets % MAGNITUDES) >= FIRST_NONFINITE].sum())
+
+    def magnitudes(self) -> NDArray[np.int64]:
+        """Counts by magnitude, int64[32768]: the two signs added up."""
+        dense = self._dense()
+        return dense[:MAGNITUDES] + dense[MAGNITUDES:]
+
+    def quantile(self, q: float) -> float:
+        """The ⌊q·(n-1)⌋-th smallest magnitude, exact up to a relative error of α = 2⁻⁸ (for float32's
+        subnormal numbers, up to an absolute one of 2⁻¹³⁴).
+
+        Raises ValueError when the histogram is empty or q is not in [0, 1].
+        """
+        total = int(self.counts.sum())
+        if total == 0 or not 0 <= q <= 1:
+            raise ValueError("a quantile needs at least one value and q in [0, 1]")
+        cumulative = np.cumsum(self.magnitudes())
+        bucket = int(np.searchsorted(cumulative, int(q * (total - 1)), side="right"))
+        return float(bucket_values()[bucket])

@@ -1,0 +1,140 @@
+"""The objects a state is collected from and restored into: modules, optimizers, schedulers, generators, …"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dynaquant import rng
+from dynaquant.errors import StateError
+from dynaquant.state import dtype_name
+
+RNG, CLASSES, PARAMETERS = "rng", "classes", "parameters"
+RESERVED = (RNG, CLASSES, PARAMETERS)
+"""Names in a state that are not sources: the random number generators; the classes of optimizers and generators; the
+names of the parameters in each group of an optimizer, which knows them only by their order."""
+
+
+def check(sources: Mapping[str, Any]) -> None:
+    """Raises StateError, naming it, for an object whose state cannot be taken or put back."""
+    for name, source in sources.items():
+        if isinstance(source, torch.Generator | np.random.Generator):
+            continue
+        if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
+            raise StateError(
+                f"{name}: {type(source).__qualname__} has no state_dict() and load_state_dict(); "
+                "wrap it in an object that has both"
+            )
+
+
+def collect(sources: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of every source by name; that of the global random number generators as ``"rng"``; as ``"classes"``
+    the class of every optimizer and generator, and as ``"parameters"`` the names of every optimizer's parameters, since
+    states of different ones look alike but do not fit."""
+    classes = {name: kind for name, source in sources.items() if (kind := _class(source)) is not None}
+    return {
+        **{name: _state_of(source) for name, source in sources.items()},
+        CLASSES: classes,
+        PARAMETERS: _parameters(sources),
+        RNG: rng.get_state(),
+    }
+
+
+def check_fit(sources: Mapping[str, Any], state: Mapping[str, Any], what: str) -> None:
+    """Raises StateError, listing what differs, when a stored state does not fit the sources. Changes nothing.
+
+    what: the checkpoint, for messages.
+    """
+    problems: list[str] = []
+    given, stored = set(sources), set(state) - set(RESERVED)
+    problems += [f"it holds no {name!r}" for name in sorted(given - stored)]
+    problems += [f"it holds {name!r}, which was not given" for name in sorted(stored - given)]
+    for name in sorted(given & stored):
+        source = sources[name]
+        before, now = state[CLASSES].get(name), _class(source)
+        if before != now:
+            problems.append(f"{name} was {before or 'something else'} and is {now or type(source).__qualname__}")
+        elif isinstance(source, nn.Module):
+            problems += _module_differences(name, source, state[name])
+        elif isinstance(source, torch.optim.Optimizer):
+            groups_before = [len(group["params"]) for group in state[name]["param_groups"]]
+            groups = [len(group["params"]) for group in source.param_groups]
+            if groups_before != groups:
+                problems.append(f"{name} had parameter groups of {groups_before} tensors and has groups of {groups}")
+            elif state[PARAMETERS][name] != _parameters(sources)[name]:
+                problems.append(f"{name} had its parameters in another order")
+    if problems:
+        shown = "\n  ".join(problems[:10] + ([f"… and {len(problems) - 10} more"] if len(problems) > 10 else []))
+        raise StateError(
+            f"{what} does not fit the objects to restore:\n  {shown}\n"
+            "Nothing was changed. Build the objects as they were when it was saved, use another folder for another "
+            "training, or take the parts you want from dynaquant.load(folder, step)."
+        )
+
+
+def restore(sources: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Puts a state that fits into the sources and the global random number generators; model and optimizer last."""
+    last = ("model", "optimizer")
+    for name in sorted(sources, key=lambda name: name in last):
+        source = sources[name]
+        if isinstance(source, torch.Generator):
+            source.set_state(state[name])
+        elif isinstance(source, np.random.Generator):
+            source.bit_generator.state = state[name]
+        else:
+            source.load_state_dict(state[name])
+    rng.set_state(state[RNG])
+
+
+def _state_of(source: Any) -> Any:
+    if isinstance(source, torch.Generator):
+        return source.get_state()
+    if isinstance(source, np.random.Generator):
+        return source.bit_generator.state
+    return source.state_dict()
+
+
+def _parameters(sources: Mapping[str, Any]) -> dict[str, list[list[str]]]:
+    names = {
+        id(parameter): f"{name}.{path}"
+        for name, source in sources.items()
+        if isinstance(source, nn.Module)
+        for path, parameter in source.named_parameters()
+    }
+    return {
+        name: [[names.get(id(parameter), "") for parameter in group["params"]] for group in source.param_groups]
+        for name, source in sources.items()
+        if isinstance(source, torch.optim.Optimizer)
+    }
+
+
+def _class(source: Any) -> str | None:
+    """What an optimizer or generator is; None for other sources, whose state says all that is needed."""
+    if isinstance(source, np.random.Generator):
+        source = source.bit_generator
+    elif not isinstance(source, torch.optim.Optimizer | torch.Generator):
+        return None
+    return f"{type(source).__module__}.{type(source).__qualname__}"
+
+
+def _module_differences(source: str, module: nn.Module, stored: Mapping[str, Any]) -> list[str]:
+    def form(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"{dtype_name(value.dtype)}{list(value.shape)}"
+        return type(value).__qualname__
+
+    now = {name: form(value) for name, value in module.state_dict().items()}
+    before = {name: form(value) for name, value in stored.items()}
+    return (
+        [f"{source}.{name} is not in it" for name in now if name not in before]
+        + [f"{source}.{name} is in it, and the model has no such tensor" for name in before if name not in now]
+        + [
+            f"{source}.{name} was {before[name]} and is {now[name]}"
+            for name in now
+            if name in before and now[name] != before[name]
+        ]
+    )

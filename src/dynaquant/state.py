@@ -1,0 +1,235 @@
+"""State tree <-> named tensors + a JSON tree. No pickle: what JSON and tensors cannot express is an error.
+
+The JSON tree (docs/format.md, "Tree") writes ``None``, bools, ints, finite floats, strings and lists as themselves.
+Everything else is an object with one key, the type, e.g. ``{"tuple": [1, 2]}`` or ``{"tensor": "model.head.weight"}``.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynaquant.errors import StateError
+
+DTYPES: dict[str, torch.dtype] = {
+    name: dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and f"torch.{name}" == str(dtype) and not re.match(r"q|bits|u?int[1-7]$", name)
+}
+"""Every element type that can be stored, by the name it has in files.
+
+Not among them: PyTorch's old quantized types, and types of less than a byte, which it cannot copy.
+"""
+
+_NUMPY_KINDS = "biufc"
+_MAX_DEPTH = 100
+_MAX_INT_BITS = 14_000  # Python refuses to read integers of more than 4,300 digits
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in files and messages, e.g. ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+_CONTAINERS: dict[type, str] = {
+    dict: "dict",
+    OrderedDict: "ordered_dict",
+    Counter: "counter",
+    list: "list",
+    tuple: "tuple",
+    set: "set",
+    frozenset: "frozenset",
+    torch.Size: "size",
+}
+
+
+def flatten(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Takes a state apart into a JSON tree and its tensors by name.
+
+    A name is the path of the tensor's first occurrence, joined by dots. Tensors that are the same memory with the
+    same shape (tied) appear once. The tensors are the state's own, detached, not copies. NumPy arrays become tensors,
+    in the machine's byte order.
+
+    Raises StateError, naming the path, for a value that cannot be expressed.
+    """
+    flattener = _Flattener()
+    return flattener.node(state, ""), flattener.tensors
+
+
+class _Flattener:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}  # by place in memory
+        self._inside: set[int] = set()  # the containers that the current path leads through
+
+    def node(self, value: Any, path: str) -> Any:
+        """The JSON node of a value. Exact types only: a subclass would come back as its base class."""
+        kind = type(value)
+        if value is None or kind in (bool, str) or (kind is int and value.bit_length() <= _MAX_INT_BITS):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if kind in (Tensor, torch.nn.Parameter):
+            return self._tensor(value, path)
+        if kind is np.ndarray:
+            return self._array(value, path)
+        if kind in _CONTAINERS:
+            return self._container(value, path)
+        return _plain(value, path)
+
+    def _name(self, tensor: Tensor, path: str) -> str:
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if tensor.numel() > 0 and place in self._names:
+            return self._names[place]
+        name, number = path, 2
+        while name in self.tensors:
+            name, number = f"{path}~{number}", number + 1
+        self._names[place], self.tensors[name] = name, tensor
+        return name
+
+    def _tensor(self, tensor: Tensor, path: str) -> Any:
+        problem = _tensor_problem(tensor)
+        if problem:
+            raise StateError(f"{path}: {problem}")
+        kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
+        node: dict[str, Any] = {kind: self._name(tensor.detach().resolve_conj().resolve_neg(), path)}
+        if tensor.requires_grad != (kind == "parameter"):
+            node["requires_grad"] = tensor.requires_grad
+        return node
+
+    def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
+        if array.dtype.kind not in _NUMPY_KINDS or not hasattr(torch, array.dtype.name):
+            raise StateError(f"{path}: a NumPy array of {array.dtype} has no tensor type to store it as")
+        native = np.array(array, dtype=array.dtype.newbyteorder("="))
+        return {"ndarray": self._name(torch.from_numpy(native), path)}
+
+    def _container(self, value: Any, path: str) -> Any:
+        if id(value) in self._inside:
+            raise StateError(f"{path}: the state contains itself here")
+        if len(self._inside) >= _MAX_DEPTH:
+            raise StateError(f"{path}: the state is nested too deeply to store (more than {_MAX_DEPTH} levels)")
+        self._inside.add(id(value))
+        kind = _CONTAINERS[type(value)]
+        if isinstance(value, dict):
+            pairs = [[self.node(k, f"{path} (a key)"), self.node(v, _join(path, k))] for k, v in value.items()]
+            node: Any = {kind: pairs}
+            # Modules keep the versions of their state dicts in an attribute of it.
+            metadata = getattr(value, "_metadata", None)
+            if metadata is not None:
+                node["metadata"] = self.node(metadata, f"{path}._metadata")
+        else:
+            items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+            content = [self.node(v, _join(path, i)) for i, v in enumerate(items)]
+            node = content if kind == "list" else {kind: content}
+        self._inside.remove(id(value))
+        return node
+
+
+def _plain(value: Any, path: str) -> Any:
+    kind = type(value)
+    if kind is int:
+        raise StateError(f"{path}: an integer of {value.bit_length()} bits is too large to store")
+    if kind is complex:
+        return {"complex": [repr(value.real), repr(value.imag)]}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
+        return {"scalar": [value.dtype.name, base64.b64encode(value.tobytes()).decode()]}
+    if kind is torch.dtype:
+        return {"dtype": dtype_name(value)}
+    if kind is torch.device:
+        return {"device": str(value)}
+    raise StateError(
+        f"{path}: a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; "
+        "make it a tensor, a plain value, or an object with state_dict() and load_state_dict()"
+    )
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _tensor_problem(tensor: Tensor) -> str | None:
+    if tensor.layout != torch.strided:
+        return f"a {str(tensor.layout).removeprefix('torch.')} tensor cannot be stored; make it dense first"
+    if tensor.device.type == "meta":
+        return "a tensor on the meta device has no values to store"
+    if dtype_name(tensor.dtype) not in DTYPES:
+        return f"a tensor of {dtype_name(tensor.dtype)} cannot be stored"
+    return None
+
+
+def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    """Puts a state together again from its JSON tree and its tensors. The inverse of ``flatten``.
+
+    Raises StateError when the tree is not one that ``flatten`` makes, or names a tensor that is not there.
+    """
+    built: dict[tuple[str, str, bool], Tensor] = {}
+
+    def tensor(kind: str, name: str, requires_grad: bool) -> Tensor:
+        # Tied tensors must come back as one object.
+        place = (kind, name, requires_grad)
+        if place not in built:
+            if kind == "parameter":
+                built[place] = torch.nn.Parameter(tensors[name], requires_grad=requires_grad)
+            else:
+                built[place] = tensors[name].detach().requires_grad_(requires_grad)
+        return built[place]
+
+    def pairs(content: Any) -> list[tuple[Any, Any]]:
+        return [(value(k), value(v)) for k, v in content]
+
+    def values(content: Any) -> list[Any]:
+        return [value(v) for v in content]
+
+    builders: dict[str, Callable[[Any], Any]] = {
+        "ndarray": lambda name: tensors[name].numpy(),
+        "scalar": lambda content: np.frombuffer(base64.b64decode(content[1]), dtype=np.dtype(content[0]))[0],
+        "float": float,
+        "complex": lambda content: complex(*map(float, content)),
+        "bytes": base64.b64decode,
+        "dtype": lambda name: DTYPES[name],
+        "device": torch.device,
+        "dict": lambda content: dict(pairs(content)),
+        "ordered_dict": lambda content: OrderedDict(pairs(content)),
+        "counter": lambda content: Counter(dict(pairs(content))),
+        "tuple": lambda content: tuple(values(content)),
+        "set": lambda content: set(values(content)),
+        "frozenset": lambda content: frozenset(values(content)),
+        "size": lambda content: torch.Size(values(content)),
+    }
+
+    def value(node: Any) -> Any:
+        if isinstance(node, list):
+            return values(node)
+        if not isinstance(node, dict):
+            return node
+        kind = next(iter(node))
+        if kind in ("tensor", "parameter"):
+            return tensor(kind, node[kind], node.get("requires_grad", kind == "parameter"))
+        result = builders[kind](node[kind])
+        if "metadata" in node:
+            result._metadata = value(node["metadata"])
+        return result
+
+    try:
+        return value(tree)
+    except (
+        KeyError,
+        ValueError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        StopIteration,
+        OverflowError,
+        RuntimeError,
+    ) as error:
+        raise StateError(f"the stored tree of the state is broken: {error!r}") from error

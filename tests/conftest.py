@@ -1,0 +1,24 @@
+"""Settings that all tests share."""
+
+import importlib.util
+import os
+import sys
+
+import pytest
+from hypothesis import settings
+
+# `make sanitize` runs the native tests with another build of the native module.
+if path := os.environ.get("DYNAQUANT_NATIVE"):
+    spec = importlib.util.spec_from_file_location("dynaquant._native", path)
+    sys.modules["dynaquant._native"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["dynaquant._native"])
+
+import torch
+
+settings.register_profile("tests", deadline=None, derandomize=True)  # machines are shared and noisy
+settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True)
+def _same_seed():
+    torch.manual_seed(0)

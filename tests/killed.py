@@ -1,0 +1,45 @@
+"""A training that is to be killed: for every line on its input it forks one, which saves without end and says so."""
+
+import os
+import sys
+
+import torch
+from torch import nn
+
+import dynaquant as dq
+
+
+def build(folder: str) -> tuple[nn.Module, dq.Checkpointer]:
+    """A model of 51,200 weights, and a bias that says the step."""
+    model = nn.Linear(256, 200)
+    configuration = dq.Configuration(bins=4, protection_metric="magnitude")
+    return model, dq.Checkpointer(folder, model, configuration=configuration, keep_last=3, keyframe_every=3)
+
+
+def say(word: str, number: int) -> None:
+    os.write(1, f"{word} {number}\n".encode())
+
+
+def train(folder: str) -> None:
+    torch.set_num_threads(1)
+    model, ckpt = build(folder)
+    step = ckpt.restore() or 0
+    say("restored", step)
+    while True:
+        step += 1
+        with torch.no_grad():
+            model.weight += 0.01 * torch.randn_like(model.weight)
+            model.bias.fill_(step)
+        say("saving", step)
+        ckpt.save(step).result()
+        say("committed", step)
+
+
+if __name__ == "__main__":
+    for _ in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            train(sys.argv[1])
+        say("started", child)
+        os.waitpid(child, 0)
+        say("ended", 0)

@@ -1,0 +1,238 @@
+"""Odd weights and hostile states: an exact round trip where one was promised, and else an error with a name."""
+
+import math
+
+import pytest
+import torch
+from crafted import entry, header, write
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from training import bits
+
+import dynaquant as dq
+from dynaquant.run import Run
+
+
+def module_of(**weights: Tensor) -> nn.Module:
+    module = nn.Module()
+    for name, weight in weights.items():
+        module.register_parameter(name, nn.Parameter(weight))
+    return module
+
+
+def round_trip(folder, module: nn.Module, **options) -> tuple[dict[str, Tensor], dq.Record]:
+    """The parameters as a module that was built alike gets them back, and the record of the save."""
+    with dq.Checkpointer(folder, module, **options) as ckpt:
+        record = ckpt.save(1).result()
+    other = module_of(**{name: torch.zeros_like(p) for name, p in module.named_parameters()})
+    with dq.Checkpointer(folder, other, **options) as ckpt:
+        assert ckpt.restore() == 1
+        assert ckpt.skipped == []
+    return dict(other.named_parameters()), record
+
+
+def grown(weight: Tensor, value: float) -> Tensor:
+    weight[3, 4] = value
+    return weight
+
+
+NOT_QUANTIZED = {
+    "constant": torch.full((20, 30), 0.3),
+    "zeros": torch.zeros(20, 30),
+    "negative zeros": -torch.zeros(20, 30),
+    "one element": torch.tensor([[1 / 3]]),
+    "empty": torch.zeros(0, 30),
+    "empty of three dimensions": torch.zeros(3, 0, 2),
+    "zero dimensions": torch.tensor(1 / 3),
+    "one dimension": torch.randn(30),
+    "double": torch.full((2, 3), 1 / 3, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", NOT_QUANTIZED)
+def test_weights_that_cannot_be_quantized_come_back_exactly(tmp_path, name):
+    module = module_of(odd=NOT_QUANTIZED[name], plain=torch.randn(20, 30))
+    restored, record = round_trip(tmp_path, module)
+    assert bits(restored["odd"]) == bits(module.odd)
+    assert bits(restored["plain"]) != bits(module.plain)
+    assert record.notes == []
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_weights_that_are_not_finite_come_back_exactly_and_are_noted(tmp_path, value, dtype):
+    module = module_of(odd=grown(torch.randn(20, 30).to(dtype), value), plain=torch.randn(20, 30).to(dtype))
+    restored, record = round_trip(tmp_path, module)
+    assert bits(restored["odd"]) == bits(module.odd)
+    assert record.notes == ["model.odd: 1 infinite or NaN values, stored exactly"]
+
+
+def test_a_weight_that_becomes_finite_again_is_quantized_again(tmp_path):
+    module = module_of(w=torch.randn(200, 300))
+    sizes = []
+    with dq.Checkpointer(tmp_path, module) as ckpt:
+        for step, value in enumerate((0.5, math.nan, 0.5, 0.6)):
+            module.w.data[3, 4] = value
+            sizes.append(ckpt.save(step).result().roles["weight"].stored)
+    assert sizes[1] > 3 * sizes[0]
+    assert sizes[2] < sizes[1] / 3
+    assert bits(dq.load(tmp_path, 1)["model"]["w"])[1:3] == ("torch.float32", (200, 300))
+    assert dq.load(tmp_path, 1)["model"]["w"][3, 4].isnan()
+    assert dq.load(tmp_path, 3)["model"]["w"].isfinite().all()
+
+
+def test_float64_weights_beyond_float32_come_back_exactly(tmp_path):
+    module = module_of(odd=grown(torch.randn(20, 30, dtype=torch.float64), 1e300))
+    restored, _ = round_trip(tmp_path, module)
+    assert bits(restored["odd"]) == bits(module.odd)
+
+
+def test_integers_among_the_parameters_come_back_exactly(tmp_path):
+    module = nn.Module()
+    module.register_parameter("codes", nn.Parameter(torch.arange(600).reshape(20, 30), requires_grad=False))
+    with dq.Checkpointer(tmp_path, module) as ckpt:
+        ckpt.save(1)
+    assert bits(dq.load(tmp_path)["model"]["codes"]) == bits(module.codes)
+
+
+VIEWS = {
+    "transposed": lambda: torch.randn(30, 20).t(),
+    "strided": lambda: torch.randn(40, 60)[::2, ::2],
+    "channels last": lambda: torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last),
+    "expanded": lambda: torch.randn(1, 30).expand(20, 30),
+    "part of another": lambda: torch.randn(1000)[17:617].view(20, 30),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_weights_in_any_layout_are_quantized_like_contiguous_ones(tmp_path, name):
+    weight = VIEWS[name]()
+    seen = []
+    evaluate = {"evaluate": lambda m: seen.append(m.w.detach().clone()) or 1.0}
+    _, record = round_trip(tmp_path / "view", module_of(w=weight), **evaluate)
+    loaded = dq.load(tmp_path / "view")["model"]["w"]
+    assert record.roles["weight"].ratio > 1.5
+    assert bits(loaded) == bits(seen[1])
+    round_trip(tmp_path / "contiguous", module_of(w=weight.contiguous()))
+    assert bits(loaded) == bits(dq.load(tmp_path / "contiguous")["model"]["w"])
+    assert (loaded - weight).abs().max() < weight.abs().max()
+
+
+def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(50, 20)
+            self.head = nn.Linear(20, 50, bias=False)
+            self.head.weight = self.embedding.weight
+
+    model, seen = Tied(), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.head(model.embedding(torch.arange(50))).sum().backward()
+    optimizer.step()
+
+    def evaluate(m: nn.Module) -> float:
+        assert m.head.weight is m.embedding.weight
+        seen.append(m.head.weight.detach().clone())
+        return 1.0
+
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
+        record = ckpt.save(1).result()
+    assert record.roles["weight"].raw == 50 * 20 * 4
+    loaded = dq.load(tmp_path)["model"]
+    assert loaded["head.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
+    other = Tied()
+    with dq.Checkpointer(tmp_path, other, torch.optim.AdamW(other.parameters())) as ckpt:
+        ckpt.restore()
+    assert other.head.weight is other.embedding.weight
+    assert bits(other.head.weight.detach()) == bits(seen[1]) != bits(seen[0])
+
+
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    st.lists(st.integers(0, 6), max_size=4),
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 20),
+)
+def test_any_bit_pattern_is_saved_and_what_was_scored_is_restored(tmp_path_factory, dtype, shape, seed, bins):
+    generator = torch.Generator().manual_seed(seed)
+    count = math.prod(shape) * dtype.itemsize
+    data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
+    weight = data.view(dtype).reshape(shape) if count else torch.zeros(shape, dtype=dtype)
+    seen = []
+    folder = tmp_path_factory.mktemp("any")
+    configuration = dq.Configuration(bins=bins)
+    evaluate = lambda m: seen.append(bits(m.w.detach())) or 1.0  # noqa: E731
+    with dq.Checkpointer(folder, module_of(w=weight), evaluate=evaluate, configuration=configuration) as ckpt:
+        ckpt.save(1)
+    assert seen[0] == bits(weight)
+    assert seen[1] == bits(dq.load(folder)["model"]["w"])
+
+
+# States that are not what ``flatten`` makes, in files whose checksums hold
+
+
+BROKEN_TREES = [
+    {},
+    {"nonsense": 1},
+    {"tensor": "nowhere"},
+    {"tensor": []},
+    {"parameter": "integers", "requires_grad": True},
+    {"ndarray": "halves"},
+    {"device": "nonsense"},
+    {"device": 5},
+    {"dtype": "float31"},
+    {"scalar": ["O", "AAAAAAAAAAA="]},
+    {"scalar": ["float64", "AAA="]},
+    {"float": "x"},
+    {"complex": ["x", "y"]},
+    {"bytes": 5},
+    {"dict": 5},
+    {"dict": [[1]]},
+    {"dict": [[[], 1]]},
+    {"set": [[1]]},
+    {"size": ["a"]},
+    {"tuple": [1], "metadata": 5},
+]
+
+
+@pytest.mark.parametrize("tree", BROKEN_TREES, ids=str)
+def test_a_broken_tree_is_an_error_that_names_the_file(tmp_path, tree):
+    integers = entry("integers", dtype="int32")
+    halves = entry("halves", dtype="bfloat16", shape=[4])
+    path = write(tmp_path, header(integers, halves, tree={"dict": [["model", tree]]}), b"\0" * 16)
+    with pytest.raises(dq.DynaquantError, match=path.name):
+        dq.load(tmp_path)
+
+
+@pytest.mark.parametrize("tree", [None, 5, [], {"dict": []}, {"dict": [["model", 5]]}], ids=str)
+def test_a_file_that_holds_no_training_is_an_error(tmp_path, tree):
+    write(tmp_path, header(tree=tree))
+    with dq.Checkpointer(tmp_path, nn.Module()) as ckpt, pytest.raises(dq.DynaquantError):
+        ckpt.restore()
+
+
+@pytest.mark.parametrize("record", [{"seconds": 5}, {"notes": 5}], ids=str)
+def test_a_record_that_is_none_is_an_error(tmp_path, record):
+    write(tmp_path, header(record=record))
+    with dq.Checkpointer(tmp_path, nn.Module()) as ckpt, pytest.raises(dq.CheckpointError):
+        ckpt.records()
+
+
+def test_a_hostile_newest_file_does_not_keep_an_older_one_from_being_restored(tmp_path):
+    module = module_of(w=torch.randn(20, 30))
+    with dq.Checkpointer(tmp_path, module) as ckpt:
+        ckpt.save(1)
+    claim = entry("w", b"", shape=[10**12], coding={"kind": "reference"})
+    hostile = [
+        header(claim, step=2, sequence=8, parent={"step": 10**300, "identity": "0" * 64}),
+        header(claim, step=3, sequence=7, parent={"step": 3, "identity": "0" * 64}),
+        header(entry("w", b"", shape=[0]), step=4, sequence=6, tree={"dict": [["model", {"device": "nonsense"}]]}),
+    ]
+    for plain in hostile:
+        write(tmp_path, plain)
+    with dq.Checkpointer(tmp_path, module) as ckpt:
+        assert ckpt.restore() == 1
+    assert len(ckpt.skipped) == 3
+    assert {summary.step for summary in Run(tmp_path).summaries()[0]} >= {1}

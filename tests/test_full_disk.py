@@ -1,0 +1,100 @@
+"""A full disk: an error at the next call, a run that is as it was, and saving again once there is room."""
+
+import errno
+import os
+import resource
+from contextlib import contextmanager
+
+import pytest
+import torch
+from training import bits, model_of, train
+
+import dynaquant as dq
+
+
+@contextmanager
+def files_of_at_most(size: int):
+    """The kernel refuses to let any file grow beyond ``size`` bytes (EFBIG)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in sorted(os.listdir(folder))}
+
+
+def training():
+    torch.manual_seed(0)
+    model = model_of()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize("room", [0, 100, 10_000])
+def test_a_file_that_cannot_grow_leaves_the_run_as_it_was(tmp_path, room):
+    model, optimizer = training()
+    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2) as ckpt:
+        for step in (1, 2):
+            train(model, optimizer)
+            ckpt.save(step).result()
+        before = contents(tmp_path)
+        assert min(map(len, before.values())) > room
+        train(model, optimizer)
+        with files_of_at_most(room):
+            assert isinstance(ckpt.save(3).exception(), OSError)
+        with pytest.raises(OSError) as caught:  # noqa: PT011
+            ckpt.save(3)
+        assert caught.value.errno == errno.EFBIG
+        assert contents(tmp_path) == before
+        state = bits(optimizer.state_dict())
+        assert ckpt.save(3).result().parent == 2
+        assert bits(dq.load(tmp_path)["optimizer"]) == state
+        assert sorted(contents(tmp_path)) == [f"step-{step:012d}.dqc" for step in (2, 3)]
+
+
+def test_no_space_left_is_raised_and_the_run_can_still_be_restored(tmp_path):
+    model, optimizer = training()
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        ckpt.save(1).result()
+        before = contents(tmp_path)
+        (tmp_path / "step-000000000002.dqc.tmp").symlink_to("/dev/full")
+        ckpt.save(2)
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            ckpt.restore()
+        assert caught.value.errno == errno.ENOSPC
+        assert contents(tmp_path) == before
+        assert ckpt.restore() == 1
+        assert ckpt.save(2).result().step == 2
+
+
+def test_the_error_of_a_full_disk_names_the_file(tmp_path):
+    ckpt = dq.Checkpointer(tmp_path, *training())
+    with files_of_at_most(1000):
+        error = ckpt.save(7).exception()
+    with pytest.raises(OSError):  # noqa: PT011
+        ckpt.close()
+    said = [str(error), str(getattr(error, "filename", "")), *getattr(error, "__notes__", [])]
+    assert "step-000000000007" in " ".join(said)
+
+
+def test_a_disk_that_fills_while_children_are_recoded_loses_nothing(tmp_path):
+    """Re-coding writes a keyframe in place of a small delta: there may be room for the one and not for the other."""
+    model, optimizer = training()
+    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2) as ckpt:
+        ckpt.save(1).result()
+        ckpt.save(2).result()
+        keyframe = os.path.getsize(tmp_path / "step-000000000001.dqc")
+        with files_of_at_most(keyframe - 5000):
+            error = ckpt.save(3).exception()
+        assert isinstance(error, OSError)
+        assert "step 3 is saved" in " ".join(error.__notes__)
+        assert sorted(contents(tmp_path)) == [f"step-{step:012d}.dqc" for step in (1, 2, 3)]
+        states = [bits(dq.load(tmp_path, step)["model"]) for step in (1, 2, 3)]
+        assert states[0] == states[1] == states[2]
+        with pytest.raises(OSError):  # noqa: PT011
+            ckpt.save(4)
+        ckpt.save(4).result()
+        assert sorted(contents(tmp_path)) == [f"step-{step:012d}.dqc" for step in (3, 4)]

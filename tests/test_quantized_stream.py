@@ -1,0 +1,99 @@
+"""Quantized tensors and their streams, against any parent."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from training import bits
+
+from dynaquant.coding import stream
+from dynaquant.coding.stream import StoredTensor, tensor_hash, values_of
+from dynaquant.entry import Entry, Quantized
+from dynaquant.quantized import PROTECTED, Levels, QuantizedTensor
+from dynaquant.roles import Label
+from dynaquant.sketch import SKETCHED
+
+
+def entry_of(stored: QuantizedTensor, coding, coded: bytes) -> Entry:
+    return Entry("t", Label("weight"), stored.dtype, stored.shape, tensor_hash(values_of(stored)), len(coded), coding)
+
+
+def round_trip(stored: QuantizedTensor, parent: Levels | None = None) -> StoredTensor:
+    coding, coded = stream.encode(stored, parent)
+    return stream.decode(entry_of(stored, coding, coded), coded, parent)
+
+
+def quantized_of(shape: tuple[int, ...], bins: int, dtype=torch.float32, seed=0) -> QuantizedTensor:
+    rng = np.random.default_rng(seed)
+    levels = rng.integers(0, 2 + bins, int(np.prod(shape))).astype(np.uint8)
+    levels[rng.random(levels.size) < 0.5] = bins + 1
+    protected = rng.integers(0, 2**15, int((levels == PROTECTED).sum())).astype(np.uint16)
+    centres = rng.standard_normal(bins).astype(np.float32)
+    return QuantizedTensor(dtype, torch.Size(shape), levels, centres, protected)
+
+
+def assert_same(found: StoredTensor, wanted: QuantizedTensor) -> None:
+    assert isinstance(found, QuantizedTensor)
+    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+    for part in ("levels", "centres", "protected"):
+        a, b = getattr(found, part), getattr(wanted, part)
+        assert a.dtype == b.dtype
+        assert a.tobytes() == b.tobytes()
+    assert bits(values_of(found)) == bits(values_of(wanted))
+
+
+@pytest.mark.parametrize("dtype", SKETCHED)
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (300, 300)], ids=str)
+def test_a_quantized_tensor_comes_back(dtype, shape):
+    wanted = quantized_of(shape, 16, dtype)
+    assert_same(round_trip(wanted), wanted)
+
+
+def test_levels_of_nothing_come_back():
+    """In a process of its own, which it once brought down."""
+    script = "from test_quantized_stream import *; q = quantized_of((0, 3), 16); assert_same(round_trip(q), q)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, check=False)
+    assert done.returncode == 0
+
+
+@given(
+    shape=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    bins=st.integers(0, 254),
+    parent_bins=st.integers(0, 254),
+    seed=st.integers(0, 5),
+)
+def test_a_quantized_tensor_comes_back_against_a_parent_of_other_bins(shape, bins, parent_bins, seed):
+    parent, wanted = quantized_of(shape, parent_bins, seed=seed), quantized_of(shape, bins, seed=seed + 1)
+    assert_same(round_trip(wanted, parent.parent_levels), wanted)
+
+
+@pytest.mark.parametrize(("bins", "parent_bins"), [(16, 16), (4, 254), (254, 4), (1, 2)])
+def test_a_large_quantized_tensor_is_rearranged_by_a_parent_of_other_bins(bins, parent_bins):
+    parent, wanted = quantized_of((300, 300), parent_bins, seed=1), quantized_of((300, 300), bins)
+    coding, _ = stream.encode(wanted, parent.parent_levels)
+    assert isinstance(coding, Quantized)
+    assert coding.arrangement == "rearranged"
+    assert_same(round_trip(wanted, parent.parent_levels), wanted)
+
+
+def test_the_same_levels_as_the_parent_cost_almost_nothing():
+    wanted = quantized_of((300, 300), 16)
+    _, alone = stream.encode(wanted, None)
+    _, delta = stream.encode(wanted, wanted.parent_levels)
+    assert len(delta) < len(alone) - 20_000
+    assert len(delta) < 2 * len(wanted.protected) + 1000
+
+
+@pytest.mark.parametrize("parent", [None, quantized_of((30, 31), 16).parent_levels], ids=["none", "another size"])
+def test_a_delta_without_the_parent_it_needs_is_an_error(parent):
+    wanted = quantized_of((30, 30), 16)
+    coding, coded = stream.encode(wanted, wanted.parent_levels)
+    assert isinstance(coding, Quantized)
+    assert coding.arrangement != "alone"
+    with pytest.raises(ValueError, match="the parent has no levels of so many values"):
+        stream.decode(entry_of(wanted, coding, coded), coded, parent)

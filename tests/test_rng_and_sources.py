@@ -1,0 +1,144 @@
+"""Random generators, and the objects a state is collected from and restored into."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+
+from dynaquant import rng, sources
+from dynaquant.errors import StateError
+
+
+def draws():
+    return random.random(), np.random.rand(), float(torch.rand(())), random.gauss(0, 1), np.random.randn()
+
+
+def test_the_global_generators_go_on_from_their_state():
+    random.gauss(0, 1)  # keeps a second draw in store
+    np.random.randn()
+    state = rng.get_state()
+    expected = draws()
+    assert draws() != expected
+    rng.set_state(state)
+    assert draws() == expected
+
+
+def test_a_state_is_not_changed_by_later_draws():
+    state = rng.get_state()
+    first = draws()
+    for _ in range(3):
+        rng.set_state(state)
+        assert draws() == first
+
+
+def test_states_of_cuda_devices_that_are_not_there_are_left_out():
+    state = rng.get_state()
+    expected = draws()
+    missing = torch.zeros(16, dtype=torch.uint8)
+    rng.set_state(state | {"cuda": [*state["cuda"], missing]})
+    assert draws() == expected
+
+
+def training(width=4):
+    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width))
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": optim.lr_scheduler.StepLR(optimizer, 3),
+        "generator": torch.Generator(),
+        "numpy": np.random.Generator(np.random.Philox(5)),
+    }
+
+
+def advance(things):
+    """One step of training that draws on everything; what came out."""
+    noise = torch.rand(8, 3, generator=things["generator"]) + float(things["numpy"].normal()) + torch.rand(())
+    loss = things["model"](noise).square().mean()
+    things["optimizer"].zero_grad()
+    loss.backward()
+    things["optimizer"].step()
+    things["scheduler"].step()
+    return loss.item(), things["optimizer"].param_groups[0]["lr"]
+
+
+def test_training_goes_on_from_a_collected_state():
+    things = training()
+    for _ in range(4):
+        advance(things)
+    sources.check(things)
+    state = copy.deepcopy(sources.collect(things))
+    expected = [advance(things) for _ in range(4)]
+    fresh = training()
+    sources.check_fit(fresh, state, "the checkpoint")
+    sources.restore(fresh, state)
+    assert [advance(fresh) for _ in range(4)] == expected
+
+
+@pytest.mark.parametrize("thing", [object(), 3, lambda: None, random.Random(1)])
+def test_an_object_without_a_state_is_an_error_that_names_it(thing):
+    with pytest.raises(StateError, match=f"^loader: {type(thing).__qualname__} has no state_dict"):
+        sources.check({"model": nn.Linear(1, 1), "loader": thing})
+
+
+def test_a_state_that_fits_is_accepted():
+    things = training()
+    sources.check_fit(training(), sources.collect(things), "step 5")
+
+
+def problems(given, state):
+    with pytest.raises(StateError, match=r"^step 5 does not fit the objects to restore:\n") as error:
+        sources.check_fit(given, state, "step 5")
+    return str(error.value)
+
+
+def test_sources_that_are_missing_or_new_are_listed():
+    state = sources.collect(training())
+    given = training()
+    given["ema"] = given.pop("numpy")
+    text = problems(given, state)
+    assert "it holds no 'ema'" in text
+    assert "it holds 'numpy', which was not given" in text
+    assert "Nothing was changed" in text
+
+
+def test_a_changed_architecture_is_listed_tensor_by_tensor():
+    state = sources.collect(training())
+    given = training(width=6)
+    given["model"].append(nn.Linear(6, 2))
+    del given["model"][1]
+    text = problems(given, state)
+    assert "model.0.weight was float32[4, 3] and is float32[6, 3]" in text
+    assert "model.1.running_mean is in it, and the model has no such tensor" in text
+    assert "model.1.weight was float32[4] and is float32[2, 6]" in text
+
+
+def test_a_changed_dtype_is_listed():
+    state = sources.collect(training())
+    given = training()
+    given["model"].to(torch.bfloat16)
+    assert "model.0.bias was float32[4] and is bfloat16[4]" in problems(given, state)
+
+
+def test_a_long_list_of_differences_is_cut():
+    wide = {"model": nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))}
+    text = problems({"model": nn.Sequential(*(nn.Linear(3, 3) for _ in range(9)))}, sources.collect(wide))
+    assert "… and 8 more" in text
+    assert text.count("float32") == 20
+
+
+def test_another_optimizer_is_refused():
+    things = training()
+    state = sources.collect(things)
+    things["optimizer"] = optim.AdamW(things["model"].parameters())
+    assert "optimizer was torch.optim.sgd.SGD and is torch.optim.adamw.AdamW" in problems(things, state)
+
+
+def test_other_parameter_groups_are_refused():
+    things = training()
+    state = sources.collect(things)
+    things["optimizer"] = optim.SGD([{"params": [p]} for p in things["model"].parameters()], lr=0.1)
+    assert "optimizer had parameter groups of [4] tensors and has groups of [1, 1, 1, 1]" in problems(things, state)

@@ -1,0 +1,96 @@
+"""A tensor's stream: exact for every dtype and layout, and the hash that names its values."""
+
+import numpy as np
+import pytest
+import torch
+
+from dynaquant.coding.stream import decode, encode, levels_of, tensor_hash, values_of
+from dynaquant.entry import Entry, Planes, Quantized, Raw
+from dynaquant.quantize.kmeans import quantize
+from dynaquant.quantize.partition import thresholds
+from dynaquant.quantized import Levels
+from dynaquant.roles import Label
+from dynaquant.sketch import LogHistogram
+from dynaquant.state import DTYPES, flatten
+
+
+def entry_of(tensor, coding, stream):
+    return Entry("t", Label("exact"), tensor.dtype, tensor.shape, tensor_hash(tensor), len(stream), coding)
+
+
+def round_trip(tensor):
+    coding, stream = encode(tensor, None)
+    back = decode(entry_of(tensor, coding, stream), stream, None)
+    assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+    assert tensor_hash(back) == tensor_hash(tensor)
+    return back, coding
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("size", [0, 6, 6000])
+def test_tensors_of_every_dtype_come_back(name, size):
+    data = torch.arange(size * DTYPES[name].itemsize).remainder(2).to(torch.uint8)
+    back, coding = round_trip(data.view(DTYPES[name]))
+    assert torch.equal(back.view(torch.uint8), data)
+    assert isinstance(coding, Planes if size == 6000 else Raw)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4, 5).permute(2, 0, 1),
+        torch.randn(10, 10)[::3, 1::2],
+        torch.randn(1, 7).expand(5, 7),
+        torch.tensor(2.5),
+        torch.ones(()).expand(1),
+        torch.ones(1).expand(0),
+        torch.zeros(0, 3),
+        *flatten([np.zeros(0), np.zeros((0, 3)), np.arange(6.0).reshape(2, 3).T])[1].values(),
+    ],
+    ids=lambda tensor: f"{list(tensor.shape)}, strides {tensor.stride()}",
+)
+def test_tensors_of_any_layout_come_back(tensor):
+    assert torch.equal(round_trip(tensor)[0], tensor)
+
+
+def test_the_hash_tells_values_shapes_and_dtypes_apart_but_not_layouts():
+    tensor = torch.zeros(4, 2)
+    others = [tensor.reshape(2, 4), tensor.to(torch.int32), -tensor, tensor[:2], torch.ones(4, 2)]
+    assert len({tensor_hash(other) for other in [tensor, *others]}) == 6
+    assert tensor_hash(torch.arange(6.0).reshape(2, 3).t()) == tensor_hash(
+        torch.arange(6.0).reshape(2, 3).t().contiguous()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("has_parent", [True, False])
+def test_quantized_tensors_come_back(dtype, has_parent):
+    def quantized(tensor, bins):
+        histogram = LogHistogram.of(tensor)
+        return quantize(tensor, histogram, bins, thresholds(histogram, 0.1, 0.01))
+
+    before = torch.randn(60, 70).to(dtype)
+    stored = quantized(before + 0.01 * torch.randn(60, 70).to(dtype), 6)
+    parent = levels_of(quantized(before, 16)) if has_parent else None
+    coding, stream = encode(stored, parent)
+    assert isinstance(coding, Quantized)
+    assert (coding.arrangement != "alone") == has_parent
+    back = decode(entry_of(values_of(stored), coding, stream), stream, parent)
+    assert torch.equal(values_of(back), values_of(stored))
+    assert np.array_equal(levels_of(back).values, levels_of(stored).values)
+    if has_parent:
+        with pytest.raises(ValueError, match="parent has no levels"):
+            decode(entry_of(values_of(stored), coding, stream), stream, None)
+
+
+def test_a_parent_of_another_size_is_left_aside():
+    stored = quantize(torch.randn(100), LogHistogram.of(torch.randn(100)), 4)
+    coding, _ = encode(stored, Levels(np.zeros(99, dtype=np.uint8), 6))
+    assert coding.arrangement == "alone"
+
+
+def test_a_bool_that_is_neither_is_refused():
+    tensor = torch.tensor([True, False])
+    with pytest.raises(ValueError, match="neither 0 nor 1"):
+        decode(entry_of(tensor, Raw(), b"\x01\x02"), b"\x01\x02", None)

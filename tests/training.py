@@ -1,0 +1,41 @@
+"""Small trainings and bit-exact comparison, for the tests that need a whole state."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+def model_of(width: int = 24) -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(40, width),
+        nn.Linear(width, width),
+        nn.LayerNorm(width),
+        nn.Dropout(0.1),
+        nn.Linear(width, 40),
+    )
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    """Steps on random tokens, drawn from the global generator."""
+    model.train()
+    for _ in range(steps):
+        tokens = torch.randint(0, 40, (8,))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens).float(), tokens).backward()
+        optimizer.step()
+
+
+def bits(value):
+    """A state as plain values that are equal exactly when the states are: tensors by type, shape and bytes."""
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        return ("tensor", str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes())
+    if isinstance(value, np.ndarray):
+        return ("array", str(value.dtype), value.shape, value.tobytes())
+    if isinstance(value, Mapping):
+        return (type(value).__name__, [(key, bits(v)) for key, v in value.items()])
+    if isinstance(value, list | tuple | set):
+        return (type(value).__name__, [bits(v) for v in value])
+    return (type(value).__name__, repr(value))
