@@ -24,11 +24,11 @@ from workloads import gpt_snapshots, gpt_validation, new_gpt, shakespeare
 
 from dynaquant.coding import rearrange, stream
 from dynaquant.entry import Entry
-from dynaquant.quantize.checkpoint import quantize_weights
+from dynaquant.quantize.checkpoint import quantize_weights, sketch_weights
 from dynaquant.quantize.partition import Configuration
 from dynaquant.quantized import Levels, QuantizedTensor, dequantize
 from dynaquant.roles import Label, labels
-from dynaquant.search.quality import measure
+from dynaquant.search.quality import score
 
 CODINGS: dict[str, tuple[rearrange.Arrangement, bool]] = {
     "Huffman": ("alone", False),
@@ -108,8 +108,9 @@ def checkpoints(
         parameters = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
         label_of = labels(parameters, {"model": model})
         weights = {name: tensor for name, tensor in parameters.items() if label_of[name].role == "weight"}
-        quantized, notes = quantize_weights(weights, label_of, snapshot["gradients"], configuration)
-        assert quantized.keys() == weights.keys(), notes
+        sketched = sketch_weights(weights, label_of, snapshot["gradients"])
+        assert sketched.weights.keys() == weights.keys(), sketched.notes
+        quantized = quantize_weights(sketched, configuration)
         coded: dict[str, float] = {}
         side = stored = changed = 0
         for name, tensor in quantized.items():
@@ -122,11 +123,9 @@ def checkpoints(
             stored += whole
             changed += 0 if parent is None else int(np.count_nonzero(levels.values != parent.values))
         values = {name.removeprefix("model."): dequantize(tensor) for name, tensor in quantized.items()}
-        quality = measure(model, values, evaluate, higher_is_better=False)
+        original, restored = score(model, {}, evaluate), score(model, values, evaluate)
         count = sum(tensor.numel() for tensor in weights.values())
-        result.append(
-            Checkpoint(snapshot["step"], coded, side, stored, changed / count, quality.original, quality.restored)
-        )
+        result.append(Checkpoint(snapshot["step"], coded, side, stored, changed / count, original, restored))
         parents = quantized
     return result, count
 

@@ -1,4 +1,4 @@
-"""The training runs that benchmarks measure on, and their snapshots, kept in a cache folder.
+"""The training runs that benchmarks measure on, and what they leave in a cache folder.
 
 A snapshot is what a plain ``torch.save`` checkpoint would hold (model, optimizer) plus the moving average of
 gradients that sensitivity needs, so that every benchmark sees the same real checkpoints without training again.
@@ -7,32 +7,93 @@ gradients that sensitivity needs, so that every benchmark sees the same real che
 from __future__ import annotations
 
 import hashlib
+import io
+import json
+import zipfile
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dynaquant import LossOn
 from dynaquant.demo.models import GPT
 from dynaquant.importance import GradientRecorder
 
+Evaluate = Callable[[nn.Module], float]
+
 CONTEXT, BATCH = 128, 16
+"""Characters in a window of the GPT, windows in a batch."""
+IMAGES, PADDING = 64, 4
+"""Images in a batch of the ResNet, black pixels around an image before it is cropped."""
+CIFAR_MEAN = torch.tensor([0.491, 0.482, 0.447]).view(3, 1, 1)
+CIFAR_DEVIATION = torch.tensor([0.247, 0.243, 0.262]).view(3, 1, 1)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training at its first step.
+
+    generator: decides on the order of the data. next_loss: draws a batch and returns the model's loss on it.
+    evaluate: a quick metric; final_quality: the same metric on more data. search_loss: what the configurations of a
+    checkpoint are judged by, lower is better.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    generator: torch.Generator
+    next_loss: Callable[[], Tensor]
+    evaluate: Evaluate
+    final_quality: Evaluate
+    higher_is_better: bool
+    search_loss: Evaluate
+
+    def train_step(self) -> None:
+        """One step of training."""
+        self.model.train()
+        self.next_loss().backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+
+@dataclass(frozen=True)
+class Uninterrupted:
+    """How a training without checkpoints went: metric by step, metric at the end on more data, seconds of each."""
+
+    qualities: dict[int, float]
+    final: float
+    training_seconds: float
+    evaluation_seconds: float
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Uninterrupted:
+        """The inverse of ``asdict`` and JSON, whose keys are strings."""
+        return cls(**{**stored, "qualities": {int(step): quality for step, quality in stored["qualities"].items()}})
 
 
 def shakespeare(data: Path) -> tuple[Tensor, Tensor, int]:
     """The text as token ids: training part (90 %), validation part (10 %), number of distinct characters."""
-    file = data / "shakespeare.txt"
-    if not file.exists():
-        raise SystemExit(f"{file} not found: --data must name a folder that holds shakespeare.txt")
-    text = np.frombuffer(file.read_bytes(), dtype=np.uint8)
+    text = np.frombuffer(_file(data, "shakespeare.txt").read_bytes(), dtype=np.uint8)
     alphabet, ids = np.unique(text, return_inverse=True)
     tokens = torch.from_numpy(ids.astype(np.int64))
     split = int(0.9 * len(tokens))
     return tokens[:split], tokens[split:], len(alphabet)
+
+
+def _file(data: Path, name: str) -> Path:
+    file = data / name
+    if not file.exists():
+        raise SystemExit(f"{file} not found: --data must name a folder that holds {name}")
+    return file
 
 
 def batch(tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -47,7 +108,7 @@ def gpt_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def gpt_validation(data: Path, batches: int = 20) -> Callable[[nn.Module], float]:
+def gpt_validation(data: Path, batches: int = 20) -> Evaluate:
     """``evaluate`` for the GPT: its loss on fixed validation batches, lower is better."""
     _, held_out, _ = shakespeare(data)
     generator = torch.Generator().manual_seed(1)
@@ -66,36 +127,208 @@ def new_gpt(vocabulary: int) -> GPT:
     return GPT(vocabulary, CONTEXT, width=256, layers=4, heads=8)
 
 
+def gpt(data: Path, cache: Path, steps: int, seed: int) -> Workload:  # noqa: ARG001
+    """The GPT trained with AdamW on Shakespeare."""
+    train, _, vocabulary = shakespeare(data)
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    model = new_gpt(vocabulary)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.99))
+    return Workload(
+        model,
+        optimizer,
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps, pct_start=0.1),
+        generator,
+        lambda: gpt_loss(model, *batch(train, generator)),
+        gpt_validation(data, batches=6),
+        gpt_validation(data, batches=50),
+        higher_is_better=False,
+        search_loss=gpt_validation(data, batches=6),
+    )
+
+
+class Residual(nn.Module):
+    """Two 3×3 convolutions with batch norm around a shortcut, which is a 1×1 convolution where shapes differ."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, inputs, height, width) to (batch, outputs, height / stride, width / stride)."""
+        return F.relu(self.shortcut(x) + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+
+
+class ResNet(nn.Module):
+    """A stem that halves the image, three stages of two residual blocks, global average pooling, a classifier."""
+
+    def __init__(self, classes: int, widths: tuple[int, int, int] = (32, 64, 128)) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, widths[0], 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU()
+        )
+        blocks: list[nn.Module] = []
+        for before, width in zip((widths[0], *widths), widths, strict=False):
+            blocks += [Residual(before, width, 1 if before == width else 2), Residual(width, width, 1)]
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(widths[-1], classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images, float32 (batch, 3, height, width), to logits (batch, classes)."""
+        logits: Tensor = self.head(self.blocks(self.stem(images)).mean(dim=(2, 3)))
+        return logits
+
+
+def cifar10(data: Path, cache: Path) -> dict[str, Tensor]:
+    """Images, uint8 (count, 3, 32, 32), and labels of both parts, by class: ``train``, ``train_labels``, ``test``, …"""
+    file = cache / "cifar10.npz"
+    if not file.exists():
+        arrays: dict[str, Any] = {}
+        with zipfile.ZipFile(_file(data, "cifar10.zip")) as archive:
+            names = sorted(name for name in archive.namelist() if name.endswith(".jpg"))
+            classes = sorted({name.split("/")[1] for name in names})
+            for part in ("train", "test"):
+                members = [name for name in names if name.startswith(part)]
+                images = [
+                    np.asarray(Image.open(io.BytesIO(archive.read(name))).convert("RGB"))
+                    for name in track(members, description=f"decoding the {part} images")
+                ]
+                arrays[part] = np.stack(images).transpose(0, 3, 1, 2)
+                arrays[f"{part}_labels"] = np.array([classes.index(name.split("/")[1]) for name in members])
+        cache.mkdir(parents=True, exist_ok=True)
+        np.savez(file, **arrays)
+    with np.load(file) as stored:
+        return {name: torch.from_numpy(stored[name]) for name in stored.files}
+
+
+def normalized(images: Tensor) -> Tensor:
+    """uint8 images as float32 with mean 0 and deviation 1 per channel."""
+    return (images / 255 - CIFAR_MEAN) / CIFAR_DEVIATION
+
+
+def augmented(padded: Tensor, generator: torch.Generator) -> Tensor:
+    """Images with ``PADDING`` around them, each cropped at a random place and half of them mirrored."""
+    count, channels, side, _ = padded.shape
+    at = torch.randint(2 * PADDING + 1, (2, count, 1), generator=generator) + torch.arange(side - 2 * PADDING)
+    mirrored = torch.randint(2, (count, 1), generator=generator).bool()
+    rows, columns = at[0], torch.where(mirrored, at[1].flip(1), at[1])
+    image, channel = torch.arange(count).view(-1, 1, 1, 1), torch.arange(channels).view(1, -1, 1, 1)
+    return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def _batches(images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return [(normalized(x), y) for x, y in zip(torch.split(images, 500), torch.split(labels, 500), strict=True)]
+
+
+def accuracy(images: Tensor, labels: Tensor) -> Evaluate:
+    """``evaluate`` for the ResNet: the share of these images that it classifies correctly, higher is better."""
+    batches = _batches(images, labels)
+
+    def evaluate(model: nn.Module) -> float:
+        model.eval()
+        with torch.no_grad():
+            return sum(int((model(x).argmax(1) == y).sum()) for x, y in batches) / len(images)
+
+    return evaluate
+
+
+def resnet(data: Path, cache: Path, steps: int, seed: int) -> Workload:
+    """A 0.7 M-weight ResNet trained with SGD on 20,000 images of CIFAR-10."""
+    images = cifar10(data, cache)
+    padded, labels = F.pad(images["train"], [PADDING] * 4), images["train_labels"]
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    model = ResNet(classes=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+
+    def next_loss() -> Tensor:
+        drawn = torch.randint(len(padded), (IMAGES,), generator=generator)
+        return F.cross_entropy(model(normalized(augmented(padded[drawn], generator))), labels[drawn])
+
+    return Workload(
+        model,
+        optimizer,
+        torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.1, total_steps=steps, pct_start=0.2, div_factor=10, cycle_momentum=False
+        ),
+        generator,
+        next_loss,
+        accuracy(images["test"][::4], images["test_labels"][::4]),
+        accuracy(images["test"], images["test_labels"]),
+        higher_is_better=True,
+        # The accuracy on so few images moves in steps of 0.1 %, and by chance; the loss tells finer differences.
+        search_loss=LossOn(
+            _batches(images["test"][::4], images["test_labels"][::4]),
+            lambda net, pair: F.cross_entropy(net(pair[0]), pair[1]),
+        ),
+    )
+
+
+WORKLOADS: dict[str, Callable[[Path, Path, int, int], Workload]] = {"gpt": gpt, "resnet": resnet}
+"""Workloads by name, built from data folder, cache folder, steps and seed."""
+
+
 def gpt_snapshots(data: Path, cache: Path, steps: int, every: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Train the GPT with AdamW on Shakespeare and return its snapshots, oldest first.
+    """Train the GPT and return its snapshots, oldest first.
 
     Each is ``{"step", "model", "optimizer", "gradients"}``. They are taken from ``cache`` where an earlier call
     left them; training takes about ten minutes on two cores otherwise.
     """
-    key = hashlib.blake2s(repr((steps, every, seed, CONTEXT, BATCH, torch.__version__)).encode()).hexdigest()[:12]
+    key = _key(steps, every, seed, CONTEXT, BATCH, torch.__version__)
     files = [cache / f"gpt-{key}-{step}.pt" for step in range(every, steps + 1, every)]
     if not all(file.exists() for file in files):
         cache.mkdir(parents=True, exist_ok=True)
-        train, _, vocabulary = shakespeare(data)
-        torch.manual_seed(seed)
-        generator = torch.Generator().manual_seed(seed)
-        model = new_gpt(vocabulary)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.99))
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps, pct_start=0.1)
-        parameters = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
-        recorder = GradientRecorder(parameters, optimizer, window=50, interval=every)
+        work = gpt(data, cache, steps, seed)
+        parameters = {f"model.{name}": parameter for name, parameter in work.model.named_parameters()}
+        recorder = GradientRecorder(parameters, work.optimizer, window=50, interval=every)
         for step in track(range(1, steps + 1), description="training the GPT"):
-            loss = gpt_loss(model, *batch(train, generator))
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+            work.train_step()
             if step % every == 0:
                 snapshot = {
                     "step": step,
-                    "model": model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
+                    "model": work.model.state_dict(),
+                    "optimizer": work.optimizer.state_dict(),
                     "gradients": recorder.collect(),
                 }
                 torch.save(snapshot, files[step // every - 1])
     return [torch.load(file, weights_only=True) for file in files]
+
+
+def uninterrupted(name: str, data: Path, cache: Path, steps: int, every: int, seed: int) -> Uninterrupted:
+    """Trains a workload without checkpoints, evaluating it every so many steps; taken from ``cache`` where known."""
+    work = WORKLOADS[name](data, cache, steps, seed)
+    setup = work.scheduler.state_dict(), work.optimizer, work.model
+    file = cache / f"uninterrupted-{name}-{_key(*setup, steps, seed, torch.get_num_threads(), torch.__version__)}.json"
+    wanted = range(every, steps + 1, every)
+    if file.exists():
+        known = Uninterrupted.from_json(json.loads(file.read_text()))
+        if known.qualities.keys() >= set(wanted):
+            return known
+    qualities: dict[int, float] = {}
+    evaluating = 0.0
+    began = perf_counter()
+    for step in track(range(1, steps + 1), description=f"training the {name}, seed {seed}, uninterrupted"):
+        work.train_step()
+        if step in wanted:
+            start = perf_counter()
+            qualities[step] = work.evaluate(work.model)
+            evaluating += perf_counter() - start
+    training = perf_counter() - began - evaluating
+    result = Uninterrupted(qualities, work.final_quality(work.model), training, evaluating)
+    cache.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(asdict(result), indent=1) + "\n")
+    return result
+
+
+def _key(*settings: Any) -> str:
+    """A name for what was made with these settings."""
+    return hashlib.blake2s(repr(settings).encode()).hexdigest()[:12]

@@ -4,6 +4,9 @@ import importlib.util
 import os
 import sys
 
+# Two workers and their subprocesses share the cores; threads of each would wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import settings
 

@@ -39,7 +39,7 @@ if __name__ == "__main__":
     for _ in sys.stdin:
         child = os.fork()
         if child == 0:
+            say("started", os.getpid())  # itself, as the first thing that it says
             train(sys.argv[1])
-        say("started", child)
         os.waitpid(child, 0)
         say("ended", 0)

@@ -1,9 +1,12 @@
 """Odd weights and hostile states: an exact round trip where one was promised, and else an error with a name."""
 
+import json
 import math
+import struct
 
 import pytest
 import torch
+import zstandard
 from crafted import entry, header, write
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,8 @@ from training import bits
 
 import dynaquant as dq
 from dynaquant.run import Run
+
+FIXED = dq.Configuration()
 
 
 def module_of(**weights: Tensor) -> nn.Module:
@@ -23,6 +28,7 @@ def module_of(**weights: Tensor) -> nn.Module:
 
 def round_trip(folder, module: nn.Module, **options) -> tuple[dict[str, Tensor], dq.Record]:
     """The parameters as a module that was built alike gets them back, and the record of the save."""
+    options = {"configuration": FIXED} | options
     with dq.Checkpointer(folder, module, **options) as ckpt:
         record = ckpt.save(1).result()
     other = module_of(**{name: torch.zeros_like(p) for name, p in module.named_parameters()})
@@ -68,10 +74,21 @@ def test_weights_that_are_not_finite_come_back_exactly_and_are_noted(tmp_path, v
     assert record.notes == ["model.odd: 1 infinite or NaN values, stored exactly"]
 
 
+@pytest.mark.parametrize("evaluate", [None, lambda module: float(module.odd.nan_to_num().sum()) + 100])
+@pytest.mark.parametrize("plain", [{}, {"plain": torch.randn(20, 30)}], ids=["alone", "with another"])
+@pytest.mark.parametrize("name", ["constant", "empty", "one element", "zero dimensions", "not finite"])
+def test_a_search_takes_no_offence_at_weights_that_cannot_be_quantized(tmp_path, name, plain, evaluate):
+    odd = {**NOT_QUANTIZED, "not finite": grown(torch.randn(20, 30), math.inf)}[name]
+    restored, record = round_trip(tmp_path, module_of(odd=odd, **plain), configuration=None, evaluate=evaluate)
+    assert bits(restored["odd"].detach()) == bits(odd)
+    assert record.search == ("exhaustive" if plain else "neighbourhood")  # alone, there is nothing to search for
+    assert record.notes == (["model.odd: 1 infinite or NaN values, stored exactly"] if name == "not finite" else [])
+
+
 def test_a_weight_that_becomes_finite_again_is_quantized_again(tmp_path):
     module = module_of(w=torch.randn(200, 300))
     sizes = []
-    with dq.Checkpointer(tmp_path, module) as ckpt:
+    with dq.Checkpointer(tmp_path, module, configuration=FIXED) as ckpt:
         for step, value in enumerate((0.5, math.nan, 0.5, 0.6)):
             module.w.data[3, 4] = value
             sizes.append(ckpt.save(step).result().roles["weight"].stored)
@@ -91,7 +108,7 @@ def test_float64_weights_beyond_float32_come_back_exactly(tmp_path):
 def test_integers_among_the_parameters_come_back_exactly(tmp_path):
     module = nn.Module()
     module.register_parameter("codes", nn.Parameter(torch.arange(600).reshape(20, 30), requires_grad=False))
-    with dq.Checkpointer(tmp_path, module) as ckpt:
+    with dq.Checkpointer(tmp_path, module, configuration=FIXED) as ckpt:
         ckpt.save(1)
     assert bits(dq.load(tmp_path)["model"]["codes"]) == bits(module.codes)
 
@@ -113,7 +130,7 @@ def test_weights_in_any_layout_are_quantized_like_contiguous_ones(tmp_path, name
     _, record = round_trip(tmp_path / "view", module_of(w=weight), **evaluate)
     loaded = dq.load(tmp_path / "view")["model"]["w"]
     assert record.roles["weight"].ratio > 1.5
-    assert bits(loaded) == bits(seen[1])
+    assert bits(loaded) == bits(seen[-1]) != bits(seen[0]) == bits(weight)
     round_trip(tmp_path / "contiguous", module_of(w=weight.contiguous()))
     assert bits(loaded) == bits(dq.load(tmp_path / "contiguous")["model"]["w"])
     assert (loaded - weight).abs().max() < weight.abs().max()
@@ -137,16 +154,16 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
         seen.append(m.head.weight.detach().clone())
         return 1.0
 
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, configuration=FIXED) as ckpt:
         record = ckpt.save(1).result()
     assert record.roles["weight"].raw == 50 * 20 * 4
     loaded = dq.load(tmp_path)["model"]
     assert loaded["head.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
     other = Tied()
-    with dq.Checkpointer(tmp_path, other, torch.optim.AdamW(other.parameters())) as ckpt:
+    with dq.Checkpointer(tmp_path, other, torch.optim.AdamW(other.parameters()), configuration=FIXED) as ckpt:
         ckpt.restore()
     assert other.head.weight is other.embedding.weight
-    assert bits(other.head.weight.detach()) == bits(seen[1]) != bits(seen[0])
+    assert bits(other.head.weight.detach()) == bits(seen[-1]) != bits(seen[0])
 
 
 @given(
@@ -167,7 +184,7 @@ def test_any_bit_pattern_is_saved_and_what_was_scored_is_restored(tmp_path_facto
     with dq.Checkpointer(folder, module_of(w=weight), evaluate=evaluate, configuration=configuration) as ckpt:
         ckpt.save(1)
     assert seen[0] == bits(weight)
-    assert seen[1] == bits(dq.load(folder)["model"]["w"])
+    assert seen[-1] == bits(dq.load(folder)["model"]["w"])
 
 
 # States that are not what ``flatten`` makes, in files whose checksums hold
@@ -220,9 +237,59 @@ def test_a_record_that_is_none_is_an_error(tmp_path, record):
         ckpt.records()
 
 
+STRANGE_RECORDS = [
+    {},
+    {"interval": "soon"},
+    {"interval": 0},
+    {"interval": -5},
+    {"interval": 2.5},
+    {"interval": []},
+    {"interval": True},
+    {"configuration": []},
+    {"configuration": 5},
+    {"configuration": {"nonsense": 1}},
+    {"configuration": {"bins": "16"}},
+    {"configuration": {"bins": 0}},
+    {"configuration": {"bins": 16.5}},
+    {"configuration": {"pruned": []}},
+    {"configuration": {"pruned": 2}},
+    {"configuration": {"pruning_metric": []}},
+    {"configuration": {"bins": 7, "embedding_bins": 1, "pruned": 0.99, "protected": 0.9}},
+    {"search": []},
+    {"search": "exhaustive"},
+    {"search": {"max_degradation": []}},
+    {"search": {"max_degradation": "much"}},
+    {"search": {"max_degradation": "nan"}},
+    {"quality": 5},
+    {"quality": {"restored": {}}},
+    {"quality": {"restored": "nan"}},
+    {"quality": {"restored": "inf"}},
+    {"quality": {"restored": "nonsense"}},
+]
+
+
+@pytest.mark.parametrize("strange", STRANGE_RECORDS, ids=lambda strange: str(strange)[:60])
+def test_training_goes_on_from_a_whole_state_whatever_its_record_says(tmp_path, strange):
+    module = module_of(w=torch.randn(20, 30))
+    options = {"evaluate": lambda m: 1 + float((m.w**2).mean()), "every": "auto"}
+    with dq.Checkpointer(tmp_path, module, **options) as ckpt:
+        ckpt.save(1)
+        path = Run(tmp_path).path(1)
+    content = path.read_bytes()
+    size, plain_size = struct.unpack("<QQ", content[-40:-24])
+    streams, stored = content[16 : -40 - size], content[-40 - size : -40]
+    plain = json.loads(stored if size == plain_size else zstandard.ZstdDecompressor().decompress(stored, plain_size))
+    for record in (plain["record"] | strange, strange):
+        write(tmp_path, {**plain, "record": record}, streams)
+        with dq.Checkpointer(tmp_path, module, **options) as ckpt:
+            assert ckpt.restore(1) == 1
+            assert ckpt.due(10**9)
+            assert ckpt.save(2).result().configuration is not None
+
+
 def test_a_hostile_newest_file_does_not_keep_an_older_one_from_being_restored(tmp_path):
     module = module_of(w=torch.randn(20, 30))
-    with dq.Checkpointer(tmp_path, module) as ckpt:
+    with dq.Checkpointer(tmp_path, module, configuration=FIXED) as ckpt:
         ckpt.save(1)
     claim = entry("w", b"", shape=[10**12], coding={"kind": "reference"})
     hostile = [

@@ -1,9 +1,11 @@
 """The Checkpointer: what a training loop saves comes back, bit for bit what was promised, whatever happened."""
 
+import json
 import logging
 import os
 import random
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from training import bits, model_of, train
 
 import dynaquant as dq
+from dynaquant.record import record_of
 from dynaquant.run import Run
 from dynaquant.sources import collect
 from dynaquant.state import flatten
@@ -27,11 +30,24 @@ def training_of(seed: int = 0, optimizer=adamw) -> tuple[nn.Module, torch.optim.
     return model, optimizer(model)
 
 
+def checkpointer(folder, model: nn.Module, optimizer=None, **options) -> dq.Checkpointer:
+    """One that searches for no configuration, unless told to by ``configuration=None``: most tests are not about it."""
+    return dq.Checkpointer(folder, model, optimizer, **{"configuration": dq.Configuration()} | options)
+
+
+SEARCHED_OR_FIXED = pytest.mark.parametrize("configuration", [None, dq.Configuration()], ids=["searched", "fixed"])
+
+
+def loss_of(model: nn.Module) -> float:
+    """A metric: the loss on every token."""
+    return nn.functional.cross_entropy(model.eval()(torch.arange(40)).float(), torch.arange(40)).item()
+
+
 def saved(folder, steps, seed=0, **options) -> list[dict]:
     """Trains and saves; what ``load`` must return for every step, taken from the files as they were written."""
     model, optimizer = training_of(seed)
     states = []
-    with dq.Checkpointer(folder, model, optimizer, **options) as ckpt:
+    with checkpointer(folder, model, optimizer, **options) as ckpt:
         for step in steps:
             train(model, optimizer)
             ckpt.save(step).result()
@@ -52,27 +68,36 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 # Save and restore
 
 
-def test_the_restored_weights_are_the_evaluated_ones_and_the_rest_is_exact(tmp_path):
+@SEARCHED_OR_FIXED
+@pytest.mark.parametrize("metric", [loss_of, lambda _: 1.0], ids=["loss", "all candidates alike"])
+def test_the_restored_weights_are_the_evaluated_ones_and_the_rest_is_exact(tmp_path, configuration, metric):
     model, optimizer = training_of()
     seen = []
 
     def evaluate(scored: nn.Module) -> float:
         seen.append(weights_of(scored))
-        return float(len(seen))
+        return metric(scored)
 
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, configuration=configuration) as ckpt:
         for step in range(1, 4):
             train(model, optimizer, 3)
             original, optimizer_state = weights_of(model), bits(optimizer.state_dict())
+            seen.clear()
             record = ckpt.save(step).result()
-            assert record.quality["original"] == 2 * step - 1
-            assert record.quality["restored"] == 2 * step
-    with dq.Checkpointer(tmp_path, *training_of(1)) as other:
+            originals = len(seen) - len(record.trials)
+            assert originals == (2 if step == 1 else 1)  # twice at first, to see whether the metric repeats itself
+            assert all(bits(weights) == bits(original) for weights in seen[:originals])
+            tried = [trial.configuration for trial in record.trials]
+            scored = seen[originals + tried.index(record.configuration)]
+            with torch.no_grad():
+                assert record.quality["original"] == metric(model)
+                model.train()
+    with checkpointer(tmp_path, *training_of(1)) as other:
         assert other.restore() == 3
         restored = weights_of(other._model)
-        assert bits(restored) == bits(seen[-1])
+        assert bits(restored) == bits(scored)
+        assert metric(other._model) == record.quality["restored"]
         assert bits(other._sources["optimizer"].state_dict()) == optimizer_state
-    assert bits(seen[-2]) == bits(original)
     changed = {name for name in original if bits(original[name]) != bits(restored[name])}
     assert changed == {"0.weight", "1.weight", "4.weight"}
 
@@ -99,9 +124,9 @@ def test_everything_that_has_a_state_comes_back(tmp_path):
             "ema": torch.optim.swa_utils.AveragedModel(model),
         }
 
-    def checkpointer(things) -> dq.Checkpointer:
+    def checkpointer_of(things) -> dq.Checkpointer:
         things = dict(things)
-        return dq.Checkpointer(tmp_path, things.pop("model"), things.pop("optimizer"), extras=things)
+        return checkpointer(tmp_path, things.pop("model"), things.pop("optimizer"), extras=things)
 
     def advance(things) -> None:
         train(things["model"], things["optimizer"])
@@ -115,14 +140,14 @@ def test_everything_that_has_a_state_comes_back(tmp_path):
         np.random.rand()
 
     first, second = build(3), build(4)
-    with checkpointer(first) as ckpt:
+    with checkpointer_of(first) as ckpt:
         for _ in range(5):
             advance(first)
         wanted = bits(_exact(collect(first)))
         ckpt.save(5)
     advance(first)
     assert bits(_exact(collect(first))) != wanted
-    with checkpointer(second) as ckpt:
+    with checkpointer_of(second) as ckpt:
         assert ckpt.restore() == 5
         assert bits(_exact(collect(second))) == wanted
 
@@ -152,7 +177,7 @@ def _exact(state: dict) -> dict:
 )
 def test_training_goes_on_from_a_restore_the_same_way_every_time(tmp_path, optimizer):
     model, opt = training_of(0, optimizer)
-    with dq.Checkpointer(tmp_path, model, opt) as ckpt:
+    with checkpointer(tmp_path, model, opt) as ckpt:
         train(model, opt, 5)
         state = bits(opt.state_dict())
         ckpt.save(5)
@@ -160,7 +185,7 @@ def test_training_goes_on_from_a_restore_the_same_way_every_time(tmp_path, optim
     for seed in (1, 2):
         model, opt = training_of(seed, optimizer)
         train(model, opt, seed)
-        with dq.Checkpointer(tmp_path, model, opt) as ckpt:
+        with checkpointer(tmp_path, model, opt) as ckpt:
             assert ckpt.restore() == 5
             assert bits(opt.state_dict()) == state
             train(model, opt, 5)
@@ -173,14 +198,14 @@ def test_models_of_other_element_types_come_back(tmp_path, dtype):
     model = model_of().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     seen = []
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=lambda m: seen.append(weights_of(m)) or 1.0) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, evaluate=lambda m: seen.append(weights_of(m)) or 1.0) as ckpt:
         train(model, optimizer, 3)
         record = ckpt.save(1).result()
         state = bits(optimizer.state_dict())
         assert record.roles["weight"].ratio > 2
     other = model_of().to(dtype)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
-    with dq.Checkpointer(tmp_path, other, optimizer) as ckpt:
+    with checkpointer(tmp_path, other, optimizer) as ckpt:
         ckpt.restore()
     assert bits(weights_of(other)) == bits(seen[-1])
     assert bits(optimizer.state_dict()) == state
@@ -208,7 +233,7 @@ class OddOptimizer(torch.optim.Optimizer):
 
 def test_an_unknown_optimizer_comes_back_exactly(tmp_path):
     model, optimizer = training_of(0, lambda m: OddOptimizer(m.parameters()))
-    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+    with checkpointer(tmp_path, model, optimizer) as ckpt:
         optimizer.step()
         optimizer.step()
         state = bits(optimizer.state_dict())
@@ -216,22 +241,22 @@ def test_an_unknown_optimizer_comes_back_exactly(tmp_path):
     assert "first_moment" not in record.roles
     assert bits(dq.load(tmp_path)["optimizer"]) == state
     model, optimizer = training_of(1, lambda m: OddOptimizer(m.parameters()))
-    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+    with checkpointer(tmp_path, model, optimizer) as ckpt:
         ckpt.restore()
     assert bits(optimizer.state_dict()) == state
 
 
 def test_a_second_model_is_exact_unless_roles_say_otherwise(tmp_path):
     model, critic = model_of(), model_of()
-    with dq.Checkpointer(tmp_path / "exact", model, extras={"critic": critic}) as ckpt:
+    with checkpointer(tmp_path / "exact", model, extras={"critic": critic}) as ckpt:
         ckpt.save(1).result()
     assert bits(dict(dq.load(tmp_path / "exact")["critic"])) == bits(weights_of(critic))
-    with dq.Checkpointer(tmp_path, model, extras={"critic": critic}, roles={"critic.[014].weight": "weight"}) as ckpt:
+    with checkpointer(tmp_path, model, extras={"critic": critic}, roles={"critic.[014].weight": "weight"}) as ckpt:
         record = ckpt.save(1).result()
     assert record.roles["weight"].raw == 2 * sum(p.numel() * 4 for p in model.parameters() if p.ndim > 1)
     assert record.roles["weight"].ratio > 3
     restored = model_of()
-    with dq.Checkpointer(tmp_path, model_of(), extras={"critic": restored}) as ckpt:
+    with checkpointer(tmp_path, model_of(), extras={"critic": restored}) as ckpt:
         ckpt.restore()
     assert bits(weights_of(restored)) == bits(dict(dq.load(tmp_path)["critic"]))
     assert bits(weights_of(restored)["2.weight"]) == bits(weights_of(critic)["2.weight"])
@@ -243,14 +268,14 @@ def test_a_second_model_is_exact_unless_roles_say_otherwise(tmp_path):
 def test_an_empty_run_restores_nothing(tmp_path):
     model, optimizer = training_of()
     before = bits(collect({"model": model, "optimizer": optimizer}))
-    with dq.Checkpointer(tmp_path / "new", model, optimizer) as ckpt:
+    with checkpointer(tmp_path / "new", model, optimizer) as ckpt:
         assert ckpt.restore() is None
     assert bits(collect({"model": model, "optimizer": optimizer})) == before
 
 
 def test_a_given_step_is_restored(tmp_path):
     states = saved(tmp_path, [1, 2, 3])
-    with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt:
+    with checkpointer(tmp_path, *training_of(1)) as ckpt:
         for step in (2, 1, 3):
             assert ckpt.restore(step=step) == step
             assert bits(dict(weights_of(ckpt._model))) == bits(dict(dq.load(tmp_path, step)["model"]))
@@ -264,7 +289,7 @@ def test_the_newest_that_verifies_is_restored_and_the_others_are_named(tmp_path,
     run = Run(tmp_path)
     damage(run.path(3))
     run.path(5).write_bytes(run.path(5).read_bytes()[:-1])
-    with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt, caplog.at_level(logging.WARNING, "dynaquant"):
+    with checkpointer(tmp_path, *training_of(1)) as ckpt, caplog.at_level(logging.WARNING, "dynaquant"):
         assert ckpt.restore() == 2
     said = [str(error) for error in ckpt.skipped]
     assert len(said) == 3
@@ -282,14 +307,14 @@ def test_every_file_that_was_passed_over_is_said_once(tmp_path):
     for step in (2, 4):
         run.path(step).write_bytes(b"")
     damage(run.path(3))
-    with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt:
+    with checkpointer(tmp_path, *training_of(1)) as ckpt:
         assert ckpt.restore() == 1
     assert sorted(str(error).partition(": ")[0] for error in ckpt.skipped) == [str(run.path(s)) for s in (2, 3, 4)]
 
 
 def test_a_whole_newest_checkpoint_is_restored_without_a_word(tmp_path, caplog):
     saved(tmp_path, [1, 2])
-    with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt, caplog.at_level(logging.WARNING, "dynaquant"):
+    with checkpointer(tmp_path, *training_of(1)) as ckpt, caplog.at_level(logging.WARNING, "dynaquant"):
         assert ckpt.restore() == 2
     assert ckpt.skipped == []
     assert caplog.records == []
@@ -302,7 +327,7 @@ def test_a_run_of_which_nothing_verifies_is_an_error_and_changes_nothing(tmp_pat
     run.path(2).write_bytes(b"")
     model, optimizer = training_of(1)
     before = bits(collect({"model": model, "optimizer": optimizer}))
-    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+    with checkpointer(tmp_path, model, optimizer) as ckpt:
         with pytest.raises(dq.CheckpointError) as caught:
             ckpt.restore()
         assert ckpt._base is None
@@ -317,7 +342,7 @@ def test_training_goes_on_after_a_damaged_newest_checkpoint(tmp_path):
     saved(tmp_path, [1, 2, 3])
     damage(Run(tmp_path).path(3))
     model, optimizer = training_of(1)
-    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+    with checkpointer(tmp_path, model, optimizer) as ckpt:
         assert ckpt.restore() == 2
         train(model, optimizer)
         record = ckpt.save(3).result()
@@ -328,7 +353,7 @@ def test_training_goes_on_after_a_damaged_newest_checkpoint(tmp_path):
 
 def test_a_step_that_is_saved_again_is_replaced(tmp_path):
     model, optimizer = training_of()
-    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+    with checkpointer(tmp_path, model, optimizer) as ckpt:
         for step in (1, 1, 2, 2, 3, 1):
             train(model, optimizer)
             record = ckpt.save(step).result()
@@ -344,7 +369,7 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path):
 def test_a_new_line_from_an_old_step_is_the_newest_and_the_old_line_stays(tmp_path):
     states = saved(tmp_path, [1, 2, 3, 4])
     model, optimizer = training_of(1)
-    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+    with checkpointer(tmp_path, model, optimizer) as ckpt:
         ckpt.restore(step=2)
         train(model, optimizer)
         record = ckpt.save(3).result()
@@ -353,7 +378,7 @@ def test_a_new_line_from_an_old_step_is_the_newest_and_the_old_line_stays(tmp_pa
     for step in (1, 2, 4):
         assert bits(dq.load(tmp_path, step)) == states[step - 1]
     model, optimizer = training_of(2)
-    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+    with checkpointer(tmp_path, model, optimizer) as ckpt:
         assert ckpt.restore() == 3
         assert bits(optimizer.state_dict()) == wanted
         assert [record.step for record in ckpt.records()] == [1, 2, 4, 3]
@@ -362,7 +387,7 @@ def test_a_new_line_from_an_old_step_is_the_newest_and_the_old_line_stays(tmp_pa
 def test_chains_are_as_long_as_keyframe_every_says_across_restarts(tmp_path):
     model, optimizer = training_of()
     for start in (0, 5, 7):
-        with dq.Checkpointer(tmp_path, model, optimizer, keyframe_every=3) as ckpt:
+        with checkpointer(tmp_path, model, optimizer, keyframe_every=3) as ckpt:
             ckpt.restore()
             for step in range(start, start + 5):
                 train(model, optimizer)
@@ -377,7 +402,7 @@ def test_retention_goes_on_in_a_new_process(tmp_path):
     model, optimizer = training_of()
     states = {}
     for start in (1, 4, 7):
-        with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2, keep_every=5) as ckpt:
+        with checkpointer(tmp_path, model, optimizer, keep_last=2, keep_every=5) as ckpt:
             assert ckpt.restore() == (start - 1 or None)
             for step in range(start, start + 3):
                 train(model, optimizer)
@@ -391,14 +416,15 @@ def test_retention_goes_on_in_a_new_process(tmp_path):
 # Weights that do not change
 
 
-def test_frozen_weights_are_stored_once(tmp_path):
+@SEARCHED_OR_FIXED
+def test_frozen_weights_are_stored_once(tmp_path, configuration):
     model, _ = training_of()
     model[0].weight.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, configuration=configuration) as ckpt:
         for step in (1, 2, 3):
             train(model, optimizer)
-            ckpt.save(step).result()
+            assert ckpt.save(step).result().configuration is not None
     run = Run(tmp_path)
     sizes = [run.file(step).header.by_name["model.0.weight"].size for step in (1, 2, 3)]
     assert sizes[0] > 0
@@ -407,12 +433,39 @@ def test_frozen_weights_are_stored_once(tmp_path):
     assert len(hashes) == 1
 
 
-def test_saving_what_was_restored_changes_no_value_and_costs_almost_nothing(tmp_path):
-    saved(tmp_path, [1])
+def test_frozen_weights_keep_their_values_whatever_is_found_for_the_others(tmp_path):
+    model, _ = training_of()
+    model[0].weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    frozen, seen, configurations = bits(model[0].weight.detach()), [], []
+
+    def evaluate(scored: nn.Module) -> float:
+        seen.append(bits(scored[0].weight.detach()))
+        return 1.0 if len(scored[1].weight.unique()) >= wanted else 2.0
+
+    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, configuration=None) as ckpt:
+        for step, wanted in enumerate((2, 12, 40)):
+            train(model, optimizer)
+            configurations.append(ckpt.save(step).result().configuration)
+            loaded = dq.load(tmp_path, step)["model"]
+            assert len(loaded["1.weight"].unique()) >= wanted
+            if step == 0:
+                stored = bits(loaded["0.weight"])
+                seen.clear()
+            assert bits(loaded["0.weight"]) == stored != frozen
+    assert len(set(configurations)) == 3
+    assert set(seen) == {frozen, stored}
+    assert seen.count(frozen) == 2  # that of the weights in training, once at each save
+
+
+@SEARCHED_OR_FIXED
+@pytest.mark.parametrize("evaluate", [None, loss_of], ids=["no metric", "metric"])
+def test_saving_what_was_restored_changes_no_value_and_costs_almost_nothing(tmp_path, configuration, evaluate):
+    saved(tmp_path, [1], configuration=configuration, evaluate=evaluate)
     identities, sizes = [], []
     for step in (2, 3, 4):
         model, optimizer = training_of(step)
-        with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        with checkpointer(tmp_path, model, optimizer, configuration=configuration, evaluate=evaluate) as ckpt:
             ckpt.restore()
             record = ckpt.save(step).result()
         identities.append(record.identity)
@@ -427,7 +480,7 @@ def test_saving_what_was_restored_changes_no_value_and_costs_almost_nothing(tmp_
 def test_a_failed_write_is_raised_once_at_the_next_save(tmp_path):
     model, optimizer = training_of()
     folder = tmp_path / "run"
-    ckpt = dq.Checkpointer(folder, model, optimizer)
+    ckpt = checkpointer(folder, model, optimizer)
     ckpt.save(1).result()
     shutil.move(folder, tmp_path / "away")
     failed = ckpt.save(2)
@@ -443,7 +496,7 @@ def test_a_failed_write_is_raised_once_at_the_next_save(tmp_path):
 
 def test_a_failed_write_is_raised_once_at_close(tmp_path):
     folder = tmp_path / "run"
-    ckpt = dq.Checkpointer(folder, *training_of())
+    ckpt = checkpointer(folder, *training_of())
     folder.rmdir()
     folder.write_text("a file where the folder was")
     ckpt.save(1)
@@ -451,7 +504,7 @@ def test_a_failed_write_is_raised_once_at_close(tmp_path):
         ckpt.close()
     ckpt.close()
     folder.unlink()
-    with dq.Checkpointer(folder, *training_of()) as ckpt:
+    with checkpointer(folder, *training_of()) as ckpt:
         assert ckpt.restore() is None
 
 
@@ -459,7 +512,7 @@ def test_the_error_that_ends_training_is_not_hidden_by_that_of_a_write(tmp_path,
     folder = tmp_path / "run"
 
     def training() -> None:
-        with dq.Checkpointer(folder, *training_of()) as ckpt:
+        with checkpointer(folder, *training_of()) as ckpt:
             folder.rmdir()
             ckpt.save(1)
             raise ZeroDivisionError
@@ -467,53 +520,149 @@ def test_the_error_that_ends_training_is_not_hidden_by_that_of_a_write(tmp_path,
     with pytest.raises(ZeroDivisionError):
         training()
     assert "the last checkpoint could not be written" in caplog.text
-    with dq.Checkpointer(folder, *training_of()):
+    with checkpointer(folder, *training_of()):
         pass
 
 
 def test_leaving_the_block_waits_for_the_last_write(tmp_path):
-    with dq.Checkpointer(tmp_path, *training_of()) as ckpt:
+    with checkpointer(tmp_path, *training_of()) as ckpt:
         future = ckpt.save(1)
     assert future.done()
     assert dq.load(tmp_path, 1)
 
 
-def test_an_evaluation_that_fails_is_raised_and_training_is_as_before(tmp_path):
-    model, optimizer = training_of()
-    train(model, optimizer)
-    fails = True
+class Failing:
+    """An evaluation that fails while it is told to, but not before it has drawn and changed modes."""
 
-    def evaluate(scored: nn.Module) -> float:
-        scored.eval()
+    def __init__(self) -> None:
+        self.fails = True
+
+    def __call__(self, model: nn.Module) -> float:
+        model.eval()
         torch.rand(3)
-        if fails:
+        if self.fails:
             raise ArithmeticError("no score")
         return 1.0
 
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
+
+@SEARCHED_OR_FIXED
+def test_an_evaluation_that_fails_costs_no_checkpoint_and_leaves_training_as_before(tmp_path, configuration):
+    model, optimizer = training_of()
+    evaluate = Failing()
+    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, configuration=configuration) as ckpt:
+        train(model, optimizer)
         before = bits(collect({"model": model, "optimizer": optimizer}))
-        with pytest.raises(ArithmeticError, match="no score"):
-            ckpt.save(1)
+        record = ckpt.save(1).result()
         assert bits(collect({"model": model, "optimizer": optimizer})) == before
         assert all(module.training for module in model.modules())
-        assert Run(tmp_path).summaries() == ([], [])
-        fails = False
-        assert ckpt.save(1).result().quality["degradation"] == 0
+        assert (record.configuration, record.quality) == (configuration, None)
+        assert record.search == ("lossless" if configuration is None else "fixed")
+        assert len(record.notes) == 1
+        assert record.notes[0].startswith("evaluate failed (ArithmeticError: no score): ")
+        exact = bits(dict(dq.load(tmp_path, 1)["model"])) == bits(weights_of(model))
+        assert exact == (configuration is None)
+        assert bits(dq.load(tmp_path, 1)["optimizer"]) == bits(optimizer.state_dict())
+        evaluate.fails = False
+        train(model, optimizer)
+        after = ckpt.save(2).result()
+        assert (after.quality["degradation"], after.notes) == (0, [])
+        assert after.configuration == configuration or after.search == "exhaustive"
+    assert record == as_kept(tmp_path, record)
 
 
+def as_kept(folder, returned: dq.Record) -> dq.Record:
+    """The record that the run has kept of the same save, with the seconds that only ``save`` could tell."""
+    kept = record_of(Run(folder).file(returned.step))
+    return replace(kept, seconds=returned.seconds)
+
+
+def test_weights_that_were_exact_once_are_quantized_at_the_next_save_and_restored_alike(tmp_path):
+    model, optimizer = training_of()
+    evaluate = Failing()
+    evaluate.fails = False
+    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, configuration=None) as ckpt:
+        sizes, states = [], []
+        for step, evaluate.fails in enumerate((False, True, False)):
+            record = ckpt.save(step).result()
+            sizes.append(record.roles["weight"].stored)
+            assert (record.configuration is None) == evaluate.fails
+            train(model, optimizer)
+            states.append(bits(dq.load(tmp_path, step)))
+    assert sizes[1] > 3 * max(sizes[0], sizes[2])
+    for step, state in enumerate(states):
+        with checkpointer(tmp_path, *training_of(1)) as ckpt:
+            assert ckpt.restore(step) == step
+            assert bits(dq.load(tmp_path, step)) == state
+
+
+def only_restored(model: nn.Module, original: float, restored: float):
+    """A metric that tells the weights in training from all others."""
+    weights = bits(weights_of(model))
+    return lambda scored: original if bits(weights_of(scored)) == weights else restored
+
+
+@SEARCHED_OR_FIXED
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), -float("inf")])
-def test_a_score_that_is_no_number_does_not_keep_a_checkpoint_from_being_saved(tmp_path, score):
-    with dq.Checkpointer(tmp_path, *training_of(), evaluate=lambda _: score) as ckpt:
+def test_a_score_of_the_training_that_is_not_finite_does_not_keep_it_from_being_saved(tmp_path, score, configuration):
+    model, optimizer = training_of()
+    options = {"evaluate": lambda _: score, "configuration": configuration}
+    with checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         record = ckpt.save(1).result()
-        assert bits(record.quality["original"]) == bits(score)
+        assert "the metric of the weights in training is not finite" in record.notes[-1]
+        assert (record.configuration, record.quality, record.trials) == (configuration, None, [])
+        assert record == as_kept(tmp_path, record)
+    exact = bits(dict(dq.load(tmp_path)["model"])) == bits(weights_of(model))
+    assert exact == (configuration is None)
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+@pytest.mark.parametrize("original", [1.0, 0.0])
+def test_a_score_of_the_restored_weights_that_is_not_finite_is_in_the_record(tmp_path, original, score):
+    model, optimizer = training_of()
+    with checkpointer(tmp_path, model, optimizer, evaluate=only_restored(model, original, score)) as ckpt:
+        record = ckpt.save(1).result()
+        assert bits(record.quality) == bits({"original": original, "restored": score, "degradation": score})
+        assert record.notes[-1] == "the metric is not finite: what this checkpoint costs is unknown"
         assert bits(ckpt.records()[0].quality) == bits(record.quality)
+        assert bits(ckpt.records()[0].trials[0].degradation) == bits(score)
+
+
+@pytest.mark.parametrize("scores", [(1.0, float("nan")), (1.0, float("inf")), (0.0, 1e-9), (1.0, 1.0101)], ids=str)
+def test_weights_are_stored_exactly_when_no_candidate_is_good_enough(tmp_path, scores):
+    model, optimizer = training_of()
+    with checkpointer(tmp_path, model, optimizer, evaluate=only_restored(model, *scores), configuration=None) as ckpt:
+        record = ckpt.save(1).result()
+        assert (record.search, record.configuration, record.quality) == ("lossless", None, None)
+        assert record.trials
+        assert not any(trial.degradation <= 0.01 for trial in record.trials)
+        assert bits(dict(dq.load(tmp_path)["model"])) == bits(weights_of(model))
 
 
 def test_a_loss_that_was_zero_does_not_keep_a_checkpoint_from_being_saved(tmp_path):
-    scores = iter([0.0, 0.5])
-    with dq.Checkpointer(tmp_path, *training_of(), evaluate=lambda _: next(scores)) as ckpt:
+    model, optimizer = training_of()
+    with checkpointer(tmp_path, model, optimizer, evaluate=only_restored(model, 0.0, 0.5)) as ckpt:
         assert ckpt.save(1).result().quality["degradation"] == float("inf")
         assert ckpt.records()[0].quality["degradation"] == float("inf")
+
+
+def test_candidates_on_which_evaluate_fails_are_not_good_enough(tmp_path):
+    model, optimizer = training_of()
+
+    def evaluate(scored: nn.Module) -> float:
+        if len(scored[1].weight.unique()) < 10:
+            raise ArithmeticError("too few levels")
+        return 1.0
+
+    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, configuration=None) as ckpt:
+        train(model, optimizer)
+        record = ckpt.save(1).result()
+    failed = [trial for trial in record.trials if trial.error]
+    assert failed
+    assert all(trial.error == "ArithmeticError: too few levels" for trial in failed)
+    assert all(trial.degradation != trial.degradation for trial in failed)
+    assert set(record.notes) == {"evaluate failed on a candidate (ArithmeticError: too few levels)"}
+    assert record.configuration not in [trial.configuration for trial in failed]
+    assert len(dq.load(tmp_path)["model"]["1.weight"].unique()) >= 10
 
 
 def test_a_state_that_cannot_be_stored_is_named(tmp_path):
@@ -525,30 +674,48 @@ def test_a_state_that_cannot_be_stored_is_named(tmp_path):
             self.state = state
 
     with pytest.raises(dq.StateError, match=r"loader\.source: a value of type builtins\.object cannot be stored"):
-        dq.Checkpointer(tmp_path, *training_of(), extras={"loader": Loader()})
+        checkpointer(tmp_path, *training_of(), extras={"loader": Loader()})
     with pytest.raises(dq.StateError, match="loader: list has no state_dict"):
-        dq.Checkpointer(tmp_path, *training_of(), extras={"loader": [1, 2]})
-    with dq.Checkpointer(tmp_path, *training_of()):
+        checkpointer(tmp_path, *training_of(), extras={"loader": [1, 2]})
+    with checkpointer(tmp_path, *training_of()):
         pass
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer", "rng", "classes"])
 def test_names_that_are_taken_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match=f"extras cannot be called {name}"):
-        dq.Checkpointer(tmp_path, *training_of(), extras={name: model_of()})
+        checkpointer(tmp_path, *training_of(), extras={name: model_of()})
 
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"keyframe_every": 0}, {"keep_last": 0}, {"keep_every": -1}])
 def test_numbers_out_of_range_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match="must be at least 1"):
-        dq.Checkpointer(tmp_path, *training_of(), **options)
+        checkpointer(tmp_path, *training_of(), **options)
+
+
+@pytest.mark.parametrize("value", [-0.01, float("nan"), float("inf")])
+def test_a_degradation_out_of_range_is_refused(tmp_path, value):
+    with pytest.raises(ValueError, match="max_degradation must be a number from 0 on"):
+        checkpointer(tmp_path, *training_of(), configuration=None, max_degradation=value)
+    with checkpointer(tmp_path, *training_of(), configuration=None, max_degradation=0) as ckpt:
+        assert ckpt.max_degradation == 0
+        with pytest.raises(ValueError, match="max_degradation must be a number from 0 on"):
+            ckpt.max_degradation = value
+        assert ckpt.max_degradation == 0
+
+
+def test_a_configuration_is_refused_together_with_a_degradation_to_search_one_by(tmp_path):
+    with pytest.raises(ValueError, match="leave out it or max_degradation"):
+        dq.Checkpointer(tmp_path, *training_of(), configuration=dq.Configuration(), max_degradation=0.01)
+    with dq.Checkpointer(tmp_path, *training_of()) as ckpt:
+        assert ckpt.max_degradation == 0.01
 
 
 @pytest.mark.parametrize(
     ("step", "error"), [(-1, ValueError), (1.0, ValueError), ("1", ValueError), (None, ValueError)]
 )
 def test_steps_are_integers_from_zero_on(tmp_path, step, error):
-    with dq.Checkpointer(tmp_path, *training_of()) as ckpt:
+    with checkpointer(tmp_path, *training_of()) as ckpt:
         with pytest.raises(error):
             ckpt.save(step)
         assert ckpt.save(0).result().step == 0
@@ -556,9 +723,9 @@ def test_steps_are_integers_from_zero_on(tmp_path, step, error):
 
 def test_a_second_training_in_the_same_run_is_refused(tmp_path):
     said = "another Checkpointer, here or in another process, is writing to this run"
-    with dq.Checkpointer(tmp_path, *training_of()), pytest.raises(dq.CheckpointError, match=said):
-        dq.Checkpointer(tmp_path, *training_of())
-    with dq.Checkpointer(tmp_path, *training_of()):
+    with checkpointer(tmp_path, *training_of()), pytest.raises(dq.CheckpointError, match=said):
+        checkpointer(tmp_path, *training_of())
+    with checkpointer(tmp_path, *training_of()):
         pass
 
 
@@ -653,7 +820,7 @@ def test_another_kind_of_generator_is_refused_and_nothing_is_changed(tmp_path, w
 def assert_refused(folder, model, optimizer, extras, said) -> None:
     things = {"model": model, **({"optimizer": optimizer} if optimizer else {}), **extras}
     before = bits(collect(things))
-    with dq.Checkpointer(folder, model, optimizer, extras=extras) as ckpt:
+    with checkpointer(folder, model, optimizer, extras=extras) as ckpt:
         for step in (None, 1):
             with pytest.raises(dq.StateError) as caught:
                 ckpt.restore(step)
@@ -668,33 +835,45 @@ def assert_refused(folder, model, optimizer, extras, said) -> None:
 
 def test_due_is_the_next_multiple_since_the_last_checkpoint_or_beyond(tmp_path):
     model, optimizer = training_of()
-    with dq.Checkpointer(tmp_path, model, optimizer, every=10) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, every=10) as ckpt:
         assert [step for step in range(0, 22) if ckpt.due(step)] == list(range(10, 22))
         ckpt.save(12)
         assert [step for step in range(0, 32) if ckpt.due(step)] == list(range(20, 32))
-    with dq.Checkpointer(tmp_path, model, optimizer, every=10) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, every=10) as ckpt:
         ckpt.restore()
         assert not ckpt.due(19)
         assert ckpt.due(20)
-    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt, pytest.raises(ValueError, match="every=steps"):
+    with checkpointer(tmp_path, model, optimizer) as ckpt, pytest.raises(ValueError, match="every=steps"):
         ckpt.due(10)
 
 
 # Records and gradients
 
 
-def test_the_run_keeps_the_records_that_save_returned(tmp_path):
+@SEARCHED_OR_FIXED
+@pytest.mark.parametrize("evaluate", [None, loss_of], ids=["no metric", "metric"])
+def test_the_run_keeps_the_records_that_save_returned(tmp_path, configuration, evaluate):
     model, optimizer = training_of()
     returned = []
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=lambda m: float(m[1].weight.sum())) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, configuration=configuration, every=1) as ckpt:
         for step in (1, 2, 3):
             train(model, optimizer)
-            returned.append(ckpt.save(step).result().to_json())
-        kept = [record.to_json() for record in ckpt.records()]
+            returned.append(ckpt.save(step).result())
+        kept = ckpt.records()
     for record in returned:
-        assert record["seconds"].pop("write") > 0
-        assert {"capture", "quantize", "evaluate"} <= set(record["seconds"])
+        assert record.seconds.pop("write") > 0
+        assert set(record.seconds) == {"wait", "capture", "search"}
+        assert all(seconds >= 0 for seconds in record.seconds.values())
+        assert record.configuration == configuration or configuration is None
+        assert (record.search == "fixed") == (configuration is not None)
+        assert record.judged_by == ("evaluate" if evaluate else "fisher distortion" if configuration is None else None)
+        assert record.limit == (None if configuration else 0.01)
+        assert (record.quality is not None) == (evaluate is not None)
+        assert (record.configuration in [trial.configuration for trial in record.trials]) == bool(record.trials)
+        assert record.interval == 1
     assert kept == returned
+    kept = [record.to_json() for record in kept]
+    assert json.loads(json.dumps(kept)) == kept
     assert [record["parent"] for record in kept] == [None, 1, 2]
     total = {"raw": 0, "stored": 0}
     for size in kept[0]["roles"].values():
@@ -709,7 +888,7 @@ def test_protection_uses_the_gradients_of_the_steps_before(tmp_path):
         torch.manual_seed(0)
         model = nn.Linear(100, 100, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        with dq.Checkpointer(tmp_path / str(seen), model, optimizer) as ckpt:
+        with checkpointer(tmp_path / str(seen), model, optimizer) as ckpt:
             inputs = torch.zeros(4, 100)
             inputs[:, 7] = 1e3  # only the weights of this column have gradients
             if seen:
@@ -728,21 +907,21 @@ def test_protection_uses_the_gradients_of_the_steps_before(tmp_path):
 def test_magnitude_alone_needs_no_gradients_and_no_note(tmp_path):
     model, optimizer = training_of()
     configuration = dq.Configuration(protection_metric="magnitude")
-    with dq.Checkpointer(tmp_path, model, optimizer, configuration=configuration) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, configuration=configuration) as ckpt:
         assert ckpt.save(1).result().notes == []
         assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_the_optimizer_is_let_go_at_close(tmp_path):
     model, optimizer = training_of()
-    with dq.Checkpointer(tmp_path, model, optimizer):
+    with checkpointer(tmp_path, model, optimizer):
         assert optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_roles_can_be_overridden(tmp_path):
     model, optimizer = training_of()
-    with dq.Checkpointer(tmp_path, model, optimizer, roles={"model.4.*": "exact"}) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, roles={"model.4.*": "exact"}) as ckpt:
         ckpt.save(1)
     restored = dq.load(tmp_path)["model"]
     assert bits(restored["4.weight"]) == bits(model.state_dict()["4.weight"])
@@ -751,7 +930,7 @@ def test_roles_can_be_overridden(tmp_path):
 
 def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path):
     model, optimizer = training_of()
-    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+    with checkpointer(tmp_path, model, optimizer) as ckpt:
         for step in range(1, 6):
             train(model, optimizer)
             wanted = bits(optimizer.state_dict()), bits(weights_of(model)["2.weight"])
@@ -783,12 +962,12 @@ def test_a_deleted_ancestor_makes_the_next_checkpoint_a_keyframe(tmp_path):
     saved(tmp_path, [1, 2])
     Run(tmp_path).path(1).unlink()
     model, optimizer = training_of(1)
-    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+    with checkpointer(tmp_path, model, optimizer) as ckpt:
         with pytest.raises(dq.CheckpointError, match="no checkpoint of this run can be restored"):
             ckpt.restore()
         assert ckpt.save(3).result().keyframe
     saved(tmp_path / "open", [])
-    with dq.Checkpointer(tmp_path / "open", model, optimizer) as ckpt:
+    with checkpointer(tmp_path / "open", model, optimizer) as ckpt:
         for step in (1, 2):
             train(model, optimizer)
             ckpt.save(step).result()
@@ -800,18 +979,18 @@ def test_a_deleted_ancestor_makes_the_next_checkpoint_a_keyframe(tmp_path):
 def test_retention_never_takes_the_last_checkpoint_that_loads(tmp_path):
     saved(tmp_path, [1, 2])
     model, optimizer = training_of(1)
-    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, keep_last=2) as ckpt:
         assert ckpt.restore() == 2
         damage(Run(tmp_path).path(2))
         train(model, optimizer)
         assert ckpt.save(3).result().notes
-    with dq.Checkpointer(tmp_path, *training_of(2)) as ckpt:
+    with checkpointer(tmp_path, *training_of(2)) as ckpt:
         assert ckpt.restore() == 1
 
 
 def test_the_record_is_that_of_the_file_with_keep_last_too(tmp_path):
     model, optimizer = training_of(0)
-    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=1) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, keep_last=1) as ckpt:
         for step in (1, 2, 3):
             train(model, optimizer)
             record = ckpt.save(step).result()
@@ -823,17 +1002,17 @@ def test_parameters_in_another_order_do_not_fit(tmp_path):
         model = model_of()
         return model, torch.optim.AdamW([model.get_submodule(name).weight for name in order])
 
-    with dq.Checkpointer(tmp_path, *training("14")) as ckpt:
+    with checkpointer(tmp_path, *training("14")) as ckpt:
         ckpt.save(1).result()
     with (
-        dq.Checkpointer(tmp_path, *training("41")) as ckpt,
+        checkpointer(tmp_path, *training("41")) as ckpt,
         pytest.raises(dq.StateError, match="optimizer had its parameters in another order"),
     ):
         ckpt.restore()
 
 
 def test_a_closed_checkpointer_says_so(tmp_path):
-    ckpt = dq.Checkpointer(tmp_path, model_of())
+    ckpt = checkpointer(tmp_path, model_of())
     ckpt.close()
     for call in (ckpt.restore, lambda: ckpt.save(1)):
         with pytest.raises(ValueError, match="has been closed"):
@@ -845,7 +1024,7 @@ def test_good_checkpoints_outlive_the_damaged_ones_that_restore_passed_over(tmp_
     for step in (4, 5):
         damage(Run(tmp_path).path(step))
     model, optimizer = training_of(1)
-    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2, keyframe_every=1) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, keep_last=2, keyframe_every=1) as ckpt:
         assert ckpt.restore() == 3
         train(model, optimizer)
         ckpt.save(6).result()
@@ -857,21 +1036,69 @@ def test_good_checkpoints_outlive_the_damaged_ones_that_restore_passed_over(tmp_
 
 def test_saving_into_a_run_that_was_not_restored_is_warned_of(tmp_path, caplog):
     saved(tmp_path, [1, 2])
-    with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt, caplog.at_level(logging.WARNING, "dynaquant"):
+    with checkpointer(tmp_path, *training_of(1)) as ckpt, caplog.at_level(logging.WARNING, "dynaquant"):
         ckpt.save(7)
     assert "holds 2 checkpoints, and none was restored" in caplog.text
 
 
-def test_a_metric_that_is_no_number_is_said(tmp_path):
-    with (
-        dq.Checkpointer(tmp_path, *training_of(), evaluate=lambda _: "bad") as ckpt,
-        pytest.raises(ValueError, match="evaluate returned 'bad'"),
-    ):
-        ckpt.save(1)
-    with dq.Checkpointer(tmp_path, *training_of(), evaluate=lambda _: float("nan")) as ckpt:
-        assert "the metric is not finite" in " ".join(ckpt.save(1).result().notes)
+@SEARCHED_OR_FIXED
+def test_a_metric_that_is_no_number_is_said(tmp_path, configuration):
+    with checkpointer(tmp_path, *training_of(), evaluate=lambda _: "bad", configuration=configuration) as ckpt:
+        record = ckpt.save(1).result()
+    assert record.configuration == configuration
+    assert "ValueError: evaluate returned 'bad'; it must return one number" in " ".join(record.notes)
 
 
 def test_a_wrong_pattern_is_an_error_before_training(tmp_path):
     with pytest.raises(dq.StateError, match="matches no tensor"):
-        dq.Checkpointer(tmp_path, *training_of(), roles={"nope*": "exact"})
+        checkpointer(tmp_path, *training_of(), roles={"nope*": "exact"})
+
+
+# Training is not disturbed
+
+
+def trained_with_randomness(folder=None) -> tuple[list[float], tuple, list[dq.Record]]:
+    """A training that draws on every generator: its losses, its state at the end, and what was saved on the way."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    things = {"model": model, "optimizer": optimizer, "order": torch.Generator().manual_seed(5)}
+
+    def loss(model: nn.Module, generator: torch.Generator | None = None) -> Tensor:
+        inputs = torch.randn(16, 6, generator=generator) + random.random() * torch.from_numpy(np.random.randn(16, 6))
+        return (model(inputs.float()) - inputs.float().flip(1)).square().mean()
+
+    def evaluate(model: nn.Module) -> float:
+        model.train()  # dropout draws, and the statistics of the batch norm move
+        random.gauss(0, 1)
+        return loss(model).item()
+
+    losses, saves = [], []
+    ckpt = folder and dq.Checkpointer(
+        folder, model, optimizer, extras={"order": things["order"]}, evaluate=evaluate, every=2
+    )
+    for step in range(1, 13):
+        optimizer.zero_grad(set_to_none=step % 3 == 0)
+        found = loss(model, things["order"])
+        found.backward()
+        if ckpt and ckpt.due(step):  # gradients are there, and must stay
+            saves.append(ckpt.save(step))
+        optimizer.step()
+        losses.append(found.item())
+        if ckpt and step == 7:
+            saves.append(ckpt.save(step))
+    if ckpt:
+        ckpt.close()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    modes = [module.training for module in model.modules()]
+    return losses, bits((collect(things), gradients, modes)), [save.result() for save in saves]
+
+
+def test_training_takes_bit_identical_steps_with_and_without_checkpoints(tmp_path):
+    with_saves, without = trained_with_randomness(tmp_path), trained_with_randomness()
+    assert [record.step for record in with_saves[2]] == [2, 4, 6, 7, 8, 10, 12]
+    assert all(record.trials and record.judged_by == "evaluate" for record in with_saves[2])
+    assert with_saves[0] == without[0]
+    assert with_saves[1] == without[1]

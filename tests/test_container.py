@@ -18,7 +18,7 @@ from torch import Tensor
 from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.entry import MAX_EXPANSION, Entry, Planes, Quantized, Raw, Reference
 from dynaquant.errors import CheckpointError
-from dynaquant.quantize.checkpoint import quantize_weights
+from dynaquant.quantize.checkpoint import quantize_weights, sketch_weights
 from dynaquant.quantize.partition import Configuration
 from dynaquant.roles import Label
 from dynaquant.run import Checkpoint, Run
@@ -116,9 +116,8 @@ def small_run(tmp_path_factory) -> Run:
     run, base = Run(tmp_path_factory.mktemp("run")), None
     weights = torch.randn(12, 8)
     for step in (1, 2):
-        quantized, _ = quantize_weights(
-            {"w": weights}, {"w": Label("weight")}, {}, Configuration(bins=3, embedding_bins=3, protected=0.05)
-        )
+        sketched = sketch_weights({"w": weights}, {"w": Label("weight")}, {})
+        quantized = quantize_weights(sketched, Configuration(bins=3, embedding_bins=3, protected=0.05))
         tensors = {"w": quantized["w"], "zeros": torch.zeros(40) + step, "b": torch.randn(2), "same": torch.ones(3)}
         tree, _ = flatten(tensors_to_state(tensors))
         labels = {name: Label("exact") for name in tensors}

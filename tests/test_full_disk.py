@@ -11,6 +11,8 @@ from training import bits, model_of, train
 
 import dynaquant as dq
 
+FIXED = dq.Configuration()
+
 
 @contextmanager
 def files_of_at_most(size: int):
@@ -36,7 +38,7 @@ def training():
 @pytest.mark.parametrize("room", [0, 100, 10_000])
 def test_a_file_that_cannot_grow_leaves_the_run_as_it_was(tmp_path, room):
     model, optimizer = training()
-    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, configuration=FIXED, keep_last=2) as ckpt:
         for step in (1, 2):
             train(model, optimizer)
             ckpt.save(step).result()
@@ -57,7 +59,7 @@ def test_a_file_that_cannot_grow_leaves_the_run_as_it_was(tmp_path, room):
 
 def test_no_space_left_is_raised_and_the_run_can_still_be_restored(tmp_path):
     model, optimizer = training()
-    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, configuration=FIXED) as ckpt:
         ckpt.save(1).result()
         before = contents(tmp_path)
         (tmp_path / "step-000000000002.dqc.tmp").symlink_to("/dev/full")
@@ -71,7 +73,7 @@ def test_no_space_left_is_raised_and_the_run_can_still_be_restored(tmp_path):
 
 
 def test_the_error_of_a_full_disk_names_the_file(tmp_path):
-    ckpt = dq.Checkpointer(tmp_path, *training())
+    ckpt = dq.Checkpointer(tmp_path, *training(), configuration=FIXED)
     with files_of_at_most(1000):
         error = ckpt.save(7).exception()
     with pytest.raises(OSError):  # noqa: PT011
@@ -83,7 +85,7 @@ def test_the_error_of_a_full_disk_names_the_file(tmp_path):
 def test_a_disk_that_fills_while_children_are_recoded_loses_nothing(tmp_path):
     """Re-coding writes a keyframe in place of a small delta: there may be room for the one and not for the other."""
     model, optimizer = training()
-    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, configuration=FIXED, keep_last=2) as ckpt:
         ckpt.save(1).result()
         ckpt.save(2).result()
         keyframe = os.path.getsize(tmp_path / "step-000000000001.dqc")

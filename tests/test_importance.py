@@ -171,6 +171,27 @@ def test_the_next_checkpoint_is_expected_after_as_many_steps_as_the_last():
     check_close(recorder.collect(), average(seen[3:]))
 
 
+def test_an_interval_that_is_announced_takes_the_place_of_the_last():
+    model, optimizer, recorder = parts(window=3, interval=10)
+    train(model, optimizer, torch.randn(10, 5, 4))
+    recorder.collect()
+    recorder.expect(5)
+    seen = train(model, optimizer, torch.randn(5, 5, 4))
+    check_close(recorder.collect(), average(seen[2:]))
+    recorder.expect(20)
+    train(model, optimizer, torch.randn(17, 5, 4))
+    assert recorder.collect() == {}
+
+
+def test_where_no_interval_is_known_the_last_one_is_expected_again():
+    model, optimizer, recorder = parts(window=3)
+    train(model, optimizer, torch.randn(6, 5, 4))
+    recorder.collect()
+    recorder.expect(None)
+    seen = train(model, optimizer, torch.randn(6, 5, 4))
+    check_close(recorder.collect(), average(seen[3:]))
+
+
 def test_a_checkpoint_that_is_late_has_all_steps_since_the_window_began():
     model, optimizer, recorder = parts(window=3, interval=5)
     seen = train(model, optimizer, torch.randn(9, 5, 4))

@@ -10,7 +10,8 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-from dynaquant.search.quality import measure
+import dynaquant as dq
+from dynaquant.search.quality import degradation, score
 
 
 def model_of():
@@ -56,13 +57,13 @@ def check_same(before, after):
 
 def meddle(model):
     """An evaluation that changes all there is to change."""
-    score = loss(model.train())  # moves the statistics of the batch norm, draws for dropout
+    found = loss(model.train())  # moves the statistics of the batch norm, draws for dropout
     model[1].running_mean.fill_(7.0)
     model[1].running_var = torch.full((8,), 3.0)
     model[0].eval()
     random.random()
     np.random.rand()
-    return score
+    return found
 
 
 def fail(model):
@@ -75,7 +76,8 @@ def test_the_model_and_the_generators_are_as_before():
     model[3].eval()
     model[0].weight.requires_grad_(False)
     before = snapshot(model)
-    measure(model, zeros(model), meddle, False)
+    for values in (zeros(model), {}):
+        score(model, values, meddle)
     check_same(before, snapshot(model))
 
 
@@ -83,19 +85,9 @@ def test_the_model_and_the_generators_are_as_before_when_evaluating_fails():
     model = model_of()
     before = snapshot(model)
     with pytest.raises(ZeroDivisionError):
-        measure(model, zeros(model), fail, False)
-    check_same(before, snapshot(model))
-
-
-def test_failing_on_the_restored_weights_leaves_no_trace_either():
-    model = model_of()
-    before = snapshot(model)
-
-    def fail_on_zeros(model):
-        return loss(model) if model[0].weight.any() else fail(model)
-
+        score(model, {}, fail)
     with pytest.raises(ZeroDivisionError):
-        measure(model, zeros(model), fail_on_zeros, False)
+        score(model, zeros(model), fail)
     check_same(before, snapshot(model))
 
 
@@ -107,46 +99,50 @@ def test_training_takes_the_same_steps_with_and_without_measurements():
             optimizer.zero_grad()
             F.cross_entropy(model(INPUTS + torch.randn_like(INPUTS)), TARGETS).backward()
             if measured:
-                measure(model, zeros(model), meddle, False)
+                score(model, zeros(model), meddle)
             optimizer.step()
             if measured:
-                measure(model, {"0.weight": torch.ones(8, 4)}, evaluation_loss, True)
+                score(model, {"0.weight": torch.ones(8, 4)}, evaluation_loss)
         return [tensor.clone() for tensor in model.state_dict().values()]
 
     assert all(map(torch.equal, weights(measured=True), weights(measured=False)))
 
 
-def test_the_two_scores_are_those_of_the_model_and_of_the_model_with_the_values():
+def test_the_score_is_that_of_the_model_with_the_values():
     model = model_of()
     other = copy.deepcopy(model)
     values = {"0.weight": torch.randn(8, 4), "3.weight": torch.randn(3, 8)}
     other.load_state_dict(values, strict=False)
-    quality = measure(model, values, evaluation_loss, False)
-    assert quality.original == evaluation_loss(model)
-    assert quality.restored == evaluation_loss(other)
-    assert quality.degradation == (quality.restored - quality.original) / quality.original
+    with_values, without = score(model, values, evaluation_loss), score(model, {}, evaluation_loss)
+    assert with_values == evaluation_loss(other)
+    assert without == evaluation_loss(model)
+    assert with_values != without
 
 
-def test_both_scores_see_the_same_random_numbers_and_statistics():
+def test_all_scores_see_the_same_random_numbers_and_statistics():
     model = model_of()
     own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    assert measure(model, own, meddle, False).degradation == 0
-    assert measure(model, {}, lambda _: random.random() + np.random.rand(), False).degradation == 0
+    first = score(model, own, meddle)
+    assert score(model, zeros(model), meddle) != first
+    assert score(model, own, meddle) == score(model, {}, meddle) == first
+
+    def draw(_):
+        return random.random() + np.random.rand() + float(torch.rand(()))
+
+    assert score(model, {}, draw) == score(model, {}, draw)
 
 
 def test_a_tied_weight_is_replaced_wherever_it_is_used():
     model = nn.Sequential(nn.Embedding(6, 4), nn.Linear(4, 6, bias=False))
     model[1].weight = model[0].weight
-    seen = []
 
     def look(model):
         assert model[0].weight is model[1].weight
-        seen.append(float(model(torch.arange(6)).sum()))
-        return 1.0
+        return float(model(torch.arange(6)).sum())
 
-    measure(model, {"0.weight": torch.ones(6, 4)}, look, False)
-    assert seen[1] == 6 * 6 * 4
-    assert seen[0] != seen[1]
+    assert score(model, {"0.weight": torch.ones(6, 4)}, look) == 6 * 6 * 4
+    assert score(model, {}, look) != 6 * 6 * 4
+    assert model[0].weight is model[1].weight
 
 
 @pytest.mark.parametrize("make", [nn.RNN, nn.LSTM, nn.GRU])
@@ -159,17 +155,15 @@ def test_the_weights_of_recurrent_layers_are_replaced(make):
     def size(layer):
         return layer(INPUTS)[0].abs().sum().item()
 
-    quality = measure(layer, values, size, True)
-    assert (quality.original, quality.restored) == (size(layer), size(other))
-    assert quality.original != quality.restored
+    assert score(layer, values, size) == size(other)
+    assert score(layer, {}, size) == size(layer) != size(other)
 
 
 def test_a_module_that_is_used_twice_is_replaced_and_put_back_once():
     layer = nn.Linear(3, 3, bias=False)
     model = nn.Sequential(layer, layer)
     before = snapshot(model)
-    quality = measure(model, {"0.weight": 2 * torch.eye(3)}, lambda m: float(m(torch.ones(3)).sum()), False)
-    assert quality.restored == 12
+    assert score(model, {"0.weight": 2 * torch.eye(3)}, lambda m: float(m(torch.ones(3)).sum())) == 12
     check_same(before, snapshot(model))
 
 
@@ -180,28 +174,79 @@ def test_a_buffer_that_two_modules_share_stays_shared_while_evaluating():
     def look(model):
         return float(model[0].running_mean is model[1].running_mean)
 
-    assert measure(model, {}, look, True).original == 1
+    assert score(model, {}, look) == 1
     assert model[0].running_mean is model[1].running_mean
 
 
 def test_gradients_are_off_while_evaluating():
     model = model_of()
-    measure(model, {}, lambda m: float(m(INPUTS).requires_grad or torch.is_grad_enabled()) or 1.0, False)
-    assert measure(model, {}, lambda m: float(m(INPUTS).requires_grad), False).original == 0
+    assert score(model, {}, lambda m: float(m(INPUTS).requires_grad or torch.is_grad_enabled())) == 0
     assert torch.is_grad_enabled()
 
 
-def test_tensors_and_numpy_numbers_are_scores_too():
-    for score in (torch.tensor(2.0), np.float32(2.0), 2):
-        assert measure(model_of(), {}, lambda _, score=score: score, False).original == 2.0
+def backward(model):
+    """The slope of the loss, which takes gradients to measure, of the inputs and of all weights."""
+    model.requires_grad_(True)
+    inputs = INPUTS.clone().requires_grad_()
+    with torch.enable_grad():
+        F.cross_entropy(model(inputs), TARGETS).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return float(inputs.grad.norm())
 
 
-def degradation(original, restored, higher_is_better=False):
-    model = nn.Linear(1, 1, bias=False)
-    values = {"weight": torch.full((1, 1), float("nan"))}
-    scores = measure(model, values, lambda m: restored if m.weight.isnan().any() else original, higher_is_better)
-    assert repr((scores.original, scores.restored)) == repr((original, restored))
-    return scores.degradation
+@pytest.mark.parametrize(
+    "names", [[], ["0.weight"], ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]]
+)
+def test_a_backward_pass_in_evaluate_does_not_reach_the_gradients_of_training(names):
+    model = model_of()
+    model[0].weight.requires_grad_(False)
+    model[1].weight.grad = torch.full((8,), 5.0)
+    model[3].weight.grad = torch.randn(3, 8)
+    before = snapshot(model)
+    gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    assert score(model, {name: values for name, values in zeros(model).items() if name in names}, backward) >= 0
+    check_same(before, snapshot(model))
+    for name, parameter in model.named_parameters():
+        if gradients[name] is None:
+            assert parameter.grad is None
+        else:
+            assert torch.equal(parameter.grad, gradients[name])
+
+
+def test_what_evaluate_registers_or_takes_away_is_as_before():
+    model = model_of()
+    before, state = snapshot(model), list(model.state_dict())
+
+    def rebuild(model):
+        model.register_buffer("seen", torch.zeros(3))
+        model[1].register_buffer("calibration", torch.ones(8), persistent=False)
+        model[0].register_parameter("scale", nn.Parameter(torch.ones(1)))
+        del model[1].running_var
+        model[3].bias = None
+        return 1.0
+
+    score(model, zeros(model), rebuild)
+    check_same(before, snapshot(model))
+    assert list(model.state_dict()) == state
+    assert [name for name, _ in model.named_buffers()] == [f"1.{b}" for b in model[1]._buffers]
+    with pytest.raises(AttributeError):
+        model.seen  # noqa: B018
+
+
+@pytest.mark.parametrize("number", [torch.tensor(2.0), torch.tensor([2.0]), np.float32(2.0), 2])
+def test_tensors_and_numpy_numbers_are_scores_too(number):
+    found = score(model_of(), {}, lambda _: number)
+    assert (type(found), found) == (float, 2.0)
+
+
+@pytest.mark.parametrize("no_number", ["bad", None, torch.ones(2), [1.0]], ids=str)
+def test_what_is_no_number_is_an_error_that_says_what_it_was(no_number):
+    model = model_of()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"evaluate returned .*; it must return one number") as caught:
+        score(model, {}, lambda _: no_number)
+    assert repr(no_number) in str(caught.value)
+    check_same(before, snapshot(model))
 
 
 @pytest.mark.parametrize(
@@ -209,18 +254,73 @@ def degradation(original, restored, higher_is_better=False):
     [(2.0, 2.5, 0.25), (2.0, 1.5, -0.25), (-2.0, -1.5, 0.25), (-2.0, -2.5, -0.25), (3.0, 3.0, 0.0), (4.0, 0.0, -1.0)],
 )
 def test_degradation_is_relative_and_positive_for_worse(original, restored, worse):
-    assert degradation(original, restored) == worse
+    assert degradation(original, restored, higher_is_better=False) == worse
     assert degradation(original, restored, higher_is_better=True) == -worse
 
 
 def test_degradation_from_zero_is_infinite_or_nothing():
-    assert degradation(0.0, 0.0) == degradation(0.0, 0.0, higher_is_better=True) == 0
-    assert degradation(0.0, 1e-9) == degradation(0.0, -1e-9, higher_is_better=True) == math.inf
-    assert degradation(0.0, -1e-9) == -math.inf
-    assert degradation(1.0, math.inf) == math.inf
+    assert degradation(0.0, 0.0, False) == degradation(0.0, 0.0, True) == 0
+    assert degradation(0.0, 1e-9, False) == degradation(0.0, -1e-9, True) == math.inf
+    assert degradation(0.0, -1e-9, False) == -math.inf
+    assert degradation(1.0, math.inf, False) == math.inf
 
 
 @pytest.mark.parametrize(("original", "restored"), [(math.nan, 1.0), (1.0, math.nan), (0.0, math.nan), (math.nan,) * 2])
 def test_degradation_of_nan_is_nan(original, restored):
-    assert math.isnan(degradation(original, restored))
-    assert math.isnan(degradation(original, restored, higher_is_better=True))
+    assert math.isnan(degradation(original, restored, False))
+    assert math.isnan(degradation(original, restored, True))
+
+
+# LossOn
+
+
+BATCHES = [(INPUTS[:4], TARGETS[:4]), (INPUTS[4:12], TARGETS[4:12]), (INPUTS[12:], TARGETS[12:])]
+
+
+def cross_entropy(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_loss_on_batches_is_their_mean_loss():
+    model = model_of().eval()
+    losses = [cross_entropy(model, batch).item() for batch in BATCHES]
+    evaluate = dq.LossOn(BATCHES, cross_entropy)
+    assert score(model, {}, evaluate) == pytest.approx(sum(losses) / 3, rel=1e-12)
+    assert score(model, {}, evaluate) == score(model, {}, evaluate)
+    assert score(model, zeros(model), evaluate) == pytest.approx(math.log(3))
+    assert dq.LossOn(((1.0,), (4.0,)), lambda _, batch: batch[0])(model) == 2.5
+    assert dq.LossOn([2.0], lambda _, batch: torch.tensor([batch]))(model) == 2.0
+
+
+def test_loss_on_batches_is_that_of_evaluation_mode_and_the_modes_are_put_back():
+    model = model_of()
+    model[1].eval()
+    before, modes = snapshot(model), []
+
+    def look(model, batch):
+        modes.append((any(module.training for module in model.modules()), torch.is_grad_enabled()))
+        return cross_entropy(model, batch)
+
+    score(model, zeros(model), dq.LossOn(BATCHES, look))
+    assert modes == [(False, False)] * 3
+    check_same(before, snapshot(model))
+    assert [module.training for module in model] == [True, False, True, True]
+
+
+def test_loss_on_batches_needs_a_batch():
+    with pytest.raises(ValueError, match="at least one batch"):
+        dq.LossOn([], cross_entropy)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: iter(BATCHES),
+        lambda: (batch for batch in BATCHES),
+        lambda: torch.utils.data.DataLoader(TARGETS, shuffle=True),
+    ],
+    ids=["iterator", "generator", "DataLoader"],
+)
+def test_batches_that_cannot_be_gone_through_again_and_again_are_refused(make):
+    with pytest.raises(TypeError, match="give a list"):
+        dq.LossOn(make(), cross_entropy)

@@ -78,6 +78,64 @@ def test_training_goes_on_from_a_collected_state():
     assert [advance(fresh) for _ in range(4)] == expected
 
 
+def of_rank(rank):
+    """The objects of one rank of a data-parallel training, whose generators went their own way."""
+    things = training()
+    for _ in range(rank + 1):
+        torch.rand(2, generator=things["generator"])
+        things["numpy"].normal()
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+    return things
+
+
+def own_draws(things):
+    return draws(), float(torch.rand((), generator=things["generator"])), float(things["numpy"].normal())
+
+
+def randomness_of_ranks(*ranks):
+    return [copy.deepcopy(sources.randomness(of_rank(rank))) for rank in ranks]
+
+
+def test_every_rank_gets_its_own_random_numbers_back_and_the_rest_from_the_first():
+    others = randomness_of_ranks(1, 2)
+    first = of_rank(0)
+    advance(first)
+    state = copy.deepcopy(sources.collect(first, others))
+    weights = state["model"]["0.weight"]
+    expected = [own_draws(first)] + [own_draws(of_rank(rank)) for rank in (1, 2)]
+    for rank in (0, 1, 2):
+        fresh = training()
+        sources.check_fit(fresh, state, "the checkpoint")
+        sources.restore(fresh, state, rank)
+        assert own_draws(fresh) == expected[rank]
+        assert torch.equal(fresh["model"][0].weight, weights)
+        assert fresh["scheduler"].last_epoch == 1
+    assert len(set(expected)) == 3
+
+
+def test_a_rank_that_the_state_knows_nothing_of_keeps_its_random_numbers():
+    others = randomness_of_ranks(1)
+    state = copy.deepcopy(sources.collect(of_rank(0), others))
+    expected = own_draws(of_rank(2))
+    later = of_rank(2)
+    sources.restore(later, state, 2)
+    assert own_draws(later) == expected
+    assert torch.equal(later["model"][0].weight, state["model"]["0.weight"])
+
+
+def test_a_single_process_goes_on_alike_from_what_many_ranks_or_one_have_saved():
+    others = randomness_of_ranks(1)
+    many = copy.deepcopy(sources.collect(of_rank(0), others))
+    one = copy.deepcopy(sources.collect(of_rank(0)))
+    expected = own_draws(of_rank(0))
+    for state in (many, one):
+        fresh = of_rank(4)
+        sources.restore(fresh, state)
+        assert own_draws(fresh) == expected
+
+
 @pytest.mark.parametrize("thing", [object(), 3, lambda: None, random.Random(1)])
 def test_an_object_without_a_state_is_an_error_that_names_it(thing):
     with pytest.raises(StateError, match=f"^loader: {type(thing).__qualname__} has no state_dict"):

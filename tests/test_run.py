@@ -18,7 +18,7 @@ from dynaquant.coding.stream import StoredTensor, values_of
 from dynaquant.container import CheckpointFile
 from dynaquant.entry import Quantized, Reference
 from dynaquant.errors import CheckpointError
-from dynaquant.quantize.checkpoint import quantize_weights
+from dynaquant.quantize.checkpoint import quantize_weights, sketch_weights
 from dynaquant.quantize.partition import Configuration
 from dynaquant.roles import Label
 from dynaquant.run import Base, Checkpoint, Run
@@ -29,7 +29,7 @@ def checkpoint_of(step: int, weights: dict[str, Tensor], exact: dict[str, Tensor
     """A checkpoint of quantized weights, exact tensors and plain values."""
     exact = exact or {}
     labels = {name: Label("weight", "linear") for name in weights} | {name: Label("exact") for name in exact}
-    quantized, _ = quantize_weights(weights, labels, {}, Configuration(bins=bins, embedding_bins=bins))
+    quantized = quantize_weights(sketch_weights(weights, labels, {}), Configuration(bins=bins, embedding_bins=bins))
     tree, _ = flatten([sorted(weights), sorted(exact), plain])
     return Checkpoint(step, tree, {**quantized, **exact}, labels, {"notes": ["a note"]})
 

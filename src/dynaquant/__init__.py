@@ -3,10 +3,21 @@
 from importlib.metadata import version
 
 from dynaquant.checkpointer import Checkpointer, load
-from dynaquant.errors import CheckpointError, DynaquantError, StateError
+from dynaquant.errors import CheckpointError, DynaquantError, EvaluateError, StateError
 from dynaquant.quantize.partition import Configuration
 from dynaquant.record import Record
+from dynaquant.search.quality import LossOn
 
-__all__ = ["CheckpointError", "Checkpointer", "Configuration", "DynaquantError", "Record", "StateError", "load"]
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "Configuration",
+    "DynaquantError",
+    "EvaluateError",
+    "LossOn",
+    "Record",
+    "StateError",
+    "load",
+]
 
 __version__ = version("dynaquant")

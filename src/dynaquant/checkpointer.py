@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import operator
 import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -21,22 +20,42 @@ from dynaquant import rng
 from dynaquant import sources as state_sources
 from dynaquant.coding.stream import StoredTensor, tensor_hash, values_of
 from dynaquant.container import CheckpointFile
+from dynaquant.distributed import Group, unwrapped
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.importance import GradientRecorder
-from dynaquant.quantize.checkpoint import quantize_weights
+from dynaquant.quantize.checkpoint import sketch_weights
 from dynaquant.quantize.partition import Configuration
 from dynaquant.quantized import QuantizedTensor
-from dynaquant.record import Record, record_of
+from dynaquant.record import Record, json_of, record_of, record_without_file
 from dynaquant.retention import Retention, prune, release
-from dynaquant.roles import labels, quantizable
+from dynaquant.roles import Label, labels, quantizable
 from dynaquant.run import Base, Checkpoint, Run
-from dynaquant.search.quality import Evaluate, measure
+from dynaquant.schedule import Every, Schedule
+from dynaquant.search.distortion import mean_squared_gradients
+from dynaquant.search.manager import ConfigurationManager, Decision
+from dynaquant.search.quality import Evaluate
 from dynaquant.state import flatten, unflatten
 
 log = logging.getLogger("dynaquant")
 
 GRADIENT_WINDOW = 50
 """Optimizer steps before a checkpoint whose gradients are recorded (method 1.1)."""
+MAX_DEGRADATION = 0.01
+TYPICAL_TRIALS = 3
+"""Candidates that a save scores once the search has settled; what an automatic schedule reckons with."""
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A checkpoint that was decoded and fits."""
+
+    file: CheckpointFile
+    tensors: Mapping[str, StoredTensor]
+    state: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.file.header.step
 
 
 class Checkpointer:
@@ -47,12 +66,23 @@ class Checkpointer:
     ``load_state_dict()``), ``torch.Generator``s and ``numpy.random.Generator``s. Modules among them are stored exactly,
     unless ``roles`` says otherwise. The global random number generators are always part of the state.
 
-    evaluate: a function of the model whose value is recorded before and after quantization; it leaves no trace on
-    training. higher_is_better: the direction of its value. configuration: the quantizer's knobs. roles: overrides of
-    what tensors are, by glob pattern, e.g. ``{"*.lm_head.weight": "exact"}``; patterns for the optimizer's state begin
-    with ``"optimizer."``. every: steps between checkpoints, for ``due``. keep_last, keep_every: how many of the newest
+    evaluate: a function of the model, or ``LossOn(batches, loss_fn)``; it leaves no trace on training. At every save
+    the most compact configuration is searched for whose metric is worse by at most max_degradation (0.01 unless given),
+    as a fraction of the metric of the weights in training. higher_is_better: the direction of the metric. Without
+    ``evaluate`` an estimate from the weights' movement stands in for it. configuration: the quantizer's knobs, if they
+    are not to be searched for; a metric is then only recorded.
+
+    roles: overrides of what tensors are, by glob pattern, e.g. ``{"*.lm_head.weight": "exact"}``; patterns for the
+    optimizer's state begin with ``"optimizer."``. every: steps between checkpoints, for ``due``; ``"auto"``: from the
+    measured cost of a save, so that saving takes at most the share max_overhead (0.005 unless given) of the time of
+    training, or as is best for a mean_time_between_failures, in seconds. keep_last, keep_every: how many of the newest
     checkpoints stay, and of which steps every multiple stays; by default all do. keyframe_every: checkpoints in a chain
     of deltas at most, the keyframe included.
+
+    Where ``torch.distributed`` is initialised, all ranks are taken for replicas of one model: every rank makes a
+    Checkpointer for the same folder, and calls ``restore`` and ``save`` at the same steps. They share the work of the
+    search, and rank 0 writes. ``model`` may be wrapped in DistributedDataParallel. Random number generators are stored
+    for each rank, everything else as it is on rank 0.
 
     Use as a context manager, or call ``close``. Raises StateError for objects that cannot be saved, CheckpointError
     when another process writes to the folder, ValueError for numbers out of range.
@@ -67,56 +97,86 @@ class Checkpointer:
         extras: Mapping[str, Any] | None = None,
         evaluate: Evaluate | None = None,
         higher_is_better: bool = False,
+        max_degradation: float | None = None,
         configuration: Configuration | None = None,
         roles: Mapping[str, str] | None = None,
-        every: int | None = None,
+        every: Every | None = None,
+        max_overhead: float | None = None,
+        mean_time_between_failures: float | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keyframe_every: int = 16,
     ) -> None:
-        if (every is not None and every < 1) or keyframe_every < 1:
-            raise ValueError(f"every and keyframe_every must be at least 1, not {every} and {keyframe_every}")
+        if keyframe_every < 1:
+            raise ValueError(f"keyframe_every must be at least 1, not {keyframe_every}")
+        if configuration is not None and max_degradation is not None:
+            raise ValueError("a configuration that is given is not searched for: leave out it or max_degradation")
         if not isinstance(model, nn.Module):
             raise StateError(f"model must be a torch.nn.Module, not a {type(model).__qualname__}")
         reserved = {"model", "optimizer", *state_sources.RESERVED} & set(extras or {})
         if reserved:
             raise ValueError(f"extras cannot be called {' or '.join(sorted(reserved))}; those names are taken")
-        self._model = model
+        self._schedule = Schedule(every, max_overhead, mean_time_between_failures)
+        self._retention = Retention(keep_last, keep_every)
+        self._group = Group()
+        model = unwrapped(model)
+        self._manager = ConfigurationManager(
+            model, evaluate, higher_is_better, MAX_DEGRADATION, configuration, self._group
+        )
+        self._fixed = configuration is not None
+        if max_degradation is not None:
+            self.max_degradation = max_degradation
+        asked = evaluate is None, higher_is_better, self.max_degradation, configuration
+        if any(other != asked for other in self._group.gather(asked)):
+            raise ValueError("evaluate, higher_is_better, max_degradation and configuration must agree on all ranks")
+        self._model, self._optimizer = model, optimizer
         self._sources: dict[str, Any] = {"model": model}
         if optimizer is not None:
             self._sources["optimizer"] = optimizer
         self._sources.update(extras or {})
         state_sources.check(self._sources)
-        self._evaluate, self._higher_is_better = evaluate, higher_is_better
-        self._configuration = configuration or Configuration()
         self._roles = dict(roles or {})
         # Mistakes are found now rather than at the first save. The optimizer's state is not there yet.
         tensors = flatten(state_sources.collect(self._sources))[1]
         labels(tensors, self._sources, {p: r for p, r in self._roles.items() if not p.startswith("optimizer.")})
-        self._every, self._keyframe_every = every, keyframe_every
-        self._retention = Retention(keep_last, keep_every)
+        self._keyframe_every = keyframe_every
         self.skipped: list[CheckpointError] = []
         """Why ``restore`` passed over checkpoints."""
         self._damaged: set[int] = set()
-        self._last_step: int | None = None
+        self._has_line = False  # whether a checkpoint was saved or restored
         self._base: Base | None = None
         # Quantized weights of the last checkpoint and the hashes of the values they were made of, by name: a tensor
         # that has not changed since is not quantized again, so that its values stay what they were.
         self._quantized: dict[str, tuple[str, QuantizedTensor]] = {}
+        self._quantized_for = self.max_degradation
         self._pending: Future[Record] | None = None
         self._closed = False
         self._run = Run(folder)
         with ExitStack() as stack:
-            stack.enter_context(self._run.writer())
+            self._group.together(lambda: stack.enter_context(self._run.writer()) if self._group.rank == 0 else None)
             self._recorder: GradientRecorder | None = None
-            if isinstance(optimizer, torch.optim.Optimizer) and self._configuration.uses_sensitivity:
+            uses_sensitivity = configuration is None or configuration.uses_sensitivity
+            if isinstance(optimizer, torch.optim.Optimizer) and uses_sensitivity:
                 parameters = {
                     f"model.{name}": parameter for name, parameter in model.named_parameters() if quantizable(parameter)
                 }
-                self._recorder = GradientRecorder(parameters, optimizer, GRADIENT_WINDOW, every)
+                self._recorder = GradientRecorder(parameters, optimizer, GRADIENT_WINDOW, self._schedule.interval)
                 stack.callback(self._recorder.close)
             self._writer = stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="dynaquant"))
             self._stack = stack.pop_all()
+
+    @property
+    def max_degradation(self) -> float:
+        """The largest relative loss of quality that one checkpoint may cause. May be changed at any time."""
+        return self._manager.max_degradation
+
+    @max_degradation.setter
+    def max_degradation(self, value: float) -> None:
+        if self._fixed:
+            raise ValueError("this Checkpointer was given a configuration, which is not searched for")
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"max_degradation must be a number from 0 on, e.g. 0.01, not {value}")
+        self._manager.max_degradation = float(value)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -134,11 +194,11 @@ class Checkpointer:
             log.warning("the last checkpoint could not be written: %s", write_error)
 
     def due(self, step: int) -> bool:
-        """Whether ``step`` is the next multiple of ``every`` since the last checkpoint, or beyond it."""
-        if self._every is None:
-            raise ValueError("due() needs Checkpointer(…, every=steps)")
-        last = self._last_step or 0
-        return step >= (last // self._every + 1) * self._every
+        """Whether a checkpoint is due: ``step`` is the next multiple of ``every`` since the last one, or beyond it.
+
+        With ``every="auto"``: whether as many steps have passed as the cost of the last save asks for.
+        """
+        return self._schedule.due(step)
 
     def restore(self, step: int | None = None) -> int | None:
         """Puts the newest checkpoint that verifies (or that of ``step``) into the objects and returns its step.
@@ -151,22 +211,34 @@ class Checkpointer:
         when the checkpoint does not fit the objects.
         """
         self._check_open()
-        self.wait()
+        self._group.together(self.wait)
+        # Rank 0 finds out which checkpoint it is, and the others take the same one. Nothing is changed anywhere before
+        # it fits everywhere.
+        first = self._group.rank == 0
+        loaded = self._group.together(lambda: self._load_newest(step) if first else None)
+        found = self._group.gather(loaded.step if loaded else None)[0]
+        if found is None:
+            return None
+        loaded = self._group.together(lambda: loaded or self._load_fitting(self._run.file(found)))
+        self._group.together(lambda: self._put(loaded))
+        return found
+
+    def _load_newest(self, step: int | None) -> _Loaded | None:
         self.skipped = []
         if step is not None:
-            return self._restore(self._run.file(step))
+            return self._load_fitting(self._run.file(step))
         summaries, broken = self._run.summaries()
         self.skipped = broken
         for summary in reversed(summaries):
             try:
-                restored = self._restore(self._run.file(summary.step))
+                loaded = self._load_fitting(self._run.file(summary.step))
             except CheckpointError as error:
                 self.skipped.append(error)
                 self._damaged.add(summary.step)
                 continue
             for reason in self.skipped:
-                log.warning("restored step %d; passed over %s", restored, reason)
-            return restored
+                log.warning("restored step %d; passed over %s", loaded.step, reason)
+            return loaded
         if not self.skipped:
             return None
         reasons = "\n  ".join(str(error) for error in self.skipped)
@@ -175,97 +247,127 @@ class Checkpointer:
             "Nothing was changed. To train from the beginning, use an empty folder."
         )
 
-    def _restore(self, file: CheckpointFile) -> int:
-        header = file.header
+    def _load_fitting(self, file: CheckpointFile) -> _Loaded:
+        """A checkpoint that fits the objects to restore."""
         tensors = self._run.load(file)
         state = _state_of(file, tensors)
         try:
-            state_sources.check_fit(self._sources, state, f"{file.path} (step {header.step})")
-            rng.check(state[state_sources.RNG])
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            state_sources.check_fit(self._sources, state, f"{file.path} (step {file.header.step})")
+            own = state_sources.randomness_of(state, self._group.rank)
+            if own is not None:
+                rng.check(own)
+        except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{file.path}: it holds no state of a training ({error!r})") from error
-        state_sources.restore(self._sources, state)
-        self._base = Base.loaded(header, tensors)
+        if own is None:
+            log.warning("%s was saved by fewer ranks: rank %d keeps its random numbers", file.path, self._group.rank)
+        return _Loaded(file, tensors, state)
+
+    def _put(self, loaded: _Loaded) -> None:
+        header = loaded.file.header
+        state_sources.restore(self._sources, loaded.state, self._group.rank)
+        self._base = Base.loaded(header, loaded.tensors)
         self._quantized = {
             name: (self._base.hashes[name], stored)
-            for name, stored in tensors.items()
+            for name, stored in loaded.tensors.items()
             if isinstance(stored, QuantizedTensor)
         }
-        self._last_step = header.step
+        self._quantized_for = self.max_degradation
+        self._has_line = True
+        self._manager.resume(header.record)
+        self._schedule.begin(header.step, header.record.get("interval"))
         if self._recorder:
             self._recorder.forget()
-        return header.step
+            self._recorder.expect(self._schedule.interval)
 
     def save(self, step: int) -> Future[Record]:
         """Saves the state as the checkpoint of ``step`` (0 or more).
 
-        Returns once the state is captured and, with ``evaluate``, scored; encoding, writing and verifying go on in
-        the background. The returned future's ``result()`` waits for them and is the save's record.
+        Returns once the state is captured and its configuration found; encoding, writing and verifying go on in the
+        background. The returned future's ``result()`` waits for them and is the save's record.
 
         A checkpoint of the same step is replaced. Raises what went wrong in the previous save's background write;
-        StateError for a state that cannot be stored; whatever ``evaluate`` raises.
+        StateError for a state that cannot be stored. When ``evaluate`` raises, the weights are stored exactly, which
+        the record notes; but under ``torch.distributed`` EvaluateError is raised on all ranks.
         """
         self._check_open()
         if not hasattr(step, "__index__") or step < 0:
             raise ValueError(f"step must be an integer from 0 on, not {step!r}")
         step = operator.index(step)
-        if self._last_step is None and (found := self._run.summaries()[0]):
+        self._schedule.saving(step)
+        start = time.perf_counter()
+        self._group.together(self._prepare)
+        seconds = {"wait": time.perf_counter() - start}
+        checkpoint, decision, notes = self._capture(step, seconds)
+        self._has_line = True
+        share = min(1.0, TYPICAL_TRIALS / max(len(decision.trials), 1))
+        self._schedule.saved(seconds["wait"] + seconds["capture"] + share * seconds["search"])
+        self._schedule.interval = self._group.gather(self._schedule.interval)[0]
+        if self._recorder:
+            self._recorder.expect(self._schedule.interval)
+        checkpoint.record.update(json_of(decision, self._manager.history, self._schedule.interval, seconds, notes))
+        if self._group.rank == 0:
+            self._pending = self._writer.submit(self._write, checkpoint, decision.predicted)
+            return self._pending
+        elsewhere: Future[Record] = Future()
+        elsewhere.set_result(record_without_file(step, checkpoint.record))
+        return elsewhere
+
+    def _prepare(self) -> None:
+        if not self._has_line and self._group.rank == 0 and (found := self._run.summaries()[0]):
             log.warning(
                 "%s holds %d checkpoints, and none was restored: this save begins another line of training in it",
                 self._run.folder,
                 len(found),
             )
-        start = time.perf_counter()
         self.wait()
-        checkpoint = self._capture(step, {"wait": time.perf_counter() - start})
-        self._last_step = step
-        self._pending = self._writer.submit(self._write, checkpoint)
-        return self._pending
 
-    def _capture(self, step: int, seconds: dict[str, float]) -> Checkpoint:
+    def _capture(self, step: int, seconds: dict[str, float]) -> tuple[Checkpoint, Decision, list[str]]:
         start = time.perf_counter()
-        tree, tensors = flatten(state_sources.collect(self._sources))
-        label_of = labels(tensors, self._sources, self._roles)
-        gradients = self._recorder.collect() if self._recorder else {}
+        others = self._group.gather(state_sources.randomness(self._sources) if self._group.rank else None)[1:]
+        tree, tensors, label_of = self._group.together(lambda: self._collect([other for other in others if other]))
+        gradients = self._recorder.average if self._recorder else {}
         weights = {name: tensor for name, tensor in tensors.items() if label_of[name].role == "weight"}
         hashes = {name: tensor_hash(tensor) for name, tensor in weights.items()}
+        if self.max_degradation < self._quantized_for:  # what was good enough then need not be now
+            self._quantized = {}
         unchanged = {name: known for name, (digest, known) in self._quantized.items() if hashes.get(name) == digest}
-        to_quantize = {name: tensor for name, tensor in weights.items() if name not in unchanged}
         seconds["capture"] = time.perf_counter() - start
 
         start = time.perf_counter()
-        quantized, notes = quantize_weights(to_quantize, label_of, gradients, self._configuration)
-        if "optimizer" in self._sources and self._configuration.uses_sensitivity and to_quantize and not gradients:
+        generators = state_sources.generators(self._sources)
+        to_quantize = {name: tensor for name, tensor in weights.items() if name not in unchanged}
+        sketched = self._group.together(lambda: sketch_weights(to_quantize, label_of, gradients))
+        notes = list(sketched.notes)
+        if self._recorder and sketched.weights and not gradients:
             notes.append("no gradients were recorded before this save: magnitude stood in for sensitivity")
-        quantized.update(unchanged)
-        seconds["quantize"] = time.perf_counter() - start
-
-        quality = None
-        if self._evaluate is not None:
-            start = time.perf_counter()
-            names = {f"model.{name}": name for name, _ in self._model.named_parameters()}
-            values = {names[name]: values_of(stored) for name, stored in quantized.items() if name in names}
-            measured = asdict(measure(self._model, values, self._evaluate, self._higher_is_better))
-            quality = {key: value if math.isfinite(value) else repr(value) for key, value in measured.items()}
-            if not all(map(math.isfinite, measured.values())):
-                notes.append("the metric is not finite: what this checkpoint costs is unknown")
-            seconds["evaluate"] = time.perf_counter() - start
+        parameters = {f"model.{name}": parameter for name, parameter in self._model.named_parameters()}
+        decision = self._manager.decide(
+            sketched,
+            {name.removeprefix("model."): values_of(known) for name, known in unchanged.items() if name in parameters},
+            lambda: mean_squared_gradients(
+                {name: parameters[name] for name in sketched.weights if name in parameters}, self._optimizer, gradients
+            ),
+        )
+        state_sources.set_generators(self._sources, generators)  # ``evaluate`` may have drawn from them
+        if self._recorder:
+            self._recorder.collect()
+        quantized = {} if decision.configuration is None else {**decision.quantized, **unchanged}
+        seconds["search"] = time.perf_counter() - start
 
         start = time.perf_counter()
-        stored: dict[str, StoredTensor] = {
-            name: quantized[name] if name in quantized else _copy(tensor) for name, tensor in tensors.items()
-        }
+        stored: dict[str, StoredTensor] = {}
+        if self._group.rank == 0:
+            stored = {name: quantized[name] if name in quantized else _copy(tensor) for name, tensor in tensors.items()}
+        self._quantized_for = self.max_degradation
         self._quantized = {name: (hashes[name], tensor) for name, tensor in quantized.items()}
         seconds["capture"] += time.perf_counter() - start
-        record = {
-            "configuration": asdict(self._configuration),
-            "quality": quality,
-            "seconds": seconds,
-            "notes": notes,
-        }
-        return Checkpoint(step, tree, stored, label_of, record)
+        return Checkpoint(step, tree, stored, label_of), decision, notes
 
-    def _write(self, checkpoint: Checkpoint) -> Record:
+    def _collect(self, other_ranks: list[dict[str, Any]]) -> tuple[Any, dict[str, Tensor], dict[str, Label]]:
+        tree, tensors = flatten(state_sources.collect(self._sources, other_ranks))
+        return tree, tensors, labels(tensors, self._sources, self._roles)
+
+    def _write(self, checkpoint: Checkpoint, predicted: float | None) -> Record:
         start = time.perf_counter()
         base = self._base if self._base is not None and self._can_be_parent(self._base, checkpoint.step) else None
         notes: list[str] = []
@@ -278,7 +380,10 @@ class Checkpointer:
         except Exception as error:
             error.add_note(f"step {checkpoint.step} is saved; clearing away older checkpoints failed")
             raise
-        return record_of(self._run.file(checkpoint.step), {"write": time.perf_counter() - start}, notes)
+        record = record_of(self._run.file(checkpoint.step), {"write": time.perf_counter() - start}, notes)
+        if not record.keyframe and "weight" in record.roles:
+            self._manager.learn_size(predicted, record.roles["weight"].stored)
+        return record
 
     def _can_be_parent(self, base: Base, step: int) -> bool:
         """Whether ``step`` can be coded against ``base``: its chain is whole and short, and it is there to stay."""

@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dynaquant.quantize.partition import Configuration
-from dynaquant.quantized import MAX_BINS
+from dynaquant.checkpointer import MAX_DEGRADATION
 
 app = typer.Typer(help="Checkpoints of deep-learning training in a small fraction of their size.", no_args_is_help=True)
 
@@ -36,7 +35,9 @@ def main(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the runs, the picture and the numbers.")] = Path("demo"),
-    bins: Annotated[int, typer.Option(help="Clusters per tensor.", min=1, max=MAX_BINS)] = Configuration().bins,
+    max_degradation: Annotated[
+        float, typer.Option(help="Relative loss of quality that one checkpoint may cause.", min=0)
+    ] = MAX_DEGRADATION,
     seed: Annotated[int, typer.Option(help="Of the trainings and of the crashes.")] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="A much shorter training with two crashes, in less than a minute.")
@@ -57,7 +58,7 @@ def demo(
 
     out.mkdir(parents=True, exist_ok=True)
     scale = demonstration.QUICK if quick else demonstration.FULL
-    results = demonstration.run_demo(out, scale, bins, seed, Console(stderr=True))
+    results = demonstration.run_demo(out, scale, max_degradation, seed, Console(stderr=True))
     numbers = json.dumps([result.to_json() for result in results], indent=1)
     (out / "demo.json").write_text(numbers + "\n")
     draw(results, out / "demo.png")

@@ -11,3 +11,7 @@ class CheckpointError(DynaquantError):
 
 class StateError(DynaquantError):
     """A training state cannot be stored, or a stored one does not fit the objects it is restored into."""
+
+
+class EvaluateError(DynaquantError):
+    """``evaluate`` failed on some rank of a distributed training, so no rank has saved."""

@@ -60,11 +60,20 @@ class GradientRecorder:
                 else:
                     self._average[name] = gradient.clone()
 
+    @property
+    def average(self) -> dict[str, Tensor]:
+        """The averages recorded since the last ``collect``, by name."""
+        return self._average
+
     def collect(self) -> dict[str, Tensor]:
         """The averages recorded since the last call, by name, and a fresh start."""
         average = self._average
         self._average, self._interval, self._steps = {}, self._steps or self._interval, 0
         return average
+
+    def expect(self, interval: int | None) -> None:
+        """The next ``collect`` comes after so many steps, as far as is known; None: it is not."""
+        self._interval = interval or self._interval
 
     def forget(self) -> None:
         """A fresh start without a result: training has been put back to another step."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dynaquant.container import CheckpointFile
 from dynaquant.errors import CheckpointError
+from dynaquant.quantize.partition import Configuration
+from dynaquant.search.history import History
+from dynaquant.search.manager import Decision
+from dynaquant.search.trials import Trial, number_to_json
 
 
 @dataclass(frozen=True)
@@ -32,10 +37,17 @@ class Record:
     """A save, as ``Checkpointer.save`` reports it and as the run keeps it.
 
     parent: step of the parent, None for a keyframe. roles: tensor sizes by role. total: raw bytes of all tensors, and
-    the size of the file. quality: of the weights as restored (``search.quality.Quality``), None without ``evaluate``.
-    seconds: wall time by stage. ``wait`` (for the write before), ``capture``, ``quantize`` and ``evaluate`` block
-    training; ``write`` does not, and is only in the record that ``save`` hands out, as the file cannot know it.
-    notes: what was out of the ordinary.
+    the size of the file. On ranks other than 0, which write nothing, there is no identity and there are no sizes.
+
+    configuration: the quantizer's, None when the weights are stored exactly. search: how it was found
+    (``search.manager.Search``). judged_by: what its degradation was judged by (``search.judge.JudgedBy``), None where
+    nothing was. limit: the degradation that was allowed; it can lie below ``max_degradation``. quality: of the weights
+    as restored (``search.quality.Quality``), None without ``evaluate``. predicted: bytes that the weights were expected
+    to take; what they took is ``roles["weight"].stored``. trials: every configuration that was scored.
+
+    interval: steps to the next checkpoint as planned. seconds: wall time by stage. ``wait`` (for the write before),
+    ``capture`` and ``search`` block training; ``write`` does not, and is only in the record that ``save`` hands out, as
+    the file cannot know it. notes: what was out of the ordinary.
     """
 
     step: int
@@ -43,8 +55,14 @@ class Record:
     parent: int | None
     roles: dict[str, Size]
     total: Size
-    configuration: dict[str, Any]
+    configuration: Configuration | None
+    search: str | None
+    judged_by: str | None
+    limit: float | None
     quality: dict[str, float] | None
+    predicted: float | None
+    trials: list[Trial]
+    interval: int | None
     seconds: dict[str, float]
     notes: list[str]
 
@@ -59,8 +77,31 @@ class Record:
         return self.total.ratio
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON values, for logs."""
-        return asdict(self)
+        """The record as plain JSON values, for logs; numbers that JSON does not have become text."""
+        quality: dict[str, Any] | None = self.quality and {k: number_to_json(v) for k, v in self.quality.items()}
+        return {**asdict(self), "quality": quality, "trials": [trial.to_json() for trial in self.trials]}
+
+
+def json_of(
+    decision: Decision, history: History, interval: int | None, seconds: dict[str, float], notes: list[str]
+) -> dict[str, Any]:
+    """What a checkpoint's header keeps of its save."""
+    quality = decision.quality and {key: number_to_json(value) for key, value in asdict(decision.quality).items()}
+    return {
+        "configuration": decision.configuration and asdict(decision.configuration),
+        "quality": quality,
+        "search": {
+            "kind": decision.search,
+            "judged_by": decision.judged_by,
+            "limit": None if decision.limit is None else number_to_json(decision.limit),
+            "history": history.to_json(),
+            "predicted": decision.predicted,
+            "trials": [trial.to_json() for trial in decision.trials],
+        },
+        "interval": interval,
+        "seconds": seconds,
+        "notes": [*notes, *decision.notes],
+    }
 
 
 def record_of(file: CheckpointFile, seconds: dict[str, float] | None = None, notes: list[str] | None = None) -> Record:
@@ -70,23 +111,50 @@ def record_of(file: CheckpointFile, seconds: dict[str, float] | None = None, not
     for entry in header.entries:
         role = entry.label.role
         roles[role] = roles.get(role, Size()) + Size(entry.raw_size, entry.size)
+    total = Size(sum(size.raw for size in roles.values()), file.size)
     try:
-        return _record(file, roles, seconds or {}, notes or [])
-    except (TypeError, ValueError, AttributeError) as error:
+        return _record(
+            header.step,
+            header.identity,
+            header.parent.step if header.parent else None,
+            roles,
+            total,
+            {**header.record, "seconds": {**header.record.get("seconds", {}), **(seconds or {})}},
+            notes or [],
+        )
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file.path}: its record of the save cannot be understood ({error})") from None
 
 
-def _record(file: CheckpointFile, roles: dict[str, Size], seconds: dict[str, float], notes: list[str]) -> Record:
-    header = file.header
-    quality = header.record.get("quality")
+def record_without_file(step: int, record: Mapping[str, Any]) -> Record:
+    """The record of a save that another rank writes."""
+    return _record(step, "", None, {}, Size(), record, [])
+
+
+def _record(
+    step: int,
+    identity: str,
+    parent: int | None,
+    roles: dict[str, Size],
+    total: Size,
+    record: Mapping[str, Any],
+    notes: list[str],
+) -> Record:
+    quality, search, configuration = record.get("quality"), record.get("search") or {}, record.get("configuration")
     return Record(
-        step=header.step,
-        identity=header.identity,
-        parent=header.parent.step if header.parent else None,
+        step=step,
+        identity=identity,
+        parent=parent,
         roles=roles,
-        total=Size(sum(size.raw for size in roles.values()), file.size),
-        configuration=header.record.get("configuration", {}),
+        total=total,
+        configuration=Configuration(**configuration) if configuration else None,
+        search=search.get("kind"),
+        judged_by=search.get("judged_by"),
+        limit=search.get("limit"),
         quality=quality and {key: float(value) for key, value in quality.items()},
-        seconds={**header.record.get("seconds", {}), **seconds},
-        notes=[*header.record.get("notes", []), *notes],
+        predicted=search.get("predicted"),
+        trials=[Trial.from_json(trial) for trial in search.get("trials", [])],
+        interval=record.get("interval"),
+        seconds=record.get("seconds", {}),
+        notes=[*record.get("notes", []), *notes],
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,16 +31,25 @@ def check(sources: Mapping[str, Any]) -> None:
             )
 
 
-def collect(sources: Mapping[str, Any]) -> dict[str, Any]:
+def randomness(sources: Mapping[str, Any]) -> dict[str, Any]:
+    """What is different on every rank of a data-parallel training: the states of the global random number generators,
+    and as ``"sources"`` those of the generators among the sources."""
+    return {**rng.get_state(), "sources": generators(sources)}
+
+
+def collect(sources: Mapping[str, Any], other_ranks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """The state of every source by name; that of the global random number generators as ``"rng"``; as ``"classes"``
     the class of every optimizer and generator, and as ``"parameters"`` the names of every optimizer's parameters, since
-    states of different ones look alike but do not fit."""
+    states of different ones look alike but do not fit.
+
+    other_ranks: the ``randomness`` of every rank but the first, in their order; kept in ``"rng"`` as ``"ranks"``.
+    """
     classes = {name: kind for name, source in sources.items() if (kind := _class(source)) is not None}
     return {
         **{name: _state_of(source) for name, source in sources.items()},
         CLASSES: classes,
         PARAMETERS: _parameters(sources),
-        RNG: rng.get_state(),
+        RNG: {**rng.get_state(), "ranks": list(other_ranks)} if other_ranks else rng.get_state(),
     }
 
 
@@ -76,18 +85,45 @@ def check_fit(sources: Mapping[str, Any], state: Mapping[str, Any], what: str) -
         )
 
 
-def restore(sources: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Puts a state that fits into the sources and the global random number generators; model and optimizer last."""
+def randomness_of(state: Mapping[str, Any], rank: int) -> dict[str, Any] | None:
+    """The state of a rank's global generators; None when the checkpoint comes from fewer ranks."""
+    if rank == 0:
+        return state[RNG]  # type: ignore[no-any-return]
+    ranks = state[RNG].get("ranks", [])
+    return ranks[rank - 1] if rank <= len(ranks) else None
+
+
+def restore(sources: Mapping[str, Any], state: Mapping[str, Any], rank: int = 0) -> None:
+    """Puts a state that fits into the sources and the global random number generators; model and optimizer last.
+
+    A rank that the checkpoint knows nothing of keeps its own random numbers.
+    """
     last = ("model", "optimizer")
+    own = randomness_of(state, rank)
+    set_generators(sources, state if rank == 0 else (own or {}).get("sources", {}))
     for name in sorted(sources, key=lambda name: name in last):
-        source = sources[name]
-        if isinstance(source, torch.Generator):
-            source.set_state(state[name])
-        elif isinstance(source, np.random.Generator):
-            source.bit_generator.state = state[name]
-        else:
-            source.load_state_dict(state[name])
-    rng.set_state(state[RNG])
+        if not isinstance(sources[name], torch.Generator | np.random.Generator):
+            sources[name].load_state_dict(state[name])
+    if own is not None:
+        rng.set_state(own)
+
+
+def generators(sources: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of the generators among the sources, by name."""
+    return {
+        name: _state_of(source)
+        for name, source in sources.items()
+        if isinstance(source, torch.Generator | np.random.Generator)
+    }
+
+
+def set_generators(sources: Mapping[str, Any], states: Mapping[str, Any]) -> None:
+    """Puts the generators among the sources into these states, as far as there are any."""
+    for name, source in sources.items():
+        if name in states and isinstance(source, torch.Generator):
+            source.set_state(states[name])
+        elif name in states and isinstance(source, np.random.Generator):
+            source.bit_generator.state = states[name]
 
 
 def _state_of(source: Any) -> Any:

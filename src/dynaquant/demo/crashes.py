@@ -110,7 +110,9 @@ def _until_end(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
         raise
 
 
-def arguments_for(workload: str, steps: int, every: int, bins: int, seed: int, run: Path | None) -> list[str]:
+def arguments_for(
+    workload: str, steps: int, every: int, max_degradation: float, seed: int, run: Path | None
+) -> list[str]:
     """The command line of the training process."""
-    common = [workload, f"--steps={steps}", f"--every={every}", f"--bins={bins}", f"--seed={seed}"]
-    return common + (["--run", str(run)] if run else [])
+    numbers = [f"--steps={steps}", f"--every={every}", f"--max-degradation={max_degradation}", f"--seed={seed}"]
+    return [workload, *numbers, *(["--run", str(run)] if run else [])]

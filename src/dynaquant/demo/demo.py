@@ -82,15 +82,15 @@ class Result:
 METRICS = {"transformer": "validation loss", "convnet": "accuracy"}
 
 
-def run_demo(out: Path, scale: Scale, bins: int, seed: int, console: Console) -> list[Result]:
+def run_demo(out: Path, scale: Scale, max_degradation: float, seed: int, console: Console) -> list[Result]:
     """Trains everything, showing progress on ``console``. Runs are left in ``out``; earlier ones are replaced."""
     with Progress(
         TextColumn("{task.description:48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     ) as progress:
-        return [_run_workload(name, out, scale, bins, seed, progress) for name in scale.steps]
+        return [_run_workload(name, out, scale, max_degradation, seed, progress) for name in scale.steps]
 
 
-def _run_workload(name: str, out: Path, scale: Scale, bins: int, seed: int, progress: Progress) -> Result:
+def _run_workload(name: str, out: Path, scale: Scale, max_degradation: float, seed: int, progress: Progress) -> Result:
     steps, every = scale.steps[name], scale.every[name]
     folder = out / name
     for file in folder.glob(f"step-*{SUFFIX}*"):  # of an earlier demo; anything else is not ours to delete
@@ -98,7 +98,7 @@ def _run_workload(name: str, out: Path, scale: Scale, bins: int, seed: int, prog
 
     task = progress.add_task(f"{name}: undisturbed", total=steps)
     undisturbed = run_training(
-        arguments_for(name, steps, every, bins, seed, None),
+        arguments_for(name, steps, every, max_degradation, seed, None),
         steps,
         0,
         seed,
@@ -111,7 +111,9 @@ def _run_workload(name: str, out: Path, scale: Scale, bins: int, seed: int, prog
         text = f", {done} of {scale.crashes} crashes" + (f", last at {story.crashes[-1]}" if done else "")
         progress.update(task, completed=step, description=f"{name}{text}")
 
-    crashed = run_training(arguments_for(name, steps, every, bins, seed, folder), steps, scale.crashes, seed, show)
+    crashed = run_training(
+        arguments_for(name, steps, every, max_degradation, seed, folder), steps, scale.crashes, seed, show
+    )
     run = Run(folder)
     records = [record_of(run.file(summary.step)) for summary in run.summaries()[0]]
     return Result(name, METRICS[name], steps, undisturbed, crashed, records)
@@ -134,6 +136,8 @@ def summary_of(result: Result) -> str:
     """What happened to a workload, in a few lines."""
     crashed = result.crashed
     worst = max((r.quality["degradation"] for r in result.records if r.quality), default=0.0)
+    trials = sum(len(record.trials) for record in result.records)
+    exhaustive = sum(record.search == "exhaustive" for record in result.records)
     return (
         f"  {len(crashed.crashes)} crashes (SIGKILL), {crashed.crashes_in_save} of them in a save, "
         f"at steps {', '.join(map(str, crashed.crashes))}\n"
@@ -141,6 +145,8 @@ def summary_of(result: Result) -> str:
         f"  {result.metric} at the end: {crashed.quality:.4f}, undisturbed: {result.undisturbed.quality:.4f} "
         f"({crashed.quality / result.undisturbed.quality - 1:+.2%})\n"
         f"  worst loss of quality in one checkpoint: {worst:.2%}\n"
+        f"  {trials} configurations scored for {len(result.records)} checkpoints, {exhaustive} of them searched from "
+        "scratch\n"
         f"  saving took {crashed.saving:.1f} s, {result.saving_share:.1%} of {crashed.seconds - crashed.saving:.1f} s "
         f"of training, at a checkpoint every {result.records[0].step} steps"
     )

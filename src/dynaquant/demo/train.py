@@ -24,7 +24,7 @@ def report(event: str, **details: Any) -> None:
     os.write(1, json.dumps({"event": event, **details}).encode() + b"\n")
 
 
-def train(name: str, run: str | None, steps: int, every: int, bins: int, seed: int) -> None:
+def train(name: str, run: str | None, steps: int, every: int, max_degradation: float, seed: int) -> None:
     """Trains to the end, from the run's newest checkpoint if there is one."""
     work = WORKLOADS[name](steps, seed)
     checkpointer = None
@@ -37,7 +37,7 @@ def train(name: str, run: str | None, steps: int, every: int, bins: int, seed: i
             extras={"scheduler": work.scheduler, "data": work.generator},
             evaluate=work.evaluate,
             higher_is_better=work.higher_is_better,
-            configuration=dq.Configuration(bins=bins, embedding_bins=bins),
+            max_degradation=max_degradation,
             every=every,
         )
         step = checkpointer.restore() or 0  # line 2
@@ -84,6 +84,6 @@ if __name__ == "__main__":
     parser.add_argument("--run")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, required=True)
-    parser.add_argument("--bins", type=int, required=True)
+    parser.add_argument("--max-degradation", type=float, required=True)
     parser.add_argument("--seed", type=int, required=True)
     train(**vars(parser.parse_args()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,19 +15,34 @@ from dynaquant.roles import Label
 from dynaquant.sketch import LogHistogram
 
 
-def quantize_weights(
-    weights: Mapping[str, Tensor],
-    labels: Mapping[str, Label],
-    gradients: Mapping[str, Tensor],
-    configuration: Configuration,
-) -> tuple[dict[str, QuantizedTensor], list[str]]:
-    """Quantizes the weights of a checkpoint; a pure function of its arguments.
+@dataclass(frozen=True)
+class SketchedWeights:
+    """The weights of a checkpoint with what every configuration needs to know of them, each by name.
+
+    Missing from all of it are tensors that are to be stored exactly: those with infinities or NaNs, for each of which
+    there is a note, empty and constant ones. ``sensitivities`` are histograms of ``|gradient · weight|``, for the
+    weights that have a gradient; ``layer_types`` are ``Label.layer_type``.
+    """
+
+    weights: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    layer_types: Mapping[str, str]
+    histograms: Mapping[str, LogHistogram]
+    sensitivities: Mapping[str, LogHistogram]
+    notes: list[str]
+
+    def by_layer_type(self, histograms: Mapping[str, LogHistogram]) -> dict[str, LogHistogram]:
+        """The histograms of all tensors of each layer type together."""
+        return _totals((self.layer_types[name], histogram) for name, histogram in histograms.items())
+
+
+def sketch_weights(
+    weights: Mapping[str, Tensor], labels: Mapping[str, Label], gradients: Mapping[str, Tensor]
+) -> SketchedWeights:
+    """Goes through the weights once, ahead of quantizing them with one or many configurations.
 
     weights: tensors of dtypes in ``sketch.SKETCHED``, by name. gradients: float32, for as many of the weights as have
     one; sensitivity has no say about the others.
-
-    Returns the quantized tensors, and a note for every tensor that cannot be quantized because it has infinities or
-    NaNs. Those tensors, empty ones and constant ones are missing from the result: they are to be stored exactly.
     """
     notes = []
     histograms: dict[str, LogHistogram] = {}
@@ -36,34 +52,42 @@ def quantize_weights(
             notes.append(f"{name}: {histogram.nonfinite} infinite or NaN values, stored exactly")
         elif len(histogram.buckets) > 1:
             histograms[name] = histogram
+    return SketchedWeights(
+        weights={name: weights[name] for name in histograms},
+        gradients={name: gradients[name] for name in histograms if name in gradients},
+        layer_types={name: labels[name].layer_type for name in histograms},
+        histograms=histograms,
+        # Sensitivities are computed here and again on quantizing, rather than held for all tensors at once.
+        sensitivities={
+            name: LogHistogram.of(_sensitivity(weights[name], gradients[name]))
+            for name in histograms
+            if name in gradients
+        },
+        notes=notes,
+    )
 
-    sensitive = [name for name in histograms if configuration.uses_sensitivity and name in gradients]
-    magnitude_pruned, sensitivity_pruned, magnitude_protected, sensitivity_protected = _fractions(
-        configuration, bool(sensitive)
-    )
-    by_magnitude = _thresholds(
-        ((labels[name].layer_type, histogram) for name, histogram in histograms.items()),
-        magnitude_pruned,
-        magnitude_protected,
-    )
-    # Sensitivities are computed twice, here and below, rather than held for all tensors at once.
-    by_sensitivity = _thresholds(
-        (
-            (labels[name].layer_type, LogHistogram.of(_sensitivity(weights[name], gradients[name])))
-            for name in sensitive
-        ),
-        sensitivity_pruned,
-        sensitivity_protected,
-    )
+
+def quantize_weights(sketched: SketchedWeights, configuration: Configuration) -> dict[str, QuantizedTensor]:
+    """Quantizes the weights of a checkpoint, by name; a pure function of its arguments."""
+    use = configuration.uses_sensitivity and bool(sketched.sensitivities)
+    magnitude_pruned, sensitivity_pruned, magnitude_protected, sensitivity_protected = _fractions(configuration, use)
+    by_magnitude = {
+        kind: thresholds(total, magnitude_pruned, magnitude_protected)
+        for kind, total in sketched.by_layer_type(sketched.histograms).items()
+    }
+    by_sensitivity = {
+        kind: thresholds(total, sensitivity_pruned, sensitivity_protected)
+        for kind, total in sketched.by_layer_type(sketched.sensitivities).items()
+    }
     quantized = {}
-    for name, histogram in histograms.items():
-        kind = labels[name].layer_type
-        sensitivity = (
-            (_sensitivity(weights[name], gradients[name]), by_sensitivity[kind]) if name in sensitive else None
-        )
+    for name, histogram in sketched.histograms.items():
+        kind, weight = sketched.layer_types[name], sketched.weights[name]
+        sensitivity: tuple[Tensor, Thresholds] | None = None
+        if use and name in sketched.gradients:
+            sensitivity = _sensitivity(weight, sketched.gradients[name]), by_sensitivity[kind]
         bins = configuration.embedding_bins if kind == "embedding" else configuration.bins
-        quantized[name] = quantize(weights[name], histogram, bins, by_magnitude[kind], sensitivity)
-    return quantized, notes
+        quantized[name] = quantize(weight, histogram, bins, by_magnitude[kind], sensitivity)
+    return quantized
 
 
 def _fractions(configuration: Configuration, gradients: bool) -> tuple[float, float, float, float]:
@@ -88,11 +112,8 @@ def _sensitivity(weight: Tensor, gradient: Tensor) -> Tensor:
     return (weight.detach().to("cpu", torch.float32) * gradient).abs()
 
 
-def _thresholds(
-    histograms: Iterable[tuple[str, LogHistogram]], pruned: float, protected: float
-) -> dict[str, Thresholds]:
-    """The thresholds of each layer type, from the layer types and histograms of its tensors."""
+def _totals(histograms: Iterable[tuple[str, LogHistogram]]) -> dict[str, LogHistogram]:
     totals: dict[str, LogHistogram] = {}
     for layer_type, histogram in histograms:
         totals[layer_type] = totals.get(layer_type, LogHistogram.empty()) + histogram
-    return {layer_type: thresholds(total, pruned, protected) for layer_type, total in totals.items()}
+    return totals

@@ -26,8 +26,8 @@ class Configuration:
     protection_metric: what makes a weight important. With ``"both"`` half of the fraction goes to the weights of the
     highest magnitude and half to those of the highest sensitivity.
 
-    Gradients are recorded only when one of the metrics asks for sensitivity. Why these defaults: docs/architecture.md,
-    "The default configuration". Raises ValueError for values out of range.
+    Gradients are recorded only when one of the metrics asks for sensitivity. Why 32 bins: docs/architecture.md,
+    "After a restore". Raises ValueError for values out of range.
     """
 
     bins: int = 32

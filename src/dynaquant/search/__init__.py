@@ -1,1 +1,1 @@
-"""Which configuration a checkpoint gets. So far: the quality of a given one."""
+"""Which configuration a checkpoint gets. See ``manager``."""

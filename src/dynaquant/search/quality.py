@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,40 +16,65 @@ from dynaquant import rng
 Evaluate = Callable[[nn.Module], float]
 
 
+class LossOn:
+    """``evaluate`` made of held-out batches and a loss function: the mean loss, in evaluation mode, lower is better.
+
+    batches: kept and gone through at every evaluation, so a list rather than an iterator, on the model's device.
+    loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch, a number or a tensor of one element. Batches
+    count alike. Raises ValueError when there are no batches, TypeError for an iterator, which could be used only once.
+    """
+
+    def __init__(self, batches: Sequence[Any], loss_fn: Callable[[nn.Module, Any], Tensor | float]) -> None:
+        if not hasattr(batches, "__getitem__") or not hasattr(batches, "__len__"):
+            raise TypeError("batches are gone through again and again: give a list, e.g. list(islice(loader, 20))")
+        if len(batches) == 0:
+            raise ValueError("LossOn needs at least one batch")
+        self._batches, self._loss_fn = batches, loss_fn
+
+    def __call__(self, model: nn.Module) -> float:
+        """The mean loss of the model on the batches."""
+        model.eval()
+        with torch.no_grad():
+            return math.fsum(float(self._loss_fn(model, batch)) for batch in self._batches) / len(self._batches)
+
+
 @dataclass(frozen=True)
 class Quality:
-    """A metric on the weights in training and on those a restore would return.
-
-    degradation: by how much the second is worse, relative to the absolute value of the first; negative when it is
-    better. NaN when either is NaN, infinite when only the first is zero.
-    """
+    """A metric on the weights in training and on those a restore would return, and how much worse the second is."""
 
     original: float
     restored: float
     degradation: float
 
 
-def measure(model: nn.Module, values: Mapping[str, Tensor], evaluate: Evaluate, higher_is_better: bool) -> Quality:
-    """Scores the model as it is and with ``values`` for the parameters of those names.
+def degradation(original: float, restored: float, higher_is_better: bool) -> float:
+    """By how much ``restored`` is worse, relative to the absolute value of ``original``; negative when it is better.
 
-    The model's parameters and buffers are never written to; training mode and the global random number generators
-    are as before when it returns or raises. Both scores see the same random numbers.
+    So it is defined for negative metrics. From an ``original`` of exactly zero, any difference counts as infinite.
+    NaN when either is NaN.
     """
-    original, restored = (_score(model, v, evaluate) for v in ({}, values))
     worse = original - restored if higher_is_better else restored - original
-    return Quality(original, restored, 0.0 if worse == 0 else worse / abs(original) if original else worse * torch.inf)
+    if worse == 0:
+        return 0.0
+    return worse / abs(original) if original else worse * math.inf
 
 
-def _score(model: nn.Module, values: Mapping[str, Tensor], evaluate: Evaluate) -> float:
+def score(model: nn.Module, values: Mapping[str, Tensor], evaluate: Evaluate) -> float:
+    """``evaluate`` of the model with ``values`` for the parameters of those names.
+
+    ``evaluate`` sees copies of the model's parameters and buffers; training mode and the global random number
+    generators are as before when it returns or raises. All scores from one state of the generators see the same random
+    numbers. Raises ValueError when the result is no number, and whatever ``evaluate`` raises.
+    """
     generators = rng.get_state()
     modes = [(module, module.training) for module in model.modules()]
     try:
         with torch.no_grad(), _substituted(model, values):
-            score = evaluate(model)
+            result = evaluate(model)
             try:
-                return float(score)
+                return float(result)
             except (TypeError, ValueError, RuntimeError):
-                raise ValueError(f"evaluate returned {score!r}; it must return one number") from None
+                raise ValueError(f"evaluate returned {result!r}; it must return one number") from None
     finally:
         for module, training in modes:
             module.training = training
@@ -58,10 +85,17 @@ def _score(model: nn.Module, values: Mapping[str, Tensor], evaluate: Evaluate) -
 def _substituted(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """The model with other parameters and with copies of its buffers; its own are put back afterwards."""
     named = dict(model.named_parameters())
-    replacements: dict[int, nn.Parameter] = {
-        id(named[name]): nn.Parameter(value.to(named[name].device), requires_grad=False)
-        for name, value in values.items()
-    }
+    # By memory, as a state has one tensor for parameters that are tied by their data only.
+    given = {_memory(named[name]): value for name, value in values.items()}
+
+    def replacement(parameter: nn.Parameter) -> nn.Parameter:
+        value = given.get(_memory(parameter))
+        # Copies of the others too: a backward pass must not reach their ``.grad``, and some layers write to weights
+        # when they are called (``nn.Embedding(max_norm=…)``).
+        copied = parameter.detach().clone() if value is None else value.to(parameter.device, copy=True)
+        return nn.Parameter(copied, requires_grad=False)
+
+    replacements = {id(parameter): replacement(parameter) for parameter in named.values()}
     modules = list(model.modules())
     originals = [(dict(module._parameters), dict(module._buffers)) for module in modules]
     copies: dict[int, Tensor] = {}
@@ -69,12 +103,17 @@ def _substituted(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[Non
         for module in modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    module._parameters[name] = replacements.get(id(parameter), parameter)
+                    module._parameters[name] = replacements[id(parameter)]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
         yield
     finally:
         for module, (parameters, buffers) in zip(modules, originals, strict=True):
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
+            for own, before in ((module._parameters, parameters), (module._buffers, buffers)):
+                own.clear()  # and with it what ``evaluate`` has registered
+                own.update(before)  # type: ignore[arg-type]
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device

@@ -1,0 +1,124 @@
+"""What the estimate that stands in for a metric is worth: the distortion of weights against the measured degradation.
+
+    python benchmarks/distortion.py
+
+Trains the demo's two models, quantizes them on the way with configurations from coarse to fine, and scores each. Needs
+no data; takes two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+from results import Table, machine, sentence
+from rich.console import Console
+from rich.progress import track
+
+from dynaquant.demo.workloads import WORKLOADS
+from dynaquant.importance import GradientRecorder
+from dynaquant.quantize.checkpoint import quantize_weights, sketch_weights
+from dynaquant.quantize.partition import Configuration
+from dynaquant.roles import labels
+from dynaquant.search.distortion import distortion, mean_squared_gradients
+from dynaquant.search.judge import DISTORTION_SCALE, MetricJudge
+from dynaquant.search.quality import score
+
+STEPS, AT = 400, (50, 100, 200, 400)
+BINS, PRUNED = (4, 8, 16, 32, 64), (0.0, 0.3)
+LIMITS = (0.05, 0.01)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration at one step. weighted, plain: distortion with and without Fisher information."""
+
+    workload: str
+    step: int
+    bins: int
+    pruned: float
+    degradation: float
+    weighted: float
+    plain: float
+
+
+def cases(name: str) -> list[Case]:
+    """Every configuration at every one of the steps ``AT`` of a training."""
+    work = WORKLOADS[name](STEPS, 0)
+    parameters = {f"model.{path}": parameter for path, parameter in work.model.named_parameters()}
+    recorder = GradientRecorder(parameters, work.optimizer, window=50)
+    label_of = labels(parameters, {"model": work.model})
+    found = []
+    for step in track(range(1, STEPS + 1), description=f"training the {name}"):
+        work.model.train()
+        work.loss(work.model, *work.next_batch()).backward()  # type: ignore[no-untyped-call]
+        work.optimizer.step()
+        work.optimizer.zero_grad()
+        work.scheduler.step()
+        if step not in AT:
+            continue
+        weights = {path: tensor.detach() for path, tensor in parameters.items() if label_of[path].role == "weight"}
+        gradients = recorder.collect()
+        sketched = sketch_weights(weights, label_of, gradients)
+        fisher = mean_squared_gradients({path: parameters[path] for path in weights}, work.optimizer, gradients)
+        original = score(work.model, {}, work.evaluate)
+        judge = MetricJudge(work.model, work.evaluate, work.higher_is_better, original, {})
+        for bins, pruned in product(BINS, PRUNED):
+            quantized = quantize_weights(sketched, Configuration(bins, max(bins, 16), pruned))
+            found.append(
+                Case(
+                    name,
+                    step,
+                    bins,
+                    pruned,
+                    judge(quantized).degradation,
+                    distortion(weights, quantized, fisher),
+                    distortion(weights, quantized, {}),
+                )
+            )
+    return found
+
+
+def summary(found: list[Case]) -> Table:
+    """What would be accepted for a limit, and what it cost."""
+    rows = []
+    for limit, (kind, field) in product(LIMITS, (("Fisher-weighted", "weighted"), ("plain", "plain"))):
+        accepted = [case for case in found if DISTORTION_SCALE * getattr(case, field) <= limit]
+        good = [case for case in found if case.degradation <= limit]
+        worst = max((case.degradation for case in accepted), default=0.0)
+        wrong = sum(case.degradation > limit for case in accepted)
+        rows.append([f"{limit:.0%}, {kind}", str(len(accepted)), str(len(good)), str(wrong), f"{worst:.2%}"])
+    return Table(
+        f"Distortion × {DISTORTION_SCALE:g} as an estimate, {len(found)} cases",
+        ["limit, distortion", "accepted", "good by the metric", "accepted and not good", "worst accepted"],
+        rows,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/results/distortion.json"), help="JSON; a .md beside it")
+    out = parser.parse_args().out
+    found = [case for name in WORKLOADS for case in cases(name)]
+    table, described = summary(found), machine("numpy", "torch")
+    Console().print(table.on_screen())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"machine": described, "cases": [asdict(case) for case in found]}, indent=1) + "\n")
+    page = [
+        "# Distortion against degradation",
+        "```\n.venv/bin/python benchmarks/distortion.py\n```",
+        sentence(described),
+        f"The demo's two trainings at steps {', '.join(map(str, AT))}, quantized to {', '.join(map(str, BINS))} bins "
+        "with nothing and with 30 % pruned. Distortion is Σ F·δ² / Σ F·w², with F the mean squared gradient of a "
+        "tensor, or 1; times `DISTORTION_SCALE` it estimates the degradation. The convnet's accuracy on 597 images "
+        "resolves 0.17 %.",
+        table.in_markdown(),
+    ]
+    out.with_suffix(".md").write_text("\n\n".join(page) + "\n")
+
+
+if __name__ == "__main__":
+    main()

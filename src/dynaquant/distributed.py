@@ -1,0 +1,61 @@
+"""The ranks of a data-parallel training, as far as a checkpoint needs them to agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dynaquant.errors import DynaquantError
+
+T = TypeVar("T")
+
+
+class Group:
+    """All processes of the training, over the CPU; a single process is a group of one.
+
+    Made on every rank at once. Its methods are collective: every rank calls them in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+        self.rank, self.size = 0, 1
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            # Its own group: the default one may be NCCL's, which moves only CUDA tensors.
+            self._group = dist.new_group(backend="gloo")
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in their order, on every rank."""
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def together(self, action: Callable[[], T]) -> T:
+        """The action's result, once it has ended well on every rank.
+
+        Raises the action's own exception where it failed, and DynaquantError on the other ranks.
+        """
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as raised:
+            error = raised
+        texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if error is not None:
+            raise error
+        failed = [f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text is not None]
+        if failed:
+            raise DynaquantError("; ".join(failed))
+        return result  # type: ignore[return-value]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside ``DistributedDataParallel``: its names are those of a single process, and calling it on one
+    rank alone waits for no other."""
+    return model.module if isinstance(model, DistributedDataParallel) else model

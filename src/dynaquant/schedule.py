@@ -1,0 +1,116 @@
+"""When the next checkpoint is due: every so many steps, or as often as its cost allows."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Literal
+
+Every = int | Literal["auto"]
+
+FIRST = 50
+"""Steps to the first checkpoint of an automatic schedule: as many as gradients are recorded of."""
+MAX_OVERHEAD = 0.005
+REPAID = 0.25
+"""Share of what saving is in arrears with ``max_overhead`` that the next interval makes up for."""
+
+
+class Schedule:
+    """Steps between checkpoints.
+
+    every: so many steps; ``"auto"``: from the measured cost of a save. max_overhead: time that saves take, as a share
+    of the time of training; what a save has cost beyond it (a search from scratch) is made up for over the intervals
+    that follow. mean_time_between_failures: in seconds; the interval is that which loses least time to saves and to
+    failures (Young 1974, Daly 2006). With both, the longer interval counts. clock: seconds.
+
+    Raises ValueError for numbers out of range, and for a share or a failure rate without ``"auto"``.
+    """
+
+    def __init__(
+        self,
+        every: Every | None,
+        max_overhead: float | None = None,
+        mean_time_between_failures: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if every is not None and every != "auto" and (not hasattr(every, "__index__") or every < 1):
+            raise ValueError(f"every must be at least 1 (a number of steps) or 'auto', not {every!r}")
+        if every != "auto" and (max_overhead is not None or mean_time_between_failures is not None):
+            raise ValueError("max_overhead and mean_time_between_failures need every='auto'")
+        for name, value in (
+            ("max_overhead", max_overhead),
+            ("mean_time_between_failures", mean_time_between_failures),
+        ):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be above 0, not {value}")
+        if every == "auto" and max_overhead is None and mean_time_between_failures is None:
+            max_overhead = MAX_OVERHEAD
+        self._automatic = every == "auto"
+        self._max_overhead, self._mean_time_between_failures = max_overhead, mean_time_between_failures
+        self._clock = clock
+        self.interval: int | None = FIRST if every == "auto" else every
+        """Steps from one checkpoint to the next, as far as is known now."""
+        self._last_step: int | None = None
+        self._save: tuple[int, float] | None = None
+        self._since = clock()
+        self._trained = self._spent = 0.0
+        self._seconds_per_step: float | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is due at ``step``. Raises ValueError without ``every``."""
+        if self.interval is None:
+            raise ValueError("due() needs Checkpointer(…, every=steps) or every='auto'")
+        if self._automatic:
+            if self._last_step is None:
+                self._last_step = step - 1  # training begins here, at whatever step that is
+            return step >= self._last_step + self.interval
+        last = self._last_step or 0
+        return step >= (last // self.interval + 1) * self.interval
+
+    def begin(self, step: int, interval: int | None = None) -> None:
+        """Training begins, or goes on from a restored ``step``, with an interval that was good before."""
+        self._last_step, self._since, self._seconds_per_step = step, self._clock(), None
+        if self._automatic and isinstance(interval, int) and interval >= 1:  # what a file says may be anything
+            self.interval = interval
+
+    def saving(self, step: int) -> None:
+        """A save of ``step`` begins. It counts once it has ended well."""
+        self._save = step, self._clock()
+
+    def saved(self, typical: float) -> None:
+        """That save has returned. typical: seconds that one like it takes without a search from scratch."""
+        if self._save is None:
+            raise ValueError("no save has begun")
+        (step, begun), now = self._save, self._clock()
+        training = begun - self._since  # the time since the last save
+        if self._last_step is not None and step > self._last_step:
+            self._seconds_per_step = training / (step - self._last_step)
+        self._trained += training
+        self._spent += now - begun
+        self._last_step, self._since, self._save = step, now, None
+        if self._automatic and self._seconds_per_step:
+            self.interval = max(1, math.ceil(self._seconds(typical) / self._seconds_per_step))
+
+    def _seconds(self, cost: float) -> float:
+        """Seconds of training to the next save, which is expected to cost so many."""
+        wanted = 0.0
+        if self._max_overhead is not None:
+            arrears = max(self._spent - self._max_overhead * self._trained, 0.0)
+            wanted = (cost + REPAID * arrears) / self._max_overhead
+        if self._mean_time_between_failures is not None:
+            wanted = max(wanted, daly(cost, self._mean_time_between_failures))
+        return wanted
+
+
+def daly(cost: float, mean_time_between_failures: float) -> float:
+    """The interval between saves, in seconds of training, that loses least time to saves and failures.
+
+    Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006, equation 37; its leading
+    term ``√(2·cost·M)`` is Young's of 1974.
+    """
+    m = mean_time_between_failures
+    if cost >= 2 * m:
+        return m
+    x = cost / (2 * m)
+    return math.sqrt(2 * cost * m) * (1 + math.sqrt(x) / 3 + x / 9) - cost

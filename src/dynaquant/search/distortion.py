@@ -1,0 +1,48 @@
+"""A stand-in for the quality metric where there is none: how far quantization moves the weights (method 2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaquant.quantized import QuantizedTensor, dequantize
+
+
+def distortion(
+    weights: Mapping[str, Tensor], quantized: Mapping[str, QuantizedTensor], fisher: Mapping[str, float]
+) -> float:
+    """``Σ F·δ² / Σ F·w²``: the squared movement of the weights, relative to their squares.
+
+    weights, quantized: by name. fisher: the mean squared gradient ``F`` of each tensor, so that it is the second-order
+    model of the loss of method 2.1, up to a factor; empty: all tensors count alike. 0 when nothing is quantized.
+    """
+    moved = total = 0.0
+    for name, stored in quantized.items():
+        factor = fisher.get(name, 0.0) if fisher else 1.0
+        weight = weights[name].detach().to("cpu", torch.float64)
+        moved += factor * float((dequantize(stored).to(torch.float64) - weight).square().sum())
+        total += factor * float(weight.square().sum())
+    return moved / total if total else 0.0
+
+
+def mean_squared_gradients(
+    parameters: Mapping[str, Tensor], optimizer: Any, gradients: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """``F`` of each parameter by name: from the optimizer's second moments, else from recorded gradients.
+
+    Only where one source has all of them, since the two differ in scale; empty when neither has.
+    """
+    moments = {}
+    for name, parameter in parameters.items():
+        state = optimizer.state.get(parameter, {}) if isinstance(optimizer, torch.optim.Optimizer) else {}
+        moment = state.get("exp_avg_sq", state.get("square_avg"))
+        if isinstance(moment, Tensor):
+            moments[name] = float(moment.detach().double().mean())
+    recorded = {name: float(g.double().square().mean()) for name, g in gradients.items() if name in parameters}
+    for source in (moments, recorded):
+        if parameters and source.keys() == parameters.keys() and sum(source.values()) > 0:
+            return source
+    return {}

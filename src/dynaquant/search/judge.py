@@ -1,0 +1,110 @@
+"""What decides whether a configuration is good enough: the user's metric, or the distortion where there is none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+
+from dynaquant.quantized import QuantizedTensor, dequantize
+from dynaquant.search.distortion import distortion
+from dynaquant.search.quality import Evaluate, Quality, degradation, score
+
+JudgedBy = Literal["evaluate", "fisher distortion", "distortion"]
+
+DISTORTION_SCALE = 3.0
+"""Degradation per unit of distortion. Measured, see docs/architecture.md, "Without evaluate"."""
+NOISE_MARGIN = 2.0
+"""How many standard deviations of the metric's noise a degradation must stay below what is allowed."""
+REMEMBERED_NOISE = 8
+
+
+class Judge(Protocol):
+    """Judges quantized weights of one checkpoint."""
+
+    @property
+    def judged_by(self) -> JudgedBy:
+        """By what."""
+        ...
+
+    def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
+        """The quality of the model with these weights. May raise whatever a user's function raises."""
+        ...
+
+
+@dataclass(frozen=True)
+class MetricJudge:
+    """By the user's metric. original: the score of the weights in training, to which others are compared.
+
+    known: weights that are decided already, by name without ``"model."``, as they would be restored.
+    """
+
+    model: nn.Module
+    evaluate: Evaluate
+    higher_is_better: bool
+    original: float
+    known: Mapping[str, Tensor]
+    judged_by: JudgedBy = "evaluate"
+
+    def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
+        """Scores the model with the weights as they would be restored."""
+        names = {f"model.{name}": name for name, _ in self.model.named_parameters()}
+        values = {names[name]: dequantize(stored) for name, stored in quantized.items() if name in names}
+        restored = score(self.model, {**self.known, **values}, self.evaluate)
+        worse = degradation(self.original, restored, self.higher_is_better)
+        # Infinitely good is as suspicious as infinitely bad.
+        return Quality(self.original, restored, math.nan if math.isinf(restored) and worse < 0 else worse)
+
+
+@dataclass(frozen=True)
+class DistortionJudge:
+    """By how far the weights move, scaled to what that cost in trainings where a metric was known."""
+
+    weights: Mapping[str, Tensor]
+    fisher: Mapping[str, float]
+
+    @property
+    def judged_by(self) -> JudgedBy:
+        """Whether the tensors' Fisher information was known."""
+        return "fisher distortion" if self.fisher else "distortion"
+
+    def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
+        """The estimated degradation; there are no scores."""
+        return Quality(math.nan, math.nan, DISTORTION_SCALE * distortion(self.weights, quantized, self.fisher))
+
+
+class Noise:
+    """How much the metric differs between two evaluations of the same weights, relative to its value.
+
+    A metric is evaluated twice at first. When both agree it is taken to be exact from then on; when not, every
+    checkpoint evaluates the original weights twice, and their mean is what others are compared to.
+    """
+
+    def __init__(self) -> None:
+        self._exact = False
+        self._differences: list[float] = []
+
+    @property
+    def margin(self) -> float:
+        """How much a measured degradation may be too low by. 0 for a metric that repeats itself."""
+        if not self._differences:
+            return 0.0
+        return NOISE_MARGIN * math.hypot(*self._differences) / math.sqrt(len(self._differences))
+
+    def original(self, model: nn.Module, evaluate: Evaluate) -> float:
+        """The score of the weights in training, measured as often as it takes; NaN when nothing can be made of it."""
+        first = score(model, {}, evaluate)
+        if self._exact or not math.isfinite(first):
+            return first
+        second = score(model, {}, evaluate)
+        difference = degradation(first, second, False)
+        if not math.isfinite(difference):
+            return math.nan
+        if difference == 0 and not self._differences:
+            self._exact = True
+            return first
+        self._differences = [*self._differences, difference][-REMEMBERED_NOISE:]
+        return first / 2 + second / 2

@@ -1,0 +1,235 @@
+"""The configuration manager (method 1.4): finds, at every checkpoint, the configuration that its weights get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from dynaquant.distributed import Group
+from dynaquant.quantize.checkpoint import SketchedWeights, quantize_weights
+from dynaquant.quantize.partition import Configuration
+from dynaquant.quantized import QuantizedTensor
+from dynaquant.search.exhaustive import guided_exhaustive
+from dynaquant.search.history import History
+from dynaquant.search.judge import DistortionJudge, Judge, JudgedBy, MetricJudge, Noise
+from dynaquant.search.neighbourhood import delta_neighbourhood
+from dynaquant.search.quality import Evaluate, Quality, degradation
+from dynaquant.search.size import SizeModel
+from dynaquant.search.space import Candidate, Space
+from dynaquant.search.trials import Trial, Trials, raise_on_every_rank
+
+Search = Literal["fixed", "exhaustive", "neighbourhood", "more bins", "lossless"]
+"""How a configuration was found. ``more bins``: nothing in the published space was good enough; ``lossless``: nothing
+at all was, and the weights are stored exactly."""
+
+KEPT = 0.9
+"""Share of what training has gained since a restore that a checkpoint must keep."""
+FLOOR = 0.001
+"""… but no checkpoint is held to less than this degradation because of it."""
+CLEARLY = 0.1
+"""Share of the limit by which another pruning metric must be better to take over."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the weights of one checkpoint get.
+
+    configuration: None for lossless. quality: None where there is no metric or it failed. limit: the degradation that
+    was allowed, None for a configuration of the user's. judged_by: None where nothing was judged.
+    """
+
+    search: Search
+    configuration: Configuration | None
+    quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
+    quality: Quality | None = None
+    limit: float | None = None
+    judged_by: JudgedBy | None = None
+    trials: list[Trial] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def predicted(self) -> float | None:
+        """Predicted bytes of the coded weights."""
+        return next((t.predicted for t in self.trials if t.configuration == self.configuration), None)
+
+
+class ConfigurationManager:
+    """Chooses configurations, from one checkpoint to the next.
+
+    max_degradation: ε, the largest relative loss of quality of one checkpoint; it may be changed at any time.
+    fixed: a configuration of the user's, which is not searched for; the metric only takes note of it. group: the ranks
+    that score candidates in parallel; all of them call ``decide``, with the same weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        evaluate: Evaluate | None,
+        higher_is_better: bool,
+        max_degradation: float,
+        fixed: Configuration | None,
+        group: Group,
+    ) -> None:
+        self.max_degradation = max_degradation
+        self._model, self._evaluate, self._higher_is_better = model, evaluate, higher_is_better
+        self._fixed, self._group = fixed, group
+        self._noise = Noise()
+        self.history = History()
+        """What ``resume`` needs to know."""
+        self._resumed_at = math.nan
+        self._size_factor = 1.0
+        self._gave_up = False  # whether the last checkpoint found nothing good enough
+
+    def resume(self, record: Mapping[str, Any]) -> None:
+        """Goes on from the record of a checkpoint that was restored. Anything may stand there."""
+        search, quality = record.get("search"), record.get("quality")
+        self.history = History.from_json(search.get("history") if isinstance(search, Mapping) else None)
+        try:
+            self._resumed_at = float(quality["restored"]) if isinstance(quality, Mapping) else math.nan
+        except (KeyError, OverflowError, TypeError, ValueError):
+            self._resumed_at = math.nan
+        self._gave_up = False
+
+    def learn_size(self, predicted: float | None, stored: int) -> None:
+        """Takes note that the weights of a delta took ``stored`` bytes."""
+        if predicted and stored:
+            self._size_factor *= stored / predicted
+
+    def decide(
+        self, sketched: SketchedWeights, known: Mapping[str, Tensor], fisher: Callable[[], Mapping[str, float]]
+    ) -> Decision:
+        """The most compact configuration that is good enough. Collective.
+
+        known: values of parameters whose quantization is not to be decided, by their name in the model. fisher: gives
+        the mean squared gradient of each tensor, for the distortion that judges where there is no ``evaluate``.
+
+        Raises EvaluateError when ``evaluate`` failed on a rank of a distributed training. In a single process such a
+        candidate is not good enough; when it fails, or is not finite, on the weights in training, the decision is
+        lossless.
+        """
+        if self._evaluate is None:
+            if self._fixed is not None:
+                return Decision("fixed", self._fixed, quantize_weights(sketched, self._fixed))
+            # What decides has to be the same on every rank.
+            limit, weighting = self._group.gather((self.max_degradation, self._group.together(fisher)))[0]
+            return self._choose(sketched, DistortionJudge(sketched.weights, weighting), limit, [])
+        original, error = math.nan, None
+        try:
+            original = self._noise.original(self._model, self._evaluate)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        everywhere = self._group.gather((original, error, self._limit(original), self._noise.margin))
+        if self._group.size > 1:
+            raise_on_every_rank([error for _, error, _, _ in everywhere])
+        if error or not all(
+            math.isfinite(number) for original, _, _, margin in everywhere for number in (original, margin)
+        ):
+            return self._without_quality(
+                sketched,
+                f"evaluate failed ({error})" if error else "the metric of the weights in training is not finite",
+            )
+        judge = MetricJudge(self._model, self._evaluate, self._higher_is_better, original, known)
+        limit, margin = min(limit for _, _, limit, _ in everywhere), max(margin for _, _, _, margin in everywhere)
+        notes = []
+        if margin > 0:
+            notes.append(
+                f"the metric is noisy: twice the same weights differ by {margin / 2:.2g} (relative, root mean square); "
+                f"{limit - margin:.2g} of the {limit:.2g} allowed are left"
+                + ("; evaluate on more batches" if margin >= limit else "")
+            )
+        return self._choose(sketched, judge, limit - margin, notes)
+
+    def _limit(self, original: float) -> float:
+        """The largest degradation that a checkpoint may have whose weights in training score ``original``.
+
+        After a restore, weights sit on the levels they were restored from; quantizing them to as many levels again
+        takes them back there while the steps since are small. That can stay within ε every time, and yet a training
+        that crashes again and again gets nowhere. So a checkpoint has to keep most of what was gained since the
+        restore.
+        """
+        gained = degradation(original, self._resumed_at, self._higher_is_better)
+        if not math.isfinite(gained):  # nothing was restored
+            return self.max_degradation
+        return min(self.max_degradation, max((1 - KEPT) * gained, FLOOR))
+
+    def _without_quality(self, sketched: SketchedWeights, reason: str) -> Decision:
+        if self._fixed is None:
+            note = f"{reason}: nothing can be judged, the weights are stored exactly"
+            return Decision("lossless", None, limit=self.max_degradation, notes=[note])
+        note = f"{reason}: what this checkpoint costs is unknown"
+        return Decision("fixed", self._fixed, quantize_weights(sketched, self._fixed), notes=[note])
+
+    def _choose(self, sketched: SketchedWeights, judge: Judge, limit: float, notes: list[str]) -> Decision:
+        self._size_factor = self._group.gather(self._size_factor)[0]  # only rank 0 learns it
+        trials = Trials(sketched, judge, SizeModel(sketched), self._size_factor, limit, self._group)
+        if self._fixed is not None:
+            return self._take_note_of_fixed(trials, judge, notes)
+        if not sketched.weights:
+            return self._take_note_of_unchanged(trials, judge, limit, notes)
+        space = Space(
+            embeddings="embedding" in sketched.layer_types.values(),
+            metrics=("magnitude", "sensitivity") if sketched.sensitivities else ("magnitude",),
+        )
+        search, found = self._search(space, trials, limit)
+        failures = dict.fromkeys(trial.error for trial in trials.done if trial.error)
+        notes += [f"evaluate failed on a candidate ({error})" for error in failures]
+        self._gave_up = found is None
+        if found is None:
+            return Decision("lossless", None, {}, None, limit, judge.judged_by, trials.done, notes)
+        configuration = space.configuration(found)
+        self.history.note(limit, configuration)
+        quantized, quality = trials.result(configuration)
+        if not isinstance(judge, MetricJudge):
+            quality = None
+        return Decision(search, configuration, quantized, quality, limit, judge.judged_by, trials.done, notes)
+
+    def _take_note_of_unchanged(self, trials: Trials, judge: Judge, limit: float, notes: list[str]) -> Decision:
+        """No weight is to be quantized: there is nothing to choose, and nothing to learn for the next checkpoint."""
+        configuration = self.history.nearest(limit) or Configuration()
+        if not trials.score([configuration])[0] <= limit:
+            return Decision("lossless", None, {}, None, limit, judge.judged_by, trials.done, notes)
+        quality = trials.result(configuration)[1] if isinstance(judge, MetricJudge) else None
+        return Decision("neighbourhood", configuration, {}, quality, limit, judge.judged_by, trials.done, notes)
+
+    def _take_note_of_fixed(self, trials: Trials, judge: Judge, notes: list[str]) -> Decision:
+        assert self._fixed is not None
+        trials.score([self._fixed])
+        quantized, quality = trials.result(self._fixed)
+        if quality is None or not math.isfinite(quality.degradation):
+            error = trials.done[0].error
+            reason = f"evaluate failed ({error})" if error else "the metric is not finite"
+            notes.append(f"{reason}: what this checkpoint costs is unknown")
+        return Decision("fixed", self._fixed, quantized, quality, None, judge.judged_by, trials.done, notes)
+
+    def _search(self, space: Space, trials: Trials, limit: float) -> tuple[Search, Candidate | None]:
+        def size(candidate: Candidate) -> float:
+            return trials.sizes.predict(space.configuration(candidate))
+
+        def score(candidates: Sequence[Candidate]) -> list[float]:
+            return trials.score([space.configuration(candidate) for candidate in candidates])
+
+        # Where nothing was good enough last time, the most that can be tried says whether a search is worth its cost.
+        if self._gave_up and not score(space.more_bins[-1:])[0] <= limit:
+            return "lossless", None
+        width = self._group.size
+        beyond = 0  # how many of the steps to more bins are known not to be enough
+        if (start := self.history.nearest(limit)) is not None:
+            last = space.candidate(start)
+            found = delta_neighbourhood(
+                last, space.wide_shape, space.metrics, size, score, limit, clearly=CLEARLY * max(limit, 0), width=width
+            )
+            if found is not None:
+                return "neighbourhood", found
+            beyond = max(last.point[0] - space.shape[0] + 1, 0)
+        if beyond == 0 and (found := guided_exhaustive(space.shape, space.metrics, size, score, limit, width)):
+            return "exhaustive", found
+        rest = space.more_bins[beyond:]
+        for i in range(0, len(rest), width):
+            for candidate, found_degradation in zip(rest[i : i + width], score(rest[i : i + width]), strict=True):
+                if found_degradation <= limit:
+                    return "more bins", candidate
+        return "lossless", None

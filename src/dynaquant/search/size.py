@@ -1,0 +1,58 @@
+"""Predicted size of a configuration, before a single weight is quantized: the entropy of its levels."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynaquant.quantize.checkpoint import SketchedWeights
+from dynaquant.quantize.kmeans import bins_table, codebook
+from dynaquant.quantize.partition import Configuration, Thresholds, thresholds
+from dynaquant.quantized import PROTECTED, PRUNED
+from dynaquant.sketch import MAGNITUDES
+
+
+class SizeModel:
+    """Predicts how many bytes the weights of a checkpoint take, from their histograms.
+
+    A tensor is charged the entropy of its levels, and two bytes for every protected value. To save time, its codebook
+    is that of all its values, and whatever the metric, pruning and protection go by magnitude. A delta takes less than
+    that, by a factor that has no say in which configuration is smaller.
+    """
+
+    def __init__(self, sketched: SketchedWeights) -> None:
+        self._sketched = sketched
+        self._totals = sketched.by_layer_type(sketched.histograms)
+        self._thresholds: dict[tuple[str, float, float], Thresholds] = {}
+        self._bins: dict[tuple[str, int], NDArray[np.uint8]] = {}
+        self._known: dict[Configuration, float] = {}
+
+    def predict(self, configuration: Configuration) -> float:
+        """Bytes of the coded weights."""
+        if configuration not in self._known:
+            self._known[configuration] = sum(self._bytes(name, configuration) for name in self._sketched.histograms)
+        return self._known[configuration]
+
+    def _bytes(self, name: str, configuration: Configuration) -> float:
+        histogram, kind = self._sketched.histograms[name], self._sketched.layer_types[name]
+        key = kind, configuration.pruned, configuration.protected
+        if key not in self._thresholds:
+            self._thresholds[key] = thresholds(self._totals[kind], *key[1:])
+        limits = self._thresholds[key]
+        magnitudes = histogram.buckets % MAGNITUDES
+        levels = self._bins_of_buckets(
+            name, configuration.embedding_bins if kind == "embedding" else configuration.bins
+        ).copy()
+        levels[magnitudes < max(limits.prune_below, 1)] = PRUNED
+        levels[magnitudes >= limits.protect_from] = PROTECTED
+        counts = np.bincount(levels, weights=histogram.counts, minlength=2)
+        share = counts[counts > 0] / counts.sum()
+        bits = -counts.sum() * (share * np.log2(share)).sum()
+        return float(bits / 8 + 2 * counts[PROTECTED])
+
+    def _bins_of_buckets(self, name: str, bins: int) -> NDArray[np.uint8]:
+        """The level of every bucket that occurs in a tensor."""
+        if (name, bins) not in self._bins:
+            histogram, dtype = self._sketched.histograms[name], self._sketched.weights[name].dtype
+            self._bins[name, bins] = bins_table(codebook(histogram, bins, dtype), dtype)[histogram.buckets]
+        return self._bins[name, bins]

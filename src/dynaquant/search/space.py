@@ -1,0 +1,101 @@
+"""The configuration space (method 1.4): four ordered axes, and for each point of their cube a pruning metric."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dynaquant.quantize.partition import Configuration, Metric
+
+BINS = (4, 6, 8, 12, 16, 32)
+EMBEDDING_BINS = (16, 32)
+PRUNED = (0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
+PROTECTED = (0.0005, 0.005, 0.01)
+MORE_BINS = (64, 128, 254)
+"""Where nothing in the published space is good enough."""
+
+Point = tuple[int, ...]
+"""An index into each axis: bins, embedding bins, pruned, protected. Along each, quality rises, and so does size
+but for rare exceptions."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A point of the cube and what decides which weights are pruned there."""
+
+    metric: Metric
+    point: Point
+
+
+Size = Callable[[Candidate], float]
+"""Predicted bytes of a candidate: what compression is compared by before anything is encoded."""
+Score = Callable[[Sequence[Candidate]], Sequence[float]]
+"""The degradations of the candidates of one round; NaN for one that cannot be judged, which is never good enough."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """The axes for one model.
+
+    embeddings: whether it has embedding layers; where not, their axis has one value. metrics: the pruning metrics that
+    can be told apart; magnitude alone where no gradients were recorded.
+    """
+
+    embeddings: bool
+    metrics: tuple[Metric, ...]
+
+    @property
+    def shape(self) -> Point:
+        """Lengths of the axes of the published space."""
+        return len(BINS), len(EMBEDDING_BINS) if self.embeddings else 1, len(PRUNED), len(PROTECTED)
+
+    @property
+    def wide_shape(self) -> Point:
+        """Lengths of the axes with more bins."""
+        bins, embedding, *rest = self.shape
+        return bins + len(MORE_BINS), embedding + len(MORE_BINS) * self.embeddings, *rest
+
+    @property
+    def more_bins(self) -> list[Candidate]:
+        """What comes after the most conservative corner of the published space, most aggressive first."""
+        bins, embedding, *rest = self.shape
+        top = [n - 1 for n in rest]
+        return [
+            Candidate("magnitude", (bins + i, (embedding + i) if self.embeddings else 0, *top))
+            for i in range(len(MORE_BINS))
+        ]
+
+    def configuration(self, candidate: Candidate) -> Configuration:
+        """The knobs at a candidate."""
+        bins, embedding, pruned, protected = candidate.point
+        # Where nothing is pruned, the metric makes no difference: one configuration, scored once.
+        metric: Metric = candidate.metric if PRUNED[pruned] else "magnitude"
+        return Configuration(
+            bins=(BINS + MORE_BINS)[bins],
+            embedding_bins=(EMBEDDING_BINS + MORE_BINS)[embedding] if self.embeddings else EMBEDDING_BINS[-1],
+            pruned=PRUNED[pruned],
+            pruning_metric=metric,
+            protected=PROTECTED[protected],
+        )
+
+    def candidate(self, configuration: Configuration) -> Candidate:
+        """The candidate of a configuration; for one that lies between two points, the more conservative of them."""
+        point = (
+            _first(BINS + MORE_BINS, lambda bins: bins >= configuration.bins),
+            _first(EMBEDDING_BINS + MORE_BINS, lambda bins: bins >= configuration.embedding_bins)
+            if self.embeddings
+            else 0,
+            _first(PRUNED, lambda pruned: pruned <= configuration.pruned),
+            _first(PROTECTED, lambda protected: protected >= configuration.protected),
+        )
+        metric = configuration.pruning_metric
+        return Candidate(metric if metric in self.metrics else self.metrics[0], point)
+
+
+def _first(axis: Sequence[float], wanted: Callable[[float], bool]) -> int:
+    return next((i for i, value in enumerate(axis) if wanted(value)), len(axis) - 1)
+
+
+def at_most(a: Point, b: Point) -> bool:
+    """Whether ``a`` is nowhere more conservative than ``b``."""
+    return all(x <= y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,128 @@
+"""Trials: the configurations of one checkpoint that are scored, each once, one per rank at a time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dynaquant.distributed import Group
+from dynaquant.errors import EvaluateError
+from dynaquant.quantize.checkpoint import SketchedWeights, quantize_weights
+from dynaquant.quantize.partition import Configuration
+from dynaquant.quantized import QuantizedTensor
+from dynaquant.search.judge import Judge
+from dynaquant.search.quality import Quality
+from dynaquant.search.size import SizeModel
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One configuration that was scored at a checkpoint.
+
+    predicted: bytes of the coded weights. degradation: relative, NaN where the metric was not finite or failed.
+    seconds: to quantize and to score. error: what ``evaluate`` raised.
+    """
+
+    configuration: Configuration
+    predicted: float
+    degradation: float
+    seconds: float
+    error: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The trial as it stands in a record."""
+        return {
+            "configuration": asdict(self.configuration),
+            "predicted": round(self.predicted),
+            "degradation": number_to_json(self.degradation),
+            "seconds": round(self.seconds, 6),
+            "error": self.error,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Trial:
+        """The inverse of ``to_json``. Raises KeyError, TypeError or ValueError for anything else."""
+        return cls(
+            Configuration(**data["configuration"]),
+            float(data["predicted"]),
+            float(data["degradation"]),
+            float(data["seconds"]),
+            data["error"],
+        )
+
+
+def number_to_json(value: float) -> float | str:
+    """A number that JSON has, or its name for one that it does not have: NaN and the infinities."""
+    return value if math.isfinite(value) else repr(value)
+
+
+class Trials:
+    """Scores configurations.
+
+    sizes, size_factor: predict what the coded weights take. limit: the degradation that is good enough.
+    """
+
+    def __init__(
+        self,
+        sketched: SketchedWeights,
+        judge: Judge,
+        sizes: SizeModel,
+        size_factor: float,
+        limit: float,
+        group: Group,
+    ) -> None:
+        self._sketched, self._judge, self.sizes, self._size_factor = sketched, judge, sizes, size_factor
+        self._limit, self._group = limit, group
+        self._known: dict[Configuration, tuple[Trial, Quality | None]] = {}
+        self._kept: tuple[Configuration, dict[str, QuantizedTensor]] | None = None
+
+    @property
+    def done(self) -> list[Trial]:
+        """What was scored, in order."""
+        return [trial for trial, _ in self._known.values()]
+
+    def score(self, configurations: Sequence[Configuration]) -> list[float]:
+        """Degradations of at most as many configurations as there are ranks. Collective."""
+        new = [c for c in dict.fromkeys(configurations) if c not in self._known]
+        if new:
+            mine = new[self._group.rank] if self._group.rank < len(new) else None
+            outcome = self._group.together(lambda: None if mine is None else self._try(mine))
+            outcomes = self._group.gather(outcome)
+            outcomes = outcomes[: len(new)]
+            if self._group.size > 1:
+                raise_on_every_rank([outcome[0].error if outcome else None for outcome in outcomes])
+            for outcome in outcomes:
+                assert outcome is not None
+                self._known[outcome[0].configuration] = outcome
+        return [self._known[configuration][0].degradation for configuration in configurations]
+
+    def _try(self, configuration: Configuration) -> tuple[Trial, Quality | None]:
+        start = time.perf_counter()
+        quantized = quantize_weights(self._sketched, configuration)
+        quality, error = None, None
+        try:
+            quality = self._judge(quantized)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        found = quality.degradation if quality else math.nan
+        if found <= self._limit:
+            self._kept = configuration, quantized  # the last good one is mostly the one that is chosen
+        seconds = time.perf_counter() - start
+        predicted = self._size_factor * self.sizes.predict(configuration)
+        return Trial(configuration, predicted, found, seconds, error), quality
+
+    def result(self, configuration: Configuration) -> tuple[dict[str, QuantizedTensor], Quality | None]:
+        """The weights quantized with a configuration that was scored, and their quality."""
+        if self._kept is None or self._kept[0] != configuration:
+            self._kept = configuration, quantize_weights(self._sketched, configuration)
+        return self._kept[1], self._known[configuration][1]
+
+
+def raise_on_every_rank(errors: Sequence[str | None]) -> None:
+    """Raises EvaluateError naming the ranks that failed, if any did. errors: by rank."""
+    failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
+    if failed:
+        raise EvaluateError("evaluate failed, so nothing was saved; " + "; ".join(failed))

@@ -1,0 +1,171 @@
+"""Replicas of a data-parallel training, for torchrun: they save, fail and restore, and report what happened as JSON.
+
+Usage: torchrun … replicas.py {two,four} FOLDER
+"""
+
+import json
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from movement import Movement
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dynaquant as dq
+
+STEPS = 8
+"""Between saves."""
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(40, 24), nn.Dropout(0.1), nn.Linear(24, 40))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def metric_of(model: nn.Module) -> Movement:
+    return Movement(model, 3.0)
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("module."): w.detach().clone() for name, w in model.state_dict().items()}
+
+
+def plain(model: nn.Module) -> dict[str, list]:
+    """The weights as JSON has them; floats keep every bit."""
+    return {name: w.tolist() for name, w in weights_of(model).items()}
+
+
+class Replica:
+    """One rank's training: model, optimizer, random numbers of its own, and a metric that it can be made to fail at."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.model = DistributedDataParallel(model_of())
+        self.optimizer, self.metric = optimizer_of(self.model), metric_of(self.model.module)
+        torch.manual_seed(100 + self.rank)
+        self.generator = torch.Generator().manual_seed(200 + self.rank)
+        self.gradients: list[list[torch.Tensor]] = []
+        self.calls = 0
+        self.fails_at = 0
+
+    def checkpointer(self, folder: Path, **options) -> dq.Checkpointer:
+        extras = {"generator": self.generator}
+        return dq.Checkpointer(folder, self.model, self.optimizer, extras=extras, evaluate=self.evaluate, **options)
+
+    def evaluate(self, model: nn.Module) -> float:
+        assert not isinstance(model, DistributedDataParallel)
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise ZeroDivisionError(f"made to fail on rank {self.rank}")
+        return self.metric(model)
+
+    def train(self, steps: int = STEPS) -> None:
+        self.model.train()
+        for _ in range(steps):
+            tokens = torch.randint(0, 40, (8,))
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(tokens), tokens).backward()
+            self.gradients.append([p.grad.clone() for p in self.model.parameters()])
+            self.optimizer.step()
+
+    def save(self, ckpt: dq.Checkpointer, step: int) -> dict:
+        """What a save came to on this rank: the record, or the error."""
+        self.calls = 0
+        self.metric.remember()
+        before = sorted(path.name for path in ckpt._run.folder.iterdir())
+        try:
+            record = ckpt.save(step).result()
+        except dq.DynaquantError as error:
+            after = sorted(path.name for path in ckpt._run.folder.iterdir())
+            return {"error": type(error).__name__, "says": str(error), "same files": before == after}
+        finally:
+            dist.barrier()
+        return {"record": record.to_json(), "calls": self.calls, "weights": plain(self.model)}
+
+    def draws(self) -> dict:
+        """The next random numbers."""
+        return {"torch": torch.rand(4).tolist(), "generator": torch.rand(4, generator=self.generator).tolist()}
+
+    def spoil(self) -> None:
+        """Other weights, other random numbers."""
+        torch.manual_seed(300 + self.rank)
+        self.generator.manual_seed(400 + self.rank)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(self.rank)
+
+    def restored(self, ckpt: dq.Checkpointer) -> dict:
+        step = ckpt.restore()
+        return {"step": step, "weights": plain(self.model), "draws": self.draws()}
+
+
+def two(folder: Path) -> dict:
+    """Four saves; two that fail on rank 1, on the weights in training and on a candidate; one more, and a restore."""
+    replica = Replica()
+    run = folder / "run"
+    with replica.checkpointer(run) as ckpt:
+        saves = []
+        for step in range(1, 5):
+            replica.train()
+            saves.append(replica.save(ckpt, step))
+        if replica.rank == 0:
+            torch.save(replica.gradients, folder / "gradients.pt")
+        failures = []
+        for call in (1, 2):
+            replica.train()
+            replica.fails_at = call if replica.rank == 1 else 0
+            failures.append(replica.save(ckpt, 5))
+        replica.train()
+        replica.fails_at = 0
+        after = replica.save(ckpt, 5)
+        draws = replica.draws()
+    replica.spoil()
+    with replica.checkpointer(run) as ckpt:
+        restored = replica.restored(ckpt)
+    return {"saves": saves, "failures": failures, "after": after, "draws": draws, "restored": restored}
+
+
+def four(folder: Path) -> dict:
+    """A run of two ranks is restored, another one is begun; in the end ``evaluate`` fails, and nobody catches it."""
+    replica = Replica()
+    with replica.checkpointer(folder / "run") as ckpt:
+        replica.spoil()
+        own = replica.draws()
+        replica.spoil()
+        restored = replica.restored(ckpt)
+    saves = []
+    with replica.checkpointer(folder / "new", every="auto", max_overhead=0.5) as ckpt:
+        for step in (1, 2, 3):
+            replica.train()
+            saves.append(replica.save(ckpt, step))
+        write(folder, {"own": own, "restored": restored, "saves": saves})
+        replica.calls, replica.fails_at = 0, int(replica.rank == 2)
+        ckpt.save(4)
+    raise AssertionError("the save must have failed")
+
+
+def write(folder: Path, report: dict) -> None:
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    place = Path(sys.argv[2])
+    if sys.argv[1] == "two":
+        write(place, two(place))
+        dist.destroy_process_group()
+    else:
+        try:
+            four(place)
+        except dq.EvaluateError as error:
+            os.write(2, f"rank {dist.get_rank()} ends with {error}\n".encode())
+            raise

@@ -1,0 +1,20 @@
+"""Real checkpoint files with another record of the save than was written, checksums and all."""
+
+import json
+import struct
+from pathlib import Path
+
+import zstandard
+from crafted import file_of
+
+PREAMBLE, TRAILER = 16, 40
+
+
+def with_record(path: Path, **changes) -> None:
+    """Replaces what the record of a checkpoint file says under these names."""
+    content = path.read_bytes()
+    stored_size, size = struct.unpack("<QQ", content[-TRAILER:][:16])
+    streams, stored = content[PREAMBLE : -TRAILER - stored_size], content[-TRAILER - stored_size : -TRAILER]
+    header = json.loads(stored if stored_size == size else zstandard.ZstdDecompressor().decompress(stored))
+    header["record"] |= changes
+    path.write_bytes(file_of(header, streams))

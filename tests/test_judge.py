@@ -1,0 +1,260 @@
+"""What decides whether a configuration is good enough: a metric, its noise, and what stands in for a metric."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch import nn, optim
+from training import bits, model_of, train
+
+import dynaquant as dq
+from dynaquant.quantize.checkpoint import SketchedWeights, quantize_weights, sketch_weights
+from dynaquant.quantized import dequantize
+from dynaquant.roles import labels
+from dynaquant.search.distortion import distortion, mean_squared_gradients
+from dynaquant.search.judge import DISTORTION_SCALE, DistortionJudge, MetricJudge, Noise
+
+
+def sketched(model: nn.Module) -> SketchedWeights:
+    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.ndim >= 2}
+    return sketch_weights(weights, labels(weights, {"model": model}, {}), {})
+
+
+def probability(model: nn.Module) -> float:
+    """A metric that is higher for a better model: the mean probability of the right token."""
+    with torch.no_grad():
+        return model.eval()(torch.arange(40)).softmax(1).diagonal().mean().item()
+
+
+def loss(model: nn.Module) -> float:
+    with torch.no_grad():
+        return nn.functional.cross_entropy(model.eval()(torch.arange(40)), torch.arange(40)).item()
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    model = model_of()
+    train(model, optim.AdamW(model.parameters(), lr=1e-2), 30)
+    return model
+
+
+class Counted:
+    """A metric with random numbers of its own, which nobody puts back, and a count of its evaluations."""
+
+    def __init__(self, value: float = 2.0, noise: float = 0.0) -> None:
+        self.value, self.noise = value, noise
+        self.draw = random.Random(0)
+        self.calls = 0
+
+    def __call__(self, _: nn.Module) -> float:
+        self.calls += 1
+        return self.value * (1 + self.noise * self.draw.gauss(0, 1))
+
+
+# Noise
+
+
+def test_a_metric_that_repeats_itself_is_evaluated_twice_once(model):
+    noise, metric = Noise(), Counted()
+    for step, calls in enumerate((2, 3, 4, 5)):
+        metric.value = 2.0 + step
+        assert noise.original(model, metric) == metric.value
+        assert metric.calls == calls
+        assert noise.margin == 0
+
+
+def test_what_a_metric_draws_from_the_global_generators_is_not_noise(model):
+    noise = Noise()
+    for _ in range(3):
+        noise.original(model, lambda _: float(torch.rand(()) + random.random()))
+    assert noise.margin == 0
+
+
+def test_the_margin_is_twice_the_root_mean_square_of_the_differences(model):
+    noise, metric, same = Noise(), Counted(noise=0.03), Counted(noise=0.03)
+    differences = []
+    for _ in range(5):
+        first, second = same(model), same(model)
+        differences.append((second - first) / first)
+        assert noise.original(model, metric) == (first + second) / 2
+        assert metric.calls == same.calls
+        rms = math.sqrt(sum(d * d for d in differences) / len(differences))
+        assert noise.margin == pytest.approx(2 * rms)
+
+
+def test_the_margin_follows_the_noise_of_the_last_checkpoints(model):
+    noise, metric = Noise(), Counted(noise=0.1)
+    for _ in range(40):
+        noise.original(model, metric)
+    assert noise.margin == pytest.approx(
+        2 * math.sqrt(2) * 0.1, rel=0.5
+    )  # the difference of two has twice the variance
+    metric.noise = 0.001
+    for _ in range(8):
+        noise.original(model, metric)
+    assert noise.margin == pytest.approx(2 * math.sqrt(2) * 0.001, rel=0.7)
+
+
+def test_noise_is_relative_to_the_metric(model):
+    small, large = Noise(), Noise()
+    small.original(model, Counted(0.001, noise=0.02))
+    large.original(model, Counted(-1000.0, noise=0.02))
+    assert small.margin == pytest.approx(large.margin)
+
+
+def test_two_that_happen_to_agree_do_not_make_a_noisy_metric_exact(model):
+    noise, metric = Noise(), Counted(noise=0.02)
+    noise.original(model, metric)
+    margin = noise.margin
+    metric.noise = 0.0
+    noise.original(model, metric)
+    metric.calls, metric.noise = 0, 0.02
+    noise.original(model, metric)
+    assert metric.calls == 2
+    assert noise.margin != margin > 0
+
+
+@pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan), (math.inf, math.inf), (1.0, -math.inf)])
+def test_a_score_that_is_not_finite_is_returned_and_not_remembered(model, values):
+    noise, scores = Noise(), iter(values)
+    assert not math.isfinite(noise.original(model, lambda _: next(scores)))
+    assert noise.margin == 0
+    metric = Counted()
+    assert noise.original(model, metric) == 2.0
+    assert metric.calls == 2  # whether it repeats itself is still to be found out
+
+
+def test_from_zero_no_relative_noise_can_be_told(model):
+    noise, scores = Noise(), iter((0.0, 0.5, 0.0, 0.0))
+    assert math.isnan(noise.original(model, lambda _: next(scores)))
+    assert noise.original(model, lambda _: next(scores)) == 0
+    assert noise.margin == 0
+
+
+# Judges
+
+
+@pytest.mark.parametrize(("metric", "higher_is_better"), [(loss, False), (probability, True)])
+def test_the_metric_sees_the_weights_as_they_would_be_restored(model, metric, higher_is_better):
+    judge = MetricJudge(model, metric, higher_is_better, metric(model), {})
+    for configuration in (dq.Configuration(bins=4, pruned=0.5), dq.Configuration(bins=254, embedding_bins=254)):
+        quantized = quantize_weights(sketched(model), configuration)
+        quality = judge(quantized)
+        restored = model_of()
+        values = {name.removeprefix("model."): dequantize(tensor) for name, tensor in quantized.items()}
+        restored.load_state_dict({**model.state_dict(), **values})
+        assert quality.original == metric(model)
+        assert quality.restored == metric(restored)
+        worse = quality.original - quality.restored if higher_is_better else quality.restored - quality.original
+        assert quality.degradation == worse / quality.original
+        assert (quality.degradation > 0.05) == (configuration.bins == 4)
+
+
+def test_weights_that_are_decided_already_are_judged_as_they_will_be(model):
+    seen = {}
+
+    def evaluate(scored: nn.Module) -> float:
+        seen.update({name: bits(p) for name, p in scored.named_parameters()})
+        return 1.0
+
+    known = {"1.weight": torch.ones(24, 24)}
+    quantized = quantize_weights(sketched(model), dq.Configuration())
+    del quantized["model.1.weight"]
+    MetricJudge(model, evaluate, False, 1.0, known)(quantized)
+    assert seen["1.weight"] == bits(nn.Parameter(known["1.weight"]))
+    assert seen["4.weight"] == bits(nn.Parameter(dequantize(quantized["model.4.weight"])))
+    assert seen["4.bias"] == bits(model[4].bias)
+
+
+def test_a_metric_that_raises_is_left_to_the_caller(model):
+    def fail(_: nn.Module) -> float:
+        raise ZeroDivisionError("no tokens")
+
+    with pytest.raises(ZeroDivisionError, match="no tokens"):
+        MetricJudge(model, fail, False, 1.0, {})({})
+
+
+@pytest.mark.parametrize("fisher", [{}, {"model.0.weight": 1e-4, "model.1.weight": 1e-6, "model.4.weight": 3e-5}])
+def test_the_distortion_stands_in_for_the_metric(model, fisher):
+    weights = sketched(model).weights
+    judge = DistortionJudge(weights, fisher)
+    found = []
+    for bins in (4, 8, 16, 32, 64):
+        configuration = dq.Configuration(bins=bins, embedding_bins=bins)
+        quantized = quantize_weights(sketched(model), configuration)
+        quality = judge(quantized)
+        assert math.isnan(quality.original)
+        assert math.isnan(quality.restored)
+        assert quality.degradation == DISTORTION_SCALE * distortion(weights, quantized, fisher)
+        found.append(quality.degradation)
+    assert found == sorted(found, reverse=True)
+    assert 0 < found[-1] < found[0] / 20
+    assert judge.judged_by == ("fisher distortion" if fisher else "distortion")
+
+
+def test_distortion_is_the_movement_relative_to_the_weights(model):
+    weights = sketched(model).weights
+    quantized = quantize_weights(sketched(model), dq.Configuration(bins=8))
+    fisher = {name: 10.0**-i for i, name in enumerate(weights)}
+    moved = {name: float((dequantize(quantized[name]) - w).double().square().sum()) for name, w in weights.items()}
+    total = {name: float(w.double().square().sum()) for name, w in weights.items()}
+    assert distortion(weights, quantized, {}) == pytest.approx(sum(moved.values()) / sum(total.values()), rel=1e-5)
+    assert distortion(weights, quantized, fisher) == pytest.approx(
+        sum(fisher[n] * moved[n] for n in weights) / sum(fisher[n] * total[n] for n in weights), rel=1e-5
+    )
+    assert distortion(weights, quantized, {name: 7 * f for name, f in fisher.items()}) == pytest.approx(
+        distortion(weights, quantized, fisher)
+    )
+    assert distortion(weights, {}, fisher) == 0
+
+
+# The Fisher information of a tensor
+
+
+def moments_after(optimizer: optim.Optimizer, model: nn.Module) -> dict[str, float]:
+    train(model, optimizer, 5)
+    gradients = {f"model.{name}": 2 * torch.ones_like(p) for name, p in model.named_parameters()}
+    parameters = {f"model.{name}": p for name, p in model.named_parameters()}
+    return mean_squared_gradients(parameters, optimizer, gradients)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [(optim.Adam, "exp_avg_sq"), (optim.AdamW, "exp_avg_sq"), (optim.RMSprop, "square_avg")]
+)
+def test_it_is_taken_from_the_optimizers_second_moments(kind, key):
+    model = model_of()
+    optimizer = kind(model.parameters(), lr=1e-3)
+    found = moments_after(optimizer, model)
+    expected = {f"model.{name}": float(optimizer.state[p][key].mean()) for name, p in model.named_parameters()}
+    assert found == pytest.approx(expected)
+    assert all(value > 0 for value in found.values())
+
+
+def test_else_from_recorded_gradients():
+    model = model_of()
+    found = moments_after(optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), model)
+    assert found == {f"model.{name}": 4.0 for name, _ in model.named_parameters()}
+
+
+def test_sources_that_differ_in_scale_are_not_mixed():
+    model = model_of()
+    optimizer = optim.AdamW(model[1].parameters(), lr=1e-3)
+    train(model, optimizer, 3)
+    parameters = {f"model.{name}": p for name, p in model.named_parameters()}
+    one = {"model.1.weight": torch.full((24, 24), 3.0)}
+    every = {name: torch.full(p.shape, 3.0) for name, p in parameters.items()}
+    assert mean_squared_gradients(parameters, optimizer, one) == {}
+    assert mean_squared_gradients(parameters, optimizer, every) == dict.fromkeys(parameters, 9.0)
+    moments = mean_squared_gradients({"model.1.weight": model[1].weight}, optimizer, every)
+    assert moments == {"model.1.weight": pytest.approx(float(optimizer.state[model[1].weight]["exp_avg_sq"].mean()))}
+
+
+def test_where_nothing_is_known_there_is_none():
+    model = model_of()
+    parameters = {f"model.{name}": p for name, p in model.named_parameters()}
+    zeros = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    assert mean_squared_gradients(parameters, None, {}) == {}
+    assert mean_squared_gradients(parameters, optim.AdamW(model.parameters()), {}) == {}  # it has made no step yet
+    assert mean_squared_gradients(parameters, None, zeros) == {}
+    assert mean_squared_gradients({}, None, {}) == {}

@@ -1,0 +1,625 @@
+"""The configuration manager at work in a Checkpointer: every checkpoint as small as its quality allows."""
+
+import json
+import math
+import random
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from movement import Movement
+from rewritten import with_record
+from torch import nn
+from training import bits, train
+
+import dynaquant as dq
+from dynaquant.distributed import Group
+from dynaquant.quantize.checkpoint import sketch_weights
+from dynaquant.roles import labels
+from dynaquant.run import Run
+from dynaquant.search.manager import ConfigurationManager, Decision
+
+
+def model_of() -> nn.Module:
+    return nn.Sequential(nn.Embedding(40, 24), nn.Linear(24, 40))
+
+
+def training_of(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = model_of()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def loss(model: nn.Module) -> float:
+    return nn.functional.cross_entropy(model.eval()(torch.arange(40)), torch.arange(40)).item()
+
+
+def run(folder, evaluate, saves: int, steps: int = 5, **options) -> list[dq.Record]:
+    """The records of a training that saves every few steps."""
+    model, optimizer = training_of()
+    if isinstance(evaluate, int | float):
+        evaluate = Movement(model, evaluate)
+    records = []
+    with dq.Checkpointer(folder, model, optimizer, evaluate=evaluate, **options) as ckpt:
+        for step in range(1, saves + 1):
+            train(model, optimizer, steps)
+            if isinstance(evaluate, Movement):
+                evaluate.remember()
+            records.append(ckpt.save(step).result())
+    return records
+
+
+# Quality
+
+
+@pytest.mark.parametrize(("evaluate", "max_degradation"), [(loss, 0.02), (loss, 0.2), (1.0, 0.0), (1.0, 0.002)])
+def test_no_checkpoint_degrades_by_more_than_is_allowed(tmp_path, evaluate, max_degradation):
+    for record in run(tmp_path, evaluate, 3, max_degradation=max_degradation):
+        assert record.limit == max_degradation
+        assert record.judged_by == "evaluate"
+        if record.search != "lossless":
+            assert record.quality["degradation"] <= record.limit
+            chosen = next(trial for trial in record.trials if trial.configuration == record.configuration)
+            assert chosen.degradation == record.quality["degradation"]
+            assert chosen.predicted == round(record.predicted)
+
+
+def test_a_larger_allowance_makes_smaller_checkpoints(tmp_path):
+    sizes = [
+        run(tmp_path / str(allowed), 1.0, 1, max_degradation=allowed)[0].roles["weight"].stored
+        for allowed in (0.0001, 0.001, 0.01)
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 1.5 * sizes[2]
+
+
+def test_where_higher_is_better_a_higher_metric_is_no_degradation(tmp_path):
+    model, optimizer = training_of()
+    train(model, optimizer, 30)
+    with dq.Checkpointer(
+        tmp_path, model, optimizer, evaluate=lambda scored: -loss(scored), higher_is_better=True
+    ) as ckpt:
+        record = ckpt.save(1).result()
+    quality = record.quality
+    assert quality["original"] == pytest.approx(-loss(model))
+    assert quality["degradation"] == pytest.approx((quality["original"] - quality["restored"]) / loss(model))
+    assert quality["degradation"] <= record.limit
+    assert len({trial.degradation > record.limit for trial in record.trials}) == 2
+
+
+# How a configuration is found
+
+
+def test_the_first_search_is_exhaustive_and_the_later_ones_stay_near(tmp_path):
+    records = run(tmp_path, 1.0, 6, max_degradation=0.003)
+    assert [record.search for record in records] == ["exhaustive"] + 5 * ["neighbourhood"]
+    assert len(records[0].trials) > 4
+    assert all(len(record.trials) <= 4 for record in records[1:])
+    for before, after in pairwise(records):
+        assert after.trials[0].configuration == before.configuration
+
+
+def test_no_configuration_is_evaluated_twice(tmp_path):
+    model, optimizer = training_of()
+    evaluate = Movement(model, 1.0)
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
+        for step, of_the_original in enumerate((2, 1, 1)):
+            train(model, optimizer)
+            evaluate.remember()
+            evaluate.calls = 0
+            record = ckpt.save(step).result()
+            assert evaluate.calls == of_the_original + len(record.trials)
+            assert len({trial.configuration for trial in record.trials}) == len(record.trials)
+
+
+@pytest.mark.parametrize(
+    ("strictness", "search", "bins"),
+    [
+        (0.001, "exhaustive", 4),
+        (10, "more bins", 64),
+        (30, "more bins", 128),
+        (200, "more bins", 254),
+        (1e9, "lossless", 0),
+    ],
+)
+def test_where_the_space_is_not_good_enough_more_bins_are_tried_then_none(tmp_path, strictness, search, bins):
+    first, second = run(tmp_path, strictness, 2)
+    assert first.search == search
+    assert (first.configuration.bins if first.configuration else 0) == bins
+    if search != "exhaustive":
+        tried = [trial.configuration.bins for trial in first.trials]
+        beyond = [n for n in tried if n > 32]
+        assert beyond == [64, 128, 254][: len(beyond)]
+        assert tried[: -len(beyond)] == [n for n in tried if n <= 32]
+    # What was not enough before is not tried again.
+    assert second.search == ("lossless" if search == "lossless" else "neighbourhood")
+    assert {trial.configuration.bins for trial in second.trials} == {bins or 254}
+
+
+def test_a_lossless_checkpoint_restores_every_bit(tmp_path):
+    model, optimizer = training_of()
+    train(model, optimizer, 5)
+    evaluate = Movement(model, 1e9)
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
+        for step in (1, 2):
+            train(model, optimizer, 5)
+            evaluate.remember()
+            record = ckpt.save(step).result()
+            assert (record.search, record.configuration, record.quality) == ("lossless", None, None)
+    other = training_of(1)
+    with dq.Checkpointer(tmp_path, *other) as ckpt:
+        assert ckpt.restore() == 2
+    assert bits(other[0].state_dict()) == bits(model.state_dict())
+    assert bits(other[1].state_dict()) == bits(optimizer.state_dict())
+
+
+def test_after_a_lossless_checkpoint_a_milder_metric_quantizes_again(tmp_path):
+    model, optimizer = training_of()
+    evaluate = Movement(model, 1e9)
+    searches = []
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
+        for step, evaluate.strictness in enumerate((1e9, 100, 1e9, 1)):
+            train(model, optimizer, 3)
+            evaluate.remember()
+            record = ckpt.save(step).result()
+            searches.append(record.search)
+            assert (record.quality is None) == (record.search == "lossless")
+    assert searches == ["lossless", "more bins", "lossless", "neighbourhood"]
+
+
+def test_a_model_without_embeddings_is_searched_too(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20))
+    with dq.Checkpointer(tmp_path, model, evaluate=Movement(model, 1.0)) as ckpt:
+        record = ckpt.save(1).result()
+    assert record.search == "exhaustive"
+    assert record.quality["degradation"] <= record.limit
+    assert {trial.configuration.embedding_bins for trial in record.trials} == {32}
+
+
+def test_weights_that_have_not_changed_are_not_searched_for_again(tmp_path):
+    model, optimizer = training_of()
+    train(model, optimizer)
+    evaluate = Movement(model, 1.0)
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, max_degradation=0.003) as ckpt:
+        first, second = (ckpt.save(step).result() for step in (1, 2))
+        assert len(first.trials) > len(second.trials) == 1
+        assert (second.quality, second.configuration) == (first.quality, first.configuration)
+        assert bits(dq.load(tmp_path, 2)["model"]) == bits(dq.load(tmp_path, 1)["model"])
+        train(model, optimizer)
+        evaluate.remember()
+        third = ckpt.save(3).result()
+    assert third.search == "neighbourhood"
+    assert third.trials[0].configuration == first.configuration
+
+
+def test_weights_that_have_not_changed_are_quantized_again_where_less_is_allowed(tmp_path):
+    model, optimizer = training_of()
+    train(model, optimizer)
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=Movement(model, 1.0), max_degradation=0.02) as ckpt:
+        for step, ckpt.max_degradation in enumerate((0.02, 0.001)):
+            record = ckpt.save(step).result()
+            assert record.search != "lossless"
+            assert record.quality["degradation"] <= ckpt.max_degradation
+
+
+def test_a_configuration_of_the_users_is_not_searched_for(tmp_path):
+    configuration = dq.Configuration(bins=4)
+    for record in run(tmp_path, 1000.0, 2, configuration=configuration):
+        assert record.search == "fixed"
+        assert record.configuration == configuration
+        assert record.limit is None
+        assert record.quality["degradation"] > 0.01
+        assert [trial.configuration for trial in record.trials] == [configuration]
+
+
+# ε
+
+
+def test_a_lower_max_degradation_is_heeded_by_the_next_save(tmp_path):
+    model, optimizer = training_of()
+    evaluate = Movement(model, 1.0)
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, max_degradation=0.02) as ckpt:
+        for step, allowed in enumerate((0.02, 0.02, 0.001, 0.001, 0.00005)):
+            ckpt.max_degradation = allowed
+            train(model, optimizer, 3)
+            evaluate.remember()
+            record = ckpt.save(step).result()
+            assert record.limit == allowed
+            assert record.quality["degradation"] <= allowed
+
+
+def test_a_higher_max_degradation_is_searched_for_from_scratch(tmp_path):
+    model, optimizer = training_of()
+    evaluate = Movement(model, 1.0)
+    searches, bins = [], []
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
+        for step, allowed in enumerate((0.003, 0.003, 0.02, 0.02, 0.003, 0.02)):
+            ckpt.max_degradation = allowed
+            train(model, optimizer)
+            evaluate.remember()
+            record = ckpt.save(step).result()
+            searches.append(record.search)
+            bins.append(record.configuration.bins)
+    assert searches == ["exhaustive", "neighbourhood", "exhaustive", "neighbourhood", "neighbourhood", "neighbourhood"]
+    assert bins[0] == bins[1] == bins[4] > bins[2] == bins[3] == bins[5]
+
+
+# After a restore
+
+
+def test_a_restored_training_goes_on_from_the_last_configuration(tmp_path):
+    last = run(tmp_path, None, 2, steps=20)[-1]
+    model, optimizer = training_of(1)
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        assert ckpt.restore() == 2
+        train(model, optimizer, 5)
+        record = ckpt.save(3).result()
+    assert record.search == "neighbourhood"
+    assert record.trials[0].configuration == last.configuration
+    assert len(record.trials) <= 4
+
+
+def test_what_was_found_for_each_limit_survives_a_restore(tmp_path):
+    model, optimizer = training_of()
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        found = {}
+        for step, ckpt.max_degradation in enumerate((0.05, 0.001)):
+            train(model, optimizer)
+            found[ckpt.max_degradation] = ckpt.save(step).result().configuration
+    assert len(set(found.values())) == 2
+    for seed, (allowed, configuration) in enumerate(found.items(), start=2):
+        model, optimizer = training_of(seed)
+        with dq.Checkpointer(tmp_path, model, optimizer, max_degradation=allowed) as ckpt:
+            ckpt.restore(1)
+            train(model, optimizer)
+            assert ckpt.save(seed).result().trials[0].configuration == configuration
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(1, 0.001), (2, None), (60, 0.01)])
+def test_after_a_restore_most_of_what_was_gained_since_has_to_be_kept(tmp_path, steps, expected):
+    before = run(tmp_path, loss, 1, steps=20)[0].quality
+    model, optimizer = training_of(1)
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=loss) as ckpt:
+        ckpt.restore()
+        assert loss(model) == pytest.approx(before["restored"])
+        for group in optimizer.param_groups:
+            group["lr"] = {1: 1e-5, 2: 4e-3, 60: 1e-2}[steps]
+        train(model, optimizer, steps)
+        record = ckpt.save(2).result()
+    gained = (before["restored"] - record.quality["original"]) / record.quality["original"]
+    assert record.limit == pytest.approx(min(0.01, max(0.1 * gained, 0.001)))
+    assert record.quality["degradation"] <= record.limit
+    if expected is None:
+        assert 0.001 < record.limit < 0.01
+        kept = before["restored"] - record.quality["restored"]
+        assert kept >= 0.9 * (before["restored"] - record.quality["original"])
+    else:
+        assert record.limit == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("checkpoint", ["lossless", "without a metric"])
+def test_a_restore_of_unknown_quality_asks_for_no_special_care(tmp_path, checkpoint):
+    run(tmp_path, 1e9 if checkpoint == "lossless" else None, 1)
+    model, optimizer = training_of(1)
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=loss) as ckpt:
+        ckpt.restore()
+        train(model, optimizer)
+        assert ckpt.save(2).result().limit == 0.01
+
+
+# Metrics that misbehave
+
+
+class Noisy(Movement):
+    """The metric with noise of its own; keeps what it returned."""
+
+    def __init__(self, model: nn.Module, strictness: float, noise: float) -> None:
+        super().__init__(model, strictness)
+        self.noise, self.draw, self.returned = noise, random.Random(1), []
+
+    def __call__(self, model: nn.Module) -> float:
+        self.returned.append(super().__call__(model) + self.noise * self.draw.gauss(0, 1))
+        return self.returned[-1]
+
+
+def test_a_noisy_metric_leaves_less_room_and_is_noted(tmp_path):
+    model, optimizer = training_of()
+    evaluate = Noisy(model, 0.1, noise=0.001)
+    differences = []
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
+        for step in range(4):
+            train(model, optimizer)
+            evaluate.remember()
+            evaluate.returned.clear()
+            record = ckpt.save(step).result()
+            first, second = evaluate.returned[:2]
+            differences.append((second - first) / first)
+            margin = 2 * math.sqrt(sum(d * d for d in differences) / len(differences))
+            assert record.limit == pytest.approx(0.01 - margin)
+            assert 0 < record.limit < 0.01
+            assert record.quality["original"] == pytest.approx((first + second) / 2)
+            assert record.quality["degradation"] <= record.limit
+            assert [note for note in record.notes if "the metric is noisy" in note]
+
+
+def test_noise_beyond_what_is_allowed_leaves_only_lossless(tmp_path):
+    model, optimizer = training_of()
+    train(model, optimizer)
+    evaluate = Noisy(model, 0.1, noise=0.2)
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
+        record = ckpt.save(1).result()
+    assert record.limit < 0
+    assert record.search == "lossless" or record.quality["degradation"] < record.limit
+    assert [note for note in record.notes if "evaluate on more batches" in note]
+
+
+def test_a_metric_with_wild_values_is_saved_all_the_same(tmp_path):
+    values = iter([1.0, 1e200] * 50)
+    record = run(tmp_path, lambda _: next(values), 1)[0]
+    assert record.search == "lossless"
+    assert math.isfinite(record.limit)
+
+
+class Faulty(Movement):
+    """Does what ``fault`` says with the weights of training (or with all others), and else what the metric does."""
+
+    def __init__(self, model: nn.Module, fault, on_the_original: bool) -> None:
+        super().__init__(model, 1.0)
+        self.fault, self.on_the_original = fault, on_the_original
+        self.broken = True
+
+    def __call__(self, model: nn.Module) -> float:
+        if self.broken and (self.moved(model) == 0) == self.on_the_original:
+            return self.fault(model)
+        return super().__call__(model)
+
+
+def fail(_: nn.Module) -> float:
+    raise ZeroDivisionError("no tokens")
+
+
+RAISES = (fail, "ZeroDivisionError: no tokens")
+OTHER_FAULTS = [
+    (lambda _: "high", "'high'; it must return one number"),
+    (lambda _: math.nan, None),
+    (lambda _: -math.inf, None),
+]
+NAMES = ["raises", "no number", "nan", "infinite"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "says", "at"),
+    [(*RAISES, 1), *((*fault, 2) for fault in (RAISES, *OTHER_FAULTS))],
+    ids=["raises at first", *NAMES],
+)
+def test_a_metric_that_fails_on_the_weights_in_training_judges_nothing(tmp_path, fault, says, at):
+    model, optimizer = training_of()
+    evaluate = Faulty(model, fault, on_the_original=True)
+    searches = []
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
+        for step in (1, 2, 3):
+            train(model, optimizer)
+            evaluate.remember()
+            evaluate.broken = step == at
+            record = ckpt.save(step).result()
+            searches.append(record.search)
+            if step == at:
+                assert (record.quality, record.configuration, record.judged_by, record.trials) == (None, None, None, [])
+                assert [note for note in record.notes if (says or "not finite") in note]
+                assert bits(dq.load(tmp_path)["model"]) == bits(model.state_dict())
+    expected = ["exhaustive", "neighbourhood"]
+    expected.insert(at - 1, "lossless")
+    assert searches == expected
+
+
+@pytest.mark.parametrize(("fault", "says"), [RAISES, *OTHER_FAULTS], ids=NAMES)
+def test_a_candidate_on_which_the_metric_fails_is_not_good_enough(tmp_path, fault, says):
+    """It fails on weights of few values."""
+    model, optimizer = training_of()
+    train(model, optimizer, 20)
+    evaluate = Faulty(model, None, on_the_original=False)
+    evaluate.fault = lambda m: fault(m) if len(m[1].weight.unique()) < 14 else 1.001
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
+        record = ckpt.save(1).result()
+        back = ckpt.records()[0]
+    failed = [trial for trial in record.trials if not math.isfinite(trial.degradation)]
+    assert failed
+    assert record.configuration not in [trial.configuration for trial in failed]
+    assert record.quality["degradation"] == pytest.approx(0.001)
+    assert all((says is None) == (trial.error is None) for trial in failed)
+    assert all(says is None or says in trial.error for trial in failed)
+    noted = [note for note in record.notes if "evaluate failed on a candidate" in note]
+    assert len(noted) == len({trial.error for trial in failed} - {None})
+    assert [trial.to_json() for trial in back.trials] == [trial.to_json() for trial in record.trials]
+
+
+def test_a_metric_that_fails_on_every_candidate_leaves_lossless(tmp_path):
+    model, optimizer = training_of()
+    evaluate = Faulty(model, fail, on_the_original=False)
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
+        record = ckpt.save(1).result()
+    assert record.search == "lossless"
+    assert all(trial.error == "ZeroDivisionError: no tokens" for trial in record.trials)
+    assert record.trials[-1].configuration.bins == 254
+
+
+# Without a metric
+
+
+def saved_without_metric(folder, optimizer_of) -> dq.Record:
+    torch.manual_seed(0)
+    model = model_of()
+    optimizer = optimizer_of(model.parameters())
+    train(model, optimizer, 10)
+    given = () if optimizer_of is plain_sgd else (optimizer,)
+    with dq.Checkpointer(folder, model, *given) as ckpt:
+        if given:
+            train(model, optimizer, 2)
+        return ckpt.save(1).result()
+
+
+def plain_sgd(parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def sgd_with_momentum(parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_of", "judged_by"),
+    [
+        (torch.optim.AdamW, "fisher distortion"),
+        (sgd_with_momentum, "fisher distortion"),  # from recorded gradients
+        (plain_sgd, "distortion"),  # which the Checkpointer is not given
+    ],
+)
+def test_without_a_metric_the_distortion_decides(tmp_path, optimizer_of, judged_by):
+    record = saved_without_metric(tmp_path, optimizer_of)
+    assert record.judged_by == judged_by
+    assert record.quality is None
+    assert record.limit == 0.01
+    degradations = {trial.configuration: trial.degradation for trial in record.trials}
+    assert 0 < degradations[record.configuration] <= 0.01
+    assert max(degradations.values()) > 0.01
+
+
+# Records
+
+
+@pytest.mark.parametrize("evaluate", [loss, None, 100.0, 1e9], ids=["loss", "no metric", "more bins", "lossless"])
+def test_records_read_back_are_those_of_save_but_for_the_time_of_writing(tmp_path, evaluate):
+    records = run(tmp_path, evaluate, 2)
+    with dq.Checkpointer(tmp_path, *training_of()) as ckpt:
+        read = ckpt.records()
+    for record, back in zip(records, read, strict=True):
+        assert set(record.seconds) - set(back.seconds) == {"write"}
+        assert replace(record, seconds=back.seconds) == back
+        assert json.loads(json.dumps(back.to_json(), allow_nan=False))["search"] == record.search
+        assert all(trial.seconds > 0 for trial in back.trials)
+        if back.predicted is not None:
+            assert 0.2 < back.predicted / back.roles["weight"].stored < 5
+
+
+@pytest.fixture(scope="module")
+def run_of_one(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    run(folder, loss, 1)
+    return folder
+
+
+def resumed(folder, run_of_one, **changes) -> tuple[dq.Checkpointer, nn.Module, torch.optim.Optimizer]:
+    """A training restored from a checkpoint whose record says something else than was written."""
+    shutil.copytree(run_of_one, folder, dirs_exist_ok=True)
+    with_record(Run(folder).path(1), **changes)
+    model, optimizer = training_of(1)
+    ckpt = dq.Checkpointer(folder, model, optimizer, evaluate=loss, every="auto")
+    assert ckpt.restore() == 1
+    return ckpt, model, optimizer
+
+
+@pytest.mark.parametrize("search", [None, {"history": [7]}, {"history": {"-7": {"bins": "16"}}}], ids=str)
+def test_a_restored_search_that_makes_no_sense_starts_a_new_one(tmp_path, run_of_one, search):
+    ckpt, model, optimizer = resumed(tmp_path, run_of_one, search=search)
+    with ckpt:
+        train(model, optimizer, 5)
+        record = ckpt.save(2).result()
+    assert record.search in ("exhaustive", "more bins")
+    assert len(record.trials) > 4
+
+
+@pytest.mark.parametrize("interval", ["often", -5, 0, 2.5, []])
+def test_a_restored_interval_that_makes_no_sense_is_not_taken_over(tmp_path, run_of_one, interval):
+    with resumed(tmp_path, run_of_one, interval=interval)[0] as ckpt:
+        assert not ckpt.due(2)
+        assert ckpt.due(1 + 50)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"quality": {"restored": 10**400}},
+        {"search": {"trials": [7]}},
+        {
+            "search": {
+                "trials": [{"configuration": {}, "predicted": 10**400, "degradation": 0, "seconds": 0, "error": None}]
+            }
+        },
+        {"configuration": {"bins": 0}},
+    ],
+    ids=["quality", "trials", "predicted", "configuration"],
+)
+def test_a_record_that_makes_no_sense_is_an_error_to_who_asks_for_it(tmp_path, run_of_one, changes):
+    with (
+        resumed(tmp_path, run_of_one, **changes)[0] as ckpt,
+        pytest.raises(dq.CheckpointError, match="its record of the save cannot be understood"),
+    ):
+        ckpt.records()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+KNOBS = st.dictionaries(
+    st.sampled_from(["bins", "embedding_bins", "pruned", "pruning_metric", "protected", "protection_metric", "x"]),
+    st.sampled_from([4, 5.5, 300, 0, -1, 0.3, math.nan, True, None, "magnitude", "sensitivity", "both", [], {}]) | JSON,
+    max_size=4,
+)
+HISTORIES = st.dictionaries(st.integers(-40, 5).map(str) | st.text(max_size=3), KNOBS | JSON, max_size=3)
+QUALITIES = st.fixed_dictionaries({"restored": JSON | st.sampled_from([10**400, "1e5", -1.0, "inf"])})
+RECORDS = st.fixed_dictionaries(
+    {}, optional={"search": st.fixed_dictionaries({"history": HISTORIES | JSON}) | JSON, "quality": QUALITIES | JSON}
+)
+
+
+def decide(record) -> tuple[Decision, ConfigurationManager]:
+    """The decision of a manager that goes on from a record, for a model of 30 weights."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5)
+    weights = {"model.weight": model.weight.detach()}
+    sketched = sketch_weights(weights, labels(weights, {"model": model}, {}), {})
+    manager = ConfigurationManager(model, Movement(model, 1.0), False, 0.01, None, Group())
+    manager.resume(record)
+    return manager.decide(sketched, {}, dict), manager
+
+
+@given(RECORDS)
+@settings(max_examples=20)
+def test_whatever_stands_in_a_record_the_next_decision_keeps_to_what_is_allowed(record):
+    decision, manager = decide(record)
+    assert decision.limit <= 0.01
+    assert decision.search == "lossless" or decision.quality.degradation <= decision.limit
+    assert json.loads(json.dumps(manager.history.to_json(), allow_nan=False))
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        None,
+        {"-7": None},
+        {"-7": {"bins": 10**400}},
+        {"-7": {"bins": 16, "colour": 1}},
+        {"-7": {"pruned": -1}},
+        {"-7": {"pruned": math.nan}},
+        {"-7": {"pruning_metric": ["magnitude"]}},
+        {"often": {"bins": 16}},
+        {"": {}},
+        {"1e3": {}},
+        {"-7": {"bins": 16}, "-8": {"bins": 0}},
+    ],
+    ids=str,
+)
+def test_a_history_that_makes_no_sense_starts_a_new_search(history):
+    assert decide({"search": {"history": history}})[0].search == "exhaustive"
+
+
+@pytest.mark.parametrize("quality", [7, "good", [], {}, {"restored": None}, {"restored": [1]}, {"restored": 10**400}])
+def test_a_quality_that_makes_no_sense_asks_for_no_special_care(quality):
+    assert decide({"quality": quality})[0].limit == 0.01

@@ -1,0 +1,178 @@
+"""Delta-neighbourhood search: from the last best configuration to the next, mostly in one or two trials."""
+
+import math
+import random
+import statistics
+from itertools import product
+
+import pytest
+from landscapes import METRICS, SHAPE, Landscape
+
+from dynaquant.search.exhaustive import guided_exhaustive
+from dynaquant.search.neighbourhood import delta_neighbourhood
+from dynaquant.search.space import Candidate, at_most
+
+LAST = Candidate("magnitude", (2, 0, 3, 1))
+OTHER = Candidate("sensitivity", LAST.point)
+WIDTHS = pytest.mark.parametrize("width", [1, 2, 4, 8])
+
+
+def search(landscape: Landscape, last: Candidate = LAST, **options) -> Candidate | None:
+    return delta_neighbourhood(
+        last, landscape.shape, METRICS, landscape.size, landscape.score, landscape.limit, **options
+    )
+
+
+def neighbours(last: Candidate, shape=SHAPE, reach: int = 1) -> list[Candidate]:
+    """All that is at most ``reach`` steps more conservative on every axis, with its metric."""
+    ranges = [range(at, min(at + reach, length - 1) + 1) for at, length in zip(last.point, shape, strict=True)]
+    return [Candidate(last.metric, point) for point in product(*ranges)]
+
+
+def with_scores(scores: dict[Candidate, float], otherwise: float, limit: float = 1.0) -> Landscape:
+    """A landscape where only a few degradations matter."""
+    landscape = Landscape(0)
+    landscape.degradations = dict.fromkeys(landscape.degradations, otherwise) | scores
+    landscape.limit = limit
+    return landscape
+
+
+def random_cases(count: int):
+    """A landscape, and a last best that may lie anywhere in it."""
+    for seed in range(count):
+        draw = random.Random(seed)
+        yield Landscape(seed), Candidate(draw.choice(METRICS), tuple(draw.randrange(n) for n in SHAPE))
+
+
+# Metrics
+
+
+@WIDTHS
+@pytest.mark.parametrize(
+    ("own", "others", "best"),
+    [
+        (0.5, 0.3, OTHER),
+        (0.5, 0.41, LAST),  # better, but not clearly
+        (0.5, 0.39, OTHER),
+        (0.5, 0.7, LAST),
+        (0.5, 1.2, LAST),
+        (0.5, math.nan, LAST),
+        (1.05, 0.99, OTHER),  # not clearly better, but good enough
+        (math.nan, 0.9, OTHER),
+    ],
+)
+def test_another_metric_takes_over_when_it_is_clearly_better(width, own, others, best):
+    landscape = with_scores({LAST: own, OTHER: others}, otherwise=0.0)
+    assert search(landscape, clearly=0.1, width=width) == best
+
+
+@WIDTHS
+@pytest.mark.parametrize(("others", "metric"), [(1.5, "sensitivity"), (2.5, "magnitude"), (math.nan, "magnitude")])
+def test_the_better_metric_is_searched_when_both_fail(width, others, metric):
+    landscape = with_scores({LAST: 2.0, OTHER: others}, otherwise=0.5)
+    found = search(landscape, clearly=0.1, width=width)
+    assert found.metric == metric
+    assert landscape.size(found) == min(landscape.size(c) for c in neighbours(LAST) if c.point != LAST.point)
+
+
+def test_a_metric_that_is_no_longer_there_is_not_asked_for():
+    landscape = with_scores({LAST: 2.0, OTHER: 0.0}, otherwise=0.5)
+    found = delta_neighbourhood(LAST, SHAPE, ("magnitude",), landscape.size, landscape.score, 1.0)
+    assert found.metric == "magnitude"
+    assert OTHER not in landscape.scored
+
+
+# What is found
+
+
+@WIDTHS
+@pytest.mark.parametrize("reach", [1, 2])
+def test_it_finds_the_smallest_good_neighbour_of_brute_force(width, reach):
+    for landscape, last in random_cases(60):
+        found = search(landscape, last, reach=reach, width=width)
+        scores = {metric: landscape.degradations[Candidate(metric, last.point)] for metric in METRICS}
+        best = Candidate(min(METRICS, key=scores.get), last.point)
+        optimum = landscape.smallest_good(neighbours(best, reach=reach))
+        assert (found and landscape.size(found)) == optimum
+        if found is not None:
+            assert landscape.is_good(found)
+
+
+@WIDTHS
+def test_nothing_more_aggressive_than_the_last_best_is_ever_tried(width):
+    for landscape, last in random_cases(60):
+        search(landscape, last, width=width)
+        near = {Candidate(metric, c.point) for metric in METRICS for c in neighbours(last)}
+        assert set(landscape.scored) <= near
+        assert all(at_most(last.point, candidate.point) for candidate in landscape.scored)
+
+
+def test_the_first_good_one_in_order_of_size_ends_the_search():
+    by_size = sorted(neighbours(LAST), key=Landscape(0).size)
+    for i, good in enumerate(by_size):
+        landscape = with_scores({good: 0.5}, otherwise=2.0)
+        assert search(landscape) == good
+        assert landscape.scored == [LAST, OTHER, *by_size[1 : i + 1]]
+
+
+def test_what_is_nowhere_more_conservative_than_a_failure_is_passed_over():
+    for landscape, last in random_cases(60):
+        search(landscape, last)
+        tried = [c for c in landscape.scored if c.metric == landscape.scored[-1].metric]
+        for i, candidate in enumerate(tried):
+            failed = [c for c in tried[:i] if not landscape.is_good(c)]
+            assert not any(at_most(candidate.point, earlier.point) for earlier in failed)
+
+
+@WIDTHS
+def test_where_nothing_in_reach_is_good_enough_there_is_none(width):
+    landscape = with_scores({}, otherwise=2.0)
+    landscape.degradations |= {c: 0.0 for c in landscape.degradations if not at_most(c.point, (3, 1, 4, 2))}
+    assert search(landscape, width=width) is None
+    assert search(landscape, reach=2, width=width) is not None
+    landscape.degradations = dict.fromkeys(landscape.degradations, math.nan)
+    assert search(landscape, width=width) is None
+
+
+@WIDTHS
+def test_at_the_most_conservative_corner_only_the_metrics_are_left(width):
+    landscape = with_scores({}, otherwise=2.0)
+    corner = Candidate("sensitivity", (5, 1, 5, 2))
+    assert search(landscape, corner, width=width) is None
+    assert set(landscape.scored) == {corner, Candidate("magnitude", corner.point)}
+
+
+# What it costs
+
+
+@WIDTHS
+def test_no_round_is_wider_than_there_are_ranks_and_nothing_is_scored_twice(width):
+    rounds = []
+    for landscape, last in random_cases(40):
+        search(landscape, last, width=width)
+        assert max(map(len, landscape.rounds)) <= width
+        assert len(set(landscape.scored)) == len(landscape.scored)
+        rounds.append(len(landscape.rounds))
+        # The last best and the other metric, then fifteen neighbours of one metric, some of them wasted on the wrong.
+        assert len(landscape.rounds) <= 2 + -(-15 // width)
+    assert statistics.median(rounds) <= {1: 3, 2: 2, 4: 2, 8: 2}[width]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_training_that_drifts_slowly_takes_few_trials_and_few_searches_from_scratch(seed):
+    landscape = Landscape(seed)
+    landscape.limit = landscape.quantile(0.5)
+    best = guided_exhaustive(SHAPE, METRICS, landscape.size, landscape.score, landscape.limit)
+    trials, from_scratch = [], 0
+    for _ in range(20):
+        landscape.drift()
+        landscape.rounds.clear()
+        found = search(landscape, best, clearly=0.1 * landscape.limit)
+        if found is None:
+            from_scratch += 1
+            found = guided_exhaustive(SHAPE, METRICS, landscape.size, landscape.score, landscape.limit)
+        assert landscape.is_good(found)
+        best = found
+        trials.append(len(landscape.scored))
+    assert statistics.median(trials) <= 4
+    assert from_scratch <= 3
