@@ -28,8 +28,8 @@ at all was, and the weights are stored exactly."""
 
 KEPT = 0.9
 """Share of what training has gained since a restore that a checkpoint must keep."""
-FLOOR = 0.001
-"""… but no checkpoint is held to less than this degradation because of it."""
+FLOOR = 0.1
+"""… but no checkpoint is held to less than this share of ``max_degradation`` because of it."""
 CLEARLY = 0.1
 """Share of the limit by which another pruning metric must be better to take over."""
 
@@ -154,7 +154,7 @@ class ConfigurationManager:
         gained = degradation(original, self._resumed_at, self._higher_is_better)
         if not math.isfinite(gained):  # nothing was restored
             return self.max_degradation
-        return min(self.max_degradation, max((1 - KEPT) * gained, FLOOR))
+        return min(self.max_degradation, max((1 - KEPT) * gained, FLOOR * self.max_degradation))
 
     def _without_quality(self, sketched: SketchedWeights, reason: str) -> Decision:
         if self._fixed is None:
