@@ -279,7 +279,7 @@ def verdicts(result: Result) -> list[str]:
         (
             result.final_degradation <= FINAL_BAR or result.within_spread,
             f"at the end the {METRICS[settings.workload]} is {result.final_degradation:.2%} worse than without crashes "
-            f"(negative: better), {FINAL_BAR:.0%} or the worst of {settings.seeds} seeds allowed; the seeds are "
+            f"(negative: better), {FINAL_BAR:.0%} or the worst of {settings.seeds} seed(s) allowed; those are "
             f"{result.spread:.2%} apart",
         ),
     ]
@@ -311,8 +311,9 @@ def overview(results: list[Result]) -> Table:
             f"{r.settings.workload}, ε = {r.settings.max_degradation:g}, {r.settings.restores} restores, "
             f"every {r.settings.every}",
             *(f"{ratio:.1f}×" for ratio in (r.weights_ratio, r.state_ratio)),
-            f"{r.final_degradation:+.2%}",
-            *(f"{share:.2%}" for share in (r.spread, r.worst)),
+            f"{r.final_degradation:+.2%}" if r.settings.restores else "–",
+            f"{r.spread:.2%}" if r.settings.seeds > 1 else "–",
+            f"{r.worst:.2%}",
             f"{r.exhaustive} of {len(r.saved)}",
             f"{r.overhead:.1%}",
             *(f"{r.overhead_in_practice(exhaustive):.2%}" for exhaustive in (True, False)),
@@ -411,6 +412,7 @@ def page(results: list[Result]) -> str:
         "`test/<class>/*.jpg`).",
         "Configurations are searched for by the loss on held-out data; an accuracy on as many images would tell too "
         "little. What the trainings are compared by is the loss of the GPT and the accuracy of the ResNet.",
+        "Without restores a run is the training left alone, as saving leaves no trace on it.",
         overview(results).in_markdown(),
         "*Weights* and *whole state* are raw bytes over stored bytes of all checkpoints together. *At the end* is how "
         f"much worse the final metric is than that of the same seed left alone (negative: better), *seeds* how far "
