@@ -18,6 +18,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from results import Table, machine, sentence
@@ -40,7 +41,10 @@ METRICS = {"gpt": "validation loss", "resnet": "accuracy"}
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run. lost: steps between a checkpoint and the crash. seeds: how many trainings are left alone."""
+    """lost: steps between a checkpoint and the crash. seeds: how many trainings are left alone.
+
+    threads: of PyTorch; one, so that results do not depend on how many cores there are.
+    """
 
     workload: str
     max_degradation: float
@@ -49,6 +53,7 @@ class Settings:
     every: int = 80
     lost: int = 10
     seeds: int = 3
+    threads: int = 1
 
     @property
     def name(self) -> str:
@@ -76,8 +81,9 @@ class Saved:
     """One checkpoint.
 
     restored: whether training went on from it after a crash. weights, state: bytes raw and stored. evaluations:
-    configurations scored. metric: of the weights in training. quality: by the loss that the search goes by. searching,
-    blocking, writing: seconds; the first two are disjoint and keep training waiting.
+    configurations scored by the metric. metric: of the weights in training. quality: by the loss that the search goes
+    by. progress: share kept of the way since the last restore. searching, blocking, writing: seconds; the first two are
+    disjoint and keep training waiting.
     """
 
     step: int
@@ -88,6 +94,7 @@ class Saved:
     metric: float
     quality: dict[str, float] | None
     limit: float
+    progress: float | None
     search: str
     configuration: dict[str, Any] | None
     evaluations: int
@@ -260,9 +267,10 @@ def saved_of(record: dq.Record, waited: float, restored: list[int], metric: floa
         metric=metric,
         quality=record.quality,
         limit=record.limit,
+        progress=record.progress,
         search=record.search,
         configuration=None if record.configuration is None else asdict(record.configuration),
-        evaluations=len(record.trials),
+        evaluations=sum(trial.degradation is not None for trial in record.trials),
         searching=searching,
         blocking=waited - searching,
         writing=record.seconds["write"],
@@ -324,8 +332,9 @@ def overview(results: list[Result]) -> Table:
 
 
 def by_step(result: Result) -> Table:
-    columns = ["step", "restored", "weights", "state", "worse by", "limit", "search", "bins", "pruned", "protected"]
+    columns = ["step", "restored", "weights", "state", "worse by", "kept", "search", "bins", "pruned", "protected"]
     columns += ["evaluations", "search s", "blocked s", "write s"]
+    first_restore = min((saved.step for saved in result.saved if saved.restored), default=result.settings.steps)
     rows = [
         [
             f"{saved.step}{' (keyframe)' if saved.keyframe else ''}",
@@ -333,7 +342,7 @@ def by_step(result: Result) -> Table:
             f"{saved.weights_ratio:.1f}×",
             f"{_ratio([saved.state]):.2f}×",
             f"{saved.degradation:+.2%}",
-            f"{saved.limit:.2%}",
+            f"{saved.progress:.0%}" if saved.progress is not None and saved.step > first_restore else "",
             saved.search,
             *_knobs(saved.configuration),
             str(saved.evaluations),
@@ -416,29 +425,26 @@ def page(results: list[Result]) -> str:
         overview(results).in_markdown(),
         "*Weights* and *whole state* are raw bytes over stored bytes of all checkpoints together. *At the end* is how "
         f"much worse the final metric is than that of the same seed left alone (negative: better), *seeds* how far "
-        f"apart the final metrics of the seeds are, over their mean. *Overhead* is the time that saving keeps training "
-        f"waiting, over that of training; *every 30 min* is what it would be with so much training between two "
-        f"checkpoints, and *without exhaustive* what it would be but for exhaustive searches. The paper has "
-        f"{PAPER_OVERHEAD:.1%}.",
+        f"apart those of the seeds are, over their mean. *Overhead* is the time that saving keeps training waiting, "
+        f"over that of training; *every 30 min* is what it would be with so much training between two checkpoints, "
+        f"*without exhaustive* what it would be but for exhaustive searches. The paper has {PAPER_OVERHEAD:.1%}.",
     ]
     for result in results:
         settings = result.settings
-        speeds = [result.training_seconds / (settings.steps + settings.restores * settings.lost)]
-        speeds += [result.alone[0].training_seconds / settings.steps]
+        step_seconds = result.training_seconds / (settings.steps + settings.restores * settings.lost)
         parts += [
             f"## {settings.workload}, ε = {settings.max_degradation:g}, {settings.restores} restores",
             f"```\n{settings.command}\n```",
-            sentence(result.machine),
-            f"{settings.steps} steps, a checkpoint every {settings.every}"
-            + (f", each crash {settings.lost} steps after one. " if settings.restores else ". ")
-            + f"A step took {speeds[0]:.2f} s beside the background writes, {speeds[1]:.2f} s when left alone.",
+            f"{sentence(result.machine)} PyTorch had {settings.threads} thread(s).",
+            f"{settings.steps} steps of {step_seconds:.2f} s, a checkpoint every {settings.every}"
+            + (f", each crash {settings.lost} steps after one." if settings.restores else "."),
             "\n".join(f"- {verdict}" for verdict in verdicts(result)),
             f"![ratio, quality and degradation over the steps](failure_recovery-{settings.name}.png)",
             by_step(result).in_markdown(),
         ]
     parts.append(
-        "*bins*: of embeddings after the slash. *pruned*, *protected*: share and metric (m: magnitude, s: sensitivity, "
-        "b: both). *blocked*: what keeps training waiting besides the search."
+        "*kept*: share of the way since the last restore. *bins*: of embeddings after the slash. *pruned*, *protected*:"
+        " share and metric (m: magnitude, s: sensitivity, b: both). *blocked*: by anything but the search."
     )
     return "\n\n".join(parts) + "\n"
 
@@ -453,6 +459,7 @@ def parse() -> tuple[Settings, argparse.Namespace]:
     parser.add_argument("--every", type=int, default=Settings.every)
     parser.add_argument("--lost", type=int, default=Settings.lost, help="steps from a checkpoint to the crash")
     parser.add_argument("--seeds", type=int, default=Settings.seeds, help="trainings that are left alone")
+    parser.add_argument("--threads", type=int, default=Settings.threads, help="PyTorch's")
     parser.add_argument("--cache", type=Path, default=Path("build/benchmarks"), help="where those are kept")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results")
     arguments = parser.parse_args()
@@ -464,6 +471,7 @@ def parse() -> tuple[Settings, argparse.Namespace]:
 
 def main() -> None:
     settings, arguments = parse()
+    torch.set_num_threads(settings.threads)
     arguments.cache.mkdir(parents=True, exist_ok=True)
     alone = [
         uninterrupted(settings.workload, arguments.data, arguments.cache, settings.steps, settings.every, seed)

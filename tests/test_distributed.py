@@ -122,7 +122,17 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def test_all_ranks_come_to_the_same_decision(saves):
     for outcomes in saves:
-        for name in ("configuration", "search", "judged_by", "limit", "quality", "predicted", "trials", "interval"):
+        for name in (
+            "configuration",
+            "search",
+            "judged_by",
+            "limit",
+            "quality",
+            "progress",
+            "predicted",
+            "trials",
+            "interval",
+        ):
             assert all(outcome["record"][name] == outcomes[0]["record"][name] for outcome in outcomes), name
         assert all(outcome["weights"] == outcomes[0]["weights"] for outcome in outcomes)
         record = outcomes[0]["record"]

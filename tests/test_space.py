@@ -119,3 +119,21 @@ def test_more_bins_come_after_the_most_conservative_corner(space):
     assert [c.embedding_bins for c in configurations] == ([64, 128, 254] if space.embeddings else [32] * 3)
     assert {(c.pruned, c.protected) for c in configurations} == {(0.0, 0.01)}
     assert beyond[-1].point == tuple(n - 1 for n in space.wide_shape)
+
+
+@EVERY_SPACE
+def test_finer_candidates_have_more_bins_and_less_pruned_in_every_step(space):
+    for candidate in candidates(space, space.wide_shape):
+        before = space.configuration(candidate)
+        assert space.finer(candidate, 0, 0) == candidate
+        more_bins, less_pruned = space.finer_shape(candidate)
+        found = []
+        for steps in product(range(more_bins), range(less_pruned)):
+            finer = space.configuration(space.finer(candidate, *steps))
+            assert all(x <= y for x, y in zip(knobs(before), knobs(finer), strict=True))
+            assert finer.protected == before.protected
+            if space.embeddings and steps[0]:
+                assert finer.embedding_bins >= finer.bins
+            found.append((finer.bins, finer.pruned))
+        assert len(set(found)) == len(found)
+        assert found[-1] == (254, 0.0)

@@ -273,7 +273,7 @@ class Checkpointer:
         }
         self._quantized_for = self.max_degradation
         self._has_line = True
-        self._manager.resume(header.record)
+        self._manager.resume(header.record, {name: stored for name, (_, stored) in self._quantized.items()})
         self._schedule.begin(header.step, header.record.get("interval"))
         if self._recorder:
             self._recorder.forget()

@@ -42,8 +42,9 @@ class Record:
     configuration: the quantizer's, None when the weights are stored exactly. search: how it was found
     (``search.manager.Search``). judged_by: what its degradation was judged by (``search.judge.JudgedBy``), None where
     nothing was. limit: the degradation that was allowed; it can lie below ``max_degradation``. quality: of the weights
-    as restored (``search.quality.Quality``), None without ``evaluate``. predicted: bytes that the weights were expected
-    to take; what they took is ``roles["weight"].stored``. trials: every configuration that was scored.
+    as restored (``search.quality.Quality``), None without ``evaluate``. progress: the share that they keep of the way
+    since the last restore (``search.progress``), None where nothing was judged. predicted: bytes that the weights were
+    expected to take; what they took is ``roles["weight"].stored``. trials: every configuration that was tried.
 
     interval: steps to the next checkpoint as planned. seconds: wall time by stage. ``wait`` (for the write before),
     ``capture`` and ``search`` block training; ``write`` does not, and is only in the record that ``save`` hands out, as
@@ -60,6 +61,7 @@ class Record:
     judged_by: str | None
     limit: float | None
     quality: dict[str, float] | None
+    progress: float | None
     predicted: float | None
     trials: list[Trial]
     interval: int | None
@@ -79,7 +81,13 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON values, for logs; numbers that JSON does not have become text."""
         quality: dict[str, Any] | None = self.quality and {k: number_to_json(v) for k, v in self.quality.items()}
-        return {**asdict(self), "quality": quality, "trials": [trial.to_json() for trial in self.trials]}
+        progress = None if self.progress is None else number_to_json(self.progress)
+        return {
+            **asdict(self),
+            "quality": quality,
+            "progress": progress,
+            "trials": [trial.to_json() for trial in self.trials],
+        }
 
 
 def json_of(
@@ -96,6 +104,7 @@ def json_of(
             "limit": None if decision.limit is None else number_to_json(decision.limit),
             "history": history.to_json(),
             "predicted": decision.predicted,
+            "progress": None if decision.progress is None else number_to_json(decision.progress),
             "trials": [trial.to_json() for trial in decision.trials],
         },
         "interval": interval,
@@ -152,6 +161,7 @@ def _record(
         judged_by=search.get("judged_by"),
         limit=search.get("limit"),
         quality=quality and {key: float(value) for key, value in quality.items()},
+        progress=None if search.get("progress") is None else float(search["progress"]),
         predicted=search.get("predicted"),
         trials=[Trial.from_json(trial) for trial in search.get("trials", [])],
         interval=record.get("interval"),

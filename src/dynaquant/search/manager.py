@@ -17,7 +17,8 @@ from dynaquant.search.exhaustive import guided_exhaustive
 from dynaquant.search.history import History
 from dynaquant.search.judge import DistortionJudge, Judge, JudgedBy, MetricJudge, Noise
 from dynaquant.search.neighbourhood import delta_neighbourhood
-from dynaquant.search.quality import Evaluate, Quality, degradation
+from dynaquant.search.progress import Progress
+from dynaquant.search.quality import Evaluate, Quality
 from dynaquant.search.size import SizeModel
 from dynaquant.search.space import Candidate, Space
 from dynaquant.search.trials import Trial, Trials, raise_on_every_rank
@@ -26,10 +27,8 @@ Search = Literal["fixed", "exhaustive", "neighbourhood", "more bins", "lossless"
 """How a configuration was found. ``more bins``: nothing in the published space was good enough; ``lossless``: nothing
 at all was, and the weights are stored exactly."""
 
-KEPT = 0.9
-"""Share of what training has gained since a restore that a checkpoint must keep."""
-FLOOR = 0.1
-"""… but no checkpoint is held to less than this share of ``max_degradation`` because of it."""
+PROGRESS = 0.9
+"""Share of the way that weights have come since a restore that a checkpoint must keep (``search.progress``)."""
 CLEARLY = 0.1
 """Share of the limit by which another pruning metric must be better to take over."""
 
@@ -54,7 +53,16 @@ class Decision:
     @property
     def predicted(self) -> float | None:
         """Predicted bytes of the coded weights."""
-        return next((t.predicted for t in self.trials if t.configuration == self.configuration), None)
+        return self._trial.predicted if self._trial else None
+
+    @property
+    def progress(self) -> float | None:
+        """The share that is kept of the way since the last restore; None where nothing was judged."""
+        return self._trial.progress if self._trial else None
+
+    @property
+    def _trial(self) -> Trial | None:
+        return next((trial for trial in self.trials if trial.configuration == self.configuration), None)
 
 
 class ConfigurationManager:
@@ -80,18 +88,15 @@ class ConfigurationManager:
         self._noise = Noise()
         self.history = History()
         """What ``resume`` needs to know."""
-        self._resumed_at = math.nan
+        self._restored: Mapping[str, QuantizedTensor] = {}
         self._size_factor = 1.0
         self._gave_up = False  # whether the last checkpoint found nothing good enough
 
-    def resume(self, record: Mapping[str, Any]) -> None:
-        """Goes on from the record of a checkpoint that was restored. Anything may stand there."""
-        search, quality = record.get("search"), record.get("quality")
+    def resume(self, record: Mapping[str, Any], restored: Mapping[str, QuantizedTensor]) -> None:
+        """Goes on from a checkpoint that was restored: its record, in which anything may stand, and its weights."""
+        search = record.get("search")
         self.history = History.from_json(search.get("history") if isinstance(search, Mapping) else None)
-        try:
-            self._resumed_at = float(quality["restored"]) if isinstance(quality, Mapping) else math.nan
-        except (KeyError, OverflowError, TypeError, ValueError):
-            self._resumed_at = math.nan
+        self._restored = restored
         self._gave_up = False
 
     def learn_size(self, predicted: float | None, stored: int) -> None:
@@ -122,7 +127,7 @@ class ConfigurationManager:
             original = self._noise.original(self._model, self._evaluate)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-        everywhere = self._group.gather((original, error, self._limit(original), self._noise.margin))
+        everywhere = self._group.gather((original, error, self.max_degradation, self._noise.margin))
         if self._group.size > 1:
             raise_on_every_rank([error for _, error, _, _ in everywhere])
         if error or not all(
@@ -143,19 +148,6 @@ class ConfigurationManager:
             )
         return self._choose(sketched, judge, limit - margin, notes)
 
-    def _limit(self, original: float) -> float:
-        """The largest degradation that a checkpoint may have whose weights in training score ``original``.
-
-        After a restore, weights sit on the levels they were restored from; quantizing them to as many levels again
-        takes them back there while the steps since are small. That can stay within ε every time, and yet a training
-        that crashes again and again gets nowhere. So a checkpoint has to keep most of what was gained since the
-        restore.
-        """
-        gained = degradation(original, self._resumed_at, self._higher_is_better)
-        if not math.isfinite(gained):  # nothing was restored
-            return self.max_degradation
-        return min(self.max_degradation, max((1 - KEPT) * gained, FLOOR * self.max_degradation))
-
     def _without_quality(self, sketched: SketchedWeights, reason: str) -> Decision:
         if self._fixed is None:
             note = f"{reason}: nothing can be judged, the weights are stored exactly"
@@ -165,7 +157,8 @@ class ConfigurationManager:
 
     def _choose(self, sketched: SketchedWeights, judge: Judge, limit: float, notes: list[str]) -> Decision:
         self._size_factor = self._group.gather(self._size_factor)[0]  # only rank 0 learns it
-        trials = Trials(sketched, judge, SizeModel(sketched), self._size_factor, limit, self._group)
+        progress = Progress(sketched.weights, self._restored)
+        trials = Trials(sketched, judge, progress, SizeModel(sketched), self._size_factor, limit, self._group)
         if self._fixed is not None:
             return self._take_note_of_fixed(trials, judge, notes)
         if not sketched.weights:
@@ -180,12 +173,46 @@ class ConfigurationManager:
         self._gave_up = found is None
         if found is None:
             return Decision("lossless", None, {}, None, limit, judge.judged_by, trials.done, notes)
-        configuration = space.configuration(found)
-        self.history.note(limit, configuration)
+        self.history.note(limit, space.configuration(found))
+        configuration = self._with_progress(space, found, trials, limit, notes)
         quantized, quality = trials.result(configuration)
         if not isinstance(judge, MetricJudge):
             quality = None
         return Decision(search, configuration, quantized, quality, limit, judge.judged_by, trials.done, notes)
+
+    def _with_progress(
+        self, space: Space, found: Candidate, trials: Trials, limit: float, notes: list[str]
+    ) -> Configuration:
+        """What was found by quality, or the smallest with more bins or less pruned that also keeps enough progress.
+
+        The history is none of its business: as training goes on, the way since the restore grows, and what quality
+        asks for is enough again.
+        """
+        by_quality = space.configuration(found)
+        kept = trials.progress(by_quality)
+        if kept >= PROGRESS:
+            return by_quality
+
+        def finer(step: Candidate) -> Configuration:
+            return space.configuration(space.finer(found, *step.point))
+
+        shape = space.finer_shape(found)
+        best = guided_exhaustive(
+            shape,
+            [found.metric],
+            lambda step: trials.sizes.predict(finer(step)),
+            lambda steps: trials.score([finer(step) for step in steps], PROGRESS),
+            limit,
+            self._group.size,
+        )
+        chosen = finer(best or Candidate(found.metric, tuple(length - 1 for length in shape)))
+        if best is None and not trials.score([chosen])[0] <= limit:
+            chosen = by_quality
+        notes.append(
+            f"{by_quality.bins} bins would be good enough, but keep {kept:.0%} of the way since the restore; "
+            f"{chosen.bins} keep {trials.progress(chosen):.0%}"
+        )
+        return chosen
 
     def _take_note_of_unchanged(self, trials: Trials, judge: Judge, limit: float, notes: list[str]) -> Decision:
         """No weight is to be quantized: there is nothing to choose, and nothing to learn for the next checkpoint."""

@@ -13,6 +13,8 @@ PRUNED = (0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 PROTECTED = (0.0005, 0.005, 0.01)
 MORE_BINS = (64, 128, 254)
 """Where nothing in the published space is good enough."""
+ALL_BINS = BINS + MORE_BINS
+ALL_EMBEDDING_BINS = EMBEDDING_BINS + MORE_BINS
 
 Point = tuple[int, ...]
 """An index into each axis: bins, embedding bins, pruned, protected. Along each, quality rises, and so does size
@@ -65,14 +67,29 @@ class Space:
             for i in range(len(MORE_BINS))
         ]
 
+    def finer(self, candidate: Candidate, more_bins: int, less_pruned: int) -> Candidate:
+        """A candidate so many steps further on the axes of bins and of pruning, or at their ends.
+
+        Embeddings get as many bins as the other weights, if they had fewer.
+        """
+        bins, embedding, pruned, protected = candidate.point
+        bins = min(bins + more_bins, len(ALL_BINS) - 1)
+        if self.embeddings and more_bins:
+            embedding = max(embedding, _first(ALL_EMBEDDING_BINS, lambda count: count >= ALL_BINS[bins]))
+        return Candidate(candidate.metric, (bins, embedding, min(pruned + less_pruned, len(PRUNED) - 1), protected))
+
+    def finer_shape(self, candidate: Candidate) -> Point:
+        """How many values of ``more_bins`` and ``less_pruned`` make a difference, from 0 on."""
+        return len(ALL_BINS) - candidate.point[0], len(PRUNED) - candidate.point[2]
+
     def configuration(self, candidate: Candidate) -> Configuration:
         """The knobs at a candidate."""
         bins, embedding, pruned, protected = candidate.point
         # Where nothing is pruned, the metric makes no difference: one configuration, scored once.
         metric: Metric = candidate.metric if PRUNED[pruned] else "magnitude"
         return Configuration(
-            bins=(BINS + MORE_BINS)[bins],
-            embedding_bins=(EMBEDDING_BINS + MORE_BINS)[embedding] if self.embeddings else EMBEDDING_BINS[-1],
+            bins=ALL_BINS[bins],
+            embedding_bins=ALL_EMBEDDING_BINS[embedding] if self.embeddings else EMBEDDING_BINS[-1],
             pruned=PRUNED[pruned],
             pruning_metric=metric,
             protected=PROTECTED[protected],
@@ -81,10 +98,8 @@ class Space:
     def candidate(self, configuration: Configuration) -> Candidate:
         """The candidate of a configuration; for one that lies between two points, the more conservative of them."""
         point = (
-            _first(BINS + MORE_BINS, lambda bins: bins >= configuration.bins),
-            _first(EMBEDDING_BINS + MORE_BINS, lambda bins: bins >= configuration.embedding_bins)
-            if self.embeddings
-            else 0,
+            _first(ALL_BINS, lambda bins: bins >= configuration.bins),
+            _first(ALL_EMBEDDING_BINS, lambda bins: bins >= configuration.embedding_bins) if self.embeddings else 0,
             _first(PRUNED, lambda pruned: pruned <= configuration.pruned),
             _first(PROTECTED, lambda protected: protected >= configuration.protected),
         )

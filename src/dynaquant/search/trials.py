@@ -14,6 +14,7 @@ from dynaquant.quantize.checkpoint import SketchedWeights, quantize_weights
 from dynaquant.quantize.partition import Configuration
 from dynaquant.quantized import QuantizedTensor
 from dynaquant.search.judge import Judge
+from dynaquant.search.progress import Progress
 from dynaquant.search.quality import Quality
 from dynaquant.search.size import SizeModel
 
@@ -22,13 +23,15 @@ from dynaquant.search.size import SizeModel
 class Trial:
     """One configuration that was scored at a checkpoint.
 
-    predicted: bytes of the coded weights. degradation: relative, NaN where the metric was not finite or failed.
-    seconds: to quantize and to score. error: what ``evaluate`` raised.
+    predicted: bytes of the coded weights. degradation: relative, NaN where the metric was not finite or failed, None
+    where it was not asked, as too little progress was kept. progress: the share that is kept of the way since the last
+    restore (``search.progress``). seconds: to quantize and to score. error: what ``evaluate`` raised.
     """
 
     configuration: Configuration
     predicted: float
-    degradation: float
+    degradation: float | None
+    progress: float
     seconds: float
     error: str | None = None
 
@@ -37,7 +40,8 @@ class Trial:
         return {
             "configuration": asdict(self.configuration),
             "predicted": round(self.predicted),
-            "degradation": number_to_json(self.degradation),
+            "degradation": None if self.degradation is None else number_to_json(self.degradation),
+            "progress": number_to_json(self.progress),
             "seconds": round(self.seconds, 6),
             "error": self.error,
         }
@@ -48,7 +52,8 @@ class Trial:
         return cls(
             Configuration(**data["configuration"]),
             float(data["predicted"]),
-            float(data["degradation"]),
+            None if data["degradation"] is None else float(data["degradation"]),
+            float(data["progress"]),
             float(data["seconds"]),
             data["error"],
         )
@@ -62,19 +67,22 @@ def number_to_json(value: float) -> float | str:
 class Trials:
     """Scores configurations.
 
-    sizes, size_factor: predict what the coded weights take. limit: the degradation that is good enough.
+    progress: of the weights since a restore. sizes, size_factor: predict what the coded weights take. limit: the
+    degradation that is good enough.
     """
 
     def __init__(
         self,
         sketched: SketchedWeights,
         judge: Judge,
+        progress: Progress,
         sizes: SizeModel,
         size_factor: float,
         limit: float,
         group: Group,
     ) -> None:
-        self._sketched, self._judge, self.sizes, self._size_factor = sketched, judge, sizes, size_factor
+        self._sketched, self._judge, self._progress = sketched, judge, progress
+        self.sizes, self._size_factor = sizes, size_factor
         self._limit, self._group = limit, group
         self._known: dict[Configuration, tuple[Trial, Quality | None]] = {}
         self._kept: tuple[Configuration, dict[str, QuantizedTensor]] | None = None
@@ -84,12 +92,15 @@ class Trials:
         """What was scored, in order."""
         return [trial for trial, _ in self._known.values()]
 
-    def score(self, configurations: Sequence[Configuration]) -> list[float]:
-        """Degradations of at most as many configurations as there are ranks. Collective."""
-        new = [c for c in dict.fromkeys(configurations) if c not in self._known]
+    def score(self, configurations: Sequence[Configuration], progress: float = -math.inf) -> list[float]:
+        """Degradations of at most as many configurations as there are ranks. Collective.
+
+        progress: the least that they must keep; one that keeps less is infinitely bad, and not evaluated.
+        """
+        new = [c for c in dict.fromkeys(configurations) if not self._is_known(c, progress)]
         if new:
             mine = new[self._group.rank] if self._group.rank < len(new) else None
-            outcome = self._group.together(lambda: None if mine is None else self._try(mine))
+            outcome = self._group.together(lambda: None if mine is None else self._try(mine, progress))
             outcomes = self._group.gather(outcome)
             outcomes = outcomes[: len(new)]
             if self._group.size > 1:
@@ -97,22 +108,36 @@ class Trials:
             for outcome in outcomes:
                 assert outcome is not None
                 self._known[outcome[0].configuration] = outcome
-        return [self._known[configuration][0].degradation for configuration in configurations]
+        trials = [self._known[configuration][0] for configuration in configurations]
+        return [t.degradation if t.degradation is not None and t.progress >= progress else math.inf for t in trials]
 
-    def _try(self, configuration: Configuration) -> tuple[Trial, Quality | None]:
+    def _is_known(self, configuration: Configuration, least_progress: float) -> bool:
+        if configuration not in self._known:
+            return False
+        trial = self._known[configuration][0]
+        return trial.degradation is not None or trial.progress < least_progress
+
+    def progress(self, configuration: Configuration) -> float:
+        """The share of the way since the last restore that a configuration keeps, which was scored."""
+        return self._known[configuration][0].progress
+
+    def _try(self, configuration: Configuration, least_progress: float) -> tuple[Trial, Quality | None]:
         start = time.perf_counter()
         quantized = quantize_weights(self._sketched, configuration)
-        quality, error = None, None
-        try:
-            quality = self._judge(quantized)
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
-        found = quality.degradation if quality else math.nan
-        if found <= self._limit:
-            self._kept = configuration, quantized  # the last good one is mostly the one that is chosen
+        progress = self._progress.kept(quantized)
+        degradation, quality, error = None, None, None
+        if progress >= least_progress:
+            degradation = math.nan
+            try:
+                quality = self._judge(quantized)
+                degradation = quality.degradation
+            except Exception as raised:
+                error = f"{type(raised).__name__}: {raised}"
+            if degradation <= self._limit:
+                self._kept = configuration, quantized  # the last good one is mostly the one that is chosen
         seconds = time.perf_counter() - start
         predicted = self._size_factor * self.sizes.predict(configuration)
-        return Trial(configuration, predicted, found, seconds, error), quality
+        return Trial(configuration, predicted, degradation, progress, seconds, error), quality
 
     def result(self, configuration: Configuration) -> tuple[dict[str, QuantizedTensor], Quality | None]:
         """The weights quantized with a configuration that was scored, and their quality."""
