@@ -270,7 +270,7 @@ def saved_of(record: dq.Record, waited: float, restored: list[int], metric: floa
         progress=record.progress,
         search=record.search,
         configuration=None if record.configuration is None else asdict(record.configuration),
-        evaluations=sum(trial.degradation is not None for trial in record.trials),
+        evaluations=record.evaluations,
         searching=searching,
         blocking=waited - searching,
         writing=record.seconds["write"],

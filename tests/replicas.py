@@ -5,6 +5,7 @@ Usage: torchrun … replicas.py {two,four} FOLDER
 
 import json
 import os
+import shutil
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -108,7 +109,7 @@ class Replica:
 
 
 def two(folder: Path) -> dict:
-    """Four saves; two that fail on rank 1, on the weights in training and on a candidate; one more, and a restore."""
+    """Four saves; two that fail on rank 1, on the weights in training and on a candidate; one more, two restores."""
     replica = Replica()
     run = folder / "run"
     with replica.checkpointer(run) as ckpt:
@@ -130,7 +131,24 @@ def two(folder: Path) -> dict:
     replica.spoil()
     with replica.checkpointer(run) as ckpt:
         restored = replica.restored(ckpt)
-    return {"saves": saves, "failures": failures, "after": after, "draws": draws, "restored": restored}
+    later = saves_after_a_restore(replica, run, folder / "later")
+    return {"saves": saves, "failures": failures, "after": after, "draws": draws, "restored": restored, "later": later}
+
+
+def saves_after_a_restore(replica: Replica, run: Path, copy: Path) -> list[dict]:
+    """Two saves after a restore and steps so small that the levels of before would undo them."""
+    if replica.rank == 0:
+        shutil.copytree(run, copy)
+    dist.barrier()
+    with replica.checkpointer(copy) as ckpt:
+        step = ckpt.restore()
+        saves = []
+        for later in (1, 2):
+            for group in replica.optimizer.param_groups:
+                group["lr"] = 1e-4
+            replica.train(4)
+            saves.append(replica.save(ckpt, step + later))
+    return saves
 
 
 def four(folder: Path) -> dict:

@@ -16,6 +16,7 @@ from replicas import STEPS, metric_of, model_of, optimizer_of, weights_of
 import dynaquant as dq
 from dynaquant.quantize.checkpoint import sketch_weights
 from dynaquant.roles import labels
+from dynaquant.search.manager import LEAST_PROGRESS
 from dynaquant.search.size import SizeModel
 
 TIMEOUT = 150
@@ -140,6 +141,18 @@ def test_all_ranks_come_to_the_same_decision(saves):
     searches = [outcomes[0]["record"]["search"] for outcomes in saves]
     assert searches[0] == "exhaustive"
     assert "neighbourhood" in searches
+
+
+def test_after_a_restore_all_ranks_keep_the_same_progress(two):
+    for outcomes in zip(*(report["later"] for report in two), strict=True):
+        assert outcomes[0]["weights"] == outcomes[1]["weights"]
+        record, other = (outcome["record"] for outcome in outcomes)
+        for name in ("configuration", "search", "quality", "progress", "trials", "notes"):
+            assert record[name] == other[name], name
+        assert record["progress"] >= LEAST_PROGRESS
+        assert record["quality"]["degradation"] <= record["limit"]
+    tried = [trial for outcome in two[0]["later"] for trial in outcome["record"]["trials"]]
+    assert any(trial["degradation"] is None for trial in tried)
 
 
 def test_it_is_the_decision_of_a_single_process(two, alone):

@@ -1,4 +1,4 @@
-"""After a restore: how much of what training has done since its next checkpoint keeps."""
+"""How much of what training has done since a restore the next checkpoints keep."""
 
 import math
 
@@ -15,7 +15,7 @@ from dynaquant.search.progress import Progress
 
 COARSE = dq.Configuration(bins=4, protected=0.0)
 FINE = dq.Configuration(bins=64, protected=0.0)
-LEAST = manager.PROGRESS
+LEAST = manager.LEAST_PROGRESS
 
 
 def quantized(weights, configuration=COARSE):
@@ -35,17 +35,35 @@ def test_the_share_of_the_way_is_the_projection_on_it(dtype):
     here = {name: value + 0.25 for name, value in begin.items()}
     progress = Progress(here, origin)
     assert progress.kept(origin) == 0
-    for configuration in (COARSE, FINE):
-        stored = quantized(here, configuration)
-        come = sum(float((dequantize(q).double() - begin[n].double()).sum() * 0.25) for n, q in stored.items())
-        assert progress.kept(stored) == pytest.approx(come / (4000 * 0.25**2), rel=0.01)
+    half = {name: value + 0.125 for name, value in begin.items()}
+    assert Progress(here, origin).kept(quantized(half, FINE)) == pytest.approx(0.5, abs=0.15)
     assert progress.kept(quantized(here, FINE)) == pytest.approx(1, abs=0.15)
+    stored = quantized(here)
+    shares = [float((dequantize(stored[n]).double() - begin[n].double()).mean()) / 0.25 for n in here]
+    assert progress.kept(stored) == pytest.approx(sum(min(max(share, 0), 1) for share in shares) / 2, rel=0.01)
+
+
+def test_a_layer_that_moves_little_counts_as_much_as_one_that_moves_far():
+    origin = quantized(some_weights())
+    begin = {name: dequantize(stored) for name, stored in origin.items()}
+    here = {"a": begin["a"] + 0.5, "b": begin["b"] + 0.005}
+    stored = {"a": quantized(here, FINE)["a"], "b": origin["b"]}
+    assert Progress(here, origin).kept(stored) == pytest.approx(0.5, abs=0.05)
+
+
+def test_going_too_far_in_one_layer_makes_up_for_nothing_in_another():
+    origin = quantized(some_weights())
+    begin = {name: dequantize(stored) for name, stored in origin.items()}
+    here = {name: value + 0.1 for name, value in begin.items()}
+    beyond = {name: value + 0.3 for name, value in begin.items()}
+    stored = {"a": quantized(beyond, FINE)["a"], "b": origin["b"]}
+    assert Progress(here, origin).kept(stored) == 0.5
 
 
 def test_nothing_is_lost_where_nothing_was_restored_or_has_moved():
     weights = some_weights()
     stored = quantized(weights)
-    assert Progress(weights, {}).kept(stored) == 1
+    assert not Progress(weights, {})
     assert Progress({name: dequantize(q) for name, q in stored.items()}, stored).kept(stored) == 1
 
 
@@ -100,12 +118,12 @@ def indifferent(model: nn.Module) -> float:  # noqa: ARG001
 def test_a_training_that_crashes_again_and_again_goes_on(tmp_path, evaluate):
     # A step is a fortieth of the distance between two of the four bins that an indifferent metric asks for.
     drift, records = crash_and_go_on(tmp_path, 0.002, evaluate=evaluate, max_degradation=0.05)
-    assert all(record.progress >= LEAST for record in records)
+    assert all(record.progress is None or record.progress >= LEAST for record in records)
     assert drift.come() >= LEAST * 12 * 0.002
 
 
 def test_without_the_rule_it_would_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(manager, "PROGRESS", -math.inf)
+    monkeypatch.setattr(manager, "LEAST_PROGRESS", -math.inf)
     drift, records = crash_and_go_on(tmp_path, 0.002, evaluate=indifferent)
     assert all(record.configuration.bins == 4 for record in records)
     assert records[-1].progress < 0.1
@@ -125,7 +143,7 @@ def after_a_restore(folder, distance: float, **options) -> tuple[dq.Record, dq.R
 
 def test_finer_levels_keep_small_steps_and_the_record_says_so(tmp_path):
     first, second = after_a_restore(tmp_path, 0.002)
-    assert first.progress == 1
+    assert first.progress is None
     assert first.notes == []
     by_quality, chosen = second.trials[0], second.configuration
     assert by_quality.configuration == first.configuration
@@ -160,43 +178,130 @@ def test_less_is_pruned_where_pruning_undoes_the_way(tmp_path):
     assert first.configuration.pruned > second.configuration.pruned
 
 
-def test_where_no_levels_are_fine_enough_the_finest_are_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(manager, "PROGRESS", 10.0)
-    _, second = after_a_restore(tmp_path, 0.002)
-    assert (second.configuration.bins, second.configuration.pruned) == (254, 0)
-    assert second.quality["degradation"] == 0
-    assert any("of the way since the restore; 254 keep" in note for note in second.notes)
+def test_a_slow_layer_goes_on_beside_a_fast_one(tmp_path):
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(60, 50, bias=False), nn.Linear(50, 60, bias=False))
+
+    direction = torch.randn(60, 50, generator=torch.Generator().manual_seed(7))
+    begin = layers()[1].weight.detach()
+    for step in range(12):
+        model = layers()
+        with dq.Checkpointer(tmp_path, model, evaluate=indifferent) as ckpt:
+            ckpt.restore()
+            with torch.no_grad():
+                model[0].weight += 0.5 * torch.randn_like(model[0].weight)
+                model[1].weight += 0.002 * direction
+            ckpt.save(step)
+    come = float((dq.load(tmp_path)["model"]["1.weight"] - begin).flatten() @ direction.flatten())
+    assert come / float(direction.square().sum()) > 0.75 * 12 * 0.002
 
 
-def test_where_not_even_the_finest_are_good_enough_quality_decides(tmp_path, monkeypatch):
-    monkeypatch.setattr(manager, "PROGRESS", 10.0)
-
-    def evaluate(model: nn.Module) -> float:
-        """Bad for as many different weights as 254 bins and a few protected ones make, but not for all of them."""
-        return 2.0 if 200 < len(model.weight.unique()) < 2000 else 1.0
-
-    first, second = after_a_restore(tmp_path, 0.002, evaluate=evaluate)
-    assert second.configuration == first.configuration
-    assert any(trial.configuration.bins == 254 and trial.degradation == 1 for trial in second.trials)
+def share(folder, step: int, begin: torch.Tensor, here: torch.Tensor) -> float:
+    """Of the way from ``begin`` to ``here``, what the checkpoint of a step has."""
+    stored, begin, here = (w.double() for w in (dq.load(folder, step)["model"]["weight"], begin, here))
+    return float(((stored - begin) * (here - begin)).sum() / (here - begin).square().sum())
 
 
-def test_what_is_finer_must_be_good_enough_too(tmp_path):
-    limit = {"bins": 256}
-
-    def evaluate(model: nn.Module) -> float:
-        """Bad for more than so many different weights, but for the weights in training."""
-        values = len(model.weight.unique())
-        return 2.0 if limit["bins"] < values < 2000 else 1.0
-
+def test_the_way_is_that_since_the_restore_for_all_later_checkpoints(tmp_path):
     drift = Drift()
-    with dq.Checkpointer(tmp_path, drift.model, evaluate=evaluate) as ckpt:
+    with dq.Checkpointer(tmp_path, drift.model, evaluate=indifferent) as ckpt:
         ckpt.save(0).result()
         ckpt.restore()
+        begin = drift.model.weight.detach().clone()
+        for step, distance in enumerate((0.002, 0.002, 0.004), start=1):
+            drift.train(distance)
+            record = ckpt.save(step).result()
+            expected = share(tmp_path, step, begin, drift.model.weight.detach())
+            assert record.progress == pytest.approx(min(expected, 1), rel=1e-4)
+            assert record.progress >= LEAST
+
+
+def test_a_second_restore_begins_another_way(tmp_path):
+    drift = Drift()
+    with dq.Checkpointer(tmp_path, drift.model, evaluate=indifferent) as ckpt:
+        for step, distance in enumerate((0.0, 0.5)):
+            drift.train(distance)
+            ckpt.save(step).result()
+            ckpt.restore()
+        begin = drift.model.weight.detach().clone()
         drift.train(0.002)
-        limit["bins"] = 25
-        record = ckpt.save(1).result()
-    assert record.quality["degradation"] <= record.limit
-    assert any(trial.degradation is not None and trial.degradation > 0.01 for trial in record.trials)
+        record = ckpt.save(2).result()
+    expected = share(tmp_path, 2, begin, drift.model.weight.detach())
+    assert LEAST <= record.progress == pytest.approx(min(expected, 1), rel=1e-4)
+
+
+def test_a_restore_that_is_far_behind_is_forgotten(tmp_path):
+    drift = Drift()
+    with dq.Checkpointer(tmp_path, drift.model, evaluate=indifferent) as ckpt:
+        ckpt.save(0).result()
+        ckpt.restore()
+        drift.train(5.0)
+        assert ckpt.save(1).result().progress >= LEAST
+        drift.train(0.002)
+        assert ckpt.save(2).result().progress is None
+
+
+def test_it_is_the_smallest_that_keeps_enough(tmp_path):
+    _, second = after_a_restore(tmp_path, 0.002)
+    enough = [t for t in second.trials if t.degradation is not None and t.progress >= LEAST]
+    assert len(enough) > 1
+    assert second.configuration == min(enough, key=lambda trial: trial.predicted).configuration
+    assert second.configuration.bins <= 16
+
+
+class Fussy:
+    """A metric that is bad, from some moment on, for so many different weights."""
+
+    def __init__(self, fewest: int, most: int) -> None:
+        self.fewest, self.most, self.now = fewest, most, False
+
+    def __call__(self, model: nn.Module) -> float:
+        return 2.0 if self.now and self.fewest <= len(model.weight.unique()) <= self.most else 1.0
+
+
+def saved_for(folder, evaluate: Fussy, distance: float = 0.002) -> tuple[dq.Record, dq.Record]:
+    drift = Drift()
+    with dq.Checkpointer(folder, drift.model, evaluate=evaluate) as ckpt:
+        first = ckpt.save(0).result()
+        ckpt.restore()
+        drift.train(distance)
+        evaluate.now = True
+        return first, ckpt.save(1).result()
+
+
+def test_what_keeps_enough_must_be_good_enough_too(tmp_path):
+    first, second = saved_for(tmp_path, Fussy(9, 60))
+    assert second.trials[0].configuration == first.configuration != second.configuration
+    assert any(trial.degradation == 1 for trial in second.trials)
+    assert second.quality["degradation"] <= second.limit
+    assert second.progress >= LEAST
+
+
+def test_where_nothing_keeps_enough_what_keeps_most_is_taken(tmp_path, monkeypatch):
+    monkeypatch.setattr(manager, "LEAST_PROGRESS", 1.1)
+    first, second = after_a_restore(tmp_path, 0.002)
+    assert second.configuration != first.configuration
+    assert second.progress == max(trial.progress for trial in second.trials)
+    assert second.quality["degradation"] == 0
+
+
+def test_where_nothing_finer_is_good_enough_quality_decides_and_a_note_says_what_is_lost(tmp_path):
+    first, second = saved_for(tmp_path, Fussy(9, 2000))
+    assert second.configuration == first.configuration
+    assert second.progress < LEAST
+    assert any(f"keep {second.progress:.0%} of the way" in note for note in second.notes)
+
+
+def test_a_metric_that_fails_on_a_finer_candidate_is_noted(tmp_path):
+    class Failing(Fussy):
+        def __call__(self, model: nn.Module) -> float:
+            if super().__call__(model) == 2:
+                raise ZeroDivisionError("too fine")
+            return 1.0
+
+    _, second = saved_for(tmp_path, Failing(9, 60))
+    assert any("evaluate failed on a candidate (ZeroDivisionError: too fine)" in note for note in second.notes)
 
 
 def test_a_configuration_of_the_users_is_kept_and_what_it_keeps_recorded(tmp_path):

@@ -299,7 +299,8 @@ class Checkpointer:
         seconds = {"wait": time.perf_counter() - start}
         checkpoint, decision, notes = self._capture(step, seconds)
         self._has_line = True
-        share = min(1.0, TYPICAL_TRIALS / max(len(decision.trials), 1))
+        evaluations = sum(trial.degradation is not None for trial in decision.trials)
+        share = min(1.0, TYPICAL_TRIALS / max(evaluations, 1))
         self._schedule.saved(seconds["wait"] + seconds["capture"] + share * seconds["search"])
         self._schedule.interval = self._group.gather(self._schedule.interval)[0]
         if self._recorder:

@@ -43,7 +43,8 @@ class Record:
     (``search.manager.Search``). judged_by: what its degradation was judged by (``search.judge.JudgedBy``), None where
     nothing was. limit: the degradation that was allowed; it can lie below ``max_degradation``. quality: of the weights
     as restored (``search.quality.Quality``), None without ``evaluate``. progress: the share that they keep of the way
-    since the last restore (``search.progress``), None where nothing was judged. predicted: bytes that the weights were
+    since the last restore (``search.progress``); None where nothing was restored, where it no longer matters, and where
+    weights are exact. predicted: bytes that the weights were
     expected to take; what they took is ``roles["weight"].stored``. trials: every configuration that was tried.
 
     interval: steps to the next checkpoint as planned. seconds: wall time by stage. ``wait`` (for the write before),
@@ -69,6 +70,11 @@ class Record:
     notes: list[str]
 
     @property
+    def evaluations(self) -> int:
+        """How many configurations were scored."""
+        return sum(trial.degradation is not None for trial in self.trials)
+
+    @property
     def keyframe(self) -> bool:
         """Whether the checkpoint stands alone."""
         return self.parent is None
@@ -81,11 +87,10 @@ class Record:
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON values, for logs; numbers that JSON does not have become text."""
         quality: dict[str, Any] | None = self.quality and {k: number_to_json(v) for k, v in self.quality.items()}
-        progress = None if self.progress is None else number_to_json(self.progress)
         return {
             **asdict(self),
             "quality": quality,
-            "progress": progress,
+            "progress": number_to_json(self.progress),
             "trials": [trial.to_json() for trial in self.trials],
         }
 
@@ -101,10 +106,10 @@ def json_of(
         "search": {
             "kind": decision.search,
             "judged_by": decision.judged_by,
-            "limit": None if decision.limit is None else number_to_json(decision.limit),
+            "limit": number_to_json(decision.limit),
             "history": history.to_json(),
             "predicted": decision.predicted,
-            "progress": None if decision.progress is None else number_to_json(decision.progress),
+            "progress": decision.progress,
             "trials": [trial.to_json() for trial in decision.trials],
         },
         "interval": interval,

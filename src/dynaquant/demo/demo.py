@@ -136,7 +136,7 @@ def summary_of(result: Result) -> str:
     """What happened to a workload, in a few lines."""
     crashed = result.crashed
     worst = max((r.quality["degradation"] for r in result.records if r.quality), default=0.0)
-    trials = sum(len(record.trials) for record in result.records)
+    trials = sum(record.evaluations for record in result.records)
     exhaustive = sum(record.search == "exhaustive" for record in result.records)
     return (
         f"  {len(crashed.crashes)} crashes (SIGKILL), {crashed.crashes_in_save} of them in a save, "

@@ -16,7 +16,7 @@ _SMALLEST = 1e-9
 class History:
     """The last best configuration for every limit, as powers of two.
 
-    Limits change from one checkpoint to the next: the user changes ε, or a restore asks for care for a while. What was
+    Limits change from one checkpoint to the next: the user changes ε, and a noisy metric leaves less of it. What was
     found for a limit is no place to start from for another one.
     """
 

@@ -27,7 +27,7 @@ Search = Literal["fixed", "exhaustive", "neighbourhood", "more bins", "lossless"
 """How a configuration was found. ``more bins``: nothing in the published space was good enough; ``lossless``: nothing
 at all was, and the weights are stored exactly."""
 
-PROGRESS = 0.9
+LEAST_PROGRESS = 0.9
 """Share of the way that weights have come since a restore that a checkpoint must keep (``search.progress``)."""
 CLEARLY = 0.1
 """Share of the limit by which another pruning metric must be better to take over."""
@@ -57,7 +57,10 @@ class Decision:
 
     @property
     def progress(self) -> float | None:
-        """The share that is kept of the way since the last restore; None where nothing was judged."""
+        """The share that is kept of the way since the last restore.
+
+        None where nothing was restored, where that is forgotten, and where weights are exact.
+        """
         return self._trial.progress if self._trial else None
 
     @property
@@ -168,13 +171,15 @@ class ConfigurationManager:
             metrics=("magnitude", "sensitivity") if sketched.sensitivities else ("magnitude",),
         )
         search, found = self._search(space, trials, limit)
+        self._gave_up = found is None
+        configuration = None
+        if found is not None:
+            self.history.note(limit, space.configuration(found))
+            configuration = self._with_progress(space, found, trials, limit, notes)
         failures = dict.fromkeys(trial.error for trial in trials.done if trial.error)
         notes += [f"evaluate failed on a candidate ({error})" for error in failures]
-        self._gave_up = found is None
-        if found is None:
+        if configuration is None:
             return Decision("lossless", None, {}, None, limit, judge.judged_by, trials.done, notes)
-        self.history.note(limit, space.configuration(found))
-        configuration = self._with_progress(space, found, trials, limit, notes)
         quantized, quality = trials.result(configuration)
         if not isinstance(judge, MetricJudge):
             quality = None
@@ -185,32 +190,36 @@ class ConfigurationManager:
     ) -> Configuration:
         """What was found by quality, or the smallest with more bins or less pruned that also keeps enough progress.
 
-        The history is none of its business: as training goes on, the way since the restore grows, and what quality
-        asks for is enough again.
+        Where nothing good enough does, it is what keeps most. The history is none of its business: as training goes on,
+        the way since the restore grows, until what quality asks for is enough and the restore is forgotten.
         """
         by_quality = space.configuration(found)
-        kept = trials.progress(by_quality)
-        if kept >= PROGRESS:
+        kept = trials.trial(by_quality).progress
+        if kept is None:
+            return by_quality
+        if kept >= LEAST_PROGRESS:
+            self._restored = {}
             return by_quality
 
         def finer(step: Candidate) -> Configuration:
             return space.configuration(space.finer(found, *step.point))
 
-        shape = space.finer_shape(found)
         best = guided_exhaustive(
-            shape,
+            space.finer_shape(found),
             [found.metric],
             lambda step: trials.sizes.predict(finer(step)),
-            lambda steps: trials.score([finer(step) for step in steps], PROGRESS),
+            lambda steps: trials.score([finer(step) for step in steps], LEAST_PROGRESS),
             limit,
             self._group.size,
         )
-        chosen = finer(best or Candidate(found.metric, tuple(length - 1 for length in shape)))
-        if best is None and not trials.score([chosen])[0] <= limit:
-            chosen = by_quality
+        if best is not None:
+            chosen = finer(best)
+        else:
+            tried = sorted(trials.done, key=lambda trial: trial.progress or 0.0, reverse=True)
+            chosen = next(t.configuration for t in tried if trials.score([t.configuration])[0] <= limit)
         notes.append(
-            f"{by_quality.bins} bins would be good enough, but keep {kept:.0%} of the way since the restore; "
-            f"{chosen.bins} keep {trials.progress(chosen):.0%}"
+            f"{_in_short(by_quality)}, would be good enough, but keep {kept:.0%} of the way since the restore; "
+            f"{_in_short(chosen)}, keep {trials.trial(chosen).progress:.0%}"
         )
         return chosen
 
@@ -260,3 +269,7 @@ class ConfigurationManager:
                 if found_degradation <= limit:
                     return "more bins", candidate
         return "lossless", None
+
+
+def _in_short(configuration: Configuration) -> str:
+    return f"{configuration.bins} bins, {configuration.pruned:.0%} pruned"

@@ -80,7 +80,9 @@ class Space:
 
     def finer_shape(self, candidate: Candidate) -> Point:
         """How many values of ``more_bins`` and ``less_pruned`` make a difference, from 0 on."""
-        return len(ALL_BINS) - candidate.point[0], len(PRUNED) - candidate.point[2]
+        bins, embedding, pruned, _ = candidate.point
+        only_embeddings = self.embeddings and bins == len(ALL_BINS) - 1 and embedding < len(ALL_EMBEDDING_BINS) - 1
+        return len(ALL_BINS) - bins + only_embeddings, len(PRUNED) - pruned
 
     def configuration(self, candidate: Candidate) -> Configuration:
         """The knobs at a candidate."""

@@ -1,4 +1,4 @@
-"""Trials: the configurations of one checkpoint that are scored, each once, one per rank at a time."""
+"""Trials: the configurations of one checkpoint that are tried, one per rank at a time."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from dynaquant.search.size import SizeModel
 
 @dataclass(frozen=True)
 class Trial:
-    """One configuration that was scored at a checkpoint.
+    """One configuration that was tried at a checkpoint.
 
     predicted: bytes of the coded weights. degradation: relative, NaN where the metric was not finite or failed, None
     where it was not asked, as too little progress was kept. progress: the share that is kept of the way since the last
-    restore (``search.progress``). seconds: to quantize and to score. error: what ``evaluate`` raised.
+    restore (``search.progress``), None where there is none. seconds: to quantize and to score. error: what ``evaluate``
+    raised.
     """
 
     configuration: Configuration
     predicted: float
     degradation: float | None
-    progress: float
+    progress: float | None
     seconds: float
     error: str | None = None
 
@@ -40,7 +41,7 @@ class Trial:
         return {
             "configuration": asdict(self.configuration),
             "predicted": round(self.predicted),
-            "degradation": None if self.degradation is None else number_to_json(self.degradation),
+            "degradation": number_to_json(self.degradation),
             "progress": number_to_json(self.progress),
             "seconds": round(self.seconds, 6),
             "error": self.error,
@@ -53,15 +54,15 @@ class Trial:
             Configuration(**data["configuration"]),
             float(data["predicted"]),
             None if data["degradation"] is None else float(data["degradation"]),
-            float(data["progress"]),
+            None if data["progress"] is None else float(data["progress"]),
             float(data["seconds"]),
             data["error"],
         )
 
 
-def number_to_json(value: float) -> float | str:
-    """A number that JSON has, or its name for one that it does not have: NaN and the infinities."""
-    return value if math.isfinite(value) else repr(value)
+def number_to_json(value: float | None) -> float | str | None:
+    """What JSON has as it is, and the name of a number that it does not have: NaN and the infinities."""
+    return value if value is None or math.isfinite(value) else repr(value)
 
 
 class Trials:
@@ -92,15 +93,15 @@ class Trials:
         """What was scored, in order."""
         return [trial for trial, _ in self._known.values()]
 
-    def score(self, configurations: Sequence[Configuration], progress: float = -math.inf) -> list[float]:
+    def score(self, configurations: Sequence[Configuration], least_progress: float = 0.0) -> list[float]:
         """Degradations of at most as many configurations as there are ranks. Collective.
 
-        progress: the least that they must keep; one that keeps less is infinitely bad, and not evaluated.
+        One that keeps less than ``least_progress`` is infinitely bad, and not evaluated.
         """
-        new = [c for c in dict.fromkeys(configurations) if not self._is_known(c, progress)]
+        new = [c for c in dict.fromkeys(configurations) if not self._is_known(c, least_progress)]
         if new:
             mine = new[self._group.rank] if self._group.rank < len(new) else None
-            outcome = self._group.together(lambda: None if mine is None else self._try(mine, progress))
+            outcome = self._group.together(lambda: None if mine is None else self._try(mine, least_progress))
             outcomes = self._group.gather(outcome)
             outcomes = outcomes[: len(new)]
             if self._group.size > 1:
@@ -109,24 +110,23 @@ class Trials:
                 assert outcome is not None
                 self._known[outcome[0].configuration] = outcome
         trials = [self._known[configuration][0] for configuration in configurations]
-        return [t.degradation if t.degradation is not None and t.progress >= progress else math.inf for t in trials]
+        return [
+            trial.degradation if trial.degradation is not None and _keeps(trial, least_progress) else math.inf
+            for trial in trials
+        ]
 
     def _is_known(self, configuration: Configuration, least_progress: float) -> bool:
         if configuration not in self._known:
             return False
         trial = self._known[configuration][0]
-        return trial.degradation is not None or trial.progress < least_progress
-
-    def progress(self, configuration: Configuration) -> float:
-        """The share of the way since the last restore that a configuration keeps, which was scored."""
-        return self._known[configuration][0].progress
+        return trial.degradation is not None or not _keeps(trial, least_progress)
 
     def _try(self, configuration: Configuration, least_progress: float) -> tuple[Trial, Quality | None]:
         start = time.perf_counter()
         quantized = quantize_weights(self._sketched, configuration)
-        progress = self._progress.kept(quantized)
+        progress = self._progress.kept(quantized) if self._progress else None
         degradation, quality, error = None, None, None
-        if progress >= least_progress:
+        if progress is None or progress >= least_progress:
             degradation = math.nan
             try:
                 quality = self._judge(quantized)
@@ -139,11 +139,19 @@ class Trials:
         predicted = self._size_factor * self.sizes.predict(configuration)
         return Trial(configuration, predicted, degradation, progress, seconds, error), quality
 
+    def trial(self, configuration: Configuration) -> Trial:
+        """What is known of a configuration that was tried."""
+        return self._known[configuration][0]
+
     def result(self, configuration: Configuration) -> tuple[dict[str, QuantizedTensor], Quality | None]:
         """The weights quantized with a configuration that was scored, and their quality."""
         if self._kept is None or self._kept[0] != configuration:
             self._kept = configuration, quantize_weights(self._sketched, configuration)
         return self._kept[1], self._known[configuration][1]
+
+
+def _keeps(trial: Trial, least_progress: float) -> bool:
+    return trial.progress is None or trial.progress >= least_progress
 
 
 def raise_on_every_rank(errors: Sequence[str | None]) -> None:
