@@ -84,13 +84,18 @@ def _recode_without(run: Run, step: int, steps: Collection[int]) -> None:
     run.write(replace(file.header, parent=base.parent if base else None), tensors, labels, base)
 
 
-def prune(run: Run, retention: Retention, damaged: Collection[int] = ()) -> list[str]:
-    """Deletes what the retention does not keep. The caller holds the run for writing. Returns ``release``'s notes.
+def superfluous(run: Run, retention: Retention, damaged: Collection[int] = ()) -> list[int]:
+    """The steps of a run that the retention does not keep.
 
     damaged: steps whose files are known not to decode. They, and what was coded against them, do not count as kept.
     """
     usable = {checkpoint.step for checkpoint in run.chain_lengths(damaged)}
-    steps = retention.superfluous([summary.step for summary in run.summaries()[0]], usable)
+    return retention.superfluous([summary.step for summary in run.summaries()[0]], usable)
+
+
+def prune(run: Run, retention: Retention, damaged: Collection[int] = ()) -> list[str]:
+    """Deletes what is ``superfluous``. The caller holds the run for writing. Returns ``release``'s notes."""
+    steps = superfluous(run, retention, damaged)
     if not steps:
         return []
     try:

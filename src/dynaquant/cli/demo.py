@@ -1,11 +1,10 @@
-"""The command line: ``dynaquant``."""
+"""``dynaquant demo``."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -14,25 +13,7 @@ from rich.console import Console
 
 from dynaquant.checkpointer import MAX_DEGRADATION
 
-app = typer.Typer(help="Checkpoints of deep-learning training in a small fraction of their size.", no_args_is_help=True)
 
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"dynaquant {version('dynaquant')}")
-        raise typer.Exit
-
-
-@app.callback()
-def main(
-    _version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
-    ] = False,
-) -> None:
-    """Checkpoints of deep-learning training in a small fraction of their size."""
-
-
-@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the runs, the picture and the numbers.")] = Path("demo"),
     max_degradation: Annotated[
@@ -71,7 +52,3 @@ def demo(
         console.print(demonstration.table_of(result))
         console.print(demonstration.summary_of(result), highlight=False, soft_wrap=True)
     console.print(f"\npicture: {out / 'demo.png'}\nnumbers: {out / 'demo.json'}", soft_wrap=True)
-
-
-if __name__ == "__main__":
-    app()

@@ -1,0 +1,46 @@
+"""The command line: ``dynaquant``."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from dynaquant.cli import demo, runs
+from dynaquant.errors import DynaquantError
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app.command()(demo.demo)
+for command in (runs.log, runs.show, runs.diff, runs.verify, runs.export, runs.prune):
+    app.command(rich_help_panel="Runs of checkpoints")(command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"dynaquant {version('dynaquant')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Checkpoints of deep-learning training in a small fraction of their size.
+
+    Exit codes: 0 all is well, 1 something is wrong (stderr says what), 2 the command line cannot be understood.
+    """
+
+
+def main() -> None:
+    """Runs the command line; errors become one message and exit code 1."""
+    try:
+        app()
+    except (DynaquantError, OSError) as error:
+        print(f"dynaquant: {error}", file=sys.stderr)
+        for note in getattr(error, "__notes__", []):
+            print(f"  ({note})", file=sys.stderr)
+        sys.exit(1)

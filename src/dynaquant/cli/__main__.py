@@ -1,0 +1,5 @@
+"""``python -m dynaquant.cli``."""
+
+from dynaquant.cli import main
+
+main()

@@ -1,0 +1,330 @@
+"""Commands on a run: ``log``, ``show``, ``diff``, ``verify``, ``export``, ``prune``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from dynaquant.container import CheckpointFile
+from dynaquant.errors import CheckpointError
+from dynaquant.export import Target
+from dynaquant.export import export as export_checkpoint
+from dynaquant.inspection import TensorInfo, changes, level_counts, tensors_of
+from dynaquant.quantized import QuantizedTensor
+from dynaquant.record import Record, Size, record_of
+from dynaquant.retention import Retention, superfluous
+from dynaquant.retention import prune as prune_run
+from dynaquant.run import Run
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of checkpoints.", show_default=False)]
+Step = Annotated[int | None, typer.Argument(metavar="[STEP]", help="Which checkpoint; the newest unless given.")]
+T = TypeVar("T")
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def log(folder: RunFolder, as_json: AsJson = False) -> None:
+    """List the checkpoints of a run: size, ratio, loss of quality, configuration."""
+    files = _open(folder)[1]
+    records = [record_of(file) for file in files]
+    if as_json:
+        _print_json([record.to_json() for record in records])
+        return
+    table = _table("step", "parent", "size", "whole", "weights", "worse by", "allowed", "bins", "pruned", "found by")
+    for record in records:
+        quality, chosen = record.quality, record.configuration
+        _add(
+            table,
+            str(record.step),
+            "keyframe" if record.parent is None else str(record.parent),
+            _bytes(record.total.stored),
+            f"{record.ratio:.2f}×",
+            f"{record.roles['weight'].ratio:.1f}×" if "weight" in record.roles else "–",
+            f"{quality['degradation']:+.2%}" if quality else "–",
+            f"{record.limit:.2%}" if record.limit is not None else "–",
+            f"{chosen.bins}/{chosen.embedding_bins}" if chosen else "exact",
+            f"{chosen.pruned:.0%}" if chosen else "–",
+            record.search or "–",
+        )
+    _print(table)
+    whole = sum((record.total for record in records), Size())
+    weights = sum((record.roles.get("weight", Size()) for record in records), Size())
+    _print(
+        f"{len(records)} checkpoints, {_bytes(whole.stored)} instead of {_bytes(whole.raw)} ({whole.ratio:.2f}×); "
+        f"their weights {_bytes(weights.stored)} instead of {_bytes(weights.raw)} ({weights.ratio:.1f}×)"
+    )
+
+
+def show(
+    folder: RunFolder,
+    step: Step = None,
+    tensor: Annotated[
+        str | None, typer.Option(help="Show the codebook of one tensor and how often it is used.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show one checkpoint: how it was made, and what each kind of tensor and each tensor takes."""
+    run, files = _open(folder)
+    file = run.file(step) if step is not None else files[-1]
+    if tensor is not None:
+        _show_tensor(run, file, tensor, as_json)
+        return
+    record, tensors = record_of(file), tensors_of(file)
+    if as_json:
+        _print_json({**record.to_json(), "tensors": [info.to_json() for info in tensors]})
+        return
+    _print(f"{file.path}")
+    for label, text in _facts(record):
+        _print(f"  {label:<14}{text}")
+    for title, key in (("By role", lambda info: info.role), ("Weights by layer type", _layer_type_of_weight)):
+        groups: dict[str, list[TensorInfo]] = {}
+        for info in tensors:
+            if (group := key(info)) is not None:
+                groups.setdefault(group, []).append(info)
+        table = _table(title, "tensors", "values", "raw", "stored", "ratio", "bits per value")
+        for group, members in groups.items():
+            size, elements = sum((info.size for info in members), Size()), sum(info.elements for info in members)
+            bits = f"{8 * size.stored / elements:.3f}" if elements else "–"
+            cells = [str(len(members)), f"{elements:,}", _bytes(size.raw), _bytes(size.stored), _ratio(size)]
+            _add(table, group, *cells, bits)
+        if groups:
+            _print(table)
+    table = _table("Tensor", "dtype", "shape", "coding", "bins", "stored", "ratio", "bits per value")
+    for info in tensors:
+        _add(
+            table,
+            info.name,
+            info.dtype,
+            "×".join(map(str, info.shape)) or "–",
+            info.coding,
+            str(info.bins) if info.bins is not None else "–",
+            _bytes(info.size.stored),
+            _ratio(info.size),
+            f"{info.bits:.3f}",
+        )
+    _print(table)
+
+
+def _layer_type_of_weight(info: TensorInfo) -> str | None:
+    return info.layer_type if info.role == "weight" else None
+
+
+def _facts(record: Record) -> Iterator[tuple[str, str]]:
+    yield "step", str(record.step)
+    yield "identity", record.identity
+    yield "parent", "none, it is a keyframe" if record.parent is None else f"step {record.parent}"
+    yield "size", f"{_bytes(record.total.stored)} instead of {_bytes(record.total.raw)} ({record.ratio:.2f}×)"
+    chosen = record.configuration
+    if chosen is None:
+        yield "configuration", "none, weights are exact"
+    else:
+        yield (
+            "configuration",
+            f"{chosen.bins} bins ({chosen.embedding_bins} for embeddings), {chosen.pruned:.0%} pruned by "
+            f"{chosen.pruning_metric}, {chosen.protected:.2%} protected by {chosen.protection_metric}",
+        )
+    yield "found by", f"{record.search or 'unknown'}, {record.evaluations} configurations scored"
+    if quality := record.quality:
+        yield (
+            "quality",
+            f"{quality['original']:.6g} in training, {quality['restored']:.6g} as restored: "
+            f"{quality['degradation']:+.2%}" + ("" if record.limit is None else f" ({record.limit:.2%} allowed)"),
+        )
+    yield "seconds", ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in record.seconds.items()) or "unknown"
+    for note in record.notes:
+        yield "note", note
+
+
+def _show_tensor(run: Run, file: CheckpointFile, name: str, as_json: bool) -> None:
+    stored = run.load_tensor(file, name)
+    info = next(info for info in tensors_of(file) if info.name == name)
+    counts = level_counts(stored) if isinstance(stored, QuantizedTensor) else []
+    if as_json:
+        levels = [{"level": found.level, "value": found.value, "count": found.count} for found in counts]
+        _print_json({**info.to_json(), "levels": levels})
+        return
+    _print(f"{name}: {info.dtype}, {'×'.join(map(str, info.shape))}, {info.coding}, {info.bits:.3f} bits per value")
+    if not counts:
+        _print("its values are exact; there is no codebook")
+        return
+    table = _table("level", "value", "count", "share", "")
+    most = max(found.count for found in counts)
+    for found in counts:
+        value = "–" if found.value is None else f"{found.value:+.6g}"
+        share = found.count / max(info.elements, 1)
+        _add(table, found.level, value, f"{found.count:,}", f"{share:.2%}", "█" * round(40 * found.count / most))
+    table.columns[-1].justify = "left"
+    _print(table)
+
+
+def diff(
+    folder: RunFolder,
+    before: Annotated[int, typer.Argument(help="A step.", show_default=False)],
+    after: Annotated[int, typer.Argument(help="Another step.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Compare two checkpoints: which tensors moved, how far, and how many of their values changed level."""
+    run, _ = _open(folder)
+    old, new = run.file(before), run.file(after)
+    count = len(new.header.entries)
+    found = list(_with_progress(changes(run, old, new), f"comparing {before} and {after}", count))
+    if as_json:
+        _print_json([change.to_json() for change in found])
+        return
+    table = _table("tensor", "", "moved by", "values changed", "on another level")
+    for change in found:
+        if change.kind != "same":
+            shares = [change.moved, change.changed, change.migrated]
+            _add(table, change.name, change.kind, *("–" if share is None else f"{share:.2%}" for share in shares))
+    same = sum(change.kind == "same" for change in found)
+    if table.row_count:
+        _print(table)
+    _print(f"{table.row_count} tensors differ, {same} are the same, bit for bit")
+
+
+def verify(folder: RunFolder, as_json: AsJson = False) -> None:
+    """Decode every checkpoint of a run and compare all values with their hashes; exit code 1 if any is damaged."""
+    run, broken = _run_of(folder)
+    summaries = run.summaries()[0]
+    damaged = [str(error) for error in broken]
+    for summary in _with_progress(summaries, "verifying", len(summaries)):
+        try:
+            run.load(run.file(summary.step))
+        except CheckpointError as error:
+            damaged.append(str(error))
+    sound = len(summaries) + len(broken) - len(damaged)
+    if as_json:
+        _print_json({"sound": sound, "damaged": damaged})
+    else:
+        for reason in damaged:
+            _print(f"damaged: {reason}")
+        _print(f"{sound} of {len(summaries) + len(broken)} checkpoints decode to the values that were saved")
+    if damaged:
+        raise typer.Exit(1)
+
+
+def export(
+    folder: RunFolder,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.", show_default=False)],
+    step: Step = None,
+    to: Annotated[Target, typer.Option(help="Format of the file.")] = Target.SAFETENSORS,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write the model of a checkpoint as a file that needs no dynaquant to be read.
+
+    A model's state dict; with --to torch-state the whole state of the training, as torch.save writes it.
+    """
+    run, files = _open(folder)
+    chosen = step if step is not None else files[-1].header.step
+    if out.exists() and not force:
+        raise CheckpointError(f"{out} exists; give another name, or --force to replace it")
+    export_checkpoint(run.folder, chosen, to, out)
+    _print(f"{out}: step {chosen}, {_bytes(out.stat().st_size)}")
+
+
+def prune(
+    folder: RunFolder,
+    keep_last: Annotated[int | None, typer.Option(help="Keep so many of the newest.", min=1)] = None,
+    keep_every: Annotated[int | None, typer.Option(help="Keep every multiple of this step.", min=1)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+) -> None:
+    """Delete checkpoints; those that stay are re-coded where they depend on them, and keep their values."""
+    if keep_last is None and keep_every is None:
+        raise typer.BadParameter("say what to keep: --keep-last, --keep-every, or both")
+    run, files = _open(folder)
+    retention = Retention(keep_last, keep_every)
+    before = sum(file.size for file in files)
+    if dry_run:
+        steps = superfluous(run, retention)
+        _print(f"would delete {_steps(steps)}, keep {_steps(s for s in _steps_of(run) if s not in steps)}")
+        return
+    known = _steps_of(run)
+    with run.writer():
+        notes = prune_run(run, retention)
+    left = _steps_of(run)
+    for note in notes:
+        _print(f"note: {note}")
+    after = sum(run.file(step).size for step in left)
+    deleted = _steps(step for step in known if step not in left)
+    _print(f"deleted {deleted}; {len(left)} checkpoints stay, {_bytes(after)} instead of {_bytes(before)}")
+
+
+def _steps_of(run: Run) -> list[int]:
+    return [summary.step for summary in run.summaries()[0]]
+
+
+def _steps(steps: Iterable[int]) -> str:
+    listed = sorted(steps)
+    return f"{len(listed)} ({', '.join(map(str, listed))})" if listed else "none"
+
+
+def _run_of(folder: Path) -> tuple[Run, list[CheckpointError]]:
+    """The run in a folder and what is wrong with files in it. Raises CheckpointError when it is no run."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{folder} {what}; give the folder that a Checkpointer writes to")
+    run = Run(folder)
+    summaries, broken = run.summaries()
+    if not summaries and not broken:
+        raise CheckpointError(f"{folder}: there are no checkpoints in this folder (files named step-….dqc)")
+    return run, broken
+
+
+def _open(folder: Path) -> tuple[Run, list[CheckpointFile]]:
+    """The run and its sound checkpoints, of which there is one at least; the others are warned of."""
+    run, broken = _run_of(folder)
+    for error in broken:
+        print(f"dynaquant: passed over {error}", file=sys.stderr)
+    files = [run.file(summary.step) for summary in run.summaries()[0]]
+    if not files:
+        raise CheckpointError(f"{folder}: no checkpoint of this run can be read")
+    return run, files
+
+
+def _table(*columns: str) -> Table:
+    table = Table(header_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    return table
+
+
+def _add(table: Table, *cells: str) -> None:
+    table.add_row(*(Text(cell) for cell in cells))  # a name is no markup
+
+
+def _print(what: Any) -> None:
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 200  # a pipe has no width; tables are not to be folded for it
+    console.print(what, soft_wrap=isinstance(what, str))
+
+
+def _print_json(value: Any) -> None:
+    json.dump(value, sys.stdout, indent=1, allow_nan=False)
+    print()
+
+
+def _with_progress(items: Iterable[T], description: str, count: int) -> Iterable[T]:
+    console = Console(stderr=True)
+    return track(items, description, total=count, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _ratio(size: Size) -> str:
+    return f"{size.ratio:.1f}×" if size.stored else "–"
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"

@@ -1,0 +1,144 @@
+"""What one can learn of a run from its files, without the training that made it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from dynaquant.coding.stream import StoredTensor, values_of
+from dynaquant.container import CheckpointFile
+from dynaquant.entry import Entry, Quantized
+from dynaquant.quantized import FIRST_BIN, PROTECTED, PRUNED, QuantizedTensor
+from dynaquant.record import Size
+from dynaquant.run import Run
+from dynaquant.state import dtype_name
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint as its file has it.
+
+    coding: ``raw``, ``planes``, ``reference`` (the parent's, unchanged) or ``quantized``. bins: of the codebook, None
+    where there is none. size: bytes of its values and of its stream.
+    """
+
+    name: str
+    role: str
+    layer_type: str
+    dtype: str
+    shape: tuple[int, ...]
+    coding: str
+    bins: int | None
+    size: Size
+
+    @property
+    def elements(self) -> int:
+        """Number of values."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def bits(self) -> float:
+        """Bits stored per value; 0 for an empty tensor."""
+        return 8 * self.size.stored / self.elements if self.elements else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The tensor as plain JSON values."""
+        return {**asdict(self), "bits": self.bits}
+
+
+def tensors_of(file: CheckpointFile) -> list[TensorInfo]:
+    """The tensors of a checkpoint, in the order of its streams."""
+    return [_info(entry) for entry in file.header.entries]
+
+
+def _info(entry: Entry) -> TensorInfo:
+    return TensorInfo(
+        entry.name,
+        entry.label.role,
+        entry.label.layer_type,
+        dtype_name(entry.dtype),
+        tuple(entry.shape),
+        type(entry.coding).__name__.lower(),
+        entry.coding.bins if isinstance(entry.coding, Quantized) else None,
+        Size(entry.raw_size, entry.size),
+    )
+
+
+@dataclass(frozen=True)
+class LevelCount:
+    """A level of a quantized tensor: the value that it stands for, None for protected ones, and how often it occurs."""
+
+    level: str
+    value: float | None
+    count: int
+
+
+def level_counts(quantized: QuantizedTensor) -> list[LevelCount]:
+    """Pruned, protected, then the bins from the lowest value to the highest; what does not occur is left out."""
+    counts = np.bincount(quantized.levels, minlength=FIRST_BIN + len(quantized.centres))
+    special = [LevelCount("pruned", 0.0, int(counts[PRUNED])), LevelCount("protected", None, int(counts[PROTECTED]))]
+    bins = [
+        LevelCount(f"bin {i}", float(quantized.centres[i]), int(counts[FIRST_BIN + i]))
+        for i in np.argsort(quantized.centres, kind="stable")
+    ]
+    return [found for found in (*special, *bins) if found.count]
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a tensor differs between two checkpoints.
+
+    kind: ``same``, ``changed``, ``added``, ``removed`` or ``reshaped`` (another shape or dtype). moved: the norm of the
+    difference over the norm of the first; changed: the share of values that differ; migrated: the share of values on
+    another level, where both are quantized to as many bins. All None where they cannot be told.
+    """
+
+    name: str
+    kind: str
+    moved: float | None = None
+    changed: float | None = None
+    migrated: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The change as plain JSON values; a move away from zero, which has no relative size, is null."""
+        moved = self.moved if self.moved is not None and np.isfinite(self.moved) else None
+        return {**asdict(self), "moved": moved}
+
+
+def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator[Change]:
+    """How the tensors of two checkpoints of a run differ, in the order of the later one; removed ones come last.
+
+    Raises CheckpointError when a tensor that differs cannot be decoded.
+    """
+    old, new = before.header.by_name, after.header.by_name
+    for name, entry in new.items():
+        known = old.get(name)
+        if known is None:
+            yield Change(name, "added")
+        elif known.hash == entry.hash:
+            yield Change(name, "same", 0.0, 0.0)
+        elif (known.shape, known.dtype) != (entry.shape, entry.dtype):
+            yield Change(name, "reshaped")
+        else:
+            yield _change(name, run.load_tensor(before, name), run.load_tensor(after, name))
+    yield from (Change(name, "removed") for name in old if name not in new)
+
+
+def _change(name: str, before: StoredTensor, after: StoredTensor) -> Change:
+    one, other = values_of(before), values_of(after)
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    a, b = one.to(wide).reshape(-1), other.to(wide).reshape(-1)
+    distance, norm = float(torch.linalg.vector_norm(b - a)), float(torch.linalg.vector_norm(a))
+    moved = distance / norm if norm else (float("inf") if distance else 0.0)
+    migrated = None
+    if (
+        isinstance(before, QuantizedTensor)
+        and isinstance(after, QuantizedTensor)
+        and len(before.centres) == len(after.centres)
+    ):
+        migrated = float(np.mean(before.levels != after.levels))
+    return Change(name, "changed", moved, float((one != other).double().mean()), migrated)
