@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import nn
 from test_full_disk import files_of_at_most
+from torch import nn
 from training import bits, model_of, train
 from typer.testing import CliRunner
 

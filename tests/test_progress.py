@@ -194,7 +194,7 @@ def test_a_slow_layer_goes_on_beside_a_fast_one(tmp_path):
                 model[1].weight += 0.002 * direction
             ckpt.save(step)
     come = float((dq.load(tmp_path)["model"]["1.weight"] - begin).flatten() @ direction.flatten())
-    assert come / float(direction.square().sum()) > 0.75 * 12 * 0.002
+    assert come / float(direction.square().sum()) > 0.7 * 12 * 0.002
 
 
 def share(folder, step: int, begin: torch.Tensor, here: torch.Tensor) -> float:

@@ -27,7 +27,7 @@ Search = Literal["fixed", "exhaustive", "neighbourhood", "more bins", "lossless"
 """How a configuration was found. ``more bins``: nothing in the published space was good enough; ``lossless``: nothing
 at all was, and the weights are stored exactly."""
 
-LEAST_PROGRESS = 0.9
+LEAST_PROGRESS = 0.8
 """Share of the way that weights have come since a restore that a checkpoint must keep (``search.progress``)."""
 CLEARLY = 0.1
 """Share of the limit by which another pruning metric must be better to take over."""
