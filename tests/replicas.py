@@ -145,7 +145,7 @@ def saves_after_a_restore(replica: Replica, run: Path, copy: Path) -> list[dict]
         saves = []
         for later in (1, 2):
             for group in replica.optimizer.param_groups:
-                group["lr"] = 1e-4
+                group["lr"] = 5e-5
             replica.train(4)
             saves.append(replica.save(ckpt, step + later))
     return saves

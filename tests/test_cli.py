@@ -1,6 +1,7 @@
 """The commands on a run, as a shell would call them."""
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -268,3 +269,61 @@ def test_export_to_a_full_disk_leaves_nothing(run, tmp_path, fails, to):
     with files_of_at_most(5000):
         fails("", "export", run, "--to", to, "-o", tmp_path / "model.out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_prune_keeps_a_sound_checkpoint_where_the_newest_is_damaged(tmp_path):
+    make_run(tmp_path)
+    damage(tmp_path, 80, "model.1.weight")  # a keyframe, which nothing else would decode
+    assert "keep 2 (60, 80)" in call("prune", tmp_path, "--keep-last", 1, "--dry-run")
+    before = bits(dq.load(tmp_path, 60))
+    assert "kept 2 (60, 80)" in call("prune", tmp_path, "--keep-last", 1)
+    assert bits(dq.load(tmp_path, 60)) == before
+
+
+def test_export_touches_no_other_file(run, tmp_path, fails):
+    for name in ("model.out.tmp", "other"):
+        (tmp_path / name).write_text("precious")
+    call("export", run, "-o", tmp_path / "model.out")
+    fails("is a folder", "export", run, "-o", tmp_path, "--force")
+    assert {path.name for path in tmp_path.iterdir()} == {"model.out", "model.out.tmp", "other"}
+    assert all((tmp_path / name).read_text() == "precious" for name in ("model.out.tmp", "other"))
+
+
+def test_what_a_writer_deletes_meanwhile_is_not_damaged(tmp_path, monkeypatch):
+    for folder in (tmp_path / "log", tmp_path / "verify"):
+        make_run(folder)
+    file = Run.file
+
+    def deleting(self, step):
+        """The writer deletes step 80 before it is read."""
+        self.path(80).unlink(missing_ok=True)
+        return file(self, step)
+
+    monkeypatch.setattr(Run, "file", deleting)
+    assert [record["step"] for record in data("log", tmp_path / "log")] == STEPS[:-1]
+    assert data("verify", tmp_path / "verify") == {"sound": 3, "damaged": []}
+
+
+def test_tensors_of_all_shapes_are_shown(tmp_path):
+    model = nn.Module()
+    model.register_buffer("count", torch.tensor(3))
+    model.register_buffer("nothing", torch.empty(0, 4))
+    model.register_buffer("broken", torch.tensor([1.0, float("nan")]))
+    with dq.Checkpointer(tmp_path, model) as ckpt:
+        for step in range(2):
+            model.broken[0] = step
+            ckpt.save(step).result()
+    text = call("show", tmp_path)
+    assert "scalar" in text
+    assert "0×4" in text
+    call("show", tmp_path, "--tensor", "model.nothing")
+    change = next(change for change in data("diff", tmp_path, 0, 1) if change["name"] == "model.broken")
+    assert (change["kind"], change["moved"]) == ("changed", None)
+    assert "nan" not in call("diff", tmp_path, 0, 1)
+    assert "inf" not in call("log", tmp_path)
+
+
+def test_a_terminal_without_unicode_gets_question_marks(run):
+    command = [sys.executable, "-m", "dynaquant.cli", "log", str(run)]
+    done = subprocess.run(command, check=True, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert b"keyframe" in done.stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -32,20 +32,26 @@ def export(folder: str | os.PathLike[str], step: int, target: Target, out: Path)
     checkpoint cannot be read or the format has no place for it, OSError when the file cannot be written.
     """
     state = load(folder, step)
-    temporary = out.with_name(out.name + ".tmp")
+    if out.is_dir():
+        raise CheckpointError(f"{out} is a folder; give the name of a file in it")
+    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             if target is Target.SAFETENSORS:
                 file.write(_safetensors(state["model"], step))
             else:
-                torch.save(state["model"] if target is Target.TORCH else state, file)
+                _torch_save(state["model"] if target is Target.TORCH else state, file)
         temporary.replace(out)
-    except RuntimeError as error:  # what torch.save makes of an OSError
-        temporary.unlink(missing_ok=True)
-        raise OSError(f"{out}: cannot be written ({error})") from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _torch_save(value: Any, file: BinaryIO) -> None:
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:  # what it makes of an OSError
+        raise OSError(f"torch.save failed ({error})") from error
 
 
 def _safetensors(model: dict[str, Any], step: int) -> bytes:
@@ -62,7 +68,7 @@ def _safetensors(model: dict[str, Any], step: int) -> bytes:
         if first == name:
             tensors[name] = value.contiguous()
         else:
-            metadata[name] = first
+            metadata.setdefault(name, first)
     try:
         return save(tensors, metadata)
     except (SafetensorError, KeyError, ValueError) as error:

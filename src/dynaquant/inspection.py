@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from dynaquant.container import CheckpointFile
 from dynaquant.entry import Entry, Quantized
 from dynaquant.quantized import FIRST_BIN, PROTECTED, PRUNED, QuantizedTensor
 from dynaquant.record import Size
-from dynaquant.run import Run
+from dynaquant.run import Run, load_tensor
 from dynaquant.state import dtype_name
 
 
@@ -94,7 +95,8 @@ class Change:
 
     kind: ``same``, ``changed``, ``added``, ``removed`` or ``reshaped`` (another shape or dtype). moved: the norm of the
     difference over the norm of the first; changed: the share of values that differ; migrated: the share of values on
-    another level, where both are quantized to as many bins. All None where they cannot be told.
+    another level, where both are quantized to as many bins. All None where they cannot be told: a
+    move away from zero, or to or from infinities and NaNs, has no relative size.
     """
 
     name: str
@@ -104,9 +106,8 @@ class Change:
     migrated: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The change as plain JSON values; a move away from zero, which has no relative size, is null."""
-        moved = self.moved if self.moved is not None and np.isfinite(self.moved) else None
-        return {**asdict(self), "moved": moved}
+        """The change as plain JSON values."""
+        return asdict(self)
 
 
 def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator[Change]:
@@ -115,6 +116,7 @@ def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator
     Raises CheckpointError when a tensor that differs cannot be decoded.
     """
     old, new = before.header.by_name, after.header.by_name
+    chains: list[list[CheckpointFile]] = []  # read when the first tensor differs
     for name, entry in new.items():
         known = old.get(name)
         if known is None:
@@ -124,7 +126,8 @@ def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator
         elif (known.shape, known.dtype) != (entry.shape, entry.dtype):
             yield Change(name, "reshaped")
         else:
-            yield _change(name, run.load_tensor(before, name), run.load_tensor(after, name))
+            chains = chains or [run.chain(before), run.chain(after)]
+            yield _change(name, *(load_tensor(chain, name) for chain in chains))
     yield from (Change(name, "removed") for name in old if name not in new)
 
 
@@ -133,7 +136,7 @@ def _change(name: str, before: StoredTensor, after: StoredTensor) -> Change:
     wide = torch.complex128 if one.is_complex() else torch.float64
     a, b = one.to(wide).reshape(-1), other.to(wide).reshape(-1)
     distance, norm = float(torch.linalg.vector_norm(b - a)), float(torch.linalg.vector_norm(a))
-    moved = distance / norm if norm else (float("inf") if distance else 0.0)
+    moved = distance / norm if norm else (0.0 if distance == 0 else math.inf)
     migrated = None
     if (
         isinstance(before, QuantizedTensor)
@@ -141,4 +144,6 @@ def _change(name: str, before: StoredTensor, after: StoredTensor) -> Change:
         and len(before.centres) == len(after.centres)
     ):
         migrated = float(np.mean(before.levels != after.levels))
-    return Change(name, "changed", moved, float((one != other).double().mean()), migrated)
+    return Change(
+        name, "changed", moved if math.isfinite(moved) else None, float((one != other).double().mean()), migrated
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from dynaquant.container import CheckpointFile
@@ -11,6 +11,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.quantize.partition import Configuration
 from dynaquant.search.history import History
 from dynaquant.search.manager import Decision
+from dynaquant.search.quality import Quality
 from dynaquant.search.trials import Trial, number_to_json
 
 
@@ -164,12 +165,12 @@ def _record(
         configuration=Configuration(**configuration) if configuration else None,
         search=search.get("kind"),
         judged_by=search.get("judged_by"),
-        limit=search.get("limit"),
-        quality=quality and {key: float(value) for key, value in quality.items()},
+        limit=None if search.get("limit") is None else float(search["limit"]),
+        quality=quality and {field.name: float(quality[field.name]) for field in fields(Quality)},
         progress=None if search.get("progress") is None else float(search["progress"]),
         predicted=search.get("predicted"),
         trials=[Trial.from_json(trial) for trial in search.get("trials", [])],
         interval=record.get("interval"),
-        seconds=record.get("seconds", {}),
+        seconds={stage: float(seconds) for stage, seconds in record.get("seconds", {}).items()},
         notes=[*record.get("notes", []), *notes],
     )

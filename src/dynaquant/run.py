@@ -197,16 +197,6 @@ class Run:
                 raise
             raise CheckpointError(f"{itself}{error}") from error
 
-    def load_tensor(self, file: CheckpointFile, name: str) -> StoredTensor:
-        """Decodes one tensor of a checkpoint, and no others, and checks it against its hash.
-
-        Raises CheckpointError when it is not there, cannot be decoded or is not what was stored.
-        """
-        entry = file.header.by_name.get(name)
-        if entry is None:
-            raise CheckpointError(f"{file.path}: there is no tensor {name!r}")
-        return _load_tensor(self.chain(file), entry)
-
     def chain_lengths(self, damaged: Collection[int] = ()) -> dict[Parent, int]:
         """Every checkpoint that can be decoded, with the length of its chain: 1 for a keyframe.
 
@@ -279,6 +269,17 @@ class Run:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
+    """Decodes one tensor of a checkpoint, and no others, and checks it against its hash. chain: ``Run.chain`` of it.
+
+    Raises CheckpointError when it is not there, cannot be decoded or is not what was stored.
+    """
+    entry = chain[0].header.by_name.get(name)
+    if entry is None:
+        raise CheckpointError(f"{chain[0].path}: there is no tensor {name!r}")
+    return _load_tensor(chain, entry)
 
 
 def _encode_tensor(name: str, stored: StoredTensor, label: Label, base: Base | None) -> tuple[Entry, bytes]:

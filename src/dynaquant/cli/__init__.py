@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from importlib.metadata import version
 from typing import Annotated
@@ -31,12 +32,15 @@ def options(
 ) -> None:
     """Checkpoints of deep-learning training in a small fraction of their size.
 
-    Exit codes: 0 all is well, 1 something is wrong (stderr says what), 2 the command line cannot be understood.
+    Exit codes: 0 all is well, 1 something is wrong, 2 the command line cannot be understood.
     """
 
 
 def main() -> None:
     """Runs the command line; errors become one message and exit code 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that has no × is no reason to fail
     try:
         app()
     except (DynaquantError, OSError) as error:

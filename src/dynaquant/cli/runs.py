@@ -23,10 +23,10 @@ from dynaquant.quantized import QuantizedTensor
 from dynaquant.record import Record, Size, record_of
 from dynaquant.retention import Retention, superfluous
 from dynaquant.retention import prune as prune_run
-from dynaquant.run import Run
+from dynaquant.run import Run, load_tensor
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of checkpoints.", show_default=False)]
-Step = Annotated[int | None, typer.Argument(metavar="[STEP]", help="Which checkpoint; the newest unless given.")]
+Step = Annotated[int | None, typer.Argument(metavar="STEP", help="Which checkpoint; the newest unless given.")]
 T = TypeVar("T")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
@@ -47,7 +47,7 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
             "keyframe" if record.parent is None else str(record.parent),
             _bytes(record.total.stored),
             f"{record.ratio:.2f}×",
-            f"{record.roles['weight'].ratio:.1f}×" if "weight" in record.roles else "–",
+            _ratio(record.roles["weight"]) if "weight" in record.roles else "–",
             f"{quality['degradation']:+.2%}" if quality else "–",
             f"{record.limit:.2%}" if record.limit is not None else "–",
             f"{chosen.bins}/{chosen.embedding_bins}" if chosen else "exact",
@@ -103,7 +103,7 @@ def show(
             table,
             info.name,
             info.dtype,
-            "×".join(map(str, info.shape)) or "–",
+            _shape(info),
             info.coding,
             str(info.bins) if info.bins is not None else "–",
             _bytes(info.size.stored),
@@ -144,19 +144,19 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def _show_tensor(run: Run, file: CheckpointFile, name: str, as_json: bool) -> None:
-    stored = run.load_tensor(file, name)
+    stored = load_tensor(run.chain(file), name)
     info = next(info for info in tensors_of(file) if info.name == name)
     counts = level_counts(stored) if isinstance(stored, QuantizedTensor) else []
     if as_json:
         levels = [{"level": found.level, "value": found.value, "count": found.count} for found in counts]
         _print_json({**info.to_json(), "levels": levels})
         return
-    _print(f"{name}: {info.dtype}, {'×'.join(map(str, info.shape))}, {info.coding}, {info.bits:.3f} bits per value")
-    if not counts:
+    _print(f"{name}: {info.dtype}, {_shape(info)}, {info.coding}, {info.bits:.3f} bits per value")
+    if not isinstance(stored, QuantizedTensor):
         _print("its values are exact; there is no codebook")
         return
     table = _table("level", "value", "count", "share", "")
-    most = max(found.count for found in counts)
+    most = max((found.count for found in counts), default=0)
     for found in counts:
         value = "–" if found.value is None else f"{found.value:+.6g}"
         share = found.count / max(info.elements, 1)
@@ -187,7 +187,7 @@ def diff(
     same = sum(change.kind == "same" for change in found)
     if table.row_count:
         _print(table)
-    _print(f"{table.row_count} tensors differ, {same} are the same, bit for bit")
+    _print(f"tensors that differ: {table.row_count}; the same, bit for bit: {same}")
 
 
 def verify(folder: RunFolder, as_json: AsJson = False) -> None:
@@ -195,18 +195,19 @@ def verify(folder: RunFolder, as_json: AsJson = False) -> None:
     run, broken = _run_of(folder)
     summaries = run.summaries()[0]
     damaged = [str(error) for error in broken]
+    sound = 0
     for summary in _with_progress(summaries, "verifying", len(summaries)):
-        try:
-            run.load(run.file(summary.step))
-        except CheckpointError as error:
+        error = _error_of(run, summary.step)
+        if error is None:
+            sound += 1
+        elif run.path(summary.step).exists():  # else its writer has deleted it since it was listed
             damaged.append(str(error))
-    sound = len(summaries) + len(broken) - len(damaged)
     if as_json:
         _print_json({"sound": sound, "damaged": damaged})
     else:
         for reason in damaged:
             _print(f"damaged: {reason}")
-        _print(f"{sound} of {len(summaries) + len(broken)} checkpoints decode to the values that were saved")
+        _print(f"{sound} of {sound + len(damaged)} checkpoints decode to the values that were saved")
     if damaged:
         raise typer.Exit(1)
 
@@ -220,7 +221,8 @@ def export(
 ) -> None:
     """Write the model of a checkpoint as a file that needs no dynaquant to be read.
 
-    A model's state dict; with --to torch-state the whole state of the training, as torch.save writes it.
+    A model's state dict; with --to torch-state the whole state of the training, which torch.load reads with
+    weights_only=False.
     """
     run, files = _open(folder)
     chosen = step if step is not None else files[-1].header.step
@@ -243,18 +245,45 @@ def prune(
     retention = Retention(keep_last, keep_every)
     before = sum(file.size for file in files)
     if dry_run:
-        steps = superfluous(run, retention)
+        steps = superfluous(run, retention, _damaged_among_kept(run, retention))
         _print(f"would delete {_steps(steps)}, keep {_steps(s for s in _steps_of(run) if s not in steps)}")
         return
     known = _steps_of(run)
     with run.writer():
-        notes = prune_run(run, retention)
+        notes = prune_run(run, retention, _damaged_among_kept(run, retention))
     left = _steps_of(run)
-    for note in notes:
-        _print(f"note: {note}")
     after = sum(run.file(step).size for step in left)
     deleted = _steps(step for step in known if step not in left)
-    _print(f"deleted {deleted}; {len(left)} checkpoints stay, {_bytes(after)} instead of {_bytes(before)}")
+    _print(f"deleted {deleted}; kept {_steps(left)}, {_bytes(after)} instead of {_bytes(before)}")
+    for note in notes:
+        print(f"dynaquant: {note}", file=sys.stderr)
+    if notes:
+        raise typer.Exit(1)
+
+
+def _damaged_among_kept(run: Run, retention: Retention) -> set[int]:
+    """What would be kept and does not decode; it must not count as kept, or all that is sound might go."""
+    damaged: set[int] = set()
+    checked: set[int] = set()
+    while new := [s for s in _steps_of(run) if s not in {*checked, *superfluous(run, retention, damaged)}]:
+        for step in _with_progress(new, "checking what stays", len(new)):
+            checked.add(step)
+            if _error_of(run, step) is not None:
+                damaged.add(step)
+    return damaged
+
+
+def _error_of(run: Run, step: int) -> CheckpointError | None:
+    """What is wrong with a checkpoint, by decoding it; twice, as a writer may have re-coded it in that moment."""
+    error = None
+    for _ in range(2):
+        try:
+            run.load(run.file(step))
+        except CheckpointError as found:
+            error = found
+        else:
+            return None
+    return error
 
 
 def _steps_of(run: Run) -> list[int]:
@@ -283,7 +312,13 @@ def _open(folder: Path) -> tuple[Run, list[CheckpointFile]]:
     run, broken = _run_of(folder)
     for error in broken:
         print(f"dynaquant: passed over {error}", file=sys.stderr)
-    files = [run.file(summary.step) for summary in run.summaries()[0]]
+    files = []
+    for summary in run.summaries()[0]:
+        try:
+            files.append(run.file(summary.step))
+        except CheckpointError:
+            if run.path(summary.step).exists():  # else its writer has deleted it since it was listed
+                raise
     if not files:
         raise CheckpointError(f"{folder}: no checkpoint of this run can be read")
     return run, files
@@ -315,6 +350,10 @@ def _print_json(value: Any) -> None:
 def _with_progress(items: Iterable[T], description: str, count: int) -> Iterable[T]:
     console = Console(stderr=True)
     return track(items, description, total=count, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _shape(info: TensorInfo) -> str:
+    return "×".join(map(str, info.shape)) or "scalar"
 
 
 def _ratio(size: Size) -> str:

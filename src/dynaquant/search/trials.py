@@ -90,7 +90,7 @@ class Trials:
 
     @property
     def done(self) -> list[Trial]:
-        """What was scored, in order."""
+        """What was tried, in order."""
         return [trial for trial, _ in self._known.values()]
 
     def score(self, configurations: Sequence[Configuration], least_progress: float = 0.0) -> list[float]:
