@@ -281,12 +281,14 @@ def test_prune_keeps_a_sound_checkpoint_where_the_newest_is_damaged(tmp_path):
 
 
 def test_export_touches_no_other_file(run, tmp_path, fails):
-    for name in ("model.out.tmp", "other"):
+    others = {"model.out.tmp", f"taken.{os.getpid()}.tmp"}
+    for name in others:
         (tmp_path / name).write_text("precious")
     call("export", run, "-o", tmp_path / "model.out")
+    fails("File exists", "export", run, "-o", tmp_path / "taken")
     fails("is a folder", "export", run, "-o", tmp_path, "--force")
-    assert {path.name for path in tmp_path.iterdir()} == {"model.out", "model.out.tmp", "other"}
-    assert all((tmp_path / name).read_text() == "precious" for name in ("model.out.tmp", "other"))
+    assert {path.name for path in tmp_path.iterdir()} == {"model.out", *others}
+    assert all((tmp_path / name).read_text() == "precious" for name in others)
 
 
 def test_what_a_writer_deletes_meanwhile_is_not_damaged(tmp_path, monkeypatch):

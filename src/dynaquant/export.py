@@ -35,8 +35,9 @@ def export(folder: str | os.PathLike[str], step: int, target: Target, out: Path)
     if out.is_dir():
         raise CheckpointError(f"{out} is a folder; give the name of a file in it")
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    file = temporary.open("xb")  # before the try: a file that is there already is not ours to delete
     try:
-        with temporary.open("xb") as file:
+        with file:
             if target is Target.SAFETENSORS:
                 file.write(_safetensors(state["model"], step))
             else:

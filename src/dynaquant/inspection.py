@@ -95,8 +95,8 @@ class Change:
 
     kind: ``same``, ``changed``, ``added``, ``removed`` or ``reshaped`` (another shape or dtype). moved: the norm of the
     difference over the norm of the first; changed: the share of values that differ; migrated: the share of values on
-    another level, where both are quantized to as many bins. All None where they cannot be told: a
-    move away from zero, or to or from infinities and NaNs, has no relative size.
+    another level, where both are quantized to as many bins. All None where they cannot be told: a move away from zero,
+    or to or from infinities and NaNs, has no relative size.
     """
 
     name: str
@@ -104,10 +104,6 @@ class Change:
     moved: float | None = None
     changed: float | None = None
     migrated: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """The change as plain JSON values."""
-        return asdict(self)
 
 
 def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator[Change]:

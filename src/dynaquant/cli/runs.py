@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -177,7 +178,7 @@ def diff(
     count = len(new.header.entries)
     found = list(_with_progress(changes(run, old, new), f"comparing {before} and {after}", count))
     if as_json:
-        _print_json([change.to_json() for change in found])
+        _print_json([asdict(change) for change in found])
         return
     table = _table("tensor", "", "moved by", "values changed", "on another level")
     for change in found:
