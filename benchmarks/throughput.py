@@ -1,0 +1,340 @@
+"""Saving and restoring a whole Adam state: dynaquant with each of its presets against other formats, in one run.
+
+    python benchmarks/throughput.py [--values 100000000 500000000] [--threads 2] [--scratch build/benchmarks]
+
+Every method has a process of its own, saves two consecutive checkpoints, of which the second is measured, and restores
+that one. The state is synthetic (``synthetic.py``), so that it can have any size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+from peers.archives import PEERS, Peer
+from results import Table, machine, sentence
+from rich.console import Console
+from rich.progress import track
+from synthetic import adam_state, advance, named_tensors
+from torch import nn
+
+import dynaquant as dq
+from dynaquant.coding.stream import tensor_hash
+
+SIZES = (100_000_000, 500_000_000)
+DYNAQUANT: dict[str, dict[str, Any]] = {
+    "dynaquant lossless": {"quality": "lossless"},
+    "dynaquant high": {"quality": "high"},
+    "dynaquant balanced": {"quality": "balanced"},
+    "dynaquant small": {"quality": "small"},
+    "dynaquant published": {"method": "published"},
+}
+"""What a Checkpointer is told, by the name of the method."""
+SEED = 0
+Wait = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One method at one size. values: float32 values of weights and moments together."""
+
+    method: str
+    values: int
+    threads: int
+    scratch: Path
+
+
+@dataclass(frozen=True)
+class Session:
+    """A method at work. save: returns when training may go on, with what waits for the rest; restore: of a step."""
+
+    save: Callable[[int], Wait]
+    restore: Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a method took: sizes and memory in bytes, times in seconds.
+
+    raw, stored: of the second checkpoint. blocking, saving: until training goes on, until it is on the disk.
+    saving_memory, restoring_memory: the most that the process had above what it had before the first save.
+    exact: whether every tensor came back bit for bit.
+    """
+
+    method: str
+    values: int
+    raw: int
+    stored: int
+    blocking: float
+    saving: float
+    restoring: float
+    saving_memory: int
+    restoring_memory: int
+    exact: bool
+
+    @property
+    def ratio(self) -> float:
+        return self.raw / self.stored
+
+    def speed(self, seconds: float) -> float:
+        """Gigabytes of raw state per second."""
+        return self.raw / seconds / 1e9
+
+
+def checkpointer(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: dict[str, Any]
+) -> Session:
+    """dynaquant. A restore comes from a Checkpointer of its own, as after a crash."""
+    writing = dq.Checkpointer(folder, model, optimizer, **arguments)
+
+    def restore(step: int) -> None:
+        writing.close()
+        with dq.Checkpointer(folder, model, optimizer, **arguments) as reading:
+            reading.restore(step)
+
+    return Session(lambda step: writing.save(step).result, restore)
+
+
+def archive(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, peer: Peer, threads: int) -> Session:
+    """A peer, whose save blocks until it is done."""
+
+    def save(step: int) -> Wait:
+        peer.write(named_tensors(model, optimizer), folder / str(step), threads)
+        return lambda: None
+
+    return Session(save, lambda step: peer.read(named_tensors(model, optimizer), folder / str(step), threads))
+
+
+def measure(job: Job) -> Row:
+    """Saves twice, restores once. Runs in a process of its own, whose memory is measured."""
+    torch.set_num_threads(job.threads)
+    generator = torch.Generator().manual_seed(SEED)
+    model, optimizer = adam_state(job.values, generator)
+    with TemporaryDirectory(dir=job.scratch) as name:
+        folder = Path(name)
+        resident = memory_now()
+        if job.method in DYNAQUANT:
+            session = checkpointer(folder, model, optimizer, DYNAQUANT[job.method])
+        else:
+            session = archive(folder, model, optimizer, PEERS[job.method], job.threads)
+        session.save(1)()
+        first = stored_in(folder)
+        advance(optimizer, generator)
+        hashes, raw = contents(model, optimizer)
+
+        memory_now()
+        start = perf_counter()
+        wait = session.save(2)
+        blocking = perf_counter() - start
+        wait()
+        saving = perf_counter() - start
+        saving_memory = peak_memory() - resident
+        stored = stored_in(folder) - first
+
+        erase(model, optimizer)
+        forget_files(folder)
+        memory_now()
+        start = perf_counter()
+        session.restore(2)
+        restoring = perf_counter() - start
+        restoring_memory = peak_memory() - resident
+        exact = contents(model, optimizer)[0] == hashes
+    return Row(job.method, job.values, raw, stored, blocking, saving, restoring, saving_memory, restoring_memory, exact)
+
+
+def measured(job: Job) -> Row:
+    """``measure`` in a process of its own."""
+    # Forked from one that has imported what takes seconds, and has done nothing else.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dynaquant", "matplotlib.figure", "torch._dynamo", "torch.distributed.checkpoint"])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(measure, job).result()
+
+
+def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, str], int]:
+    """The hash of every tensor of the state, and their bytes together."""
+    tensors = named_tensors(model, optimizer)
+    hashes = {name: tensor_hash(tensor) for name, tensor in tensors.items()}
+    return hashes, sum(tensor.nbytes for tensor in tensors.values())
+
+
+def erase(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Sees to it that what is there after a restore comes from the disk."""
+    for tensor in named_tensors(model, optimizer).values():
+        tensor.zero_()
+
+
+def stored_in(folder: Path) -> int:
+    """Bytes of all files in a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def forget_files(folder: Path) -> None:
+    """Asks the system to drop a folder's files from its cache, so that a restore has to read them."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def memory_now() -> int:
+    """Resident bytes of this process, with nothing left over from before; ``peak_memory`` starts anew from there."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_memory()
+
+
+def peak_memory() -> int:
+    """The most bytes that were resident at once since ``memory_now``."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return 1024 * int(line.split()[1])
+
+
+def table(rows: list[Row]) -> Table:
+    """All methods at one size."""
+    columns = [
+        "method",
+        "ratio",
+        "save, blocking",
+        "save, total",
+        "restore",
+        "memory, save",
+        "memory, restore",
+        "exact",
+    ]
+    cells = [
+        [
+            row.method,
+            f"{row.ratio:.2f}×",
+            *(f"{row.speed(seconds):.2f}" for seconds in (row.blocking, row.saving, row.restoring)),
+            *(f"{memory / row.raw:.0%}" for memory in (row.saving_memory, row.restoring_memory)),
+            "yes" if row.exact else "no",
+        ]
+        for row in rows
+    ]
+    return Table(f"{rows[0].values:,} values, {rows[0].raw / 1e9:.2f} GB: GB/s of raw state", columns, cells)
+
+
+def plot(rows: list[Row], file: Path) -> None:
+    """Ratio against the speed of saves and of restores, dynaquant in red; a larger state has a larger marker."""
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    saves, restores = figure.subplots(1, 2, sharey=True)
+    _scatter(saves, rows, [row.speed(row.saving) for row in rows])
+    _scatter(restores, rows, [row.speed(row.restoring) for row in rows])
+    saves.set(title="save, until it is on the disk (red: dynaquant)", ylabel="times smaller")
+    restores.set(title="restore")
+    figure.savefig(file, dpi=130)
+
+
+def _scatter(axes: Axes, rows: list[Row], speeds: list[float]) -> None:
+    sizes = sorted({row.values for row in rows})
+    axes.set(xscale="log", yscale="log", xlabel="GB/s of raw state")
+    for row, speed in zip(rows, speeds, strict=True):
+        color = "tab:red" if row.method in DYNAQUANT else "tab:blue"
+        axes.scatter(speed, row.ratio, s=25 + 45 * sizes.index(row.values), color=color, alpha=0.7)
+        if row.values == sizes[-1]:
+            label = row.method.removeprefix("dynaquant ")
+            axes.annotate(label, (speed, row.ratio), (6, 3), textcoords="offset points", fontsize=8, color=color)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    axes.margins(0.12)
+    axes.grid(alpha=0.3)
+
+
+NOTES = """\
+- Every method stores the same state: weights and both moments of Adam in float32, in the shapes of a transformer. It is
+  synthetic, with spreads like those of a small GPT in training; between the two checkpoints weights moved by 0.1 to 1 %
+  and first moments are new. What is stored and measured is the second checkpoint. dynaquant codes it against the first
+  one and restores it through both; the others look at one checkpoint only.
+- *ratio*: raw bytes over stored bytes. *exact*: every tensor came back bit for bit. dynaquant was given no metric, so
+  its times hold no evaluations.
+- Speeds are GB/s of raw state. *blocking* is what training waits for; dynaquant goes on in the background, where it
+  also reads its file back and compares hashes before it commits, which no other method does. *total* ends when the data
+  are on the disk: fsync is included for all. Restores fill the tensors of the model and the optimizer; before each the
+  system was asked to drop the files from its cache.
+- *memory*: the most resident memory above what the process had before its first save, in percent of the state. It
+  includes files that are mapped, and what dynaquant keeps of the last checkpoint.
+- All methods have the same cores and may use as many threads; zstd decompresses with one, and pcodec's Python package
+  never has more. ZipNN, blosc2 and pcodec compress tensor by tensor.
+"""
+
+
+def page(tables: list[Table], missing: list[str], picture: str, command: str, described: dict[str, str | int]) -> str:
+    parts = [
+        "# Throughput",
+        f"```\nmake benchmark-setup\n{command}\n```",
+        sentence(described),
+        f"![ratio against GB/s]({picture})",
+        *(shown.in_markdown() for shown in tables),
+        *missing,
+        "## How to read it",
+        NOTES.rstrip(),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--values", type=int, nargs="+", default=list(SIZES), help="weights and moments together")
+    parser.add_argument("--threads", type=int, default=2, help="cores and threads of every method")
+    parser.add_argument("--scratch", type=Path, default=Path("build/benchmarks"), help="folder of the checkpoints")
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/results/throughput.json"), help="JSON; a .md and a .png go beside it"
+    )
+    arguments = parser.parse_args()
+
+    # Processes inherit the cores, and libraries size their thread pools by them.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+    for folder in (arguments.scratch, arguments.out.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    console.width = max(console.width, 130)
+    missing = [
+        f"{name} skipped: {peer.package} is not installed." for name, peer in PEERS.items() if not peer.installed
+    ]
+    for line in missing:
+        console.print(line)
+    methods = [*DYNAQUANT, *(name for name, peer in PEERS.items() if peer.installed)]
+    jobs = [Job(name, size, arguments.threads, arguments.scratch) for size in arguments.values for name in methods]
+    rows = []
+    for job in track(jobs, description="measuring", console=console):
+        try:
+            rows.append(measured(job))
+        except Exception as error:  # the others took too long to be lost
+            missing.append(f"{job.method} failed at {job.values:,} values: {error!r}.")
+            console.print(missing[-1])
+    tables = [table(found) for size in arguments.values if (found := [row for row in rows if row.values == size])]
+    for shown in tables:
+        console.print(shown.on_screen())
+
+    described = machine("numpy", *sorted({peer.package for peer in PEERS.values() if peer.installed}))
+    results = {"machine": described, "threads": arguments.threads, "rows": [asdict(row) for row in rows]}
+    arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    picture = arguments.out.with_suffix(".png")
+    plot(rows, picture)
+    sizes = " ".join(map(str, arguments.values))
+    command = f".venv/bin/python benchmarks/throughput.py --values {sizes} --threads {arguments.threads}"
+    arguments.out.with_suffix(".md").write_text(page(tables, missing, picture.name, command, described))
+
+
+if __name__ == "__main__":
+    main()
