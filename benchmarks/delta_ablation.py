@@ -86,9 +86,9 @@ def coded_sizes(levels: Levels, parent: Levels | None) -> dict[str, float]:
     return sizes
 
 
-def stored_size(name: str, tensor: QuantizedTensor, parent: Levels | None, label: Label) -> int:
+def stored_size(name: str, tensor: QuantizedTensor, parent: QuantizedTensor | None, label: Label) -> int:
     """Bytes of a tensor in a checkpoint file, decoded to see that they hold its values."""
-    coding, coded = stream.encode(tensor, parent)
+    coding, coded = stream.encode(tensor, parent, "rearranged")
     entry = Entry(name, label, tensor.dtype, tensor.shape, "", len(coded), coding)
     restored = stream.values_of(stream.decode(entry, coded, parent))
     assert torch.equal(restored, dequantize(tensor)), f"{name} does not decode"
@@ -118,7 +118,7 @@ def checkpoints(
             parent = parents[name].parent_levels if parents else None
             for coding, size in coded_sizes(levels, parent).items():
                 coded[coding] = coded.get(coding, 0) + size
-            whole = stored_size(name, tensor, parent, label_of[name])
+            whole = stored_size(name, tensor, parents.get(name), label_of[name])
             side += whole - len(rearrange.encode(levels, parent)[1])
             stored += whole
             changed += 0 if parent is None else int(np.count_nonzero(levels.values != parent.values))

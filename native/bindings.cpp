@@ -2,9 +2,12 @@
 // std::invalid_argument becomes ValueError.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 
 #include <stdexcept>
 
+#include "conditional.hpp"
+#include "grid.hpp"
 #include "levels.hpp"
 #include "tables.hpp"
 
@@ -17,6 +20,8 @@ using Array = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 template <class T>
 using Table = nb::ndarray<T, nb::shape<65536>, nb::c_contig, nb::device::cpu>;
 
+using Contexts = nb::ndarray<const std::uint8_t, nb::shape<256>, nb::c_contig, nb::device::cpu>;
+
 template <class T>
 std::span<T> view(const Array<T>& array) {
     return {array.data(), array.size()};
@@ -25,6 +30,10 @@ std::span<T> view(const Array<T>& array) {
 template <class T>
 std::span<T, dynaquant::bucket_count> view(const Table<T>& table) {
     return std::span<T, dynaquant::bucket_count>(table.data(), dynaquant::bucket_count);
+}
+
+std::span<const std::uint8_t, 256> view(const Contexts& table) {
+    return std::span<const std::uint8_t, 256>(table.data(), 256);
 }
 
 void check_same_size(std::size_t a, std::size_t b) {
@@ -73,6 +82,33 @@ void decode_levels(const nb::bytes& stream, const Array<const std::uint8_t>& par
     dynaquant::decode_levels(bytes, view(parent), modulus, groups, view(levels));
 }
 
+std::uint32_t grid_levels(const Array<const float>& values, float inverse, std::optional<std::uint32_t> seed,
+                          const Array<std::uint8_t>& levels) {
+    check_same_size(values.size(), levels.size());
+    const nb::gil_scoped_release release;
+    return dynaquant::grid_levels(view(values), inverse, seed, view(levels));
+}
+
+nb::bytes encode_conditional(const Array<const std::uint8_t>& levels, const Array<const std::uint8_t>& parent,
+                             const Table<const std::uint8_t>& symbol_of,
+                             const Contexts& context_of, std::size_t contexts) {
+    std::vector<std::uint8_t> stream;
+    {
+        const nb::gil_scoped_release release;
+        stream = dynaquant::encode_conditional(view(levels), view(parent), view(symbol_of), view(context_of), contexts);
+    }
+    return nb::bytes(stream.data(), stream.size());
+}
+
+void decode_conditional(const nb::bytes& stream, const Array<const std::uint8_t>& parent,
+                        const Table<const std::uint8_t>& level_of, const Contexts& context_of, std::size_t contexts,
+                        std::size_t symbols, const Array<std::uint8_t>& levels) {
+    const std::span bytes(reinterpret_cast<const std::uint8_t*>(stream.data()), stream.size());
+    const nb::gil_scoped_release release;
+    dynaquant::decode_conditional(bytes, view(parent), view(level_of), view(context_of), contexts, symbols,
+                                  view(levels));
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -107,4 +143,15 @@ NB_MODULE(_native, m) {
           "levels"_a.noconvert(),
           "Fills levels from what encode_levels made with the same parent, modulus and groups.\n"
           "ValueError: the stream is not such a stream.");
+    m.def("grid_levels", &grid_levels, "values"_a.noconvert(), "inverse"_a, "seed"_a.none(), "levels"_a.noconvert(),
+          "Fills levels of the grid with step 1 / inverse; returns the highest, or 256 where a value is protected.\n"
+          "seed: rounds up or down at random, right in the mean; None: to the nearest.");
+    m.def("encode_conditional", &encode_conditional, "levels"_a.noconvert(), "parent"_a.noconvert(),
+          "symbol_of"_a.noconvert(), "context_of"_a.noconvert(), "contexts"_a,
+          "The coded levels (docs/format.md). parent: empty or as long as levels; symbol_of: for each parent level a\n"
+          "row of 256 symbols by level; context_of: by parent level. ValueError: arguments that do not fit each other.");
+    m.def("decode_conditional", &decode_conditional, "stream"_a, "parent"_a.noconvert(), "level_of"_a.noconvert(),
+          "context_of"_a.noconvert(), "contexts"_a, "symbols"_a, "levels"_a.noconvert(),
+          "Fills levels from what encode_conditional made with the same parent and contexts; level_of: for each parent\n"
+          "level a row of 256 levels by symbol. ValueError: the stream is not such a stream.");
 }

@@ -7,6 +7,7 @@
 
 #include "bits.hpp"
 #include "huffman.hpp"
+#include "little_endian.hpp"
 #include "parallel.hpp"
 #include "runs.hpp"
 
@@ -48,25 +49,6 @@ std::uint64_t cost(std::span<const std::uint64_t> frequencies, std::span<const s
     for (std::size_t s = 0; s < frequencies.size(); ++s)
         bits += frequencies[s] * (lengths[s] + (s < modulus ? 0 : run_extra_bits(s - modulus)));
     return bits;
-}
-
-void put_u32(std::vector<std::uint8_t>& out, std::size_t value) {
-    for (unsigned shift = 0; shift < 32; shift += 8) out.push_back(static_cast<std::uint8_t>(value >> shift));
-}
-
-std::size_t get_u32(Bytes& in) {
-    if (in.size() < 4) throw std::invalid_argument("the coded levels end too early");
-    std::size_t value = 0;
-    for (unsigned i = 0; i < 4; ++i) value |= std::size_t{in[i]} << (8 * i);
-    in = in.subspan(4);
-    return value;
-}
-
-Bytes get_bytes(Bytes& in, std::size_t count) {
-    if (in.size() < count) throw std::invalid_argument("the coded levels end too early");
-    const Bytes out = in.first(count);
-    in = in.subspan(count);
-    return out;
 }
 
 void check_shape(std::size_t levels, std::size_t parent, std::size_t modulus, std::size_t groups) {

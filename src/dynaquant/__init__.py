@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 from dynaquant.checkpointer import Checkpointer, load
 from dynaquant.errors import CheckpointError, DynaquantError, EvaluateError, StateError
+from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.partition import Configuration
 from dynaquant.record import Record
 from dynaquant.search.quality import LossOn
@@ -14,6 +15,7 @@ __all__ = [
     "Configuration",
     "DynaquantError",
     "EvaluateError",
+    "GridConfiguration",
     "LossOn",
     "Record",
     "StateError",

@@ -1,6 +1,6 @@
 from typing import Any
 
-from numpy import int64, uint8, uint16, uint32
+from numpy import float32, int64, uint8, uint16, uint32
 from numpy.typing import NDArray
 
 LEVEL_PRUNED: int
@@ -25,3 +25,20 @@ def encode_levels(
     levels: NDArray[uint8], parent: NDArray[uint8], modulus: int, groups: int, run_length: bool
 ) -> bytes: ...
 def decode_levels(stream: bytes, parent: NDArray[uint8], modulus: int, groups: int, levels: NDArray[uint8]) -> None: ...
+def grid_levels(values: NDArray[float32], inverse: float, seed: int | None, levels: NDArray[uint8]) -> int: ...
+def encode_conditional(
+    levels: NDArray[uint8],
+    parent: NDArray[uint8],
+    symbol_of: NDArray[uint8],
+    context_of: NDArray[uint8],
+    contexts: int,
+) -> bytes: ...
+def decode_conditional(
+    stream: bytes,
+    parent: NDArray[uint8],
+    level_of: NDArray[uint8],
+    context_of: NDArray[uint8],
+    contexts: int,
+    symbols: int,
+    levels: NDArray[uint8],
+) -> None: ...

@@ -18,29 +18,24 @@ from torch import Tensor, nn
 
 from dynaquant import rng
 from dynaquant import sources as state_sources
-from dynaquant.coding.stream import StoredTensor, tensor_hash, values_of
+from dynaquant.coding.stream import StoredTensor, values_of
+from dynaquant.compressor import Compressor, Loss
 from dynaquant.container import CheckpointFile
 from dynaquant.distributed import Group, unwrapped
 from dynaquant.errors import CheckpointError, StateError
-from dynaquant.importance import GradientRecorder
-from dynaquant.quantize.checkpoint import sketch_weights
-from dynaquant.quantize.partition import Configuration
-from dynaquant.quantized import QuantizedTensor
+from dynaquant.presets import QualityName
+from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.record import Record, json_of, record_of, record_without_file
 from dynaquant.retention import Retention, prune, release
-from dynaquant.roles import Label, labels, quantizable
+from dynaquant.roles import Label, labels
 from dynaquant.run import Base, Checkpoint, Run
 from dynaquant.schedule import Every, Schedule
-from dynaquant.search.distortion import mean_squared_gradients
-from dynaquant.search.manager import ConfigurationManager, Decision
+from dynaquant.search.manager import Decision
 from dynaquant.search.quality import Evaluate
 from dynaquant.state import flatten, unflatten
 
 log = logging.getLogger("dynaquant")
 
-GRADIENT_WINDOW = 50
-"""Optimizer steps before a checkpoint whose gradients are recorded (method 1.1)."""
-MAX_DEGRADATION = 0.01
 TYPICAL_TRIALS = 3
 """Candidates that a save scores once the search has settled; what an automatic schedule reckons with."""
 
@@ -67,10 +62,15 @@ class Checkpointer:
     unless ``roles`` says otherwise. The global random number generators are always part of the state.
 
     evaluate: a function of the model, or ``LossOn(batches, loss_fn)``; it leaves no trace on training. At every save
-    the most compact configuration is searched for whose metric is worse by at most max_degradation (0.01 unless given),
-    as a fraction of the metric of the weights in training. higher_is_better: the direction of the metric. Without
-    ``evaluate`` an estimate from the weights' movement stands in for it. configuration: the quantizer's knobs, if they
-    are not to be searched for; a metric is then only recorded.
+    the most compact configuration is searched for whose metric is worse by at most max_degradation, as a fraction of
+    the metric of the weights in training. higher_is_better: the direction of the metric. Without ``evaluate`` an
+    estimate from the weights' movement stands in for it.
+
+    quality: how much may be lost. ``"lossless"``: nothing; ``"high"``, ``"balanced"``, ``"small"``: a max_degradation
+    of 0.001, 0.01 or 0.05 (or what is given), and moments as coarse as goes with it (``presets``). method: ``"grid"``,
+    or ``"published"`` for the system of the paper, which leaves moments exact; ``"kmeans"`` is that with the coder of
+    ``"grid"``. configuration: the quantizer's knobs, if they are not to be searched for; a metric is then only
+    recorded. It decides on the method.
 
     roles: overrides of what tensors are, by glob pattern, e.g. ``{"*.lm_head.weight": "exact"}``; patterns for the
     optimizer's state begin with ``"optimizer."``. every: steps between checkpoints, for ``due``; ``"auto"``: from the
@@ -98,7 +98,9 @@ class Checkpointer:
         evaluate: Evaluate | None = None,
         higher_is_better: bool = False,
         max_degradation: float | None = None,
-        configuration: Configuration | None = None,
+        quality: QualityName = "balanced",
+        method: Method | None = None,
+        configuration: Knobs | None = None,
         roles: Mapping[str, str] | None = None,
         every: Every | None = None,
         max_overhead: float | None = None,
@@ -109,8 +111,7 @@ class Checkpointer:
     ) -> None:
         if keyframe_every < 1:
             raise ValueError(f"keyframe_every must be at least 1, not {keyframe_every}")
-        if configuration is not None and max_degradation is not None:
-            raise ValueError("a configuration that is given is not searched for: leave out it or max_degradation")
+        loss = Loss(quality, method, max_degradation, configuration)
         if not isinstance(model, nn.Module):
             raise StateError(f"model must be a torch.nn.Module, not a {type(model).__qualname__}")
         reserved = {"model", "optimizer", *state_sources.RESERVED} & set(extras or {})
@@ -120,63 +121,42 @@ class Checkpointer:
         self._retention = Retention(keep_last, keep_every)
         self._group = Group()
         model = unwrapped(model)
-        self._manager = ConfigurationManager(
-            model, evaluate, higher_is_better, MAX_DEGRADATION, configuration, self._group
-        )
-        self._fixed = configuration is not None
-        if max_degradation is not None:
-            self.max_degradation = max_degradation
-        asked = evaluate is None, higher_is_better, self.max_degradation, configuration
-        if any(other != asked for other in self._group.gather(asked)):
-            raise ValueError("evaluate, higher_is_better, max_degradation and configuration must agree on all ranks")
-        self._model, self._optimizer = model, optimizer
         self._sources: dict[str, Any] = {"model": model}
         if optimizer is not None:
             self._sources["optimizer"] = optimizer
         self._sources.update(extras or {})
         state_sources.check(self._sources)
         self._roles = dict(roles or {})
-        # Mistakes are found now rather than at the first save. The optimizer's state is not there yet.
-        tensors = flatten(state_sources.collect(self._sources))[1]
-        labels(tensors, self._sources, {p: r for p, r in self._roles.items() if not p.startswith("optimizer.")})
         self._keyframe_every = keyframe_every
         self.skipped: list[CheckpointError] = []
         """Why ``restore`` passed over checkpoints."""
         self._damaged: set[int] = set()
         self._has_line = False  # whether a checkpoint was saved or restored
         self._base: Base | None = None
-        # Quantized weights of the last checkpoint and the hashes of the values they were made of, by name: a tensor
-        # that has not changed since is not quantized again, so that its values stay what they were.
-        self._quantized: dict[str, tuple[str, QuantizedTensor]] = {}
-        self._quantized_for = self.max_degradation
         self._pending: Future[Record] | None = None
         self._closed = False
         self._run = Run(folder)
         with ExitStack() as stack:
             self._group.together(lambda: stack.enter_context(self._run.writer()) if self._group.rank == 0 else None)
-            self._recorder: GradientRecorder | None = None
-            uses_sensitivity = configuration is None or configuration.uses_sensitivity
-            if isinstance(optimizer, torch.optim.Optimizer) and uses_sensitivity:
-                parameters = {
-                    f"model.{name}": parameter for name, parameter in model.named_parameters() if quantizable(parameter)
-                }
-                self._recorder = GradientRecorder(parameters, optimizer, GRADIENT_WINDOW, self._schedule.interval)
-                stack.callback(self._recorder.close)
+            self._compressor = Compressor(
+                model, optimizer, evaluate, higher_is_better, loss, self._group, self._schedule.interval
+            )
+            stack.callback(self._compressor.close)
+            # Mistakes are found now rather than at the first save. The optimizer's state is not there yet.
+            early = {p: r for p, r in self._roles.items() if not p.startswith("optimizer.")}
+            tensors = flatten(state_sources.collect(self._sources))[1]
+            labels(tensors, self._sources, early, self._compressor.vectors)
             self._writer = stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="dynaquant"))
             self._stack = stack.pop_all()
 
     @property
     def max_degradation(self) -> float:
         """The largest relative loss of quality that one checkpoint may cause. May be changed at any time."""
-        return self._manager.max_degradation
+        return self._compressor.max_degradation
 
     @max_degradation.setter
     def max_degradation(self, value: float) -> None:
-        if self._fixed:
-            raise ValueError("this Checkpointer was given a configuration, which is not searched for")
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"max_degradation must be a number from 0 on, e.g. 0.01, not {value}")
-        self._manager.max_degradation = float(value)
+        self._compressor.max_degradation = value
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -266,18 +246,10 @@ class Checkpointer:
         header = loaded.file.header
         state_sources.restore(self._sources, loaded.state, self._group.rank)
         self._base = Base.loaded(header, loaded.tensors)
-        self._quantized = {
-            name: (self._base.hashes[name], stored)
-            for name, stored in loaded.tensors.items()
-            if isinstance(stored, QuantizedTensor)
-        }
-        self._quantized_for = self.max_degradation
         self._has_line = True
-        self._manager.resume(header.record, {name: stored for name, (_, stored) in self._quantized.items()})
+        self._compressor.resume(header, loaded.tensors)
         self._schedule.begin(header.step, header.record.get("interval"))
-        if self._recorder:
-            self._recorder.forget()
-            self._recorder.expect(self._schedule.interval)
+        self._compressor.expect(self._schedule.interval)
 
     def save(self, step: int) -> Future[Record]:
         """Saves the state as the checkpoint of ``step`` (0 or more).
@@ -303,9 +275,10 @@ class Checkpointer:
         share = min(1.0, TYPICAL_TRIALS / max(evaluations, 1))
         self._schedule.saved(seconds["wait"] + seconds["capture"] + share * seconds["search"])
         self._schedule.interval = self._group.gather(self._schedule.interval)[0]
-        if self._recorder:
-            self._recorder.expect(self._schedule.interval)
-        checkpoint.record.update(json_of(decision, self._manager.history, self._schedule.interval, seconds, notes))
+        self._compressor.expect(self._schedule.interval)
+        checkpoint.record.update(
+            json_of(decision, self._compressor.manager.history, self._schedule.interval, seconds, notes)
+        )
         if self._group.rank == 0:
             self._pending = self._writer.submit(self._write, checkpoint, decision.predicted)
             return self._pending
@@ -326,47 +299,16 @@ class Checkpointer:
         start = time.perf_counter()
         others = self._group.gather(state_sources.randomness(self._sources) if self._group.rank else None)[1:]
         tree, tensors, label_of = self._group.together(lambda: self._collect([other for other in others if other]))
-        gradients = self._recorder.average if self._recorder else {}
-        weights = {name: tensor for name, tensor in tensors.items() if label_of[name].role == "weight"}
-        hashes = {name: tensor_hash(tensor) for name, tensor in weights.items()}
-        if self.max_degradation < self._quantized_for:  # what was good enough then need not be now
-            self._quantized = {}
-        unchanged = {name: known for name, (digest, known) in self._quantized.items() if hashes.get(name) == digest}
-        seconds["capture"] = time.perf_counter() - start
-
-        start = time.perf_counter()
         generators = state_sources.generators(self._sources)
-        to_quantize = {name: tensor for name, tensor in weights.items() if name not in unchanged}
-        sketched = self._group.together(lambda: sketch_weights(to_quantize, label_of, gradients))
-        notes = list(sketched.notes)
-        if self._recorder and sketched.weights and not gradients:
-            notes.append("no gradients were recorded before this save: magnitude stood in for sensitivity")
-        parameters = {f"model.{name}": parameter for name, parameter in self._model.named_parameters()}
-        decision = self._manager.decide(
-            sketched,
-            {name.removeprefix("model."): values_of(known) for name, known in unchanged.items() if name in parameters},
-            lambda: mean_squared_gradients(
-                {name: parameters[name] for name in sketched.weights if name in parameters}, self._optimizer, gradients
-            ),
-        )
+        seconds.update(capture=time.perf_counter() - start, search=0.0)
+        compressed = self._compressor.compress(tensors, label_of, seconds)
         state_sources.set_generators(self._sources, generators)  # ``evaluate`` may have drawn from them
-        if self._recorder:
-            self._recorder.collect()
-        quantized = {} if decision.configuration is None else {**decision.quantized, **unchanged}
-        seconds["search"] = time.perf_counter() - start
-
-        start = time.perf_counter()
-        stored: dict[str, StoredTensor] = {}
-        if self._group.rank == 0:
-            stored = {name: quantized[name] if name in quantized else _copy(tensor) for name, tensor in tensors.items()}
-        self._quantized_for = self.max_degradation
-        self._quantized = {name: (hashes[name], tensor) for name, tensor in quantized.items()}
-        seconds["capture"] += time.perf_counter() - start
-        return Checkpoint(step, tree, stored, label_of), decision, notes
+        checkpoint = Checkpoint(step, tree, compressed.tensors, label_of, coder=self._compressor.coder)
+        return checkpoint, compressed.decision, compressed.notes
 
     def _collect(self, other_ranks: list[dict[str, Any]]) -> tuple[Any, dict[str, Tensor], dict[str, Label]]:
         tree, tensors = flatten(state_sources.collect(self._sources, other_ranks))
-        return tree, tensors, labels(tensors, self._sources, self._roles)
+        return tree, tensors, labels(tensors, self._sources, self._roles, self._compressor.vectors)
 
     def _write(self, checkpoint: Checkpoint, predicted: float | None) -> Record:
         start = time.perf_counter()
@@ -383,7 +325,7 @@ class Checkpointer:
             raise
         record = record_of(self._run.file(checkpoint.step), {"write": time.perf_counter() - start}, notes)
         if not record.keyframe and "weight" in record.roles:
-            self._manager.learn_size(predicted, record.roles["weight"].stored)
+            self._compressor.manager.learn_size(predicted, record.roles["weight"].stored)
         return record
 
     def _can_be_parent(self, base: Base, step: int) -> bool:
@@ -421,11 +363,6 @@ class Checkpointer:
             self.wait()
         finally:
             self._stack.close()
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A host copy that training cannot change any more."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def load(folder: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Importance of a weight (method 1.1): gradients recorded while training runs, and sensitivity made of them."""
+"""Importance of weights: gradients recorded while training runs, each one (method 1.1) or by their squares (2.1)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,14 +12,36 @@ SMOOTHING = 0.9
 """β of the moving average ``EMA_t = β·g_t + (1-β)·EMA_{t-1}`` (method 1.1)."""
 
 
+Record = Callable[[Tensor, Tensor | None], Tensor | None]
+"""What is kept of a parameter's gradient and of what was kept before, if anything."""
+
+
+def moving_average(gradient: Tensor, before: Tensor | None) -> Tensor | None:
+    """The average of method 1.1, float32 in host memory. A gradient that is not finite does not count."""
+    gradient = gradient.to("cpu", torch.float32)
+    if not gradient.isfinite().all():
+        return before
+    if before is None or before.shape != gradient.shape:
+        return gradient.clone()
+    return before.lerp_(gradient, SMOOTHING)
+
+
+def sum_of_squares(gradient: Tensor, before: Tensor | None) -> Tensor:
+    """The mean square of a tensor's gradient, summed over the steps. It stays on the device: nothing waits for it."""
+    square = gradient.to(torch.float32).square().mean()
+    square = torch.where(square.isfinite(), square, 0.0)
+    return square if before is None else before + square
+
+
 class GradientRecorder:
-    """Keeps a moving average of the gradients that an optimizer's steps consume, in host memory, as float32.
+    """Keeps something of the gradients that an optimizer's steps consume.
 
     It hangs on the optimizer as a step hook, so it sees the gradient that the step uses: accumulated over
     micro-batches, clipped, and with a ``GradScaler``'s scale taken out. (With a closure, as in LBFGS, it is the
-    gradient from before the closure.) A gradient that is not finite does not count.
+    gradient from before the closure.)
 
-    parameters: the tensors to record, by the name under which ``collect`` returns them. window: how many steps before
+    record: ``moving_average`` or ``sum_of_squares``. parameters: the tensors to record, by the name under which
+    ``collect`` returns them. window: how many steps before
     the next ``collect`` are recorded; at other times a step costs nothing. The next ``collect`` is expected after as
     many steps as came before the last one, at first after ``interval``; None: it may come any time.
     """
@@ -30,7 +52,9 @@ class GradientRecorder:
         optimizer: torch.optim.Optimizer,
         window: int,
         interval: int | None = None,
+        record: Record = moving_average,
     ) -> None:
+        self._record = record
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._window, self._interval = window, interval
         self._steps = 0
@@ -50,23 +74,20 @@ class GradientRecorder:
                 name = self._names.get(id(parameter))
                 if name is None or parameter.grad is None or parameter.grad.layout != torch.strided:
                     continue
-                gradient = parameter.grad.detach().to("cpu", torch.float32)
+                gradient = parameter.grad.detach()
                 if scale is not None:
-                    gradient = gradient / float(scale)
-                if not gradient.isfinite().all():
-                    continue
-                if name in self._average and self._average[name].shape == gradient.shape:
-                    self._average[name].lerp_(gradient, SMOOTHING)
-                else:
-                    self._average[name] = gradient.clone()
+                    gradient = gradient.to(torch.float32) / float(scale)
+                kept = self._record(gradient, self._average.get(name))
+                if kept is not None:
+                    self._average[name] = kept
 
     @property
     def average(self) -> dict[str, Tensor]:
-        """The averages recorded since the last ``collect``, by name."""
+        """What was recorded since the last ``collect``, by name."""
         return self._average
 
     def collect(self) -> dict[str, Tensor]:
-        """The averages recorded since the last call, by name, and a fresh start."""
+        """What was recorded since the last call, by name, and a fresh start."""
         average = self._average
         self._average, self._interval, self._steps = {}, self._steps or self._interval, 0
         return average

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from dynaquant import codings
 from dynaquant.coding.stream import StoredTensor, values_of
+from dynaquant.codings import Coding, Conditional, Rearranged, Units
 from dynaquant.container import CheckpointFile
-from dynaquant.entry import Entry, Quantized
+from dynaquant.entry import Entry
 from dynaquant.quantized import FIRST_BIN, PROTECTED, PRUNED, QuantizedTensor
 from dynaquant.record import Size
 from dynaquant.run import Run, load_tensor
@@ -23,8 +25,8 @@ from dynaquant.state import dtype_name
 class TensorInfo:
     """One tensor of a checkpoint as its file has it.
 
-    coding: ``raw``, ``planes``, ``reference`` (the parent's, unchanged) or ``quantized``. bins: of the codebook, None
-    where there is none. size: bytes of its values and of its stream.
+    coding: as the header names it (docs/format.md), ``reference`` for the parent's, unchanged. bins: of the codebook,
+    None where there is none. size: bytes of its values and of its stream.
     """
 
     name: str
@@ -63,10 +65,16 @@ def _info(entry: Entry) -> TensorInfo:
         entry.label.layer_type,
         dtype_name(entry.dtype),
         tuple(entry.shape),
-        type(entry.coding).__name__.lower(),
-        entry.coding.bins if isinstance(entry.coding, Quantized) else None,
+        codings.name_of(entry.coding),
+        _bins(entry.coding),
         Size(entry.raw_size, entry.size),
     )
+
+
+def _bins(coding: Coding) -> int | None:
+    if isinstance(coding, Units):
+        coding = coding.units
+    return coding.bins if isinstance(coding, Rearranged | Conditional) else None
 
 
 @dataclass(frozen=True)
@@ -137,7 +145,7 @@ def _change(name: str, before: StoredTensor, after: StoredTensor) -> Change:
     if (
         isinstance(before, QuantizedTensor)
         and isinstance(after, QuantizedTensor)
-        and len(before.centres) == len(after.centres)
+        and before.codebook.bins == after.codebook.bins
     ):
         migrated = float(np.mean(before.levels != after.levels))
     return Change(

@@ -1,4 +1,4 @@
-"""The quantized tensor: the small value in which quantizers and coders meet."""
+"""Quantized tensors: the small values in which quantizers and coders meet, and the way back to numbers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant import _native
+from dynaquant.codebook import Codebook
 
 PRUNED = _native.LEVEL_PRUNED
 PROTECTED = _native.LEVEL_PROTECTED
@@ -40,23 +41,83 @@ class QuantizedTensor:
     dtype: torch.dtype
     shape: torch.Size
     levels: NDArray[np.uint8]
-    centres: NDArray[np.float32]
+    codebook: Codebook
     protected: NDArray[np.uint16]
+
+    @property
+    def centres(self) -> NDArray[np.float32]:
+        """The value of each bin."""
+        return self.codebook.values
 
     @property
     def parent_levels(self) -> Levels:
         """What the next checkpoint's delta is coded against."""
-        return Levels(self.levels, FIRST_BIN + len(self.centres))
+        return Levels(self.levels, FIRST_BIN + self.codebook.bins)
 
 
-def dequantize(quantized: QuantizedTensor) -> Tensor:
+@dataclass(frozen=True)
+class RankOne:
+    """A matrix as the product of a value for each row and one for each column (method 2.3, as in Adafactor).
+
+    A tensor of more dimensions is the matrix of its first one and the others together. rows, columns: float32, one
+    dimension.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    rows: QuantizedTensor
+    columns: QuantizedTensor
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A first moment in units of the root of the second moment as it is stored (method 2.3).
+
+    second: of the same shape; its name in the checkpoint is ``second_name``.
+    """
+
+    units: QuantizedTensor
+    second: QuantizedTensor | RankOne
+    second_name: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.units.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the values."""
+        return self.units.shape
+
+
+Quantized = QuantizedTensor | RankOne | Scaled
+
+
+def dequantize(quantized: Quantized) -> Tensor:
     """The values, as a new CPU tensor of the original shape and dtype. This is what a restore returns, bit for bit.
 
-    Raises ValueError when the levels do not fit the codebook or the protected values.
+    Raises ValueError when the levels do not fit the codebook or the protected values, or parts do not fit each other.
     """
+    if isinstance(quantized, RankOne):
+        rows, columns = dequantize(quantized.rows), dequantize(quantized.columns)
+        if rows.numel() * columns.numel() != quantized.shape.numel():
+            raise ValueError("the rows and columns are those of a tensor of another shape")
+        return torch.outer(rows, columns).reshape(quantized.shape).to(quantized.dtype)
+    if isinstance(quantized, Scaled):
+        second = dequantize(quantized.second)
+        if second.shape != quantized.shape:
+            raise ValueError("its second moment has another shape")
+        values = dequantize(quantized.units).to(torch.float32).mul_(second.to(torch.float32).sqrt())
+        return values.to(quantized.dtype)
+    return _values_of(quantized)
+
+
+def _values_of(quantized: QuantizedTensor) -> Tensor:
     dtype = torch.float32 if quantized.dtype == torch.float64 else quantized.dtype
-    table = torch.zeros(FIRST_BIN + len(quantized.centres), dtype=dtype)
-    table[FIRST_BIN:] = torch.from_numpy(quantized.centres)
+    centres = torch.from_numpy(quantized.centres)
+    table = torch.zeros(FIRST_BIN + len(centres), dtype=dtype)
+    table[FIRST_BIN:] = centres
     values = torch.empty(quantized.shape, dtype=dtype)
     bits = torch.uint32 if dtype == torch.float32 else torch.uint16
     _native.values_of_levels(

@@ -8,7 +8,7 @@ from typing import Any
 
 from dynaquant.container import CheckpointFile
 from dynaquant.errors import CheckpointError
-from dynaquant.quantize.partition import Configuration
+from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.search.history import History
 from dynaquant.search.manager import Decision
 from dynaquant.search.quality import Quality
@@ -58,7 +58,7 @@ class Record:
     parent: int | None
     roles: dict[str, Size]
     total: Size
-    configuration: Configuration | None
+    configuration: Knobs | None
     search: str | None
     judged_by: str | None
     limit: float | None
@@ -102,7 +102,7 @@ def json_of(
     """What a checkpoint's header keeps of its save."""
     quality = decision.quality and {key: number_to_json(value) for key, value in asdict(decision.quality).items()}
     return {
-        "configuration": decision.configuration and asdict(decision.configuration),
+        "configuration": knobs_to_json(decision.configuration),
         "quality": quality,
         "search": {
             "kind": decision.search,
@@ -162,7 +162,7 @@ def _record(
         parent=parent,
         roles=roles,
         total=total,
-        configuration=Configuration(**configuration) if configuration else None,
+        configuration=knobs_from_json(configuration) if configuration else None,
         search=search.get("kind"),
         judged_by=search.get("judged_by"),
         limit=None if search.get("limit") is None else float(search["limit"]),

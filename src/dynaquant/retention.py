@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from dynaquant.container import Summary
 from dynaquant.errors import CheckpointError
-from dynaquant.run import Base, Run
+from dynaquant.run import Base, Run, coder_of
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _recode_without(run: Run, step: int, steps: Collection[int]) -> None:
     ancestor = next((other for other in run.chain(file)[1:] if other.header.step not in steps), None)
     base = Base.loaded(ancestor.header, run.load(ancestor)) if ancestor else None
     labels = {entry.name: entry.label for entry in file.header.entries}
-    run.write(replace(file.header, parent=base.parent if base else None), tensors, labels, base)
+    run.write(replace(file.header, parent=base.parent if base else None), tensors, labels, base, coder_of(file))
 
 
 def superfluous(run: Run, retention: Retention, damaged: Collection[int] = ()) -> list[int]:

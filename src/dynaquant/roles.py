@@ -15,7 +15,7 @@ from dynaquant.sketch import SKETCHED
 from dynaquant.state import dtype_name
 
 Role = Literal["weight", "first_moment", "second_moment", "buffer", "exact"]
-"""What a tensor is. Only ``weight`` is quantized; the others are stored exactly."""
+"""What a tensor is. Weights are quantized, moments too unless they are to be exact; the rest is stored exactly."""
 
 _MOMENTS: dict[str, Role] = {
     "exp_avg": "first_moment",
@@ -53,13 +53,17 @@ def layer_type(module: nn.Module) -> str:
 
 
 def labels(
-    tensors: Mapping[str, Tensor], sources: Mapping[str, Any], overrides: Mapping[str, str] | None = None
+    tensors: Mapping[str, Tensor],
+    sources: Mapping[str, Any],
+    overrides: Mapping[str, str] | None = None,
+    vectors: bool = False,
 ) -> dict[str, Label]:
     """The label of every tensor of a state.
 
     tensors: as ``state.flatten`` names them. sources: the objects whose states they are, by the first part of the
     names; modules and optimizers among them are looked into. overrides: role by glob pattern over tensor names,
-    e.g. ``{"*.lm_head.weight": "exact"}``; of several patterns that match, the last counts.
+    e.g. ``{"*.lm_head.weight": "exact"}``; of several patterns that match, the last counts. vectors: whether parameters
+    of one dimension (biases, norms) are weights.
 
     Only the weights of the source ``"model"`` are to be quantized, as only they are scored; those of other modules are
     exact until a pattern says otherwise. A pattern may use any of the names of a tied parameter.
@@ -70,20 +74,29 @@ def labels(
     parameters: dict[str, str] = {}  # every name of a parameter, and the first one, which is among the tensors
     for source, thing in sources.items():
         if isinstance(thing, nn.Module):
-            result.update(_module_labels(source, thing, tensors))
+            result.update(_module_labels(source, thing, tensors, vectors))
             parameters.update(_parameter_names(source, thing))
         elif isinstance(thing, torch.optim.Optimizer):
             for name in tensors:
                 if name.startswith(f"{source}.state."):
-                    result[name] = Label(_MOMENTS.get(name.rpartition(".")[2], "exact"))
+                    result[name] = Label(_optimizer_role(name, tensors))
     for pattern, role in (overrides or {}).items():
         _override(result, tensors, parameters, pattern, role)
     return result
 
 
-def quantizable(parameter: Tensor) -> bool:
+def _optimizer_role(name: str, tensors: Mapping[str, Tensor]) -> Role:
+    """Of a tensor of an optimizer's state."""
+    state, _, key = name.rpartition(".")
+    # RMSprop takes the square of one from the other here, and the root of that: rounding could make it negative.
+    if key == "square_avg" and f"{state}.grad_avg" in tensors:
+        return "exact"
+    return _MOMENTS.get(key, "exact") if tensors[name].dtype in SKETCHED else "exact"
+
+
+def quantizable(parameter: Tensor, vectors: bool = False) -> bool:
     """Whether a parameter is quantized unless the user decides otherwise."""
-    return parameter.ndim >= 2 and parameter.dtype in SKETCHED
+    return parameter.ndim >= (1 if vectors else 2) and parameter.dtype in SKETCHED
 
 
 def _parameter_names(source: str, module: nn.Module) -> dict[str, str]:
@@ -94,7 +107,7 @@ def _parameter_names(source: str, module: nn.Module) -> dict[str, str]:
     return names
 
 
-def _module_labels(source: str, module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Label]:
+def _module_labels(source: str, module: nn.Module, tensors: Mapping[str, Tensor], vectors: bool) -> dict[str, Label]:
     found: dict[str, Label] = {}
     for path, child in module.named_modules():
         prefix = f"{source}.{path}." if path else f"{source}."
@@ -103,7 +116,7 @@ def _module_labels(source: str, module: nn.Module, tensors: Mapping[str, Tensor]
             tensor = tensors.get(prefix + name)
             # Of a tied tensor's names only the first is among the tensors; its module gives the layer type.
             if tensor is not None:
-                role: Role = "weight" if source == "model" and quantizable(tensor) else "exact"
+                role: Role = "weight" if source == "model" and quantizable(tensor, vectors) else "exact"
                 found[prefix + name] = Label(role, kind)
         for name in child._buffers:
             if prefix + name in tensors:

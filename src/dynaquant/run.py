@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from dynaquant.coding import stream
-from dynaquant.coding.stream import StoredTensor, levels_of, tensor_hash, values_of
+from dynaquant.coding.stream import Coder, StoredTensor, tensor_hash, values_of
+from dynaquant.codings import Rearranged, Reference, Units
 from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary
-from dynaquant.entry import Entry, Quantized, Reference
+from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
-from dynaquant.quantized import Levels
+from dynaquant.quantized import Scaled
 from dynaquant.roles import Label
 
 SUFFIX = ".dqc"
 _TEMPORARY = ".tmp"
+Tensors = dict[str, StoredTensor]
 
 _locked: set[int] = set()  # descriptors of the folders that this process holds for writing
 
@@ -40,40 +44,48 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint in memory: the JSON tree of a state, and its tensors with their labels, by name."""
+    """A checkpoint in memory: the JSON tree of a state, and its tensors with their labels, by name.
+
+    coder: of the levels of weights.
+    """
 
     step: int
     tree: Any
     tensors: Mapping[str, StoredTensor]
     labels: Mapping[str, Label]
     record: dict[str, Any] = field(default_factory=dict)
+    coder: Coder = "conditional"
 
 
 @dataclass(frozen=True)
 class Base:
-    """What the next delta is coded against: a checkpoint of the run, its tensors' hashes and levels by name."""
+    """What the next delta is coded against: a checkpoint of the run, its tensors' hashes and quantized tensors."""
 
     parent: Parent
     hashes: Mapping[str, str]
-    levels: Mapping[str, Levels]
+    tensors: Mapping[str, StoredTensor]
 
     @classmethod
     def loaded(cls, header: Header, tensors: Mapping[str, StoredTensor]) -> Base:
         """The base that a checkpoint makes whose tensors have been decoded from its file."""
-        levels = {name: found for name, stored in tensors.items() if (found := levels_of(stored)) is not None}
-        return cls(Parent(header.step, header.identity), _hashes(header), levels)
+        return cls(Parent(header.step, header.identity), _hashes(header), _contexts(tensors))
 
     @classmethod
     def written(cls, header: Header, tensors: Mapping[str, StoredTensor], before: Base | None) -> Base:
         """The base that a checkpoint makes that was just written against ``before``: what its file decodes to."""
-        levels: dict[str, Levels | None] = {}
+        found = dict(tensors)
         for entry in header.entries:
             if isinstance(entry.coding, Reference):
-                levels[entry.name] = before.levels.get(entry.name) if before else None
-            elif isinstance(entry.coding, Quantized):
-                levels[entry.name] = levels_of(tensors[entry.name])
-        found = {name: level for name, level in levels.items() if level is not None}
-        return cls(Parent(header.step, header.identity), _hashes(header), found)
+                # The same values, but what they were quantized to may be another codebook with other levels.
+                found.pop(entry.name)
+                if before and entry.name in before.tensors:
+                    found[entry.name] = before.tensors[entry.name]
+        return cls(Parent(header.step, header.identity), _hashes(header), _contexts(found))
+
+
+def _contexts(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors that say something about their successors; exact ones are not worth their memory."""
+    return {name: stored for name, stored in tensors.items() if not isinstance(stored, Tensor)}
 
 
 def _hashes(header: Header) -> dict[str, str]:
@@ -189,8 +201,7 @@ class Run:
         Raises CheckpointError, naming file and tensor, when one cannot be decoded or is not what was stored.
         """
         try:
-            chain = self.chain(file)
-            return {entry.name: _load_tensor(chain, entry) for entry in file.header.entries}
+            return _load_tensors(self.chain(file), [entry.name for entry in file.header.entries])
         except CheckpointError as error:
             itself = f"checkpoint step {file.header.step}: "
             if str(error).startswith((itself, f"{file.path}: ")):
@@ -224,11 +235,16 @@ class Run:
             entries=(),
             record=checkpoint.record,
         )
-        file = self.write(draft, checkpoint.tensors, checkpoint.labels, base)
+        file = self.write(draft, checkpoint.tensors, checkpoint.labels, base, checkpoint.coder)
         return file, Base.written(file.header, checkpoint.tensors, base)
 
     def write(
-        self, draft: Header, tensors: Mapping[str, StoredTensor], labels: Mapping[str, Label], base: Base | None
+        self,
+        draft: Header,
+        tensors: Mapping[str, StoredTensor],
+        labels: Mapping[str, Label],
+        base: Base | None,
+        coder: Coder = "conditional",
     ) -> CheckpointFile:
         """Encodes tensors and writes them under ``draft`` with its entries filled in; verifies; renames.
 
@@ -240,8 +256,8 @@ class Run:
             with temporary.open("wb") as out:
                 writer = CheckpointWriter(out)
                 entries = []
-                for name, stored in tensors.items():
-                    entry, coded = _encode_tensor(name, stored, labels[name], base)
+                for name in tensors:
+                    entry, coded = _encode_tensor(name, tensors, labels[name], base, coder)
                     entries.append(entry)
                     writer.add(coded)
                 writer.finish(replace(draft, entries=tuple(entries)))
@@ -272,58 +288,114 @@ class Run:
 
 
 def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
-    """Decodes one tensor of a checkpoint, and no others, and checks it against its hash. chain: ``Run.chain`` of it.
+    """Decodes one tensor of a checkpoint and what it needs, and checks it against its hash.
 
-    Raises CheckpointError when it is not there, cannot be decoded or is not what was stored.
+    chain: ``Run.chain`` of it. Raises CheckpointError when it is not there or does not decode to what was stored.
     """
-    entry = chain[0].header.by_name.get(name)
-    if entry is None:
+    if name not in chain[0].header.by_name:
         raise CheckpointError(f"{chain[0].path}: there is no tensor {name!r}")
-    return _load_tensor(chain, entry)
+    return _load_tensors(chain, [name])[name]
 
 
-def _encode_tensor(name: str, stored: StoredTensor, label: Label, base: Base | None) -> tuple[Entry, bytes]:
+def coder_of(file: CheckpointFile) -> Coder:
+    """What the levels of a checkpoint were coded with, to code them again."""
+    published = any(isinstance(entry.coding, Rearranged) for entry in file.header.entries)
+    return "rearranged" if published else "conditional"
+
+
+def _encode_tensor(
+    name: str, tensors: Mapping[str, StoredTensor], label: Label, base: Base | None, coder: Coder
+) -> tuple[Entry, bytes]:
+    stored = tensors[name]
     values = values_of(stored)
     digest = tensor_hash(values)
+    if isinstance(stored, Scaled) and tensors.get(stored.second_name) is not stored.second:
+        stored = values  # in units of what its second moment was when it last changed
     if base is not None and base.hashes.get(name) == digest:
         return Entry(name, label, values.dtype, values.shape, digest, 0, Reference()), b""
-    coding, coded = stream.encode(stored, base.levels.get(name) if base else None)
+    coding, coded = stream.encode(stored, base.tensors.get(name) if base else None, coder)
     return Entry(name, label, values.dtype, values.shape, digest, len(coded), coding), coded
 
 
-def _decode_tensor(file: CheckpointFile, entry: Entry, parent: Levels | None) -> StoredTensor:
+def _units_last(entries: Iterable[Entry]) -> list[Entry]:
+    return sorted(entries, key=lambda entry: isinstance(entry.coding, Units))
+
+
+def _needed(chain: list[CheckpointFile], names: Collection[str]) -> list[list[Entry]]:
+    """The entries that have to be decoded in each file of a chain so that those of ``names`` in the first one can be.
+
+    What is in units of another tensor comes after it.
+    """
+    needed = []
+    wanted = dict.fromkeys(names)
+    for i, file in enumerate(chain):
+        known = file.header.by_name
+        if missing := sorted(wanted.keys() - known.keys()):
+            raise CheckpointError(f"{chain[i - 1].path}: tensor {missing[0]} is not in its parent, {file.path.name}")
+        entries = [known[name] for name in wanted]
+        seconds = {entry.coding.second for entry in entries if isinstance(entry.coding, Units)}
+        if missing := sorted(seconds - known.keys()):
+            raise CheckpointError(f"{file.path}: a tensor is in units of {missing[0]}, which is not in it")
+        entries += [known[name] for name in seconds - wanted.keys()]
+        needed.append(_units_last(entries))
+        wanted = dict.fromkeys(entry.name for entry in entries if entry.needs_parent)
+        if not wanted:
+            break
+    return needed
+
+
+def _load_tensors(chain: list[CheckpointFile], names: Collection[str], check_all: bool = False) -> Tensors:
+    """Decodes tensors of the first file of a chain, from where they stand alone downwards, in the order of ``names``.
+
+    check_all: whether ancestors are checked against their hashes too, to find out which of them is damaged.
+    """
+    needed = _needed(chain, names)
+    tensors: Tensors = {}
+    for i, (file, entries) in reversed(list(enumerate(zip(chain, needed, strict=False)))):
+        parents, tensors = tensors, {}
+        for entry in entries:
+            tensors[entry.name] = _decode_tensor(file, entry, parents.get(entry.name), tensors)
+            if entry.needs_parent and isinstance(entry.coding, Reference):
+                _check_reference(file, entry, chain[i + 1])
+        for entry in entries if i == 0 or check_all else []:
+            if tensor_hash(values_of(tensors[entry.name])) != entry.hash:
+                if not check_all:
+                    _load_tensors(chain, names, check_all=True)
+                raise CheckpointError(
+                    f"{file.path}: tensor {entry.name} does not decode to the values that were stored"
+                )
+    return {name: tensors[name] for name in names}
+
+
+def _check_reference(file: CheckpointFile, entry: Entry, parent: CheckpointFile) -> None:
+    if parent.header.by_name[entry.name].hash != entry.hash:
+        raise CheckpointError(f"{file.path}: tensor {entry.name} is not the tensor of its parent that it refers to")
+
+
+def _decode_tensor(file: CheckpointFile, entry: Entry, parent: StoredTensor | None, others: Tensors) -> StoredTensor:
+    """others: tensors of the same file that were decoded before."""
+    if isinstance(entry.coding, Reference):
+        assert parent is not None
+        return parent
+    second = others.get(entry.coding.second) if isinstance(entry.coding, Units) else None
     try:
-        stored = stream.decode(entry, file.read(entry), parent)
-        digest = tensor_hash(values_of(stored))
+        return stream.decode(entry, file.read(entry), parent, second)
     except ValueError as error:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
-    if digest != entry.hash:
-        raise CheckpointError(f"{file.path}: tensor {entry.name} does not decode to the values that were stored")
-    return stored
-
-
-def _load_tensor(chain: list[CheckpointFile], entry: Entry) -> StoredTensor:
-    """Follows a tensor up the chain (the file itself first) to where it stands alone, and decodes downwards."""
-    path: list[tuple[CheckpointFile, Entry]] = [(chain[0], entry)]
-    for file in chain[1:]:
-        if not path[-1][1].needs_parent:
-            break
-        above = file.header.by_name.get(entry.name)
-        if above is None:
-            raise CheckpointError(f"{path[-1][0].path}: tensor {entry.name} is not in its parent, {file.path.name}")
-        path.append((file, above))
-    stored = _decode_tensor(*path[-1], None)
-    for file, below in reversed(path[:-1]):
-        if not isinstance(below.coding, Reference):
-            stored = _decode_tensor(file, below, levels_of(stored))
-        elif tensor_hash(values_of(stored)) != below.hash:
-            raise CheckpointError(f"{file.path}: tensor {entry.name} is not the tensor of its parent that it refers to")
-    return stored
 
 
 def _verify(file: CheckpointFile, base: Base | None) -> None:
-    """Decodes a file just written, given the levels in memory. Raises CheckpointError for the first wrong tensor."""
-    for entry in file.header.entries:
-        # The hash of a reference is that of the base, which was verified when it was written or loaded.
-        if not isinstance(entry.coding, Reference):
-            _decode_tensor(file, entry, base.levels.get(entry.name) if base else None)
+    """Decodes a file just written, given the tensors in memory. Raises CheckpointError for the first wrong tensor."""
+    parents = base.tensors if base else {}
+    decoded: Tensors = {}
+    for entry in _units_last(file.header.entries):
+        if isinstance(entry.coding, Reference):
+            # Its hash is that of the base, which was verified when it was written or loaded.
+            if entry.name in parents:
+                decoded[entry.name] = parents[entry.name]
+            continue
+        stored = _decode_tensor(file, entry, parents.get(entry.name), decoded)
+        if tensor_hash(values_of(stored)) != entry.hash:
+            raise CheckpointError(f"{file.path}: tensor {entry.name} does not decode to the values that were stored")
+        if not isinstance(stored, Tensor):
+            decoded[entry.name] = stored

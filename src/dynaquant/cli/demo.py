@@ -11,14 +11,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dynaquant.checkpointer import MAX_DEGRADATION
+from dynaquant.presets import BALANCED
 
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the runs, the picture and the numbers.")] = Path("demo"),
     max_degradation: Annotated[
         float, typer.Option(help="Relative loss of quality that one checkpoint may cause.", min=0)
-    ] = MAX_DEGRADATION,
+    ] = BALANCED.max_degradation,
     seed: Annotated[int, typer.Option(help="Of the trainings and of the crashes.")] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="A much shorter training with two crashes, in less than a minute.")

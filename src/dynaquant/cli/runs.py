@@ -20,6 +20,8 @@ from dynaquant.errors import CheckpointError
 from dynaquant.export import Target
 from dynaquant.export import export as export_checkpoint
 from dynaquant.inspection import TensorInfo, changes, level_counts, tensors_of
+from dynaquant.quantize.grid import GridConfiguration
+from dynaquant.quantize.knobs import in_short
 from dynaquant.quantized import QuantizedTensor
 from dynaquant.record import Record, Size, record_of
 from dynaquant.retention import Retention, superfluous
@@ -39,7 +41,7 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
     if as_json:
         _print_json([record.to_json() for record in records])
         return
-    table = _table("step", "parent", "size", "whole", "weights", "worse by", "allowed", "bins", "pruned", "found by")
+    table = _table("step", "parent", "size", "whole", "weights", "worse by", "allowed", "configuration", "found by")
     for record in records:
         quality, chosen = record.quality, record.configuration
         _add(
@@ -51,8 +53,7 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
             _ratio(record.roles["weight"]) if "weight" in record.roles else "–",
             f"{quality['degradation']:+.2%}" if quality else "–",
             f"{record.limit:.2%}" if record.limit is not None else "–",
-            f"{chosen.bins}/{chosen.embedding_bins}" if chosen else "exact",
-            f"{chosen.pruned:.0%}" if chosen else "–",
+            in_short(chosen) if chosen else "exact",
             record.search or "–",
         )
     _print(table)
@@ -126,6 +127,9 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
     chosen = record.configuration
     if chosen is None:
         yield "configuration", "none, weights are exact"
+    elif isinstance(chosen, GridConfiguration):
+        rounding = "rounded at random" if chosen.dithered else "rounded to the nearest"
+        yield "configuration", f"{in_short(chosen)}: a step of 2^{chosen.scale}/16 over the root of F, {rounding}"
     else:
         yield (
             "configuration",

@@ -1,6 +1,9 @@
-"""One tensor <-> one stream of bytes, given the parent's levels, for every coding of ``entry`` that has a stream."""
+"""One tensor <-> one stream of bytes, given the parent's tensor, for every coding of ``codings`` that has a stream."""
 
 from __future__ import annotations
+
+import math
+from typing import Literal
 
 import numpy as np
 import torch
@@ -8,23 +11,22 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant.coding import planes, rearrange
-from dynaquant.entry import Coding, Entry, Planes, Quantized, Raw
-from dynaquant.quantized import FIRST_BIN, Levels, QuantizedTensor, dequantize
+from dynaquant.codebook import Centres, Codebook, Grid, LogGrid
+from dynaquant.coding import conditional, planes, rearrange
+from dynaquant.codings import Coding, Conditional, Planes, Product, Raw, Rearranged, Units
+from dynaquant.entry import MAX_EXPANSION, Entry
+from dynaquant.quantized import FIRST_BIN, Quantized, QuantizedTensor, RankOne, Scaled, dequantize
 from dynaquant.state import dtype_name
 
-StoredTensor = QuantizedTensor | Tensor
+StoredTensor = Quantized | Tensor
 """A tensor as a checkpoint holds it: quantized, or its exact values."""
+Coder = Literal["conditional", "rearranged"]
+"""How levels become bytes: by their conditional entropy (method 2.2), or as published (method 1.5)."""
 
 
 def values_of(stored: StoredTensor) -> Tensor:
     """The values a restore returns, bit for bit."""
-    return dequantize(stored) if isinstance(stored, QuantizedTensor) else stored
-
-
-def levels_of(stored: StoredTensor) -> Levels | None:
-    """What a delta can be coded against, if anything."""
-    return stored.parent_levels if isinstance(stored, QuantizedTensor) else None
+    return stored if isinstance(stored, Tensor) else dequantize(stored)
 
 
 def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
@@ -43,29 +45,77 @@ def tensor_hash(tensor: Tensor) -> str:
     return hasher.hexdigest()
 
 
-def encode(stored: StoredTensor, parent: Levels | None) -> tuple[Coding, bytes]:
-    """Coding and stream of a tensor. parent: levels of the tensor of the same name and shape in the parent, if any."""
-    if isinstance(stored, QuantizedTensor):
-        levels = stored.parent_levels
-        if parent is not None and parent.values.size != levels.values.size:
-            parent = None
-        arrangement, coded = rearrange.encode(levels, parent)
-        protected = planes.encode(stored.protected.view(np.uint8), 2)
-        coding = Quantized(len(stored.centres), len(stored.protected), len(protected), arrangement)
-        return coding, stored.centres.astype("<f4").tobytes() + protected + coded
-    data = _bytes_of(stored)
-    coded = planes.encode(data, stored.dtype.itemsize)
-    return (Planes(), coded) if len(coded) < data.size else (Raw(), data.tobytes())
+def encode(stored: StoredTensor, parent: StoredTensor | None, coder: Coder = "conditional") -> tuple[Coding, bytes]:
+    """Coding and stream of a tensor. parent: the tensor of the same name in the parent, if there is one."""
+    if isinstance(stored, Tensor):
+        data = _bytes_of(stored)
+        coded = planes.encode(data, stored.dtype.itemsize)
+        return (Planes(), coded) if len(coded) < data.size else (Raw(), data.tobytes())
+    if isinstance(stored, RankOne):
+        factors = parent if isinstance(parent, RankOne) else None
+        rows, coded_rows = _encode_part(stored.rows, factors.rows if factors else None)
+        columns, coded_columns = _encode_part(stored.columns, factors.columns if factors else None)
+        coded = coded_rows + coded_columns
+        smallest = -(-stored.shape.numel() * stored.dtype.itemsize // MAX_EXPANSION)
+        return Product(rows, columns), coded.ljust(smallest, b"\0")
+    if isinstance(stored, Scaled):
+        units, coded = _encode_part(stored.units, parent.units if isinstance(parent, Scaled) else None)
+        return Units(units, stored.second_name), coded
+    before = parent if isinstance(parent, QuantizedTensor) else None
+    return _encode_rearranged(stored, before) if coder == "rearranged" else _encode_part(stored, before)
 
 
-def decode(entry: Entry, stream: bytes, parent: Levels | None) -> StoredTensor:
-    """The tensor that ``encode`` made a stream of. parent: the same levels that ``encode`` was given, where needed.
+def _encode_rearranged(stored: QuantizedTensor, parent: QuantizedTensor | None) -> tuple[Rearranged, bytes]:
+    levels = stored.parent_levels
+    before = parent.parent_levels if parent and parent.levels.size == levels.values.size else None
+    arrangement, coded = rearrange.encode(levels, before)
+    protected = planes.encode(stored.protected.view(np.uint8), 2)
+    coding = Rearranged(stored.codebook.bins, len(stored.protected), len(protected), arrangement)
+    return coding, stored.centres.astype("<f4").tobytes() + protected + coded
 
-    Raises ValueError when the stream is not that, or the parent does not fit.
+
+def _encode_part(stored: QuantizedTensor, parent: QuantizedTensor | None) -> tuple[Conditional, bytes]:
+    codebook = stored.codebook
+    if parent and (parent.levels.size != stored.levels.size or not conditional.comparable(codebook, parent.codebook)):
+        parent = None
+    coded = conditional.encode(stored, parent)
+    if parent and len(alone := conditional.encode(stored, None)) <= len(coded):
+        parent, coded = None, alone
+    head = codebook.values.astype("<f4").tobytes() if isinstance(codebook, Centres) else b""
+    protected = planes.encode(stored.protected.view(np.uint8), 2) if len(stored.protected) else b""
+    coding = Conditional(
+        codebook="grid" if isinstance(codebook, Grid) else "log_grid" if isinstance(codebook, LogGrid) else "centres",
+        bins=codebook.bins,
+        first=codebook.rung if isinstance(codebook, Grid) else codebook.first if isinstance(codebook, LogGrid) else 0,
+        pace=codebook.pace if isinstance(codebook, LogGrid) else 0,
+        protected=len(stored.protected),
+        protected_size=len(protected),
+        needs_parent=parent is not None,
+        size=len(head) + len(protected) + len(coded),
+    )
+    return coding, head + protected + coded
+
+
+def decode(
+    entry: Entry, stream: bytes, parent: StoredTensor | None, second: StoredTensor | None = None
+) -> StoredTensor:
+    """The tensor that ``encode`` made a stream of.
+
+    parent: the same tensor that ``encode`` was given, where needed. second: for units, what they are units of.
+    Raises ValueError when the stream is not that, or parent or second do not fit.
     """
     coding = entry.coding
-    if isinstance(coding, Quantized):
-        return _decode_quantized(entry, coding, stream, parent)
+    if isinstance(coding, Rearranged):
+        return _decode_rearranged(entry, coding, stream, parent)
+    if isinstance(coding, Conditional):
+        return _decode_part(coding, entry.dtype, entry.shape, stream, parent)
+    if isinstance(coding, Units):
+        if not isinstance(second, QuantizedTensor | RankOne):
+            raise ValueError(f"it is in units of {coding.second}, which is no such tensor")
+        before = parent.units if isinstance(parent, Scaled) else None
+        return Scaled(_decode_part(coding.units, entry.dtype, entry.shape, stream, before), second, coding.second)
+    if isinstance(coding, Product):
+        return _decode_product(entry, coding, stream, parent)
     if isinstance(coding, Planes):
         data = planes.decode(stream, entry.raw_size, entry.dtype.itemsize)
     elif isinstance(coding, Raw):
@@ -79,17 +129,61 @@ def decode(entry: Entry, stream: bytes, parent: Levels | None) -> StoredTensor:
     return torch.from_numpy(data).view(entry.dtype).reshape(entry.shape)
 
 
-def _decode_quantized(entry: Entry, coding: Quantized, stream: bytes, parent: Levels | None) -> QuantizedTensor:
-    if coding.arrangement != "alone" and (parent is None or parent.values.size != entry.elements):
-        raise ValueError("the parent has no levels of so many values for it")
-    centres_end = 4 * coding.bins
-    protected_end = centres_end + coding.protected_size
+def _decode_product(entry: Entry, coding: Product, stream: bytes, parent: StoredTensor | None) -> RankOne:
+    before = parent if isinstance(parent, RankOne) else None
+    middle, end = coding.rows.size, coding.rows.size + coding.columns.size
+    if any(stream[end:]):
+        raise ValueError("something follows its rows and columns")
+    rows, columns = torch.Size([entry.shape[0]]), torch.Size([math.prod(entry.shape[1:])])
+    return RankOne(
+        entry.dtype,
+        entry.shape,
+        _decode_part(coding.rows, torch.float32, rows, stream[:middle], before.rows if before else None),
+        _decode_part(coding.columns, torch.float32, columns, stream[middle:end], before.columns if before else None),
+    )
+
+
+def _decode_part(
+    coding: Conditional, dtype: torch.dtype, shape: torch.Size, stream: bytes, parent: StoredTensor | None
+) -> QuantizedTensor:
+    codebook: Codebook
+    head = 0
+    if coding.codebook == "grid":
+        codebook = Grid(coding.first, coding.bins)
+    elif coding.codebook == "log_grid":
+        codebook = LogGrid(coding.pace, coding.first, coding.bins)
+    else:
+        head = 4 * coding.bins
+        codebook = Centres(np.frombuffer(stream[:head], dtype="<f4").astype(np.float32))
+    before = _parent_of(parent, shape.numel()) if coding.needs_parent else None
+    if before and not conditional.comparable(codebook, before.codebook):
+        raise ValueError("the parent has another kind of levels")
+    middle = head + coding.protected_size
+    levels = conditional.decode(stream[middle:], shape.numel(), codebook, before)
+    return QuantizedTensor(dtype, shape, levels, codebook, _decode_protected(stream[head:middle], coding.protected))
+
+
+def _decode_rearranged(entry: Entry, coding: Rearranged, stream: bytes, parent: StoredTensor | None) -> QuantizedTensor:
+    before = _parent_of(parent, entry.elements).parent_levels if coding.needs_parent else None
+    head = 4 * coding.bins
+    middle = head + coding.protected_size
+    count = FIRST_BIN + coding.bins
     return QuantizedTensor(
         dtype=entry.dtype,
         shape=entry.shape,
-        levels=rearrange.decode(
-            stream[protected_end:], entry.elements, FIRST_BIN + coding.bins, coding.arrangement, parent
-        ).values,
-        centres=np.frombuffer(stream[:centres_end], dtype="<f4").astype(np.float32),
-        protected=planes.decode(stream[centres_end:protected_end], 2 * coding.protected, 2).view("<u2"),
+        levels=rearrange.decode(stream[middle:], entry.elements, count, coding.arrangement, before).values,
+        codebook=Centres(np.frombuffer(stream[:head], dtype="<f4").astype(np.float32)),
+        protected=planes.decode(stream[head:middle], 2 * coding.protected, 2).view("<u2"),
     )
+
+
+def _parent_of(parent: StoredTensor | None, elements: int) -> QuantizedTensor:
+    if not isinstance(parent, QuantizedTensor) or parent.levels.size != elements:
+        raise ValueError("the parent has no levels of so many values for it")
+    return parent
+
+
+def _decode_protected(stream: bytes, count: int) -> NDArray[np.uint16]:
+    if count == 0 and not stream:
+        return np.zeros(0, dtype=np.uint16)
+    return planes.decode(stream, 2 * count, 2).view("<u2")

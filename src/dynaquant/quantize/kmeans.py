@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant import _native
+from dynaquant.codebook import Centres
 from dynaquant.quantize.partition import NO_THRESHOLDS, Thresholds, magnitude_table, sensitivity_table
 from dynaquant.quantized import FIRST_BIN, PROTECTED, PRUNED, QuantizedTensor
 from dynaquant.sketch import BUCKETS, LogHistogram, bits_of, bucket_values, table_for
@@ -126,4 +127,4 @@ def quantize(
     # The clamp keeps the largest floats from rounding up to infinity.
     largest = torch.finfo(half).max
     bits16 = protected.clamp(-largest, largest).to(half).view(torch.uint16).numpy()
-    return QuantizedTensor(tensor.dtype, tensor.shape, levels, centres.astype(np.float32), bits16)
+    return QuantizedTensor(tensor.dtype, tensor.shape, levels, Centres(centres.astype(np.float32)), bits16)

@@ -29,20 +29,18 @@ def distortion(
 
 
 def mean_squared_gradients(
-    parameters: Mapping[str, Tensor], optimizer: Any, gradients: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor], optimizer: Any, recorded: Mapping[str, float]
 ) -> dict[str, float]:
-    """``F`` of each parameter by name: from the optimizer's second moments, else from recorded gradients.
+    """``F`` of each parameter by name: from the optimizer's second moments, else as recorded.
 
-    Only where one source has all of them, since the two differ in scale; empty when neither has.
+    Only where one source has all of them, since the two differ in scale; else from that which has more.
     """
     moments = {}
     for name, parameter in parameters.items():
         state = optimizer.state.get(parameter, {}) if isinstance(optimizer, torch.optim.Optimizer) else {}
         moment = state.get("exp_avg_sq", state.get("square_avg"))
-        if isinstance(moment, Tensor):
+        if isinstance(moment, Tensor) and moment.shape == parameter.shape:
             moments[name] = float(moment.detach().double().mean())
-    recorded = {name: float(g.double().square().mean()) for name, g in gradients.items() if name in parameters}
-    for source in (moments, recorded):
-        if parameters and source.keys() == parameters.keys() and sum(source.values()) > 0:
-            return source
-    return {}
+    known = {name: recorded[name] for name in parameters if name in recorded}
+    best = max(moments, known, key=lambda source: (len(source), source is moments))
+    return best if sum(best.values()) > 0 else {}

@@ -61,15 +61,14 @@ class MetricJudge:
 
 @dataclass(frozen=True)
 class DistortionJudge:
-    """By how far the weights move, scaled to what that cost in trainings where a metric was known."""
+    """By how far the weights move, scaled to what that cost in trainings where a metric was known.
+
+    judged_by: whether the tensors' Fisher information was measured.
+    """
 
     weights: Mapping[str, Tensor]
     fisher: Mapping[str, float]
-
-    @property
-    def judged_by(self) -> JudgedBy:
-        """Whether the tensors' Fisher information was known."""
-        return "fisher distortion" if self.fisher else "distortion"
+    judged_by: JudgedBy
 
     def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
         """The estimated degradation; there are no scores."""

@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from dynaquant.distributed import Group
-from dynaquant.quantize.checkpoint import SketchedWeights, quantize_weights
+from dynaquant.quantize.checkpoint import SketchedWeights
+from dynaquant.quantize.grid import GridConfiguration, GridWeights
+from dynaquant.quantize.knobs import Knobs, in_short
 from dynaquant.quantize.partition import Configuration
 from dynaquant.quantized import QuantizedTensor
 from dynaquant.search.exhaustive import guided_exhaustive
 from dynaquant.search.history import History
-from dynaquant.search.judge import DistortionJudge, Judge, JudgedBy, MetricJudge, Noise
+from dynaquant.search.judge import DISTORTION_SCALE, DistortionJudge, Judge, JudgedBy, MetricJudge, Noise
 from dynaquant.search.neighbourhood import delta_neighbourhood
 from dynaquant.search.progress import Progress
 from dynaquant.search.quality import Evaluate, Quality
-from dynaquant.search.size import SizeModel
+from dynaquant.search.scale import scale_search
+from dynaquant.search.size import ClusteredWeights, SizeModel
 from dynaquant.search.space import Candidate, Space
-from dynaquant.search.trials import Trial, Trials, raise_on_every_rank
+from dynaquant.search.trials import Quantizer, Trial, Trials, raise_on_every_rank
 
-Search = Literal["fixed", "exhaustive", "neighbourhood", "more bins", "lossless"]
-"""How a configuration was found. ``more bins``: nothing in the published space was good enough; ``lossless``: nothing
-at all was, and the weights are stored exactly."""
+Search = Literal["fixed", "scale", "exhaustive", "neighbourhood", "more bins", "lossless"]
+"""How a configuration was found. ``scale``: of the grid; the others by k-means. ``more bins``: nothing in the published
+space was good enough; ``lossless``: nothing at all was, and the weights are stored exactly."""
 
 LEAST_PROGRESS = 0.8
 """Share of the way that weights have come since a restore that a checkpoint must keep (``search.progress``)."""
+MOST_DISTORTION = 0.1
+"""The share of the weights, by squares and as the loss weights them, that a scale may lose whatever the metric says: at
+the beginning of a training the metric may prefer a model without any."""
+LEAST_DISTORTION = 1e-9
+"""Where finer scales are not tried: about what 16-bit floats are off by."""
 CLEARLY = 0.1
 """Share of the limit by which another pruning metric must be better to take over."""
 
@@ -42,7 +50,7 @@ class Decision:
     """
 
     search: Search
-    configuration: Configuration | None
+    configuration: Knobs | None
     quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
     quality: Quality | None = None
     limit: float | None = None
@@ -82,7 +90,7 @@ class ConfigurationManager:
         evaluate: Evaluate | None,
         higher_is_better: bool,
         max_degradation: float,
-        fixed: Configuration | None,
+        fixed: Knobs | None,
         group: Group,
     ) -> None:
         self.max_degradation = max_degradation
@@ -94,6 +102,11 @@ class ConfigurationManager:
         self._restored: Mapping[str, QuantizedTensor] = {}
         self._size_factor = 1.0
         self._gave_up = False  # whether the last checkpoint found nothing good enough
+
+    @property
+    def judges_by_distortion(self) -> bool:
+        """Whether a stand-in decides, as there is no metric."""
+        return self._evaluate is None and self._fixed is None
 
     def resume(self, record: Mapping[str, Any], restored: Mapping[str, QuantizedTensor]) -> None:
         """Goes on from a checkpoint that was restored: its record, in which anything may stand, and its weights."""
@@ -108,23 +121,33 @@ class ConfigurationManager:
             self._size_factor *= stored / predicted
 
     def decide(
-        self, sketched: SketchedWeights, known: Mapping[str, Tensor], fisher: Callable[[], Mapping[str, float]]
+        self,
+        weights: SketchedWeights | GridWeights,
+        known: Mapping[str, Tensor],
+        fisher: Mapping[str, float],
     ) -> Decision:
         """The most compact configuration that is good enough. Collective.
 
-        known: values of parameters whose quantization is not to be decided, by their name in the model. fisher: gives
-        the mean squared gradient of each tensor, for the distortion that judges where there is no ``evaluate``.
+        weights: as the quantizer needs them. known: values of parameters whose quantization is not to be decided, by
+        their name in the model. fisher: the mean squared gradient of each tensor, as far as known and the same on all
+        ranks, for the distortion that judges where there is no ``evaluate``.
 
         Raises EvaluateError when ``evaluate`` failed on a rank of a distributed training. In a single process such a
         candidate is not good enough; when it fails, or is not finite, on the weights in training, the decision is
         lossless.
         """
+        quantizer: Quantizer = weights if isinstance(weights, GridWeights) else self._clustered(weights)
         if self._evaluate is None:
             if self._fixed is not None:
-                return Decision("fixed", self._fixed, quantize_weights(sketched, self._fixed))
+                return Decision("fixed", self._fixed, quantizer.quantize(self._fixed))
             # What decides has to be the same on every rank.
-            limit, weighting = self._group.gather((self.max_degradation, self._group.together(fisher)))[0]
-            return self._choose(sketched, DistortionJudge(sketched.weights, weighting), limit, [])
+            limit = self._group.gather(self.max_degradation)[0]
+            if isinstance(weights, GridWeights):
+                weighting = weights.fisher
+            else:
+                weighting = fisher if fisher.keys() >= weights.weights.keys() else {}
+            judged_by: JudgedBy = "fisher distortion" if fisher and weighting else "distortion"
+            return self._choose(quantizer, DistortionJudge(weights.weights, weighting, judged_by), limit, [])
         original, error = math.nan, None
         try:
             original = self._noise.original(self._model, self._evaluate)
@@ -137,7 +160,7 @@ class ConfigurationManager:
             math.isfinite(number) for original, _, _, margin in everywhere for number in (original, margin)
         ):
             return self._without_quality(
-                sketched,
+                quantizer,
                 f"evaluate failed ({error})" if error else "the metric of the weights in training is not finite",
             )
         judge = MetricJudge(self._model, self._evaluate, self._higher_is_better, original, known)
@@ -149,33 +172,31 @@ class ConfigurationManager:
                 f"{limit - margin:.2g} of the {limit:.2g} allowed are left"
                 + ("; evaluate on more batches" if margin >= limit else "")
             )
-        return self._choose(sketched, judge, limit - margin, notes)
+        return self._choose(quantizer, judge, limit - margin, notes)
 
-    def _without_quality(self, sketched: SketchedWeights, reason: str) -> Decision:
+    def _clustered(self, sketched: SketchedWeights) -> ClusteredWeights:
+        self._size_factor = self._group.gather(self._size_factor)[0]  # only rank 0 learns it
+        return ClusteredWeights(sketched, SizeModel(sketched), self._size_factor)
+
+    def _without_quality(self, quantizer: Quantizer, reason: str) -> Decision:
         if self._fixed is None:
             note = f"{reason}: nothing can be judged, the weights are stored exactly"
             return Decision("lossless", None, limit=self.max_degradation, notes=[note])
         note = f"{reason}: what this checkpoint costs is unknown"
-        return Decision("fixed", self._fixed, quantize_weights(sketched, self._fixed), notes=[note])
+        return Decision("fixed", self._fixed, quantizer.quantize(self._fixed), notes=[note])
 
-    def _choose(self, sketched: SketchedWeights, judge: Judge, limit: float, notes: list[str]) -> Decision:
-        self._size_factor = self._group.gather(self._size_factor)[0]  # only rank 0 learns it
-        progress = Progress(sketched.weights, self._restored)
-        trials = Trials(sketched, judge, progress, SizeModel(sketched), self._size_factor, limit, self._group)
+    def _choose(self, quantizer: Quantizer, judge: Judge, limit: float, notes: list[str]) -> Decision:
+        progress = Progress(quantizer.weights, self._restored)
+        trials = Trials(quantizer, judge, progress, limit, self._group)
         if self._fixed is not None:
             return self._take_note_of_fixed(trials, judge, notes)
-        if not sketched.weights:
-            return self._take_note_of_unchanged(trials, judge, limit, notes)
-        space = Space(
-            embeddings="embedding" in sketched.layer_types.values(),
-            metrics=("magnitude", "sensitivity") if sketched.sensitivities else ("magnitude",),
-        )
-        search, found = self._search(space, trials, limit)
-        self._gave_up = found is None
-        configuration = None
-        if found is not None:
-            self.history.note(limit, space.configuration(found))
-            configuration = self._with_progress(space, found, trials, limit, notes)
+        if not quantizer.weights:
+            return self._take_note_of_unchanged(quantizer, trials, judge, limit, notes)
+        if isinstance(quantizer, GridWeights):
+            search, configuration = self._choose_scale(quantizer, trials, limit, notes)
+        else:
+            assert isinstance(quantizer, ClusteredWeights)
+            search, configuration = self._choose_clusters(quantizer, trials, limit, notes)
         failures = dict.fromkeys(trial.error for trial in trials.done if trial.error)
         notes += [f"evaluate failed on a candidate ({error})" for error in failures]
         if configuration is None:
@@ -185,8 +206,63 @@ class ConfigurationManager:
             quality = None
         return Decision(search, configuration, quantized, quality, limit, judge.judged_by, trials.done, notes)
 
+    def _choose_scale(
+        self, weights: GridWeights, trials: Trials, limit: float, notes: list[str]
+    ) -> tuple[Search, Knobs | None]:
+        lowest, highest = weights.scale_for(LEAST_DISTORTION), weights.scale_for(MOST_DISTORTION)
+
+        def score(scales: Sequence[int], dithered: bool = False) -> list[float]:
+            return trials.score([GridConfiguration(scale, dithered) for scale in scales])
+
+        # Where nothing was good enough last time, the most that can be tried says whether a search is worth its cost.
+        if self._gave_up and not score([lowest])[0] <= limit:
+            return "lossless", None
+        guess = weights.scale_for(max(limit, 0) / DISTORTION_SCALE) if limit > 0 else lowest
+        start, settled = self.history.scale(limit) or (guess, False)
+        found = scale_search(start, lowest, highest, score, limit, settled, self._group.size)
+        self._gave_up = found is None
+        if found is None:
+            return "lossless", None
+        by_quality = GridConfiguration(found)
+        self.history.note(limit, by_quality)
+        if self._keeps_enough(trials, by_quality):
+            return "scale", by_quality
+        # Rounded at random, weights keep their way in the mean; a second search finds what that costs.
+        dithered = scale_search(
+            found, lowest, highest, lambda scales: score(scales, True), limit, True, self._group.size
+        )
+        if dithered is None:
+            return "lossless", None
+        notes.append(
+            f"rounded to the nearest level, weights keep {trials.trial(by_quality).progress:.0%} of the way since the "
+            f"restore; rounded at random, {trials.trial(GridConfiguration(dithered, True)).progress:.0%}"
+        )
+        return "scale", GridConfiguration(dithered, True)
+
+    def _keeps_enough(self, trials: Trials, by_quality: Knobs) -> bool:
+        """Whether what was found by quality keeps enough of the way since a restore, which is then forgotten."""
+        kept = trials.trial(by_quality).progress
+        if kept is not None and kept >= LEAST_PROGRESS:
+            self._restored = {}
+        return kept is None or kept >= LEAST_PROGRESS
+
+    def _choose_clusters(
+        self, weights: ClusteredWeights, trials: Trials, limit: float, notes: list[str]
+    ) -> tuple[Search, Knobs | None]:
+        sketched = weights.sketched
+        space = Space(
+            embeddings="embedding" in sketched.layer_types.values(),
+            metrics=("magnitude", "sensitivity") if sketched.sensitivities else ("magnitude",),
+        )
+        search, found = self._search(space, weights.sizes, trials, limit)
+        self._gave_up = found is None
+        if found is None:
+            return search, None
+        self.history.note(limit, space.configuration(found))
+        return search, self._with_progress(space, weights.sizes, found, trials, limit, notes)
+
     def _with_progress(
-        self, space: Space, found: Candidate, trials: Trials, limit: float, notes: list[str]
+        self, space: Space, sizes: SizeModel, found: Candidate, trials: Trials, limit: float, notes: list[str]
     ) -> Configuration:
         """What was found by quality, or the smallest with more bins or less pruned that also keeps enough progress.
 
@@ -194,11 +270,7 @@ class ConfigurationManager:
         the way since the restore grows, until what quality asks for is enough and the restore is forgotten.
         """
         by_quality = space.configuration(found)
-        kept = trials.trial(by_quality).progress
-        if kept is None:
-            return by_quality
-        if kept >= LEAST_PROGRESS:
-            self._restored = {}
+        if self._keeps_enough(trials, by_quality):
             return by_quality
 
         def finer(step: Candidate) -> Configuration:
@@ -207,7 +279,7 @@ class ConfigurationManager:
         best = guided_exhaustive(
             space.finer_shape(found),
             [found.metric],
-            lambda step: trials.sizes.predict(finer(step)),
+            lambda step: sizes.predict(finer(step)),
             lambda steps: trials.score([finer(step) for step in steps], LEAST_PROGRESS),
             limit,
             self._group.size,
@@ -216,20 +288,27 @@ class ConfigurationManager:
             chosen = finer(best)
         else:
             tried = sorted(trials.done, key=lambda trial: trial.progress or 0.0, reverse=True)
-            chosen = next(t.configuration for t in tried if trials.score([t.configuration])[0] <= limit)
+            good = (trial.configuration for trial in tried if trials.score([trial.configuration])[0] <= limit)
+            chosen = next(knobs for knobs in good if isinstance(knobs, Configuration))
         notes.append(
-            f"{_in_short(by_quality)}, would be good enough, but keep {kept:.0%} of the way since the restore; "
-            f"{_in_short(chosen)}, keep {trials.trial(chosen).progress:.0%}"
+            f"{in_short(by_quality)}, would be good enough, but keep {trials.trial(by_quality).progress:.0%} "
+            f"of the way since the restore; "
+            f"{in_short(chosen)}, keep {trials.trial(chosen).progress:.0%}"
         )
         return chosen
 
-    def _take_note_of_unchanged(self, trials: Trials, judge: Judge, limit: float, notes: list[str]) -> Decision:
+    def _take_note_of_unchanged(
+        self, quantizer: Quantizer, trials: Trials, judge: Judge, limit: float, notes: list[str]
+    ) -> Decision:
         """No weight is to be quantized: there is nothing to choose, and nothing to learn for the next checkpoint."""
-        configuration = self.history.nearest(limit) or Configuration()
+        on_grid = isinstance(quantizer, GridWeights)
+        last = self.history.scale(limit) or (0, False)
+        configuration = GridConfiguration(last[0]) if on_grid else self.history.nearest(limit) or Configuration()
         if not trials.score([configuration])[0] <= limit:
             return Decision("lossless", None, {}, None, limit, judge.judged_by, trials.done, notes)
         quality = trials.result(configuration)[1] if isinstance(judge, MetricJudge) else None
-        return Decision("neighbourhood", configuration, {}, quality, limit, judge.judged_by, trials.done, notes)
+        search: Search = "scale" if on_grid else "neighbourhood"
+        return Decision(search, configuration, {}, quality, limit, judge.judged_by, trials.done, notes)
 
     def _take_note_of_fixed(self, trials: Trials, judge: Judge, notes: list[str]) -> Decision:
         assert self._fixed is not None
@@ -241,9 +320,9 @@ class ConfigurationManager:
             notes.append(f"{reason}: what this checkpoint costs is unknown")
         return Decision("fixed", self._fixed, quantized, quality, None, judge.judged_by, trials.done, notes)
 
-    def _search(self, space: Space, trials: Trials, limit: float) -> tuple[Search, Candidate | None]:
+    def _search(self, space: Space, sizes: SizeModel, trials: Trials, limit: float) -> tuple[Search, Candidate | None]:
         def size(candidate: Candidate) -> float:
-            return trials.sizes.predict(space.configuration(candidate))
+            return sizes.predict(space.configuration(candidate))
 
         def score(candidates: Sequence[Candidate]) -> list[float]:
             return trials.score([space.configuration(candidate) for candidate in candidates])
@@ -269,7 +348,3 @@ class ConfigurationManager:
                 if found_degradation <= limit:
                     return "more bins", candidate
         return "lossless", None
-
-
-def _in_short(configuration: Configuration) -> str:
-    return f"{configuration.bins} bins, {configuration.pruned:.0%} pruned"

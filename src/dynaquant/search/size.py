@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from dynaquant.quantize.checkpoint import SketchedWeights
+from dynaquant.quantize.checkpoint import SketchedWeights, quantize_weights
 from dynaquant.quantize.kmeans import bins_table, codebook
 from dynaquant.quantize.partition import Configuration, Thresholds, thresholds
-from dynaquant.quantized import PROTECTED, PRUNED
+from dynaquant.quantized import PROTECTED, PRUNED, QuantizedTensor
 from dynaquant.sketch import MAGNITUDES
 
 
@@ -56,3 +60,28 @@ class SizeModel:
             histogram, dtype = self._sketched.histograms[name], self._sketched.weights[name].dtype
             self._bins[name, bins] = bins_table(codebook(histogram, bins, dtype), dtype)[histogram.buckets]
         return self._bins[name, bins]
+
+
+@dataclass(frozen=True)
+class ClusteredWeights:
+    """The weights of a checkpoint, to be quantized by k-means, and what that is expected to take.
+
+    factor: what deltas have taken of what was predicted.
+    """
+
+    sketched: SketchedWeights
+    sizes: SizeModel
+    factor: float
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """By name."""
+        return self.sketched.weights
+
+    def quantize(self, configuration: Configuration) -> dict[str, QuantizedTensor]:
+        """By name; a pure function."""
+        return quantize_weights(self.sketched, configuration)
+
+    def predict(self, configuration: Configuration) -> float:
+        """Bytes of the coded weights."""
+        return self.factor * self.sizes.predict(configuration)

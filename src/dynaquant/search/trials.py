@@ -5,32 +5,49 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from dynaquant.distributed import Group
 from dynaquant.errors import EvaluateError
-from dynaquant.quantize.checkpoint import SketchedWeights, quantize_weights
-from dynaquant.quantize.partition import Configuration
+from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.quantized import QuantizedTensor
 from dynaquant.search.judge import Judge
 from dynaquant.search.progress import Progress
 from dynaquant.search.quality import Quality
-from dynaquant.search.size import SizeModel
+
+
+class Quantizer(Protocol):
+    """The weights of one checkpoint, to be quantized with whatever configuration."""
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """By name."""
+        ...
+
+    def quantize(self, configuration: Any) -> dict[str, QuantizedTensor]:
+        """By name; a pure function."""
+        ...
+
+    def predict(self, configuration: Any) -> float | None:
+        """Bytes that they would take, as far as can be told without quantizing."""
+        ...
 
 
 @dataclass(frozen=True)
 class Trial:
     """One configuration that was tried at a checkpoint.
 
-    predicted: bytes of the coded weights. degradation: relative, NaN where the metric was not finite or failed, None
-    where it was not asked, as too little progress was kept. progress: the share that is kept of the way since the last
-    restore (``search.progress``), None where there is none. seconds: to quantize and to score. error: what ``evaluate``
-    raised.
+    predicted: bytes of the coded weights, None where nothing predicts them. degradation: relative, NaN where the metric
+    was not finite or failed, None where it was not asked, as too little progress was kept. progress: the share that is
+    kept of the way since the last restore (``search.progress``), None where there is none. seconds: to quantize and to
+    score. error: what ``evaluate`` raised.
     """
 
-    configuration: Configuration
-    predicted: float
+    configuration: Knobs
+    predicted: float | None
     degradation: float | None
     progress: float | None
     seconds: float
@@ -39,8 +56,8 @@ class Trial:
     def to_json(self) -> dict[str, Any]:
         """The trial as it stands in a record."""
         return {
-            "configuration": asdict(self.configuration),
-            "predicted": round(self.predicted),
+            "configuration": knobs_to_json(self.configuration),
+            "predicted": None if self.predicted is None else round(self.predicted),
             "degradation": number_to_json(self.degradation),
             "progress": number_to_json(self.progress),
             "seconds": round(self.seconds, 6),
@@ -51,8 +68,8 @@ class Trial:
     def from_json(cls, data: Mapping[str, Any]) -> Trial:
         """The inverse of ``to_json``. Raises KeyError, TypeError or ValueError for anything else."""
         return cls(
-            Configuration(**data["configuration"]),
-            float(data["predicted"]),
+            knobs_from_json(data["configuration"]),
+            None if data["predicted"] is None else float(data["predicted"]),
             None if data["degradation"] is None else float(data["degradation"]),
             None if data["progress"] is None else float(data["progress"]),
             float(data["seconds"]),
@@ -68,32 +85,28 @@ def number_to_json(value: float | None) -> float | str | None:
 class Trials:
     """Scores configurations.
 
-    progress: of the weights since a restore. sizes, size_factor: predict what the coded weights take. limit: the
-    degradation that is good enough.
+    progress: of the weights since a restore. limit: the degradation that is good enough.
     """
 
     def __init__(
         self,
-        sketched: SketchedWeights,
+        quantizer: Quantizer,
         judge: Judge,
         progress: Progress,
-        sizes: SizeModel,
-        size_factor: float,
         limit: float,
         group: Group,
     ) -> None:
-        self._sketched, self._judge, self._progress = sketched, judge, progress
-        self.sizes, self._size_factor = sizes, size_factor
+        self._quantizer, self._judge, self._progress = quantizer, judge, progress
         self._limit, self._group = limit, group
-        self._known: dict[Configuration, tuple[Trial, Quality | None]] = {}
-        self._kept: tuple[Configuration, dict[str, QuantizedTensor]] | None = None
+        self._known: dict[Knobs, tuple[Trial, Quality | None]] = {}
+        self._kept: tuple[Knobs, dict[str, QuantizedTensor]] | None = None
 
     @property
     def done(self) -> list[Trial]:
         """What was tried, in order."""
         return [trial for trial, _ in self._known.values()]
 
-    def score(self, configurations: Sequence[Configuration], least_progress: float = 0.0) -> list[float]:
+    def score(self, configurations: Sequence[Knobs], least_progress: float = 0.0) -> list[float]:
         """Degradations of at most as many configurations as there are ranks. Collective.
 
         One that keeps less than ``least_progress`` is infinitely bad, and not evaluated.
@@ -115,15 +128,15 @@ class Trials:
             for trial in trials
         ]
 
-    def _is_known(self, configuration: Configuration, least_progress: float) -> bool:
+    def _is_known(self, configuration: Knobs, least_progress: float) -> bool:
         if configuration not in self._known:
             return False
         trial = self._known[configuration][0]
         return trial.degradation is not None or not _keeps(trial, least_progress)
 
-    def _try(self, configuration: Configuration, least_progress: float) -> tuple[Trial, Quality | None]:
+    def _try(self, configuration: Knobs, least_progress: float) -> tuple[Trial, Quality | None]:
         start = time.perf_counter()
-        quantized = quantize_weights(self._sketched, configuration)
+        quantized = self._quantizer.quantize(configuration)
         progress = self._progress.kept(quantized) if self._progress else None
         degradation, quality, error = None, None, None
         if progress is None or progress >= least_progress:
@@ -136,17 +149,17 @@ class Trials:
             if degradation <= self._limit:
                 self._kept = configuration, quantized  # the last good one is mostly the one that is chosen
         seconds = time.perf_counter() - start
-        predicted = self._size_factor * self.sizes.predict(configuration)
+        predicted = self._quantizer.predict(configuration)
         return Trial(configuration, predicted, degradation, progress, seconds, error), quality
 
-    def trial(self, configuration: Configuration) -> Trial:
+    def trial(self, configuration: Knobs) -> Trial:
         """What is known of a configuration that was tried."""
         return self._known[configuration][0]
 
-    def result(self, configuration: Configuration) -> tuple[dict[str, QuantizedTensor], Quality | None]:
+    def result(self, configuration: Knobs) -> tuple[dict[str, QuantizedTensor], Quality | None]:
         """The weights quantized with a configuration that was scored, and their quality."""
         if self._kept is None or self._kept[0] != configuration:
-            self._kept = configuration, quantize_weights(self._sketched, configuration)
+            self._kept = configuration, self._quantizer.quantize(configuration)
         return self._kept[1], self._known[configuration][1]
 
 

@@ -1,0 +1,217 @@
+// Levels to bytes and back given the parent's levels, by conditional entropy coding.
+#include "conditional.hpp"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <mutex>
+#include <stdexcept>
+
+#include "bits.hpp"
+#include "frequencies.hpp"
+#include "little_endian.hpp"
+#include "parallel.hpp"
+#include "level_rans.hpp"
+
+namespace dynaquant {
+namespace {
+
+using Bytes = std::span<const std::uint8_t>;
+
+// Every state costs two bytes, which shows in a small block; only a large one gains from several.
+constexpr unsigned many_states = 4;
+constexpr std::size_t many_values = 8192;
+
+struct Range {
+    std::size_t begin, length;
+};
+
+Range block_range(std::size_t values, std::size_t block) {
+    const std::size_t begin = block * conditional_block;
+    return {begin, std::min(conditional_block, values - begin)};
+}
+
+void check_shape(std::size_t levels, std::size_t parent, ContextTable context_of, std::size_t contexts) {
+    if (parent != 0 && parent != levels) throw std::invalid_argument("the parent has another number of levels");
+    if (contexts < 1 || contexts > 256) throw std::invalid_argument("there must be 1 to 256 contexts");
+    for (const auto context : context_of)
+        if (context >= contexts) throw std::invalid_argument("a context is not below the number of contexts");
+}
+
+// Contexts that share one table: those from `begin` up to the next group's.
+struct Group {
+    std::size_t begin;
+    Counts counts;
+    Frequencies frequencies;
+    double bits;
+
+    Group(std::size_t from, const Counts& of) : begin(from), counts(of), frequencies(scaled(of)) {
+        bits = bits_of(counts, frequencies);
+    }
+};
+
+Group merged(const Group& a, const Group& b) {
+    Counts sum = a.counts;
+    for (std::size_t s = 0; s < sum.size(); ++s) sum[s] += b.counts[s];
+    return {a.begin, sum};
+}
+
+// Neighbouring contexts are merged for as long as that saves bits, those that save most first.
+std::vector<Group> grouped(const std::vector<Counts>& counts) {
+    std::vector<Group> groups;
+    for (std::size_t c = 0; c < counts.size(); ++c) {
+        const bool occurs = std::any_of(counts[c].begin(), counts[c].end(), [](std::uint64_t n) { return n > 0; });
+        if (occurs || c == 0) groups.emplace_back(c, counts[c]);
+    }
+    std::vector<Group> unions;  // of each group and the next
+    for (std::size_t g = 0; g + 1 < groups.size(); ++g) unions.push_back(merged(groups[g], groups[g + 1]));
+    while (groups.size() > 1) {
+        std::size_t best = 0;
+        double saved = -std::numeric_limits<double>::infinity();
+        for (std::size_t g = 0; g < unions.size(); ++g) {
+            const double saves = groups[g].bits + groups[g + 1].bits - unions[g].bits;
+            if (saves > saved) best = g, saved = saves;
+        }
+        if (saved < 0) break;
+        const auto at = static_cast<std::ptrdiff_t>(best);
+        groups[best] = unions[best];
+        groups.erase(groups.begin() + at + 1);
+        unions.erase(unions.begin() + at);
+        if (best > 0) unions[best - 1] = merged(groups[best - 1], groups[best]);
+        if (best < unions.size()) unions[best] = merged(groups[best], groups[best + 1]);
+    }
+    return groups;
+}
+
+template <unsigned States>
+void encode_block(Bytes levels, const std::uint8_t* parent, LevelTable symbol_of, const std::uint16_t* shares_of,
+                  const Share* shares, std::vector<std::uint8_t>& out) {
+    RansEncoder<States> coder;
+    for (std::size_t i = levels.size(); i-- > 0;) {
+        const std::size_t source = parent ? parent[i] : 0;
+        coder.put(i, shares[shares_of[source] + symbol_of[source << 8 | levels[i]]]);
+    }
+    coder.finish(out);
+}
+
+template <unsigned States>
+void decode_block(Bytes stream, const std::uint8_t* parent, LevelTable level_of, const Slot* const* tables,
+                  std::span<std::uint8_t> levels) {
+    RansDecoder<States> coder(stream);
+    const auto decode = [&](std::size_t i, unsigned state) {
+        const std::size_t source = parent ? parent[i] : 0;
+        levels[i] = level_of[source << 8 | coder.get(state, tables[source])];
+    };
+    std::size_t i = 0;
+    for (; i + States <= levels.size(); i += States)
+        for (unsigned state = 0; state < States; ++state) decode(i + state, state);
+    for (unsigned state = 0; i < levels.size(); ++i, ++state) decode(i, state);
+    coder.expect_end();
+}
+
+}  // namespace
+
+std::vector<std::uint8_t> encode_conditional(Bytes levels, Bytes parent, LevelTable symbol_of, ContextTable context_of,
+                                             std::size_t contexts) {
+    check_shape(levels.size(), parent.size(), context_of, contexts);
+    const std::size_t blocks = block_count(levels.size(), conditional_block);
+    const auto parent_of = [&](std::size_t begin) { return parent.empty() ? nullptr : parent.data() + begin; };
+
+    // How often every symbol occurs in every context.
+    std::vector<Counts> counts(contexts);
+    std::mutex counts_mutex;
+    parallel_for(blocks, [&](std::size_t b) {
+        const auto [begin, length] = block_range(levels.size(), b);
+        const std::uint8_t* const sources = parent_of(begin);
+        // 32 bits suffice for a block; two counters in turn, as the same one again would have to wait for itself.
+        std::vector<std::uint32_t> found(2 * contexts * 256);
+        for (std::size_t i = 0; i < length; ++i) {
+            const std::size_t source = sources ? sources[i] : 0;
+            const std::size_t symbol = symbol_of[source << 8 | levels[begin + i]];
+            ++found[(i & 1) * contexts * 256 + (std::size_t{context_of[source]} << 8 | symbol)];
+        }
+        const std::lock_guard lock(counts_mutex);
+        for (std::size_t j = 0; j < found.size(); ++j) counts[(j >> 8) % contexts][j & 255] += found[j];
+    });
+
+    const std::vector<Group> groups = grouped(counts);
+    BitWriter tables;
+    std::vector<Share> shares(groups.size() * 256);
+    std::vector<std::uint16_t> group_of(contexts);
+    tables.put(static_cast<std::uint32_t>(groups.size() - 1), 8);
+    for (std::size_t g = 0; g < groups.size(); ++g) {
+        const std::size_t end = g + 1 < groups.size() ? groups[g + 1].begin : contexts;
+        if (g > 0) tables.put(static_cast<std::uint32_t>(groups[g].begin), 8);
+        for (std::size_t c = groups[g].begin; c < end; ++c) group_of[c] = static_cast<std::uint16_t>(g << 8);
+        if (levels.empty()) continue;
+        put_frequencies(tables, groups[g].frequencies);
+        std::uint32_t before = 0;
+        for (std::size_t s = 0; s < 256; ++s)
+            if (const auto frequency = groups[g].frequencies[s]; frequency > 0) {
+                shares[g << 8 | s] = Share(frequency, before);
+                before += frequency;
+            }
+    }
+    std::array<std::uint16_t, 256> shares_of;
+    for (std::size_t source = 0; source < 256; ++source) shares_of[source] = group_of[context_of[source]];
+
+    std::vector<std::vector<std::uint8_t>> coded(blocks);
+    parallel_for(blocks, [&](std::size_t b) {
+        const auto [begin, length] = block_range(levels.size(), b);
+        const auto encode = length < many_values ? encode_block<1> : encode_block<many_states>;
+        encode(levels.subspan(begin, length), parent_of(begin), symbol_of, shares_of.data(), shares.data(), coded[b]);
+    });
+
+    std::vector<std::uint8_t> stream;
+    for (const auto& block : coded) put_u32(stream, block.size());
+    const auto table_bytes = tables.finish();
+    stream.insert(stream.end(), table_bytes.begin(), table_bytes.end());
+    for (const auto& block : coded) stream.insert(stream.end(), block.begin(), block.end());
+    return stream;
+}
+
+void decode_conditional(Bytes stream, Bytes parent, LevelTable level_of, ContextTable context_of, std::size_t contexts,
+                        std::size_t symbols, std::span<std::uint8_t> levels) {
+    check_shape(levels.size(), parent.size(), context_of, contexts);
+    const std::size_t blocks = block_count(levels.size(), conditional_block);
+    if (stream.size() / 4 < blocks) throw std::invalid_argument("the coded levels end too early");
+    std::vector<std::size_t> sizes(blocks);
+    std::size_t total = 0;
+    for (auto& size : sizes) total += size = get_u32(stream);
+    if (total > stream.size()) throw std::invalid_argument("the coded levels end too early");
+
+    BitReader tables(stream.first(stream.size() - total));
+    const std::size_t groups = tables.get(8) + 1;
+    std::vector<Slot> slots(groups * frequency_total);
+    std::vector<std::size_t> group_of(contexts);
+    std::size_t previous = 0;
+    for (std::size_t g = 0; g < groups; ++g) {
+        const std::size_t begin = g > 0 ? tables.get(8) : 0;
+        if (begin >= contexts || (g > 0 && begin <= previous))
+            throw std::invalid_argument("the groups of contexts are not in order");
+        for (std::size_t c = begin; c < contexts; ++c) group_of[c] = g;
+        previous = begin;
+        if (levels.empty()) continue;
+        const Frequencies frequencies = get_frequencies(tables, symbols);
+        Slot* slot = slots.data() + g * frequency_total;
+        for (std::uint32_t s = 0; s < frequencies.size(); ++s)
+            for (std::uint32_t offset = 0; offset < frequencies[s]; ++offset)
+                *slot++ = slot_of(s, frequencies[s], offset);
+    }
+    tables.expect_end();
+    std::array<const Slot*, 256> table_of;
+    for (std::size_t source = 0; source < 256; ++source)
+        table_of[source] = slots.data() + group_of[context_of[source]] * frequency_total;
+
+    std::vector<Bytes> coded;
+    stream = stream.last(total);
+    for (const auto size : sizes) coded.push_back(get_bytes(stream, size));
+    parallel_for(blocks, [&](std::size_t b) {
+        const auto [begin, length] = block_range(levels.size(), b);
+        const auto decode = length < many_values ? decode_block<1> : decode_block<many_states>;
+        decode(coded[b], parent.empty() ? nullptr : parent.data() + begin, level_of, table_of.data(),
+               levels.subspan(begin, length));
+    });
+}
+
+}  // namespace dynaquant

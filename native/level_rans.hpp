@@ -1,0 +1,132 @@
+// Interleaved range asymmetric numeral systems (Duda 2013), with 32-bit states, 16-bit words and 12-bit frequencies.
+//
+// What surprises: a coder is last in, first out, so values are encoded from the last to the first and words are written
+// from the end of the buffer backwards; the decoder then reads both forwards. Value i belongs to state i % states, so
+// that a decoder has several independent chains of work. A state is in [2^16, 2^32) between values.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <stdexcept>
+#include <vector>
+
+namespace dynaquant {
+
+inline constexpr unsigned frequency_bits = 12;
+inline constexpr std::uint32_t frequency_total = 1u << frequency_bits;
+inline constexpr std::uint32_t lowest_state = 1u << 16;
+
+// A symbol that occurs `frequency` of 4096 times, at least once, and all symbols before it `begin` times. Dividing a
+// state by the frequency is a multiplication by its inverse: with 64 bits of it, exact for every state.
+class Share {
+public:
+    Share() = default;
+    Share(std::uint32_t frequency, std::uint32_t begin)
+        : inverse_(frequency == 1 ? ~std::uint64_t{0} : ~std::uint64_t{0} / frequency + 1),
+          frequency_(frequency),
+          // 1 has no inverse below 2^64: the one used instead gives x - 1, which this makes up for.
+          begin_(frequency == 1 ? begin + frequency_total - 1 : begin) {}
+
+    std::uint32_t frequency() const { return frequency_; }
+
+    // (x / frequency) · 4096 + x % frequency + begin
+    std::uint32_t push(std::uint32_t x) const {
+        const auto quotient = static_cast<std::uint32_t>(static_cast<unsigned __int128>(inverse_) * x >> 64);
+        return x + begin_ + quotient * (frequency_total - frequency_);
+    }
+
+private:
+    std::uint64_t inverse_ = 0;
+    std::uint32_t frequency_ = 0;
+    std::uint32_t begin_ = 0;
+};
+
+template <unsigned States>
+class RansEncoder {
+public:
+    RansEncoder() { std::fill_n(states_, States, lowest_state); }
+
+    // Call with i from the last value to the first.
+    void put(std::size_t i, const Share& share) {
+        std::uint32_t& x = states_[i % States];
+        if (x >> (32 - frequency_bits) >= share.frequency()) {  // pushed as it is, it would grow beyond 32 bits
+            words_.push_back(static_cast<std::uint16_t>(x));
+            x >>= 16;
+        }
+        x = share.push(x);
+    }
+
+    // Appends the states, then the words in the order in which a decoder needs them.
+    void finish(std::vector<std::uint8_t>& out) const {
+        const auto put16 = [&](std::uint32_t word) {
+            out.push_back(static_cast<std::uint8_t>(word));
+            out.push_back(static_cast<std::uint8_t>(word >> 8));
+        };
+        for (const auto x : states_) {
+            put16(x & 0xffffu);
+            put16(x >> 16);
+        }
+        for (auto word = words_.rbegin(); word != words_.rend(); ++word) put16(*word);
+    }
+
+private:
+    std::uint32_t states_[States];
+    std::vector<std::uint16_t> words_;
+};
+
+// The symbol and share of every 12-bit slot of one table: 8 bits symbol, 12 bits frequency - 1, 12 bits slot - begin.
+using Slot = std::uint32_t;
+
+inline Slot slot_of(std::uint32_t symbol, std::uint32_t frequency, std::uint32_t offset) {
+    return symbol << 24 | (frequency - 1) << 12 | offset;
+}
+
+// Never reads outside the bytes it was given: a missing word is read as 0, and `expect_end` then throws.
+template <unsigned States>
+class RansDecoder {
+public:
+    explicit RansDecoder(std::span<const std::uint8_t> bytes) : next_(bytes.data()), end_(bytes.data() + bytes.size()) {
+        if (bytes.size() < 4 * States) throw std::invalid_argument("the coded levels end too early");
+        for (auto& x : states_) {
+            x = get16();
+            x |= get16() << 16;
+            if (x < lowest_state) throw std::invalid_argument("the coded levels begin with a state that is too low");
+        }
+    }
+
+    std::uint32_t get(unsigned state, const Slot* table) {
+        std::uint32_t& x = states_[state];
+        const Slot slot = table[x & (frequency_total - 1)];
+        x = ((slot >> 12 & 0xfffu) + 1) * (x >> frequency_bits) + (slot & 0xfffu);
+        if (x < lowest_state) x = x << 16 | get16();
+        return slot >> 24;
+    }
+
+    // Throws unless all words have been read and every state is back where the encoder began.
+    void expect_end() const {
+        if (next_ != end_ || missing_)
+            throw std::invalid_argument("the coded levels have another length than their values");
+        for (const auto x : states_)
+            if (x != lowest_state) throw std::invalid_argument("the coded levels are damaged");
+    }
+
+private:
+    std::uint32_t get16() {
+        if (end_ - next_ < 2) {
+            missing_ = true;
+            return 0;
+        }
+        const std::uint32_t word = next_[0] | static_cast<std::uint32_t>(next_[1]) << 8;
+        next_ += 2;
+        return word;
+    }
+
+    const std::uint8_t* next_;
+    const std::uint8_t* end_;
+    std::uint32_t states_[States];
+    bool missing_ = false;
+};
+
+}  // namespace dynaquant

@@ -1,0 +1,180 @@
+"""How the stream of one tensor is coded, as a checkpoint's header says it (docs/format.md, "Tensor entries")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_type_hints
+
+from dynaquant.codebook import HIGHEST_RUNG, LOWEST_RUNG
+from dynaquant.coding.rearrange import Arrangement
+from dynaquant.quantized import MAX_BINS
+
+CodebookKind = Literal["centres", "grid", "log_grid"]
+MAX_PACE = 64
+
+
+@dataclass(frozen=True)
+class Raw:
+    """The tensor's bytes as they are."""
+
+    needs_parent = False
+
+
+@dataclass(frozen=True)
+class Planes:
+    """Byte planes + zstd (``coding.planes``)."""
+
+    needs_parent = False
+
+
+@dataclass(frozen=True)
+class Reference:
+    """No stream: the tensor is the parent's tensor of the same name."""
+
+    needs_parent = True
+
+
+@dataclass(frozen=True)
+class Rearranged:
+    """Centres, protected values, coded levels (``coding.rearrange``)."""
+
+    bins: int
+    protected: int
+    protected_size: int
+    arrangement: Arrangement
+
+    @property
+    def needs_parent(self) -> bool:
+        """Whether the levels are coded given the parent's."""
+        return self.arrangement != "alone"
+
+
+@dataclass(frozen=True)
+class Conditional:
+    """A codebook, protected values, coded levels (``coding.conditional``).
+
+    codebook: centres are in the stream. first: the rung of a grid's step, the first bin of a logarithmic grid. pace: of
+    a logarithmic grid. size: of the stream, which may be a part of a tensor's.
+    """
+
+    codebook: CodebookKind
+    bins: int
+    first: int
+    pace: int
+    protected: int
+    protected_size: int
+    needs_parent: bool
+    size: int
+
+
+@dataclass(frozen=True)
+class Product:
+    """The rows, then the columns of a rank-one tensor; zeros may follow."""
+
+    rows: Conditional
+    columns: Conditional
+
+    @property
+    def needs_parent(self) -> bool:
+        """Whether one of them is coded given the parent's."""
+        return self.rows.needs_parent or self.columns.needs_parent
+
+
+@dataclass(frozen=True)
+class Units:
+    """A tensor in units of the root of ``second``, another tensor of the checkpoint."""
+
+    units: Conditional
+    second: str
+
+    @property
+    def needs_parent(self) -> bool:
+        """Whether the units are coded given the parent's."""
+        return self.units.needs_parent
+
+
+Coding = Raw | Planes | Reference | Rearranged | Conditional | Product | Units
+_KINDS: dict[str, type[Coding]] = {
+    "raw": Raw,
+    "planes": Planes,
+    "reference": Reference,
+    "quantized": Rearranged,
+    "conditional": Conditional,
+    "rank_one": Product,
+    "units": Units,
+}
+_NAMES = {kind: name for name, kind in _KINDS.items()}
+
+
+def name_of(coding: Coding) -> str:
+    """The coding's name in a header."""
+    return _NAMES[type(coding)]
+
+
+def parse(data: dict[str, Any]) -> Coding:
+    """A coding from what a header says of it. Raises KeyError, TypeError or ValueError for anything else."""
+    rest = dict(data)
+    coding: Coding = _parse(_KINDS[rest.pop("kind")], rest)
+    return coding
+
+
+def _parse(kind: type, data: dict[str, Any]) -> Any:
+    wanted = get_type_hints(kind)
+    if data.keys() != {field.name for field in fields(kind)}:
+        raise TypeError(f"its coding has the keys {sorted(data)}")
+    values = {}
+    for key, value in data.items():
+        if wanted[key] is Conditional:
+            if type(value) is not dict:
+                raise TypeError(f"{key} is {value!r}")
+            values[key] = _parse(Conditional, value)
+        elif type(value) is not (wanted[key] if isinstance(wanted[key], type) else str):
+            raise TypeError(f"{key} is {value!r}")
+        else:
+            values[key] = value
+    return kind(**values)
+
+
+def check(coding: Coding, shape: tuple[int, ...], elements: int, size: int) -> None:
+    """Raises ValueError for a coding that no tensor of that shape has in a stream of that size."""
+    if isinstance(coding, Reference) and size != 0:
+        raise ValueError(f"its size is {size}")
+    if isinstance(coding, Rearranged):
+        if coding.arrangement not in get_args(Arrangement):
+            raise ValueError(f"its coding is {coding}")
+        _check_levels(coding, elements, size, 4 * coding.bins)
+    elif isinstance(coding, Conditional):
+        _check_part(coding, elements, size)
+    elif isinstance(coding, Units):
+        _check_part(coding.units, elements, size)
+    elif isinstance(coding, Product):
+        if len(shape) < 2:
+            raise ValueError("it has no rows and columns")
+        rows = shape[0]
+        _check_part(coding.rows, rows, coding.rows.size)
+        _check_part(coding.columns, elements // max(rows, 1), coding.columns.size)
+        if coding.rows.size + coding.columns.size > size:
+            raise ValueError("its rows and columns do not fit its stream")
+
+
+def _check_part(part: Conditional, elements: int, size: int) -> None:
+    if part.codebook not in get_args(CodebookKind) or part.size != size:
+        raise ValueError(f"its coding is {part}")
+    if part.codebook == "log_grid":
+        rungs = (part.first * part.pace, (part.first + part.bins) * part.pace)
+        if not 1 <= part.pace <= MAX_PACE:
+            raise ValueError(f"its pace is {part.pace}")
+    else:
+        rungs = (part.first, part.first)
+    if not all(LOWEST_RUNG - MAX_PACE <= rung <= HIGHEST_RUNG + MAX_PACE for rung in rungs):
+        raise ValueError("its codebook holds numbers that float32 does not have")
+    _check_levels(part, elements, size, 4 * part.bins if part.codebook == "centres" else 0)
+
+
+def _check_levels(coding: Rearranged | Conditional, elements: int, size: int, codebook_size: int) -> None:
+    if not 0 <= coding.bins <= MAX_BINS:
+        raise ValueError(f"its coding is {coding}")
+    if not 0 <= coding.protected <= elements:
+        raise ValueError("it has more protected values than values")
+    if not 0 <= coding.protected_size <= size - codebook_size:
+        raise ValueError("its protected values do not fit its stream")

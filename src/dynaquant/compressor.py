@@ -1,0 +1,256 @@
+"""What each tensor of a state is stored as, decided at every save: weights by search, moments by tolerance, or exact."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+
+from dynaquant.coding.stream import Coder, StoredTensor, tensor_hash, values_of
+from dynaquant.container import Header
+from dynaquant.distributed import Group
+from dynaquant.importance import GradientRecorder, moving_average, sum_of_squares
+from dynaquant.presets import PRESETS, QualityName
+from dynaquant.quantize.checkpoint import SketchedWeights, sketch_weights
+from dynaquant.quantize.grid import GridConfiguration, GridWeights, grid_weights
+from dynaquant.quantize.knobs import Knobs, Method
+from dynaquant.quantize.optimizer import quantize_moments
+from dynaquant.quantize.partition import Configuration
+from dynaquant.quantized import Quantized, QuantizedTensor
+from dynaquant.roles import Label, quantizable
+from dynaquant.search.distortion import mean_squared_gradients
+from dynaquant.search.manager import ConfigurationManager, Decision
+from dynaquant.search.quality import Evaluate
+
+GRADIENT_WINDOW = 50
+"""Optimizer steps before a checkpoint whose gradients are recorded (method 1.1)."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How much a checkpoint may lose, and in which way: the arguments of those names of ``Checkpointer``.
+
+    Raises ValueError for what does not go together.
+    """
+
+    quality: QualityName
+    method: Method | None
+    max_degradation: float | None
+    configuration: Knobs | None
+
+    def __post_init__(self) -> None:
+        if self.quality not in PRESETS:
+            raise ValueError(f"quality must be one of {', '.join(PRESETS)}, not {self.quality!r}")
+        if self.configuration is not None and self.max_degradation is not None:
+            raise ValueError("a configuration that is given is not searched for: leave out it or max_degradation")
+        if self.quality == "lossless" and (self.max_degradation, self.configuration, self.method) != (None, None, None):
+            raise ValueError("a lossless checkpoint has no max_degradation, no method and no configuration")
+        if self.method is not None and self.method not in get_args(Method):
+            raise ValueError(f"method must be one of {', '.join(get_args(Method))}, not {self.method!r}")
+        if self.method is not None and self.method not in self._fitting:
+            raise ValueError(f"{type(self.configuration).__name__} is no configuration of method {self.method!r}")
+
+    @property
+    def _fitting(self) -> tuple[Method, ...]:
+        if self.configuration is None:
+            return get_args(Method)
+        return ("grid",) if isinstance(self.configuration, GridConfiguration) else ("published", "kmeans")
+
+    @property
+    def chosen(self) -> Method:
+        """The method; that of the configuration where none was named."""
+        return self.method or ("grid" if self.configuration is None else self._fitting[0])
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """The tensors of a state as they are to be stored, by name (on rank 0), and how it was decided."""
+
+    tensors: dict[str, StoredTensor]
+    decision: Decision
+    notes: list[str]
+
+
+class Compressor:
+    """Goes from the tensors of a state to what is stored of them, from one checkpoint to the next.
+
+    interval: steps to the first save, where known. Collective, like everything that takes a group.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        evaluate: Evaluate | None,
+        higher_is_better: bool,
+        loss: Loss,
+        group: Group,
+        interval: int | None,
+    ) -> None:
+        self._model, self._optimizer, self._group = model, optimizer, group
+        self._preset = PRESETS[loss.quality]
+        self.method = loss.chosen
+        most = self._preset.max_degradation if self._preset else 0.0
+        self._manager = ConfigurationManager(model, evaluate, higher_is_better, most, loss.configuration, group)
+        self._fixed = loss.configuration is not None or self._preset is None
+        if loss.max_degradation is not None:
+            self.max_degradation = loss.max_degradation
+        asked = evaluate is None, higher_is_better, loss
+        if any(other != asked for other in group.gather(asked)):
+            raise ValueError(
+                "evaluate, higher_is_better, max_degradation, quality, method and configuration must agree on all ranks"
+            )
+        self.vectors = self.method == "grid"
+        """Whether parameters of one dimension are quantized, too: they weigh where everything else is small."""
+        # Quantized weights of the last checkpoint and the hashes of the values they were made of, by name: a tensor
+        # that has not changed since is not quantized again, so that its values stay what they were.
+        self._quantized: dict[str, tuple[str, QuantizedTensor]] = {}
+        self._quantized_for = self.max_degradation
+        self._restored_step = 0
+        self._stack = ExitStack()
+        self._recorder: GradientRecorder | None = None
+        if isinstance(optimizer, torch.optim.Optimizer) and self._uses_gradients(loss.configuration):
+            parameters = {
+                f"model.{name}": parameter
+                for name, parameter in model.named_parameters()
+                if quantizable(parameter, self.vectors)
+            }
+            record = sum_of_squares if self.method == "grid" else moving_average
+            self._recorder = GradientRecorder(parameters, optimizer, GRADIENT_WINDOW, interval, record)
+            self._stack.callback(self._recorder.close)
+
+    def _uses_gradients(self, configuration: Knobs | None) -> bool:
+        if isinstance(configuration, Configuration):
+            return configuration.uses_sensitivity
+        return self._preset is not None
+
+    @property
+    def max_degradation(self) -> float:
+        """The largest relative loss of quality that one checkpoint may cause."""
+        return self._manager.max_degradation
+
+    @max_degradation.setter
+    def max_degradation(self, value: float) -> None:
+        if self._fixed:
+            raise ValueError("this Checkpointer is lossless or was given a configuration; nothing is searched for")
+        if not 0 <= value < float("inf"):
+            raise ValueError(f"max_degradation must be a number from 0 on, e.g. 0.01, not {value}")
+        self._manager.max_degradation = float(value)
+
+    @property
+    def coder(self) -> Coder:
+        """Of the levels of weights."""
+        return "rearranged" if self.method == "published" else "conditional"
+
+    @property
+    def manager(self) -> ConfigurationManager:
+        """What searches."""
+        return self._manager
+
+    def expect(self, interval: int | None) -> None:
+        """The next save comes after so many steps, as far as is known."""
+        if self._recorder:
+            self._recorder.expect(interval)
+
+    def close(self) -> None:
+        """Takes hooks off the optimizer."""
+        self._stack.close()
+
+    def resume(self, header: Header, tensors: Mapping[str, StoredTensor]) -> None:
+        """Goes on from a checkpoint that was restored."""
+        self._quantized = {
+            name: (header.by_name[name].hash, stored)
+            for name, stored in tensors.items()
+            if isinstance(stored, QuantizedTensor) and header.by_name[name].label.role == "weight"
+        }
+        self._quantized_for = self.max_degradation
+        self._restored_step = header.step
+        self._manager.resume(header.record, {name: stored for name, (_, stored) in self._quantized.items()})
+        if self._recorder:
+            self._recorder.forget()
+
+    def compress(
+        self, tensors: Mapping[str, Tensor], label_of: Mapping[str, Label], seconds: dict[str, float]
+    ) -> Compressed:
+        """What to store. tensors, label_of: of the whole state, by name. Adds to seconds by stage."""
+        start = time.perf_counter()
+        gradients = self._recorder.average if self._recorder else {}
+        weights = {name: tensor for name, tensor in tensors.items() if label_of[name].role == "weight"}
+        hashes = {name: tensor_hash(tensor) for name, tensor in weights.items()} if self._preset else {}
+        if self.max_degradation < self._quantized_for:  # what was good enough then need not be now
+            self._quantized = {}
+        unchanged = {name: known for name, (digest, known) in self._quantized.items() if hashes.get(name) == digest}
+        seconds["capture"] += time.perf_counter() - start
+
+        start = time.perf_counter()
+        changed = {name: tensor for name, tensor in weights.items() if name not in unchanged}
+        decision, notes = self._decide(changed, unchanged, label_of, gradients)
+        if self._recorder:
+            self._recorder.collect()
+        quantized = {} if decision.configuration is None else {**decision.quantized, **unchanged}
+        seconds["search"] += time.perf_counter() - start
+
+        start = time.perf_counter()
+        stored: dict[str, StoredTensor] = {}
+        if self._group.rank == 0:
+            small = {**quantized, **self._moments(tensors, label_of)}
+            stored = {name: small[name] if name in small else _copy(tensor) for name, tensor in tensors.items()}
+        self._quantized_for = self.max_degradation
+        self._quantized = {name: (hashes[name], tensor) for name, tensor in quantized.items()}
+        seconds["capture"] += time.perf_counter() - start
+        return Compressed(stored, decision, notes)
+
+    def _decide(
+        self,
+        weights: Mapping[str, Tensor],
+        unchanged: Mapping[str, QuantizedTensor],
+        label_of: Mapping[str, Label],
+        gradients: Mapping[str, Tensor],
+    ) -> tuple[Decision, list[str]]:
+        if self._preset is None:
+            return Decision("lossless", None), []
+        parameters = {f"model.{name}": parameter for name, parameter in self._model.named_parameters()}
+
+        def measured() -> dict[str, float]:
+            known = {name: parameters[name] for name in weights if name in parameters}
+            squares = {name: float(total) for name, total in gradients.items()} if self.method == "grid" else {}
+            return mean_squared_gradients(known, self._optimizer, squares)
+
+        fisher: dict[str, float] = {}
+        if self.method == "grid" or self._manager.judges_by_distortion:
+            # What decides has to be the same on every rank.
+            fisher = self._group.gather(self._group.together(measured))[0]
+        ready = self._group.together(lambda: self._ready(weights, label_of, gradients, fisher))
+        notes = list(ready.notes)
+        if self.method != "grid" and self._recorder and ready.weights and not gradients:
+            notes.append("no gradients were recorded before this save: magnitude stood in for sensitivity")
+        known = {n.removeprefix("model."): values_of(stored) for n, stored in unchanged.items() if n in parameters}
+        return self._manager.decide(ready, known, fisher), notes
+
+    def _ready(
+        self,
+        weights: Mapping[str, Tensor],
+        label_of: Mapping[str, Label],
+        gradients: Mapping[str, Tensor],
+        fisher: Mapping[str, float],
+    ) -> SketchedWeights | GridWeights:
+        """What the quantizer needs to know of the weights ahead of all configurations."""
+        if self.method != "grid":
+            return sketch_weights(weights, label_of, gradients)
+        last = {name: quantized for name, (_, quantized) in self._quantized.items()}
+        return grid_weights(weights, fisher, last, self._restored_step)
+
+    def _moments(self, tensors: Mapping[str, Tensor], label_of: Mapping[str, Label]) -> dict[str, Quantized]:
+        if self._preset is None or self.method != "grid":
+            return {}
+        return quantize_moments(tensors, label_of, self._preset.first_tolerance, self._preset.second_tolerance)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A host copy that training cannot change any more."""
+    return tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,0 +1,151 @@
+"""Uniform quantization with a step for each tensor, by how much the loss minds (method 2.1)."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynaquant import _native
+from dynaquant.codebook import HIGHEST_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, rung_value
+from dynaquant.quantized import FIRST_BIN, MAX_BINS, PROTECTED, QuantizedTensor
+
+SCALES_PER_OCTAVE = 16
+"""A scale is finer than a rung, so that from one to the next only a part of the tensors change their step."""
+STAY = 0.8
+"""Rungs that a step may be off where it should be before it changes. Half a rung would be no reluctance at all."""
+LARGEST = 1e37
+"""Weights beyond it (float64 has them) do not survive arithmetic in float32, and are stored exactly."""
+SMALLEST_FISHER = 1e-6
+"""Mean squared gradients below this share of the mean over all tensors are taken for it."""
+
+
+@dataclass(frozen=True)
+class GridConfiguration:
+    """The knob of the grid quantizer for one checkpoint: ``s = 2^(scale/16)`` in ``step = s / sqrt(F)``.
+
+    F is the mean squared gradient of a tensor. Without gradients it is taken as the inverse of its mean squared weight.
+    dithered: values are rounded up or down at random, right in the mean, instead of to the nearest level.
+    """
+
+    scale: int
+    dithered: bool = False
+
+
+def effective_fisher(weights: Mapping[str, Tensor], fisher: Mapping[str, float]) -> dict[str, float]:
+    """F of every weight: as measured, where that is above zero; otherwise as if its loss were that of the mean tensor.
+
+    fisher: mean squared gradients of as many of the weights as they are known of.
+    """
+    power = {name: _mean_square(tensor) for name, tensor in weights.items()}
+    known = {name: fisher[name] for name in weights if fisher.get(name, 0.0) > 0 and math.isfinite(fisher[name])}
+    elements = sum(weights[name].numel() for name in known)
+    mean = sum(known[name] * weights[name].numel() for name in known) / elements if known else 0.0
+    loss = sum(known[name] * power[name] * weights[name].numel() for name in known) / elements if known else 1.0
+    loss = loss or 1.0
+    return {
+        name: max(known[name], SMALLEST_FISHER * mean) if name in known else loss / (power[name] or 1.0)
+        for name in weights
+    }
+
+
+def rungs(fisher: Mapping[str, float], scale: int, last: Mapping[str, int]) -> dict[str, int]:
+    """The rung of every tensor's step. last: those of the checkpoint before, which are kept where they nearly fit."""
+    result = {}
+    for name, value in fisher.items():
+        wanted = RUNGS_PER_OCTAVE * (scale / SCALES_PER_OCTAVE - math.log2(value) / 2)
+        near = name in last and abs(wanted - last[name]) <= STAY
+        result[name] = last[name] if near else min(max(round(wanted), LOWEST_RUNG), HIGHEST_RUNG)
+    return result
+
+
+def quantize(tensor: Tensor, rung: int, random: int | None = None) -> QuantizedTensor:
+    """The nearest multiples of the step; what lies more than 127 steps from zero is protected.
+
+    tensor: float32, float64, bfloat16 or float16, finite, any shape. random: a seed; values are then rounded up with a
+    probability of how far they have come from the multiple below to that above, so that they are right in the mean.
+    """
+    wide = tensor.detach().to("cpu", torch.float32).contiguous().reshape(-1)
+    levels = np.empty(wide.numel(), dtype=np.uint8)
+    inverse = np.float32(1) / rung_value(rung)
+    highest = _native.grid_levels(wide.numpy(), float(inverse), random, levels)
+    protected = np.zeros(0, dtype=np.uint16)
+    if highest > MAX_BINS + FIRST_BIN - 1:
+        half = torch.float16 if tensor.dtype == torch.float16 else torch.bfloat16
+        outside = wide[torch.from_numpy(np.flatnonzero(levels == PROTECTED))]
+        largest = torch.finfo(half).max  # the clamp keeps the largest floats from rounding up to infinity
+        protected = outside.clamp(-largest, largest).to(half).view(torch.uint16).numpy()
+        highest = MAX_BINS + FIRST_BIN - 1
+    bins = max(highest - FIRST_BIN + 1, 0)
+    return QuantizedTensor(tensor.dtype, tensor.shape, levels, Grid(rung, bins), protected)
+
+
+def _mean_square(tensor: Tensor) -> float:
+    return float(tensor.detach().to("cpu", torch.float32).square().mean()) if tensor.numel() else 0.0
+
+
+@dataclass(frozen=True)
+class GridWeights:
+    """The weights of a checkpoint with what every scale needs to know of them, each by name.
+
+    Missing are tensors that are to be stored exactly: those with infinities or NaNs, for each of which there is a note,
+    empty and constant ones. fisher: as from ``effective_fisher``. last: rungs of the checkpoint before. seed: of the
+    dither; with the same one only weights that have moved change their level.
+    """
+
+    weights: Mapping[str, Tensor]
+    fisher: Mapping[str, float]
+    last: Mapping[str, int]
+    seed: int
+    notes: list[str]
+
+    def quantize(self, configuration: GridConfiguration) -> dict[str, QuantizedTensor]:
+        """The weights with the steps of a scale, by name; a pure function."""
+        steps = rungs(self.fisher, configuration.scale, self.last)
+
+        def seed(name: str) -> int | None:
+            return zlib.crc32(name.encode(), self.seed & 0xFFFFFFFF) if configuration.dithered else None
+
+        return {name: quantize(tensor, steps[name], seed(name)) for name, tensor in self.weights.items()}
+
+    def predict(self, configuration: GridConfiguration) -> None:
+        """Nothing: the search goes by degradation alone, as a larger scale is always smaller."""
+
+    def scale_for(self, distortion: float) -> int:
+        """The scale with which ``Σ F·δ²`` is that share of ``Σ F·w²``, if errors are spread evenly over the steps."""
+        total = sum(
+            self.fisher[name] * float(tensor.detach().to("cpu", torch.float64).square().sum())
+            for name, tensor in self.weights.items()
+        )
+        elements = sum(tensor.numel() for tensor in self.weights.values())
+        if not total > 0:
+            return 0
+        return math.floor(SCALES_PER_OCTAVE * math.log2(12 * distortion * total / elements) / 2)
+
+
+def grid_weights(
+    weights: Mapping[str, Tensor], fisher: Mapping[str, float], last: Mapping[str, QuantizedTensor], seed: int
+) -> GridWeights:
+    """Looks through the weights once, ahead of quantizing them with one or many scales.
+
+    weights: tensors of dtypes in ``sketch.SKETCHED``, by name. fisher: mean squared gradients, of as many as are known.
+    last: the tensors of the checkpoint before.
+    """
+    notes, kept = [], {}
+    for name, tensor in weights.items():
+        flat = tensor.detach().reshape(-1)
+        if tensor.numel() == 0:
+            continue
+        lowest, highest = float(flat.min()), float(flat.max())  # NaN where one value is
+        if not (math.isfinite(lowest) and math.isfinite(highest)):
+            nonfinite = int((~flat.isfinite()).sum())
+            notes.append(f"{name}: {nonfinite} infinite or NaN values, stored exactly")
+        elif lowest < highest and max(highest, -lowest) < LARGEST:
+            kept[name] = tensor
+    before = {name: q.codebook.rung for name, q in last.items() if name in kept and isinstance(q.codebook, Grid)}
+    return GridWeights(kept, effective_fisher(kept, fisher), before, seed, notes)

@@ -1,0 +1,53 @@
+"""All moments of an optimizer's state, quantized (method 2.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from dynaquant.quantize.moments import first_moment, momentum, second_moment
+from dynaquant.quantized import Quantized, QuantizedTensor, RankOne
+from dynaquant.roles import Label
+
+_SECOND_OF_FIRST = {"exp_avg": ("max_exp_avg_sq", "exp_avg_sq")}
+"""Keys of the second moments by whose root an update divides a first moment, that which counts first."""
+
+
+def quantize_moments(
+    tensors: Mapping[str, Tensor], labels: Mapping[str, Label], first_tolerance: float, second_tolerance: float
+) -> dict[str, Quantized]:
+    """The moments that can be quantized within the tolerances, by name; the others are to be stored exactly.
+
+    tensors, labels: of a whole state. Moments that are empty or not finite stay exact, as does a first moment whose
+    second one does.
+    """
+    quantized: dict[str, Quantized] = {}
+    seconds: dict[str, QuantizedTensor | RankOne] = {}
+    for name, tensor in tensors.items():
+        if labels[name].role == "second_moment" and _usable(tensor) and not bool((tensor < 0).any()):
+            stored = second_moment(tensor, second_tolerance)
+            if stored is not None:
+                quantized[name] = seconds[name] = stored
+    for name, tensor in tensors.items():
+        if labels[name].role != "first_moment" or not _usable(tensor):
+            continue
+        second = _second_of(name, tensors)
+        first: Quantized | None = None
+        if second is None:
+            first = momentum(tensor, first_tolerance)
+        elif second in seconds and tensors[second].shape == tensor.shape:
+            first = first_moment(tensor, tensors[second], seconds[second], second, first_tolerance)
+        if first is not None:
+            quantized[name] = first
+    return quantized
+
+
+def _usable(tensor: Tensor) -> bool:
+    return tensor.numel() > 0 and bool(tensor.isfinite().all())
+
+
+def _second_of(name: str, tensors: Mapping[str, Tensor]) -> str | None:
+    state, _, key = name.rpartition(".")
+    names = (f"{state}.{second}" for second in _SECOND_OF_FIRST.get(key, ()))
+    return next((second for second in names if second in tensors), None)
