@@ -4,10 +4,12 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 
+#include <cstring>
 #include <stdexcept>
 
 #include "conditional.hpp"
 #include "grid.hpp"
+#include "exact.hpp"
 #include "levels.hpp"
 #include "tables.hpp"
 
@@ -107,6 +109,35 @@ void decode_conditional(const nb::bytes& stream, const Array<const std::uint8_t>
     const nb::gil_scoped_release release;
     dynaquant::decode_conditional(bytes, view(parent), view(level_of), view(context_of), contexts, symbols,
                                   view(levels));
+// All pieces, one after the other.
+nb::bytes joined(const std::vector<std::vector<std::uint8_t>>& pieces) {
+    std::size_t size = 0;
+    for (const auto& piece : pieces) size += piece.size();
+    PyObject* const bytes = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
+    if (bytes == nullptr) throw nb::python_error();
+    char* out = PyBytes_AS_STRING(bytes);
+    for (const auto& piece : pieces) {
+        std::memcpy(out, piece.data(), piece.size());
+        out += piece.size();
+    }
+    return nb::steal<nb::bytes>(bytes);
+}
+
+nb::bytes encode_exact(const Array<const std::uint8_t>& data, const Array<const std::uint8_t>& parent,
+                       std::size_t itemsize) {
+    std::vector<std::vector<std::uint8_t>> pieces;
+    {
+        const nb::gil_scoped_release release;
+        pieces = dynaquant::encode_exact(view(data), view(parent), itemsize);
+    }
+    return joined(pieces);
+}
+
+void decode_exact(const nb::bytes& stream, const Array<const std::uint8_t>& parent, std::size_t itemsize,
+                  const Array<std::uint8_t>& data) {
+    const std::span bytes(reinterpret_cast<const std::uint8_t*>(stream.data()), stream.size());
+    const nb::gil_scoped_release release;
+    dynaquant::decode_exact(bytes, view(parent), itemsize, view(data));
 }
 
 }  // namespace
@@ -154,4 +185,10 @@ NB_MODULE(_native, m) {
           "context_of"_a.noconvert(), "contexts"_a, "symbols"_a, "levels"_a.noconvert(),
           "Fills levels from what encode_conditional made with the same parent and contexts; level_of: for each parent\n"
           "level a row of 256 levels by symbol. ValueError: the stream is not such a stream.");
+    m.def("encode_exact", &encode_exact, "data"_a.noconvert(), "parent"_a.noconvert(), "itemsize"_a,
+          "The exact values (docs/format.md) of elements of 1, 2, 4 or 8 bytes. parent: empty or as long as data.\n"
+          "ValueError: arguments that do not fit each other.");
+    m.def("decode_exact", &decode_exact, "stream"_a, "parent"_a.noconvert(), "itemsize"_a, "data"_a.noconvert(),
+          "Fills data from what encode_exact made with the same parent (or none, if the stream does without).\n"
+          "ValueError: the stream is not such a stream.");
 }

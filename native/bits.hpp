@@ -48,7 +48,7 @@ public:
 
     void take(unsigned count) {
         if (available_ < count) refill();
-        if (available_ < count) throw std::invalid_argument("the coded levels end too early");
+        if (available_ < count) throw std::invalid_argument("the coded values end too early");
         buffer_ >>= count;
         available_ -= count;
     }
@@ -57,6 +57,13 @@ public:
         const std::uint32_t bits = peek(count);
         take(count);
         return bits;
+    }
+
+    // Skips the bits up to the next whole byte; throws unless they are zero. Returns the number of bytes read so far.
+    std::size_t align() {
+        if ((buffer_ & ((std::uint64_t{1} << available_ % 8) - 1)) != 0)
+            throw std::invalid_argument("the last byte of a bit stream is not filled up with zeros");
+        return position_ - available_ / 8;
     }
 
     // Throws unless all that is left is the zero bits that fill the last byte.

@@ -1,0 +1,290 @@
+"""Exact values of consecutive checkpoints: dynaquant, with the parent and without, against other lossless coders.
+
+    python benchmarks/lossless.py --snapshots gpt-*.pt [--snapshots resnet-*.pt] [--out docs/results/lossless.json]
+
+The files of each ``--snapshots`` are checkpoints of one training, made with ``torch.save`` from a dictionary that has
+``model`` and ``optimizer``; each is coded given the one before it, tensor by tensor. All methods code the same tensors
+and are checked to give them back. Everything runs twice: in a process that is pinned to one core and in one that has
+all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import blosc2
+import numpy as np
+import torch
+import zstandard
+from numpy.typing import NDArray
+from pcodec import ChunkConfig, standalone
+from results import Table, machine, sentence
+from rich.console import Console
+from rich.progress import track
+from zipnn import ZipNN
+
+from dynaquant.coding import exact
+
+REPEATS, ENOUGH = 7, 3.0
+"""Turns of every method on a pair of checkpoints; one that has taken ENOUGH seconds gets no further turn."""
+PEERS = ("numpy", "torch", "zipnn", "zstandard", "blosc2", "pcodec")
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor's bytes and its parent's."""
+
+    role: str
+    dtype: torch.dtype
+    data: Bytes
+    parent: Bytes
+
+
+@dataclass(frozen=True)
+class Method:
+    """A coder: a tensor to something, and that and the tensor (for its size) back to its bytes."""
+
+    name: str
+    encode: Callable[[Tensor], Any]
+    decode: Callable[[Any, Tensor], Any]
+
+
+@dataclass
+class Row:
+    """What a method made of all tensors: bytes before and after by role, and the seconds of its fastest turns."""
+
+    method: str
+    raw: dict[str, int]
+    coded: dict[str, int]
+    encoding: float = 0.0
+    decoding: float = 0.0
+
+    def ratio(self, role: str | None = None) -> float:
+        """How many times smaller; of one role, or of all of them."""
+        roles = self.raw if role is None else [role]
+        return sum(self.raw[r] for r in roles) / sum(self.coded[r] for r in roles)
+
+    def speeds(self) -> tuple[float, float]:
+        """Gigabytes of tensors encoded and decoded per second."""
+        raw = sum(self.raw.values()) * 1e-9
+        return raw / self.encoding, raw / self.decoding
+
+
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    data: Bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return data
+
+
+def float_tensors(snapshot: Path) -> dict[tuple[str, str], torch.Tensor]:
+    """All tensors of floats with more than one value, by role and name; those that share memory once."""
+    state = torch.load(snapshot, weights_only=True)
+    named = {("weights and buffers", name): tensor for name, tensor in state["model"].items()}
+    for index, slots in state["optimizer"]["state"].items():
+        named |= {(role, str(index)): value for role, value in slots.items() if torch.is_tensor(value)}
+    distinct = {tensor.data_ptr(): key for key, tensor in named.items()}
+    kept = set(distinct.values())
+    return {k: t for k, t in named.items() if k in kept and t.is_floating_point() and t.numel() > 1}
+
+
+def load_pairs(snapshots: list[Path], dtype: torch.dtype | None) -> list[list[Tensor]]:
+    """The tensors of every checkpoint but the first. dtype: of the model's weights alone, rounded to it."""
+    loaded = [float_tensors(snapshot) for snapshot in snapshots]
+    if dtype is not None:
+        loaded = [{k: t.to(dtype) for k, t in tensors.items() if k[0] == "weights and buffers"} for tensors in loaded]
+    return [
+        [Tensor(key[0], t.dtype, bytes_of(t), bytes_of(before[key])) for key, t in after.items() if key in before]
+        for before, after in pairwise(loaded)
+    ]
+
+
+def zstd_method(level: int, planes: bool) -> Method:
+    compressor, decompressor = zstandard.ZstdCompressor(level=level), zstandard.ZstdDecompressor()
+
+    def encode(tensor: Tensor) -> list[bytes]:
+        if not planes:
+            return [compressor.compress(tensor.data.data)]
+        columns = tensor.data.reshape(-1, tensor.dtype.itemsize).T
+        return [compressor.compress(np.ascontiguousarray(column).data) for column in columns]
+
+    def decode(stream: list[bytes], tensor: Tensor) -> Bytes:
+        if not planes:
+            return np.frombuffer(decompressor.decompress(stream[0]), dtype=np.uint8)
+        out = np.empty((tensor.data.size // len(stream), len(stream)), dtype=np.uint8)
+        for k, frame in enumerate(stream):
+            out[:, k] = np.frombuffer(decompressor.decompress(frame), dtype=np.uint8)
+        return out.reshape(-1)
+
+    return Method(f"byte planes + zstd -{level}" if planes else f"zstd -{level}", encode, decode)
+
+
+def zipnn_method(cores: int) -> Method:
+    coders = {
+        dtype: ZipNN(input_format="byte", bytearray_dtype=name, threads=cores)
+        for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16"))
+    }
+    return Method(
+        "ZipNN",
+        lambda tensor: coders[tensor.dtype].compress(bytearray(tensor.data)),
+        lambda stream, tensor: coders[tensor.dtype].decompress(stream),
+    )
+
+
+def blosc2_method(cores: int) -> Method:
+    blosc2.set_nthreads(cores)
+    return Method(
+        "blosc2, shuffle + zstd",
+        lambda tensor: blosc2.compress2(
+            tensor.data, typesize=tensor.dtype.itemsize, codec=blosc2.Codec.ZSTD, filters=[blosc2.Filter.SHUFFLE]
+        ),
+        lambda stream, _: blosc2.decompress2(stream),
+    )
+
+
+def pcodec_method() -> Method:
+    def encode(tensor: Tensor) -> Any:
+        values = tensor.data.view(np.float32 if tensor.dtype == torch.float32 else np.uint16)
+        return standalone.simple_compress(values, ChunkConfig())
+
+    return Method("pcodec", encode, lambda stream, _: standalone.simple_decompress(stream))
+
+
+def methods(cores: int) -> list[Method]:
+    return [
+        Method(
+            "dynaquant, given the parent",
+            lambda t: exact.encode(t.data, t.dtype.itemsize, t.parent),
+            lambda stream, t: exact.decode(stream, t.data.size, t.dtype.itemsize, t.parent),
+        ),
+        Method(
+            "dynaquant, alone",
+            lambda t: exact.encode(t.data, t.dtype.itemsize, None),
+            lambda stream, t: exact.decode(stream, t.data.size, t.dtype.itemsize, None),
+        ),
+        zipnn_method(cores),
+        pcodec_method(),
+        blosc2_method(cores),
+        zstd_method(1, planes=False),
+        zstd_method(3, planes=False),
+        zstd_method(3, planes=True),
+        zstd_method(19, planes=True),
+    ]
+
+
+def size_of(stream: Any) -> int:
+    return sum(len(frame) for frame in stream) if isinstance(stream, list) else len(stream)
+
+
+def take_turn(method: Method, tensors: list[Tensor], row: Row, best: list[float], first: bool) -> float:
+    """Codes all tensors once, lowers ``best`` where it was faster, and returns the seconds it took."""
+    start = perf_counter()
+    streams = [method.encode(tensor) for tensor in tensors]
+    encoded = perf_counter()
+    values = [method.decode(stream, tensor) for stream, tensor in zip(streams, tensors, strict=True)]
+    decoded = perf_counter()
+    best[:] = min(best[0], encoded - start), min(best[1], decoded - encoded)
+    if first:
+        for tensor, stream, value in zip(tensors, streams, values, strict=True):
+            assert np.frombuffer(value, dtype=np.uint8).tobytes() == tensor.data.tobytes(), method.name
+            row.raw[tensor.role] = row.raw.get(tensor.role, 0) + tensor.data.size
+            row.coded[tensor.role] = row.coded.get(tensor.role, 0) + size_of(stream)
+    return decoded - start
+
+
+def measure(snapshots: list[Path], dtype: torch.dtype | None) -> list[Row]:
+    coders = methods(len(os.sched_getaffinity(0)))
+    rows = [Row(method.name, {}, {}) for method in coders]
+    for tensors in track(load_pairs(snapshots, dtype), "pairs of checkpoints", Console(stderr=True).is_terminal):
+        best = [[float("inf"), float("inf")] for _ in coders]
+        spent = [0.0] * len(coders)
+        for turn in range(REPEATS):
+            for i, method in enumerate(coders):
+                if spent[i] < ENOUGH:
+                    spent[i] += take_turn(method, tensors, rows[i], best[i], first=turn == 0)
+        for row, (encoding, decoding) in zip(rows, best, strict=True):
+            row.encoding += encoding
+            row.decoding += decoding
+    return rows
+
+
+def measure_on(cores: set[int], snapshots: list[Path], dtype: torch.dtype | None) -> list[Row]:
+    """``measure`` in a new process: libraries look at the number of cores when they are loaded."""
+    everything = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(measure, [snapshots, dtype])
+    finally:
+        os.sched_setaffinity(0, everything)
+
+
+def table(title: str, one: list[Row], every: list[Row], cores: int) -> Table:
+    roles = list(one[0].raw)
+    columns = ["method", "ratio", *(roles if len(roles) > 1 else [])]
+    rows = []
+    for a, b in zip(one, every, strict=True):
+        by_role = [f"{a.ratio(role):.3f}" for role in roles] if len(roles) > 1 else []
+        speeds = [f"{speed:.2g}" for speed in (*a.speeds(), *b.speeds())]
+        rows.append([a.method, f"{a.ratio():.4f}", *by_role, *speeds])
+    timed = [f"{way}, {n} core{'s' * (n > 1)}" for n in (1, cores) for way in ("encode", "decode")]
+    return Table(title, [*columns, *timed], rows)
+
+
+NOTES = """\
+- *ratio* is the size of the tensors over that of their streams, of all tensors together and by role. Speeds are GB/s of
+  tensors, the best of several turns, in which the methods take turns.
+- Every tensor is coded by a call of its own, as in a checkpoint; streams are checked to give its bytes back.
+- ZipNN is told the data type (`bytearray_dtype`), with which it is smallest, and the number of cores. pcodec has no
+  bfloat16 and sees the values as unsigned integers; it and zstd use one core. blosc2 has its default level.
+- *bfloat16* are the same weights, rounded. Checkpoints of released models look like this.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--snapshots", type=Path, nargs="+", action="append", required=True, help="consecutive checkpoints, in order"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/results/lossless.json"), help="JSON; a .md goes beside it"
+    )
+    arguments = parser.parse_args()
+
+    cores = os.sched_getaffinity(0)
+    tables, measured = [], {}
+    console = Console()
+    console.width = max(console.width, 150)
+    for snapshots in arguments.snapshots:
+        for dtype in (None, torch.bfloat16):
+            values = "bfloat16 weights" if dtype else "weights and optimizer"
+            title = f"{snapshots[0].stem} to {snapshots[-1].stem}, {len(snapshots)} checkpoints, {values}"
+            one, every = measure_on({min(cores)}, snapshots, dtype), measure_on(cores, snapshots, dtype)
+            tables.append(table(title, one, every, len(cores)))
+            measured[title] = {"1 core": [asdict(r) for r in one], "all cores": [asdict(r) for r in every]}
+            console.print(tables[-1].on_screen())
+
+    described = machine(*PEERS)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps({"machine": described, "results": measured}, indent=1) + "\n")
+    page = [
+        "# Exact values\n\n```\nmake benchmark-setup\n"
+        ".venv/bin/python benchmarks/lossless.py --snapshots gpt-*.pt --snapshots resnet-*.pt\n```\n",
+        sentence(described) + "\n",
+        *(shown.in_markdown() + "\n" for shown in tables),
+        "## How to read it\n\n" + NOTES,
+    ]
+    arguments.out.with_suffix(".md").write_text("\n".join(page))
+
+
+if __name__ == "__main__":
+    main()

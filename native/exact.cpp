@@ -1,0 +1,316 @@
+// Exact values to bytes and back, given the parent's values.
+#include "exact.hpp"
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+
+#include "element_planes.hpp"
+#include "parallel.hpp"
+#include "rans.hpp"
+
+namespace dynaquant {
+namespace {
+
+using Bytes = std::span<const std::uint8_t>;
+using Block = std::vector<std::uint8_t>;
+
+enum : std::uint8_t { values_alone = 0, differences = 1 };
+enum : std::uint8_t { plane_raw = 0, plane_constant = 1, plane_coded = 2, plane_classed = 3 };
+
+// Memory that a thread keeps for its next block: fresh pages from the system cost as much time as the coding.
+struct Scratch {
+    std::vector<std::uint8_t> planes;
+    std::vector<std::uint8_t> classes = std::vector<std::uint8_t>(exact_block);
+    RansScratch rans;
+
+    std::uint8_t* plane(std::size_t k) {
+        if (planes.size() < (k + 1) * exact_block) planes.resize((k + 1) * exact_block);
+        return planes.data() + k * exact_block;
+    }
+};
+
+Scratch& scratch() {
+    thread_local Scratch own;
+    return own;
+}
+
+// Coding a plane costs time, so it has to save 1/64 of it; classes have to save as much again.
+constexpr std::size_t worthwhile(std::size_t count) { return count / 64; }
+
+// -- Encoding ---------------------------------------------------------------------------------------------------------
+
+constexpr std::size_t strips = 16, strip = 256;
+
+// Calls work with the places of some of the elements, in strips.
+template <class Work>
+void for_sample(std::size_t count, Work&& work) {
+    const std::size_t pieces = std::min(strips, (count + strip - 1) / strip);
+    for (std::size_t p = 0; p < pieces; ++p) {
+        const std::size_t begin = p * (count / pieces);
+        for (std::size_t i = begin; i < std::min(begin + strip, count); ++i) work(i);
+    }
+}
+
+// How often each byte occurs in each plane of some of the elements, alone or as differences.
+template <class U>
+std::array<Counts, sizeof(U)> sample(const std::uint8_t* values, const std::uint8_t* parent, std::size_t count) {
+    std::array<Counts, sizeof(U)> counts{};
+    for_sample(count, [&](std::size_t i) {
+        U element = folded<U>(values, parent, i);
+        for (std::size_t k = sizeof(U); k-- > 0; element = static_cast<U>(element >> 7 >> 1))
+            ++counts[k][element & 0xFF];
+    });
+    return counts;
+}
+
+template <std::size_t n>
+std::size_t size_of_sample(const std::array<Counts, n>& counts) {
+    std::size_t size = 0;
+    for (const auto& plane : counts) size += coded_size(plane);
+    return size;
+}
+
+// Whether it is likely that the plane can be coded. A sample looks more regular than it is: not by much.
+bool promising(const Counts& sampled) {
+    std::size_t count = 0;
+    for (const auto n : sampled) count += n;
+    std::size_t occurring = 0;
+    for (const auto n : sampled) occurring += n > 0;
+    return coded_size(sampled) < count - count / 128 + occurring * 10 / 8 + 8;
+}
+
+// counts[c] receives how often each byte occurs in class c; without classes, all are class 0.
+void count_symbols(Bytes symbols, Bytes classes, std::span<Counts> counts) {
+    // Neighbours are often alike; counting them in different tables spares the wait for the same counter.
+    constexpr std::size_t ways = 4;
+    std::array<std::array<Counts, scale_classes>, ways> tables{};
+    if (classes.empty())
+        for (std::size_t i = 0; i < symbols.size(); ++i) ++tables[i % ways][0][symbols[i]];
+    else
+        for (std::size_t i = 0; i < symbols.size(); ++i) ++tables[i % ways][classes[i]][symbols[i]];
+    for (std::size_t c = 0; c < counts.size(); ++c)
+        for (std::size_t s = 0; s < byte_values; ++s)
+            counts[c][s] = tables[0][c][s] + tables[1][c][s] + tables[2][c][s] + tables[3][c][s];
+}
+
+std::vector<Frequencies> tables_of(std::span<const Counts> counts) {
+    std::vector<Frequencies> tables;
+    for (const auto& c : counts) tables.push_back(frequencies_of(c));
+    return tables;
+}
+
+void put_raw(Bytes plane, Block& out) {
+    out.push_back(plane_raw);
+    out.insert(out.end(), plane.begin(), plane.end());
+}
+
+std::size_t plane_size(std::span<const Counts> counts) {
+    std::size_t size = sizeof(std::uint32_t) * rans_states;
+    for (const auto& c : counts) size += coded_size(c);
+    return size;
+}
+
+// classes: empty when the block is not coded as differences.
+void put_plane(Bytes plane, Bytes classes, RansScratch& room, Block& out) {
+    std::array<Counts, scale_classes> classed{};
+    const std::span counted(classed.data(), classes.empty() ? 1 : classed.size());
+    count_symbols(plane, classes, counted);
+    std::array<Counts, 1> all{};
+    for (const auto& counts : counted)
+        for (std::size_t s = 0; s < byte_values; ++s) all[0][s] += counts[s];
+    if (all[0][plane[0]] == plane.size()) {
+        out.insert(out.end(), {plane_constant, plane[0]});
+        return;
+    }
+    const std::size_t size = plane_size(all);
+    const std::size_t classed_size = classes.empty() ? size : plane_size(counted);
+    if (std::min(size, classed_size) + worthwhile(plane.size()) >= plane.size()) return put_raw(plane, out);
+    if (classed_size + worthwhile(plane.size()) < size) {
+        out.push_back(plane_classed);
+        encode_plane(plane, classes, tables_of(counted), room, out);
+    } else {
+        out.push_back(plane_coded);
+        encode_plane(plane, {}, tables_of(all), room, out);
+    }
+}
+
+// The largest exponent that matters: only a few of the parent's elements have a larger one.
+template <class U>
+unsigned top_exponent(const std::uint8_t* parent, std::size_t count) {
+    std::array<std::uint32_t, 2048> counts{};
+    std::size_t left = 0;
+    for_sample(count, [&](std::size_t i) {
+        ++counts[exponent_of(load<U>(parent, i))];
+        ++left;
+    });
+    left /= 500;
+    auto top = static_cast<unsigned>(counts.size() - 1);
+    for (; top > 0 && counts[top] <= left; --top) left -= counts[top];
+    return top;
+}
+
+template <class U>
+Block encode_block(const std::uint8_t* values, const std::uint8_t* parent, std::size_t count) {
+    auto sampled = sample<U>(values, nullptr, count);
+    if (parent != nullptr) {
+        const auto sampled_differences = sample<U>(values, parent, count);
+        if (size_of_sample(sampled_differences) < size_of_sample(sampled))
+            sampled = sampled_differences;
+        else
+            parent = nullptr;
+    }
+    Scratch& room = scratch();
+    Planes<U> planes;
+    for (std::size_t k = sizeof(U); k-- > 0;) planes[k] = room.plane(k);
+    split<U>(values, parent, count, planes);
+
+    Block out;
+    out.reserve((sizeof(U) + 1) * count);
+    Bytes classes;
+    if (parent == nullptr) {
+        out.push_back(values_alone);
+    } else {
+        const unsigned top = top_exponent<U>(parent, count);
+        out.insert(out.end(), {differences, static_cast<std::uint8_t>(top), static_cast<std::uint8_t>(top >> 8)});
+        classify<U>(parent, count, top, room.classes.data());
+        classes = {room.classes.data(), count};
+    }
+    for (std::size_t k = 0; k < sizeof(U); ++k) {
+        const Bytes plane(planes[k], count);
+        if (promising(sampled[k]))
+            put_plane(plane, classes, room.rans, out);
+        else
+            put_raw(plane, out);
+    }
+    return out;
+}
+
+// -- Decoding ---------------------------------------------------------------------------------------------------------
+
+Bytes take(Bytes& in, std::size_t count) {
+    if (in.size() < count) throw std::invalid_argument("the exact values end too early");
+    const Bytes out = in.first(count);
+    in = in.subspan(count);
+    return out;
+}
+
+template <class U>
+void decode_block(Bytes in, const std::uint8_t* parent, std::size_t count, std::uint8_t* values) {
+    const std::uint8_t fold = take(in, 1)[0];
+    if (fold > differences || (fold == differences && parent == nullptr))
+        throw std::invalid_argument("the exact values have a block that is neither alone nor a difference");
+    if (fold == values_alone) parent = nullptr;
+    Scratch& room = scratch();
+    const unsigned top = parent == nullptr ? 0 : take(in, 1)[0];
+    const unsigned top_high = parent == nullptr ? 0 : take(in, 1)[0];
+    bool classified = false;
+
+    for (std::size_t k = sizeof(U); k-- > 0;) room.plane(k);
+    ConstPlanes<U> planes;
+    for (std::size_t k = 0; k < sizeof(U); ++k) {
+        const std::span plane(room.plane(k), count);
+        planes[k] = plane.data();
+        const std::uint8_t mode = take(in, 1)[0];
+        if (mode == plane_raw) {
+            planes[k] = take(in, count).data();
+        } else if (mode == plane_constant) {
+            std::fill(plane.begin(), plane.end(), take(in, 1)[0]);
+        } else if (mode == plane_coded) {
+            decode_plane(in, {}, 1, room.rans, plane);
+        } else if (mode == plane_classed && parent != nullptr) {
+            if (!classified) classify<U>(parent, count, top | top_high << 8, room.classes.data());
+            classified = true;
+            decode_plane(in, {room.classes.data(), count}, scale_classes, room.rans, plane);
+        } else {
+            throw std::invalid_argument("the exact values have a plane of an unknown kind");
+        }
+    }
+    if (!in.empty()) throw std::invalid_argument("a block of the exact values goes on after its end");
+    join<U>(planes, parent, count, values);
+}
+
+// -- Blocks -----------------------------------------------------------------------------------------------------------
+
+struct Range {
+    std::size_t begin, count;
+};
+
+Range block_range(std::size_t elements, std::size_t block) {
+    const std::size_t begin = block * exact_block;
+    return {begin, std::min(exact_block, elements - begin)};
+}
+
+// Calls work with a zero of the unsigned type of so many bytes.
+template <class Work>
+void with_element(std::size_t itemsize, Work&& work) {
+    switch (itemsize) {
+        case 1: return work(std::uint8_t{});
+        case 2: return work(std::uint16_t{});
+        case 4: return work(std::uint32_t{});
+        case 8: return work(std::uint64_t{});
+        default: throw std::invalid_argument("elements must have 1, 2, 4 or 8 bytes");
+    }
+}
+
+void check_sizes(std::size_t data, std::size_t parent, std::size_t itemsize) {
+    if (itemsize == 0 || data % itemsize != 0) throw std::invalid_argument("the data are not whole elements");
+    if (parent != 0 && parent != data) throw std::invalid_argument("the parent has another number of bytes");
+}
+
+void put_u32(Block& out, std::size_t value) {
+    for (unsigned shift = 0; shift < 32; shift += 8) out.push_back(static_cast<std::uint8_t>(value >> shift));
+}
+
+std::size_t get_u32(Bytes in) {
+    return std::size_t{in[0]} | std::size_t{in[1]} << 8 | std::size_t{in[2]} << 16 | std::size_t{in[3]} << 24;
+}
+
+Block head_of(std::span<const Block> blocks) {
+    const bool needs_parent = std::any_of(blocks.begin(), blocks.end(), [](auto& b) { return b[0] == differences; });
+    Block head{static_cast<std::uint8_t>(needs_parent)};
+    for (const auto& block : blocks) put_u32(head, block.size());
+    return head;
+}
+
+}  // namespace
+
+std::vector<Block> encode_exact(Bytes data, Bytes parent, std::size_t itemsize) {
+    check_sizes(data.size(), parent.size(), itemsize);
+    const std::size_t elements = data.size() / itemsize;
+    std::vector<Block> pieces(1 + block_count(elements, exact_block));
+    const std::span blocks(pieces.data() + 1, pieces.size() - 1);
+    with_element(itemsize, [&]<class U>(U) {
+        parallel_for(blocks.size(), [&](std::size_t b) {
+            const auto [begin, count] = block_range(elements, b);
+            const std::uint8_t* const source = parent.empty() ? nullptr : parent.data() + begin * itemsize;
+            blocks[b] = encode_block<U>(data.data() + begin * itemsize, source, count);
+        });
+    });
+    pieces[0] = head_of(blocks);
+    return pieces;
+}
+
+void decode_exact(Bytes stream, Bytes parent, std::size_t itemsize, std::span<std::uint8_t> data) {
+    check_sizes(data.size(), parent.size(), itemsize);
+    const std::uint8_t needs_parent = take(stream, 1)[0];
+    if (needs_parent > 1) throw std::invalid_argument("the exact values begin with an unknown byte");
+    if (needs_parent == 1 && parent.empty()) throw std::invalid_argument("the exact values need the parent's");
+    if (needs_parent == 0) parent = {};
+    const std::size_t elements = data.size() / itemsize;
+    const std::size_t blocks = block_count(elements, exact_block);
+    if (stream.size() / 4 < blocks) throw std::invalid_argument("the exact values end too early");
+    Bytes sizes = take(stream, 4 * blocks);
+    std::vector<Bytes> coded;
+    for (std::size_t b = 0; b < blocks; ++b) coded.push_back(take(stream, get_u32(take(sizes, 4))));
+    if (!stream.empty()) throw std::invalid_argument("the exact values go on after their end");
+    with_element(itemsize, [&]<class U>(U) {
+        parallel_for(blocks, [&](std::size_t b) {
+            const auto [begin, count] = block_range(elements, b);
+            const std::uint8_t* const source = parent.empty() ? nullptr : parent.data() + begin * itemsize;
+            decode_block<U>(coded[b], source, count, data.data() + begin * itemsize);
+        });
+    });
+}
+
+}  // namespace dynaquant
