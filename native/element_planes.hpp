@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "cpu.hpp"
+#include "rans.hpp"
 
 namespace dynaquant {
 
@@ -127,8 +128,6 @@ template <class U>
     }
 }
 
-inline constexpr std::size_t scale_classes = 8;
-
 // The exponent of a float32, bfloat16 or float64; of others the highest bits without the sign.
 template <class U>
 [[gnu::always_inline]] inline unsigned exponent_of(U value) {
@@ -136,15 +135,12 @@ template <class U>
     return static_cast<unsigned>(static_cast<U>(value << 1) >> (bits_of<U> - exponent_bits));
 }
 
-// Elements of the parent by the size of their exponent: class 0 has `top` or more, the last class all that are small.
+// Classes by the exponents of the parent's elements.
 template <class U>
 [[gnu::always_inline]] inline void classes_loop(const std::uint8_t* parent, std::size_t count, unsigned top,
                                                 std::uint8_t* classes) {
-    for (std::size_t i = 0; i < count; ++i) {
-        const auto exponent = static_cast<int>(exponent_of(load<U>(parent, i)));
-        const int below = static_cast<int>(top) - exponent;
-        classes[i] = static_cast<std::uint8_t>(std::clamp(below, 0, static_cast<int>(scale_classes) - 1));
-    }
+    for (std::size_t i = 0; i < count; ++i)
+        classes[i] = class_of(static_cast<int>(top), static_cast<int>(exponent_of(load<U>(parent, i))));
 }
 
 #ifdef DYNAQUANT_AVX2

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <stdexcept>
 
 #include "element_planes.hpp"
@@ -16,7 +17,7 @@ using Bytes = std::span<const std::uint8_t>;
 using Block = std::vector<std::uint8_t>;
 
 enum : std::uint8_t { values_alone = 0, differences = 1 };
-enum : std::uint8_t { plane_raw = 0, plane_constant = 1, plane_coded = 2, plane_classed = 3 };
+enum : std::uint8_t { plane_raw = 0, plane_constant = 1, plane_coded = 2, plane_by_parent = 3, plane_by_previous = 4 };
 
 // Memory that a thread keeps for its next block: fresh pages from the system cost as much time as the coding.
 struct Scratch {
@@ -84,7 +85,7 @@ bool promising(const Counts& sampled) {
 void count_symbols(Bytes symbols, Bytes classes, std::span<Counts> counts) {
     // Neighbours are often alike; counting them in different tables spares the wait for the same counter.
     constexpr std::size_t ways = 4;
-    std::array<std::array<Counts, scale_classes>, ways> tables{};
+    std::array<std::array<Counts, class_count>, ways> tables{};
     if (classes.empty())
         for (std::size_t i = 0; i < symbols.size(); ++i) ++tables[i % ways][0][symbols[i]];
     else
@@ -111,43 +112,68 @@ std::size_t plane_size(std::span<const Counts> counts) {
     return size;
 }
 
-// classes: empty when the block is not coded as differences.
-void put_plane(Bytes plane, Bytes classes, RansScratch& room, Block& out) {
-    std::array<Counts, scale_classes> classed{};
-    const std::span counted(classed.data(), classes.empty() ? 1 : classed.size());
-    count_symbols(plane, classes, counted);
+// The largest index such that only one in 512 of what was counted is larger.
+unsigned top_of(std::span<const std::uint32_t> counts) {
+    const std::size_t total = std::accumulate(counts.begin(), counts.end(), std::size_t{0});
+    std::size_t left = total / 512;
+    auto top = static_cast<unsigned>(counts.size() - 1);
+    for (; top > 0 && counts[top] <= left; --top) left -= counts[top];
+    return top;
+}
+
+using ClassCounts = std::array<Counts, class_count>;
+
+// Whether it is likely, going by a sample, that classes by the previous byte are worth the time.
+bool previous_tells(Bytes plane, std::uint8_t top) {
+    ClassCounts classed{};
+    Counts all{};
+    std::size_t sampled = 0;
+    for_sample(plane.size(), [&](std::size_t i) {
+        ++all[plane[i]];
+        ++classed[i < rans_states ? 0 : class_of(top, plane[i - rans_states])][plane[i]];
+        ++sampled;
+    });
+    double size = 0;
+    for (const auto& counts : classed) size += information(counts);
+    return size + static_cast<double>(worthwhile(sampled)) < information(all);
+}
+
+// classes: the parent's, or empty when the block is not coded as differences.
+void put_plane(Bytes plane, Bytes classes, Scratch& room, Block& out) {
+    ClassCounts classed{};
     std::array<Counts, 1> all{};
-    for (const auto& counts : counted)
-        for (std::size_t s = 0; s < byte_values; ++s) all[0][s] += counts[s];
+    count_symbols(plane, classes, classes.empty() ? std::span<Counts>(all) : std::span<Counts>(classed));
+    if (!classes.empty())
+        for (const auto& counts : classed)
+            for (std::size_t s = 0; s < byte_values; ++s) all[0][s] += counts[s];
     if (all[0][plane[0]] == plane.size()) {
         out.insert(out.end(), {plane_constant, plane[0]});
         return;
     }
+    const auto top = static_cast<std::uint8_t>(top_of(all[0]));
+    const bool by_previous = classes.empty() && previous_tells(plane, top);
     const std::size_t size = plane_size(all);
-    const std::size_t classed_size = classes.empty() ? size : plane_size(counted);
-    if (std::min(size, classed_size) + worthwhile(plane.size()) >= plane.size()) return put_raw(plane, out);
-    if (classed_size + worthwhile(plane.size()) < size) {
-        out.push_back(plane_classed);
-        encode_plane(plane, classes, tables_of(counted), room, out);
-    } else {
-        out.push_back(plane_coded);
-        encode_plane(plane, {}, tables_of(all), room, out);
+    if (by_previous) {
+        classify_by_previous(plane, top, room.classes.data());
+        classes = {room.classes.data(), plane.size()};
+        count_symbols(plane, classes, classed);
     }
+    const std::size_t classed_size = classes.empty() ? size : plane_size(classed);
+    if (std::min(size, classed_size) + worthwhile(plane.size()) >= plane.size()) return put_raw(plane, out);
+    if (classed_size + worthwhile(plane.size()) >= size) {
+        out.push_back(plane_coded);
+        return encode_plane(plane, {}, tables_of(all), room.rans, out);
+    }
+    out.push_back(by_previous ? plane_by_previous : plane_by_parent);
+    if (by_previous) out.push_back(top);
+    encode_plane(plane, classes, tables_of(classed), room.rans, out);
 }
 
-// The largest exponent that matters: only a few of the parent's elements have a larger one.
 template <class U>
 unsigned top_exponent(const std::uint8_t* parent, std::size_t count) {
     std::array<std::uint32_t, 2048> counts{};
-    std::size_t left = 0;
-    for_sample(count, [&](std::size_t i) {
-        ++counts[exponent_of(load<U>(parent, i))];
-        ++left;
-    });
-    left /= 500;
-    auto top = static_cast<unsigned>(counts.size() - 1);
-    for (; top > 0 && counts[top] <= left; --top) left -= counts[top];
-    return top;
+    for_sample(count, [&](std::size_t i) { ++counts[exponent_of(load<U>(parent, i))]; });
+    return top_of(counts);
 }
 
 template <class U>
@@ -179,7 +205,7 @@ Block encode_block(const std::uint8_t* values, const std::uint8_t* parent, std::
     for (std::size_t k = 0; k < sizeof(U); ++k) {
         const Bytes plane(planes[k], count);
         if (promising(sampled[k]))
-            put_plane(plane, classes, room.rans, out);
+            put_plane(plane, classes, room, out);
         else
             put_raw(plane, out);
     }
@@ -217,11 +243,14 @@ void decode_block(Bytes in, const std::uint8_t* parent, std::size_t count, std::
         } else if (mode == plane_constant) {
             std::fill(plane.begin(), plane.end(), take(in, 1)[0]);
         } else if (mode == plane_coded) {
-            decode_plane(in, {}, 1, room.rans, plane);
-        } else if (mode == plane_classed && parent != nullptr) {
+            decode_plane(in, {}, room.rans, plane);
+        } else if (mode == plane_by_parent && parent != nullptr) {
             if (!classified) classify<U>(parent, count, top | top_high << 8, room.classes.data());
             classified = true;
-            decode_plane(in, {room.classes.data(), count}, scale_classes, room.rans, plane);
+            decode_plane(in, {Classes::given, room.classes.data(), 0}, room.rans, plane);
+        } else if (mode == plane_by_previous && parent == nullptr) {
+            const std::uint8_t top_byte = take(in, 1)[0];
+            decode_plane(in, {Classes::by_previous, nullptr, top_byte}, room.rans, plane);
         } else {
             throw std::invalid_argument("the exact values have a plane of an unknown kind");
         }

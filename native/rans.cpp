@@ -99,17 +99,25 @@ Frequencies frequencies_of(const Counts& counts) {
     return table;
 }
 
-std::size_t coded_size(const Counts& counts) {
+double information(const Counts& counts) {
     double total = 0, bits = 0;
-    std::size_t table_bits = 0;
     for (const auto count : counts) {
         if (count == 0) continue;
         total += count;
         bits -= count * std::log2(count);
-        table_bits += 10;
     }
-    if (total > 0) bits += total * std::log2(total);
-    return static_cast<std::size_t>(bits / 8) + table_bits / 8 + 8;
+    return total > 0 ? (bits + total * std::log2(total)) / 8 : 0;
+}
+
+std::size_t coded_size(const Counts& counts) {
+    const auto occurring = byte_values - static_cast<std::size_t>(std::count(counts.begin(), counts.end(), 0));
+    return static_cast<std::size_t>(information(counts)) + occurring * 10 / 8 + 8;
+}
+
+void classify_by_previous(Bytes symbols, std::uint8_t top, std::uint8_t* classes) {
+    const std::size_t first = std::min(symbols.size(), rans_states);
+    std::fill_n(classes, first, std::uint8_t{0});
+    for (std::size_t i = first; i < symbols.size(); ++i) classes[i] = class_of(top, symbols[i - rans_states]);
 }
 
 void encode_plane(Bytes symbols, Bytes classes, std::span<const Frequencies> tables, RansScratch& scratch,
@@ -133,12 +141,12 @@ void encode_plane(Bytes symbols, Bytes classes, std::span<const Frequencies> tab
     std::memcpy(out.data() + place + sizeof states, begin, words_size);
 }
 
-void decode_plane(Bytes& in, Bytes classes, std::size_t class_count, RansScratch& scratch,
-                  std::span<std::uint8_t> symbols) {
+void decode_plane(Bytes& in, const Classes& classes, RansScratch& scratch, std::span<std::uint8_t> symbols) {
     auto& slots = scratch.slots;
-    if (slots.size() < class_count * probability_whole) slots.resize(class_count * probability_whole);
+    slots.resize(class_count * probability_whole);
     BitReader head(in);
-    for (std::size_t c = 0; c < class_count; ++c) fill_slots(get_table(head), slots.data() + c * probability_whole);
+    const std::size_t tables = classes.kind == Classes::one ? 1 : class_count;
+    for (std::size_t c = 0; c < tables; ++c) fill_slots(get_table(head), slots.data() + c * probability_whole);
     in = in.subspan(head.align());
 
     States states;
@@ -148,7 +156,7 @@ void decode_plane(Bytes& in, Bytes classes, std::size_t class_count, RansScratch
         if (state < lowest_state || state >> 31 != 0)
             throw std::invalid_argument("the exact values begin with a state that no encoder leaves");
     Words words{in.data() + sizeof states, in.data() + in.size()};
-    decode_symbols(states, words, slots.data(), classes.empty() ? nullptr : classes.data(), symbols);
+    decode_symbols(states, words, slots.data(), classes, symbols);
     in = {words.next, words.end};
     for (const auto state : states)
         if (state != lowest_state) throw std::invalid_argument("the exact values do not end where they began");

@@ -18,6 +18,13 @@ namespace dynaquant {
 inline constexpr unsigned probability_bits = 11;
 inline constexpr std::size_t rans_states = 32;
 inline constexpr std::size_t byte_values = 256;
+inline constexpr std::size_t class_count = 8;
+
+// The class of what has this size: 0 for `top` and more, the last for all that is small.
+constexpr std::uint8_t class_of(int top, int size) {
+    const int below = top - size;
+    return static_cast<std::uint8_t>(below < 0 ? 0 : below >= int{class_count} ? int{class_count} - 1 : below);
+}
 
 using Counts = std::array<std::uint32_t, byte_values>;
 // How often each byte is expected in 2048 symbols: they add up to 2048, or are all zero for a class that does not occur.
@@ -26,8 +33,19 @@ using Frequencies = std::array<std::uint16_t, byte_values>;
 // Frequencies near the counts, none zero that was not, for counts of at most 2^20 symbols together.
 Frequencies frequencies_of(const Counts& counts);
 
-// About the bytes that symbols with these counts take, with their table.
+// The bytes that symbols with these counts take at the least, and about how many they take with their table.
+double information(const Counts& counts);
 std::size_t coded_size(const Counts& counts);
+
+// What tells a decoder the class of a symbol.
+struct Classes {
+    enum Kind { one, given, by_previous } kind = one;
+    const std::uint8_t* of_symbol = nullptr;  // given: each symbol's class, below class_count
+    std::uint8_t top = 0;                     // by_previous: for class_of the symbol 32 places before; 0 without such
+};
+
+// The classes that by_previous stands for.
+void classify_by_previous(std::span<const std::uint8_t> symbols, std::uint8_t top, std::uint8_t* classes);
 
 // Memory that calls reuse.
 struct RansScratch {
@@ -40,9 +58,9 @@ struct RansScratch {
 void encode_plane(std::span<const std::uint8_t> symbols, std::span<const std::uint8_t> classes,
                   std::span<const Frequencies> tables, RansScratch& scratch, std::vector<std::uint8_t>& out);
 
-// The inverse: fills symbols, and cuts what it has read off the front of `in`. classes must lie below class_count.
-// Throws std::invalid_argument when the bytes are not what encode_plane would have written.
-void decode_plane(std::span<const std::uint8_t>& in, std::span<const std::uint8_t> classes, std::size_t class_count,
-                  RansScratch& scratch, std::span<std::uint8_t> symbols);
+// The inverse: fills symbols, and cuts what it has read off the front of `in`. Throws std::invalid_argument when the
+// bytes are not what encode_plane would have written.
+void decode_plane(std::span<const std::uint8_t>& in, const Classes& classes, RansScratch& scratch,
+                  std::span<std::uint8_t> symbols);
 
 }  // namespace dynaquant

@@ -10,12 +10,17 @@
 namespace dynaquant {
 namespace {
 
+std::size_t class_at(const Classes& classes, const std::uint8_t* symbols, std::size_t i) {
+    if (classes.kind == Classes::given) return classes.of_symbol[i];
+    return classes.kind == Classes::one || i < rans_states ? 0 : class_of(classes.top, symbols[i - rans_states]);
+}
+
 // Symbols [begin, end), one after the other.
-void decode_plain(States& states, Words& words, const Slot* slots, const std::uint8_t* classes, std::uint8_t* symbols,
+void decode_plain(States& states, Words& words, const Slot* slots, const Classes& classes, std::uint8_t* symbols,
                   std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i) {
         std::uint32_t& state = states[i % rans_states];
-        const std::size_t row = classes == nullptr ? 0 : std::size_t{classes[i]} << probability_bits;
+        const std::size_t row = class_at(classes, symbols, i) << probability_bits;
         const Slot slot = slots[row | (state & (probability_whole - 1))];
         symbols[i] = static_cast<std::uint8_t>(slot);
         state = ((slot >> 20) + 1) * (state >> probability_bits) + (slot >> 8 & (probability_whole - 1));
@@ -86,30 +91,41 @@ DYNAQUANT_AVX2 inline __m256i step(__m256i& state, const std::uint8_t*& next, co
     return slot;
 }
 
-DYNAQUANT_AVX2 inline __m256i rows_of(const std::uint8_t* classes) {
-    const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(classes));
-    return _mm256_slli_epi32(_mm256_cvtepu8_epi32(eight), probability_bits);
+// Where the slots of eight classes begin.
+template <Classes::Kind kind>
+DYNAQUANT_AVX2 inline __m256i rows_of(const Classes& classes, std::size_t i, __m256i previous) {
+    if constexpr (kind == Classes::one) return _mm256_setzero_si256();
+    __m256i row;
+    if constexpr (kind == Classes::given) {
+        row = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(classes.of_symbol + i)));
+    } else {
+        const __m256i below = _mm256_sub_epi32(_mm256_set1_epi32(classes.top), previous);
+        row = _mm256_min_epi32(_mm256_max_epi32(below, _mm256_setzero_si256()), _mm256_set1_epi32(class_count - 1));
+    }
+    return _mm256_slli_epi32(row, probability_bits);
 }
 
 // Thirty-two symbols at a time, as long as whole groups and the words they could need are left. Returns how many.
-template <bool with_classes>
-DYNAQUANT_AVX2 std::size_t decode_avx2(States& states, Words& words, const Slot* slots, const std::uint8_t* classes,
+template <Classes::Kind kind>
+DYNAQUANT_AVX2 std::size_t decode_avx2(States& states, Words& words, const Slot* slots, const Classes& classes,
                                        std::span<std::uint8_t> symbols) {
-    __m256i state[4], slot[4];
-    for (unsigned v = 0; v < 4; ++v)
+    __m256i state[4], symbol[4];
+    for (unsigned v = 0; v < 4; ++v) {
         state[v] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(states.data() + 8 * v));
+        symbol[v] = _mm256_set1_epi32(classes.top);  // the first 32 are of class 0
+    }
     const __m256i bytes = _mm256_set1_epi32(0xFF);
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     const std::uint8_t* next = words.next;
     std::size_t i = 0;
     for (; symbols.size() - i >= 32 && words.end - next >= 80; i += 32) {
         for (unsigned v = 0; v < 4; ++v) {
-            const __m256i rows = with_classes ? rows_of(classes + i + 8 * v) : _mm256_setzero_si256();
-            slot[v] = _mm256_and_si256(step(state[v], next, slots, rows), bytes);
+            const __m256i rows = rows_of<kind>(classes, i + 8 * v, symbol[v]);
+            symbol[v] = _mm256_and_si256(step(state[v], next, slots, rows), bytes);
         }
         // Packing interleaves the halves of the registers; `order` puts groups of four back.
-        const __m256i packed = _mm256_packus_epi16(_mm256_packus_epi32(slot[0], slot[1]),
-                                                   _mm256_packus_epi32(slot[2], slot[3]));
+        const __m256i packed = _mm256_packus_epi16(_mm256_packus_epi32(symbol[0], symbol[1]),
+                                                   _mm256_packus_epi32(symbol[2], symbol[3]));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(symbols.data() + i),
                             _mm256_permutevar8x32_epi32(packed, order));
     }
@@ -210,13 +226,16 @@ std::uint16_t* encode_symbols(States& states, const EncoderStep* steps, const st
     return encode_plain(states, steps, classes, symbols.data(), 0, left, end);
 }
 
-void decode_symbols(States& states, Words& words, const Slot* slots, const std::uint8_t* classes,
+void decode_symbols(States& states, Words& words, const Slot* slots, const Classes& classes,
                     std::span<std::uint8_t> symbols) {
     std::size_t done = 0;
 #ifdef DYNAQUANT_AVX2
-    if (has_avx2())
-        done = classes == nullptr ? decode_avx2<false>(states, words, slots, classes, symbols)
-                                  : decode_avx2<true>(states, words, slots, classes, symbols);
+    if (has_avx2()) {
+        const auto decode = classes.kind == Classes::one     ? decode_avx2<Classes::one>
+                            : classes.kind == Classes::given ? decode_avx2<Classes::given>
+                                                             : decode_avx2<Classes::by_previous>;
+        done = decode(states, words, slots, classes, symbols);
+    }
 #endif
     decode_plain(states, words, slots, classes, symbols.data(), done, symbols.size());
 }

@@ -52,9 +52,9 @@ struct Words {
     const std::uint8_t* end;
 };
 
-// Decodes all symbols. classes: null, or for every symbol its class, which says where its slots begin. Throws
-// std::invalid_argument when the words end too early.
-void decode_symbols(States& states, Words& words, const Slot* slots, const std::uint8_t* classes,
+// Decodes all symbols. The slots of a class are 2048 from 2048 * class on. Throws std::invalid_argument when the words
+// end too early.
+void decode_symbols(States& states, Words& words, const Slot* slots, const Classes& classes,
                     std::span<std::uint8_t> symbols);
 
 }  // namespace dynaquant
