@@ -34,7 +34,7 @@ from zipnn import ZipNN
 
 from dynaquant.coding import exact
 
-REPEATS, ENOUGH = 7, 3.0
+REPEATS, ENOUGH = 7, 2.0
 """Turns of every method on a pair of checkpoints; one that has taken ENOUGH seconds gets no further turn."""
 PEERS = ("numpy", "torch", "zipnn", "zstandard", "blosc2", "pcodec")
 
@@ -204,7 +204,7 @@ def take_turn(method: Method, tensors: list[Tensor], row: Row, best: list[float]
 def measure(snapshots: list[Path], dtype: torch.dtype | None) -> list[Row]:
     coders = methods(len(os.sched_getaffinity(0)))
     rows = [Row(method.name, {}, {}) for method in coders]
-    for tensors in track(load_pairs(snapshots, dtype), "pairs of checkpoints", Console(stderr=True).is_terminal):
+    for tensors in track(load_pairs(snapshots, dtype), "pairs of checkpoints", console=Console(stderr=True)):
         best = [[float("inf"), float("inf")] for _ in coders]
         spent = [0.0] * len(coders)
         for turn in range(REPEATS):

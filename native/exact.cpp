@@ -74,11 +74,8 @@ std::size_t size_of_sample(const std::array<Counts, n>& counts) {
 
 // Whether it is likely that the plane can be coded. A sample looks more regular than it is: not by much.
 bool promising(const Counts& sampled) {
-    std::size_t count = 0;
-    for (const auto n : sampled) count += n;
-    std::size_t occurring = 0;
-    for (const auto n : sampled) occurring += n > 0;
-    return coded_size(sampled) < count - count / 128 + occurring * 10 / 8 + 8;
+    const std::size_t count = std::accumulate(sampled.begin(), sampled.end(), std::size_t{0});
+    return information(sampled) < static_cast<double>(count - count / 128);
 }
 
 // counts[c] receives how often each byte occurs in class c; without classes, all are class 0.
@@ -147,7 +144,8 @@ void put_plane(Bytes plane, Bytes classes, Scratch& room, Block& out) {
         for (const auto& counts : classed)
             for (std::size_t s = 0; s < byte_values; ++s) all[0][s] += counts[s];
     if (all[0][plane[0]] == plane.size()) {
-        out.insert(out.end(), {plane_constant, plane[0]});
+        out.push_back(plane_constant);
+        out.push_back(plane[0]);
         return;
     }
     const auto top = static_cast<std::uint8_t>(top_of(all[0]));
@@ -169,6 +167,7 @@ void put_plane(Bytes plane, Bytes classes, Scratch& room, Block& out) {
     encode_plane(plane, classes, tables_of(classed), room.rans, out);
 }
 
+// Of the parent's elements, by a sample.
 template <class U>
 unsigned top_exponent(const std::uint8_t* parent, std::size_t count) {
     std::array<std::uint32_t, 2048> counts{};
@@ -198,7 +197,9 @@ Block encode_block(const std::uint8_t* values, const std::uint8_t* parent, std::
         out.push_back(values_alone);
     } else {
         const unsigned top = top_exponent<U>(parent, count);
-        out.insert(out.end(), {differences, static_cast<std::uint8_t>(top), static_cast<std::uint8_t>(top >> 8)});
+        out.push_back(differences);
+        out.push_back(static_cast<std::uint8_t>(top));
+        out.push_back(static_cast<std::uint8_t>(top >> 8));
         classify<U>(parent, count, top, room.classes.data());
         classes = {room.classes.data(), count};
     }
