@@ -242,7 +242,7 @@ def table(title: str, one: list[Row], every: list[Row], cores: int) -> Table:
 
 NOTES = """\
 - *ratio* is the size of the tensors over that of their streams, of all tensors together and by role. Speeds are GB/s of
-  tensors, the best of several turns, in which the methods take turns.
+  tensors, the best of several turns, in which the methods take turns; they compare within a table only.
 - Every tensor is coded by a call of its own, as in a checkpoint; streams are checked to give its bytes back.
 - ZipNN is told the data type (`bytearray_dtype`), with which it is smallest, and the number of cores. pcodec has no
   bfloat16 and sees the values as unsigned integers; it and zstd use one core. blosc2 has its default level.

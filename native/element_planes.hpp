@@ -1,5 +1,5 @@
-// Elements <-> planes of bytes, alone or as differences from the parent's, one block at a time. These loops are the only
-// ones that touch every byte of a tensor; they are written so that compilers vectorise them.
+// Elements <-> planes of bytes, alone or as differences from the parent's, one block at a time. These loops are the
+// only ones that touch every byte of a tensor; they are written so that compilers vectorise them.
 #pragma once
 
 #include <algorithm>

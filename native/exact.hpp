@@ -12,8 +12,8 @@ namespace dynaquant {
 // Elements per block, the unit of parallel work and of the format.
 inline constexpr std::size_t exact_block = std::size_t{1} << 16;
 
-// The stream of elements of 1, 2, 4 or 8 bytes, in pieces that follow each other: joining them here would cost a copy of
-// it all. parent: empty, or as long as data.
+// The stream of elements of 1, 2, 4 or 8 bytes, in pieces that follow each other: joining them here would cost a copy
+// of it all. parent: empty, or as long as data.
 std::vector<std::vector<std::uint8_t>> encode_exact(std::span<const std::uint8_t> data,
                                                     std::span<const std::uint8_t> parent, std::size_t itemsize);
 

@@ -28,7 +28,7 @@ std::vector<EncoderStep> encoder_steps(std::span<const Frequencies> tables) {
     return steps;
 }
 
-// A run of up to 16 zeros is 0000 and its length less one; any other number is its width and the bits below the highest.
+// Up to 16 zeros are 0000 and how many less one; any other number is its width and the bits below the highest.
 void put_table(BitWriter& out, const Frequencies& table) {
     for (std::size_t s = 0; s < byte_values;) {
         if (table[s] == 0) {

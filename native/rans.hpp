@@ -1,8 +1,8 @@
 // Order-0 entropy coding of one plane of bytes, each under the statistics of its class: 32 interleaved rANS states.
 //
 // What would surprise: the encoder runs backwards and the decoder forwards. Symbol i belongs to state i mod 32, and all
-// states share one sequence of 16-bit words. States lie in [2^15, 2^31); a decoder refills a state that has fallen below
-// 2^15 with the next word. (As in CRAM 3.1's rANS Nx16; Duda 2013, Giesen 2014.)
+// states share one sequence of 16-bit words. States lie in [2^15, 2^31); a decoder refills a state that has fallen
+// below 2^15 with the next word. (As in CRAM 3.1's rANS Nx16; Duda 2013, Giesen 2014.)
 #pragma once
 
 #include <array>
@@ -27,7 +27,7 @@ constexpr std::uint8_t class_of(int top, int size) {
 }
 
 using Counts = std::array<std::uint32_t, byte_values>;
-// How often each byte is expected in 2048 symbols: they add up to 2048, or are all zero for a class that does not occur.
+// How often each byte is expected in 2048 symbols: they add up to 2048, or are all zero for a class without symbols.
 using Frequencies = std::array<std::uint16_t, byte_values>;
 
 // Frequencies near the counts, none zero that was not, for counts of at most 2^20 symbols together.
