@@ -109,6 +109,8 @@ void decode_conditional(const nb::bytes& stream, const Array<const std::uint8_t>
     const nb::gil_scoped_release release;
     dynaquant::decode_conditional(bytes, view(parent), view(level_of), view(context_of), contexts, symbols,
                                   view(levels));
+}
+
 // All pieces, one after the other.
 nb::bytes joined(const std::vector<std::vector<std::uint8_t>>& pieces) {
     std::size_t size = 0;
