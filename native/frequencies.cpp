@@ -71,6 +71,12 @@ Frequencies scaled(const Counts& counts) {
         result[largest] = less;
     }
     result[rest] = frequency_total - sum;
+    // Where rare symbols have taken much of it, another symbol is the one that gets what is left.
+    if (const std::size_t largest = rest_of(result); largest != rest) {
+        const std::uint32_t kept = rounded(result[rest]).value;
+        result[largest] += result[rest] - kept;
+        result[rest] = kept;
+    }
     return result;
 }
 

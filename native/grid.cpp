@@ -2,8 +2,8 @@
 #include "grid.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
+#include <vector>
 
 #include "parallel.hpp"
 #include "tables.hpp"
@@ -12,8 +12,8 @@ namespace dynaquant {
 namespace {
 
 constexpr std::size_t block_size = std::size_t{1} << 16;
-constexpr float farthest = 127.0f;
-constexpr float beyond = 200.0f;
+constexpr std::int32_t highest_level = 255;
+constexpr float beyond = 200.0f;  // steps; as good as infinitely many, and no trouble for what follows
 
 // Adding and taking away 1.5 · 2^23 leaves no room for bits below 1: rounds to the nearest integer, ties to even, and
 // compilers make vector instructions of it on every processor.
@@ -31,38 +31,38 @@ float uniform(std::uint32_t index, std::uint32_t seed) {
     return static_cast<float>(h >> 8) * 0x1p-24f;
 }
 
-std::uint8_t level_of(float rounded) {
-    const auto steps = static_cast<std::int32_t>(rounded);
-    const std::int32_t level = steps > 0 ? 2 * steps : steps < 0 ? 1 - 2 * steps : 0;
-    return static_cast<std::uint8_t>(steps > 127 || steps < -127 ? level_protected : level);
+// Quantizes a block and returns its highest level, 256 or more where a value is protected.
+template <bool Dithered>
+std::int32_t quantize_block(std::span<const float> values, float inverse, std::uint32_t seed, std::size_t begin,
+                            std::uint8_t* levels) {
+    std::int32_t highest = 0;
+    for (std::size_t i = 0; i < values.size(); ++i) {
+        float steps = std::clamp(values[i] * inverse, -beyond, beyond);
+        // Shifting by a fraction from [-1/2, 1/2) and rounding goes up as often as the value is near to the next.
+        if constexpr (Dithered) steps += uniform(static_cast<std::uint32_t>(begin + i), seed) - 0.5f;
+        const auto multiple = static_cast<std::int32_t>(nearest(steps));
+        const std::int32_t level = multiple > 0 ? 2 * multiple : multiple < 0 ? 1 - 2 * multiple : 0;
+        highest = std::max(highest, level);
+        levels[i] = static_cast<std::uint8_t>(level > highest_level ? level_protected : level);
+    }
+    return highest;
 }
 
 }  // namespace
 
 std::uint32_t grid_levels(std::span<const float> values, float inverse, std::optional<std::uint32_t> seed,
                           std::span<std::uint8_t> levels) {
-    std::atomic<std::uint32_t> highest{0};
-    std::atomic<bool> any_protected{false};
-    parallel_for(block_count(values.size(), block_size), [&](std::size_t b) {
+    const std::size_t blocks = block_count(values.size(), block_size);
+    std::vector<std::int32_t> highest(blocks);
+    parallel_for(blocks, [&](std::size_t b) {
         const std::size_t begin = b * block_size;
-        const std::size_t end = std::min(begin + block_size, values.size());
-        std::uint8_t top = 0;
-        float largest = 0.0f;
-        for (std::size_t i = begin; i < end; ++i) {
-            const float steps = std::clamp(values[i] * inverse, -beyond, beyond);
-            // Shifting by a fraction from [-1/2, 1/2) and rounding goes up as often as the value is near to the next.
-            const float shift = seed ? uniform(static_cast<std::uint32_t>(i), *seed) - 0.5f : 0.0f;
-            const float rounded = nearest(steps + shift);
-            levels[i] = level_of(rounded);
-            top = std::max(top, levels[i]);
-            largest = std::max(largest, rounded < 0 ? -rounded : rounded);
-        }
-        std::uint32_t seen = highest.load();
-        while (seen < top && !highest.compare_exchange_weak(seen, top)) {
-        }
-        if (largest > farthest) any_protected.store(true);
+        const auto block = values.subspan(begin, std::min(block_size, values.size() - begin));
+        std::uint8_t* const out = levels.data() + begin;
+        highest[b] = seed ? quantize_block<true>(block, inverse, *seed, begin, out)
+                          : quantize_block<false>(block, inverse, 0, begin, out);
     });
-    return any_protected ? 256 : highest.load();
+    const std::int32_t top = highest.empty() ? 0 : *std::max_element(highest.begin(), highest.end());
+    return static_cast<std::uint32_t>(std::min(top, highest_level + 1));
 }
 
 }  // namespace dynaquant

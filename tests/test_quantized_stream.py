@@ -11,20 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training import bits
 
+from dynaquant.codebook import Centres
 from dynaquant.coding import stream
-from dynaquant.coding.stream import StoredTensor, tensor_hash, values_of
-from dynaquant.entry import Entry, Quantized
-from dynaquant.quantized import PROTECTED, Levels, QuantizedTensor
+from dynaquant.coding.stream import Coder, StoredTensor, tensor_hash, values_of
+from dynaquant.codings import Rearranged
+from dynaquant.entry import Entry
+from dynaquant.quantized import PROTECTED, QuantizedTensor
 from dynaquant.roles import Label
 from dynaquant.sketch import SKETCHED
+
+CODERS: list[Coder] = ["conditional", "rearranged"]
 
 
 def entry_of(stored: QuantizedTensor, coding, coded: bytes) -> Entry:
     return Entry("t", Label("weight"), stored.dtype, stored.shape, tensor_hash(values_of(stored)), len(coded), coding)
 
 
-def round_trip(stored: QuantizedTensor, parent: Levels | None = None) -> StoredTensor:
-    coding, coded = stream.encode(stored, parent)
+def round_trip(stored: QuantizedTensor, parent: QuantizedTensor | None, coder: Coder) -> StoredTensor:
+    coding, coded = stream.encode(stored, parent, coder)
     return stream.decode(entry_of(stored, coding, coded), coded, parent)
 
 
@@ -34,7 +38,7 @@ def quantized_of(shape: tuple[int, ...], bins: int, dtype=torch.float32, seed=0)
     levels[rng.random(levels.size) < 0.5] = bins + 1
     protected = rng.integers(0, 2**15, int((levels == PROTECTED).sum())).astype(np.uint16)
     centres = rng.standard_normal(bins).astype(np.float32)
-    return QuantizedTensor(dtype, torch.Size(shape), levels, centres, protected)
+    return QuantizedTensor(dtype, torch.Size(shape), levels, Centres(centres), protected)
 
 
 def assert_same(found: StoredTensor, wanted: QuantizedTensor) -> None:
@@ -47,16 +51,18 @@ def assert_same(found: StoredTensor, wanted: QuantizedTensor) -> None:
     assert bits(values_of(found)) == bits(values_of(wanted))
 
 
+@pytest.mark.parametrize("coder", CODERS)
 @pytest.mark.parametrize("dtype", SKETCHED)
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (300, 300)], ids=str)
-def test_a_quantized_tensor_comes_back(dtype, shape):
+def test_a_quantized_tensor_comes_back(dtype, shape, coder):
     wanted = quantized_of(shape, 16, dtype)
-    assert_same(round_trip(wanted), wanted)
+    assert_same(round_trip(wanted, None, coder), wanted)
 
 
-def test_levels_of_nothing_come_back():
+@pytest.mark.parametrize("coder", CODERS)
+def test_levels_of_nothing_come_back(coder):
     """In a process of its own, which it once brought down."""
-    script = "from test_quantized_stream import *; q = quantized_of((0, 3), 16); assert_same(round_trip(q), q)"
+    script = f"from test_quantized_stream import *; q = quantized_of((0, 3), 16); assert_same(round_trip(q, None, {coder!r}), q)"
     done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, check=False)
     assert done.returncode == 0
 
@@ -66,34 +72,36 @@ def test_levels_of_nothing_come_back():
     bins=st.integers(0, 254),
     parent_bins=st.integers(0, 254),
     seed=st.integers(0, 5),
+    coder=st.sampled_from(CODERS),
 )
-def test_a_quantized_tensor_comes_back_against_a_parent_of_other_bins(shape, bins, parent_bins, seed):
+def test_a_quantized_tensor_comes_back_against_a_parent_of_other_bins(shape, bins, parent_bins, seed, coder):
     parent, wanted = quantized_of(shape, parent_bins, seed=seed), quantized_of(shape, bins, seed=seed + 1)
-    assert_same(round_trip(wanted, parent.parent_levels), wanted)
+    assert_same(round_trip(wanted, parent, coder), wanted)
 
 
 @pytest.mark.parametrize(("bins", "parent_bins"), [(16, 16), (4, 254), (254, 4), (1, 2)])
 def test_a_large_quantized_tensor_is_rearranged_by_a_parent_of_other_bins(bins, parent_bins):
     parent, wanted = quantized_of((300, 300), parent_bins, seed=1), quantized_of((300, 300), bins)
-    coding, _ = stream.encode(wanted, parent.parent_levels)
-    assert isinstance(coding, Quantized)
+    coding, _ = stream.encode(wanted, parent, "rearranged")
+    assert isinstance(coding, Rearranged)
     assert coding.arrangement == "rearranged"
-    assert_same(round_trip(wanted, parent.parent_levels), wanted)
+    assert_same(round_trip(wanted, parent, "rearranged"), wanted)
 
 
-def test_the_same_levels_as_the_parent_cost_almost_nothing():
+@pytest.mark.parametrize("coder", CODERS)
+def test_the_same_levels_as_the_parent_cost_almost_nothing(coder):
     wanted = quantized_of((300, 300), 16)
-    _, alone = stream.encode(wanted, None)
-    _, delta = stream.encode(wanted, wanted.parent_levels)
+    _, alone = stream.encode(wanted, None, coder)
+    _, delta = stream.encode(wanted, wanted, coder)
     assert len(delta) < len(alone) - 20_000
     assert len(delta) < 2 * len(wanted.protected) + 1000
 
 
-@pytest.mark.parametrize("parent", [None, quantized_of((30, 31), 16).parent_levels], ids=["none", "another size"])
-def test_a_delta_without_the_parent_it_needs_is_an_error(parent):
+@pytest.mark.parametrize("coder", CODERS)
+@pytest.mark.parametrize("parent", [None, quantized_of((30, 31), 16)], ids=["none", "another size"])
+def test_a_delta_without_the_parent_it_needs_is_an_error(parent, coder):
     wanted = quantized_of((30, 30), 16)
-    coding, coded = stream.encode(wanted, wanted.parent_levels)
-    assert isinstance(coding, Quantized)
-    assert coding.arrangement != "alone"
+    coding, coded = stream.encode(wanted, wanted, coder)
+    assert coding.needs_parent
     with pytest.raises(ValueError, match="the parent has no levels of so many values"):
         stream.decode(entry_of(wanted, coding, coded), coded, parent)

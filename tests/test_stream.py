@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from dynaquant.coding.stream import decode, encode, levels_of, tensor_hash, values_of
-from dynaquant.entry import Entry, Planes, Quantized, Raw
+from dynaquant.coding.stream import decode, encode, tensor_hash, values_of
+from dynaquant.codings import Conditional, Exact, Planes, Raw, Rearranged
+from dynaquant.entry import Entry
 from dynaquant.quantize.kmeans import quantize
 from dynaquant.quantize.partition import thresholds
-from dynaquant.quantized import Levels
 from dynaquant.roles import Label
 from dynaquant.sketch import LogHistogram
 from dynaquant.state import DTYPES, flatten
@@ -33,7 +33,7 @@ def test_tensors_of_every_dtype_come_back(name, size):
     data = torch.arange(size * DTYPES[name].itemsize).remainder(2).to(torch.uint8)
     back, coding = round_trip(data.view(DTYPES[name]))
     assert torch.equal(back.view(torch.uint8), data)
-    assert isinstance(coding, Planes if size == 6000 else Raw)
+    assert isinstance(coding, Exact | Planes if size == 6000 else Raw)
 
 
 @pytest.mark.parametrize(
@@ -65,29 +65,33 @@ def test_the_hash_tells_values_shapes_and_dtypes_apart_but_not_layouts():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("has_parent", [True, False])
-def test_quantized_tensors_come_back(dtype, has_parent):
+@pytest.mark.parametrize(("coder", "kind"), [("conditional", Conditional), ("rearranged", Rearranged)])
+def test_quantized_tensors_come_back(dtype, has_parent, coder, kind):
     def quantized(tensor, bins):
         histogram = LogHistogram.of(tensor)
         return quantize(tensor, histogram, bins, thresholds(histogram, 0.1, 0.01))
 
     before = torch.randn(60, 70).to(dtype)
     stored = quantized(before + 0.01 * torch.randn(60, 70).to(dtype), 6)
-    parent = levels_of(quantized(before, 16)) if has_parent else None
-    coding, stream = encode(stored, parent)
-    assert isinstance(coding, Quantized)
-    assert (coding.arrangement != "alone") == has_parent
+    parent = quantized(before, 16) if has_parent else None
+    coding, stream = encode(stored, parent, coder)
+    assert isinstance(coding, kind)
+    assert coding.needs_parent == has_parent
     back = decode(entry_of(values_of(stored), coding, stream), stream, parent)
     assert torch.equal(values_of(back), values_of(stored))
-    assert np.array_equal(levels_of(back).values, levels_of(stored).values)
+    assert np.array_equal(back.levels, stored.levels)
     if has_parent:
         with pytest.raises(ValueError, match="parent has no levels"):
             decode(entry_of(values_of(stored), coding, stream), stream, None)
 
 
-def test_a_parent_of_another_size_is_left_aside():
-    stored = quantize(torch.randn(100), LogHistogram.of(torch.randn(100)), 4)
-    coding, _ = encode(stored, Levels(np.zeros(99, dtype=np.uint8), 6))
-    assert coding.arrangement == "alone"
+@pytest.mark.parametrize("coder", ["conditional", "rearranged"])
+def test_a_parent_of_another_size_is_left_aside(coder):
+    tensor = torch.randn(10_000)
+    stored, longer = (quantize(values, LogHistogram.of(values), 4) for values in (tensor, tensor.repeat(2)))
+    assert encode(stored, stored, coder)[0].needs_parent
+    coding, _ = encode(stored, longer, coder)
+    assert not coding.needs_parent
 
 
 def test_a_bool_that_is_neither_is_refused():

@@ -28,6 +28,13 @@ class Planes:
 
 
 @dataclass(frozen=True)
+class Exact:
+    """Exact values, given the parent's where that helps (``coding.exact``)."""
+
+    needs_parent: bool
+
+
+@dataclass(frozen=True)
 class Reference:
     """No stream: the tensor is the parent's tensor of the same name."""
 
@@ -93,10 +100,11 @@ class Units:
         return self.units.needs_parent
 
 
-Coding = Raw | Planes | Reference | Rearranged | Conditional | Product | Units
+Coding = Raw | Planes | Exact | Reference | Rearranged | Conditional | Product | Units
 _KINDS: dict[str, type[Coding]] = {
     "raw": Raw,
     "planes": Planes,
+    "exact": Exact,
     "reference": Reference,
     "quantized": Rearranged,
     "conditional": Conditional,

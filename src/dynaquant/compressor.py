@@ -1,4 +1,4 @@
-"""What each tensor of a state is stored as, decided at every save: weights by search, moments by tolerance, or exact."""
+"""What each tensor of a state is stored as, decided at every save: weights by search, moments by tolerance, exact."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ from blake3 import blake3
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""What is written. Version 1 is read as well: it lacks some codings."""
 MAGIC = b"\x89DQC\r\n\x1a\n"
 """First and last eight bytes of a file. As in PNG, they show a transfer that changed line ends."""
 
@@ -115,13 +116,15 @@ class CheckpointWriter:
         if len(stored) >= len(plain) or len(plain) > _MAX_HEADER_EXPANSION * len(stored):
             stored = plain
         self._file.write(stored)
-        self._file.write(_TRAILER.pack(len(stored), len(plain), _checksum(stored), MAGIC))
+        self._file.write(
+            _TRAILER.pack(len(stored), len(plain), _checksum(_PREAMBLE.pack(MAGIC, FORMAT_VERSION), stored), MAGIC)
+        )
         self._file.flush()
         os.fsync(self._file.fileno())
 
 
-def _checksum(stored_header: bytes) -> bytes:
-    return blake3(_PREAMBLE.pack(MAGIC, FORMAT_VERSION) + stored_header).digest(length=16)
+def _checksum(preamble: bytes, stored_header: bytes) -> bytes:
+    return blake3(preamble + stored_header).digest(length=16)
 
 
 class CheckpointFile:
@@ -156,9 +159,9 @@ class CheckpointFile:
         if len(start) < _PREAMBLE.size or self.size < _PREAMBLE.size + _TRAILER.size:
             raise CheckpointError("truncated: only a beginning of a checkpoint is there")
         _, version = _PREAMBLE.unpack(start)
-        if version != FORMAT_VERSION:
+        if not 1 <= version <= FORMAT_VERSION:
             raise CheckpointError(
-                f"format version {version}, and this dynaquant reads version {FORMAT_VERSION}; install a newer one"
+                f"format version {version}, and this dynaquant reads up to {FORMAT_VERSION}; install a newer one"
             )
         file.seek(self.size - _TRAILER.size)
         stored_size, plain_size, checksum, magic = _TRAILER.unpack(file.read(_TRAILER.size))
@@ -169,7 +172,7 @@ class CheckpointFile:
             raise CheckpointError("altered: its header would be larger than the file")
         file.seek(streams_end)
         stored = file.read(stored_size)
-        if _checksum(stored) != checksum:
+        if _checksum(start, stored) != checksum:
             raise CheckpointError("altered: its header does not have the checksum that was written with it")
         if plain_size == stored_size:
             return stored, streams_end

@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 import torch
 
 from dynaquant import codings
-from dynaquant.codings import Coding, Planes, Raw, Reference
+from dynaquant.codings import Coding, Exact, Planes, Raw, Reference
 from dynaquant.errors import CheckpointError
 from dynaquant.roles import Label, Role
 from dynaquant.sketch import SKETCHED
@@ -110,7 +110,7 @@ def _check(entry: Entry) -> None:
         raise ValueError(f"its size is {entry.size}")
     if isinstance(coding, Raw) and entry.size != entry.raw_size:
         raise ValueError("its stream has another size than its values")
-    if not isinstance(coding, Raw | Planes | Reference) and entry.dtype not in SKETCHED:
+    if not isinstance(coding, Raw | Planes | Exact | Reference) and entry.dtype not in SKETCHED:
         raise ValueError(f"{dtype_name(entry.dtype)} cannot be quantized")
     codings.check(coding, tuple(entry.shape), entry.elements, entry.size)
     if math.prod(max(n, 1) for n in entry.shape) >= 2**62 or len(entry.shape) > 64:

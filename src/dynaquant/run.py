@@ -14,11 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from dynaquant.coding import stream
 from dynaquant.coding.stream import Coder, StoredTensor, tensor_hash, values_of
-from dynaquant.codings import Rearranged, Reference, Units
+from dynaquant.codings import Exact, Planes, Raw, Rearranged, Reference, Units
 from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
@@ -59,7 +57,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Base:
-    """What the next delta is coded against: a checkpoint of the run, its tensors' hashes and quantized tensors."""
+    """What the next delta is coded against: a checkpoint of the run, the hashes of its tensors, and they as stored."""
 
     parent: Parent
     hashes: Mapping[str, str]
@@ -68,7 +66,7 @@ class Base:
     @classmethod
     def loaded(cls, header: Header, tensors: Mapping[str, StoredTensor]) -> Base:
         """The base that a checkpoint makes whose tensors have been decoded from its file."""
-        return cls(Parent(header.step, header.identity), _hashes(header), _contexts(tensors))
+        return cls(Parent(header.step, header.identity), _hashes(header), tensors)
 
     @classmethod
     def written(cls, header: Header, tensors: Mapping[str, StoredTensor], before: Base | None) -> Base:
@@ -80,12 +78,7 @@ class Base:
                 found.pop(entry.name)
                 if before and entry.name in before.tensors:
                     found[entry.name] = before.tensors[entry.name]
-        return cls(Parent(header.step, header.identity), _hashes(header), _contexts(found))
-
-
-def _contexts(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The tensors that say something about their successors; exact ones are not worth their memory."""
-    return {name: stored for name, stored in tensors.items() if not isinstance(stored, Tensor)}
+        return cls(Parent(header.step, header.identity), _hashes(header), found)
 
 
 def _hashes(header: Header) -> dict[str, str]:
@@ -264,7 +257,7 @@ class Run:
             written = CheckpointFile(temporary)
             if draft.entries and written.header.identity != draft.identity:
                 raise CheckpointError(f"{temporary}: re-coding would change the values of {path.name}")
-            _verify(written, base)
+            _verify(written, tensors, base)
             temporary.replace(path)
         except BaseException as error:
             error.add_note(f"while writing {temporary}; the run is as it was before")
@@ -372,7 +365,9 @@ def _check_reference(file: CheckpointFile, entry: Entry, parent: CheckpointFile)
         raise CheckpointError(f"{file.path}: tensor {entry.name} is not the tensor of its parent that it refers to")
 
 
-def _decode_tensor(file: CheckpointFile, entry: Entry, parent: StoredTensor | None, others: Tensors) -> StoredTensor:
+def _decode_tensor(
+    file: CheckpointFile, entry: Entry, parent: StoredTensor | None, others: Mapping[str, StoredTensor]
+) -> StoredTensor:
     """others: tensors of the same file that were decoded before."""
     if isinstance(entry.coding, Reference):
         assert parent is not None
@@ -384,18 +379,19 @@ def _decode_tensor(file: CheckpointFile, entry: Entry, parent: StoredTensor | No
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
 
 
-def _verify(file: CheckpointFile, base: Base | None) -> None:
-    """Decodes a file just written, given the tensors in memory. Raises CheckpointError for the first wrong tensor."""
+def _verify(file: CheckpointFile, tensors: Mapping[str, StoredTensor], base: Base | None) -> None:
+    """Decodes a file just written and compares it with what was to be stored, whose hashes it holds.
+
+    Raises CheckpointError for the first wrong tensor.
+    """
     parents = base.tensors if base else {}
-    decoded: Tensors = {}
-    for entry in _units_last(file.header.entries):
+    for entry in file.header.entries:
+        # The hash of a reference is that of the base, which was verified when it was written or loaded.
         if isinstance(entry.coding, Reference):
-            # Its hash is that of the base, which was verified when it was written or loaded.
-            if entry.name in parents:
-                decoded[entry.name] = parents[entry.name]
             continue
-        stored = _decode_tensor(file, entry, parents.get(entry.name), decoded)
-        if tensor_hash(values_of(stored)) != entry.hash:
+        wanted = tensors[entry.name]
+        if isinstance(entry.coding, Exact | Planes | Raw):
+            wanted = values_of(wanted)
+        stored = _decode_tensor(file, entry, parents.get(entry.name), tensors)
+        if not stream.same(stored, wanted):
             raise CheckpointError(f"{file.path}: tensor {entry.name} does not decode to the values that were stored")
-        if not isinstance(stored, Tensor):
-            decoded[entry.name] = stored

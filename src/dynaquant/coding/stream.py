@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant.codebook import Centres, Codebook, Grid, LogGrid
-from dynaquant.coding import conditional, planes, rearrange
-from dynaquant.codings import Coding, Conditional, Planes, Product, Raw, Rearranged, Units
+from dynaquant.coding import conditional, exact, planes, rearrange
+from dynaquant.codings import Coding, Conditional, Exact, Planes, Product, Raw, Rearranged, Units
 from dynaquant.entry import MAX_EXPANSION, Entry
 from dynaquant.quantized import FIRST_BIN, Quantized, QuantizedTensor, RankOne, Scaled, dequantize
 from dynaquant.state import dtype_name
@@ -22,6 +22,11 @@ StoredTensor = Quantized | Tensor
 """A tensor as a checkpoint holds it: quantized, or its exact values."""
 Coder = Literal["conditional", "rearranged"]
 """How levels become bytes: by their conditional entropy (method 2.2), or as published (method 1.5)."""
+
+
+_TRY_ALONE_BELOW = 65_536
+_TRY_ZSTD_BELOW = 65_536
+"""Bytes of small tensors, such as generators and tables of integers, in which zstd may find what repeats itself."""
 
 
 def values_of(stored: StoredTensor) -> Tensor:
@@ -48,9 +53,7 @@ def tensor_hash(tensor: Tensor) -> str:
 def encode(stored: StoredTensor, parent: StoredTensor | None, coder: Coder = "conditional") -> tuple[Coding, bytes]:
     """Coding and stream of a tensor. parent: the tensor of the same name in the parent, if there is one."""
     if isinstance(stored, Tensor):
-        data = _bytes_of(stored)
-        coded = planes.encode(data, stored.dtype.itemsize)
-        return (Planes(), coded) if len(coded) < data.size else (Raw(), data.tobytes())
+        return _encode_exact(stored, parent)
     if isinstance(stored, RankOne):
         factors = parent if isinstance(parent, RankOne) else None
         rows, coded_rows = _encode_part(stored.rows, factors.rows if factors else None)
@@ -63,6 +66,20 @@ def encode(stored: StoredTensor, parent: StoredTensor | None, coder: Coder = "co
         return Units(units, stored.second_name), coded
     before = parent if isinstance(parent, QuantizedTensor) else None
     return _encode_rearranged(stored, before) if coder == "rearranged" else _encode_part(stored, before)
+
+
+def _encode_exact(stored: Tensor, parent: StoredTensor | None) -> tuple[Coding, bytes]:
+    data, itemsize = _bytes_of(stored), stored.dtype.itemsize
+    coded = exact.encode(data, itemsize, _exact_parent(parent, stored.dtype, stored.shape))
+    best: tuple[Coding, bytes] = Exact(exact.needs_parent(coded)), coded
+    if data.size < _TRY_ZSTD_BELOW and len(frames := planes.encode(data, itemsize)) < len(coded):
+        best = Planes(), frames
+    return best if len(best[1]) < data.size else (Raw(), data.tobytes())
+
+
+def _exact_parent(parent: StoredTensor | None, dtype: torch.dtype, shape: torch.Size) -> NDArray[np.uint8] | None:
+    fits = isinstance(parent, Tensor) and (parent.dtype, parent.shape) == (dtype, shape)
+    return _bytes_of(parent) if fits and isinstance(parent, Tensor) else None
 
 
 def _encode_rearranged(stored: QuantizedTensor, parent: QuantizedTensor | None) -> tuple[Rearranged, bytes]:
@@ -79,7 +96,9 @@ def _encode_part(stored: QuantizedTensor, parent: QuantizedTensor | None) -> tup
     if parent and (parent.levels.size != stored.levels.size or not conditional.comparable(codebook, parent.codebook)):
         parent = None
     coded = conditional.encode(stored, parent)
-    if parent and len(alone := conditional.encode(stored, None)) <= len(coded):
+    # With the same codebook the parent is hardly ever worse than nothing, but for the tables that a small tensor needs.
+    doubtful = parent and (parent.codebook != codebook or stored.levels.size < _TRY_ALONE_BELOW)
+    if doubtful and len(alone := conditional.encode(stored, None)) <= len(coded):
         parent, coded = None, alone
     head = codebook.values.astype("<f4").tobytes() if isinstance(codebook, Centres) else b""
     protected = planes.encode(stored.protected.view(np.uint8), 2) if len(stored.protected) else b""
@@ -116,7 +135,12 @@ def decode(
         return Scaled(_decode_part(coding.units, entry.dtype, entry.shape, stream, before), second, coding.second)
     if isinstance(coding, Product):
         return _decode_product(entry, coding, stream, parent)
-    if isinstance(coding, Planes):
+    if isinstance(coding, Exact):
+        exact_parent = _exact_parent(parent, entry.dtype, entry.shape)
+        if coding.needs_parent and exact_parent is None:
+            raise ValueError("the parent has no exact values of its dtype and shape")
+        data = exact.decode(stream, entry.raw_size, entry.dtype.itemsize, exact_parent if coding.needs_parent else None)
+    elif isinstance(coding, Planes):
         data = planes.decode(stream, entry.raw_size, entry.dtype.itemsize)
     elif isinstance(coding, Raw):
         data = np.frombuffer(stream, dtype=np.uint8).copy()
@@ -187,3 +211,24 @@ def _decode_protected(stream: bytes, count: int) -> NDArray[np.uint16]:
     if count == 0 and not stream:
         return np.zeros(0, dtype=np.uint16)
     return planes.decode(stream, 2 * count, 2).view("<u2")
+
+
+def same(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two tensors are stored as the same, so that their values are the same bit for bit."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        fits = (a.dtype, a.shape) == (b.dtype, b.shape)
+        return fits and np.array_equal(_bytes_of(a), _bytes_of(b))
+    if isinstance(a, RankOne) and isinstance(b, RankOne):
+        return (a.dtype, a.shape) == (b.dtype, b.shape) and same(a.rows, b.rows) and same(a.columns, b.columns)
+    if isinstance(a, Scaled) and isinstance(b, Scaled):
+        return a.second_name == b.second_name and same(a.units, b.units) and same(a.second, b.second)
+    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
+        return False
+    return (
+        (a.dtype, a.shape) == (b.dtype, b.shape)
+        and np.array_equal(a.levels, b.levels)
+        and np.array_equal(a.centres.view(np.uint32), b.centres.view(np.uint32))
+        and np.array_equal(a.protected, b.protected)
+    )

@@ -42,16 +42,16 @@ def effective_fisher(weights: Mapping[str, Tensor], fisher: Mapping[str, float])
 
     fisher: mean squared gradients of as many of the weights as they are known of.
     """
-    power = {name: _mean_square(tensor) for name, tensor in weights.items()}
     known = {name: fisher[name] for name in weights if fisher.get(name, 0.0) > 0 and math.isfinite(fisher[name])}
     elements = sum(weights[name].numel() for name in known)
     mean = sum(known[name] * weights[name].numel() for name in known) / elements if known else 0.0
-    loss = sum(known[name] * power[name] * weights[name].numel() for name in known) / elements if known else 1.0
-    loss = loss or 1.0
-    return {
-        name: max(known[name], SMALLEST_FISHER * mean) if name in known else loss / (power[name] or 1.0)
-        for name in weights
-    }
+    result = {name: max(value, SMALLEST_FISHER * mean) for name, value in known.items()}
+    if len(known) < len(weights):
+        loss = sum(known[name] * _square(weights[name]) for name in known) / elements if known else 0.0
+        for name, tensor in weights.items():
+            if name not in known:
+                result[name] = (loss or 1.0) / (_square(tensor) / tensor.numel() or 1.0)
+    return {name: result[name] for name in weights}
 
 
 def rungs(fisher: Mapping[str, float], scale: int, last: Mapping[str, int]) -> dict[str, int]:
@@ -85,8 +85,8 @@ def quantize(tensor: Tensor, rung: int, random: int | None = None) -> QuantizedT
     return QuantizedTensor(tensor.dtype, tensor.shape, levels, Grid(rung, bins), protected)
 
 
-def _mean_square(tensor: Tensor) -> float:
-    return float(tensor.detach().to("cpu", torch.float32).square().mean()) if tensor.numel() else 0.0
+def _square(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.detach().to(torch.float32))) ** 2
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,7 @@ class GridWeights:
 
     def scale_for(self, distortion: float) -> int:
         """The scale with which ``Σ F·δ²`` is that share of ``Σ F·w²``, if errors are spread evenly over the steps."""
-        total = sum(
-            self.fisher[name] * float(tensor.detach().to("cpu", torch.float64).square().sum())
-            for name, tensor in self.weights.items()
-        )
+        total = sum(self.fisher[name] * _square(tensor) for name, tensor in self.weights.items())
         elements = sum(tensor.numel() for tensor in self.weights.values())
         if not total > 0:
             return 0
@@ -138,12 +135,11 @@ def grid_weights(
     """
     notes, kept = [], {}
     for name, tensor in weights.items():
-        flat = tensor.detach().reshape(-1)
         if tensor.numel() == 0:
             continue
-        lowest, highest = float(flat.min()), float(flat.max())  # NaN where one value is
+        lowest, highest = (float(extreme) for extreme in torch.aminmax(tensor.detach()))  # NaN where one value is
         if not (math.isfinite(lowest) and math.isfinite(highest)):
-            nonfinite = int((~flat.isfinite()).sum())
+            nonfinite = int((~tensor.detach().isfinite()).sum())
             notes.append(f"{name}: {nonfinite} infinite or NaN values, stored exactly")
         elif lowest < highest and max(highest, -lowest) < LARGEST:
             kept[name] = tensor

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant.codebook import LOWEST_RUNG, RUNGS_PER_OCTAVE, LogGrid
+from dynaquant import _native
+from dynaquant.codebook import HIGHEST_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, LogGrid
 from dynaquant.quantize.grid import quantize
-from dynaquant.quantized import FIRST_BIN, MAX_BINS, Quantized, QuantizedTensor, RankOne, Scaled, dequantize
+from dynaquant.quantized import FIRST_BIN, MAX_BINS, PRUNED, QuantizedTensor, RankOne, Scaled, dequantize
+from dynaquant.sketch import BUCKETS, MAGNITUDES, LogHistogram, bits_of, bucket_values, table_for
 
 FACTOR_PACE = 1
 """Rungs between the values of a rank-one tensor's rows and columns."""
@@ -20,35 +24,52 @@ SECOND_PACES = (8, 4, 2)
 """Rungs between the values of a second moment, coarsest first: 2, 1 and 1/2 octaves."""
 FIRST_RUNGS = tuple(range(12, -25, -2))
 """Steps of a first moment in its unit, coarsest first: from 8 to 1/64 in half octaves."""
+SAMPLED = 65_536
+"""Elements that the effect of a form is judged by."""
 EPSILON = 1e-8
 """What optimizers add to the root of the second moment, so that the update of a weight without gradients is none."""
 
 
 def log_quantize(tensor: Tensor, pace: int) -> QuantizedTensor | None:
-    """A tensor of values from zero on, each at the nearest power of ``2^(pace/4)``; None where they span too many."""
-    values = tensor.detach().to("cpu", torch.float32).numpy().reshape(-1)
-    positive = values > 0
-    with np.errstate(divide="ignore"):
-        exponents = np.rint(np.log2(values, where=positive, out=np.zeros_like(values)) * (RUNGS_PER_OCTAVE / pace))
-    exponents = np.maximum(exponents, math.ceil(LOWEST_RUNG / pace)).astype(np.int64)
-    first = int(exponents[positive].min()) if positive.any() else 0
-    bins = int(exponents[positive].max()) - first + 1 if positive.any() else 0
+    """A tensor of values from zero on, each at the nearest power of ``2^(pace/4)``; None where they span too many.
+
+    By buckets (``sketch``), so a value within 0.4 % of the middle between two powers may go to either.
+    """
+    buckets = LogHistogram.of(tensor).buckets
+    exponents = _exponents(pace)
+    occurring = exponents[buckets[buckets > 0]]
+    first = int(occurring.min()) if len(occurring) else 0
+    bins = int(occurring.max()) - first + 1 if len(occurring) else 0
     if bins > MAX_BINS:
         return None
-    levels = np.where(positive, exponents - first + FIRST_BIN, 0).astype(np.uint8)
+    table = np.clip(exponents - first + FIRST_BIN, 0, 255).astype(np.uint8)
+    table[[0, MAGNITUDES]] = PRUNED
+    levels = np.empty(tensor.numel(), dtype=np.uint8)
+    nothing, no_say = np.zeros(0, dtype=np.uint32), np.full(BUCKETS, _native.NO_SAY, dtype=np.uint8)
+    _native.assign_levels(bits_of(tensor), table_for(tensor.dtype, table), nothing, no_say, levels)
     return QuantizedTensor(tensor.dtype, tensor.shape, levels, LogGrid(pace, first, bins), np.zeros(0, np.uint16))
+
+
+@cache
+def _exponents(pace: int) -> NDArray[np.int64]:
+    """The nearest multiple of ``pace`` rungs for what each bucket stands for, where that is above zero."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rungs = np.log2(bucket_values().astype(np.float64)) * RUNGS_PER_OCTAVE
+    rungs = np.clip(np.nan_to_num(rungs), LOWEST_RUNG, HIGHEST_RUNG)
+    exponents: NDArray[np.int64] = np.rint(rungs / pace).astype(np.int64)
+    return exponents
 
 
 def rank_one(tensor: Tensor) -> RankOne | None:
     """A second moment as row mean × column mean / mean; None where it has fewer than two dimensions or is zero."""
     if tensor.ndim < 2:
         return None
-    matrix = tensor.detach().to("cpu", torch.float64).reshape(tensor.shape[0], -1)
-    root = matrix.mean().sqrt()
+    matrix = tensor.detach().to("cpu", torch.float32).reshape(tensor.shape[0], -1)
+    row_means, column_means = matrix.mean(1), matrix.mean(0)
+    root = row_means.mean().sqrt()
     if not root > 0:
         return None
-    rows = log_quantize((matrix.mean(1) / root).to(torch.float32), FACTOR_PACE)
-    columns = log_quantize((matrix.mean(0) / root).to(torch.float32), FACTOR_PACE)
+    rows, columns = log_quantize(row_means / root, FACTOR_PACE), log_quantize(column_means / root, FACTOR_PACE)
     if rows is None or columns is None:
         return None
     return RankOne(tensor.dtype, tensor.shape, rows, columns)
@@ -67,19 +88,22 @@ def relative_error(exact: Tensor, stored: Tensor) -> float:
     return distance / norm if norm else (0.0 if distance == 0 else math.inf)
 
 
+def _sample(tensor: Tensor) -> Tensor:
+    """At most ``SAMPLED`` elements, evenly spread, float32 on the host."""
+    return tensor.detach().reshape(-1)[:: -(-tensor.numel() // SAMPLED)].to("cpu", torch.float32)
+
+
 def second_moment(second: Tensor, tolerance: float) -> QuantizedTensor | RankOne | None:
     """The cheapest form whose effect on an update of ``1 / sqrt(v)`` stays in tolerance; None: store it exactly.
 
-    The effect is the root mean square of ``sqrt(v / v̂) - 1`` over the elements that are not zero.
+    The effect is the root mean square of ``sqrt(v / v̂) - 1`` over the elements that are not zero, by a sample.
     """
-    values = second.detach().to("cpu", torch.float32)
+    values = _sample(second)
     moved = values > 0
 
-    def effect(stored: Quantized) -> float:
-        decoded = dequantize(stored).to(torch.float32)
-        if not bool((decoded[moved] > 0).all()) or bool(
-            (decoded[~moved] != 0).any() and not isinstance(stored, RankOne)
-        ):
+    def effect(stored: QuantizedTensor | RankOne) -> float:
+        decoded = _sample(dequantize(stored))
+        if not bool((decoded[moved] > 0).all()):
             return math.inf
         ratio = (values[moved] / decoded[moved]).sqrt() - 1
         return float(ratio.square().mean().sqrt()) if ratio.numel() else 0.0
@@ -97,50 +121,59 @@ def first_moment(
 ) -> Scaled | None:
     """The coarsest first moment with which the next update stays in tolerance; None: store it exactly.
 
-    second: as it is; stored_second: as it is stored, which is what the first moment is stored in units of.
+    second: as it is; stored_second: as it is stored, which is what the first moment is stored in units of. The effect
+    is judged by a sample.
     """
+
+    def stored(units: QuantizedTensor) -> Scaled:
+        return Scaled(_as(units, first.dtype), stored_second, second_name)
+
+    if tolerance >= 1:
+        return stored(_nothing(first))
     exact = first.detach().to("cpu", torch.float32)
     root = dequantize(stored_second).to(torch.float32).sqrt()
     if bool((exact[root == 0] != 0).any()):
         return None
     units = torch.where(root > 0, exact / root, torch.zeros(()))
-    wanted = update(exact, second.detach().to("cpu", torch.float32))
+    sampled, sampled_root = _sample(units), _sample(root)
+    wanted = update(_sample(exact), _sample(second))
 
-    def stored(rung: int) -> Scaled:
-        return Scaled(_as(quantize(units, rung), first.dtype), stored_second, second_name)
+    def effect(rung: int) -> float:
+        return relative_error(wanted, update(dequantize(quantize(sampled, rung)) * sampled_root, sampled_root.square()))
 
-    def effect(scaled: Scaled) -> float:
-        return relative_error(wanted, update(dequantize(scaled).to(torch.float32), root.square()))
-
-    return _coarsest(stored, effect, tolerance)
+    rung = _coarsest(effect, tolerance)
+    return None if rung is None else stored(quantize(units, rung))
 
 
 def momentum(first: Tensor, tolerance: float) -> QuantizedTensor | None:
     """The coarsest first moment of an optimizer without second ones; None: store it exactly.
 
-    Its update is the moment itself, so the step goes by its root mean square.
+    Its update is the moment itself, so the step goes by its root mean square. The effect is judged by a sample.
     """
-    exact = first.detach().to("cpu", torch.float32)
+    if tolerance >= 1:
+        return _nothing(first)
+    exact = _sample(first)
     size = float(exact.square().mean().sqrt()) if exact.numel() else 0.0
     if not size > 0:
         return None
     unit = round(RUNGS_PER_OCTAVE * math.log2(size))
 
-    def stored(rung: int) -> QuantizedTensor:
-        return quantize(first, max(unit + rung, LOWEST_RUNG))
+    def effect(rung: int) -> float:
+        return relative_error(exact, dequantize(quantize(exact, max(unit + rung, LOWEST_RUNG))))
 
-    def effect(quantized: QuantizedTensor) -> float:
-        return relative_error(exact, dequantize(quantized).to(torch.float32))
-
-    return _coarsest(stored, effect, tolerance)
+    rung = _coarsest(effect, tolerance)
+    return None if rung is None else quantize(first, max(unit + rung, LOWEST_RUNG))
 
 
-T = TypeVar("T")
+def _nothing(tensor: Tensor) -> QuantizedTensor:
+    """All zero: an update that is off by all of itself is within a tolerance of 1."""
+    levels = np.zeros(tensor.numel(), dtype=np.uint8)
+    return QuantizedTensor(tensor.dtype, tensor.shape, levels, Grid(0, 0), np.zeros(0, dtype=np.uint16))
 
 
-def _coarsest(stored: Callable[[int], T], effect: Callable[[T], float], tolerance: float) -> T | None:
-    return next((form for rung in FIRST_RUNGS if effect(form := stored(rung)) <= tolerance), None)
+def _coarsest(effect: Callable[[int], float], tolerance: float) -> int | None:
+    return next((rung for rung in FIRST_RUNGS if effect(rung) <= tolerance), None)
 
 
 def _as(quantized: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
-    return QuantizedTensor(dtype, quantized.shape, quantized.levels, quantized.codebook, quantized.protected)
+    return replace(quantized, dtype=dtype)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from dynaquant.quantize.moments import first_moment, momentum, second_moment
@@ -25,7 +27,7 @@ def quantize_moments(
     quantized: dict[str, Quantized] = {}
     seconds: dict[str, QuantizedTensor | RankOne] = {}
     for name, tensor in tensors.items():
-        if labels[name].role == "second_moment" and _usable(tensor) and not bool((tensor < 0).any()):
+        if labels[name].role == "second_moment" and _usable(tensor, lowest=0.0):
             stored = second_moment(tensor, second_tolerance)
             if stored is not None:
                 quantized[name] = seconds[name] = stored
@@ -43,8 +45,11 @@ def quantize_moments(
     return quantized
 
 
-def _usable(tensor: Tensor) -> bool:
-    return tensor.numel() > 0 and bool(tensor.isfinite().all())
+def _usable(tensor: Tensor, lowest: float = -math.inf) -> bool:
+    if tensor.numel() == 0:
+        return False
+    least, most = torch.aminmax(tensor.detach())  # NaN where one value is
+    return lowest <= float(least) and -math.inf < float(least) and float(most) < math.inf
 
 
 def _second_of(name: str, tensors: Mapping[str, Tensor]) -> str | None:

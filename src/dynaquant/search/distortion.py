@@ -22,9 +22,9 @@ def distortion(
     moved = total = 0.0
     for name, stored in quantized.items():
         factor = fisher.get(name, 0.0) if fisher else 1.0
-        weight = weights[name].detach().to("cpu", torch.float64)
-        moved += factor * float((dequantize(stored).to(torch.float64) - weight).square().sum())
-        total += factor * float(weight.square().sum())
+        weight = weights[name].detach().to("cpu", torch.float32)
+        moved += factor * float(torch.linalg.vector_norm(dequantize(stored).to(torch.float32) - weight)) ** 2
+        total += factor * float(torch.linalg.vector_norm(weight)) ** 2
     return moved / total if total else 0.0
 
 
