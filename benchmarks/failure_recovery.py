@@ -227,6 +227,7 @@ def with_crashes(settings: Settings, data: Path, cache: Path) -> dict[str, Any]:
                 extras={"scheduler": work.scheduler, "data": work.generator},
                 evaluate=work.search_loss,
                 max_degradation=settings.max_degradation,
+                method="published",
                 every=settings.every,
             ) as checkpointer:
                 restored = checkpointer.restore() or 0

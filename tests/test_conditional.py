@@ -15,6 +15,8 @@ from dynaquant.quantize.grid import quantize
 from dynaquant.quantized import FIRST_BIN, PROTECTED, QuantizedTensor
 from dynaquant.roles import Label
 
+NOTHING = np.zeros(0, dtype=np.uint16)
+
 
 def centres(count, seed=0):
     return Centres(np.sort(np.random.default_rng(seed).standard_normal(count)).astype(np.float32))
@@ -105,10 +107,9 @@ def test_a_parent_of_another_kind_or_size_is_no_parent(parent):
         assert coded == stream.encode(quantized, None)[1]
 
 
-def on_grid(values, step, rung_size=254):
-    """Values on a grid with a step of ``step`` rungs of theirs."""
-    quantized = quantize(torch.from_numpy(values.astype(np.float32)), step)
-    assert quantized.codebook.bins <= rung_size
+def on_grid(values, rung):
+    quantized = quantize(torch.from_numpy(values.astype(np.float32)), rung)
+    assert not len(quantized.protected)
     return quantized
 
 
@@ -199,9 +200,6 @@ def test_levels_at_the_value_of_the_parent_are_the_cheapest_with_centres_too():
     before, after = nearest(values, book), nearest(values + random.normal(0, 0.002, values.size), other)
     coded = len(conditional.encode(after, before))
     assert coded < 1.02 * entropy(after.levels, before.levels) + 200
-
-
-NOTHING = np.zeros(0, dtype=np.uint16)
 
 
 @pytest.mark.parametrize("size", [1, 300_000, 2**60])

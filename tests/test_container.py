@@ -1,6 +1,7 @@
 """One checkpoint file: what is written is read, and every way in which a file can be wrong has its own words."""
 
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -15,10 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent
-from dynaquant.entry import MAX_EXPANSION, Entry, Planes, Quantized, Raw, Reference
+from dynaquant.codings import Conditional, Exact, Planes, Product, Raw, Rearranged, Reference, Units
+from dynaquant.container import FORMAT_VERSION, CheckpointFile, CheckpointWriter, Header, Parent
+from dynaquant.entry import MAX_EXPANSION, Entry
 from dynaquant.errors import CheckpointError
 from dynaquant.quantize.checkpoint import quantize_weights, sketch_weights
+from dynaquant.quantize.moments import first_moment, rank_one
 from dynaquant.quantize.partition import Configuration
 from dynaquant.roles import Label
 from dynaquant.run import Checkpoint, Run
@@ -26,6 +29,7 @@ from dynaquant.state import flatten, unflatten
 
 HASH = "0123456789abcdef" * 4
 TRAILER = 40
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def opened(folder: Path, content: bytes) -> CheckpointFile:
@@ -55,22 +59,33 @@ def broken_entry(folder: Path, name="w", **changes) -> str:
 
 def test_a_header_comes_back(tmp_path):
     labels = (Label("weight", "linear"), Label("first_moment"), Label("exact", "\ud800 naïve"))
-    codings = (Quantized(16, 3, 5, "rearranged"), Reference(), Raw())
+    part = Conditional("log_grid", 6, -90, 4, 2, 3, True, 30)
+    codings = {
+        Rearranged(16, 3, 5, "rearranged"): 80,
+        Reference(): 0,
+        Raw(): 12,
+        Exact(needs_parent=True): 7,
+        Planes(): 9,
+        Conditional("centres", 4, 0, 0, 1, 2, False, 80): 80,
+        Conditional("grid", 4, -40, 0, 1, 2, True, 80): 80,
+        Product(part, part): 60,
+        Units(part, "a.7"): 30,
+    }
     entries = tuple(
-        Entry(f"a.{i}", label, torch.bfloat16, torch.Size([2, 3]), HASH, size, coding)
-        for i, (label, coding, size) in enumerate(zip(labels, codings, (80, 0, 12), strict=True))
+        Entry(f"a.{i}", labels[i % 3], torch.bfloat16, torch.Size([2, 3]), HASH, size, coding)
+        for i, (coding, size) in enumerate(codings.items())
     )
+    streams = [bytes([i]) * size for i, size in enumerate(codings.values())]
     written = Header(7, 9, Parent(6, HASH), {"dict": [["ä\n\ud800", 1.5]]}, entries, {"notes": ["é"]})
     with (tmp_path / "some.dqc").open("wb") as out:
         writer = CheckpointWriter(out)
-        writer.add(b"x" * 80)
-        writer.add(b"")
-        writer.add(b"y" * 12)
+        for stream in streams:
+            writer.add(stream)
         writer.finish(written)
     file = CheckpointFile(tmp_path / "some.dqc")
     assert file.header == written
     assert file.header.identity == written.identity
-    assert [file.read(e) for e in entries] == [b"x" * 80, b"", b"y" * 12]
+    assert [file.read(e) for e in entries] == streams
 
 
 @given(st.lists(st.text(max_size=40), max_size=6))
@@ -109,23 +124,35 @@ def test_a_file_written_by_hand_is_read(tmp_path):
 # A whole file that was damaged
 
 
-@pytest.fixture(scope="module")
-def small_run(tmp_path_factory) -> Run:
-    """A keyframe and a delta that have tensors of every coding."""
+@pytest.fixture(scope="module", params=["conditional", "rearranged"])
+def small_run(tmp_path_factory, request) -> Run:
+    """A keyframe and a delta that have tensors of every coding, with either one for levels."""
     torch.manual_seed(0)
     run, base = Run(tmp_path_factory.mktemp("run")), None
-    weights = torch.randn(12, 8)
+    weights, moment, counts = torch.randn(12, 8), torch.rand(6, 4) ** 2, torch.arange(40)
     for step in (1, 2):
         sketched = sketch_weights({"w": weights}, {"w": Label("weight")}, {})
         quantized = quantize_weights(sketched, Configuration(bins=3, embedding_bins=3, protected=0.05))
-        tensors = {"w": quantized["w"], "zeros": torch.zeros(40) + step, "b": torch.randn(2), "same": torch.ones(3)}
+        second = rank_one(moment)
+        tensors = {
+            "w": quantized["w"],
+            "m": first_moment(torch.randn(6, 4) * moment.sqrt(), moment, second, "v", 0.5),
+            "v": second,
+            "repeats": torch.randn(20).repeat(4),
+            "counts": counts + step,
+            "b": torch.randn(2),
+            "same": torch.ones(3),
+        }
         tree, _ = flatten(tensors_to_state(tensors))
         labels = {name: Label("exact") for name in tensors}
-        _, base = run.commit(Checkpoint(step, tree, tensors, labels), base)
+        _, base = run.commit(Checkpoint(step, tree, tensors, labels, coder=request.param), base)
         weights[0] += 0.5
+        moment[0] *= 2
     kinds = {type(e.coding) for step in (1, 2) for e in run.file(step).header.entries}
-    assert kinds == {Raw, Planes, Reference, Quantized}
-    assert any(isinstance(e.coding, Quantized) and e.needs_parent for e in run.file(2).header.entries)
+    levels = Rearranged if request.param == "rearranged" else Conditional
+    assert kinds == {Raw, Planes, Exact, Reference, Product, Units, levels}
+    needy = {type(e.coding) for e in run.file(2).header.entries if e.needs_parent}
+    assert needy >= {Reference, Exact, levels}
     return run
 
 
@@ -144,14 +171,31 @@ def test_a_file_truncated_anywhere_is_an_error(small_run, tmp_path, step):
     }
 
 
+def idle_bits(file: CheckpointFile, content: bytes) -> dict[int, int]:
+    """Where a file may say anything, as bits by position.
+
+    A zstd frame has an unused bit. Differences say from where on classes count, and those here have no classes.
+    """
+    idle = {match.end(): 0x10 for match in re.finditer(re.escape(ZSTD_MAGIC), content)}
+    position = 16
+    for e in file.header.entries:
+        if isinstance(e.coding, Exact) and e.needs_parent:
+            idle |= {position + 6: 0xFF, position + 7: 0xFF}
+        position += e.size
+    return idle
+
+
 @pytest.mark.parametrize("step", [1, 2])
 def test_every_altered_byte_is_found(small_run, tmp_path, step):
     for other in (1, 2):
         (tmp_path / small_run.path(other).name).write_bytes(small_run.path(other).read_bytes())
     run = Run(tmp_path)
     path, whole = run.path(step), small_run.path(step).read_bytes()
+    idle = idle_bits(small_run.file(step), whole)
     for position in range(len(whole)):
         for flip in (1 << position % 8, 0xFF):
+            if not flip & ~idle.get(position, 0):
+                continue
             path.write_bytes(whole[:position] + bytes([whole[position] ^ flip]) + whole[position + 1 :])
             with pytest.raises(CheckpointError, match=path.name):
                 run.load(run.file(step))
@@ -175,8 +219,11 @@ def test_a_file_that_is_no_checkpoint_is_called_so(tmp_path, content):
 
 
 def test_a_file_of_another_version_says_which(tmp_path):
-    said = refused(tmp_path, file_of(header(), version=2))
-    assert said == "format version 2, and this dynaquant reads version 1; install a newer one"
+    for version in (FORMAT_VERSION + 1, 2**64 - 1):
+        said = refused(tmp_path, file_of(header(), version=version))
+        assert said == (
+            f"format version {version}, and this dynaquant reads up to {FORMAT_VERSION}; install a newer one"
+        )
 
 
 def test_a_folder_in_place_of_a_file_is_an_error(tmp_path):
@@ -539,7 +586,7 @@ def test_a_header_with_any_value_altered_is_an_error_or_harmless(small_run, tmp_
     file = small_run.file(1)
     tensors = [dict(e.to_json()) for e in file.header.entries]
     target = data.draw(st.sampled_from(tensors))
-    places = [target, target["coding"]]
+    places = [target, target["coding"], *(part for part in target["coding"].values() if isinstance(part, dict))]
     place = data.draw(st.sampled_from(places))
     key = data.draw(st.sampled_from(sorted(place)))
     leaf = st.one_of(st.none(), st.booleans(), st.integers(-5, 2**70), st.text(max_size=8), st.floats(allow_nan=False))

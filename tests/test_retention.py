@@ -3,9 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_run import assert_holds, checkpoint_of, series
+from test_run import assert_holds, checkpoint_of, damage_levels, series
 from torch import randn
 
+from dynaquant.codings import Rearranged
 from dynaquant.errors import CheckpointError
 from dynaquant.retention import Retention, prune, release
 from dynaquant.run import Run
@@ -93,14 +94,16 @@ def test_limits_below_one_are_refused(limits):
 # How the others go
 
 
-def test_children_are_coded_against_the_nearest_ancestor_that_stays(run):
-    made = series(run, [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("coder", ["conditional", "rearranged"])
+def test_children_are_coded_against_the_nearest_ancestor_that_stays(run, coder):
+    made = series(run, [1, 2, 3, 4, 5], coder=coder)
     assert release(run, [2, 3, 5]) == (set(), [])
     assert parents(run) == {1: None, 2: 1, 3: 2, 4: 1, 5: 4}
     assert release(run, [1, 2, 3]) == (set(), [])
     assert parents(run) == {1: None, 2: 1, 3: 2, 4: None, 5: 4}
     for checkpoint in made:
-        assert_holds(run, checkpoint)
+        coding = assert_holds(run, checkpoint).header.by_name["w"].coding
+        assert isinstance(coding, Rearranged) == (coder == "rearranged")
 
 
 def test_a_crash_between_recoding_and_deleting_leaves_a_whole_run(run):
@@ -166,9 +169,7 @@ def test_a_damaged_child_is_noted_and_keeps_its_parent_until_it_goes_itself(run)
     _, base = run.commit(first, None)
     for step in (2, 3):
         run.commit(checkpoint_of(step, {"w": randn(80, 50)}, {"b": first.tensors["b"]}), base)
-    damaged = bytearray(run.path(2).read_bytes())
-    damaged[100] ^= 1
-    run.path(2).write_bytes(damaged)
+    damaged = damage_levels(run, 2)
     notes = prune(run, Retention(keep_last=2))
     assert len(notes) == 1
     assert notes[0].startswith(
@@ -185,9 +186,7 @@ def test_a_damaged_parent_is_noted_and_stays_as_long_as_its_child(run):
     series(run, [1, 2])
     alone = checkpoint_of(3, {"w": randn(80, 50)})
     run.commit(alone, None)
-    damaged = bytearray(run.path(1).read_bytes())
-    damaged[100] ^= 1
-    run.path(1).write_bytes(damaged)
+    damage_levels(run, 1)
     notes = prune(run, Retention(keep_last=2))
     assert [note[:30] for note in notes] == ["step 2 could not be re-coded, "]
     assert steps_of(run) == [1, 2, 3]

@@ -11,14 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from dynaquant import rng
 from dynaquant import sources as state_sources
-from dynaquant.coding.stream import StoredTensor, values_of
+from dynaquant.coding.stream import StoredTensor
 from dynaquant.compressor import Compressor, Loss
 from dynaquant.container import CheckpointFile
 from dynaquant.distributed import Group, unwrapped
@@ -42,11 +42,15 @@ TYPICAL_TRIALS = 3
 
 @dataclass(frozen=True)
 class _Loaded:
-    """A checkpoint that was decoded and fits."""
+    """A checkpoint that was decoded and fits.
+
+    tensors: as its file has them. exact: whether the state has them as they were before they were quantized.
+    """
 
     file: CheckpointFile
     tensors: Mapping[str, StoredTensor]
     state: Mapping[str, Any]
+    exact: bool
 
     @property
     def step(self) -> int:
@@ -71,6 +75,8 @@ class Checkpointer:
     or ``"published"`` for the system of the paper, which leaves moments exact; ``"kmeans"`` is that with the coder of
     ``"grid"``. configuration: the quantizer's knobs, if they are not to be searched for; a metric is then only
     recorded. It decides on the method.
+
+    exact: ``"latest"`` keeps the newest checkpoint as it was, too, beside its small form; ``restore`` prefers that.
 
     roles: overrides of what tensors are, by glob pattern, e.g. ``{"*.lm_head.weight": "exact"}``; patterns for the
     optimizer's state begin with ``"optimizer."``. every: steps between checkpoints, for ``due``; ``"auto"``: from the
@@ -101,6 +107,7 @@ class Checkpointer:
         quality: QualityName = "balanced",
         method: Method | None = None,
         configuration: Knobs | None = None,
+        exact: Literal["latest"] | None = None,
         roles: Mapping[str, str] | None = None,
         every: Every | None = None,
         max_overhead: float | None = None,
@@ -112,6 +119,8 @@ class Checkpointer:
         if keyframe_every < 1:
             raise ValueError(f"keyframe_every must be at least 1, not {keyframe_every}")
         loss = Loss(quality, method, max_degradation, configuration)
+        if exact not in (None, "latest"):
+            raise ValueError(f'exact must be "latest" or None, not {exact!r}; for all, quality="lossless"')
         if not isinstance(model, nn.Module):
             raise StateError(f"model must be a torch.nn.Module, not a {type(model).__qualname__}")
         reserved = {"model", "optimizer", *state_sources.RESERVED} & set(extras or {})
@@ -139,7 +148,14 @@ class Checkpointer:
         with ExitStack() as stack:
             self._group.together(lambda: stack.enter_context(self._run.writer()) if self._group.rank == 0 else None)
             self._compressor = Compressor(
-                model, optimizer, evaluate, higher_is_better, loss, self._group, self._schedule.interval
+                model,
+                optimizer,
+                evaluate,
+                higher_is_better,
+                loss,
+                exact == "latest",
+                self._group,
+                self._schedule.interval,
             )
             stack.callback(self._compressor.close)
             # Mistakes are found now rather than at the first save. The optimizer's state is not there yet.
@@ -229,8 +245,9 @@ class Checkpointer:
 
     def _load_fitting(self, file: CheckpointFile) -> _Loaded:
         """A checkpoint that fits the objects to restore."""
-        tensors = self._run.load(file)
-        state = _state_of(file, tensors)
+        values: dict[str, Tensor] = {}
+        tensors = self._run.load(file, values)
+        state, exact = _state_of(self._run, file, values, self.skipped)
         try:
             state_sources.check_fit(self._sources, state, f"{file.path} (step {file.header.step})")
             own = state_sources.randomness_of(state, self._group.rank)
@@ -240,14 +257,14 @@ class Checkpointer:
             raise CheckpointError(f"{file.path}: it holds no state of a training ({error!r})") from error
         if own is None:
             log.warning("%s was saved by fewer ranks: rank %d keeps its random numbers", file.path, self._group.rank)
-        return _Loaded(file, tensors, state)
+        return _Loaded(file, tensors, state, exact)
 
     def _put(self, loaded: _Loaded) -> None:
         header = loaded.file.header
         state_sources.restore(self._sources, loaded.state, self._group.rank)
         self._base = Base.loaded(header, loaded.tensors)
         self._has_line = True
-        self._compressor.resume(header, loaded.tensors)
+        self._compressor.resume(header, loaded.tensors, loaded.exact)
         self._schedule.begin(header.step, header.record.get("interval"))
         self._compressor.expect(self._schedule.interval)
 
@@ -303,7 +320,9 @@ class Checkpointer:
         seconds.update(capture=time.perf_counter() - start, search=0.0)
         compressed = self._compressor.compress(tensors, label_of, seconds)
         state_sources.set_generators(self._sources, generators)  # ``evaluate`` may have drawn from them
-        checkpoint = Checkpoint(step, tree, compressed.tensors, label_of, coder=self._compressor.coder)
+        checkpoint = Checkpoint(
+            step, tree, compressed.tensors, compressed.labels, coder=self._compressor.coder, exact=compressed.exact
+        )
         return checkpoint, compressed.decision, compressed.notes
 
     def _collect(self, other_ranks: list[dict[str, Any]]) -> tuple[Any, dict[str, Tensor], dict[str, Label]]:
@@ -378,15 +397,30 @@ def load(folder: str | os.PathLike[str], step: int | None = None) -> dict[str, A
             raise broken[0] if broken else CheckpointError(f"{folder}: there are no checkpoints here")
         step = summaries[-1].step
     file = run.file(step)
-    tensors = run.load(file)
-    return _state_of(file, tensors)
+    values: dict[str, Tensor] = {}
+    run.load(file, values)
+    return _state_of(run, file, values, [])[0]
 
 
-def _state_of(file: CheckpointFile, tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+def _state_of(
+    run: Run, file: CheckpointFile, values: dict[str, Tensor], skipped: list[CheckpointError]
+) -> tuple[dict[str, Any], bool]:
+    """The state of a checkpoint with these values, and whether it is that from before it was quantized.
+
+    Adds to skipped why an exact file could not be used.
+    """
+    exact: dict[str, Tensor] = {}
     try:
-        state = unflatten(file.header.tree, {name: values_of(stored) for name, stored in tensors.items()})
+        if (twin := run.exact(file)) is not None:
+            run.load(twin, exact)
+            file = twin
+    except CheckpointError as error:
+        log.warning("the small form of step %d stands in for its exact one: %s", file.header.step, error)
+        skipped.append(error)
+    try:
+        state = unflatten(file.header.tree, exact or values)
     except StateError as error:
         raise CheckpointError(f"{file.path}: {error}") from error
     if not isinstance(state, dict) or not set(state_sources.RESERVED) <= set(state):
         raise CheckpointError(f"{file.path}: it holds no state of a training")
-    return state
+    return state, bool(exact)

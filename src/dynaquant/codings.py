@@ -42,6 +42,14 @@ class Reference:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """No stream: the values of ``of``, another tensor of the checkpoint, rounded to this one's dtype."""
+
+    of: str
+    needs_parent = False
+
+
+@dataclass(frozen=True)
 class Rearranged:
     """Centres, protected values, coded levels (``coding.rearrange``)."""
 
@@ -100,12 +108,13 @@ class Units:
         return self.units.needs_parent
 
 
-Coding = Raw | Planes | Exact | Reference | Rearranged | Conditional | Product | Units
+Coding = Raw | Planes | Exact | Reference | Rounding | Rearranged | Conditional | Product | Units
 _KINDS: dict[str, type[Coding]] = {
     "raw": Raw,
     "planes": Planes,
     "exact": Exact,
     "reference": Reference,
+    "rounding": Rounding,
     "quantized": Rearranged,
     "conditional": Conditional,
     "rank_one": Product,
@@ -117,6 +126,13 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 def name_of(coding: Coding) -> str:
     """The coding's name in a header."""
     return _NAMES[type(coding)]
+
+
+def other_of(coding: Coding) -> str | None:
+    """The name of the tensor of the same checkpoint that has to be decoded before one that is coded like this."""
+    if isinstance(coding, Units):
+        return coding.second
+    return coding.of if isinstance(coding, Rounding) else None
 
 
 def parse(data: dict[str, Any]) -> Coding:
@@ -145,7 +161,7 @@ def _parse(kind: type, data: dict[str, Any]) -> Any:
 
 def check(coding: Coding, shape: tuple[int, ...], elements: int, size: int) -> None:
     """Raises ValueError for a coding that no tensor of that shape has in a stream of that size."""
-    if isinstance(coding, Reference) and size != 0:
+    if isinstance(coding, Reference | Rounding) and size != 0:
         raise ValueError(f"its size is {size}")
     if isinstance(coding, Rearranged):
         if coding.arrangement not in get_args(Arrangement):

@@ -15,13 +15,14 @@ from dynaquant.coding.stream import Coder, StoredTensor, tensor_hash, values_of
 from dynaquant.container import Header
 from dynaquant.distributed import Group
 from dynaquant.importance import GradientRecorder, moving_average, sum_of_squares
+from dynaquant.masters import masters
 from dynaquant.presets import PRESETS, QualityName
 from dynaquant.quantize.checkpoint import SketchedWeights, sketch_weights
 from dynaquant.quantize.grid import GridConfiguration, GridWeights, grid_weights
 from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.quantize.optimizer import quantize_moments
 from dynaquant.quantize.partition import Configuration
-from dynaquant.quantized import Quantized, QuantizedTensor
+from dynaquant.quantized import Quantized, QuantizedTensor, Rounded
 from dynaquant.roles import Label, quantizable
 from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.search.manager import ConfigurationManager, Decision
@@ -69,9 +70,14 @@ class Loss:
 
 @dataclass(frozen=True)
 class Compressed:
-    """The tensors of a state as they are to be stored, by name (on rank 0), and how it was decided."""
+    """The tensors of a state as they are to be stored, by name (on rank 0), their labels, and how it was decided.
+
+    exact: the tensors as they were, if they are to be kept as well.
+    """
 
     tensors: dict[str, StoredTensor]
+    exact: dict[str, StoredTensor] | None
+    labels: dict[str, Label]
     decision: Decision
     notes: list[str]
 
@@ -79,7 +85,8 @@ class Compressed:
 class Compressor:
     """Goes from the tensors of a state to what is stored of them, from one checkpoint to the next.
 
-    interval: steps to the first save, where known. Collective, like everything that takes a group.
+    keep_exact: whether to hand out the tensors as they were, too. interval: steps to the first save, where known.
+    Collective, like everything that takes a group.
     """
 
     def __init__(
@@ -89,11 +96,13 @@ class Compressor:
         evaluate: Evaluate | None,
         higher_is_better: bool,
         loss: Loss,
+        keep_exact: bool,
         group: Group,
         interval: int | None,
     ) -> None:
         self._model, self._optimizer, self._group = model, optimizer, group
         self._preset = PRESETS[loss.quality]
+        self._keep_exact = keep_exact
         self.method = loss.chosen
         most = self._preset.max_degradation if self._preset else 0.0
         self._manager = ConfigurationManager(model, evaluate, higher_is_better, most, loss.configuration, group)
@@ -161,16 +170,18 @@ class Compressor:
         """Takes hooks off the optimizer."""
         self._stack.close()
 
-    def resume(self, header: Header, tensors: Mapping[str, StoredTensor]) -> None:
-        """Goes on from a checkpoint that was restored."""
-        self._quantized = {
-            name: (header.by_name[name].hash, stored)
-            for name, stored in tensors.items()
-            if isinstance(stored, QuantizedTensor) and header.by_name[name].label.role == "weight"
-        }
+    def resume(self, header: Header, tensors: Mapping[str, StoredTensor], exact: bool) -> None:
+        """Goes on from a checkpoint that was restored. exact: whether from its tensors as they were before."""
+        self._quantized = {}
+        for name, stored in tensors.items():
+            if header.by_name[name].label.role == "weight":
+                source, origin = (stored.of_name, stored.of) if isinstance(stored, Rounded) else (name, stored)
+                if isinstance(origin, QuantizedTensor):
+                    self._quantized[name] = header.by_name[source].hash, origin
         self._quantized_for = self.max_degradation
         self._restored_step = header.step
-        self._manager.resume(header.record, {name: stored for name, (_, stored) in self._quantized.items()})
+        restored = {} if exact else {name: stored for name, (_, stored) in self._quantized.items()}
+        self._manager.resume(header.record, restored)
         if self._recorder:
             self._recorder.forget()
 
@@ -180,7 +191,8 @@ class Compressor:
         """What to store. tensors, label_of: of the whole state, by name. Adds to seconds by stage."""
         start = time.perf_counter()
         gradients = self._recorder.average if self._recorder else {}
-        weights = {name: tensor for name, tensor in tensors.items() if label_of[name].role == "weight"}
+        master_of = masters(tensors, label_of)
+        weights = {name: tensors[master_of.get(name, name)] for name in tensors if label_of[name].role == "weight"}
         hashes = {name: tensor_hash(tensor) for name, tensor in weights.items()} if self._preset else {}
         if self.max_degradation < self._quantized_for:  # what was good enough then need not be now
             self._quantized = {}
@@ -199,11 +211,18 @@ class Compressor:
         stored: dict[str, StoredTensor] = {}
         if self._group.rank == 0:
             small = {**quantized, **self._moments(tensors, label_of)}
-            stored = {name: small[name] if name in small else _copy(tensor) for name, tensor in tensors.items()}
+            small.update({master: small.pop(name) for name, master in master_of.items() if name in small})
+            stored = {n: small[n] if n in small else _copy(t) for n, t in tensors.items() if n not in master_of}
+            stored.update({n: _rounded(tensors[n].dtype, stored[m], m) for n, m in master_of.items()})
         self._quantized_for = self.max_degradation
         self._quantized = {name: (hashes[name], tensor) for name, tensor in quantized.items()}
+        labels = {**label_of, **{master: label_of[name] for name, master in master_of.items()}}
+        exact: dict[str, StoredTensor] | None = None
+        if self._keep_exact and self._group.rank == 0:
+            kept = {n: known if isinstance(known := stored[n], Tensor) else _copy(t) for n, t in tensors.items()}
+            exact = {**kept, **{n: Rounded(tensors[n].dtype, kept[m], m) for n, m in master_of.items()}}
         seconds["capture"] += time.perf_counter() - start
-        return Compressed(stored, decision, notes)
+        return Compressed(stored, exact, labels, decision, notes)
 
     def _decide(
         self,
@@ -249,6 +268,11 @@ class Compressor:
         if self._preset is None or self.method != "grid":
             return {}
         return quantize_moments(tensors, label_of, self._preset.first_tolerance, self._preset.second_tolerance)
+
+
+def _rounded(dtype: torch.dtype, master: StoredTensor, name: str) -> Rounded:
+    assert isinstance(master, QuantizedTensor | Tensor)
+    return Rounded(dtype, master, name)
 
 
 def _copy(tensor: Tensor) -> Tensor:

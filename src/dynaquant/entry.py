@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 import torch
 
 from dynaquant import codings
-from dynaquant.codings import Coding, Exact, Planes, Raw, Reference
+from dynaquant.codings import Coding, Exact, Planes, Raw, Reference, Rounding
 from dynaquant.errors import CheckpointError
 from dynaquant.roles import Label, Role
 from dynaquant.sketch import SKETCHED
@@ -110,10 +110,10 @@ def _check(entry: Entry) -> None:
         raise ValueError(f"its size is {entry.size}")
     if isinstance(coding, Raw) and entry.size != entry.raw_size:
         raise ValueError("its stream has another size than its values")
-    if not isinstance(coding, Raw | Planes | Exact | Reference) and entry.dtype not in SKETCHED:
+    if not isinstance(coding, Raw | Planes | Exact | Reference | Rounding) and entry.dtype not in SKETCHED:
         raise ValueError(f"{dtype_name(entry.dtype)} cannot be quantized")
     codings.check(coding, tuple(entry.shape), entry.elements, entry.size)
     if math.prod(max(n, 1) for n in entry.shape) >= 2**62 or len(entry.shape) > 64:
         raise ValueError("it has a shape that no tensor has")
-    if not entry.needs_parent and entry.raw_size > MAX_EXPANSION * entry.size:
+    if not entry.needs_parent and not isinstance(coding, Rounding) and entry.raw_size > MAX_EXPANSION * entry.size:
         raise ValueError("its stream is too small for its shape")

@@ -91,7 +91,24 @@ class Scaled:
         return self.units.shape
 
 
-Quantized = QuantizedTensor | RankOne | Scaled
+@dataclass(frozen=True)
+class Rounded:
+    """A half-precision weight whose float32 master copy is stored: it is that, rounded, and takes nothing itself.
+
+    of: the master copy as stored, under the name ``of_name``.
+    """
+
+    dtype: torch.dtype
+    of: QuantizedTensor | Tensor
+    of_name: str
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the values."""
+        return self.of.shape
+
+
+Quantized = QuantizedTensor | RankOne | Scaled | Rounded
 
 
 def dequantize(quantized: Quantized) -> Tensor:
@@ -99,6 +116,9 @@ def dequantize(quantized: Quantized) -> Tensor:
 
     Raises ValueError when the levels do not fit the codebook or the protected values, or parts do not fit each other.
     """
+    if isinstance(quantized, Rounded):
+        master = quantized.of if isinstance(quantized.of, Tensor) else _values_of(quantized.of)
+        return master.to(quantized.dtype)
     if isinstance(quantized, RankOne):
         rows, columns = dequantize(quantized.rows), dequantize(quantized.columns)
         if rows.numel() * columns.numel() != quantized.shape.numel():

@@ -14,13 +14,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from dynaquant.coding import stream
 from dynaquant.coding.stream import Coder, StoredTensor, tensor_hash, values_of
-from dynaquant.codings import Exact, Planes, Raw, Rearranged, Reference, Units
+from dynaquant.codings import Exact, Planes, Raw, Rearranged, Reference, other_of
 from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
-from dynaquant.quantized import Scaled
+from dynaquant.quantized import Rounded, Scaled
 from dynaquant.roles import Label
 
 SUFFIX = ".dqc"
@@ -44,7 +46,7 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 class Checkpoint:
     """A checkpoint in memory: the JSON tree of a state, and its tensors with their labels, by name.
 
-    coder: of the levels of weights.
+    coder: of the levels of weights. exact: the same tensors as they were, where they are to be kept for a while.
     """
 
     step: int
@@ -53,6 +55,7 @@ class Checkpoint:
     labels: Mapping[str, Label]
     record: dict[str, Any] = field(default_factory=dict)
     coder: Coder = "conditional"
+    exact: Mapping[str, StoredTensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -188,13 +191,14 @@ class Run:
             chain.append(parent)
         return chain
 
-    def load(self, file: CheckpointFile) -> dict[str, StoredTensor]:
+    def load(self, file: CheckpointFile, values: dict[str, Tensor] | None = None) -> Tensors:
         """Decodes the tensors of a checkpoint and checks each against its hash.
 
-        Raises CheckpointError, naming file and tensor, when one cannot be decoded or is not what was stored.
+        values: filled with the values of all of them, by name, as they have to be computed anyway. Raises
+        CheckpointError, naming file and tensor, when one cannot be decoded or is not what was stored.
         """
         try:
-            return _load_tensors(self.chain(file), [entry.name for entry in file.header.entries])
+            return _load_tensors(self.chain(file), [entry.name for entry in file.header.entries], values)
         except CheckpointError as error:
             itself = f"checkpoint step {file.header.step}: "
             if str(error).startswith((itself, f"{file.path}: ")):
@@ -229,7 +233,28 @@ class Run:
             record=checkpoint.record,
         )
         file = self.write(draft, checkpoint.tensors, checkpoint.labels, base, checkpoint.coder)
+        if checkpoint.exact is not None:
+            twin = self._exact_path(checkpoint.step)
+            self.write(replace(draft, parent=None), checkpoint.exact, checkpoint.labels, None, path=twin)
+        for other in self.folder.glob(f"exact-*{SUFFIX}"):
+            if checkpoint.exact is None or other != twin:
+                other.unlink()
         return file, Base.written(file.header, checkpoint.tensors, base)
+
+    def _exact_path(self, step: int) -> Path:
+        return self.folder / f"exact-{step:012d}{SUFFIX}"
+
+    def exact(self, file: CheckpointFile) -> CheckpointFile | None:
+        """The file of the same checkpoint with its tensors as they were, if it was kept.
+
+        Raises CheckpointError when it is not sound.
+        """
+        path = self._exact_path(file.header.step)
+        if not path.exists():
+            return None
+        twin = CheckpointFile(path)
+        # One of another commit of that step: its writer was killed before it came to this one.
+        return twin if twin.header.sequence == file.header.sequence else None
 
     def write(
         self,
@@ -238,12 +263,14 @@ class Run:
         labels: Mapping[str, Label],
         base: Base | None,
         coder: Coder = "conditional",
+        path: Path | None = None,
     ) -> CheckpointFile:
         """Encodes tensors and writes them under ``draft`` with its entries filled in; verifies; renames.
 
-        A draft that has entries is a checkpoint to be re-coded: the new file must have its identity.
+        path: where to, if not to the file of the draft's step. A draft that has entries is a checkpoint to be re-coded:
+        the new file must have its identity.
         """
-        path = self.path(draft.step)
+        path = path or self.path(draft.step)
         temporary = path.with_name(path.name + _TEMPORARY)
         try:
             with temporary.open("wb") as out:
@@ -304,20 +331,22 @@ def _encode_tensor(
     digest = tensor_hash(values)
     if isinstance(stored, Scaled) and tensors.get(stored.second_name) is not stored.second:
         stored = values  # in units of what its second moment was when it last changed
+    elif isinstance(stored, Rounded) and tensors.get(stored.of_name) is not stored.of:
+        stored = values
     if base is not None and base.hashes.get(name) == digest:
         return Entry(name, label, values.dtype, values.shape, digest, 0, Reference()), b""
     coding, coded = stream.encode(stored, base.tensors.get(name) if base else None, coder)
     return Entry(name, label, values.dtype, values.shape, digest, len(coded), coding), coded
 
 
-def _units_last(entries: Iterable[Entry]) -> list[Entry]:
-    return sorted(entries, key=lambda entry: isinstance(entry.coding, Units))
+def _dependent_last(entries: Iterable[Entry]) -> list[Entry]:
+    return sorted(entries, key=lambda entry: other_of(entry.coding) is not None)
 
 
 def _needed(chain: list[CheckpointFile], names: Collection[str]) -> list[list[Entry]]:
     """The entries that have to be decoded in each file of a chain so that those of ``names`` in the first one can be.
 
-    What is in units of another tensor comes after it.
+    What is made of another tensor comes after it.
     """
     needed = []
     wanted = dict.fromkeys(names)
@@ -326,21 +355,23 @@ def _needed(chain: list[CheckpointFile], names: Collection[str]) -> list[list[En
         if missing := sorted(wanted.keys() - known.keys()):
             raise CheckpointError(f"{chain[i - 1].path}: tensor {missing[0]} is not in its parent, {file.path.name}")
         entries = [known[name] for name in wanted]
-        seconds = {entry.coding.second for entry in entries if isinstance(entry.coding, Units)}
-        if missing := sorted(seconds - known.keys()):
-            raise CheckpointError(f"{file.path}: a tensor is in units of {missing[0]}, which is not in it")
-        entries += [known[name] for name in seconds - wanted.keys()]
-        needed.append(_units_last(entries))
+        others = {other for entry in entries if (other := other_of(entry.coding)) is not None}
+        if missing := sorted(others - known.keys()):
+            raise CheckpointError(f"{file.path}: a tensor is made of {missing[0]}, which is not in it")
+        entries += [known[name] for name in others - wanted.keys()]
+        needed.append(_dependent_last(entries))
         wanted = dict.fromkeys(entry.name for entry in entries if entry.needs_parent)
         if not wanted:
             break
     return needed
 
 
-def _load_tensors(chain: list[CheckpointFile], names: Collection[str], check_all: bool = False) -> Tensors:
+def _load_tensors(
+    chain: list[CheckpointFile], names: Collection[str], values: dict[str, Tensor] | None = None, all_: bool = False
+) -> Tensors:
     """Decodes tensors of the first file of a chain, from where they stand alone downwards, in the order of ``names``.
 
-    check_all: whether ancestors are checked against their hashes too, to find out which of them is damaged.
+    all_: whether ancestors are checked against their hashes too, to find out which of them is damaged.
     """
     needed = _needed(chain, names)
     tensors: Tensors = {}
@@ -348,12 +379,15 @@ def _load_tensors(chain: list[CheckpointFile], names: Collection[str], check_all
         parents, tensors = tensors, {}
         for entry in entries:
             tensors[entry.name] = _decode_tensor(file, entry, parents.get(entry.name), tensors)
-            if entry.needs_parent and isinstance(entry.coding, Reference):
+            if isinstance(entry.coding, Reference):
                 _check_reference(file, entry, chain[i + 1])
-        for entry in entries if i == 0 or check_all else []:
-            if tensor_hash(values_of(tensors[entry.name])) != entry.hash:
-                if not check_all:
-                    _load_tensors(chain, names, check_all=True)
+        for entry in entries if i == 0 or all_ else []:
+            decoded = values_of(tensors[entry.name])
+            if values is not None and i == 0:
+                values[entry.name] = decoded
+            if tensor_hash(decoded) != entry.hash:
+                if not all_:
+                    _load_tensors(chain, names, all_=True)
                 raise CheckpointError(
                     f"{file.path}: tensor {entry.name} does not decode to the values that were stored"
                 )
@@ -372,9 +406,8 @@ def _decode_tensor(
     if isinstance(entry.coding, Reference):
         assert parent is not None
         return parent
-    second = others.get(entry.coding.second) if isinstance(entry.coding, Units) else None
     try:
-        return stream.decode(entry, file.read(entry), parent, second)
+        return stream.decode(entry, file.read(entry), parent, others.get(other_of(entry.coding) or ""))
     except ValueError as error:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
 

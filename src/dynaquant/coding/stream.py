@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dynaquant.codebook import Centres, Codebook, Grid, LogGrid
 from dynaquant.coding import conditional, exact, planes, rearrange
-from dynaquant.codings import Coding, Conditional, Exact, Planes, Product, Raw, Rearranged, Units
+from dynaquant.codings import Coding, Conditional, Exact, Planes, Product, Raw, Rearranged, Reference, Rounding, Units
 from dynaquant.entry import MAX_EXPANSION, Entry
-from dynaquant.quantized import FIRST_BIN, Quantized, QuantizedTensor, RankOne, Scaled, dequantize
+from dynaquant.quantized import FIRST_BIN, Quantized, QuantizedTensor, RankOne, Rounded, Scaled, dequantize
 from dynaquant.state import dtype_name
 
 StoredTensor = Quantized | Tensor
@@ -54,6 +54,8 @@ def encode(stored: StoredTensor, parent: StoredTensor | None, coder: Coder = "co
     """Coding and stream of a tensor. parent: the tensor of the same name in the parent, if there is one."""
     if isinstance(stored, Tensor):
         return _encode_exact(stored, parent)
+    if isinstance(stored, Rounded):
+        return Rounding(stored.of_name), b""
     if isinstance(stored, RankOne):
         factors = parent if isinstance(parent, RankOne) else None
         rows, coded_rows = _encode_part(stored.rows, factors.rows if factors else None)
@@ -115,13 +117,11 @@ def _encode_part(stored: QuantizedTensor, parent: QuantizedTensor | None) -> tup
     return coding, head + protected + coded
 
 
-def decode(
-    entry: Entry, stream: bytes, parent: StoredTensor | None, second: StoredTensor | None = None
-) -> StoredTensor:
+def decode(entry: Entry, stream: bytes, parent: StoredTensor | None, other: StoredTensor | None = None) -> StoredTensor:
     """The tensor that ``encode`` made a stream of.
 
-    parent: the same tensor that ``encode`` was given, where needed. second: for units, what they are units of.
-    Raises ValueError when the stream is not that, or parent or second do not fit.
+    parent: the same tensor that ``encode`` was given, where needed. other: the tensor of ``codings.other_of``.
+    Raises ValueError when the stream is not that, or parent or other do not fit.
     """
     coding = entry.coding
     if isinstance(coding, Rearranged):
@@ -129,23 +129,31 @@ def decode(
     if isinstance(coding, Conditional):
         return _decode_part(coding, entry.dtype, entry.shape, stream, parent)
     if isinstance(coding, Units):
-        if not isinstance(second, QuantizedTensor | RankOne):
+        if not isinstance(other, QuantizedTensor | RankOne):
             raise ValueError(f"it is in units of {coding.second}, which is no such tensor")
         before = parent.units if isinstance(parent, Scaled) else None
-        return Scaled(_decode_part(coding.units, entry.dtype, entry.shape, stream, before), second, coding.second)
+        return Scaled(_decode_part(coding.units, entry.dtype, entry.shape, stream, before), other, coding.second)
+    if isinstance(coding, Rounding):
+        if not isinstance(other, QuantizedTensor | Tensor) or other.shape != entry.shape:
+            raise ValueError(f"it is rounded from {coding.of}, which is no such tensor")
+        return Rounded(entry.dtype, other, coding.of)
     if isinstance(coding, Product):
         return _decode_product(entry, coding, stream, parent)
+    if isinstance(coding, Reference):
+        raise ValueError("a reference has no stream")
+    return _decode_exact(entry, coding, stream, parent)
+
+
+def _decode_exact(entry: Entry, coding: Raw | Planes | Exact, stream: bytes, parent: StoredTensor | None) -> Tensor:
     if isinstance(coding, Exact):
-        exact_parent = _exact_parent(parent, entry.dtype, entry.shape)
-        if coding.needs_parent and exact_parent is None:
+        before = _exact_parent(parent, entry.dtype, entry.shape) if coding.needs_parent else None
+        if coding.needs_parent and before is None:
             raise ValueError("the parent has no exact values of its dtype and shape")
-        data = exact.decode(stream, entry.raw_size, entry.dtype.itemsize, exact_parent if coding.needs_parent else None)
+        data = exact.decode(stream, entry.raw_size, entry.dtype.itemsize, before)
     elif isinstance(coding, Planes):
         data = planes.decode(stream, entry.raw_size, entry.dtype.itemsize)
-    elif isinstance(coding, Raw):
-        data = np.frombuffer(stream, dtype=np.uint8).copy()
     else:
-        raise ValueError("a reference has no stream")
+        data = np.frombuffer(stream, dtype=np.uint8).copy()
     if entry.dtype == torch.bool and data.size and int(data.max()) > 1:
         raise ValueError("a bool is neither 0 nor 1")
     if entry.elements == 0:
@@ -222,6 +230,8 @@ def same(a: StoredTensor, b: StoredTensor) -> bool:
         return fits and np.array_equal(_bytes_of(a), _bytes_of(b))
     if isinstance(a, RankOne) and isinstance(b, RankOne):
         return (a.dtype, a.shape) == (b.dtype, b.shape) and same(a.rows, b.rows) and same(a.columns, b.columns)
+    if isinstance(a, Rounded) and isinstance(b, Rounded):
+        return (a.dtype, a.of_name) == (b.dtype, b.of_name) and same(a.of, b.of)
     if isinstance(a, Scaled) and isinstance(b, Scaled):
         return a.second_name == b.second_name and same(a.units, b.units) and same(a.second, b.second)
     if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):

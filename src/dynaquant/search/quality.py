@@ -92,7 +92,7 @@ def _substituted(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[Non
         value = given.get(_memory(parameter))
         # Copies of the others too: a backward pass must not reach their ``.grad``, and some layers write to weights
         # when they are called (``nn.Embedding(max_norm=…)``).
-        copied = parameter.detach().clone() if value is None else value.to(parameter.device, copy=True)
+        copied = parameter.detach().clone() if value is None else value.to(parameter.device, parameter.dtype, copy=True)
         return nn.Parameter(copied, requires_grad=False)
 
     replacements = {id(parameter): replacement(parameter) for parameter in named.values()}
