@@ -37,10 +37,13 @@ std::int32_t quantize_block(std::span<const float> values, float inverse, std::u
                             std::uint8_t* levels) {
     std::int32_t highest = 0;
     for (std::size_t i = 0; i < values.size(); ++i) {
-        float steps = std::clamp(values[i] * inverse, -beyond, beyond);
-        // Shifting by a fraction from [-1/2, 1/2) and rounding goes up as often as the value is near to the next.
-        if constexpr (Dithered) steps += uniform(static_cast<std::uint32_t>(begin + i), seed) - 0.5f;
-        const auto multiple = static_cast<std::int32_t>(nearest(steps));
+        const float steps = std::clamp(values[i] * inverse, -beyond, beyond);
+        float rounded = nearest(steps);
+        if constexpr (Dithered) {
+            const float below = rounded > steps ? rounded - 1.0f : rounded;
+            rounded = below + (uniform(static_cast<std::uint32_t>(begin + i), seed) < steps - below ? 1.0f : 0.0f);
+        }
+        const auto multiple = static_cast<std::int32_t>(rounded);
         const std::int32_t level = multiple > 0 ? 2 * multiple : multiple < 0 ? 1 - 2 * multiple : 0;
         highest = std::max(highest, level);
         levels[i] = static_cast<std::uint8_t>(level > highest_level ? level_protected : level);

@@ -1,20 +1,25 @@
-"""A second decoder of checkpoint files, written from docs/format.md alone: it shares no code with dynaquant."""
+"""A second decoder of checkpoint files, written from docs/format.md alone: it shares no code with dynaquant.
+
+Here are the file and the kinds of tensors; format_streams.py and format_levels.py decode what is in their streams.
+"""
 
 import json
 import math
 import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import zstandard
 from blake3 import blake3
+from format_levels import Codebook, Levels, coded_levels, conditional_levels
+from format_streams import byte_planes, check, exact_values, frame
 
 MAGIC = b"\x89DQC\r\n\x1a\n"
-BLOCK = 65_536
-RUN_CLASSES = 34
-LONGEST_CODE = 12
+FLOATS = {"float32", "float64", "bfloat16", "float16"}
+LARGEST = {"float16": np.float32(65_504), "bfloat16": np.float32((2 - 2**-7) * 2.0**127)}
+KINDS = {1: {"raw", "planes", "reference", "quantized"}}
+KINDS[2] = KINDS[1] | {"exact", "conditional", "rank_one", "units", "rounding"}
 
 
 @dataclass
@@ -22,34 +27,69 @@ class Tensor:
     dtype: str
     shape: list[int]
     values: bytes  # in C order
-    levels: np.ndarray | None = None  # of a quantized tensor
-    bins: int = 0  # of a quantized tensor
+    parts: dict[str, Levels] = field(default_factory=dict)  # of a quantized tensor
 
 
-def decode(folder, step):
-    """The header of a checkpoint, and its tensors by name: dtype, shape and the bytes of the values in C order."""
-    header, tensors = checkpoint(Path(folder), step)
-    return header, {name: (t.dtype, t.shape, t.values) for name, t in tensors.items()}
+def decode(folder, step, known=None):
+    """The header of a checkpoint, and its tensors by name: dtype, shape and the bytes of the values in C order.
+
+    known: checkpoints that need not be decoded again, by step; those decoded now are added.
+    """
+    header, tensors = checkpoint(Path(folder), step, {} if known is None else known)
+    return header, contents(tensors)
 
 
-def checkpoint(folder, step):
-    header, streams = layout((folder / f"step-{step:012}.dqc").read_bytes())
+def decode_exact(folder, step):
+    """The same of the exact file beside a checkpoint."""
+    header, tensors = decoded((Path(folder) / f"exact-{step:012}.dqc").read_bytes(), step)
+    check(header["parent"] is None, "a keyframe")
+    return header, contents(tensors)
+
+
+def contents(tensors):
+    return {name: (t.dtype, t.shape, t.values) for name, t in tensors.items()}
+
+
+def checkpoint(folder, step, known):
+    if step not in known:
+        file = (folder / f"step-{step:012}.dqc").read_bytes()
+        known[step] = decoded(file, step, lambda step: checkpoint(folder, step, known))
+    return known[step]
+
+
+def decoded(file, step, checkpoint_of=None):
+    """The header and the tensors of a file; ``checkpoint_of``: the same for the step of the parent."""
+    header, streams, kinds = layout(file)
     check(header["step"] == step, "step")
     parents = {}
     if header["parent"] is not None:
-        parent, parents = checkpoint(folder, header["parent"]["step"])
+        parent, parents = checkpoint_of(header["parent"]["step"])
         check(parent["identity"] == header["parent"]["identity"], "the parent's identity")
         check(parent["sequence"] < header["sequence"], "the parent's sequence")
+
+    entries = {entry["name"]: (entry, stream) for entry, stream in zip(header["tensors"], streams, strict=True)}
+    check(len(entries) == len(streams), "unique names")
     tensors = {}
-    for entry, stream in zip(header["tensors"], streams, strict=True):
-        name, shape = entry["name"], entry["shape"]
-        check(name not in tensors, "unique names")
-        tensor = tensors[name] = tensor_of(entry, stream, parents.get(name))
-        check(len(tensor.values) == math.prod(shape) * element_size(entry["dtype"]), f"the size of {name}")
-        text = f"{entry['dtype']}[{', '.join(map(str, shape))}]"
-        check(blake3(text.encode() + tensor.values).hexdigest() == entry["hash"], f"the hash of {name}")
+
+    def tensor_named(name):
+        if name not in tensors:
+            entry, stream = entries[name]
+            check(entry["coding"]["kind"] in kinds, "a kind of coding of this version")
+            tensors[name] = tensor_of(entry, stream, parents.get(name), tensor_named)
+            check_tensor(entry, tensors[name])
+        return tensors[name]
+
+    with np.errstate(all="ignore"):
+        tensors = {name: tensor_named(name) for name in entries}
     check(identity(header) == header["identity"], "identity")
     return header, tensors
+
+
+def check_tensor(entry, tensor):
+    name, shape = entry["name"], entry["shape"]
+    check(len(tensor.values) == math.prod(shape) * element_size(entry["dtype"]), f"the size of {name}")
+    text = f"{entry['dtype']}[{', '.join(map(str, shape))}]"
+    check(blake3(text.encode() + tensor.values).hexdigest() == entry["hash"], f"the hash of {name}")
 
 
 def identity(header):
@@ -59,52 +99,111 @@ def identity(header):
 
 
 def layout(file):
-    """The header of a file, and the streams of its tensors."""
+    """The header of a file, the streams of its tensors, and the kinds of coding that its version knows."""
     check(len(file) >= 56, "at least 56 bytes")
     check(file[:8] == MAGIC == file[-8:], "magic")
-    check(struct.unpack("<Q", file[8:16]) == (1,), "format version")
+    (version,) = struct.unpack("<Q", file[8:16])
+    check(version in KINDS, "format version")
     stored_size, size = struct.unpack("<QQ", file[-40:-24])
     begin = len(file) - 40 - stored_size
     check(begin >= 16, "a header within the file")
     stored = file[begin:-40]
     check(blake3(file[:16] + stored).digest()[:16] == file[-24:-8], "checksum")
-    check(size <= 100 * stored_size, "a header within the limit")
+    check(size <= 16 * stored_size, "a header within the limit")
     header = json.loads(stored if size == stored_size else frame(stored, size))
     streams, at = [], 16
     for entry in header["tensors"]:
         streams.append(file[at : at + entry["size"]])
         at += entry["size"]
     check(at == begin, "the sizes of the streams")
-    return header, streams
+    return header, streams, KINDS[version]
 
 
-def frame(stored, size):
-    """The content of one zstd frame, which must be as large as expected."""
-    check(zstandard.frame_content_size(stored) == size, "the size of a zstd frame's content")
-    return zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
-
-
-def tensor_of(entry, stream, parent):
+def tensor_of(entry, stream, parent, tensor_named):
+    """``parent``: the tensor of that name in the parent; ``tensor_named``: those of this checkpoint."""
     dtype, shape, coding = entry["dtype"], entry["shape"], entry["coding"]
     elements = math.prod(shape)
     kind = coding["kind"]
     if kind == "reference":
         check(not stream and (parent.dtype, parent.shape) == (dtype, shape), "a reference to the same tensor")
-        return Tensor(dtype, shape, parent.values, parent.levels, parent.bins)
-    if coding.get("arrangement") not in ("delta", "rearranged"):
+        return Tensor(dtype, shape, parent.values, parent.parts)
+    if kind == "rounding":
+        whole = tensor_named(coding["of"])
+        check(not stream and (whole.dtype, whole.shape) == ("float32", shape), "the rounding of a float32 tensor")
+        return Tensor(dtype, shape, rounded(np.frombuffer(whole.values, "<f4"), dtype))
+    if stands_alone(coding):
         check(elements * element_size(dtype) <= 131_072 * len(stream), "a stream within the limit")
     if kind == "raw":
         return Tensor(dtype, shape, stream)
     if kind == "planes":
         return Tensor(dtype, shape, byte_planes(stream, element_size(dtype), elements))
-    check(kind == "quantized", "a known kind of coding")
-    bins, protected = coding["bins"], coding["protected"]
-    check(bins <= 254, "at most 254 bins")
-    middle, end = 4 * bins, 4 * bins + coding["protected_size"]
-    centres = np.frombuffer(stream[:middle], "<f4")
-    protected = np.frombuffer(byte_planes(stream[middle:end], 2, protected), "<u2")
-    levels = coded_levels(stream[end:], coding["arrangement"], elements, bins, parent)
-    return Tensor(dtype, shape, values_of(dtype, levels, centres, protected), levels, bins)
+    if kind == "exact":
+        above = parent.values if coding["needs_parent"] else None
+        return Tensor(dtype, shape, exact_values(stream, element_size(dtype), elements, coding["needs_parent"], above))
+
+    check(dtype in FLOATS, "a dtype that is quantized")
+    parts = parent.parts if parent else {}
+    if kind == "quantized":
+        bins, protected = coding["bins"], coding["protected"]
+        centres, protected, rest = values_before(stream, bins, protected, coding["protected_size"])
+        levels = coded_levels(rest, coding["arrangement"], elements, bins, parts.get("levels"))
+        levels = Levels(levels, Codebook("centres", bins, centres=centres))
+        return Tensor(dtype, shape, rounded(values_of(levels, protected, dtype), dtype), {"levels": levels})
+    if kind == "conditional":
+        check(coding["size"] == len(stream), "the size of the part")
+        levels, values = part(coding, stream, elements, dtype, parts.get("levels"))
+        return Tensor(dtype, shape, rounded(values, dtype), {"levels": levels})
+    if kind == "units":
+        check(coding["units"]["size"] == len(stream), "the size of the part")
+        second = tensor_named(coding["second"])
+        check(second.shape == shape and set(second.parts) in ({"levels"}, {"rows", "columns"}), "a quantized second")
+        levels, values = part(coding["units"], stream, elements, "float32", parts.get("units"))
+        return Tensor(dtype, shape, finite(values * np.sqrt(floats_of(second)), dtype), {"units": levels})
+    check(len(shape) >= 2, "two or more dimensions")
+    rows, columns = coding["rows"], coding["columns"]
+    middle, end = rows["size"], rows["size"] + columns["size"]
+    check(end <= len(stream) and not any(stream[end:]), "zeros after the columns")
+    row_levels, row = part(rows, stream[:middle], shape[0], "float32", parts.get("rows"))
+    column_levels, column = part(columns, stream[middle:end], math.prod(shape[1:]), "float32", parts.get("columns"))
+    values = np.multiply.outer(row, column).reshape(-1)
+    return Tensor(dtype, shape, finite(values, dtype), {"rows": row_levels, "columns": column_levels})
+
+
+def stands_alone(coding):
+    parts = (coding, *(coding[key] for key in ("rows", "columns", "units") if key in coding))
+    return coding.get("arrangement") not in ("delta", "rearranged") and not any(p.get("needs_parent") for p in parts)
+
+
+def part(coding, stream, elements, dtype, parent):
+    """The levels of a part, and its values as float32, of which ``dtype`` holds all exactly."""
+    check(len(stream) == coding["size"], "a part within its stream")
+    kind, bins, needs_parent = coding["codebook"], coding["bins"], coding["needs_parent"]
+    check(not needs_parent or parent is not None, "a parent with the same part")
+    stored = bins if kind == "centres" else 0
+    centres, protected, rest = values_before(stream, stored, coding["protected"], coding["protected_size"])
+    codebook = Codebook(kind, bins, coding["first"], coding["pace"], centres)
+    levels = Levels(conditional_levels(rest, elements, codebook, parent if needs_parent else None), codebook)
+    return levels, values_of(levels, protected, dtype)
+
+
+def values_before(stream, centres, protected, protected_size):
+    """Centres as float32, protected values as 16 bits, and the rest of the stream: the levels."""
+    check(centres <= 254, "at most 254 bins")
+    middle, end = 4 * centres, 4 * centres + protected_size
+    check(end <= len(stream), "values within their stream")
+    planes = byte_planes(stream[middle:end], 2, protected) if protected_size else b""
+    return np.frombuffer(stream[:middle], "<f4"), np.frombuffer(planes, "<u2"), stream[end:]
+
+
+def values_of(levels, protected, dtype):
+    """The values of a quantized tensor, as float32."""
+    levels, codebook = levels.levels, levels.codebook
+    check(codebook.bins <= 254, "at most 254 bins")
+    check(np.count_nonzero(levels == 1) == len(protected), "the number of protected values")
+    bins = floats(finite(codebook.values(), dtype), dtype)
+    values = np.concatenate([np.zeros(2, "<f4"), bins])[levels]
+    values[levels == 1] = floats(protected.tobytes(), "float16" if dtype == "float16" else "bfloat16")
+    return values
 
 
 def element_size(dtype):
@@ -112,135 +211,28 @@ def element_size(dtype):
     return 1 if dtype == "bool" else max(1, int(re.search(r"\d+", dtype)[0]) // 8)
 
 
-def byte_planes(stream, bytes_each, elements):
-    planes, at = [], 0
-    for _ in range(bytes_each):
-        (size,) = struct.unpack_from("<Q", stream, at)
-        check(at + 8 + size <= len(stream), "a byte plane within its stream")
-        planes.append(np.frombuffer(frame(stream[at + 8 : at + 8 + size], elements), np.uint8))
-        at += 8 + size
-    check(at == len(stream), "nothing after the byte planes")
-    return np.stack(planes, axis=1).tobytes()
+def floats_of(tensor):
+    return floats(tensor.values, tensor.dtype)
 
 
-def values_of(dtype, levels, centres, protected):
-    """The bytes of a quantized tensor's values."""
-    check(np.count_nonzero(levels == 1) == len(protected), "the number of protected values")
+def floats(values, dtype):
+    """As float32; a bfloat16 is its upper half."""
     if dtype == "bfloat16":
-        centres = bfloat16(centres)
-    elif dtype == "float16":
-        centres, protected = centres.astype("<f2"), protected.view("<f2")
-    else:  # a bfloat16 is the upper half of a float32
-        protected = (protected.astype("<u4") << 16).view("<f4")
-    values = np.concatenate([np.zeros(2, centres.dtype), centres])[levels]
-    values[levels == 1] = protected
-    return (values.astype("<f8") if dtype == "float64" else values).tobytes()
+        return (np.frombuffer(values, "<u2").astype("<u4") << 16).view("<f4")
+    return np.frombuffer(values, {"float16": "<f2", "float32": "<f4", "float64": "<f8"}[dtype]).astype("<f4")
 
 
-def bfloat16(values):
-    """The bits of float32 values rounded to bfloat16: to nearest, ties to even."""
+def finite(values, dtype):
+    """The same as ``rounded``, but for values beyond the largest number of a dtype of 16 bits."""
+    if dtype in LARGEST:
+        values = np.clip(values, -LARGEST[dtype], LARGEST[dtype])
+    return rounded(values, dtype)
+
+
+def rounded(values, dtype):
+    """The bytes of float32 values in another dtype, rounded to nearest, ties to even."""
+    if dtype != "bfloat16":
+        return values.astype({"float16": "<f2", "float32": "<f4", "float64": "<f8"}[dtype]).tobytes()
     bits = values.view("<u4").astype(np.uint64)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
-    return np.where(np.isnan(values), bits >> 16 | 0x40, rounded).astype("<u2")
-
-
-def coded_levels(stream, arrangement, elements, bins, parent):
-    check(arrangement in ("alone", "delta", "rearranged"), "a known arrangement")
-    modulus, groups, source = 2 + bins, 1, np.zeros(elements, np.int64)
-    if arrangement != "alone":
-        check(parent is not None and parent.levels is not None, "a quantized parent")
-        check(len(parent.levels) == elements, "as many elements as the parent")
-        modulus, source = 2 + max(bins, parent.bins), parent.levels
-    if arrangement == "rearranged":
-        groups = 2 + parent.bins
-
-    blocks = -(-elements // BLOCK)
-    tables_size, *sizes = struct.unpack_from(f"<{1 + blocks}I", stream)
-    at = 4 + 4 * blocks
-    check(at + tables_size + sum(sizes) == len(stream), "the sizes of tables and blocks")
-    bits = Bits(stream[at : at + tables_size])
-    tables = [huffman_table(bits, modulus + RUN_CLASSES) for _ in range(groups)]
-    bits.finish()
-    at += tables_size
-
-    levels = np.empty(elements, np.int64)
-    for size, first in zip(sizes, range(0, elements, BLOCK), strict=True):
-        sources = source[first : first + BLOCK]
-        group_of = sources if arrangement == "rearranged" else np.zeros(len(sources), np.int64)
-        bits = Bits(stream[at : at + size])
-        deltas = np.empty(len(sources), np.int64)
-        for group, table in enumerate(tables):
-            places = np.flatnonzero(group_of == group)
-            deltas[places] = coded_group(bits, table, modulus, len(places))
-        bits.finish()
-        at += size
-        levels[first : first + BLOCK] = (sources - deltas) % modulus
-    check(elements == 0 or levels.max() < 2 + bins, "levels below 2 + bins")
-    return levels
-
-
-class Bits:
-    """A bit stream: the lowest bit of each byte comes first."""
-
-    def __init__(self, stream):
-        self.stream, self.at = stream, 0
-
-    def peek(self, count):
-        byte, bit = divmod(self.at, 8)
-        return int.from_bytes(self.stream[byte : byte + 4], "little") >> bit & ((1 << count) - 1)
-
-    def number(self, count):
-        number = self.peek(count)
-        self.at += count
-        return number
-
-    def symbol(self, table):
-        symbol, length = table[self.peek(LONGEST_CODE)]
-        self.at += length
-        return symbol
-
-    def finish(self):
-        check(-(-self.at // 8) == len(self.stream), "a bit stream's size")
-        check(self.peek(-self.at % 8) == 0, "zeros at the end of a bit stream")
-
-
-def huffman_table(bits, symbols):
-    """(symbol, length of its code) for whatever the next 12 bits may be."""
-    lengths = []
-    while len(lengths) < symbols:
-        lengths.append(bits.number(4))
-        if lengths[-1] == 0:
-            lengths += [0] * bits.number(4)
-    check(len(lengths) == symbols and max(lengths) <= LONGEST_CODE, "code lengths")
-    used = sorted((length, symbol) for symbol, length in enumerate(lengths) if length)
-    check(sum(2.0**-length for length, _ in used) == 1 or [length for length, _ in used] in ([], [1]), "a prefix code")
-    table, code, previous = {}, 0, 0
-    for length, symbol in used:
-        code <<= length - previous
-        reversed_code = int(f"{code:0{length}b}"[::-1], 2)
-        for rest in range(1 << (LONGEST_CODE - length)):
-            table[reversed_code | rest << length] = symbol, length
-        code, previous = code + 1, length
-    return table
-
-
-def coded_group(bits, table, modulus, elements):
-    deltas = []
-    while len(deltas) < elements:
-        symbol = bits.symbol(table)
-        if symbol < modulus:
-            deltas.append(symbol)
-            may_repeat = True
-            continue
-        check(deltas and may_repeat, "a run after a delta")
-        k, e = symbol - modulus, 2 + (symbol - modulus - 8) // 2
-        occurrences = k + 2 if k < 8 else (2 + k % 2) * 2**e + bits.number(e) + 2
-        deltas += [deltas[-1]] * (occurrences - 1)
-        may_repeat = False
-    check(len(deltas) == elements, "no run beyond the end of its group")
-    return deltas
-
-
-def check(condition, what):
-    if not condition:
-        raise ValueError(f"not as the format demands: {what}")
+    nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), bits >> 16 | 0x40, nearest).astype("<u2").tobytes()

@@ -17,6 +17,7 @@ import dynaquant as dq
 from dynaquant.run import Run
 
 FIXED = dq.Configuration()
+EITHER_QUANTIZER = pytest.mark.parametrize("fixed", [FIXED, dq.GridConfiguration(scale=-40)], ids=["kmeans", "grid"])
 
 
 def module_of(**weights: Tensor) -> nn.Module:
@@ -51,25 +52,35 @@ NOT_QUANTIZED = {
     "empty": torch.zeros(0, 30),
     "empty of three dimensions": torch.zeros(3, 0, 2),
     "zero dimensions": torch.tensor(1 / 3),
-    "one dimension": torch.randn(30),
     "double": torch.full((2, 3), 1 / 3, dtype=torch.float64),
 }
 
 
+@EITHER_QUANTIZER
 @pytest.mark.parametrize("name", NOT_QUANTIZED)
-def test_weights_that_cannot_be_quantized_come_back_exactly(tmp_path, name):
+def test_weights_that_cannot_be_quantized_come_back_exactly(tmp_path, name, fixed):
     module = module_of(odd=NOT_QUANTIZED[name], plain=torch.randn(20, 30))
-    restored, record = round_trip(tmp_path, module)
+    restored, record = round_trip(tmp_path, module, configuration=fixed)
     assert bits(restored["odd"]) == bits(module.odd)
     assert bits(restored["plain"]) != bits(module.plain)
     assert record.notes == []
 
 
+@EITHER_QUANTIZER
+def test_weights_of_one_dimension_are_quantized_on_the_grid_alone(tmp_path, fixed):
+    module = module_of(odd=torch.randn(30), plain=torch.randn(20, 30))
+    restored, record = round_trip(tmp_path, module, configuration=fixed)
+    assert (bits(restored["odd"]) == bits(module.odd)) == (fixed == FIXED)
+    assert bits(restored["plain"]) != bits(module.plain)
+    assert record.notes == []
+
+
+@EITHER_QUANTIZER
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_weights_that_are_not_finite_come_back_exactly_and_are_noted(tmp_path, value, dtype):
+def test_weights_that_are_not_finite_come_back_exactly_and_are_noted(tmp_path, value, dtype, fixed):
     module = module_of(odd=grown(torch.randn(20, 30).to(dtype), value), plain=torch.randn(20, 30).to(dtype))
-    restored, record = round_trip(tmp_path, module)
+    restored, record = round_trip(tmp_path, module, configuration=fixed)
     assert bits(restored["odd"]) == bits(module.odd)
     assert record.notes == ["model.odd: 1 infinite or NaN values, stored exactly"]
 
@@ -77,18 +88,28 @@ def test_weights_that_are_not_finite_come_back_exactly_and_are_noted(tmp_path, v
 @pytest.mark.parametrize("evaluate", [None, lambda module: float(module.odd.nan_to_num().sum()) + 100])
 @pytest.mark.parametrize("plain", [{}, {"plain": torch.randn(20, 30)}], ids=["alone", "with another"])
 @pytest.mark.parametrize("name", ["constant", "empty", "one element", "zero dimensions", "not finite"])
-def test_a_search_takes_no_offence_at_weights_that_cannot_be_quantized(tmp_path, name, plain, evaluate):
+@pytest.mark.parametrize(
+    # Alone, there is nothing to search for.
+    ("method", "search", "search_alone"),
+    [("grid", "scale", "scale"), ("published", "exhaustive", "neighbourhood")],
+    ids=["grid", "published"],
+)
+def test_a_search_takes_no_offence_at_weights_that_cannot_be_quantized(
+    tmp_path, name, plain, evaluate, method, search, search_alone
+):
     odd = {**NOT_QUANTIZED, "not finite": grown(torch.randn(20, 30), math.inf)}[name]
-    restored, record = round_trip(tmp_path, module_of(odd=odd, **plain), configuration=None, evaluate=evaluate)
+    options = {"configuration": None, "method": method, "evaluate": evaluate}
+    restored, record = round_trip(tmp_path, module_of(odd=odd, **plain), **options)
     assert bits(restored["odd"].detach()) == bits(odd)
-    assert record.search == ("exhaustive" if plain else "neighbourhood")  # alone, there is nothing to search for
+    assert record.search == (search if plain else search_alone)
     assert record.notes == (["model.odd: 1 infinite or NaN values, stored exactly"] if name == "not finite" else [])
 
 
-def test_a_weight_that_becomes_finite_again_is_quantized_again(tmp_path):
+@EITHER_QUANTIZER
+def test_a_weight_that_becomes_finite_again_is_quantized_again(tmp_path, fixed):
     module = module_of(w=torch.randn(200, 300))
     sizes = []
-    with dq.Checkpointer(tmp_path, module, configuration=FIXED) as ckpt:
+    with dq.Checkpointer(tmp_path, module, configuration=fixed) as ckpt:
         for step, value in enumerate((0.5, math.nan, 0.5, 0.6)):
             module.w.data[3, 4] = value
             sizes.append(ckpt.save(step).result().roles["weight"].stored)
@@ -99,16 +120,18 @@ def test_a_weight_that_becomes_finite_again_is_quantized_again(tmp_path):
     assert dq.load(tmp_path, 3)["model"]["w"].isfinite().all()
 
 
-def test_float64_weights_beyond_float32_come_back_exactly(tmp_path):
+@EITHER_QUANTIZER
+def test_float64_weights_beyond_float32_come_back_exactly(tmp_path, fixed):
     module = module_of(odd=grown(torch.randn(20, 30, dtype=torch.float64), 1e300))
-    restored, _ = round_trip(tmp_path, module)
+    restored, _ = round_trip(tmp_path, module, configuration=fixed)
     assert bits(restored["odd"]) == bits(module.odd)
 
 
-def test_integers_among_the_parameters_come_back_exactly(tmp_path):
+@EITHER_QUANTIZER
+def test_integers_among_the_parameters_come_back_exactly(tmp_path, fixed):
     module = nn.Module()
     module.register_parameter("codes", nn.Parameter(torch.arange(600).reshape(20, 30), requires_grad=False))
-    with dq.Checkpointer(tmp_path, module, configuration=FIXED) as ckpt:
+    with dq.Checkpointer(tmp_path, module, configuration=fixed) as ckpt:
         ckpt.save(1)
     assert bits(dq.load(tmp_path)["model"]["codes"]) == bits(module.codes)
 
@@ -122,21 +145,23 @@ VIEWS = {
 }
 
 
+@EITHER_QUANTIZER
 @pytest.mark.parametrize("name", VIEWS)
-def test_weights_in_any_layout_are_quantized_like_contiguous_ones(tmp_path, name):
+def test_weights_in_any_layout_are_quantized_like_contiguous_ones(tmp_path, name, fixed):
     weight = VIEWS[name]()
     seen = []
-    evaluate = {"evaluate": lambda m: seen.append(m.w.detach().clone()) or 1.0}
-    _, record = round_trip(tmp_path / "view", module_of(w=weight), **evaluate)
+    evaluate = lambda m: seen.append(m.w.detach().clone()) or 1.0  # noqa: E731
+    _, record = round_trip(tmp_path / "view", module_of(w=weight), configuration=fixed, evaluate=evaluate)
     loaded = dq.load(tmp_path / "view")["model"]["w"]
     assert record.roles["weight"].ratio > 1.5
     assert bits(loaded) == bits(seen[-1]) != bits(seen[0]) == bits(weight)
-    round_trip(tmp_path / "contiguous", module_of(w=weight.contiguous()))
+    round_trip(tmp_path / "contiguous", module_of(w=weight.contiguous()), configuration=fixed)
     assert bits(loaded) == bits(dq.load(tmp_path / "contiguous")["model"]["w"])
     assert (loaded - weight).abs().max() < weight.abs().max()
 
 
-def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
+@EITHER_QUANTIZER
+def test_tied_weights_are_stored_once_and_stay_tied(tmp_path, fixed):
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -154,13 +179,13 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
         seen.append(m.head.weight.detach().clone())
         return 1.0
 
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, configuration=FIXED) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, configuration=fixed) as ckpt:
         record = ckpt.save(1).result()
     assert record.roles["weight"].raw == 50 * 20 * 4
     loaded = dq.load(tmp_path)["model"]
     assert loaded["head.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
     other = Tied()
-    with dq.Checkpointer(tmp_path, other, torch.optim.AdamW(other.parameters()), configuration=FIXED) as ckpt:
+    with dq.Checkpointer(tmp_path, other, torch.optim.AdamW(other.parameters()), configuration=fixed) as ckpt:
         ckpt.restore()
     assert other.head.weight is other.embedding.weight
     assert bits(other.head.weight.detach()) == bits(seen[-1]) != bits(seen[0])
@@ -170,16 +195,16 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path):
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
     st.lists(st.integers(0, 6), max_size=4),
     st.integers(0, 2**32 - 1),
-    st.integers(1, 20),
+    st.integers(1, 20).map(lambda bins: dq.Configuration(bins=bins))
+    | st.integers(-3000, 3000).map(dq.GridConfiguration),
 )
-def test_any_bit_pattern_is_saved_and_what_was_scored_is_restored(tmp_path_factory, dtype, shape, seed, bins):
+def test_any_bit_pattern_is_saved_and_what_was_scored_is_restored(tmp_path_factory, dtype, shape, seed, configuration):
     generator = torch.Generator().manual_seed(seed)
     count = math.prod(shape) * dtype.itemsize
     data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
     weight = data.view(dtype).reshape(shape) if count else torch.zeros(shape, dtype=dtype)
     seen = []
     folder = tmp_path_factory.mktemp("any")
-    configuration = dq.Configuration(bins=bins)
     evaluate = lambda m: seen.append(bits(m.w.detach())) or 1.0  # noqa: E731
     with dq.Checkpointer(folder, module_of(w=weight), evaluate=evaluate, configuration=configuration) as ckpt:
         ckpt.save(1)
@@ -255,8 +280,13 @@ STRANGE_RECORDS = [
     {"configuration": {"pruned": 2}},
     {"configuration": {"pruning_metric": []}},
     {"configuration": {"bins": 7, "embedding_bins": 1, "pruned": 0.99, "protected": 0.9}},
+    {"configuration": {"scale": "16"}},
+    {"configuration": {"scale": 10**9, "dithered": True}},
     {"search": []},
     {"search": "exhaustive"},
+    {"search": {"history": {"-7": {"scale": "16"}}}},
+    {"search": {"history": {"-7": {"scale": 10**9}}}},
+    {"search": {"history": {"-7": {"bins": 16}}}},
     {"search": {"max_degradation": []}},
     {"search": {"max_degradation": "much"}},
     {"search": {"max_degradation": "nan"}},
@@ -268,10 +298,11 @@ STRANGE_RECORDS = [
 ]
 
 
+@pytest.mark.parametrize("method", ["grid", "published"])
 @pytest.mark.parametrize("strange", STRANGE_RECORDS, ids=lambda strange: str(strange)[:60])
-def test_training_goes_on_from_a_whole_state_whatever_its_record_says(tmp_path, strange):
+def test_training_goes_on_from_a_whole_state_whatever_its_record_says(tmp_path, strange, method):
     module = module_of(w=torch.randn(20, 30))
-    options = {"evaluate": lambda m: 1 + float((m.w**2).mean()), "every": "auto"}
+    options = {"evaluate": lambda m: 1 + float((m.w**2).mean()), "every": "auto", "method": method}
     with dq.Checkpointer(tmp_path, module, **options) as ckpt:
         ckpt.save(1)
         path = Run(tmp_path).path(1)

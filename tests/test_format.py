@@ -9,10 +9,11 @@ import math
 from collections import Counter, OrderedDict
 from pathlib import Path
 
+import format_streams
 import numpy as np
 import pytest
 import torch
-from format_decoder import decode
+from format_decoder import decode, decode_exact
 from golden.make import summary
 from torch import nn
 from training import bits
@@ -61,12 +62,15 @@ def state_of(node, tensors):
     }[kind](content)
 
 
-def assert_both_decode_alike(folder, step):
-    header, tensors = decode(folder, step)
-    second, first = state_of(header["tree"], tensors), dynaquant.load(folder, step)
+def assert_both_decode_alike(folder, step, known=None):
+    header, tensors = decode(folder, step, known)
+    assert_alike(state_of(header["tree"], tensors), dynaquant.load(folder, step))
+    return header
+
+
+def assert_alike(second, first):
     assert bits(second) == bits(first)
     assert bits(getattr(second["model"], "_metadata", {})) == bits(getattr(first["model"], "_metadata", {}))
-    return header
 
 
 @EVERY_CHECKPOINT
@@ -147,3 +151,205 @@ def test_both_decoders_agree_on_what_is_written_now(tmp_path, dtype, bins):
     assert header["parent"]["step"] == 1
     wide = next(entry for entry in header["tensors"] if entry["name"] == "model.wide.weight")
     assert wide["coding"]["arrangement"] == "rearranged"
+
+
+class Layers(nn.Module):
+    """Of one block and one state, of more than one state, and of more than one block."""
+
+    def __init__(self, dtype, wide):
+        super().__init__()
+        self.small = nn.Linear(20, 30, dtype=dtype)
+        self.embedding = nn.Embedding(50, 20)
+        self.even = nn.Linear(90, 100, dtype=dtype)
+        self.norm = nn.LayerNorm(30)
+        self.wide = nn.Linear(wide // 16, 16, dtype=dtype)
+        self.none = nn.Parameter(torch.empty(0, 3))
+        self.zero = nn.Parameter(torch.zeros(7, 5))
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        with torch.no_grad():
+            self.even.weight[0, :2] = torch.tensor([60.0, -40.0])
+
+    def gradients(self):
+        """Random ones; those of ``even`` have squares of rank one, and those of ``wide`` shrink from row to row."""
+        gradients = {name: torch.randn_like(p) / 8 for name, p in self.named_parameters()}
+        squares = torch.outer(torch.linspace(0.01, 1, 100), torch.linspace(1, 3, 90))
+        gradients["even.weight"] = squares * gradients["even.weight"].sign()
+        gradients["wide.weight"] *= (2 ** -(torch.arange(16) / 2)).to(self.wide.weight.dtype)[:, None]
+        return gradients
+
+    def train_on(self, optimizer):
+        optimizer.zero_grad()
+        self.zero_grad()
+        gradients = self.gradients()
+        sum((p.float() * gradients[name].float()).sum() for name, p in self.named_parameters()).backward()
+        optimizer.step()
+
+
+class Masters(torch.optim.AdamW):
+    """The optimizer of a model in half precision, with a float32 copy of every weight, which is an extra's state."""
+
+    def __init__(self, model):
+        self.weights = list(model.parameters())
+        self.copies = [p.detach().float().clone().requires_grad_() for p in self.weights]
+        super().__init__(self.copies, lr=0.01)
+
+    def step(self):
+        for copy, weight in zip(self.copies, self.weights, strict=True):
+            copy.grad = weight.grad.float()
+        super().step()
+        with torch.no_grad():
+            for copy, weight in zip(self.copies, self.weights, strict=True):
+                weight.copy_(copy)
+
+
+class Copies:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def state_dict(self):
+        return {"copies": self.optimizer.copies}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def saved_run(folder, optimizer_of, saves=3, *, dtype=torch.float32, wide=4_000, **settings):
+    """A model after a training that was saved at steps 0, 1, ….; its optimizer's ``Masters`` are an extra."""
+    model = Layers(dtype, wide)
+    optimizer = optimizer_of(model)
+    if isinstance(optimizer, Masters):
+        settings["extras"] = {"masters": Copies(optimizer)}
+    with dynaquant.Checkpointer(folder, model, optimizer, **settings) as ckpt:
+        for step in range(saves):
+            model.train_on(optimizer)
+            model.train_on(optimizer)
+            ckpt.save(step)
+    return model
+
+
+def codings_in(folder, saves=3):
+    """What occurs in a chain of checkpoints, all of which both decoders must read alike."""
+    known, found = {}, set()
+    for step in range(saves):
+        header = assert_both_decode_alike(folder, step, known)
+        assert (header["parent"] is None) == (step == 0)
+        for entry in header["tensors"]:
+            found |= set(names_of(entry))
+    return found
+
+
+def names_of(entry):
+    """``<kind> <dtype>``, then ``+`` where the parent is needed; of parts, ``<kind> <codebook>`` as well."""
+    coding = entry["coding"]
+    kind = coding["kind"]
+    parts = [coding[key] for key in ("units", "rows", "columns") if key in coding]
+    for part in [coding] if kind == "conditional" else parts:
+        yield f"{kind} {part['codebook']}" + "+" * part["needs_parent"]
+        if part["protected"]:
+            yield f"{kind} protected"
+    yield f"{kind} {entry['dtype']}" + "+" * (kind == "exact" and coding["needs_parent"])
+    if kind == "quantized":
+        yield f"{kind} {coding['arrangement']}"
+
+
+MOMENTS = {
+    "conditional grid",
+    "conditional grid+",
+    "conditional protected",
+    "conditional log_grid",
+    "conditional log_grid+",
+    "rank_one log_grid",
+    "rank_one log_grid+",
+    "units grid",
+}
+
+
+@pytest.mark.parametrize("dtype", sorted(QUANTIZED))
+def test_both_agree_on_grids_and_moments(tmp_path, dtype):
+    saved_run(tmp_path, adamw, dtype=getattr(torch, dtype))
+    kinds = {f"{kind} {dtype}" for kind in ("conditional", "rank_one", "units", "reference")}
+    assert codings_in(tmp_path) >= MOMENTS | kinds
+
+
+@pytest.mark.parametrize("dtype", sorted(QUANTIZED))
+def test_both_agree_on_fine_moments(tmp_path, dtype):
+    saved_run(tmp_path, adamw, dtype=getattr(torch, dtype), quality="high")
+    assert codings_in(tmp_path) >= MOMENTS | {"units grid+", f"units {dtype}"}
+
+
+def test_both_agree_on_several_blocks_of_conditional_levels(tmp_path):
+    saved_run(tmp_path, adamw, 2, wide=132_000)
+    assert codings_in(tmp_path, 2) >= {"conditional grid+", "conditional log_grid", "units grid"}
+
+
+def test_both_agree_on_coarse_moments(tmp_path):
+    saved_run(tmp_path, adamw, quality="small")
+    assert codings_in(tmp_path) >= {"conditional grid+", "rank_one log_grid+", "units grid"}
+
+
+def test_both_agree_on_momentum(tmp_path):
+    saved_run(tmp_path, sgd)
+    assert codings_in(tmp_path) >= {"conditional grid", "conditional grid+"}
+
+
+@pytest.mark.parametrize("dtype", sorted(QUANTIZED))
+def test_both_agree_on_exact_values(tmp_path, monkeypatch, dtype):
+    planes, plane = set(), format_streams.exact_plane
+    monkeypatch.setattr(
+        format_streams, "exact_plane", lambda stream, *rest: planes.add(stream[0]) or plane(stream, *rest)
+    )
+    saved_run(tmp_path, adamw, dtype=getattr(torch, dtype), wide=66_000, quality="lossless")
+    assert codings_in(tmp_path) >= {f"exact {dtype}", f"exact {dtype}+"}
+    assert planes >= {0, 2, 3, 4}
+
+
+def test_both_agree_on_centres(tmp_path):
+    saved_run(tmp_path, adamw, method="kmeans")
+    assert codings_in(tmp_path) >= {"conditional centres", "conditional centres+", "conditional protected"}
+
+
+def test_both_agree_on_the_published_method(tmp_path):
+    saved_run(tmp_path, adamw, method="published")
+    assert codings_in(tmp_path) >= {"quantized alone", "quantized delta", "quantized rearranged"}
+
+
+def test_both_agree_when_the_method_changes(tmp_path):
+    model = Layers(torch.float32, 4_000)
+    optimizer = adamw(model)
+    methods = "published", "grid", "kmeans", "published", "kmeans", "grid"
+    for step, method in enumerate(methods):
+        with dynaquant.Checkpointer(tmp_path, model, optimizer, method=method) as ckpt:
+            ckpt.restore()
+            model.train_on(optimizer)
+            ckpt.save(step)
+    assert codings_in(tmp_path, len(methods)) >= {"conditional grid+", "conditional centres+", "quantized rearranged"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("quality", ["balanced", "lossless"])
+def test_both_agree_on_weights_that_are_rounded_master_copies(tmp_path, dtype, quality):
+    saved_run(tmp_path, Masters, 2, dtype=getattr(torch, dtype), quality=quality)
+    assert codings_in(tmp_path, 2) >= {f"rounding {dtype}"}
+
+
+def test_both_agree_on_the_exact_file_and_on_the_checkpoint_beside_it(tmp_path):
+    model = saved_run(tmp_path, adamw, exact="latest")
+    header, tensors = decode_exact(tmp_path, 2)
+    state = state_of(header["tree"], tensors)
+    assert_alike(state, dynaquant.load(tmp_path))
+    assert bits(state["model"]) == bits(model.state_dict())
+    beside = decode(tmp_path, 2)[0]
+    assert all(header[key] == beside[key] for key in ("step", "sequence", "tree"))
+    assert {entry["coding"]["kind"] for entry in header["tensors"]} >= {"exact"}
+
+    (exact,) = tmp_path.glob("exact-*.dqc")
+    exact.unlink()
+    assert codings_in(tmp_path) >= MOMENTS

@@ -17,6 +17,13 @@ COARSE = dq.Configuration(bins=4, protected=0.0)
 FINE = dq.Configuration(bins=64, protected=0.0)
 LEAST = manager.LEAST_PROGRESS
 
+BOTH_METHODS = pytest.mark.parametrize("method", ["grid", "published"])
+
+
+def checkpointer(folder, model: nn.Module, **options) -> dq.Checkpointer:
+    """One that searches among k-means configurations, as published, unless told otherwise."""
+    return dq.Checkpointer(folder, model, **{"method": "published"} | options)
+
 
 def quantized(weights, configuration=COARSE):
     label = dict.fromkeys(weights, Label("weight", "linear"))
@@ -101,11 +108,11 @@ def crash_and_go_on(folder, distance: float, **options) -> tuple[Drift, list[dq.
     drift = Drift()
     for step in range(12):
         begin, drift = drift.begin, Drift(step)
-        with dq.Checkpointer(folder, drift.model, **options) as ckpt:
+        with checkpointer(folder, drift.model, **options) as ckpt:
             drift.begin = begin if ckpt.restore() is not None else drift.begin
             drift.train(distance)
             records.append(ckpt.save(step).result())
-    with dq.Checkpointer(folder, drift.model, **options) as ckpt:
+    with checkpointer(folder, drift.model, **options) as ckpt:
         ckpt.restore()
     return drift, records
 
@@ -114,18 +121,22 @@ def indifferent(model: nn.Module) -> float:  # noqa: ARG001
     return 1.0
 
 
+@BOTH_METHODS
 @pytest.mark.parametrize("evaluate", [indifferent, None])
-def test_a_training_that_crashes_again_and_again_goes_on(tmp_path, evaluate):
+def test_a_training_that_crashes_again_and_again_goes_on(tmp_path, evaluate, method):
     # A step is a fortieth of the distance between two of the four bins that an indifferent metric asks for.
-    drift, records = crash_and_go_on(tmp_path, 0.002, evaluate=evaluate, max_degradation=0.05)
-    assert all(record.progress is None or record.progress >= LEAST for record in records)
+    drift, records = crash_and_go_on(tmp_path, 0.002, evaluate=evaluate, max_degradation=0.05, method=method)
+    for record in records[1:]:  # rounded at random, weights keep their way in the mean over checkpoints
+        assert record.progress is None or record.progress >= LEAST or record.configuration.dithered
     assert drift.come() >= LEAST * 12 * 0.002
 
 
-def test_without_the_rule_it_would_not(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("method", "evaluate"), [("grid", None), ("published", indifferent)])
+def test_without_the_rule_it_would_not(tmp_path, monkeypatch, method, evaluate):
     monkeypatch.setattr(manager, "LEAST_PROGRESS", -math.inf)
-    drift, records = crash_and_go_on(tmp_path, 0.002, evaluate=indifferent)
-    assert all(record.configuration.bins == 4 for record in records)
+    drift, records = crash_and_go_on(tmp_path, 0.002, evaluate=evaluate, method=method)
+    if method == "published":
+        assert all(record.configuration.bins == 4 for record in records)
     assert records[-1].progress < 0.1
     assert drift.come() < 0.5 * 12 * 0.002
 
@@ -134,7 +145,7 @@ def after_a_restore(folder, distance: float, **options) -> tuple[dq.Record, dq.R
     """The record of a first checkpoint, and that of the next, with a restore and some training in between."""
     drift = Drift()
     options.setdefault("evaluate", indifferent)
-    with dq.Checkpointer(folder, drift.model, **options) as ckpt:
+    with checkpointer(folder, drift.model, **options) as ckpt:
         first = ckpt.save(0).result()
         ckpt.restore()
         drift.train(distance)
@@ -155,16 +166,28 @@ def test_finer_levels_keep_small_steps_and_the_record_says_so(tmp_path):
         assert (trial.degradation is None) == (trial.progress < LEAST)
 
 
-def test_large_steps_need_nothing_finer(tmp_path):
-    first, second = after_a_restore(tmp_path, 0.5)
+def test_rounding_at_random_keeps_small_steps_and_the_record_says_so(tmp_path):
+    first, second = after_a_restore(tmp_path, 0.002, method="grid")
+    assert (first.progress, first.notes, first.configuration.dithered) == (None, [], False)
+    by_quality = next(trial for trial in second.trials if trial.configuration == first.configuration)
+    assert by_quality.progress < LEAST
+    assert second.configuration.dithered
+    assert second.progress > by_quality.progress
+    assert any("of the way since the restore; rounded at random, " in note for note in second.notes)
+
+
+@BOTH_METHODS
+def test_large_steps_need_nothing_finer(tmp_path, method):
+    first, second = after_a_restore(tmp_path, 0.5, method=method)
     assert second.configuration == first.configuration
     assert len(second.trials) == 1
     assert second.notes == []
 
 
-def test_the_next_search_starts_from_what_quality_asked_for(tmp_path):
+@BOTH_METHODS
+def test_the_next_search_starts_from_what_quality_asked_for(tmp_path, method):
     drift = Drift()
-    with dq.Checkpointer(tmp_path, drift.model, evaluate=indifferent) as ckpt:
+    with checkpointer(tmp_path, drift.model, evaluate=indifferent, method=method) as ckpt:
         first = ckpt.save(0).result().configuration
         ckpt.restore()
         drift.train(0.002)
@@ -178,7 +201,8 @@ def test_less_is_pruned_where_pruning_undoes_the_way(tmp_path):
     assert first.configuration.pruned > second.configuration.pruned
 
 
-def test_a_slow_layer_goes_on_beside_a_fast_one(tmp_path):
+@BOTH_METHODS
+def test_a_slow_layer_goes_on_beside_a_fast_one(tmp_path, method):
     def layers() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(60, 50, bias=False), nn.Linear(50, 60, bias=False))
@@ -187,7 +211,7 @@ def test_a_slow_layer_goes_on_beside_a_fast_one(tmp_path):
     begin = layers()[1].weight.detach()
     for step in range(12):
         model = layers()
-        with dq.Checkpointer(tmp_path, model, evaluate=indifferent) as ckpt:
+        with checkpointer(tmp_path, model, evaluate=indifferent, method=method) as ckpt:
             ckpt.restore()
             with torch.no_grad():
                 model[0].weight += 0.5 * torch.randn_like(model[0].weight)
@@ -203,9 +227,10 @@ def share(folder, step: int, begin: torch.Tensor, here: torch.Tensor) -> float:
     return float(((stored - begin) * (here - begin)).sum() / (here - begin).square().sum())
 
 
-def test_the_way_is_that_since_the_restore_for_all_later_checkpoints(tmp_path):
+@BOTH_METHODS
+def test_the_way_is_that_since_the_restore_for_all_later_checkpoints(tmp_path, method):
     drift = Drift()
-    with dq.Checkpointer(tmp_path, drift.model, evaluate=indifferent) as ckpt:
+    with checkpointer(tmp_path, drift.model, evaluate=indifferent, method=method) as ckpt:
         ckpt.save(0).result()
         ckpt.restore()
         begin = drift.model.weight.detach().clone()
@@ -214,12 +239,13 @@ def test_the_way_is_that_since_the_restore_for_all_later_checkpoints(tmp_path):
             record = ckpt.save(step).result()
             expected = share(tmp_path, step, begin, drift.model.weight.detach())
             assert record.progress == pytest.approx(min(expected, 1), rel=1e-4)
-            assert record.progress >= LEAST
+            assert record.progress >= LEAST or record.configuration.dithered
 
 
-def test_a_second_restore_begins_another_way(tmp_path):
+@BOTH_METHODS
+def test_a_second_restore_begins_another_way(tmp_path, method):
     drift = Drift()
-    with dq.Checkpointer(tmp_path, drift.model, evaluate=indifferent) as ckpt:
+    with checkpointer(tmp_path, drift.model, evaluate=indifferent, method=method) as ckpt:
         for step, distance in enumerate((0.0, 0.5)):
             drift.train(distance)
             ckpt.save(step).result()
@@ -231,9 +257,10 @@ def test_a_second_restore_begins_another_way(tmp_path):
     assert LEAST <= record.progress == pytest.approx(min(expected, 1), rel=1e-4)
 
 
-def test_a_restore_that_is_far_behind_is_forgotten(tmp_path):
+@BOTH_METHODS
+def test_a_restore_that_is_far_behind_is_forgotten(tmp_path, method):
     drift = Drift()
-    with dq.Checkpointer(tmp_path, drift.model, evaluate=indifferent) as ckpt:
+    with checkpointer(tmp_path, drift.model, evaluate=indifferent, method=method) as ckpt:
         ckpt.save(0).result()
         ckpt.restore()
         drift.train(5.0)
@@ -262,7 +289,7 @@ class Fussy:
 
 def saved_for(folder, evaluate: Fussy, distance: float = 0.002) -> tuple[dq.Record, dq.Record]:
     drift = Drift()
-    with dq.Checkpointer(folder, drift.model, evaluate=evaluate) as ckpt:
+    with checkpointer(folder, drift.model, evaluate=evaluate) as ckpt:
         first = ckpt.save(0).result()
         ckpt.restore()
         drift.train(distance)
@@ -311,9 +338,10 @@ def test_a_configuration_of_the_users_is_kept_and_what_it_keeps_recorded(tmp_pat
     assert second.search == "fixed"
 
 
-def test_records_with_progress_read_back(tmp_path):
-    records = after_a_restore(tmp_path, 0.002)
-    with dq.Checkpointer(tmp_path, Drift().model) as ckpt:
+@BOTH_METHODS
+def test_records_with_progress_read_back(tmp_path, method):
+    records = after_a_restore(tmp_path, 0.002, method=method)
+    with checkpointer(tmp_path, Drift().model) as ckpt:
         for record, back in zip(records, ckpt.records(), strict=True):
             assert back.progress == record.progress
             assert back.trials == record.trials

@@ -62,7 +62,8 @@ def test_a_quantized_tensor_comes_back(dtype, shape, coder):
 @pytest.mark.parametrize("coder", CODERS)
 def test_levels_of_nothing_come_back(coder):
     """In a process of its own, which it once brought down."""
-    script = f"from test_quantized_stream import *; q = quantized_of((0, 3), 16); assert_same(round_trip(q, None, {coder!r}), q)"
+    statements = "q = quantized_of((0, 3), 16)", f"assert_same(round_trip(q, None, {coder!r}), q)"
+    script = "; ".join(["from test_quantized_stream import *", *statements])
     done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, check=False)
     assert done.returncode == 0
 

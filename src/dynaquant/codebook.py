@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 RUNGS_PER_OCTAVE = 4
 LOWEST_RUNG, HIGHEST_RUNG = -126 * RUNGS_PER_OCTAVE, 127 * RUNGS_PER_OCTAVE
 """The rungs that are normal float32 numbers."""
+HIGHEST_STEP = HIGHEST_RUNG - 8 * RUNGS_PER_OCTAVE
+"""The highest rung for the step of a grid, so that 127 steps are a float32 as well."""
 _ROOTS = np.array([1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429], dtype=np.float32)
 
 
@@ -48,7 +50,8 @@ class Grid:
         """The value of each bin."""
         numbers = np.arange(self.bins) // 2 + 1
         numbers[1::2] *= -1
-        return numbers.astype(np.float32) * rung_value(self.rung)
+        with np.errstate(over="ignore"):  # no quantizer makes a grid so wide, but a file may hold one
+            return numbers.astype(np.float32) * rung_value(self.rung)
 
 
 @dataclass(frozen=True)

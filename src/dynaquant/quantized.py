@@ -73,17 +73,13 @@ class RankOne:
 class Scaled:
     """A first moment in units of the root of the second moment as it is stored (method 2.3).
 
-    second: of the same shape; its name in the checkpoint is ``second_name``.
+    units: float32. second: of the same shape; its name in the checkpoint is ``second_name``.
     """
 
+    dtype: torch.dtype
     units: QuantizedTensor
     second: QuantizedTensor | RankOne
     second_name: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the values."""
-        return self.units.dtype
 
     @property
     def shape(self) -> torch.Size:
@@ -123,21 +119,27 @@ def dequantize(quantized: Quantized) -> Tensor:
         rows, columns = dequantize(quantized.rows), dequantize(quantized.columns)
         if rows.numel() * columns.numel() != quantized.shape.numel():
             raise ValueError("the rows and columns are those of a tensor of another shape")
-        return torch.outer(rows, columns).reshape(quantized.shape).to(quantized.dtype)
+        return _finite(torch.outer(rows, columns).reshape(quantized.shape), quantized.dtype)
     if isinstance(quantized, Scaled):
         second = dequantize(quantized.second)
         if second.shape != quantized.shape:
             raise ValueError("its second moment has another shape")
-        values = dequantize(quantized.units).to(torch.float32).mul_(second.to(torch.float32).sqrt())
-        return values.to(quantized.dtype)
+        return _finite(dequantize(quantized.units).mul_(second.to(torch.float32).sqrt()), quantized.dtype)
     return _values_of(quantized)
+
+
+def _finite(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 values rounded to ``dtype``; what lies beyond its largest number becomes that instead of infinity."""
+    if dtype in (torch.float16, torch.bfloat16):
+        values = values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return values.to(dtype)
 
 
 def _values_of(quantized: QuantizedTensor) -> Tensor:
     dtype = torch.float32 if quantized.dtype == torch.float64 else quantized.dtype
     centres = torch.from_numpy(quantized.centres)
     table = torch.zeros(FIRST_BIN + len(centres), dtype=dtype)
-    table[FIRST_BIN:] = centres
+    table[FIRST_BIN:] = _finite(centres, dtype)
     values = torch.empty(quantized.shape, dtype=dtype)
     bits = torch.uint32 if dtype == torch.float32 else torch.uint16
     _native.values_of_levels(

@@ -384,7 +384,8 @@ def _load_tensors(
         for entry in entries if i == 0 or all_ else []:
             decoded = values_of(tensors[entry.name])
             if values is not None and i == 0:
-                values[entry.name] = decoded
+                # What is restored will be trained on; what the next delta is coded against must stay as it is.
+                values[entry.name] = decoded.clone() if decoded is tensors[entry.name] else decoded
             if tensor_hash(decoded) != entry.hash:
                 if not all_:
                     _load_tensors(chain, names, all_=True)

@@ -132,7 +132,8 @@ def decode(entry: Entry, stream: bytes, parent: StoredTensor | None, other: Stor
         if not isinstance(other, QuantizedTensor | RankOne):
             raise ValueError(f"it is in units of {coding.second}, which is no such tensor")
         before = parent.units if isinstance(parent, Scaled) else None
-        return Scaled(_decode_part(coding.units, entry.dtype, entry.shape, stream, before), other, coding.second)
+        units = _decode_part(coding.units, torch.float32, entry.shape, stream, before)
+        return Scaled(entry.dtype, units, other, coding.second)
     if isinstance(coding, Rounding):
         if not isinstance(other, QuantizedTensor | Tensor) or other.shape != entry.shape:
             raise ValueError(f"it is rounded from {coding.of}, which is no such tensor")
@@ -233,7 +234,9 @@ def same(a: StoredTensor, b: StoredTensor) -> bool:
     if isinstance(a, Rounded) and isinstance(b, Rounded):
         return (a.dtype, a.of_name) == (b.dtype, b.of_name) and same(a.of, b.of)
     if isinstance(a, Scaled) and isinstance(b, Scaled):
-        return a.second_name == b.second_name and same(a.units, b.units) and same(a.second, b.second)
+        return (
+            (a.dtype, a.second_name) == (b.dtype, b.second_name) and same(a.units, b.units) and same(a.second, b.second)
+        )
     if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
         return False
     return (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynaquant import _native
-from dynaquant.codebook import HIGHEST_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, rung_value
+from dynaquant.codebook import HIGHEST_STEP, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, rung_value
 from dynaquant.quantized import FIRST_BIN, MAX_BINS, PROTECTED, QuantizedTensor
 
 SCALES_PER_OCTAVE = 16
@@ -60,7 +60,7 @@ def rungs(fisher: Mapping[str, float], scale: int, last: Mapping[str, int]) -> d
     for name, value in fisher.items():
         wanted = RUNGS_PER_OCTAVE * (scale / SCALES_PER_OCTAVE - math.log2(value) / 2)
         near = name in last and abs(wanted - last[name]) <= STAY
-        result[name] = last[name] if near else min(max(round(wanted), LOWEST_RUNG), HIGHEST_RUNG)
+        result[name] = last[name] if near else min(max(round(wanted), LOWEST_RUNG), HIGHEST_STEP)
     return result
 
 
@@ -86,7 +86,7 @@ def quantize(tensor: Tensor, rung: int, random: int | None = None) -> QuantizedT
 
 
 def _square(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.detach().to(torch.float32))) ** 2
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)) ** 2
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant import _native
-from dynaquant.codebook import HIGHEST_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, LogGrid
+from dynaquant.codebook import HIGHEST_RUNG, HIGHEST_STEP, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, LogGrid
 from dynaquant.quantize.grid import quantize
 from dynaquant.quantized import FIRST_BIN, MAX_BINS, PRUNED, QuantizedTensor, RankOne, Scaled, dequantize
 from dynaquant.sketch import BUCKETS, MAGNITUDES, LogHistogram, bits_of, bucket_values, table_for
@@ -26,6 +25,7 @@ FIRST_RUNGS = tuple(range(12, -25, -2))
 """Steps of a first moment in its unit, coarsest first: from 8 to 1/64 in half octaves."""
 SAMPLED = 65_536
 """Elements that the effect of a form is judged by."""
+SPREAD = 2_654_435_761
 EPSILON = 1e-8
 """What optimizers add to the root of the second moment, so that the update of a weight without gradients is none."""
 
@@ -55,9 +55,9 @@ def _exponents(pace: int) -> NDArray[np.int64]:
     """The nearest multiple of ``pace`` rungs for what each bucket stands for, where that is above zero."""
     with np.errstate(divide="ignore", invalid="ignore"):
         rungs = np.log2(bucket_values().astype(np.float64)) * RUNGS_PER_OCTAVE
-    rungs = np.clip(np.nan_to_num(rungs), LOWEST_RUNG, HIGHEST_RUNG)
-    exponents: NDArray[np.int64] = np.rint(rungs / pace).astype(np.int64)
-    return exponents
+    exponents = np.clip(np.rint(np.nan_to_num(rungs) / pace), math.ceil(LOWEST_RUNG / pace), HIGHEST_RUNG // pace)
+    result: NDArray[np.int64] = exponents.astype(np.int64)
+    return result
 
 
 def rank_one(tensor: Tensor) -> RankOne | None:
@@ -82,15 +82,19 @@ def update(first: Tensor, second: Tensor) -> Tensor:
 
 def relative_error(exact: Tensor, stored: Tensor) -> float:
     """``‖stored - exact‖ / ‖exact‖``; 0 where both are zero, infinite where only the exact one is or for no number."""
-    distance, norm = float(torch.linalg.vector_norm(stored - exact)), float(torch.linalg.vector_norm(exact))
+    distance = float(torch.linalg.vector_norm(stored - exact, dtype=torch.float64))
+    norm = float(torch.linalg.vector_norm(exact, dtype=torch.float64))
     if not math.isfinite(distance):
         return math.inf
     return distance / norm if norm else (0.0 if distance == 0 else math.inf)
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """At most ``SAMPLED`` elements, evenly spread, float32 on the host."""
-    return tensor.detach().reshape(-1)[:: -(-tensor.numel() // SAMPLED)].to("cpu", torch.float32)
+    """At most ``SAMPLED`` elements, spread by multiples of a large prime, which no shape agrees with; float32, host."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() > SAMPLED:
+        flat = flat[torch.arange(SAMPLED, device=flat.device) * SPREAD % flat.numel()]
+    return flat.to("cpu", torch.float32)
 
 
 def second_moment(second: Tensor, tolerance: float) -> QuantizedTensor | RankOne | None:
@@ -126,10 +130,10 @@ def first_moment(
     """
 
     def stored(units: QuantizedTensor) -> Scaled:
-        return Scaled(_as(units, first.dtype), stored_second, second_name)
+        return Scaled(first.dtype, units, stored_second, second_name)
 
     if tolerance >= 1:
-        return stored(_nothing(first))
+        return stored(_nothing(torch.float32, first.shape))
     exact = first.detach().to("cpu", torch.float32)
     root = dequantize(stored_second).to(torch.float32).sqrt()
     if bool((exact[root == 0] != 0).any()):
@@ -151,29 +155,28 @@ def momentum(first: Tensor, tolerance: float) -> QuantizedTensor | None:
     Its update is the moment itself, so the step goes by its root mean square. The effect is judged by a sample.
     """
     if tolerance >= 1:
-        return _nothing(first)
+        return _nothing(first.dtype, first.shape)
     exact = _sample(first)
-    size = float(exact.square().mean().sqrt()) if exact.numel() else 0.0
+    size = float(torch.linalg.vector_norm(exact, dtype=torch.float64)) / math.sqrt(max(exact.numel(), 1))
     if not size > 0:
         return None
     unit = round(RUNGS_PER_OCTAVE * math.log2(size))
 
+    def step(rung: int) -> int:
+        return min(max(unit + rung, LOWEST_RUNG), HIGHEST_STEP)
+
     def effect(rung: int) -> float:
-        return relative_error(exact, dequantize(quantize(exact, max(unit + rung, LOWEST_RUNG))))
+        return relative_error(exact, dequantize(quantize(exact, step(rung))))
 
     rung = _coarsest(effect, tolerance)
-    return None if rung is None else quantize(first, max(unit + rung, LOWEST_RUNG))
+    return None if rung is None else quantize(first, step(rung))
 
 
-def _nothing(tensor: Tensor) -> QuantizedTensor:
+def _nothing(dtype: torch.dtype, shape: torch.Size) -> QuantizedTensor:
     """All zero: an update that is off by all of itself is within a tolerance of 1."""
-    levels = np.zeros(tensor.numel(), dtype=np.uint8)
-    return QuantizedTensor(tensor.dtype, tensor.shape, levels, Grid(0, 0), np.zeros(0, dtype=np.uint16))
+    levels = np.zeros(shape.numel(), dtype=np.uint8)
+    return QuantizedTensor(dtype, shape, levels, Grid(0, 0), np.zeros(0, dtype=np.uint16))
 
 
 def _coarsest(effect: Callable[[int], float], tolerance: float) -> int | None:
     return next((rung for rung in FIRST_RUNGS if effect(rung) <= tolerance), None)
-
-
-def _as(quantized: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
-    return replace(quantized, dtype=dtype)

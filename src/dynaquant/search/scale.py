@@ -12,6 +12,8 @@ Score = Callable[[Sequence[int]], Sequence[float]]
 
 AIM = 0.8
 """Share of the limit that a predicted scale is aimed at: an evaluation that fails is lost."""
+ENOUGH = 0.67
+"""Share of the limit that a new search wants to use before it ends."""
 WORTH_IT = SCALES_PER_OCTAVE // 4
 """Steps that a larger scale must promise before a settled one is left: tensors that change their step cost bits."""
 CLOSE = SCALES_PER_OCTAVE // 8
@@ -20,6 +22,8 @@ LARGEST_STEP = 2 * SCALES_PER_OCTAVE
 ROUNDS = 12
 POWER = 2.0
 """Of the scale, by which degradation grows in the second-order model of the loss."""
+STEEPEST = 8.0
+"""The power between two scores counts as at most so much: beyond it lies a cliff, which says nothing of its foot."""
 
 
 def scale_search(
@@ -33,7 +37,7 @@ def scale_search(
     scores: dict[int, float] = {}
     good: int | None = None
     at = min(max(start, lowest), highest)
-    for _ in range(ROUNDS):
+    for before in range(ROUNDS):
         near = [at, *(at + sign * i * CLOSE for i in range(1, width) for sign in (-1, 1))]
         new = [k for k in dict.fromkeys(near) if lowest <= k <= highest and k not in scores][:width]
         scores.update(zip(new, score(new), strict=True))
@@ -43,12 +47,15 @@ def scale_search(
             assert bad is not None
             if bad <= lowest:
                 return None
-            at = max(bad - max(-_promised(scores, bad, None, limit), CLOSE), lowest)
+            # On a plateau only larger and larger steps get anywhere.
+            at = max(bad - max(-_promised(scores, bad, None, limit), CLOSE << before), lowest)
             continue
         promised = min(_promised(scores, good, bad, limit), highest - good)
+        if bad is not None and not settled and scores[good] < ENOUGH * limit:
+            promised = max(promised, (bad - good) // 2)  # a cliff lies between: the scores beyond it mislead
         if promised < (WORTH_IT if settled else CLOSE) or (bad is not None and bad - good <= CLOSE):
             return good
-        at = good + promised
+        at = good + promised if bad is not None else min(good + (promised << before), highest)
     return good
 
 
@@ -63,7 +70,7 @@ def _promised(scores: dict[int, float], at: int, bad: int | None, limit: float) 
     else:
         power = POWER / SCALES_PER_OCTAVE
         if bad is not None and math.isfinite(scores[bad]):
-            power = math.log2(scores[bad] / found) / (bad - at)
+            power = min(math.log2(scores[bad] / found) / (bad - at), STEEPEST / SCALES_PER_OCTAVE)
         steps = math.floor(math.log2(aim / found) / power)
         steps = min(max(steps, -LARGEST_STEP), LARGEST_STEP)
     return steps if bad is None or at + steps < bad else (bad - at) // 2
