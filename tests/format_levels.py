@@ -184,8 +184,9 @@ def conditional_levels(stream, elements, codebook, parent):
 
 def symbols_of(positions, position, protected_first):
     """The levels that the symbols stand for, given the position of the level in the parent."""
-    order = sorted(range(len(positions)), key=lambda c: (c == 1, abs(positions[c] - position), abs(positions[c]), c))
-    return [1] + [c for c in order if c != 1] if protected_first else order
+    numbers = np.arange(len(positions))
+    last = numbers != 1 if protected_first else numbers == 1
+    return np.lexsort((numbers, np.abs(positions), np.abs(positions - position), last))
 
 
 def conditional_frequencies(bits, symbols):

@@ -8,21 +8,25 @@ from torch import nn
 
 import dynaquant as dq
 
+OPTIONS = {
+    "grid": {},
+    "published": {"configuration": dq.Configuration(bins=4, protection_metric="magnitude"), "method": "published"},
+}
 
-def build(folder: str) -> tuple[nn.Module, dq.Checkpointer]:
+
+def build(folder: str, method: str) -> tuple[nn.Module, dq.Checkpointer]:
     """A model of 51,200 weights, and a bias that says the step."""
     model = nn.Linear(256, 200)
-    configuration = dq.Configuration(bins=4, protection_metric="magnitude")
-    return model, dq.Checkpointer(folder, model, configuration=configuration, keep_last=3, keyframe_every=3)
+    return model, dq.Checkpointer(folder, model, keep_last=3, keyframe_every=3, **OPTIONS[method])
 
 
 def say(word: str, number: int) -> None:
     os.write(1, f"{word} {number}\n".encode())
 
 
-def train(folder: str) -> None:
+def train(folder: str, method: str) -> None:
     torch.set_num_threads(1)
-    model, ckpt = build(folder)
+    model, ckpt = build(folder, method)
     step = ckpt.restore() or 0
     say("restored", step)
     while True:
@@ -40,6 +44,6 @@ if __name__ == "__main__":
         child = os.fork()
         if child == 0:
             say("started", os.getpid())  # itself, as the first thing that it says
-            train(sys.argv[1])
+            train(*sys.argv[1:])
         os.waitpid(child, 0)
         say("ended", 0)

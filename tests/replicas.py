@@ -58,7 +58,9 @@ class Replica:
         self.fails_at = 0
 
     def checkpointer(self, folder: Path, **options) -> dq.Checkpointer:
+        """One that searches among k-means configurations, as published, unless told otherwise."""
         extras = {"generator": self.generator}
+        options = {"method": "published"} | options
         return dq.Checkpointer(folder, self.model, self.optimizer, extras=extras, evaluate=self.evaluate, **options)
 
     def evaluate(self, model: nn.Module) -> float:
@@ -132,7 +134,9 @@ def two(folder: Path) -> dict:
     with replica.checkpointer(run) as ckpt:
         restored = replica.restored(ckpt)
     later = saves_after_a_restore(replica, run, folder / "later")
-    return {"saves": saves, "failures": failures, "after": after, "draws": draws, "restored": restored, "later": later}
+    grid = saves_on_the_grid(replica, folder / "grid")
+    report = {"saves": saves, "failures": failures, "after": after, "draws": draws, "restored": restored}
+    return {**report, "later": later, "grid": grid}
 
 
 def saves_after_a_restore(replica: Replica, run: Path, copy: Path) -> list[dict]:
@@ -148,6 +152,22 @@ def saves_after_a_restore(replica: Replica, run: Path, copy: Path) -> list[dict]
                 group["lr"] = 5e-5
             replica.train(4)
             saves.append(replica.save(ckpt, step + later))
+    return saves
+
+
+def saves_on_the_grid(replica: Replica, folder: Path) -> list[dict]:
+    """Three saves by the default method and, after a restore, two with small steps; the restored weights with them."""
+    for group in replica.optimizer.param_groups:
+        group["lr"] = 1e-2
+    saves = []
+    with replica.checkpointer(folder, method="grid") as ckpt:
+        for step in (1, 2, 3, 4, 5):
+            if step == 4:
+                saves[-1]["restored"] = ckpt.restore(), plain(replica.model)
+                for group in replica.optimizer.param_groups:
+                    group["lr"] = 5e-5
+            replica.train(4)
+            saves.append(replica.save(ckpt, step))
     return saves
 
 

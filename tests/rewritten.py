@@ -17,4 +17,5 @@ def with_record(path: Path, **changes) -> None:
     streams, stored = content[PREAMBLE : -TRAILER - stored_size], content[-TRAILER - stored_size : -TRAILER]
     header = json.loads(stored if stored_size == size else zstandard.ZstdDecompressor().decompress(stored))
     header["record"] |= changes
-    path.write_bytes(file_of(header, streams))
+    version = struct.unpack("<Q", content[8:PREAMBLE])[0]
+    path.write_bytes(file_of(header, streams, version=version))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from training import bits
 
 import dynaquant as dq
+from dynaquant.container import FORMAT_VERSION
 from dynaquant.run import Run
 
 FIXED = dq.Configuration()
@@ -311,7 +312,7 @@ def test_training_goes_on_from_a_whole_state_whatever_its_record_says(tmp_path, 
     streams, stored = content[16 : -40 - size], content[-40 - size : -40]
     plain = json.loads(stored if size == plain_size else zstandard.ZstdDecompressor().decompress(stored, plain_size))
     for record in (plain["record"] | strange, strange):
-        write(tmp_path, {**plain, "record": record}, streams)
+        write(tmp_path, {**plain, "record": record}, streams, version=FORMAT_VERSION)
         with dq.Checkpointer(tmp_path, module, **options) as ckpt:
             assert ckpt.restore(1) == 1
             assert ckpt.due(10**9)

@@ -31,8 +31,6 @@ def training_of(seed: int = 0, optimizer=adamw) -> tuple[nn.Module, torch.optim.
     return model, optimizer(model)
 
 
-checkpointer = dq.Checkpointer
-
 KMEANS = {"configuration": dq.Configuration()}
 LOSSLESS = {"quality": "lossless"}
 
@@ -52,7 +50,7 @@ def saved(folder, steps, seed=0, **options) -> list[dict]:
     """Trains and saves; what ``load`` must return for every step, taken from the files as they were written."""
     model, optimizer = training_of(seed)
     states = []
-    with checkpointer(folder, model, optimizer, **options) as ckpt:
+    with dq.Checkpointer(folder, model, optimizer, **options) as ckpt:
         for step in steps:
             train(model, optimizer)
             ckpt.save(step).result()
@@ -85,7 +83,7 @@ def test_the_restored_weights_are_the_evaluated_ones_and_the_rest_is_exact(tmp_p
         seen.append(weights_of(scored))
         return metric(scored)
 
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, **way) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, **way) as ckpt:
         for step in range(1, 4):
             train(model, optimizer, 3)
             original, optimizer_state = weights_of(model), bits(optimizer.state_dict())
@@ -100,7 +98,7 @@ def test_the_restored_weights_are_the_evaluated_ones_and_the_rest_is_exact(tmp_p
                 assert record.quality["original"] == metric(model)
                 model.train()
     model, optimizer = training_of(1)
-    with checkpointer(tmp_path, model, optimizer) as other:
+    with dq.Checkpointer(tmp_path, model, optimizer) as other:
         assert other.restore() == 3
     restored = weights_of(model)
     assert bits(restored) == bits(scored)
@@ -136,7 +134,7 @@ def test_everything_that_has_a_state_comes_back(tmp_path, way):
 
     def checkpointer_of(things) -> dq.Checkpointer:
         things = dict(things)
-        return checkpointer(tmp_path, things.pop("model"), things.pop("optimizer"), extras=things, **way)
+        return dq.Checkpointer(tmp_path, things.pop("model"), things.pop("optimizer"), extras=things, **way)
 
     def kept(things) -> tuple:
         state = collect(things)
@@ -192,7 +190,7 @@ def _exact(state: dict) -> dict:
 @pytest.mark.parametrize("way", [{}, LOSSLESS, KMEANS], ids=["grid", "lossless", "kmeans"])
 def test_training_goes_on_from_a_restore_the_same_way_every_time(tmp_path, optimizer, way):
     model, opt = training_of(0, optimizer)
-    with checkpointer(tmp_path, model, opt, **way) as ckpt:
+    with dq.Checkpointer(tmp_path, model, opt, **way) as ckpt:
         train(model, opt, 5)
         ckpt.save(5).result()
         state = bits(dq.load(tmp_path)["optimizer"])
@@ -201,7 +199,7 @@ def test_training_goes_on_from_a_restore_the_same_way_every_time(tmp_path, optim
     for seed in (1, 2):
         model, opt = training_of(seed, optimizer)
         train(model, opt, seed)
-        with checkpointer(tmp_path, model, opt, **way) as ckpt:
+        with dq.Checkpointer(tmp_path, model, opt, **way) as ckpt:
             assert ckpt.restore() == 5
             assert bits(opt.state_dict()) == state
             train(model, opt, 5)
@@ -216,7 +214,7 @@ def test_models_of_other_element_types_come_back(tmp_path, dtype, configuration)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     seen = []
     evaluate = lambda m: seen.append(weights_of(m)) or 1.0  # noqa: E731
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, configuration=configuration) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, configuration=configuration) as ckpt:
         train(model, optimizer, 3)
         record = ckpt.save(1).result()
         state = bits(dq.load(tmp_path)["optimizer"])
@@ -224,7 +222,7 @@ def test_models_of_other_element_types_come_back(tmp_path, dtype, configuration)
         assert record.roles["weight"].ratio > 2
     other = model_of().to(dtype)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
-    with checkpointer(tmp_path, other, optimizer) as ckpt:
+    with dq.Checkpointer(tmp_path, other, optimizer) as ckpt:
         ckpt.restore()
     assert bits(weights_of(other)) == bits(seen[-1])
     assert bits(optimizer.state_dict()) == state
@@ -252,7 +250,7 @@ class OddOptimizer(torch.optim.Optimizer):
 
 def test_an_unknown_optimizer_comes_back_exactly(tmp_path):
     model, optimizer = training_of(0, lambda m: OddOptimizer(m.parameters()))
-    with checkpointer(tmp_path, model, optimizer) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
         optimizer.step()
         optimizer.step()
         state = bits(optimizer.state_dict())
@@ -260,23 +258,23 @@ def test_an_unknown_optimizer_comes_back_exactly(tmp_path):
     assert "first_moment" not in record.roles
     assert bits(dq.load(tmp_path)["optimizer"]) == state
     model, optimizer = training_of(1, lambda m: OddOptimizer(m.parameters()))
-    with checkpointer(tmp_path, model, optimizer) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
         ckpt.restore()
     assert bits(optimizer.state_dict()) == state
 
 
 def test_a_second_model_is_exact_unless_roles_say_otherwise(tmp_path):
     model, critic = model_of(), model_of()
-    with checkpointer(tmp_path / "exact", model, extras={"critic": critic}, **KMEANS) as ckpt:
+    with dq.Checkpointer(tmp_path / "exact", model, extras={"critic": critic}, **KMEANS) as ckpt:
         ckpt.save(1).result()
     assert bits(dict(dq.load(tmp_path / "exact")["critic"])) == bits(weights_of(critic))
     roles = {"critic.[014].weight": "weight"}
-    with checkpointer(tmp_path, model, extras={"critic": critic}, roles=roles, **KMEANS) as ckpt:
+    with dq.Checkpointer(tmp_path, model, extras={"critic": critic}, roles=roles, **KMEANS) as ckpt:
         record = ckpt.save(1).result()
     assert record.roles["weight"].raw == 2 * sum(p.numel() * 4 for p in model.parameters() if p.ndim > 1)
     assert record.roles["weight"].ratio > 3
     restored = model_of()
-    with checkpointer(tmp_path, model_of(), extras={"critic": restored}) as ckpt:
+    with dq.Checkpointer(tmp_path, model_of(), extras={"critic": restored}) as ckpt:
         ckpt.restore()
     assert bits(weights_of(restored)) == bits(dict(dq.load(tmp_path)["critic"]))
     assert bits(weights_of(restored)["2.weight"]) == bits(weights_of(critic)["2.weight"])
@@ -288,7 +286,7 @@ def test_a_second_model_is_exact_unless_roles_say_otherwise(tmp_path):
 def test_an_empty_run_restores_nothing(tmp_path):
     model, optimizer = training_of()
     before = bits(collect({"model": model, "optimizer": optimizer}))
-    with checkpointer(tmp_path / "new", model, optimizer) as ckpt:
+    with dq.Checkpointer(tmp_path / "new", model, optimizer) as ckpt:
         assert ckpt.restore() is None
     assert bits(collect({"model": model, "optimizer": optimizer})) == before
 
@@ -296,7 +294,7 @@ def test_an_empty_run_restores_nothing(tmp_path):
 def test_a_given_step_is_restored(tmp_path):
     states = saved(tmp_path, [1, 2, 3])
     model, optimizer = training_of(1)
-    with checkpointer(tmp_path, model, optimizer) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
         for step in (2, 1, 3):
             assert ckpt.restore(step=step) == step
             assert bits(dict(weights_of(model))) == bits(dict(dq.load(tmp_path, step)["model"]))
@@ -310,7 +308,7 @@ def test_the_newest_that_verifies_is_restored_and_the_others_are_named(tmp_path,
     run = Run(tmp_path)
     damage(run.path(3))
     run.path(5).write_bytes(run.path(5).read_bytes()[:-1])
-    with checkpointer(tmp_path, *training_of(1)) as ckpt, caplog.at_level(logging.WARNING, "dynaquant"):
+    with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt, caplog.at_level(logging.WARNING, "dynaquant"):
         assert ckpt.restore() == 2
     said = [str(error) for error in ckpt.skipped]
     assert len(said) == 3
@@ -328,14 +326,14 @@ def test_every_file_that_was_passed_over_is_said_once(tmp_path):
     for step in (2, 4):
         run.path(step).write_bytes(b"")
     damage(run.path(3))
-    with checkpointer(tmp_path, *training_of(1)) as ckpt:
+    with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt:
         assert ckpt.restore() == 1
     assert sorted(str(error).partition(": ")[0] for error in ckpt.skipped) == [str(run.path(s)) for s in (2, 3, 4)]
 
 
 def test_a_whole_newest_checkpoint_is_restored_without_a_word(tmp_path, caplog):
     saved(tmp_path, [1, 2])
-    with checkpointer(tmp_path, *training_of(1)) as ckpt, caplog.at_level(logging.WARNING, "dynaquant"):
+    with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt, caplog.at_level(logging.WARNING, "dynaquant"):
         assert ckpt.restore() == 2
     assert ckpt.skipped == []
     assert caplog.records == []
@@ -348,7 +346,7 @@ def test_a_run_of_which_nothing_verifies_is_an_error_and_changes_nothing(tmp_pat
     run.path(2).write_bytes(b"")
     model, optimizer = training_of(1)
     before = bits(collect({"model": model, "optimizer": optimizer}))
-    with checkpointer(tmp_path, model, optimizer) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
         with pytest.raises(dq.CheckpointError) as caught:
             ckpt.restore()
         assert ckpt._base is None
@@ -363,7 +361,7 @@ def test_training_goes_on_after_a_damaged_newest_checkpoint(tmp_path):
     saved(tmp_path, [1, 2, 3])
     damage(Run(tmp_path).path(3))
     model, optimizer = training_of(1)
-    with checkpointer(tmp_path, model, optimizer) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
         assert ckpt.restore() == 2
         train(model, optimizer)
         record = ckpt.save(3).result()
@@ -374,7 +372,7 @@ def test_training_goes_on_after_a_damaged_newest_checkpoint(tmp_path):
 
 def test_a_step_that_is_saved_again_is_replaced(tmp_path):
     model, optimizer = training_of()
-    with checkpointer(tmp_path, model, optimizer, **LOSSLESS) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, **LOSSLESS) as ckpt:
         for step in (1, 1, 2, 2, 3, 1):
             train(model, optimizer)
             record = ckpt.save(step).result()
@@ -390,7 +388,7 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path):
 def test_a_new_line_from_an_old_step_is_the_newest_and_the_old_line_stays(tmp_path):
     states = saved(tmp_path, [1, 2, 3, 4])
     model, optimizer = training_of(1)
-    with checkpointer(tmp_path, model, optimizer, **LOSSLESS) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, **LOSSLESS) as ckpt:
         ckpt.restore(step=2)
         train(model, optimizer)
         record = ckpt.save(3).result()
@@ -399,7 +397,7 @@ def test_a_new_line_from_an_old_step_is_the_newest_and_the_old_line_stays(tmp_pa
     for step in (1, 2, 4):
         assert bits(dq.load(tmp_path, step)) == states[step - 1]
     model, optimizer = training_of(2)
-    with checkpointer(tmp_path, model, optimizer) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
         assert ckpt.restore() == 3
         assert bits(optimizer.state_dict()) == wanted
         assert [record.step for record in ckpt.records()] == [1, 2, 4, 3]
@@ -408,7 +406,7 @@ def test_a_new_line_from_an_old_step_is_the_newest_and_the_old_line_stays(tmp_pa
 def test_chains_are_as_long_as_keyframe_every_says_across_restarts(tmp_path):
     model, optimizer = training_of()
     for start in (0, 5, 7):
-        with checkpointer(tmp_path, model, optimizer, keyframe_every=3) as ckpt:
+        with dq.Checkpointer(tmp_path, model, optimizer, keyframe_every=3) as ckpt:
             ckpt.restore()
             for step in range(start, start + 5):
                 train(model, optimizer)
@@ -423,7 +421,7 @@ def test_retention_goes_on_in_a_new_process(tmp_path):
     model, optimizer = training_of()
     states = {}
     for start in (1, 4, 7):
-        with checkpointer(tmp_path, model, optimizer, keep_last=2, keep_every=5) as ckpt:
+        with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2, keep_every=5) as ckpt:
             assert ckpt.restore() == (start - 1 or None)
             for step in range(start, start + 3):
                 train(model, optimizer)
@@ -442,7 +440,7 @@ def test_frozen_weights_are_stored_once(tmp_path, way):
     model, _ = training_of()
     model[0].weight.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    with checkpointer(tmp_path, model, optimizer, **way) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, **way) as ckpt:
         for step in (1, 2, 3):
             train(model, optimizer)
             assert ckpt.save(step).result().configuration is not None
@@ -465,7 +463,7 @@ def test_frozen_weights_keep_their_values_whatever_is_found_for_the_others(tmp_p
         seen.append(bits(scored[0].weight.detach()))
         return 1.0 if len(scored[1].weight.unique()) >= wanted else 2.0
 
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
         for step, wanted in enumerate((2, 12, 40)):
             train(model, optimizer)
             configurations.append(ckpt.save(step).result().configuration)
@@ -487,7 +485,7 @@ def test_saving_what_was_restored_changes_no_value_and_costs_almost_nothing(tmp_
     identities, sizes = [], []
     for step in (2, 3, 4):
         model, optimizer = training_of(step)
-        with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, **way) as ckpt:
+        with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, **way) as ckpt:
             ckpt.restore()
             record = ckpt.save(step).result()
         identities.append(record.identity)
@@ -502,7 +500,7 @@ def test_saving_what_was_restored_changes_no_value_and_costs_almost_nothing(tmp_
 def test_a_failed_write_is_raised_once_at_the_next_save(tmp_path):
     model, optimizer = training_of()
     folder = tmp_path / "run"
-    ckpt = checkpointer(folder, model, optimizer, **LOSSLESS)
+    ckpt = dq.Checkpointer(folder, model, optimizer, **LOSSLESS)
     ckpt.save(1).result()
     shutil.move(folder, tmp_path / "away")
     failed = ckpt.save(2)
@@ -518,7 +516,7 @@ def test_a_failed_write_is_raised_once_at_the_next_save(tmp_path):
 
 def test_a_failed_write_is_raised_once_at_close(tmp_path):
     folder = tmp_path / "run"
-    ckpt = checkpointer(folder, *training_of())
+    ckpt = dq.Checkpointer(folder, *training_of())
     folder.rmdir()
     folder.write_text("a file where the folder was")
     ckpt.save(1)
@@ -526,7 +524,7 @@ def test_a_failed_write_is_raised_once_at_close(tmp_path):
         ckpt.close()
     ckpt.close()
     folder.unlink()
-    with checkpointer(folder, *training_of()) as ckpt:
+    with dq.Checkpointer(folder, *training_of()) as ckpt:
         assert ckpt.restore() is None
 
 
@@ -534,7 +532,7 @@ def test_the_error_that_ends_training_is_not_hidden_by_that_of_a_write(tmp_path,
     folder = tmp_path / "run"
 
     def training() -> None:
-        with checkpointer(folder, *training_of()) as ckpt:
+        with dq.Checkpointer(folder, *training_of()) as ckpt:
             folder.rmdir()
             ckpt.save(1)
             raise ZeroDivisionError
@@ -542,12 +540,12 @@ def test_the_error_that_ends_training_is_not_hidden_by_that_of_a_write(tmp_path,
     with pytest.raises(ZeroDivisionError):
         training()
     assert "the last checkpoint could not be written" in caplog.text
-    with checkpointer(folder, *training_of()):
+    with dq.Checkpointer(folder, *training_of()):
         pass
 
 
 def test_leaving_the_block_waits_for_the_last_write(tmp_path):
-    with checkpointer(tmp_path, *training_of()) as ckpt:
+    with dq.Checkpointer(tmp_path, *training_of()) as ckpt:
         future = ckpt.save(1)
     assert future.done()
     assert dq.load(tmp_path, 1)
@@ -571,7 +569,7 @@ class Failing:
 def test_an_evaluation_that_fails_costs_no_checkpoint_and_leaves_training_as_before(tmp_path, way):
     model, optimizer = training_of()
     evaluate, configuration = Failing(), way.get("configuration")
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, **way) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, **way) as ckpt:
         train(model, optimizer)
         before = bits(collect({"model": model, "optimizer": optimizer}))
         record = ckpt.save(1).result()
@@ -604,7 +602,7 @@ def test_weights_that_were_exact_once_are_quantized_at_the_next_save_and_restore
     model, optimizer = training_of()
     evaluate = Failing()
     evaluate.fails = False
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
         sizes, states = [], []
         for step, evaluate.fails in enumerate((False, True, False)):
             record = ckpt.save(step).result()
@@ -614,7 +612,7 @@ def test_weights_that_were_exact_once_are_quantized_at_the_next_save_and_restore
             states.append(bits(dq.load(tmp_path, step)))
     assert sizes[1] > 3 * max(sizes[0], sizes[2])
     for step, state in enumerate(states):
-        with checkpointer(tmp_path, *training_of(1)) as ckpt:
+        with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt:
             assert ckpt.restore(step) == step
             assert bits(dq.load(tmp_path, step)) == state
 
@@ -630,7 +628,7 @@ def only_restored(model: nn.Module, original: float, restored: float):
 def test_a_score_of_the_training_that_is_not_finite_does_not_keep_it_from_being_saved(tmp_path, score, way):
     model, optimizer = training_of()
     configuration = way.get("configuration")
-    with checkpointer(tmp_path, model, optimizer, evaluate=lambda _: score, **way) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=lambda _: score, **way) as ckpt:
         record = ckpt.save(1).result()
         assert "the metric of the weights in training is not finite" in record.notes[-1]
         assert (record.configuration, record.quality, record.trials) == (configuration, None, [])
@@ -645,7 +643,7 @@ def test_a_score_of_the_training_that_is_not_finite_does_not_keep_it_from_being_
 def test_a_score_of_the_restored_weights_that_is_not_finite_is_in_the_record(tmp_path, original, score, configuration):
     model, optimizer = training_of()
     options = {"evaluate": only_restored(model, original, score), "configuration": configuration}
-    with checkpointer(tmp_path, model, optimizer, **options) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         record = ckpt.save(1).result()
         assert bits(record.quality) == bits({"original": original, "restored": score, "degradation": score})
         assert record.notes[-1] == "the metric is not finite: what this checkpoint costs is unknown"
@@ -657,7 +655,7 @@ def test_a_score_of_the_restored_weights_that_is_not_finite_is_in_the_record(tmp
 @pytest.mark.parametrize("method", ["grid", "published"])
 def test_weights_are_stored_exactly_when_no_candidate_is_good_enough(tmp_path, scores, method):
     model, optimizer = training_of()
-    with checkpointer(tmp_path, model, optimizer, evaluate=only_restored(model, *scores), method=method) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=only_restored(model, *scores), method=method) as ckpt:
         record = ckpt.save(1).result()
         assert (record.search, record.configuration, record.quality) == ("lossless", None, None)
         assert record.trials
@@ -669,7 +667,7 @@ def test_weights_are_stored_exactly_when_no_candidate_is_good_enough(tmp_path, s
 def test_a_loss_that_was_zero_does_not_keep_a_checkpoint_from_being_saved(tmp_path, configuration):
     model, optimizer = training_of()
     options = {"evaluate": only_restored(model, 0.0, 0.5), "configuration": configuration}
-    with checkpointer(tmp_path, model, optimizer, **options) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         assert ckpt.save(1).result().quality["degradation"] == float("inf")
         assert ckpt.records()[0].quality["degradation"] == float("inf")
 
@@ -683,7 +681,7 @@ def test_candidates_on_which_evaluate_fails_are_not_good_enough(tmp_path, method
             raise ArithmeticError("too few levels")
         return 1.0
 
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
         train(model, optimizer)
         record = ckpt.save(1).result()
     failed = [trial for trial in record.trials if trial.error]
@@ -704,30 +702,30 @@ def test_a_state_that_cannot_be_stored_is_named(tmp_path):
             self.state = state
 
     with pytest.raises(dq.StateError, match=r"loader\.source: a value of type builtins\.object cannot be stored"):
-        checkpointer(tmp_path, *training_of(), extras={"loader": Loader()})
+        dq.Checkpointer(tmp_path, *training_of(), extras={"loader": Loader()})
     with pytest.raises(dq.StateError, match="loader: list has no state_dict"):
-        checkpointer(tmp_path, *training_of(), extras={"loader": [1, 2]})
-    with checkpointer(tmp_path, *training_of()):
+        dq.Checkpointer(tmp_path, *training_of(), extras={"loader": [1, 2]})
+    with dq.Checkpointer(tmp_path, *training_of()):
         pass
 
 
 @pytest.mark.parametrize("name", ["model", "optimizer", "rng", "classes"])
 def test_names_that_are_taken_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match=f"extras cannot be called {name}"):
-        checkpointer(tmp_path, *training_of(), extras={name: model_of()})
+        dq.Checkpointer(tmp_path, *training_of(), extras={name: model_of()})
 
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"keyframe_every": 0}, {"keep_last": 0}, {"keep_every": -1}])
 def test_numbers_out_of_range_are_refused(tmp_path, options):
     with pytest.raises(ValueError, match="must be at least 1"):
-        checkpointer(tmp_path, *training_of(), **options)
+        dq.Checkpointer(tmp_path, *training_of(), **options)
 
 
 @pytest.mark.parametrize("value", [-0.01, float("nan"), float("inf")])
 def test_a_degradation_out_of_range_is_refused(tmp_path, value):
     with pytest.raises(ValueError, match="max_degradation must be a number from 0 on"):
-        checkpointer(tmp_path, *training_of(), max_degradation=value)
-    with checkpointer(tmp_path, *training_of(), max_degradation=0) as ckpt:
+        dq.Checkpointer(tmp_path, *training_of(), max_degradation=value)
+    with dq.Checkpointer(tmp_path, *training_of(), max_degradation=0) as ckpt:
         assert ckpt.max_degradation == 0
         with pytest.raises(ValueError, match="max_degradation must be a number from 0 on"):
             ckpt.max_degradation = value
@@ -756,23 +754,23 @@ def test_a_configuration_is_refused_together_with_a_degradation_to_search_one_by
 )
 def test_what_does_not_go_together_is_refused(tmp_path, options, said):
     with pytest.raises(ValueError, match=said):
-        checkpointer(tmp_path, *training_of(), **options)
+        dq.Checkpointer(tmp_path, *training_of(), **options)
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("quality", "allowed"), [("high", 0.001), ("balanced", 0.01), ("small", 0.05)])
 def test_a_quality_is_a_degradation_that_may_be_given_and_changed(tmp_path, quality, allowed):
-    with checkpointer(tmp_path, *training_of(), quality=quality) as ckpt:
+    with dq.Checkpointer(tmp_path, *training_of(), quality=quality) as ckpt:
         assert ckpt.max_degradation == allowed
         ckpt.max_degradation = 0.02
         assert ckpt.save(1).result().limit == 0.02
-    with checkpointer(tmp_path, *training_of(), quality=quality, max_degradation=0.03) as ckpt:
+    with dq.Checkpointer(tmp_path, *training_of(), quality=quality, max_degradation=0.03) as ckpt:
         assert ckpt.max_degradation == 0.03
 
 
 def test_a_lossless_training_goes_on_bit_by_bit_as_if_nothing_had_happened(tmp_path):
     model, optimizer = training_of()
-    with checkpointer(tmp_path, model, optimizer, **LOSSLESS) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, **LOSSLESS) as ckpt:
         for step in (1, 2):
             train(model, optimizer, 3)
             record = ckpt.save(step).result()
@@ -780,7 +778,7 @@ def test_a_lossless_training_goes_on_bit_by_bit_as_if_nothing_had_happened(tmp_p
     train(model, optimizer, 3)
     wanted = bits(collect({"model": model, "optimizer": optimizer}))
     model, optimizer = training_of(1)
-    with checkpointer(tmp_path, model, optimizer, **LOSSLESS) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, **LOSSLESS) as ckpt:
         assert ckpt.restore() == 2
     train(model, optimizer, 3)
     assert bits(collect({"model": model, "optimizer": optimizer})) == wanted
@@ -790,7 +788,7 @@ def test_a_lossless_training_goes_on_bit_by_bit_as_if_nothing_had_happened(tmp_p
     ("step", "error"), [(-1, ValueError), (1.0, ValueError), ("1", ValueError), (None, ValueError)]
 )
 def test_steps_are_integers_from_zero_on(tmp_path, step, error):
-    with checkpointer(tmp_path, *training_of()) as ckpt:
+    with dq.Checkpointer(tmp_path, *training_of()) as ckpt:
         with pytest.raises(error):
             ckpt.save(step)
         assert ckpt.save(0).result().step == 0
@@ -798,9 +796,9 @@ def test_steps_are_integers_from_zero_on(tmp_path, step, error):
 
 def test_a_second_training_in_the_same_run_is_refused(tmp_path):
     said = "another Checkpointer, here or in another process, is writing to this run"
-    with checkpointer(tmp_path, *training_of()), pytest.raises(dq.CheckpointError, match=said):
-        checkpointer(tmp_path, *training_of())
-    with checkpointer(tmp_path, *training_of()):
+    with dq.Checkpointer(tmp_path, *training_of()), pytest.raises(dq.CheckpointError, match=said):
+        dq.Checkpointer(tmp_path, *training_of())
+    with dq.Checkpointer(tmp_path, *training_of()):
         pass
 
 
@@ -895,7 +893,7 @@ def test_another_kind_of_generator_is_refused_and_nothing_is_changed(tmp_path, w
 def assert_refused(folder, model, optimizer, extras, said) -> None:
     things = {"model": model, **({"optimizer": optimizer} if optimizer else {}), **extras}
     before = bits(collect(things))
-    with checkpointer(folder, model, optimizer, extras=extras) as ckpt:
+    with dq.Checkpointer(folder, model, optimizer, extras=extras) as ckpt:
         for step in (None, 1):
             with pytest.raises(dq.StateError) as caught:
                 ckpt.restore(step)
@@ -910,15 +908,15 @@ def assert_refused(folder, model, optimizer, extras, said) -> None:
 
 def test_due_is_the_next_multiple_since_the_last_checkpoint_or_beyond(tmp_path):
     model, optimizer = training_of()
-    with checkpointer(tmp_path, model, optimizer, every=10) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, every=10) as ckpt:
         assert [step for step in range(0, 22) if ckpt.due(step)] == list(range(10, 22))
         ckpt.save(12)
         assert [step for step in range(0, 32) if ckpt.due(step)] == list(range(20, 32))
-    with checkpointer(tmp_path, model, optimizer, every=10) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, every=10) as ckpt:
         ckpt.restore()
         assert not ckpt.due(19)
         assert ckpt.due(20)
-    with checkpointer(tmp_path, model, optimizer) as ckpt, pytest.raises(ValueError, match="every=steps"):
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt, pytest.raises(ValueError, match="every=steps"):
         ckpt.due(10)
 
 
@@ -930,7 +928,7 @@ def test_due_is_the_next_multiple_since_the_last_checkpoint_or_beyond(tmp_path):
 def test_the_run_keeps_the_records_that_save_returned(tmp_path, way, evaluate):
     model, optimizer = training_of()
     returned, configuration = [], way.get("configuration")
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, every=1, **way) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, every=1, **way) as ckpt:
         for step in (1, 2, 3):
             train(model, optimizer)
             returned.append(ckpt.save(step).result())
@@ -963,7 +961,7 @@ def test_protection_uses_the_gradients_of_the_steps_before(tmp_path):
         torch.manual_seed(0)
         model = nn.Linear(100, 100, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        with checkpointer(tmp_path / str(seen), model, optimizer, **KMEANS) as ckpt:
+        with dq.Checkpointer(tmp_path / str(seen), model, optimizer, **KMEANS) as ckpt:
             inputs = torch.zeros(4, 100)
             inputs[:, 7] = 1e3  # only the weights of this column have gradients
             if seen:
@@ -982,21 +980,21 @@ def test_protection_uses_the_gradients_of_the_steps_before(tmp_path):
 def test_magnitude_alone_needs_no_gradients_and_no_note(tmp_path):
     model, optimizer = training_of()
     configuration = dq.Configuration(protection_metric="magnitude")
-    with checkpointer(tmp_path, model, optimizer, configuration=configuration) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, configuration=configuration) as ckpt:
         assert ckpt.save(1).result().notes == []
         assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_the_optimizer_is_let_go_at_close(tmp_path):
     model, optimizer = training_of()
-    with checkpointer(tmp_path, model, optimizer):
+    with dq.Checkpointer(tmp_path, model, optimizer):
         assert optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_roles_can_be_overridden(tmp_path):
     model, optimizer = training_of()
-    with checkpointer(tmp_path, model, optimizer, roles={"model.4.*": "exact"}) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, roles={"model.4.*": "exact"}) as ckpt:
         ckpt.save(1)
     restored = dq.load(tmp_path)["model"]
     assert bits(restored["4.weight"]) == bits(model.state_dict()["4.weight"])
@@ -1006,7 +1004,7 @@ def test_roles_can_be_overridden(tmp_path):
 @WITH_EXACT_MOMENTS
 def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path, way):
     model, optimizer = training_of()
-    with checkpointer(tmp_path, model, optimizer, **way) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, **way) as ckpt:
         for step in range(1, 6):
             train(model, optimizer)
             wanted = bits(optimizer.state_dict()), bits(weights_of(model)["2.weight"])
@@ -1038,12 +1036,12 @@ def test_a_deleted_ancestor_makes_the_next_checkpoint_a_keyframe(tmp_path):
     saved(tmp_path, [1, 2])
     Run(tmp_path).path(1).unlink()
     model, optimizer = training_of(1)
-    with checkpointer(tmp_path, model, optimizer) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
         with pytest.raises(dq.CheckpointError, match="no checkpoint of this run can be restored"):
             ckpt.restore()
         assert ckpt.save(3).result().keyframe
     saved(tmp_path / "open", [])
-    with checkpointer(tmp_path / "open", model, optimizer) as ckpt:
+    with dq.Checkpointer(tmp_path / "open", model, optimizer) as ckpt:
         for step in (1, 2):
             train(model, optimizer)
             ckpt.save(step).result()
@@ -1055,18 +1053,18 @@ def test_a_deleted_ancestor_makes_the_next_checkpoint_a_keyframe(tmp_path):
 def test_retention_never_takes_the_last_checkpoint_that_loads(tmp_path):
     saved(tmp_path, [1, 2])
     model, optimizer = training_of(1)
-    with checkpointer(tmp_path, model, optimizer, keep_last=2) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2) as ckpt:
         assert ckpt.restore() == 2
         damage(Run(tmp_path).path(2))
         train(model, optimizer)
         assert ckpt.save(3).result().notes
-    with checkpointer(tmp_path, *training_of(2)) as ckpt:
+    with dq.Checkpointer(tmp_path, *training_of(2)) as ckpt:
         assert ckpt.restore() == 1
 
 
 def test_the_record_is_that_of_the_file_with_keep_last_too(tmp_path):
     model, optimizer = training_of(0)
-    with checkpointer(tmp_path, model, optimizer, keep_last=1) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=1) as ckpt:
         for step in (1, 2, 3):
             train(model, optimizer)
             record = ckpt.save(step).result()
@@ -1078,17 +1076,17 @@ def test_parameters_in_another_order_do_not_fit(tmp_path):
         model = model_of()
         return model, torch.optim.AdamW([model.get_submodule(name).weight for name in order])
 
-    with checkpointer(tmp_path, *training("14")) as ckpt:
+    with dq.Checkpointer(tmp_path, *training("14")) as ckpt:
         ckpt.save(1).result()
     with (
-        checkpointer(tmp_path, *training("41")) as ckpt,
+        dq.Checkpointer(tmp_path, *training("41")) as ckpt,
         pytest.raises(dq.StateError, match="optimizer had its parameters in another order"),
     ):
         ckpt.restore()
 
 
 def test_a_closed_checkpointer_says_so(tmp_path):
-    ckpt = checkpointer(tmp_path, model_of())
+    ckpt = dq.Checkpointer(tmp_path, model_of())
     ckpt.close()
     for call in (ckpt.restore, lambda: ckpt.save(1)):
         with pytest.raises(ValueError, match="has been closed"):
@@ -1100,7 +1098,7 @@ def test_good_checkpoints_outlive_the_damaged_ones_that_restore_passed_over(tmp_
     for step in (4, 5):
         damage(Run(tmp_path).path(step))
     model, optimizer = training_of(1)
-    with checkpointer(tmp_path, model, optimizer, keep_last=2, keyframe_every=1) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2, keyframe_every=1) as ckpt:
         assert ckpt.restore() == 3
         train(model, optimizer)
         ckpt.save(6).result()
@@ -1112,14 +1110,14 @@ def test_good_checkpoints_outlive_the_damaged_ones_that_restore_passed_over(tmp_
 
 def test_saving_into_a_run_that_was_not_restored_is_warned_of(tmp_path, caplog):
     saved(tmp_path, [1, 2])
-    with checkpointer(tmp_path, *training_of(1)) as ckpt, caplog.at_level(logging.WARNING, "dynaquant"):
+    with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt, caplog.at_level(logging.WARNING, "dynaquant"):
         ckpt.save(7)
     assert "holds 2 checkpoints, and none was restored" in caplog.text
 
 
 @EVERY_WAY
 def test_a_metric_that_is_no_number_is_said(tmp_path, way):
-    with checkpointer(tmp_path, *training_of(), evaluate=lambda _: "bad", **way) as ckpt:
+    with dq.Checkpointer(tmp_path, *training_of(), evaluate=lambda _: "bad", **way) as ckpt:
         record = ckpt.save(1).result()
     assert record.configuration == way.get("configuration")
     assert "ValueError: evaluate returned 'bad'; it must return one number" in " ".join(record.notes)
@@ -1127,7 +1125,7 @@ def test_a_metric_that_is_no_number_is_said(tmp_path, way):
 
 def test_a_wrong_pattern_is_an_error_before_training(tmp_path):
     with pytest.raises(dq.StateError, match="matches no tensor"):
-        checkpointer(tmp_path, *training_of(), roles={"nope*": "exact"})
+        dq.Checkpointer(tmp_path, *training_of(), roles={"nope*": "exact"})
 
 
 # Training is not disturbed

@@ -98,7 +98,8 @@ def alone(folder, tmp_path_factory) -> list[dict]:
     metric = metric_of(model)
     gradients = torch.load(folder / "gradients.pt")
     records = []
-    with dq.Checkpointer(tmp_path_factory.mktemp("alone"), model, optimizer, evaluate=metric) as ckpt:
+    run = tmp_path_factory.mktemp("alone")
+    with dq.Checkpointer(run, model, optimizer, evaluate=metric, method="published") as ckpt:
         for save in range(4):
             for step in gradients[save * STEPS : (save + 1) * STEPS]:
                 for parameter, gradient in zip(model.parameters(), step, strict=True):
@@ -152,6 +153,26 @@ def test_after_a_restore_all_ranks_keep_the_same_progress(two):
     records = [outcome["record"] for outcome in two[0]["later"]]
     assert records[0]["progress"] is not None
     assert any(trial["degradation"] is None for record in records for trial in record["trials"])
+
+
+def test_on_the_grid_all_ranks_come_to_the_same_decision(two, folder):
+    for outcomes in zip(*(report["grid"] for report in two), strict=True):
+        assert outcomes[0]["weights"] == outcomes[1]["weights"]
+        record, other = (outcome["record"] for outcome in outcomes)
+        for name in ("configuration", "search", "limit", "quality", "progress", "trials", "notes"):
+            assert record[name] == other[name], name
+        assert record["search"] == "scale"
+        assert record["quality"]["degradation"] <= record["limit"]
+        assert [record["identity"] == "" for record in (record, other)] == [False, True]
+    records = [outcome["record"] for outcome in two[0]["grid"]]
+    assert [record["progress"] is None for record in records[:4]] == [True, True, True, False]
+    of_the_original = 2
+    tried = [report["grid"][0]["calls"] - of_the_original for report in two]
+    assert sum(tried) == len(records[0]["trials"])
+    step, weights = two[0]["grid"][2]["restored"]
+    assert [report["grid"][2]["restored"] for report in two] == [[step, weights]] * 2
+    assert step == 3
+    assert same(tensors(weights), dq.load(folder / "grid", 3)["model"])
 
 
 def test_it_is_the_decision_of_a_single_process(two, alone):

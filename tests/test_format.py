@@ -154,7 +154,7 @@ def test_both_decoders_agree_on_what_is_written_now(tmp_path, dtype, bins):
 
 
 class Layers(nn.Module):
-    """Of one block and one state, of more than one state, and of more than one block."""
+    """Tensors of one state, of several (``even``) and of as many elements as are asked for (``wide``)."""
 
     def __init__(self, dtype, wide):
         super().__init__()
@@ -174,7 +174,7 @@ class Layers(nn.Module):
         gradients = {name: torch.randn_like(p) / 8 for name, p in self.named_parameters()}
         squares = torch.outer(torch.linspace(0.01, 1, 100), torch.linspace(1, 3, 90))
         gradients["even.weight"] = squares * gradients["even.weight"].sign()
-        gradients["wide.weight"] *= (2 ** -(torch.arange(16) / 2)).to(self.wide.weight.dtype)[:, None]
+        gradients["wide.weight"] *= (0.5 ** torch.arange(16)).to(self.wide.weight.dtype)[:, None]
         return gradients
 
     def train_on(self, optimizer):
@@ -221,7 +221,7 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def saved_run(folder, optimizer_of, saves=3, *, dtype=torch.float32, wide=4_000, **settings):
+def saved_run(folder, optimizer_of, saves=3, *, dtype=torch.float32, wide=800, **settings):
     """A model after a training that was saved at steps 0, 1, ….; its optimizer's ``Masters`` are an extra."""
     model = Layers(dtype, wide)
     optimizer = optimizer_of(model)
@@ -279,13 +279,13 @@ def test_both_agree_on_grids_and_moments(tmp_path, dtype):
     assert codings_in(tmp_path) >= MOMENTS | kinds
 
 
-@pytest.mark.parametrize("dtype", sorted(QUANTIZED))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_both_agree_on_fine_moments(tmp_path, dtype):
-    saved_run(tmp_path, adamw, dtype=getattr(torch, dtype), quality="high")
-    assert codings_in(tmp_path) >= MOMENTS | {"units grid+", f"units {dtype}"}
+    saved_run(tmp_path, adamw, 2, dtype=getattr(torch, dtype), quality="high")
+    assert codings_in(tmp_path, 2) >= MOMENTS | {"units grid+", f"units {dtype}"}
 
 
-def test_both_agree_on_several_blocks_of_conditional_levels(tmp_path):
+def test_both_agree_on_several_blocks_of_levels(tmp_path):
     saved_run(tmp_path, adamw, 2, wide=132_000)
     assert codings_in(tmp_path, 2) >= {"conditional grid+", "conditional log_grid", "units grid"}
 
@@ -306,25 +306,26 @@ def test_both_agree_on_exact_values(tmp_path, monkeypatch, dtype):
     monkeypatch.setattr(
         format_streams, "exact_plane", lambda stream, *rest: planes.add(stream[0]) or plane(stream, *rest)
     )
-    saved_run(tmp_path, adamw, dtype=getattr(torch, dtype), wide=66_000, quality="lossless")
-    assert codings_in(tmp_path) >= {f"exact {dtype}", f"exact {dtype}+"}
-    assert planes >= {0, 2, 3, 4}
+    saved_run(tmp_path, adamw, 2, dtype=getattr(torch, dtype), wide=66_000, quality="lossless")
+    assert codings_in(tmp_path, 2) >= {f"exact {dtype}", f"exact {dtype}+"}
+    by_previous_byte = set() if dtype == "float16" else {4}  # of no use there: too few bits are exponent
+    assert planes >= {0, 1, 2, 3} | by_previous_byte
 
 
 def test_both_agree_on_centres(tmp_path):
-    saved_run(tmp_path, adamw, method="kmeans")
-    assert codings_in(tmp_path) >= {"conditional centres", "conditional centres+", "conditional protected"}
+    saved_run(tmp_path, adamw, 2, method="kmeans")
+    assert codings_in(tmp_path, 2) >= {"conditional centres", "conditional centres+", "conditional protected"}
 
 
 def test_both_agree_on_the_published_method(tmp_path):
-    saved_run(tmp_path, adamw, method="published")
-    assert codings_in(tmp_path) >= {"quantized alone", "quantized delta", "quantized rearranged"}
+    saved_run(tmp_path, adamw, 2, method="published")
+    assert codings_in(tmp_path, 2) >= {"quantized alone", "quantized delta", "quantized rearranged"}
 
 
 def test_both_agree_when_the_method_changes(tmp_path):
-    model = Layers(torch.float32, 4_000)
+    model = Layers(torch.float32, 800)
     optimizer = adamw(model)
-    methods = "published", "grid", "kmeans", "published", "kmeans", "grid"
+    methods = "published", "grid", "kmeans", "published"
     for step, method in enumerate(methods):
         with dynaquant.Checkpointer(tmp_path, model, optimizer, method=method) as ckpt:
             ckpt.restore()
@@ -333,8 +334,7 @@ def test_both_agree_when_the_method_changes(tmp_path):
     assert codings_in(tmp_path, len(methods)) >= {"conditional grid+", "conditional centres+", "quantized rearranged"}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("quality", ["balanced", "lossless"])
+@pytest.mark.parametrize(("dtype", "quality"), [("bfloat16", "balanced"), ("float16", "lossless")])
 def test_both_agree_on_weights_that_are_rounded_master_copies(tmp_path, dtype, quality):
     saved_run(tmp_path, Masters, 2, dtype=getattr(torch, dtype), quality=quality)
     assert codings_in(tmp_path, 2) >= {f"rounding {dtype}"}

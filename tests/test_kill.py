@@ -20,9 +20,14 @@ from dynaquant.run import Run
 KILLS = 100
 
 
+@pytest.fixture(params=["grid", "published"])
+def method(request) -> str:
+    return request.param
+
+
 @pytest.fixture
-def trainer(tmp_path) -> Iterator[subprocess.Popen]:
-    command = [sys.executable, Path(__file__).with_name("killed.py"), tmp_path / "run"]
+def trainer(tmp_path, method) -> Iterator[subprocess.Popen]:
+    command = [sys.executable, Path(__file__).with_name("killed.py"), tmp_path / "run", method]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
         yield process
         process.stdin.close()
@@ -57,9 +62,9 @@ def seconds_of_a_save(trainer: subprocess.Popen) -> float:
     return statistics.median(times["committed", step] - times["saving", step] for step in range(1, 9))
 
 
-def restore(folder: Path) -> int:
+def restore(folder: Path, method: str) -> int:
     """What a new training finds: its step, which the weights must be of."""
-    model, ckpt = build(str(folder))
+    model, ckpt = build(str(folder), method)
     with ckpt:
         assert list(folder.glob("*.tmp")) == []
         step = ckpt.restore() or 0
@@ -80,11 +85,10 @@ def check_all(run: Run, known: dict[int, str]) -> dict[int, str]:
     return {summary.step: summary.identity for summary in summaries}
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_kill_at_any_moment_loses_nothing_that_was_committed(tmp_path, trainer, seed):
-    folder, draw = tmp_path / "run", random.Random(seed)
+def test_a_kill_at_any_moment_loses_nothing_that_was_committed(tmp_path, trainer, method):
+    folder, draw = tmp_path / "run", random.Random(0)
     duration = seconds_of_a_save(trainer)
-    last, identities, inside = restore(folder), {}, 0
+    last, identities, inside = restore(folder, method), {}, 0
     for _ in range(KILLS):
         process, said_last = start(trainer), {}
         while "saving" not in said_last and draw.random() < 0.9:  # now and then even before the first save
@@ -94,13 +98,13 @@ def test_a_kill_at_any_moment_loses_nothing_that_was_committed(tmp_path, trainer
         assert said_last.get("restored", last) == last
         committed = said_last.get("committed", last)
         strays = list(folder.glob("*.tmp"))
-        last = restore(folder)
+        last = restore(folder, method)
         assert committed <= last <= said_last.get("saving", committed)
         inside += bool(strays) or last > committed
         identities = check_all(Run(folder), identities)
         assert last == max(identities)
     assert inside >= KILLS / 2
-    _, ckpt = build(str(folder))
+    _, ckpt = build(str(folder), method)
     with ckpt:
         ckpt.save(last + 1)
     assert len(list(folder.iterdir())) == 3

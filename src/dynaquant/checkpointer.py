@@ -385,7 +385,8 @@ class Checkpointer:
 
 
 def load(folder: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
-    """The state stored in a run's newest checkpoint, or in that of ``step``, as plain dictionaries and CPU tensors.
+    """The state stored in a run's newest checkpoint, or in that of ``step``, as plain dictionaries and CPU tensors;
+    as it was before it was quantized, where that was kept as well (``exact="latest"``).
 
     Keys are ``"model"``, ``"optimizer"``, the names of the extras, ``"rng"``, ``"classes"`` and ``"parameters"``.
     Raises CheckpointError when the checkpoint is not there or damaged.

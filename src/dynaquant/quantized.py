@@ -124,7 +124,9 @@ def dequantize(quantized: Quantized) -> Tensor:
         second = dequantize(quantized.second)
         if second.shape != quantized.shape:
             raise ValueError("its second moment has another shape")
-        return _finite(dequantize(quantized.units).mul_(second.to(torch.float32).sqrt()), quantized.dtype)
+        # NumPy's root is correctly rounded everywhere; PyTorch's is not, and values must not depend on the machine.
+        root = torch.from_numpy(np.asarray(np.sqrt(second.to(torch.float32).numpy())))
+        return _finite(dequantize(quantized.units).mul_(root), quantized.dtype)
     return _values_of(quantized)
 
 

@@ -137,7 +137,6 @@ def summary_of(result: Result) -> str:
     crashed = result.crashed
     worst = max((r.quality["degradation"] for r in result.records if r.quality), default=0.0)
     trials = sum(record.evaluations for record in result.records)
-    exhaustive = sum(record.search == "exhaustive" for record in result.records)
     return (
         f"  {len(crashed.crashes)} crashes (SIGKILL), {crashed.crashes_in_save} of them in a save, "
         f"at steps {', '.join(map(str, crashed.crashes))}\n"
@@ -145,8 +144,7 @@ def summary_of(result: Result) -> str:
         f"  {result.metric} at the end: {crashed.quality:.4f}, undisturbed: {result.undisturbed.quality:.4f} "
         f"({crashed.quality / result.undisturbed.quality - 1:+.2%})\n"
         f"  worst loss of quality in one checkpoint: {worst:.2%}\n"
-        f"  {trials} configurations scored for {len(result.records)} checkpoints, {exhaustive} of them searched from "
-        "scratch\n"
+        f"  {trials} configurations scored for {len(result.records)} checkpoints\n"
         f"  saving took {crashed.saving:.1f} s, {result.saving_share:.1%} of {crashed.seconds - crashed.saving:.1f} s "
         f"of training, at a checkpoint every {result.records[0].step} steps"
     )
