@@ -135,10 +135,10 @@ def small_run(tmp_path_factory, request) -> Run:
         quantized = quantize_weights(sketched, Configuration(bins=3, embedding_bins=3, protected=0.05))
         second = rank_one(moment)
         tensors = {
+            "repeats": torch.randn(20, generator=torch.Generator().manual_seed(step)).repeat(4),
             "w": quantized["w"],
-            "m": first_moment(torch.randn(6, 4) * moment.sqrt(), moment, second, "v", 0.5),
+            "m": first_moment(torch.randn(6, 4) * moment.sqrt(), moment, second, "v", 0.9),
             "v": second,
-            "repeats": torch.randn(20).repeat(4),
             "counts": counts + step,
             "b": torch.randn(2),
             "same": torch.ones(3),

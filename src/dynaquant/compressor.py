@@ -237,8 +237,9 @@ class Compressor:
 
         def measured() -> dict[str, float]:
             known = {name: parameters[name] for name in weights if name in parameters}
-            squares = {name: float(total) for name, total in gradients.items()} if self.method == "grid" else {}
-            return mean_squared_gradients(known, self._optimizer, squares)
+            # Sums of squares on the grid; averages of whole gradients otherwise.
+            squares = gradients if self.method == "grid" else {n: g.square().mean() for n, g in gradients.items()}
+            return mean_squared_gradients(known, self._optimizer, {n: float(s) for n, s in squares.items()})
 
         fisher: dict[str, float] = {}
         if self.method == "grid" or self._manager.judges_by_distortion:

@@ -382,7 +382,10 @@ def _load_tensors(
             if isinstance(entry.coding, Reference):
                 _check_reference(file, entry, chain[i + 1])
         for entry in entries if i == 0 or all_ else []:
-            decoded = values_of(tensors[entry.name])
+            try:
+                decoded = values_of(tensors[entry.name])
+            except ValueError as error:
+                raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
             if values is not None and i == 0:
                 # What is restored will be trained on; what the next delta is coded against must stay as it is.
                 values[entry.name] = decoded.clone() if decoded is tensors[entry.name] else decoded

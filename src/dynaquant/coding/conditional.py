@@ -100,5 +100,6 @@ def _positions(codebook: Codebook) -> NDArray[np.float64]:
     if isinstance(codebook, LogGrid):
         rungs = (codebook.first + np.arange(codebook.bins, dtype=np.float64)) * codebook.pace
         return np.concatenate(([codebook.first * codebook.pace - 1.0] * FIRST_BIN, rungs))
-    values = codebook.values.astype(np.float64)
-    return np.concatenate((np.zeros(FIRST_BIN), np.where(np.isfinite(values), values, 0)))
+    values = codebook.values
+    finite = np.where(np.isfinite(values), values, np.float32(0))
+    return np.concatenate((np.zeros(FIRST_BIN), finite.astype(np.float64)))

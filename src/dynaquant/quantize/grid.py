@@ -17,6 +17,8 @@ from dynaquant.quantized import FIRST_BIN, MAX_BINS, PROTECTED, QuantizedTensor
 
 SCALES_PER_OCTAVE = 16
 """A scale is finer than a rung, so that from one to the next only a part of the tensors change their step."""
+MOST_SCALE = 10_000
+"""Beyond it 2^(scale/16) is no float64."""
 STAY = 0.8
 """Rungs that a step may be off where it should be before it changes. Half a rung would be no reluctance at all."""
 LARGEST = 1e37
@@ -30,11 +32,18 @@ class GridConfiguration:
     """The knob of the grid quantizer for one checkpoint: ``s = 2^(scale/16)`` in ``step = s / sqrt(F)``.
 
     F is the mean squared gradient of a tensor. Without gradients it is taken as the inverse of its mean squared weight.
-    dithered: values are rounded up or down at random, right in the mean, instead of to the nearest level.
+    dithered: values are rounded up or down at random, right in the mean, instead of to the nearest level. Raises
+    TypeError and ValueError for what is no such thing.
     """
 
     scale: int
     dithered: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.scale) is not int or type(self.dithered) is not bool:
+            raise TypeError(f"scale is an integer and dithered a bool: {self}")
+        if abs(self.scale) > MOST_SCALE:
+            raise ValueError(f"scale must lie between -{MOST_SCALE} and {MOST_SCALE}: {self}")
 
 
 def effective_fisher(weights: Mapping[str, Tensor], fisher: Mapping[str, float]) -> dict[str, float]:
