@@ -414,8 +414,8 @@ def page(results: list[Result]) -> str:
     parts = [
         "# Recovery from failures",
         'A training saves quantized checkpoints (`method="published"`) and crashes again and again; each time it is '
-        "built anew, restored from the newest and goes on. The same training left alone, with several seeds, is what it "
-        "is compared with. ε is `max_degradation`: how much worse the metric of one checkpoint may be.",
+        "built anew and goes on from the newest. The same training left alone, with several seeds, is what it is "
+        "compared with. ε is `max_degradation`: how much worse the metric of one checkpoint may be.",
         "The GPT has 3.2 M weights and is trained with AdamW on Shakespeare; the ResNet has 0.7 M and is trained with "
         "SGD on 20,000 images of CIFAR-10. `DIR` holds `shakespeare.txt` and `cifar10.zip` (`train/<class>/*.jpg`, "
         "`test/<class>/*.jpg`).",
