@@ -34,9 +34,9 @@ from dynaquant.search.quality import degradation, score
 
 SEED = 0
 EXCP_STEPS = [
-    excp.Settings(alpha, bits=int(bits)) for bits, alpha in product((4, 8), sorted(excp.SPACE["alpha"])[::-1])
+    excp.Settings(alpha, bits=int(bits)) for bits, alpha in product((2, 4, 8), sorted(excp.SPACE["alpha"])[::-1])
 ]
-"""Coarse to fine; the paper's number of bits first, its β throughout (it has no effect on the weights)."""
+"""Coarse to fine, with the paper's β throughout: it has no effect on the weights, so that no metric can choose it."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,12 @@ class Settings:
 
     @property
     def command(self) -> str:
-        options = {"--max-degradation": self.max_degradation, "--restores": self.restores}
-        told = " ".join(f"{option} {value:g}" for option, value in options.items())
-        return f"python benchmarks/whole_state.py --data DIR --workload {self.workload} {told}"
+        command = f"python benchmarks/whole_state.py --data DIR --workload {self.workload}"
+        command += f" --max-degradation {self.max_degradation:g} --restores {self.restores}"
+        for name in ("steps", "every", "lost", "seeds", "threads"):
+            if getattr(self, name) != getattr(Settings, name):
+                command += f" --{name} {getattr(self, name)}"
+        return command
 
     @property
     def crashes(self) -> set[int]:
