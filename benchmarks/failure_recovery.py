@@ -8,7 +8,6 @@ and those steps are done again. The seeds of the trainings left alone tell how m
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Iterable
@@ -18,61 +17,23 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
+from crashes import SEED, Settings, parse
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from results import Table, machine, sentence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from workloads import WORKLOADS, Uninterrupted, uninterrupted
+from workloads import WORKLOADS, Uninterrupted
 
 import dynaquant as dq
 from dynaquant.search.quality import degradation
 
-SEED = 0
-"""Of the training that crashes."""
 FINAL_BAR, EXHAUSTIVE_BAR = 0.01, 3
 REFERENCE = {0.05: 22.0, 0.01: 17.5}
 """Weights ratio of the published method on the GPT by max_degradation: ten checkpoints, no restores."""
 INTERVAL, PAPER_OVERHEAD = 1800, 0.006
 """Seconds between checkpoints in practice; the paper's overhead as a share of training time."""
 METRICS = {"gpt": "validation loss", "resnet": "accuracy"}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is run. lost: steps from a checkpoint to the crash. seeds: trainings left alone.
-
-    threads: PyTorch's; one, so that results do not depend on how many cores there are."""
-
-    workload: str
-    max_degradation: float
-    restores: int
-    steps: int = 1600
-    every: int = 80
-    lost: int = 10
-    seeds: int = 3
-    threads: int = 1
-
-    @property
-    def name(self) -> str:
-        return f"{self.workload}-{self.max_degradation:g}-{self.restores}"
-
-    @property
-    def command(self) -> str:
-        """How to run it again."""
-        given = [
-            f"--{field.name.replace('_', '-')} {getattr(self, field.name)}"
-            for field in fields(self)
-            if getattr(self, field.name) != field.default
-        ]
-        return " ".join([".venv/bin/python benchmarks/failure_recovery.py --data DIR", *given])
-
-    @property
-    def restore_points(self) -> list[int]:
-        """The checkpoints nearest to evenly spaced points of the training."""
-        parts = self.restores + 1
-        return [int(k * self.steps / parts / self.every + 0.5) * self.every for k in range(1, parts)]
 
 
 @dataclass(frozen=True)
@@ -435,7 +396,7 @@ def page(results: list[Result]) -> str:
         step_seconds = result.training_seconds / (settings.steps + settings.restores * settings.lost)
         parts += [
             f"## {settings.workload}, ε = {settings.max_degradation:g}, {settings.restores} restores",
-            f"```\n{settings.command}\n```",
+            f"```\n{settings.command('failure_recovery.py')}\n```",
             f"{sentence(result.machine)} PyTorch had {settings.threads} thread(s).",
             f"{settings.steps} steps of {step_seconds:.2f} s, a checkpoint every {settings.every}"
             + (f", each crash {settings.lost} steps after one." if settings.restores else "."),
@@ -450,34 +411,9 @@ def page(results: list[Result]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def parse() -> tuple[Settings, argparse.Namespace]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds shakespeare.txt or cifar10.zip")
-    parser.add_argument("--workload", choices=list(WORKLOADS), required=True)
-    parser.add_argument("--max-degradation", type=float, required=True)
-    parser.add_argument("--restores", type=int, required=True)
-    parser.add_argument("--steps", type=int, default=Settings.steps)
-    parser.add_argument("--every", type=int, default=Settings.every)
-    parser.add_argument("--lost", type=int, default=Settings.lost, help="steps from a checkpoint to the crash")
-    parser.add_argument("--seeds", type=int, default=Settings.seeds, help="trainings that are left alone")
-    parser.add_argument("--threads", type=int, default=Settings.threads, help="PyTorch's")
-    parser.add_argument("--cache", type=Path, default=Path("build/benchmarks"), help="where those are kept")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results")
-    arguments = parser.parse_args()
-    settings = Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
-    if not 0 <= settings.restores < settings.steps // settings.every or not 0 <= settings.lost < settings.every:
-        parser.error("every restore needs a checkpoint of its own before the last, and a crash before the next one")
-    return settings, arguments
-
-
 def main() -> None:
-    settings, arguments = parse()
-    torch.set_num_threads(settings.threads)
-    arguments.cache.mkdir(parents=True, exist_ok=True)
-    alone = [
-        uninterrupted(settings.workload, arguments.data, arguments.cache, settings.steps, settings.every, seed)
-        for seed in range(SEED, SEED + settings.seeds)
-    ]
+    settings, arguments = parse(__doc__)
+    alone = settings.alone(arguments.data, arguments.cache)
     described = machine("numpy", "torch")
     crashed = with_crashes(settings, arguments.data, arguments.cache)
     result = Result(settings=settings, machine=described, alone=alone, **crashed)
@@ -488,7 +424,6 @@ def main() -> None:
     for verdict in verdicts(result):
         console.print(verdict)
 
-    arguments.out.mkdir(parents=True, exist_ok=True)
     file = arguments.out / f"failure_recovery-{settings.name}.json"
     file.write_text(json.dumps(result.to_json(), indent=1) + "\n")
     plot(result, file.with_suffix(".png"))

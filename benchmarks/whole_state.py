@@ -9,7 +9,6 @@ crashes have cost.
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -20,57 +19,20 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import torch
+from crashes import SEED, Settings, parse
 from matplotlib.figure import Figure
 from peers import excp
 from results import Table, machine, sentence
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
-from workloads import WORKLOADS, Uninterrupted, Workload, uninterrupted
+from workloads import WORKLOADS, Uninterrupted, Workload
 
 import dynaquant as dq
 from dynaquant.search.quality import degradation, score
 
-SEED = 0
-EXCP_STEPS = [
-    excp.Settings(alpha, bits=int(bits)) for bits, alpha in product((2, 4, 8), sorted(excp.SPACE["alpha"])[::-1])
-]
+EXCP_STEPS = [excp.Settings(alpha, bits=bits) for bits, alpha in product((2, 4, 8), sorted(excp.SPACE["alpha"])[::-1])]
 """Coarse to fine, with the paper's β throughout: it has no effect on the weights, so that no metric can choose it."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is run. lost: steps from a checkpoint to the crash after it."""
-
-    workload: str
-    max_degradation: float
-    restores: int
-    steps: int = 1600
-    every: int = 80
-    lost: int = 10
-    seeds: int = 3
-    threads: int = 1
-
-    @property
-    def name(self) -> str:
-        return f"{self.workload}-{self.max_degradation:g}-{self.restores}"
-
-    @property
-    def command(self) -> str:
-        command = f"python benchmarks/whole_state.py --data DIR --workload {self.workload}"
-        command += f" --max-degradation {self.max_degradation:g} --restores {self.restores}"
-        for name in ("steps", "every", "lost", "seeds", "threads"):
-            if getattr(self, name) != getattr(Settings, name):
-                command += f" --{name} {getattr(self, name)}"
-        return command
-
-    @property
-    def crashes(self) -> set[int]:
-        """The steps after which training crashes, spread evenly."""
-        count = self.steps // self.every
-        points = {self.every * round((i + 1) * count / (self.restores + 1)) for i in range(self.restores)}
-        return {point + self.lost for point in points}
 
 
 @dataclass(frozen=True)
@@ -194,7 +156,7 @@ def checkpointers(stack: ExitStack, work: Workload, settings: Settings, cache: P
 
 def steps_with_crashes(settings: Settings) -> Iterator[int]:
     """The steps in the order in which they are done; a crash throws back to the last checkpoint."""
-    crashes = set(settings.crashes)
+    crashes = {point + settings.lost for point in settings.restore_points}
     step = 0
     while step < settings.steps:
         step += 1
@@ -322,7 +284,7 @@ def page(results: list[Result]) -> str:
         settings = result.settings
         parts += [
             f"## {settings.workload}, ε = {settings.max_degradation:g}, {settings.restores} restores",
-            f"```\n{settings.command}\n```",
+            f"```\n{settings.command('whole_state.py')}\n```",
             f"{sentence(result.machine)} PyTorch had {settings.threads} thread(s).",
             f"![ratio and degradation over the steps](whole_state-{settings.name}.png)",
             by_step(result).in_markdown(),
@@ -331,36 +293,14 @@ def page(results: list[Result]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds shakespeare.txt or cifar10.zip")
-    parser.add_argument("--workload", choices=list(WORKLOADS), required=True)
-    parser.add_argument("--max-degradation", type=float, required=True)
-    parser.add_argument("--restores", type=int, required=True)
-    for name, what in {
-        "steps": "of the training",
-        "every": "steps between checkpoints",
-        "lost": "steps from a checkpoint to the crash",
-        "seeds": "trainings that are left alone",
-        "threads": "PyTorch's",
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=getattr(Settings, name), help=what)
-    parser.add_argument("--cache", type=Path, default=Path("build/benchmarks"), help="where those are kept")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results")
-    arguments = parser.parse_args()
-    settings = Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
-    torch.set_num_threads(settings.threads)
-    arguments.cache.mkdir(parents=True, exist_ok=True)
-    alone = [
-        uninterrupted(settings.workload, arguments.data, arguments.cache, settings.steps, settings.every, seed)
-        for seed in range(SEED, SEED + settings.seeds)
-    ]
+    settings, arguments = parse(__doc__)
+    alone = settings.alone(arguments.data, arguments.cache)
     made = run(settings, arguments.data, arguments.cache)
     result = Result(settings=settings, machine=machine("numpy", "torch"), alone=alone, **made)
     console = Console()
     console.width = max(console.width, 150)
     console.print(by_step(result).on_screen())
     console.print(overview([result]).on_screen())
-    arguments.out.mkdir(parents=True, exist_ok=True)
     file = arguments.out / f"whole_state-{settings.name}.json"
     file.write_text(json.dumps(asdict(result), indent=1) + "\n")
     plot(result, file.with_suffix(".png"))

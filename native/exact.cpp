@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "element_planes.hpp"
+#include "little_endian.hpp"
 #include "parallel.hpp"
 #include "rans.hpp"
 
@@ -215,22 +216,15 @@ Block encode_block(const std::uint8_t* values, const std::uint8_t* parent, std::
 
 // -- Decoding ---------------------------------------------------------------------------------------------------------
 
-Bytes take(Bytes& in, std::size_t count) {
-    if (in.size() < count) throw std::invalid_argument("the exact values end too early");
-    const Bytes out = in.first(count);
-    in = in.subspan(count);
-    return out;
-}
-
 template <class U>
 void decode_block(Bytes in, const std::uint8_t* parent, std::size_t count, std::uint8_t* values) {
-    const std::uint8_t fold = take(in, 1)[0];
+    const std::uint8_t fold = get_bytes(in, 1)[0];
     if (fold > differences || (fold == differences && parent == nullptr))
         throw std::invalid_argument("the exact values have a block that is neither alone nor a difference");
     if (fold == values_alone) parent = nullptr;
     Scratch& room = scratch();
-    const unsigned top = parent == nullptr ? 0 : take(in, 1)[0];
-    const unsigned top_high = parent == nullptr ? 0 : take(in, 1)[0];
+    const unsigned top = parent == nullptr ? 0 : get_bytes(in, 1)[0];
+    const unsigned top_high = parent == nullptr ? 0 : get_bytes(in, 1)[0];
     bool classified = false;
 
     for (std::size_t k = sizeof(U); k-- > 0;) room.plane(k);
@@ -238,11 +232,11 @@ void decode_block(Bytes in, const std::uint8_t* parent, std::size_t count, std::
     for (std::size_t k = 0; k < sizeof(U); ++k) {
         const std::span plane(room.plane(k), count);
         planes[k] = plane.data();
-        const std::uint8_t mode = take(in, 1)[0];
+        const std::uint8_t mode = get_bytes(in, 1)[0];
         if (mode == plane_raw) {
-            planes[k] = take(in, count).data();
+            planes[k] = get_bytes(in, count).data();
         } else if (mode == plane_constant) {
-            std::fill(plane.begin(), plane.end(), take(in, 1)[0]);
+            std::fill(plane.begin(), plane.end(), get_bytes(in, 1)[0]);
         } else if (mode == plane_coded) {
             decode_plane(in, {}, room.rans, plane);
         } else if (mode == plane_by_parent && parent != nullptr) {
@@ -250,7 +244,7 @@ void decode_block(Bytes in, const std::uint8_t* parent, std::size_t count, std::
             classified = true;
             decode_plane(in, {Classes::given, room.classes.data(), 0}, room.rans, plane);
         } else if (mode == plane_by_previous && parent == nullptr) {
-            const std::uint8_t top_byte = take(in, 1)[0];
+            const std::uint8_t top_byte = get_bytes(in, 1)[0];
             decode_plane(in, {Classes::by_previous, nullptr, top_byte}, room.rans, plane);
         } else {
             throw std::invalid_argument("the exact values have a plane of an unknown kind");
@@ -288,14 +282,6 @@ void check_sizes(std::size_t data, std::size_t parent, std::size_t itemsize) {
     if (parent != 0 && parent != data) throw std::invalid_argument("the parent has another number of bytes");
 }
 
-void put_u32(Block& out, std::size_t value) {
-    for (unsigned shift = 0; shift < 32; shift += 8) out.push_back(static_cast<std::uint8_t>(value >> shift));
-}
-
-std::size_t get_u32(Bytes in) {
-    return std::size_t{in[0]} | std::size_t{in[1]} << 8 | std::size_t{in[2]} << 16 | std::size_t{in[3]} << 24;
-}
-
 Block head_of(std::span<const Block> blocks) {
     const bool needs_parent = std::any_of(blocks.begin(), blocks.end(), [](auto& b) { return b[0] == differences; });
     Block head{static_cast<std::uint8_t>(needs_parent)};
@@ -323,16 +309,16 @@ std::vector<Block> encode_exact(Bytes data, Bytes parent, std::size_t itemsize) 
 
 void decode_exact(Bytes stream, Bytes parent, std::size_t itemsize, std::span<std::uint8_t> data) {
     check_sizes(data.size(), parent.size(), itemsize);
-    const std::uint8_t needs_parent = take(stream, 1)[0];
+    const std::uint8_t needs_parent = get_bytes(stream, 1)[0];
     if (needs_parent > 1) throw std::invalid_argument("the exact values begin with an unknown byte");
     if (needs_parent == 1 && parent.empty()) throw std::invalid_argument("the exact values need the parent's");
     if (needs_parent == 0) parent = {};
     const std::size_t elements = data.size() / itemsize;
     const std::size_t blocks = block_count(elements, exact_block);
     if (stream.size() / 4 < blocks) throw std::invalid_argument("the exact values end too early");
-    Bytes sizes = take(stream, 4 * blocks);
+    Bytes sizes = get_bytes(stream, 4 * blocks);
     std::vector<Bytes> coded;
-    for (std::size_t b = 0; b < blocks; ++b) coded.push_back(take(stream, get_u32(take(sizes, 4))));
+    for (std::size_t b = 0; b < blocks; ++b) coded.push_back(get_bytes(stream, get_u32(sizes)));
     if (!stream.empty()) throw std::invalid_argument("the exact values go on after their end");
     with_element(itemsize, [&]<class U>(U) {
         parallel_for(blocks, [&](std::size_t b) {

@@ -14,7 +14,7 @@ inline void put_u32(std::vector<std::uint8_t>& out, std::size_t value) {
 }
 
 inline std::span<const std::uint8_t> get_bytes(std::span<const std::uint8_t>& in, std::size_t count) {
-    if (in.size() < count) throw std::invalid_argument("the coded levels end too early");
+    if (in.size() < count) throw std::invalid_argument("the coded values end too early");
     const auto out = in.first(count);
     in = in.subspan(count);
     return out;

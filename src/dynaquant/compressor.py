@@ -105,7 +105,7 @@ class Compressor:
         self._keep_exact = keep_exact
         self.method = loss.chosen
         most = self._preset.max_degradation if self._preset else 0.0
-        self._manager = ConfigurationManager(model, evaluate, higher_is_better, most, loss.configuration, group)
+        self.manager = ConfigurationManager(model, evaluate, higher_is_better, most, loss.configuration, group)
         self._fixed = loss.configuration is not None or self._preset is None
         if loss.max_degradation is not None:
             self.max_degradation = loss.max_degradation
@@ -141,7 +141,7 @@ class Compressor:
     @property
     def max_degradation(self) -> float:
         """The largest relative loss of quality that one checkpoint may cause."""
-        return self._manager.max_degradation
+        return self.manager.max_degradation
 
     @max_degradation.setter
     def max_degradation(self, value: float) -> None:
@@ -149,17 +149,12 @@ class Compressor:
             raise ValueError("this Checkpointer is lossless or was given a configuration; nothing is searched for")
         if not 0 <= value < float("inf"):
             raise ValueError(f"max_degradation must be a number from 0 on, e.g. 0.01, not {value}")
-        self._manager.max_degradation = float(value)
+        self.manager.max_degradation = float(value)
 
     @property
     def coder(self) -> Coder:
         """Of the levels of weights."""
         return "rearranged" if self.method == "published" else "conditional"
-
-    @property
-    def manager(self) -> ConfigurationManager:
-        """What searches."""
-        return self._manager
 
     def expect(self, interval: int | None) -> None:
         """The next save comes after so many steps, as far as is known."""
@@ -181,7 +176,7 @@ class Compressor:
         self._quantized_for = self.max_degradation
         self._restored_step = header.step
         restored = {} if exact else {name: stored for name, (_, stored) in self._quantized.items()}
-        self._manager.resume(header.record, restored)
+        self.manager.resume(header.record, restored)
         if self._recorder:
             self._recorder.forget()
 
@@ -242,7 +237,7 @@ class Compressor:
             return mean_squared_gradients(known, self._optimizer, {n: float(s) for n, s in squares.items()})
 
         fisher: dict[str, float] = {}
-        if self.method == "grid" or self._manager.judges_by_distortion:
+        if self.method == "grid" or self.manager.judges_by_distortion:
             # What decides has to be the same on every rank.
             fisher = self._group.gather(self._group.together(measured))[0]
         ready = self._group.together(lambda: self._ready(weights, label_of, gradients, fisher))
@@ -250,7 +245,7 @@ class Compressor:
         if self.method != "grid" and self._recorder and ready.weights and not gradients:
             notes.append("no gradients were recorded before this save: magnitude stood in for sensitivity")
         known = {n.removeprefix("model."): values_of(stored) for n, stored in unchanged.items() if n in parameters}
-        return self._manager.decide(ready, known, fisher), notes
+        return self.manager.decide(ready, known, fisher), notes
 
     def _ready(
         self,
