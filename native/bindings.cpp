@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 
 #include <cstring>
 #include <stdexcept>
@@ -11,6 +12,7 @@
 #include "grid.hpp"
 #include "exact.hpp"
 #include "levels.hpp"
+#include "sums.hpp"
 #include "tables.hpp"
 
 namespace nb = nanobind;
@@ -89,6 +91,19 @@ std::uint32_t grid_levels(const Array<const float>& values, float inverse, std::
     check_same_size(values.size(), levels.size());
     const nb::gil_scoped_release release;
     return dynaquant::grid_levels(view(values), inverse, seed, view(levels));
+}
+
+std::pair<double, double> sums(const Array<const float>& values) {
+    const nb::gil_scoped_release release;
+    const auto found = dynaquant::sums(view(values));
+    return {found.values, found.squares};
+}
+
+void row_and_column_sums(const Array<const float>& values, const Array<double>& row_sums,
+                         const Array<double>& column_sums) {
+    check_same_size(values.size(), row_sums.size() * column_sums.size());
+    const nb::gil_scoped_release release;
+    dynaquant::row_and_column_sums(view(values), view(row_sums), view(column_sums));
 }
 
 nb::bytes encode_conditional(const Array<const std::uint8_t>& levels, const Array<const std::uint8_t>& parent,
@@ -179,6 +194,10 @@ NB_MODULE(_native, m) {
     m.def("grid_levels", &grid_levels, "values"_a.noconvert(), "inverse"_a, "seed"_a.none(), "levels"_a.noconvert(),
           "Fills levels of the grid with step 1 / inverse; returns the highest, or 256 where a value is protected.\n"
           "seed: rounds up or down at random, right in the mean; None: to the nearest.");
+    m.def("sums", &sums, "values"_a.noconvert(),
+          "The sum of the values and that of their squares, in double precision, the same on every machine.");
+    m.def("row_and_column_sums", &row_and_column_sums, "values"_a.noconvert(), "row_sums"_a.noconvert(),
+          "column_sums"_a.noconvert(), "Fills the sums of a matrix, which is given row by row.");
     m.def("encode_conditional", &encode_conditional, "levels"_a.noconvert(), "parent"_a.noconvert(),
           "symbol_of"_a.noconvert(), "context_of"_a.noconvert(), "contexts"_a,
           "The coded levels (docs/format.md). parent: empty or as long as levels; symbol_of: for each parent level a\n"

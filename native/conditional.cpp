@@ -6,6 +6,7 @@
 #include <limits>
 #include <mutex>
 #include <stdexcept>
+#include <utility>
 
 #include "bits.hpp"
 #include "frequencies.hpp"
@@ -83,14 +84,35 @@ std::vector<Group> grouped(const std::vector<Counts>& counts) {
     return groups;
 }
 
-template <unsigned States>
-void encode_block(Bytes levels, const std::uint8_t* parent, LevelTable symbol_of, const std::uint16_t* shares_of,
-                  const Share* shares, std::vector<std::uint8_t>& out) {
-    RansEncoder<States> coder;
-    for (std::size_t i = levels.size(); i-- > 0;) {
+// Whether at most one symbol occurs: then coding a value changes no state.
+bool is_certain(const Frequencies& frequencies) {
+    return std::count_if(frequencies.begin(), frequencies.end(), [](std::uint32_t f) { return f > 0; }) <= 1;
+}
+
+// By parent level << 8 | level, of which counts has as many rows as parent levels occur.
+void count_pairs(Bytes levels, const std::uint8_t* parent, std::span<std::uint32_t> counts, std::size_t ways) {
+    // An increment has to wait for the one before it on the same address: two tables in turn.
+    const std::size_t size = counts.size() / ways;
+    for (std::size_t i = 0; i < levels.size(); ++i) {
         const std::size_t source = parent ? parent[i] : 0;
-        coder.put(i, shares[shares_of[source] + symbol_of[source << 8 | levels[i]]]);
+        ++counts[(ways == 1 ? 0 : i & 1) * size + (source << 8 | levels[i])];
     }
+}
+
+// share_of: the index of its share for every pair of parent level and level.
+template <unsigned States>
+void encode_block(Bytes levels, const std::uint8_t* parent, const std::uint16_t* share_of, const Share* shares,
+                  std::vector<std::uint8_t>& out) {
+    static thread_local std::vector<std::uint16_t> room(conditional_block);
+    RansEncoder<States> coder({room.data(), levels.size()});
+    const auto put = [&](std::size_t i, unsigned state) {
+        const std::size_t source = parent ? parent[i] : 0;
+        coder.put(state, shares[share_of[source << 8 | levels[i]]]);
+    };
+    std::size_t i = levels.size();
+    while (i % States != 0) --i, put(i, i % States);
+    for (; i > 0; i -= States)
+        for (unsigned state = States; state-- > 0;) put(i - States + state, state);
     coder.finish(out);
 }
 
@@ -98,14 +120,22 @@ template <unsigned States>
 void decode_block(Bytes stream, const std::uint8_t* parent, LevelTable level_of, const Slot* const* tables,
                   std::span<std::uint8_t> levels) {
     RansDecoder<States> coder(stream);
-    const auto decode = [&](std::size_t i, unsigned state) {
-        const std::size_t source = parent ? parent[i] : 0;
-        levels[i] = level_of[source << 8 | coder.get(state, tables[source])];
-    };
+    const auto source_of = [&](std::size_t i) -> std::size_t { return parent ? parent[i] : 0; };
     std::size_t i = 0;
-    for (; i + States <= levels.size(); i += States)
-        for (unsigned state = 0; state < States; ++state) decode(i + state, state);
-    for (unsigned state = 0; i < levels.size(); ++i, ++state) decode(i, state);
+    auto quick = coder;  // a copy whose address nothing has: levels, being bytes, might else lie in it
+    const auto decode = [&](std::size_t j, unsigned state) {
+        const std::size_t source = source_of(j);
+        levels[j] = level_of[source << 8 | quick.get_unchecked(state, tables[source])];
+    };
+    for (; i + States <= levels.size() && quick.has(States); i += States)
+        [&]<unsigned... State>(std::integer_sequence<unsigned, State...>) {
+            (decode(i + State, State), ...);
+        }(std::make_integer_sequence<unsigned, States>());
+    coder = quick;
+    for (; i < levels.size(); ++i) {
+        const std::size_t source = source_of(i);
+        levels[i] = level_of[source << 8 | coder.get(i % States, tables[source])];
+    }
     coder.expect_end();
 }
 
@@ -117,21 +147,28 @@ std::vector<std::uint8_t> encode_conditional(Bytes levels, Bytes parent, LevelTa
     const std::size_t blocks = block_count(levels.size(), conditional_block);
     const auto parent_of = [&](std::size_t begin) { return parent.empty() ? nullptr : parent.data() + begin; };
 
+    std::vector<std::uint8_t> highest(blocks);
+    parallel_for(blocks, [&](std::size_t b) {
+        const auto [begin, length] = block_range(parent.size(), b);
+        const auto block = parent.empty() ? parent : parent.subspan(begin, length);
+        highest[b] = block.empty() ? 0 : *std::max_element(block.begin(), block.end());
+    });
+    const std::size_t rows = blocks == 0 ? 1 : std::size_t{*std::max_element(highest.begin(), highest.end())} + 1;
+
     // How often every symbol occurs in every context.
     std::vector<Counts> counts(contexts);
     std::mutex counts_mutex;
     parallel_for(blocks, [&](std::size_t b) {
         const auto [begin, length] = block_range(levels.size(), b);
-        const std::uint8_t* const sources = parent_of(begin);
-        // 32 bits suffice for a block; two counters in turn, as the same one again would have to wait for itself.
-        std::vector<std::uint32_t> found(2 * contexts * 256);
-        for (std::size_t i = 0; i < length; ++i) {
-            const std::size_t source = sources ? sources[i] : 0;
-            const std::size_t symbol = symbol_of[source << 8 | levels[begin + i]];
-            ++found[(i & 1) * contexts * 256 + (std::size_t{context_of[source]} << 8 | symbol)];
-        }
+        const std::size_t ways = length < many_values ? 1 : 2;
+        std::vector<std::uint32_t> found(ways * rows * 256);  // 32 bits suffice for a block
+        count_pairs(levels.subspan(begin, length), parent_of(begin), found, ways);
         const std::lock_guard lock(counts_mutex);
-        for (std::size_t j = 0; j < found.size(); ++j) counts[(j >> 8) % contexts][j & 255] += found[j];
+        for (std::size_t j = 0; j < found.size(); ++j)
+            if (found[j] > 0) {
+                const std::size_t pair = j % (rows * 256);
+                counts[context_of[pair >> 8]][symbol_of[pair]] += found[j];
+            }
     });
 
     const std::vector<Group> groups = grouped(counts);
@@ -152,14 +189,18 @@ std::vector<std::uint8_t> encode_conditional(Bytes levels, Bytes parent, LevelTa
                 before += frequency;
             }
     }
-    std::array<std::uint16_t, 256> shares_of;
-    for (std::size_t source = 0; source < 256; ++source) shares_of[source] = group_of[context_of[source]];
+    const bool certain =
+        std::all_of(groups.begin(), groups.end(), [](const Group& group) { return is_certain(group.frequencies); });
+    std::vector<std::uint16_t> share_of(certain ? 0 : rows * 256);
+    for (std::size_t pair = 0; pair < share_of.size(); ++pair)
+        share_of[pair] = static_cast<std::uint16_t>(group_of[context_of[pair >> 8]] | symbol_of[pair]);
 
     std::vector<std::vector<std::uint8_t>> coded(blocks);
     parallel_for(blocks, [&](std::size_t b) {
         const auto [begin, length] = block_range(levels.size(), b);
         const auto encode = length < many_values ? encode_block<1> : encode_block<many_states>;
-        encode(levels.subspan(begin, length), parent_of(begin), symbol_of, shares_of.data(), shares.data(), coded[b]);
+        const Bytes uncertain = certain ? Bytes{} : levels.subspan(begin, length);
+        encode(uncertain, parent_of(begin), share_of.data(), shares.data(), coded[b]);
     });
 
     std::vector<std::uint8_t> stream;
@@ -184,6 +225,7 @@ void decode_conditional(Bytes stream, Bytes parent, LevelTable level_of, Context
     const std::size_t groups = tables.get(8) + 1;
     std::vector<Slot> slots(groups * frequency_total);
     std::vector<std::size_t> group_of(contexts);
+    bool certain = true;
     std::size_t previous = 0;
     for (std::size_t g = 0; g < groups; ++g) {
         const std::size_t begin = g > 0 ? tables.get(8) : 0;
@@ -193,6 +235,7 @@ void decode_conditional(Bytes stream, Bytes parent, LevelTable level_of, Context
         previous = begin;
         if (levels.empty()) continue;
         const Frequencies frequencies = get_frequencies(tables, symbols);
+        certain = certain && is_certain(frequencies);
         Slot* slot = slots.data() + g * frequency_total;
         for (std::uint32_t s = 0; s < frequencies.size(); ++s)
             for (std::uint32_t offset = 0; offset < frequencies[s]; ++offset)
@@ -203,14 +246,24 @@ void decode_conditional(Bytes stream, Bytes parent, LevelTable level_of, Context
     for (std::size_t source = 0; source < 256; ++source)
         table_of[source] = slots.data() + group_of[context_of[source]] * frequency_total;
 
+    std::array<std::uint8_t, 256> only;  // the level that follows each parent level, where all is certain
+    for (std::size_t source = 0; source < 256; ++source)
+        only[source] = levels.empty() ? std::uint8_t{0} : level_of[source << 8 | table_of[source][0] >> 24];
+
     std::vector<Bytes> coded;
     stream = stream.last(total);
     for (const auto size : sizes) coded.push_back(get_bytes(stream, size));
     parallel_for(blocks, [&](std::size_t b) {
         const auto [begin, length] = block_range(levels.size(), b);
+        const std::uint8_t* const sources = parent.empty() ? nullptr : parent.data() + begin;
+        const auto block = levels.subspan(begin, length);
         const auto decode = length < many_values ? decode_block<1> : decode_block<many_states>;
-        decode(coded[b], parent.empty() ? nullptr : parent.data() + begin, level_of, table_of.data(),
-               levels.subspan(begin, length));
+        decode(coded[b], sources, level_of, table_of.data(), certain ? block.first(0) : block);
+        if (!certain) return;
+        if (sources == nullptr)
+            std::fill(block.begin(), block.end(), only[0]);
+        else
+            std::transform(sources, sources + length, block.begin(), [&](std::uint8_t source) { return only[source]; });
     });
 }
 

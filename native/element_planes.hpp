@@ -143,7 +143,6 @@ template <class U>
         classes[i] = class_of(static_cast<int>(top), static_cast<int>(exponent_of(load<U>(parent, i))));
 }
 
-#ifdef DYNAQUANT_AVX2
 template <class U>
 DYNAQUANT_AVX2 void split_avx2(const std::uint8_t* values, const std::uint8_t* parent, std::size_t count,
                                const Planes<U>& planes) {
@@ -158,31 +157,21 @@ template <class U>
 DYNAQUANT_AVX2 void classes_avx2(const std::uint8_t* parent, std::size_t count, unsigned top, std::uint8_t* classes) {
     classes_loop<U>(parent, count, top, classes);
 }
-#endif
 
 template <class U>
 void split(const std::uint8_t* values, const std::uint8_t* parent, std::size_t count, const Planes<U>& planes) {
-#ifdef DYNAQUANT_AVX2
-    if (has_avx2()) return split_avx2<U>(values, parent, count, planes);
-#endif
-    split_loop<U>(values, parent, count, planes);
+    has_avx2() ? split_avx2<U>(values, parent, count, planes) : split_loop<U>(values, parent, count, planes);
 }
 
 // The inverse of split.
 template <class U>
 void join(const ConstPlanes<U>& planes, const std::uint8_t* parent, std::size_t count, std::uint8_t* values) {
-#ifdef DYNAQUANT_AVX2
-    if (has_avx2()) return join_avx2<U>(planes, parent, count, values);
-#endif
-    join_loop<U>(planes, parent, count, values);
+    has_avx2() ? join_avx2<U>(planes, parent, count, values) : join_loop<U>(planes, parent, count, values);
 }
 
 template <class U>
 void classify(const std::uint8_t* parent, std::size_t count, unsigned top, std::uint8_t* classes) {
-#ifdef DYNAQUANT_AVX2
-    if (has_avx2()) return classes_avx2<U>(parent, count, top, classes);
-#endif
-    classes_loop<U>(parent, count, top, classes);
+    has_avx2() ? classes_avx2<U>(parent, count, top, classes) : classes_loop<U>(parent, count, top, classes);
 }
 
 }  // namespace dynaquant

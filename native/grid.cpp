@@ -2,9 +2,11 @@
 #include "grid.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <vector>
 
+#include "cpu.hpp"
 #include "parallel.hpp"
 #include "tables.hpp"
 
@@ -33,22 +35,49 @@ float uniform(std::uint32_t index, std::uint32_t seed) {
 
 // Quantizes a block and returns its highest level, 256 or more where a value is protected.
 template <bool Dithered>
-std::int32_t quantize_block(std::span<const float> values, float inverse, std::uint32_t seed, std::size_t begin,
-                            std::uint8_t* levels) {
+[[gnu::always_inline]] inline std::int32_t quantize(std::span<const float> values, float inverse, std::uint32_t seed,
+                                                    std::size_t begin, std::uint8_t* levels) {
+    // In pieces, so that each step is a loop of its own over values of one size, which compilers vectorise.
     std::int32_t highest = 0;
-    for (std::size_t i = 0; i < values.size(); ++i) {
-        const float steps = std::clamp(values[i] * inverse, -beyond, beyond);
-        float rounded = nearest(steps);
-        if constexpr (Dithered) {
-            const float below = rounded > steps ? rounded - 1.0f : rounded;
-            rounded = below + (uniform(static_cast<std::uint32_t>(begin + i), seed) < steps - below ? 1.0f : 0.0f);
+    std::array<std::int32_t, 512> piece;
+    for (std::size_t done = 0; done < values.size(); done += piece.size()) {
+        const std::size_t count = std::min(piece.size(), values.size() - done);
+        for (std::size_t i = 0; i < count; ++i) {
+            float steps = values[done + i] * inverse;
+            steps = steps < -beyond ? -beyond : steps;
+            steps = steps > beyond ? beyond : steps;
+            float rounded = nearest(steps);
+            if constexpr (Dithered) {
+                const float below = rounded > steps ? rounded - 1.0f : rounded;
+                const bool up = uniform(static_cast<std::uint32_t>(begin + done + i), seed) < steps - below;
+                rounded = up ? below + 1.0f : below;
+            }
+            const auto multiple = static_cast<std::int32_t>(rounded);
+            const std::int32_t sign = multiple >> 31;
+            piece[i] = 2 * ((multiple ^ sign) - sign) - sign;  // 2 · |multiple|, and 1 more below zero
         }
-        const auto multiple = static_cast<std::int32_t>(rounded);
-        const std::int32_t level = multiple > 0 ? 2 * multiple : multiple < 0 ? 1 - 2 * multiple : 0;
-        highest = std::max(highest, level);
-        levels[i] = static_cast<std::uint8_t>(level > highest_level ? level_protected : level);
+        for (std::size_t i = 0; i < count; ++i) highest = std::max(highest, piece[i]);
+        for (std::size_t i = 0; i < count; ++i)
+            levels[done + i] = static_cast<std::uint8_t>(piece[i] > highest_level ? level_protected : piece[i]);
     }
     return highest;
+}
+
+template <bool Dithered>
+std::int32_t quantize_plain(std::span<const float> values, float inverse, std::uint32_t seed, std::size_t begin,
+                            std::uint8_t* levels) {
+    return quantize<Dithered>(values, inverse, seed, begin, levels);
+}
+
+template <bool Dithered>
+DYNAQUANT_AVX2 std::int32_t quantize_avx2(std::span<const float> values, float inverse, std::uint32_t seed,
+                                          std::size_t begin, std::uint8_t* levels) {
+    return quantize<Dithered>(values, inverse, seed, begin, levels);
+}
+
+template <bool Dithered>
+auto quantize_block() {
+    return has_avx2() ? quantize_avx2<Dithered> : quantize_plain<Dithered>;
 }
 
 }  // namespace
@@ -57,12 +86,11 @@ std::uint32_t grid_levels(std::span<const float> values, float inverse, std::opt
                           std::span<std::uint8_t> levels) {
     const std::size_t blocks = block_count(values.size(), block_size);
     std::vector<std::int32_t> highest(blocks);
+    const auto quantize_values = seed ? quantize_block<true>() : quantize_block<false>();
     parallel_for(blocks, [&](std::size_t b) {
         const std::size_t begin = b * block_size;
         const auto block = values.subspan(begin, std::min(block_size, values.size() - begin));
-        std::uint8_t* const out = levels.data() + begin;
-        highest[b] = seed ? quantize_block<true>(block, inverse, *seed, begin, out)
-                          : quantize_block<false>(block, inverse, 0, begin, out);
+        highest[b] = quantize_values(block, inverse, seed.value_or(0), begin, levels.data() + begin);
     });
     const std::int32_t top = highest.empty() ? 0 : *std::max_element(highest.begin(), highest.end());
     return static_cast<std::uint32_t>(std::min(top, highest_level + 1));

@@ -43,19 +43,22 @@ private:
     std::uint32_t begin_ = 0;
 };
 
+// One value takes at most one word, so `room` needs as many words as there are values.
 template <unsigned States>
 class RansEncoder {
 public:
-    RansEncoder() { std::fill_n(states_, States, lowest_state); }
+    explicit RansEncoder(std::span<std::uint16_t> room) : first_(room.data() + room.size()), end_(first_) {
+        std::fill_n(states_, States, lowest_state);
+    }
 
-    // Call with i from the last value to the first.
-    void put(std::size_t i, const Share& share) {
-        std::uint32_t& x = states_[i % States];
+    // Call for the last value first, with state = its index % States.
+    void put(unsigned state, const Share& share) {
+        std::uint32_t x = states_[state];
         if (x >> (32 - frequency_bits) >= share.frequency()) {  // pushed as it is, it would grow beyond 32 bits
-            words_.push_back(static_cast<std::uint16_t>(x));
+            *--first_ = static_cast<std::uint16_t>(x);
             x >>= 16;
         }
-        x = share.push(x);
+        states_[state] = share.push(x);
     }
 
     // Appends the states, then the words in the order in which a decoder needs them.
@@ -64,16 +67,18 @@ public:
             out.push_back(static_cast<std::uint8_t>(word));
             out.push_back(static_cast<std::uint8_t>(word >> 8));
         };
+        out.reserve(out.size() + 4 * States + 2 * static_cast<std::size_t>(end_ - first_));
         for (const auto x : states_) {
             put16(x & 0xffffu);
             put16(x >> 16);
         }
-        for (auto word = words_.rbegin(); word != words_.rend(); ++word) put16(*word);
+        for (const std::uint16_t* word = first_; word != end_; ++word) put16(*word);
     }
 
 private:
     std::uint32_t states_[States];
-    std::vector<std::uint16_t> words_;
+    std::uint16_t* first_;
+    const std::uint16_t* end_;
 };
 
 // The symbol and share of every 12-bit slot of one table: 8 bits symbol, 12 bits frequency - 1, 12 bits slot - begin.
@@ -97,10 +102,24 @@ public:
     }
 
     std::uint32_t get(unsigned state, const Slot* table) {
-        std::uint32_t& x = states_[state];
-        const Slot slot = table[x & (frequency_total - 1)];
-        x = ((slot >> 12 & 0xfffu) + 1) * (x >> frequency_bits) + (slot & 0xfffu);
+        const Slot slot = table[states_[state] & (frequency_total - 1)];
+        std::uint32_t x = pop(slot, states_[state]);
         if (x < lowest_state) x = x << 16 | get16();
+        states_[state] = x;
+        return slot >> 24;
+    }
+
+    // Whether `get_unchecked` may be called so many times.
+    bool has(std::size_t values) const { return static_cast<std::size_t>(end_ - next_) >= 2 * values; }
+
+    std::uint32_t get_unchecked(unsigned state, const Slot* table) {
+        const Slot slot = table[states_[state] & (frequency_total - 1)];
+        std::uint32_t x = pop(slot, states_[state]);
+        if (x < lowest_state) {
+            x = x << 16 | next_[0] | static_cast<std::uint32_t>(next_[1]) << 8;
+            next_ += 2;
+        }
+        states_[state] = x;
         return slot >> 24;
     }
 
@@ -113,6 +132,10 @@ public:
     }
 
 private:
+    static std::uint32_t pop(Slot slot, std::uint32_t x) {
+        return ((slot >> 12 & 0xfffu) + 1) * (x >> frequency_bits) + (slot & 0xfffu);
+    }
+
     std::uint32_t get16() {
         if (end_ - next_ < 2) {
             missing_ = true;

@@ -49,7 +49,7 @@ std::uint16_t* encode_plain(States& states, const EncoderStep* steps, const std:
     return next;
 }
 
-#ifdef DYNAQUANT_AVX2
+#ifdef DYNAQUANT_X86
 
 // For every set of lanes that take a word: which of the next eight words each lane takes.
 constexpr auto word_of_lane = [] {
@@ -214,7 +214,7 @@ DYNAQUANT_AVX2 std::uint16_t* encode_avx2(States& states, const EncoderStep* ste
 std::uint16_t* encode_symbols(States& states, const EncoderStep* steps, const std::uint8_t* classes,
                               std::span<const std::uint8_t> symbols, std::uint16_t* end) {
     std::size_t left = symbols.size();
-#ifdef DYNAQUANT_AVX2
+#ifdef DYNAQUANT_X86
     if (has_avx2()) {
         const std::size_t whole = symbols.size() / rans_states * rans_states;
         end = encode_plain(states, steps, classes, symbols.data(), whole, left, end);
@@ -229,7 +229,7 @@ std::uint16_t* encode_symbols(States& states, const EncoderStep* steps, const st
 void decode_symbols(States& states, Words& words, const Slot* slots, const Classes& classes,
                     std::span<std::uint8_t> symbols) {
     std::size_t done = 0;
-#ifdef DYNAQUANT_AVX2
+#ifdef DYNAQUANT_X86
     if (has_avx2()) {
         const auto decode = classes.kind == Classes::one     ? decode_avx2<Classes::one>
                             : classes.kind == Classes::given ? decode_avx2<Classes::given>

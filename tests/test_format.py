@@ -19,6 +19,7 @@ from torch import nn
 from training import bits
 
 import dynaquant
+from dynaquant.codings import _KINDS
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("v*"))
 CHECKPOINTS = [(folder, int(file.stem[5:])) for folder in GOLDEN for file in sorted(folder.glob("step-*.dqc"))]
@@ -84,18 +85,22 @@ def test_dynaquant_reads_golden_files_as_the_second_decoder_does(folder, step):
     assert_both_decode_alike(folder, step)
 
 
-@pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
-def test_every_coding_occurs_in_the_golden_files(folder):
-    headers = {step: decode(folder, step)[0] for f, step in CHECKPOINTS if f == folder}
+def entries_of(version):
+    """Of the golden files of a version: all entries by step and name, and what the codings were coded against."""
+    headers = {step: decode(folder, step)[0] for folder, step in CHECKPOINTS if folder.name == version}
     entries = {(step, entry["name"]): entry for step, header in headers.items() for entry in header["tensors"]}
-    codings = {key: entry["coding"] for key, entry in entries.items()}
-    above = {  # what each tensor was coded against
-        (step, name): codings[header["parent"]["step"], name]
+    above = {
+        (step, entry["name"]): entries[header["parent"]["step"], entry["name"]]["coding"]
         for step, header in headers.items()
         if header["parent"] is not None
-        for name in (entry["name"] for entry in header["tensors"])
+        for entry in header["tensors"]
     }
+    return entries, above
 
+
+def test_every_coding_of_version_1_occurs_in_its_golden_files():
+    entries, above = entries_of("v1")
+    codings = {key: entry["coding"] for key, entry in entries.items()}
     arrangements = {(entry["dtype"], entry["coding"].get("arrangement")) for entry in entries.values()}
     assert {coding["kind"] for coding in codings.values()} == {"raw", "planes", "reference", "quantized"}
     assert arrangements >= {(dtype, how) for dtype in QUANTIZED for how in ("alone", "delta")}
@@ -109,6 +114,28 @@ def test_every_coding_occurs_in_the_golden_files(folder):
     assert any(above[key]["kind"] == "reference" for key in deltas)
     changes = {np.sign(codings[key]["bins"] - above[key].get("bins", 0)) for key in deltas}
     assert changes == {-1, 0, 1}
+
+
+def test_every_coding_of_version_2_occurs_in_its_golden_files():
+    entries, above = entries_of("v2")
+    assert {entry["coding"]["kind"] for entry in entries.values()} == set(_KINDS)
+    seen = {entry["coding"]["kind"]: set() for entry in entries.values()}
+    for key, entry in entries.items():
+        coding, parent = entry["coding"], above.get(key, {})
+        for part in (coding, *(coding[name] for name in ("units", "rows", "columns") if name in coding)):
+            seen[coding["kind"]].add(
+                (part.get("codebook"), part.get("needs_parent"), part.get("protected", 0) > 0, parent.get("codebook"))
+            )
+    both = (True, False)
+    assert {needs_parent for _, needs_parent, _, _ in seen["exact"]} == {*both}
+    for kind in ("conditional", "units", "rank_one"):
+        assert {needs_parent for _, needs_parent, _, _ in seen[kind]} >= {*both}
+    codebooks = {(codebook, needs_parent, above) for codebook, needs_parent, _, above in seen["conditional"]}
+    assert {(codebook, needs) for codebook, needs, _ in codebooks} == {
+        (codebook, needs) for codebook in ("grid", "log_grid", "centres") for needs in both
+    }
+    assert {("grid", True, "grid"), ("centres", True, "grid"), ("centres", True, "centres")} <= codebooks
+    assert {(c, protected) for c, _, protected, _ in seen["conditional"]} >= {("grid", True), ("centres", True)}
 
 
 class Wide(nn.Module):

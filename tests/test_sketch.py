@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from dynaquant.sketch import BUCKETS, SKETCHED, LogHistogram, bits_of, bucket_values, table_for
+from dynaquant.kernels.host import bits_of
+from dynaquant.sketch import BUCKETS, SKETCHED, LogHistogram, bucket_values, table_for
 
 ALPHA = 2.0**-8
 SMALLEST_NORMAL = 2.0**-126

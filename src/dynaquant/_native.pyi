@@ -1,6 +1,6 @@
 from typing import Any
 
-from numpy import float32, int64, uint8, uint16, uint32
+from numpy import float32, float64, int64, uint8, uint16, uint32
 from numpy.typing import NDArray
 
 LEVEL_PRUNED: int
@@ -26,6 +26,10 @@ def encode_levels(
 ) -> bytes: ...
 def decode_levels(stream: bytes, parent: NDArray[uint8], modulus: int, groups: int, levels: NDArray[uint8]) -> None: ...
 def grid_levels(values: NDArray[float32], inverse: float, seed: int | None, levels: NDArray[uint8]) -> int: ...
+def sums(values: NDArray[float32]) -> tuple[float, float]: ...
+def row_and_column_sums(
+    values: NDArray[float32], row_sums: NDArray[float64], column_sums: NDArray[float64]
+) -> None: ...
 def encode_conditional(
     levels: NDArray[uint8],
     parent: NDArray[uint8],

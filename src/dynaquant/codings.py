@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
 
 from dynaquant.codebook import HIGHEST_RUNG, LOWEST_RUNG
@@ -142,8 +143,11 @@ def parse(data: dict[str, Any]) -> Coding:
     return coding
 
 
+_types = cache(get_type_hints)
+
+
 def _parse(kind: type, data: dict[str, Any]) -> Any:
-    wanted = get_type_hints(kind)
+    wanted = _types(kind)
     if data.keys() != {field.name for field in fields(kind)}:
         raise TypeError(f"its coding has the keys {sorted(data)}")
     values = {}

@@ -11,7 +11,8 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from dynaquant.coding.stream import Coder, StoredTensor, tensor_hash, values_of
+from dynaquant import kernels
+from dynaquant.coding.stream import Coder, StoredTensor, bytes_of, tensor_hash, values_of
 from dynaquant.container import Header
 from dynaquant.distributed import Group
 from dynaquant.importance import GradientRecorder, moving_average, sum_of_squares
@@ -28,6 +29,8 @@ from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.search.manager import ConfigurationManager, Decision
 from dynaquant.search.quality import Evaluate
 
+SAMPLED = 1024
+"""Values of a weight, about, by which most changes are told."""
 GRADIENT_WINDOW = 50
 """Optimizer steps before a checkpoint whose gradients are recorded (method 1.1)."""
 
@@ -82,6 +85,24 @@ class Compressed:
     notes: list[str]
 
 
+@dataclass(frozen=True)
+class _Last:
+    """A weight of the last checkpoint, and what is known of the values it was made of: a sample, and their hash.
+
+    A tensor that has not changed since is not quantized again, so that its values stay what they were. The hash is not
+    taken of weights that change from save to save: it is known of frozen ones, after a restore, and once a sample was
+    as before.
+    """
+
+    quantized: QuantizedTensor
+    sample: bytes | None
+    hash: str | None
+
+    def may_be(self, sample: bytes) -> bool:
+        """Whether values with that sample may be the same ones."""
+        return self.sample is None or self.sample == sample
+
+
 class Compressor:
     """Goes from the tensors of a state to what is stored of them, from one checkpoint to the next.
 
@@ -116,9 +137,7 @@ class Compressor:
             )
         self.vectors = self.method == "grid"
         """Whether parameters of one dimension are quantized, too: they weigh where everything else is small."""
-        # Quantized weights of the last checkpoint and the hashes of the values they were made of, by name: a tensor
-        # that has not changed since is not quantized again, so that its values stay what they were.
-        self._quantized: dict[str, tuple[str, QuantizedTensor]] = {}
+        self._last: dict[str, _Last] = {}  # weights of the last checkpoint, by name
         self._quantized_for = self.max_degradation
         self._restored_step = 0
         self._stack = ExitStack()
@@ -167,15 +186,15 @@ class Compressor:
 
     def resume(self, header: Header, tensors: Mapping[str, StoredTensor], exact: bool) -> None:
         """Goes on from a checkpoint that was restored. exact: whether from its tensors as they were before."""
-        self._quantized = {}
+        self._last = {}
         for name, stored in tensors.items():
             if header.by_name[name].label.role == "weight":
                 source, origin = (stored.of_name, stored.of) if isinstance(stored, Rounded) else (name, stored)
                 if isinstance(origin, QuantizedTensor):
-                    self._quantized[name] = header.by_name[source].hash, origin
+                    self._last[name] = _Last(origin, None, header.by_name[source].hash)
         self._quantized_for = self.max_degradation
         self._restored_step = header.step
-        restored = {} if exact else {name: stored for name, (_, stored) in self._quantized.items()}
+        restored = {} if exact else {name: last.quantized for name, last in self._last.items()}
         self.manager.resume(header.record, restored)
         if self._recorder:
             self._recorder.forget()
@@ -188,10 +207,13 @@ class Compressor:
         gradients = self._recorder.average if self._recorder else {}
         master_of = masters(tensors, label_of)
         weights = {name: tensors[master_of.get(name, name)] for name in tensors if label_of[name].role == "weight"}
-        hashes = {name: tensor_hash(tensor) for name, tensor in weights.items()} if self._preset else {}
         if self.max_degradation < self._quantized_for:  # what was good enough then need not be now
-            self._quantized = {}
-        unchanged = {name: known for name, (digest, known) in self._quantized.items() if hashes.get(name) == digest}
+            self._last = {}
+        samples = {name: _sample(tensor) for name, tensor in weights.items()} if self._preset else {}
+        at_rest = weights.keys() - {f"model.{n}" for n, p in self._model.named_parameters() if p.requires_grad}
+        alike = {name for name, last in self._last.items() if name in samples and last.may_be(samples[name])}
+        hashes = {name: tensor_hash(weights[name]) for name in samples if name in at_rest | alike}
+        unchanged = {n: last.quantized for n, last in self._last.items() if n in hashes and last.hash == hashes[n]}
         seconds["capture"] += time.perf_counter() - start
 
         start = time.perf_counter()
@@ -210,7 +232,7 @@ class Compressor:
             stored = {n: small[n] if n in small else _copy(t) for n, t in tensors.items() if n not in master_of}
             stored.update({n: _rounded(tensors[n].dtype, stored[m], m) for n, m in master_of.items()})
         self._quantized_for = self.max_degradation
-        self._quantized = {name: (hashes[name], tensor) for name, tensor in quantized.items()}
+        self._last = {n: _Last(tensor, samples[n], hashes.get(n)) for n, tensor in quantized.items()}
         labels = {**label_of, **{master: label_of[name] for name, master in master_of.items()}}
         exact: dict[str, StoredTensor] | None = None
         if self._keep_exact and self._group.rank == 0:
@@ -257,8 +279,8 @@ class Compressor:
         """What the quantizer needs to know of the weights ahead of all configurations."""
         if self.method != "grid":
             return sketch_weights(weights, label_of, gradients)
-        last = {name: quantized for name, (_, quantized) in self._quantized.items()}
-        return grid_weights(weights, fisher, last, self._restored_step)
+        before = {name: last.quantized for name, last in self._last.items()}
+        return grid_weights(weights, fisher, before, self._restored_step)
 
     def _moments(self, tensors: Mapping[str, Tensor], label_of: Mapping[str, Label]) -> dict[str, Quantized]:
         if self._preset is None or self.method != "grid":
@@ -271,6 +293,12 @@ def _rounded(dtype: torch.dtype, master: StoredTensor, name: str) -> Rounded:
     return Rounded(dtype, master, name)
 
 
+def _sample(tensor: Tensor) -> bytes:
+    """Some of the values: where they are as before, it may be worth asking whether all are."""
+    flat = tensor.detach().reshape(-1)
+    return bytes_of(flat[:: max(1, flat.numel() // SAMPLED)]).tobytes()
+
+
 def _copy(tensor: Tensor) -> Tensor:
     """A host copy that training cannot change any more."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
+    return kernels.empty(tensor.shape, tensor.dtype).copy_(tensor.detach())

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant import _native
+from dynaquant import _native, kernels
 from dynaquant.codebook import Codebook
 
 PRUNED = _native.LEVEL_PRUNED
@@ -107,27 +107,47 @@ class Rounded:
 Quantized = QuantizedTensor | RankOne | Scaled | Rounded
 
 
-def dequantize(quantized: Quantized) -> Tensor:
-    """The values, as a new CPU tensor of the original shape and dtype. This is what a restore returns, bit for bit.
+def dequantize(quantized: Quantized, where: torch.device = kernels.HOST) -> Tensor:
+    """The values, as a new tensor of the original shape and dtype on a device. This is what a restore returns, bit for
+    bit the same on every device.
 
     Raises ValueError when the levels do not fit the codebook or the protected values, or parts do not fit each other.
     """
     if isinstance(quantized, Rounded):
-        master = quantized.of if isinstance(quantized.of, Tensor) else _values_of(quantized.of)
-        return master.to(quantized.dtype)
+        master = quantized.of if isinstance(quantized.of, Tensor) else _values_of(quantized.of, where)
+        return master.to(where, quantized.dtype)
     if isinstance(quantized, RankOne):
-        rows, columns = dequantize(quantized.rows), dequantize(quantized.columns)
+        rows, columns = _values_of(quantized.rows, where), _values_of(quantized.columns, where)
         if rows.numel() * columns.numel() != quantized.shape.numel():
             raise ValueError("the rows and columns are those of a tensor of another shape")
-        return _finite(torch.outer(rows, columns).reshape(quantized.shape), quantized.dtype)
+        product = kernels.empty(quantized.shape, torch.float32, where)
+        torch.outer(rows, columns, out=product.view(len(rows), len(columns)))
+        return _finite(product, quantized.dtype)
     if isinstance(quantized, Scaled):
-        second = dequantize(quantized.second)
-        if second.shape != quantized.shape:
+        if quantized.second.shape != quantized.shape:
             raise ValueError("its second moment has another shape")
-        # NumPy's root is correctly rounded everywhere; PyTorch's is not, and values must not depend on the machine.
-        root = torch.from_numpy(np.asarray(np.sqrt(second.to(torch.float32).numpy())))
-        return _finite(dequantize(quantized.units).mul_(root), quantized.dtype)
-    return _values_of(quantized)
+        units = _values_of(quantized.units, where)
+        if not is_zero(quantized.units):
+            second = dequantize(quantized.second, where).to(torch.float32)
+            units.mul_(kernels.at(where).square_root(second))
+        return _finite(units, quantized.dtype)
+    return _values_of(quantized, where)
+
+
+def is_zero(quantized: Quantized) -> bool:
+    """Whether nothing is left of it: all values are zero, which no codebook and no second moment can change."""
+    if isinstance(quantized, Scaled):
+        return is_zero(quantized.units)
+    return isinstance(quantized, QuantizedTensor) and not quantized.codebook.bins and not len(quantized.protected)
+
+
+def protected_values(tensor: Tensor, levels: Tensor) -> NDArray[np.uint16]:
+    """The 16 bits of the protected elements of a tensor, in C order. levels: flat, on the tensor's device."""
+    half = torch.float16 if tensor.dtype == torch.float16 else torch.bfloat16
+    values = tensor.detach().reshape(-1)[levels == PROTECTED]
+    largest = torch.finfo(half).max  # the clamp keeps the largest floats from rounding up to infinity
+    bits: NDArray[np.uint16] = values.clamp(-largest, largest).to(half).cpu().view(torch.uint16).numpy()
+    return bits
 
 
 def _finite(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,14 +157,12 @@ def _finite(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
-def _values_of(quantized: QuantizedTensor) -> Tensor:
+def _values_of(quantized: QuantizedTensor, where: torch.device) -> Tensor:
     dtype = torch.float32 if quantized.dtype == torch.float64 else quantized.dtype
     centres = torch.from_numpy(quantized.centres)
     table = torch.zeros(FIRST_BIN + len(centres), dtype=dtype)
     table[FIRST_BIN:] = _finite(centres, dtype)
-    values = torch.empty(quantized.shape, dtype=dtype)
-    bits = torch.uint32 if dtype == torch.float32 else torch.uint16
-    _native.values_of_levels(
-        quantized.levels, table.view(bits).numpy(), quantized.protected, values.view(-1).view(bits).numpy()
-    )
-    return values.to(quantized.dtype)
+    if is_zero(quantized) and where == kernels.HOST and quantized.levels.size and not quantized.levels.any():
+        return torch.from_numpy(np.zeros(quantized.shape, dtype=np.float32)).to(quantized.dtype)  # memory as it is
+    values = kernels.at(where).values(quantized.levels, table, quantized.protected, where)
+    return values.reshape(quantized.shape).to(quantized.dtype)

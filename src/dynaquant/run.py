@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from dynaquant.coding import stream
-from dynaquant.coding.stream import Coder, StoredTensor, tensor_hash, values_of
+from dynaquant.coding.stream import Coder, StoredTensor, stored_hash, values_of
 from dynaquant.codings import Exact, Planes, Raw, Rearranged, Reference, other_of
 from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary
 from dynaquant.entry import Entry
@@ -327,16 +327,15 @@ def _encode_tensor(
     name: str, tensors: Mapping[str, StoredTensor], label: Label, base: Base | None, coder: Coder
 ) -> tuple[Entry, bytes]:
     stored = tensors[name]
-    values = values_of(stored)
-    digest = tensor_hash(values)
-    if isinstance(stored, Scaled) and tensors.get(stored.second_name) is not stored.second:
-        stored = values  # in units of what its second moment was when it last changed
-    elif isinstance(stored, Rounded) and tensors.get(stored.of_name) is not stored.of:
-        stored = values
+    digest = stored_hash(stored)
     if base is not None and base.hashes.get(name) == digest:
-        return Entry(name, label, values.dtype, values.shape, digest, 0, Reference()), b""
+        return Entry(name, label, stored.dtype, stored.shape, digest, 0, Reference()), b""
+    if isinstance(stored, Scaled) and tensors.get(stored.second_name) is not stored.second:
+        stored = values_of(stored)  # in units of what its second moment was when it last changed
+    elif isinstance(stored, Rounded) and tensors.get(stored.of_name) is not stored.of:
+        stored = values_of(stored)
     coding, coded = stream.encode(stored, base.tensors.get(name) if base else None, coder)
-    return Entry(name, label, values.dtype, values.shape, digest, len(coded), coding), coded
+    return Entry(name, label, stored.dtype, stored.shape, digest, len(coded), coding), coded
 
 
 def _dependent_last(entries: Iterable[Entry]) -> list[Entry]:
@@ -389,7 +388,7 @@ def _load_tensors(
             if values is not None and i == 0:
                 # What is restored will be trained on; what the next delta is coded against must stay as it is.
                 values[entry.name] = decoded.clone() if decoded is tensors[entry.name] else decoded
-            if tensor_hash(decoded) != entry.hash:
+            if stored_hash(tensors[entry.name], decoded) != entry.hash:
                 if not all_:
                     _load_tensors(chain, names, all_=True)
                 raise CheckpointError(

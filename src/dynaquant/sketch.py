@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant import _native
+from dynaquant import kernels
 
 BUCKETS = 65_536
 MAGNITUDES = 32_768
@@ -24,16 +24,6 @@ FIRST_NONFINITE = 0x7F80
 """The first magnitude bucket that holds infinities and NaNs instead of numbers."""
 SKETCHED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes that have buckets. float64 is rounded to float32 first."""
-
-
-def bits_of(tensor: Tensor) -> NDArray[np.uint32] | NDArray[np.uint16]:
-    """The bit patterns of a tensor of a dtype in SKETCHED, flat, on the host; a copy only where one is needed."""
-    if tensor.dtype == torch.float64:
-        tensor = tensor.to(torch.float32)
-    flat = tensor.detach().reshape(-1).contiguous().cpu()
-    unsigned = torch.uint32 if flat.dtype == torch.float32 else torch.uint16
-    bits: NDArray[np.uint32] | NDArray[np.uint16] = flat.view(unsigned).numpy()
-    return bits
 
 
 @cache
@@ -72,8 +62,7 @@ class LogHistogram:
     @classmethod
     def of(cls, tensor: Tensor) -> LogHistogram:
         """The histogram of a tensor of any shape and a dtype in SKETCHED. Costs one pass over its memory."""
-        counts = np.zeros(BUCKETS, dtype=np.int64)
-        _native.log_histogram(bits_of(tensor), counts)
+        counts = kernels.at(tensor.device).log_histogram(tensor)
         if tensor.dtype == torch.float16:
             by_code, counts = counts, np.zeros(BUCKETS, dtype=np.int64)
             np.add.at(counts, _half_buckets(), by_code)

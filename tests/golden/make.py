@@ -6,7 +6,6 @@ are. They hold a training in which everything occurs that the format knows.
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import dynaquant as dq
+from dynaquant.quantize.grid import GridConfiguration
 
-STEPS = 10, 20, 30, 40
+STEPS = range(10, 121, 10)
 
 
 class Model(nn.Module):
@@ -37,6 +37,7 @@ class Model(nn.Module):
         self.head.weight = self.embedding.weight
         self.slow = nn.Parameter(torch.randn(96, 96), requires_grad=False)
         self.sparse = nn.Parameter(torch.zeros(24, 2800), requires_grad=False)
+        self.register_buffer("drift", torch.randn(3000))
         self.register_buffer("empty", torch.empty(0, 3))
         self.register_buffer("scalar", torch.tensor(2.5))
         self.register_buffer("mask", torch.tensor([True, False, True]))
@@ -76,33 +77,66 @@ class Extra:
         pass
 
 
+class Masters:
+    """Float32 copies of half-precision weights, which those are rounded from."""
+
+    def __init__(self, *weights):
+        self.copies = [weight.detach().float() for weight in weights]
+        self.weights = weights
+
+    @torch.no_grad()
+    def step(self):
+        for copy, weight in zip(self.copies, self.weights, strict=True):
+            weight.copy_(copy.add_(0.003 * torch.randn(copy.shape)))
+
+    def state_dict(self):
+        return {"copies": self.copies}
+
+    def load_state_dict(self, state):
+        for copy, stored in zip(self.copies, state["copies"], strict=True):
+            copy.copy_(stored)
+
+
+MANNERS = [
+    {"quality": "high", "configuration": GridConfiguration(-112)},
+    {"quality": "high", "configuration": GridConfiguration(-120, dithered=True)},
+    {"method": "kmeans", "configuration": dq.Configuration(protected=0.02)},
+    {"method": "kmeans", "configuration": dq.Configuration(protected=0.02, bins=24)},
+    {"method": "published", "configuration": dq.Configuration(bins=20, embedding_bins=12)},
+    {"quality": "small", "configuration": GridConfiguration(-96)},
+]
+"""How a Checkpointer stores, one after the other, each for two of the steps."""
+
+
 def make(folder):
-    """A training that goes on with other bins, more and fewer, after its first checkpoint."""
+    """A training that is stored in one manner after the other."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model = Model()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, eps=1e-4)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, max(STEPS))
-    objects = {"scheduler": scheduler, "order": np.random.default_rng(0), "extra": Extra()}
-    configuration = dq.Configuration(protected=0.02)
-    for steps in (range(1, 11), range(11, 41)):
-        with dq.Checkpointer(
-            folder, model, optimizer, extras=objects, configuration=configuration, keyframe_every=3
-        ) as ckpt:
+    masters = Masters(model.bfloat16_layer.weight)
+    objects = {"scheduler": scheduler, "order": np.random.default_rng(0), "extra": Extra(), "masters": masters}
+    model.slow[0, :2] = torch.tensor([300.0, -700.0])  # far outside every grid
+    step = 0
+    for manner in MANNERS:
+        with dq.Checkpointer(folder, model, optimizer, extras=objects, keyframe_every=5, **manner) as ckpt:
             ckpt.restore()
-            for step in steps:
+            for _ in range(20):
+                step += 1
                 tokens = torch.randint(24, (8, 12))
                 optimizer.zero_grad()
                 F.cross_entropy(model(tokens).flatten(0, 1), (tokens * 5 % 24).flatten()).backward()
                 optimizer.step()
                 scheduler.step()
+                masters.step()
                 model.slow += 0.001 * torch.randn(96, 96)
+                model.drift *= 1 + 0.001 * torch.randn(3000)
                 model.sparse[tokens[0], torch.randint(2800, (12,))] += 1
                 if step > 20:  # no longer frozen
                     model.frozen.weight *= 1.01
                 if step in STEPS:
                     ckpt.save(step)
-        configuration = replace(configuration, bins=20, embedding_bins=12)
 
     expected = {step: summary(*decode(folder, step)) for step in STEPS}
     (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")

@@ -6,7 +6,8 @@ two tables: the levels ordered by how near they lie to the parent's value, and a
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +25,9 @@ Table = NDArray[np.uint8]
 
 def encode(quantized: QuantizedTensor, parent: QuantizedTensor | None) -> bytes:
     """The coded levels of a tensor. parent: the tensor in the parent, with as many elements; None: they stand alone."""
-    levels, symbols, contexts = _tables(quantized.codebook, parent.codebook if parent else None)
+    tables = _tables(quantized.codebook, parent.codebook if parent else None)
     sources = _NOTHING if parent is None else parent.levels
-    return _native.encode_conditional(quantized.levels, sources, _inverse(levels, symbols), contexts, _count(contexts))
+    return _native.encode_conditional(quantized.levels, sources, tables.symbol_of, tables.context_of, tables.contexts)
 
 
 def decode(stream: bytes, size: int, codebook: Codebook, parent: QuantizedTensor | None) -> NDArray[np.uint8]:
@@ -36,22 +37,36 @@ def decode(stream: bytes, size: int, codebook: Codebook, parent: QuantizedTensor
     """
     if size > _BLOCK * (len(stream) // 4):  # every block has a length of four bytes: not a byte for what is not there
         raise ValueError("the coded levels end too early")
-    levels, symbols, contexts = _tables(codebook, parent.codebook if parent else None)
+    tables = _tables(codebook, parent.codebook if parent else None)
     sources = _NOTHING if parent is None else parent.levels
     values = np.empty(size, dtype=np.uint8)
-    _native.decode_conditional(stream, sources, levels.reshape(-1), contexts, _count(contexts), symbols, values)
+    _native.decode_conditional(
+        stream, sources, tables.level_of, tables.context_of, tables.contexts, tables.symbols, values
+    )
     return values
 
 
-def _count(contexts: Table) -> int:
-    return int(contexts.max()) + 1
+@dataclass(frozen=True, eq=False)
+class _Tables:
+    """level_of: for every parent level the levels by symbol, uint8[256 · 256]. context_of: of every parent level."""
 
+    level_of: Table
+    symbols: int
+    context_of: Table
 
-def _inverse(levels: Table, symbols: int) -> Table:
-    inverse = np.zeros((256, 256), dtype=np.uint8)
-    rows = np.arange(256)[:, None]
-    inverse[rows, levels[:, :symbols]] = np.arange(symbols, dtype=np.uint8)
-    return inverse.reshape(-1)
+    @property
+    def contexts(self) -> int:
+        """Their number."""
+        return int(self.context_of.max()) + 1
+
+    @cached_property
+    def symbol_of(self) -> Table:
+        """The inverse of ``level_of``."""
+        inverse = np.zeros((256, 256), dtype=np.uint8)
+        rows = np.arange(256)[:, None]
+        levels = self.level_of.reshape(256, 256)[:, : self.symbols]
+        inverse[rows, levels] = np.arange(self.symbols, dtype=np.uint8)
+        return inverse.reshape(-1)
 
 
 def comparable(codebook: Codebook, parent: Codebook) -> bool:
@@ -59,19 +74,16 @@ def comparable(codebook: Codebook, parent: Codebook) -> bool:
     return isinstance(codebook, LogGrid) == isinstance(parent, LogGrid)
 
 
-def _tables(codebook: Codebook, parent: Codebook | None) -> tuple[Table, int, Table]:
-    """For every parent level the levels by symbol, uint8[256, 256]; number of symbols; context of every parent level.
-
-    Two grids are compared by their ratio alone, so that all tensors of a checkpoint can share the tables.
-    """
+def _tables(codebook: Codebook, parent: Codebook | None) -> _Tables:
+    """Two grids are compared by their ratio alone, so that all tensors of a checkpoint can share the tables."""
     if isinstance(codebook, Grid) and isinstance(parent, Grid):
         ratio = min(max(codebook.rung - parent.rung, -_FARTHEST), _FARTHEST)
         return _tables_of(Grid(ratio, codebook.bins), Grid(0, parent.bins))
     return _tables_of(codebook, parent)
 
 
-@lru_cache(maxsize=64)
-def _tables_of(codebook: Codebook, parent: Codebook | None) -> tuple[Table, int, Table]:
+@lru_cache(maxsize=256)
+def _tables_of(codebook: Codebook, parent: Codebook | None) -> _Tables:
     symbols = FIRST_BIN + codebook.bins
     positions = _positions(codebook)
     sources = np.zeros(1) if parent is None else _positions(parent)
@@ -92,7 +104,7 @@ def _tables_of(codebook: Codebook, parent: Codebook | None) -> tuple[Table, int,
     if parent is not None:  # the one that is like no other stands at the end
         contexts[contexts > contexts[PROTECTED]] -= 1
         contexts[PROTECTED] = len(sources) - 1
-    return levels, symbols, contexts
+    return _Tables(levels.reshape(-1), symbols, contexts)
 
 
 def _positions(codebook: Codebook) -> NDArray[np.float64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from dynaquant.codebook import Centres, Codebook, Grid, LogGrid
 from dynaquant.coding import conditional, exact, planes, rearrange
 from dynaquant.codings import Coding, Conditional, Exact, Planes, Product, Raw, Rearranged, Reference, Rounding, Units
 from dynaquant.entry import MAX_EXPANSION, Entry
-from dynaquant.quantized import FIRST_BIN, Quantized, QuantizedTensor, RankOne, Rounded, Scaled, dequantize
+from dynaquant.quantized import FIRST_BIN, Quantized, QuantizedTensor, RankOne, Rounded, Scaled, dequantize, is_zero
 from dynaquant.state import dtype_name
 
 StoredTensor = Quantized | Tensor
@@ -34,7 +35,8 @@ def values_of(stored: StoredTensor) -> Tensor:
     return stored if isinstance(stored, Tensor) else dequantize(stored)
 
 
-def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """The bytes of the values in C order, on the host; a copy only where one is needed."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     if flat.stride() != (1,):  # counts as contiguous when it has one element, but cannot be viewed as bytes
         flat = torch.empty(flat.shape, dtype=flat.dtype).copy_(flat)
@@ -46,8 +48,20 @@ def tensor_hash(tensor: Tensor) -> str:
     """The hash of dtype, shape and values (docs/format.md, "Identity"), 64 hexadecimal digits."""
     hasher = blake3(max_threads=blake3.AUTO)
     hasher.update(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode())
-    hasher.update(_bytes_of(tensor).data)
+    hasher.update(bytes_of(tensor).data)
     return hasher.hexdigest()
+
+
+def stored_hash(stored: StoredTensor, values: Tensor | None = None) -> str:
+    """The hash of the values of a tensor as stored. values: ``values_of(stored)``, where they have been computed."""
+    if not isinstance(stored, Tensor) and is_zero(stored):
+        return _hash_of_zeros(stored.dtype, stored.shape)
+    return tensor_hash(values_of(stored) if values is None else values)
+
+
+@lru_cache(maxsize=4096)
+def _hash_of_zeros(dtype: torch.dtype, shape: torch.Size) -> str:
+    return tensor_hash(torch.from_numpy(np.zeros(shape, dtype=np.float32)).to(dtype))
 
 
 def encode(stored: StoredTensor, parent: StoredTensor | None, coder: Coder = "conditional") -> tuple[Coding, bytes]:
@@ -71,7 +85,7 @@ def encode(stored: StoredTensor, parent: StoredTensor | None, coder: Coder = "co
 
 
 def _encode_exact(stored: Tensor, parent: StoredTensor | None) -> tuple[Coding, bytes]:
-    data, itemsize = _bytes_of(stored), stored.dtype.itemsize
+    data, itemsize = bytes_of(stored), stored.dtype.itemsize
     coded = exact.encode(data, itemsize, _exact_parent(parent, stored.dtype, stored.shape))
     best: tuple[Coding, bytes] = Exact(exact.needs_parent(coded)), coded
     if data.size < _TRY_ZSTD_BELOW and len(frames := planes.encode(data, itemsize)) < len(coded):
@@ -81,7 +95,7 @@ def _encode_exact(stored: Tensor, parent: StoredTensor | None) -> tuple[Coding, 
 
 def _exact_parent(parent: StoredTensor | None, dtype: torch.dtype, shape: torch.Size) -> NDArray[np.uint8] | None:
     fits = isinstance(parent, Tensor) and (parent.dtype, parent.shape) == (dtype, shape)
-    return _bytes_of(parent) if fits and isinstance(parent, Tensor) else None
+    return bytes_of(parent) if fits and isinstance(parent, Tensor) else None
 
 
 def _encode_rearranged(stored: QuantizedTensor, parent: QuantizedTensor | None) -> tuple[Rearranged, bytes]:
@@ -228,7 +242,7 @@ def same(a: StoredTensor, b: StoredTensor) -> bool:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         fits = (a.dtype, a.shape) == (b.dtype, b.shape)
-        return fits and np.array_equal(_bytes_of(a), _bytes_of(b))
+        return fits and np.array_equal(bytes_of(a), bytes_of(b))
     if isinstance(a, RankOne) and isinstance(b, RankOne):
         return (a.dtype, a.shape) == (b.dtype, b.shape) and same(a.rows, b.rows) and same(a.columns, b.columns)
     if isinstance(a, Rounded) and isinstance(b, Rounded):

@@ -108,8 +108,8 @@ def _fractions(configuration: Configuration, gradients: bool) -> tuple[float, fl
 
 
 def _sensitivity(weight: Tensor, gradient: Tensor) -> Tensor:
-    """``|gradient · weight|``, the first-order Taylor term of the loss (method 1.1), float32 on the host."""
-    return (weight.detach().to("cpu", torch.float32) * gradient).abs()
+    """``|gradient · weight|``, the first-order Taylor term of the loss (method 1.1), float32, where the weight is."""
+    return gradient.to(weight.device, torch.float32, copy=True).mul_(weight.detach().to(torch.float32)).abs_()
 
 
 def _totals(histograms: Iterable[tuple[str, LogHistogram]]) -> dict[str, LogHistogram]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dynaquant import _native
+from dynaquant import kernels
 from dynaquant.codebook import HIGHEST_STEP, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, rung_value
-from dynaquant.quantized import FIRST_BIN, MAX_BINS, PROTECTED, QuantizedTensor
+from dynaquant.quantized import FIRST_BIN, MAX_BINS, QuantizedTensor, protected_values
 
 SCALES_PER_OCTAVE = 16
 """A scale is finer than a rung, so that from one to the next only a part of the tensors change their step."""
@@ -21,6 +22,9 @@ MOST_SCALE = 10_000
 """Beyond it 2^(scale/16) is no float64."""
 STAY = 0.8
 """Rungs that a step may be off where it should be before it changes. Half a rung would be no reluctance at all."""
+LARGEST_STEP = 2.5
+"""Root mean squares of a tensor that a step is at most: where hardly anything is left of a tensor, the second-order
+model of the loss, by which it would hardly matter, no longer holds."""
 LARGEST = 1e37
 """Weights beyond it (float64 has them) do not survive arithmetic in float32, and are stored exactly."""
 SMALLEST_FISHER = 1e-6
@@ -63,11 +67,17 @@ def effective_fisher(weights: Mapping[str, Tensor], fisher: Mapping[str, float])
     return {name: result[name] for name in weights}
 
 
-def rungs(fisher: Mapping[str, float], scale: int, last: Mapping[str, int]) -> dict[str, int]:
-    """The rung of every tensor's step. last: those of the checkpoint before, which are kept where they nearly fit."""
+def rungs(
+    fisher: Mapping[str, float], scale: int, last: Mapping[str, int], largest: Mapping[str, float] | None = None
+) -> dict[str, int]:
+    """The rung of every tensor's step. last: those of the checkpoint before, which are kept where they nearly fit.
+
+    largest: the largest step of each tensor, as a float.
+    """
     result = {}
     for name, value in fisher.items():
-        wanted = RUNGS_PER_OCTAVE * (scale / SCALES_PER_OCTAVE - math.log2(value) / 2)
+        octaves = scale / SCALES_PER_OCTAVE - math.log2(value) / 2
+        wanted = RUNGS_PER_OCTAVE * (octaves if largest is None else min(octaves, math.log2(largest[name])))
         near = name in last and abs(wanted - last[name]) <= STAY
         result[name] = last[name] if near else min(max(round(wanted), LOWEST_RUNG), HIGHEST_STEP)
     return result
@@ -76,26 +86,31 @@ def rungs(fisher: Mapping[str, float], scale: int, last: Mapping[str, int]) -> d
 def quantize(tensor: Tensor, rung: int, random: int | None = None) -> QuantizedTensor:
     """The nearest multiples of the step; what lies more than 127 steps from zero is protected.
 
-    tensor: float32, float64, bfloat16 or float16, finite, any shape. random: a seed; values are then rounded up with a
-    probability of how far they have come from the multiple below to that above, so that they are right in the mean.
+    tensor: float32, float64, bfloat16 or float16, finite, any shape, on any device. random: a seed; values are then
+    rounded up with a probability of how far they have come from the multiple below to that above, so that they are
+    right in the mean.
     """
-    wide = tensor.detach().to("cpu", torch.float32).contiguous().reshape(-1)
-    levels = np.empty(wide.numel(), dtype=np.uint8)
+    return begin(tensor, rung, random)()
+
+
+def begin(tensor: Tensor, rung: int, random: int | None = None) -> Callable[[], QuantizedTensor]:
+    """``quantize`` in two halves: the device works on until what this returns is called."""
     inverse = np.float32(1) / rung_value(rung)
-    highest = _native.grid_levels(wide.numpy(), float(inverse), random, levels)
-    protected = np.zeros(0, dtype=np.uint16)
-    if highest > MAX_BINS + FIRST_BIN - 1:
-        half = torch.float16 if tensor.dtype == torch.float16 else torch.bfloat16
-        outside = wide[torch.from_numpy(np.flatnonzero(levels == PROTECTED))]
-        largest = torch.finfo(half).max  # the clamp keeps the largest floats from rounding up to infinity
-        protected = outside.clamp(-largest, largest).to(half).view(torch.uint16).numpy()
-        highest = MAX_BINS + FIRST_BIN - 1
-    bins = max(highest - FIRST_BIN + 1, 0)
-    return QuantizedTensor(tensor.dtype, tensor.shape, levels, Grid(rung, bins), protected)
+    levels, highest = kernels.at(tensor.device).grid_levels(tensor, float(inverse), random)
+    copied = kernels.to_host(levels)
+
+    def finish() -> QuantizedTensor:
+        bins = min(max(int(highest) - FIRST_BIN + 1, 0), MAX_BINS)
+        outside = int(highest) > MAX_BINS + FIRST_BIN - 1
+        protected = protected_values(tensor, levels) if outside else np.zeros(0, dtype=np.uint16)
+        kernels.wait(tensor.device)
+        return QuantizedTensor(tensor.dtype, tensor.shape, copied.numpy(), Grid(rung, bins), protected)
+
+    return finish
 
 
 def _square(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64)) ** 2
+    return kernels.at(tensor.device).sums(tensor)[1]
 
 
 @dataclass(frozen=True)
@@ -115,23 +130,36 @@ class GridWeights:
 
     def quantize(self, configuration: GridConfiguration) -> dict[str, QuantizedTensor]:
         """The weights with the steps of a scale, by name; a pure function."""
-        steps = rungs(self.fisher, configuration.scale, self.last)
+        steps = rungs(self.fisher, configuration.scale, self.last, self._largest)
 
         def seed(name: str) -> int | None:
             return zlib.crc32(name.encode(), self.seed & 0xFFFFFFFF) if configuration.dithered else None
 
-        return {name: quantize(tensor, steps[name], seed(name)) for name, tensor in self.weights.items()}
+        begun = {name: begin(tensor, steps[name], seed(name)) for name, tensor in self.weights.items()}
+        return {name: finish() for name, finish in begun.items()}
 
     def predict(self, configuration: GridConfiguration) -> None:
         """Nothing: the search goes by degradation alone, as a larger scale is always smaller."""
 
     def scale_for(self, distortion: float) -> int:
         """The scale with which ``Σ F·δ²`` is that share of ``Σ F·w²``, if errors are spread evenly over the steps."""
-        total = sum(self.fisher[name] * _square(tensor) for name, tensor in self.weights.items())
         elements = sum(tensor.numel() for tensor in self.weights.values())
-        if not total > 0:
+        if not self._loss > 0:
             return 0
-        return math.floor(SCALES_PER_OCTAVE * math.log2(12 * distortion * total / elements) / 2)
+        return math.floor(SCALES_PER_OCTAVE * math.log2(12 * distortion * self._loss / elements) / 2)
+
+    @cached_property
+    def _squares(self) -> dict[str, float]:
+        return {name: _square(tensor) for name, tensor in self.weights.items()}
+
+    @cached_property
+    def _loss(self) -> float:
+        return sum(self.fisher[name] * square for name, square in self._squares.items())
+
+    @cached_property
+    def _largest(self) -> dict[str, float]:
+        sizes = {name: tensor.numel() for name, tensor in self.weights.items()}
+        return {name: LARGEST_STEP * math.sqrt(square / sizes[name]) for name, square in self._squares.items()}
 
 
 def grid_weights(

@@ -7,11 +7,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant import _native
+from dynaquant import kernels
 from dynaquant.codebook import Centres
 from dynaquant.quantize.partition import NO_THRESHOLDS, Thresholds, magnitude_table, sensitivity_table
-from dynaquant.quantized import FIRST_BIN, PROTECTED, PRUNED, QuantizedTensor
-from dynaquant.sketch import BUCKETS, LogHistogram, bits_of, bucket_values, table_for
+from dynaquant.quantized import FIRST_BIN, PRUNED, QuantizedTensor, protected_values
+from dynaquant.sketch import BUCKETS, LogHistogram, bucket_values, table_for
 
 SIGMA = 0.2
 """Share of the frequency in a bucket's sample weight; the rest is its magnitude (method 1.3)."""
@@ -99,18 +99,15 @@ def quantize(
     """Levels, codebook and protected values of one tensor.
 
     tensor: any shape, a dtype in ``sketch.SKETCHED``, finite. histogram: ``LogHistogram.of(tensor)``.
-    sensitivity: ``|gradient · weight|``, float32, of the tensor's shape, and its thresholds; None where it has no say.
+    sensitivity: ``|gradient · weight|``, float32, of the tensor's shape and on its device, and its thresholds; None
+    where it has no say.
     """
-    bits = bits_of(tensor)
-    nothing = np.zeros(0, dtype=np.uint32)
-    by_sensitivity = nothing if sensitivity is None else bits_of(sensitivity[0].to(torch.float32))
-    say = np.full(BUCKETS, _native.NO_SAY, dtype=np.uint8) if sensitivity is None else sensitivity_table(sensitivity[1])
+    own, own_thresholds = sensitivity or (None, NO_THRESHOLDS)
+    say = None if sensitivity is None else sensitivity_table(own_thresholds)
 
-    def assign(bins_of_buckets: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        levels = np.empty(bits.size, dtype=np.uint8)
+    def assign(bins_of_buckets: NDArray[np.uint8]) -> Tensor:
         table = table_for(tensor.dtype, magnitude_table(magnitude, bins_of_buckets))
-        _native.assign_levels(bits, table, by_sensitivity, say, levels)  # type: ignore[arg-type]
-        return levels
+        return kernels.at(tensor.device).table_levels(tensor, table, own, say)
 
     if sensitivity is None:
         # Whole buckets are pruned or protected, so the histogram of the rest is a part of the histogram.
@@ -118,13 +115,10 @@ def quantize(
         kept = LogHistogram(histogram.buckets[rest], histogram.counts[rest])
     else:
         outside = assign(np.full(BUCKETS, FIRST_BIN, dtype=np.uint8)) == FIRST_BIN
-        kept = LogHistogram.of(tensor.detach().reshape(-1).cpu()[torch.from_numpy(outside)])
+        kept = LogHistogram.of(tensor.detach().reshape(-1)[outside])
     centres = codebook(kept, bins, tensor.dtype)
     levels = assign(bins_table(centres, tensor.dtype) if len(centres) else np.full(BUCKETS, PRUNED, dtype=np.uint8))
-
-    half = torch.float16 if tensor.dtype == torch.float16 else torch.bfloat16
-    protected = tensor.detach().reshape(-1).cpu()[torch.from_numpy(np.flatnonzero(levels == PROTECTED))]
-    # The clamp keeps the largest floats from rounding up to infinity.
-    largest = torch.finfo(half).max
-    bits16 = protected.clamp(-largest, largest).to(half).view(torch.uint16).numpy()
-    return QuantizedTensor(tensor.dtype, tensor.shape, levels, Centres(centres.astype(np.float32)), bits16)
+    copied = kernels.to_host(levels)
+    protected = protected_values(tensor, levels)
+    kernels.wait(tensor.device)
+    return QuantizedTensor(tensor.dtype, tensor.shape, copied.numpy(), Centres(centres.astype(np.float32)), protected)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant import _native
-from dynaquant.codebook import HIGHEST_RUNG, HIGHEST_STEP, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, LogGrid
+from dynaquant import kernels
+from dynaquant.codebook import HIGHEST_RUNG, HIGHEST_STEP, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, LogGrid, rung_value
+from dynaquant.kernels.host import bits_of
 from dynaquant.quantize.grid import quantize
 from dynaquant.quantized import FIRST_BIN, MAX_BINS, PRUNED, QuantizedTensor, RankOne, Scaled, dequantize
-from dynaquant.sketch import BUCKETS, MAGNITUDES, LogHistogram, bits_of, bucket_values, table_for
+from dynaquant.sketch import MAGNITUDES, bucket_values, table_for
 
 FACTOR_PACE = 1
 """Rungs between the values of a rank-one tensor's rows and columns."""
@@ -26,6 +27,8 @@ FIRST_RUNGS = tuple(range(12, -25, -2))
 SAMPLED = 65_536
 """Elements that the effect of a form is judged by."""
 SPREAD = 2_654_435_761
+SMALLEST = 2.0**-133
+"""The smallest value that is not in the bucket of zero."""
 EPSILON = 1e-8
 """What optimizers add to the root of the second moment, so that the update of a weight without gradients is none."""
 
@@ -35,19 +38,32 @@ def log_quantize(tensor: Tensor, pace: int) -> QuantizedTensor | None:
 
     By buckets (``sketch``), so a value within 0.4 % of the middle between two powers may go to either.
     """
-    buckets = LogHistogram.of(tensor).buckets
-    exponents = _exponents(pace)
-    occurring = exponents[buckets[buckets > 0]]
-    first = int(occurring.min()) if len(occurring) else 0
-    bins = int(occurring.max()) - first + 1 if len(occurring) else 0
+    flat = tensor.detach().reshape(-1).to(torch.float32)
+    first, bins = 0, 0
+    if flat.numel() and float(flat.max()) >= SMALLEST:
+        extremes = torch.stack((torch.where(flat >= SMALLEST, flat, torch.inf).min(), flat.max()))
+        low, high = _exponents(pace)[_buckets(extremes.cpu())]
+        first, bins = int(low), int(high - low) + 1
     if bins > MAX_BINS:
         return None
-    table = np.clip(exponents - first + FIRST_BIN, 0, 255).astype(np.uint8)
+    levels = kernels.at(tensor.device).table_levels(tensor, table_for(tensor.dtype, _table(pace, first)))
+    copied = kernels.to_host(levels)
+    kernels.wait(tensor.device)
+    return QuantizedTensor(
+        tensor.dtype, tensor.shape, copied.numpy(), LogGrid(pace, first, bins), np.zeros(0, np.uint16)
+    )
+
+
+@lru_cache(maxsize=64)
+def _table(pace: int, first: int) -> NDArray[np.uint8]:
+    """The level of each bucket."""
+    table = np.clip(_exponents(pace) - first + FIRST_BIN, 0, 255).astype(np.uint8)
     table[[0, MAGNITUDES]] = PRUNED
-    levels = np.empty(tensor.numel(), dtype=np.uint8)
-    nothing, no_say = np.zeros(0, dtype=np.uint32), np.full(BUCKETS, _native.NO_SAY, dtype=np.uint8)
-    _native.assign_levels(bits_of(tensor), table_for(tensor.dtype, table), nothing, no_say, levels)
-    return QuantizedTensor(tensor.dtype, tensor.shape, levels, LogGrid(pace, first, bins), np.zeros(0, np.uint16))
+    return table
+
+
+def _buckets(values: Tensor) -> NDArray[np.uint32]:
+    return (bits_of(values) >> np.uint32(16)).astype(np.uint32)
 
 
 @cache
@@ -64,12 +80,17 @@ def rank_one(tensor: Tensor) -> RankOne | None:
     """A second moment as row mean × column mean / mean; None where it has fewer than two dimensions or is zero."""
     if tensor.ndim < 2:
         return None
-    matrix = tensor.detach().to("cpu", torch.float32).reshape(tensor.shape[0], -1)
-    row_means, column_means = matrix.mean(1), matrix.mean(0)
-    root = row_means.mean().sqrt()
-    if not root > 0:
+    matrix = tensor.detach().reshape(tensor.shape[0], -1)
+    row_sums, column_sums = kernels.at(tensor.device).row_and_column_sums(matrix)
+    row_means, column_means = row_sums / len(column_sums), column_sums / len(row_sums)
+    root = math.sqrt(row_means.mean())
+    if not 0 < root < math.inf:
         return None
-    rows, columns = log_quantize(row_means / root, FACTOR_PACE), log_quantize(column_means / root, FACTOR_PACE)
+
+    def factor(means: NDArray[np.float64]) -> QuantizedTensor | None:
+        return log_quantize(torch.from_numpy((means / root).astype(np.float32)), FACTOR_PACE)
+
+    rows, columns = factor(row_means), factor(column_means)
     if rows is None or columns is None:
         return None
     return RankOne(tensor.dtype, tensor.shape, rows, columns)
@@ -89,12 +110,35 @@ def relative_error(exact: Tensor, stored: Tensor) -> float:
     return distance / norm if norm else (0.0 if distance == 0 else math.inf)
 
 
+@lru_cache(maxsize=16)
+def _spread(size: int) -> Tensor:
+    """Places of at most ``SAMPLED`` elements, by multiples of a large prime, which no shape agrees with."""
+    return torch.arange(size) if size <= SAMPLED else torch.arange(SAMPLED) * SPREAD % size
+
+
 def _sample(tensor: Tensor) -> Tensor:
-    """At most ``SAMPLED`` elements, spread by multiples of a large prime, which no shape agrees with; float32, host."""
+    """At most ``SAMPLED`` elements; float32, on the host."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() > SAMPLED:
-        flat = flat[torch.arange(SAMPLED, device=flat.device) * SPREAD % flat.numel()]
+        flat = flat[_spread(flat.numel()).to(flat.device)]
     return flat.to("cpu", torch.float32)
+
+
+def _sample_of(stored: RankOne) -> Tensor:
+    """``_sample`` of its values."""
+    places, columns = _spread(stored.shape.numel()), stored.columns.shape.numel()
+    values = dequantize(stored.rows)[places // columns] * dequantize(stored.columns)[places % columns]
+    return values.to(stored.dtype).to(torch.float32)
+
+
+def _log_quantized(values: Tensor, pace: int, dtype: torch.dtype) -> Tensor:
+    """What ``log_quantize`` makes of single values."""
+    buckets = _buckets(values)
+    exponents = _exponents(pace)[buckets]
+    occurring, place = np.unique(exponents, return_inverse=True)
+    powers = np.array([rung_value(int(exponent) * pace) for exponent in occurring], dtype=np.float32)
+    decoded = np.where(buckets > 0, powers[place], np.float32(0)) if len(powers) else powers
+    return torch.from_numpy(decoded).to(dtype).to(torch.float32)
 
 
 def second_moment(second: Tensor, tolerance: float) -> QuantizedTensor | RankOne | None:
@@ -102,22 +146,21 @@ def second_moment(second: Tensor, tolerance: float) -> QuantizedTensor | RankOne
 
     The effect is the root mean square of ``sqrt(v / v̂) - 1`` over the elements that are not zero, by a sample.
     """
-    values = _sample(second)
-    moved = values > 0
+    sample = _sample(second)
+    moved = sample > 0
+    values = sample[moved]
 
-    def effect(stored: QuantizedTensor | RankOne) -> float:
-        decoded = _sample(dequantize(stored))
-        if not bool((decoded[moved] > 0).all()):
-            return math.inf
-        ratio = (values[moved] / decoded[moved]).sqrt() - 1
-        return float(ratio.square().mean().sqrt()) if ratio.numel() else 0.0
+    def is_good(decoded: Tensor) -> bool:
+        if not bool(((decoded > 0) & (decoded < math.inf)).all()):
+            return False
+        ratio = (values / decoded).sqrt() - 1
+        return not ratio.numel() or float(ratio.square().mean().sqrt()) <= tolerance
 
-    def forms() -> Iterator[QuantizedTensor | RankOne | None]:
-        yield rank_one(second)
-        for pace in SECOND_PACES:
-            yield log_quantize(second, pace)
-
-    return next((form for form in forms() if form is not None and effect(form) <= tolerance), None)
+    factors = rank_one(second)
+    if factors is not None and is_good(_sample_of(factors)[moved]):
+        return factors
+    good = (pace for pace in SECOND_PACES if is_good(_log_quantized(values, pace, second.dtype)))
+    return next((stored for pace in good if (stored := log_quantize(second, pace)) is not None), None)
 
 
 def first_moment(
@@ -134,11 +177,11 @@ def first_moment(
 
     if tolerance >= 1:
         return stored(_nothing(torch.float32, first.shape))
-    exact = first.detach().to("cpu", torch.float32)
-    root = dequantize(stored_second).to(torch.float32).sqrt()
-    if bool((exact[root == 0] != 0).any()):
+    exact, here = first.detach().to(torch.float32), kernels.at(first.device)
+    root = here.square_root(dequantize(stored_second, first.device).to(torch.float32))
+    if bool(((root == 0) & (exact != 0)).any()):
         return None
-    units = torch.where(root > 0, exact / root, torch.zeros(()))
+    units = torch.where(root > 0, exact / root, torch.zeros((), device=first.device))
     sampled, sampled_root = _sample(units), _sample(root)
     wanted = update(_sample(exact), _sample(second))
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaquant import kernels
 from dynaquant.quantized import QuantizedTensor, dequantize
 
 
@@ -22,8 +23,9 @@ def distortion(
     moved = total = 0.0
     for name, stored in quantized.items():
         factor = fisher.get(name, 0.0) if fisher else 1.0
-        weight = weights[name].detach().to("cpu", torch.float32)
-        moved += factor * float(torch.linalg.vector_norm(dequantize(stored).to(torch.float32) - weight)) ** 2
+        weight = weights[name].detach().to(torch.float32)
+        error = dequantize(stored, weight.device).to(torch.float32).sub_(weight)
+        moved += factor * float(torch.linalg.vector_norm(error)) ** 2
         total += factor * float(torch.linalg.vector_norm(weight)) ** 2
     return moved / total if total else 0.0
 
@@ -40,7 +42,7 @@ def mean_squared_gradients(
         state = optimizer.state.get(parameter, {}) if isinstance(optimizer, torch.optim.Optimizer) else {}
         moment = state.get("exp_avg_sq", state.get("square_avg"))
         if isinstance(moment, Tensor) and moment.shape == parameter.shape:
-            moments[name] = float(moment.detach().double().mean())
+            moments[name] = kernels.at(moment.device).sums(moment)[0] / max(moment.numel(), 1)
     known = {name: recorded[name] for name in parameters if name in recorded}
     best = max(moments, known, key=lambda source: (len(source), source is moments))
     return best if sum(best.values()) > 0 else {}

@@ -51,8 +51,13 @@ class MetricJudge:
 
     def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
         """Scores the model with the weights as they would be restored."""
-        names = {f"model.{name}": name for name, _ in self.model.named_parameters()}
-        values = {names[name]: dequantize(stored) for name, stored in quantized.items() if name in names}
+        parameters = dict(self.model.named_parameters())
+        names = {f"model.{name}": name for name in parameters}
+        values = {
+            names[name]: dequantize(stored, parameters[names[name]].device)
+            for name, stored in quantized.items()
+            if name in names
+        }
         restored = score(self.model, {**self.known, **values}, self.evaluate)
         worse = degradation(self.original, restored, self.higher_is_better)
         # Infinitely good is as suspicious as infinitely bad.

@@ -40,12 +40,13 @@ class Progress:
         """
         kept, counted = 0.0, 0
         for name, origin in self._restored.items():  # one at a time: all ways together are as large as the model
-            begin = _flat(dequantize(origin))
+            where = self._weights[name].device
+            begin = _flat(dequantize(origin, where))
             way = _flat(self._weights[name]) - begin
             squared = float(way @ way)
             if not 0 < squared < math.inf:
                 continue
-            come = float((_flat(dequantize(quantized[name])) - begin) @ way)
+            come = float((_flat(dequantize(quantized[name], where)) - begin) @ way)
             kept += way.numel() * min(max(come / squared, 0.0), 1.0)
             counted += way.numel()
         return kept / counted if counted else 1.0
@@ -53,4 +54,4 @@ class Progress:
 
 def _flat(tensor: Tensor) -> Tensor:
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    return tensor.detach().to("cpu", wide).reshape(-1)
+    return tensor.detach().to(wide).reshape(-1)

@@ -1,0 +1,111 @@
+// Sums of many floats in double precision.
+#include "sums.hpp"
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "cpu.hpp"
+#include "parallel.hpp"
+
+namespace dynaquant {
+namespace {
+
+constexpr std::size_t block_size = std::size_t{1} << 16;
+constexpr std::size_t tile_rows = 1024, tile_columns = 2048;
+constexpr std::size_t lanes = 16;  // sums that run side by side: enough of them to be vectorised
+
+struct Tile {
+    const float* first;
+    std::size_t rows, columns, stride;
+};
+
+[[gnu::always_inline]] inline Sums sums_of_block(std::span<const float> values) {
+    std::array<double, lanes> total{}, squares{};
+    const std::size_t whole = values.size() / lanes * lanes;
+    for (std::size_t i = 0; i < whole; i += lanes)
+        for (std::size_t lane = 0; lane < lanes; ++lane) {
+            const double value = values[i + lane];
+            total[lane] += value;
+            squares[lane] += value * value;
+        }
+    for (std::size_t i = whole; i < values.size(); ++i) {
+        const double value = values[i];
+        total[i - whole] += value;
+        squares[i - whole] += value * value;
+    }
+    Sums result;
+    for (std::size_t lane = 0; lane < lanes; ++lane) result.values += total[lane], result.squares += squares[lane];
+    return result;
+}
+
+// Adds to column_sums, sets row_sums.
+[[gnu::always_inline]] inline void sums_of_tile(const Tile& tile, double* row_sums, std::size_t row_stride,
+                                                double* column_sums) {
+    const std::size_t whole = tile.columns / lanes * lanes;
+    for (std::size_t row = 0; row < tile.rows; ++row) {
+        const float* const values = tile.first + row * tile.stride;
+        std::array<double, lanes> total{};
+        for (std::size_t i = 0; i < whole; i += lanes)
+            for (std::size_t lane = 0; lane < lanes; ++lane) {
+                const double value = values[i + lane];
+                total[lane] += value;
+                column_sums[i + lane] += value;
+            }
+        for (std::size_t i = whole; i < tile.columns; ++i) {
+            total[i - whole] += values[i];
+            column_sums[i] += values[i];
+        }
+        double sum = 0.0;
+        for (const double part : total) sum += part;
+        row_sums[row * row_stride] = sum;
+    }
+}
+
+Sums block_plain(std::span<const float> values) { return sums_of_block(values); }
+void tile_plain(const Tile& tile, double* row_sums, std::size_t row_stride, double* column_sums) {
+    sums_of_tile(tile, row_sums, row_stride, column_sums);
+}
+
+DYNAQUANT_AVX2 Sums block_avx2(std::span<const float> values) { return sums_of_block(values); }
+DYNAQUANT_AVX2 void tile_avx2(const Tile& tile, double* row_sums, std::size_t row_stride, double* column_sums) {
+    sums_of_tile(tile, row_sums, row_stride, column_sums);
+}
+
+}  // namespace
+
+Sums sums(std::span<const float> values) {
+    std::vector<Sums> found(block_count(values.size(), block_size));
+    const auto of_block = has_avx2() ? block_avx2 : block_plain;
+    parallel_for(found.size(), [&](std::size_t b) {
+        const std::size_t begin = b * block_size;
+        found[b] = of_block(values.subspan(begin, std::min(block_size, values.size() - begin)));
+    });
+    Sums result;
+    for (const auto& part : found) result.values += part.values, result.squares += part.squares;
+    return result;
+}
+
+void row_and_column_sums(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums) {
+    const std::size_t rows = row_sums.size(), columns = column_sums.size();
+    const std::size_t down = block_count(rows, tile_rows), across = block_count(columns, tile_columns);
+    std::vector<double> row_parts(rows * across), column_parts(down * columns);
+    const auto of_tile = has_avx2() ? tile_avx2 : tile_plain;
+    parallel_for(down * across, [&](std::size_t t) {
+        const std::size_t row = t / across * tile_rows, column = t % across * tile_columns;
+        const Tile tile{values.data() + row * columns + column, std::min(tile_rows, rows - row),
+                        std::min(tile_columns, columns - column), columns};
+        of_tile(tile, row_parts.data() + row * across + t % across, across,
+                column_parts.data() + t / across * columns + column);
+    });
+    for (std::size_t row = 0; row < rows; ++row) {
+        row_sums[row] = 0.0;
+        for (std::size_t part = 0; part < across; ++part) row_sums[row] += row_parts[row * across + part];
+    }
+    std::fill(column_sums.begin(), column_sums.end(), 0.0);
+    for (std::size_t part = 0; part < down; ++part)
+        for (std::size_t column = 0; column < columns; ++column)
+            column_sums[column] += column_parts[part * columns + column];
+}
+
+}  // namespace dynaquant

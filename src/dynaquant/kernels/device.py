@@ -1,0 +1,142 @@
+"""Kernels for tensors anywhere, by plain tensor operations, in pieces so that they need little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaquant import _native
+
+PIECE = 1 << 24
+"""Values that are worked on at once."""
+_BUCKETS = 65_536
+_BEYOND = 200.0
+_HIGHEST_LEVEL = 255
+_WORD = 0xFFFF_FFFF
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).contiguous()
+
+
+def _pieces(size: int) -> Iterator[slice]:
+    return (slice(begin, min(begin + PIECE, size)) for begin in range(0, size, PIECE))
+
+
+def _buckets(flat: Tensor) -> Tensor:
+    """The top 16 bits of each value, int32."""
+    if flat.dtype in (torch.float32, torch.float64):
+        return flat.to(torch.float32).view(torch.int32) >> 16 & 0xFFFF
+    return flat.view(torch.int16).to(torch.int32) & 0xFFFF
+
+
+def _look_up(table: Tensor, index: Tensor) -> Tensor:
+    return table.index_select(0, index)
+
+
+def sums(tensor: Tensor) -> tuple[float, float]:
+    flat = _flat(tensor)
+    found = torch.zeros(2, dtype=torch.float64, device=tensor.device)
+    for piece in _pieces(flat.numel()):
+        values = flat[piece].to(torch.float32).to(torch.float64)
+        found += torch.stack((values.sum(), values.square().sum()))
+    total, squares = found.tolist()
+    return total, squares
+
+
+def row_and_column_sums(matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    rows, columns = matrix.shape
+    by_row, by_column = matrix.new_empty(rows, dtype=torch.float64), matrix.new_zeros(columns, dtype=torch.float64)
+    step = max(1, PIECE // max(columns, 1))
+    for begin in range(0, rows, step):
+        values = matrix.detach()[begin : begin + step].to(torch.float32).to(torch.float64)
+        by_row[begin : begin + step] = values.sum(1)
+        by_column += values.sum(0)
+    return by_row.cpu().numpy(), by_column.cpu().numpy()
+
+
+def log_histogram(tensor: Tensor) -> NDArray[np.int64]:
+    flat = _flat(tensor)
+    counts = torch.zeros(_BUCKETS, dtype=torch.int64, device=tensor.device)
+    for piece in _pieces(flat.numel()):
+        counts += torch.bincount(_buckets(flat[piece]), minlength=_BUCKETS)
+    return counts.cpu().numpy()
+
+
+def table_levels(
+    tensor: Tensor,
+    table: NDArray[np.uint8],
+    sensitivity: Tensor | None = None,
+    sensitivity_table: NDArray[np.uint8] | None = None,
+) -> Tensor:
+    flat = _flat(tensor)
+    own_table = torch.from_numpy(table).to(tensor.device)
+    levels = torch.empty(flat.numel(), dtype=torch.uint8, device=tensor.device)
+    other = other_table = None
+    if sensitivity is not None and sensitivity_table is not None:
+        other, other_table = _flat(sensitivity), torch.from_numpy(sensitivity_table).to(tensor.device)
+    for piece in _pieces(flat.numel()):
+        own = _look_up(own_table, _buckets(flat[piece]))
+        if other is not None and other_table is not None:
+            say = _look_up(other_table, _buckets(other[piece].to(torch.float32)))
+            own = torch.where((say == _native.NO_SAY) | (own == _native.LEVEL_PROTECTED), own, say)
+        levels[piece] = own
+    return levels
+
+
+def grid_levels(tensor: Tensor, inverse: float, seed: int | None) -> tuple[Tensor, Tensor]:
+    flat = _flat(tensor)
+    levels = torch.empty(flat.numel(), dtype=torch.uint8, device=tensor.device)
+    highest = torch.zeros((), dtype=torch.int32, device=tensor.device)
+    factor = torch.tensor(inverse, dtype=torch.float32, device=tensor.device)
+    for piece in _pieces(flat.numel()):
+        steps = (flat[piece].to(torch.float32) * factor).clamp_(-_BEYOND, _BEYOND)
+        rounded = steps.round()  # ties to even
+        if seed is not None:
+            below = torch.where(rounded > steps, rounded - 1, rounded)
+            rounded = below + (_uniform(piece, seed, tensor.device) < steps - below)
+        multiples = rounded.to(torch.int32)
+        found = 2 * multiples.abs() + (multiples < 0)
+        if found.numel():
+            highest = torch.maximum(highest, found.max())
+        levels[piece] = torch.where(found > _HIGHEST_LEVEL, _native.LEVEL_PROTECTED, found).to(torch.uint8)
+    return levels, highest
+
+
+def _uniform(piece: slice, seed: int, where: torch.device) -> Tensor:
+    """The finalizer of MurmurHash3, from an index and a seed to [0, 1); int64 has room for words without a sign."""
+    h = torch.arange(piece.start, piece.stop, dtype=torch.int64, device=where)
+    h = (h & _WORD) * 0x9E3779B1 & _WORD ^ seed
+    h = (h ^ h >> 16) * 0x85EBCA6B & _WORD
+    h = (h ^ h >> 13) * 0xC2B2AE35 & _WORD
+    h ^= h >> 16
+    return (h >> 8).to(torch.float32) * 2.0**-24
+
+
+def values(levels: NDArray[np.uint8], table: Tensor, protected: NDArray[np.uint16], where: torch.device) -> Tensor:
+    here, own_table = torch.from_numpy(levels).to(where), table.to(where)
+    if levels.size and int(here.max()) >= len(table):
+        raise ValueError("a level lies outside the codebook")
+    is_protected = here == _native.LEVEL_PROTECTED
+    if int(is_protected.sum()) != len(protected):
+        raise ValueError("the number of protected values differs from the number of protected levels")
+    out = torch.empty(levels.size, dtype=table.dtype, device=where)
+    for piece in _pieces(levels.size):
+        out[piece] = _look_up(own_table, here[piece].to(torch.int32))
+    if len(protected):
+        shift = 16 if table.dtype == torch.float32 else 0
+        bits = torch.from_numpy((protected.astype(np.int32) << shift).astype(np.int32 if shift else np.uint16))
+        out[is_protected] = bits.view(table.dtype).to(where)
+    return out
+
+
+def square_root(tensor: Tensor) -> Tensor:
+    # A root of float64, rounded to float32, is the correctly rounded root of a float32.
+    flat, out = _flat(tensor), torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+    for piece in _pieces(flat.numel()):
+        out.view(-1)[piece] = flat[piece].to(torch.float64).sqrt().to(torch.float32)
+    return out

@@ -1,0 +1,92 @@
+"""Kernels for tensors in host memory, by the native core."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaquant import _native
+
+_BUCKETS = 65_536
+_NOTHING = np.zeros(0, dtype=np.uint32)
+_NO_SAY = np.full(_BUCKETS, _native.NO_SAY, dtype=np.uint8)
+
+
+def empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A new tensor. Its memory comes from NumPy, which asks for large pages: they are filled several times faster."""
+    if not shape.numel():
+        return torch.empty(shape, dtype=dtype)  # NumPy's has strides that no view can be made of
+    return torch.from_numpy(np.empty(shape.numel() * dtype.itemsize, dtype=np.uint8)).view(dtype).reshape(shape)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).contiguous()
+
+
+def _float32(tensor: Tensor) -> NDArray[np.float32]:
+    flat: NDArray[np.float32] = _flat(tensor).to(torch.float32).numpy()
+    return flat
+
+
+def bits_of(tensor: Tensor) -> NDArray[np.uint32] | NDArray[np.uint16]:
+    """The bit patterns, flat; a copy only where one is needed. float64 is rounded to float32 first."""
+    flat = _flat(tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor)
+    bits: NDArray[np.uint32] | NDArray[np.uint16] = flat.view(_unsigned(flat.dtype)).numpy()
+    return bits
+
+
+def _unsigned(dtype: torch.dtype) -> torch.dtype:
+    return torch.uint32 if dtype == torch.float32 else torch.uint16
+
+
+def sums(tensor: Tensor) -> tuple[float, float]:
+    return _native.sums(_float32(tensor))
+
+
+def row_and_column_sums(matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    rows, columns = np.empty(matrix.shape[0]), np.empty(matrix.shape[1])
+    _native.row_and_column_sums(_float32(matrix), rows, columns)
+    return rows, columns
+
+
+def log_histogram(tensor: Tensor) -> NDArray[np.int64]:
+    counts = np.zeros(_BUCKETS, dtype=np.int64)
+    _native.log_histogram(bits_of(tensor), counts)
+    return counts
+
+
+def table_levels(
+    tensor: Tensor,
+    table: NDArray[np.uint8],
+    sensitivity: Tensor | None = None,
+    sensitivity_table: NDArray[np.uint8] | None = None,
+) -> Tensor:
+    levels = empty(torch.Size([tensor.numel()]), torch.uint8)
+    own = _NOTHING if sensitivity is None else _flat(sensitivity.to(torch.float32)).view(torch.uint32).numpy()
+    say = _NO_SAY if sensitivity_table is None else sensitivity_table
+    _native.assign_levels(bits_of(tensor), table, own, say, levels.numpy())
+    return levels
+
+
+def grid_levels(tensor: Tensor, inverse: float, seed: int | None) -> tuple[Tensor, int]:
+    levels = empty(torch.Size([tensor.numel()]), torch.uint8)
+    return levels, _native.grid_levels(_float32(tensor), inverse, seed, levels.numpy())
+
+
+def values(
+    levels: NDArray[np.uint8],
+    table: Tensor,
+    protected: NDArray[np.uint16],
+    where: torch.device,  # noqa: ARG001 - there is only one
+) -> Tensor:
+    bits = _unsigned(table.dtype)
+    out = empty(torch.Size([levels.size]), table.dtype)
+    _native.values_of_levels(levels, table.view(bits).numpy(), protected, out.view(bits).numpy())
+    return out
+
+
+def square_root(tensor: Tensor) -> Tensor:
+    # NumPy's root is correctly rounded everywhere; PyTorch's in float32 is not.
+    return torch.from_numpy(np.asarray(np.sqrt(tensor.numpy())))
