@@ -158,7 +158,9 @@ def tensor_of(entry, stream, parent, tensor_named):
         second = tensor_named(coding["second"])
         check(second.shape == shape and set(second.parts) in ({"levels"}, {"rows", "columns"}), "a quantized second")
         levels, values = part(coding["units"], stream, elements, "float32", parts.get("units"))
-        return Tensor(dtype, shape, finite(values * np.sqrt(floats_of(second)), dtype), {"units": levels})
+        if coding["units"]["bins"] or coding["units"]["protected"]:
+            values = values * np.sqrt(floats_of(second))
+        return Tensor(dtype, shape, finite(values, dtype), {"units": levels})
     check(len(shape) >= 2, "two or more dimensions")
     rows, columns = coding["rows"], coding["columns"]
     middle, end = rows["size"], rows["size"] + columns["size"]

@@ -12,6 +12,7 @@ from training import bits
 
 from dynaquant.codebook import HIGHEST_RUNG, LOWEST_RUNG, Centres, Grid, rung_value
 from dynaquant.quantize.grid import (
+    LARGEST_STEP,
     SCALES_PER_OCTAVE,
     SMALLEST_FISHER,
     STAY,
@@ -268,6 +269,17 @@ def test_a_larger_scale_is_a_larger_step_for_every_tensor():
     steps = [rungs(ready.fisher, scale, {}) for scale in range(-40, 40)]
     for finer, coarser in pairwise(steps):
         assert all(0 <= coarser[name] - finer[name] <= 1 for name in coarser)
+
+
+def test_no_step_takes_all_of_a_tensor_however_little_the_loss_minds():
+    weights = weights_of("a", b=0.01, c=30.0)
+    ready = grid_weights(weights, {"a": 1.0, "b": 1e-3, "c": 1e-9}, {}, 0)
+    for name, quantized in ready.quantize(GridConfiguration(500)).items():
+        largest = LARGEST_STEP * float(weights[name].square().mean().sqrt())
+        assert 2**-0.25 * largest < float(rung_value(quantized.codebook.rung)) < 2**0.25 * largest
+        assert quantized.levels.any()
+    finer = {n: q.codebook.rung for n, q in ready.quantize(GridConfiguration(-300)).items()}
+    assert finer == rungs(ready.fisher, -300, {})
 
 
 def test_quantizing_changes_nothing_and_gives_the_same_every_time():

@@ -98,8 +98,8 @@ class Masters:
 
 
 MANNERS = [
-    {"quality": "high", "configuration": GridConfiguration(-112)},
-    {"quality": "high", "configuration": GridConfiguration(-120, dithered=True)},
+    {"quality": "high", "configuration": GridConfiguration(-128)},
+    {"quality": "high", "configuration": GridConfiguration(-136, dithered=True)},
     {"method": "kmeans", "configuration": dq.Configuration(protected=0.02)},
     {"method": "kmeans", "configuration": dq.Configuration(protected=0.02, bins=24)},
     {"method": "published", "configuration": dq.Configuration(bins=20, embedding_bins=12)},
