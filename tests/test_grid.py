@@ -12,10 +12,10 @@ from training import bits
 
 from dynaquant.codebook import HIGHEST_RUNG, LOWEST_RUNG, Centres, Grid, rung_value
 from dynaquant.quantize.grid import (
-    LARGEST_STEP,
     SCALES_PER_OCTAVE,
     SMALLEST_FISHER,
     STAY,
+    STEP_LIMIT,
     GridConfiguration,
     GridWeights,
     effective_fisher,
@@ -172,16 +172,24 @@ def weights_of(*names, **spread):
     return {name: torch.randn(50, 20) * spread.get(name, 1.0) for name in (*names, *spread)}
 
 
+def squares_of(weights):
+    return {name: float(tensor.double().square().sum()) for name, tensor in weights.items()}
+
+
 def test_where_the_loss_is_known_to_mind_it_is_taken_as_it_is():
     weights = weights_of("a", "b", "c")
-    assert effective_fisher(weights, {"a": 2.0, "b": 3.0, "c": 4.0}) == {"a": 2.0, "b": 3.0, "c": 4.0}
+    assert effective_fisher(weights, squares_of(weights), {"a": 2.0, "b": 3.0, "c": 4.0}) == {
+        "a": 2.0,
+        "b": 3.0,
+        "c": 4.0,
+    }
 
 
 @pytest.mark.parametrize("unknown", [0.0, -1.0, math.nan, math.inf, None])
 def test_where_the_loss_is_not_known_to_mind_a_tensor_costs_as_much_as_the_mean_one(unknown):
     weights = weights_of("a", large=10.0, small=0.1)
     fisher = {"a": 2.0} if unknown is None else {"a": 2.0, "large": unknown, "small": unknown}
-    found = effective_fisher(weights, fisher)
+    found = effective_fisher(weights, squares_of(weights), fisher)
     assert found["a"] == 2.0
     cost = {name: found[name] * float(tensor.square().mean()) for name, tensor in weights.items()}
     assert cost["large"] == pytest.approx(cost["a"], rel=1e-4)
@@ -191,13 +199,14 @@ def test_where_the_loss_is_not_known_to_mind_a_tensor_costs_as_much_as_the_mean_
 @pytest.mark.parametrize("fisher", [{}, {"a": 0.0}, {"a": math.nan, "large": math.inf}])
 def test_without_gradients_steps_go_by_the_size_of_the_weights(fisher):
     weights = weights_of("a", large=100.0)
-    found = effective_fisher(weights, fisher)
+    found = effective_fisher(weights, squares_of(weights), fisher)
     assert found["a"] * float(weights["a"].square().mean()) == pytest.approx(1, rel=1e-4)
     assert found["large"] * float(weights["large"].square().mean()) == pytest.approx(1, rel=1e-4)
 
 
 def test_a_tensor_that_hardly_had_gradients_does_not_get_an_endless_step():
-    found = effective_fisher(weights_of("a", "dead"), {"a": 1.0, "dead": 1e-30})
+    weights = weights_of("a", "dead")
+    found = effective_fisher(weights, squares_of(weights), {"a": 1.0, "dead": 1e-30})
     assert found["dead"] == pytest.approx(SMALLEST_FISHER / 2, rel=1e-6)
 
 
@@ -224,6 +233,8 @@ def test_tensors_that_cannot_be_on_a_grid_are_left_out():
         "nan": torch.tensor([1.0, math.nan, math.nan]),
         "infinite": torch.tensor([[1.0, -math.inf], [0.0, 2.0]]),
         "huge": torch.tensor([1e38, 1.0]),
+        "tiny": torch.tensor([1e-50, -1e-60], dtype=torch.float64),
+        "subnormal": torch.tensor([1e-40, 1e-41]),
         "half": torch.tensor([math.inf, 1.0], dtype=torch.float16),
     }
     ready = grid_weights(weights, {}, {}, 0)
@@ -275,7 +286,7 @@ def test_no_step_takes_all_of_a_tensor_however_little_the_loss_minds():
     weights = weights_of("a", b=0.01, c=30.0)
     ready = grid_weights(weights, {"a": 1.0, "b": 1e-3, "c": 1e-9}, {}, 0)
     for name, quantized in ready.quantize(GridConfiguration(500)).items():
-        largest = LARGEST_STEP * float(weights[name].square().mean().sqrt())
+        largest = STEP_LIMIT * float(weights[name].square().mean().sqrt())
         assert 2**-0.25 * largest < float(rung_value(quantized.codebook.rung)) < 2**0.25 * largest
         assert quantized.levels.any()
     finer = {n: q.codebook.rung for n, q in ready.quantize(GridConfiguration(-300)).items()}
@@ -301,7 +312,7 @@ def test_the_dither_differs_from_tensor_to_tensor_and_seed_to_seed():
     fisher = {"a": 1.0, "b": 1.0}
 
     def dithered(seed):
-        ready = GridWeights({"a": same, "b": same}, fisher, {}, seed, [])
+        ready = GridWeights({"a": same, "b": same}, fisher, dict.fromkeys("ab", 6667.0), {}, seed, [])
         return ready.quantize(GridConfiguration(0, dithered=True))
 
     first, other = dithered(1), dithered(2)

@@ -54,6 +54,14 @@ def test_levels_of_a_grid(where, dtype, shape, seed):
         assert min(int(found_highest), 256) == highest
 
 
+@on_devices
+@pytest.mark.parametrize("seed", [None, 5])
+def test_levels_of_a_tensor_of_many_blocks(where, seed, monkeypatch):
+    monkeypatch.setattr(device, "PIECE", 1 << 17)
+    tensor = some((300_001,), torch.float32)
+    assert torch.equal(device.grid_levels(tensor.to(where), 3.0, seed)[0].cpu(), host.grid_levels(tensor, 3.0, seed)[0])
+
+
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=40), st.integers(-100, 100))
 def test_levels_of_any_floats(values, rung):
     tensor, inverse = torch.tensor(values, dtype=torch.float32), float(np.float32(1) / rung_value(rung))

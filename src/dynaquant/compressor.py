@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import torch
@@ -29,7 +29,7 @@ from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.search.manager import ConfigurationManager, Decision
 from dynaquant.search.quality import Evaluate
 
-SAMPLED = 1024
+SAMPLE = 1024
 """Values of a weight, about, by which most changes are told."""
 GRADIENT_WINDOW = 50
 """Optimizer steps before a checkpoint whose gradients are recorded (method 1.1)."""
@@ -89,9 +89,9 @@ class Compressed:
 class _Last:
     """A weight of the last checkpoint, and what is known of the values it was made of: a sample, and their hash.
 
-    A tensor that has not changed since is not quantized again, so that its values stay what they were. The hash is not
-    taken of weights that change from save to save: it is known of frozen ones, after a restore, and once a sample was
-    as before.
+    A tensor of which it is known that it has not changed since is not quantized again, so that its values stay what
+    they were. The hash is not taken of weights that change from save to save: it is known of frozen ones, after a
+    restore, and once a sample was as before, so that weights that rest only now are quantized once more.
     """
 
     quantized: QuantizedTensor
@@ -204,6 +204,7 @@ class Compressor:
     ) -> Compressed:
         """What to store. tensors, label_of: of the whole state, by name. Adds to seconds by stage."""
         start = time.perf_counter()
+        tensors = {n: t if t.device.type in ("cpu", "cuda") else t.cpu() for n, t in tensors.items()}
         gradients = self._recorder.average if self._recorder else {}
         master_of = masters(tensors, label_of)
         weights = {name: tensors[master_of.get(name, name)] for name in tensors if label_of[name].role == "weight"}
@@ -263,6 +264,9 @@ class Compressor:
             # What decides has to be the same on every rank.
             fisher = self._group.gather(self._group.together(measured))[0]
         ready = self._group.together(lambda: self._ready(weights, label_of, gradients, fisher))
+        if isinstance(ready, GridWeights):
+            agreed, squares = self._group.gather((ready.fisher, ready.squares))[0]
+            ready = replace(ready, fisher=agreed, squares=squares)
         notes = list(ready.notes)
         if self.method != "grid" and self._recorder and ready.weights and not gradients:
             notes.append("no gradients were recorded before this save: magnitude stood in for sensitivity")
@@ -296,7 +300,7 @@ def _rounded(dtype: torch.dtype, master: StoredTensor, name: str) -> Rounded:
 def _sample(tensor: Tensor) -> bytes:
     """Some of the values: where they are as before, it may be worth asking whether all are."""
     flat = tensor.detach().reshape(-1)
-    return bytes_of(flat[:: max(1, flat.numel() // SAMPLED)]).tobytes()
+    return bytes_of(flat[:: max(1, flat.numel() // SAMPLE)]).tobytes()
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def dequantize(quantized: Quantized, where: torch.device = kernels.HOST) -> Tens
             raise ValueError("the rows and columns are those of a tensor of another shape")
         product = kernels.empty(quantized.shape, torch.float32, where)
         torch.outer(rows, columns, out=product.view(len(rows), len(columns)))
-        return _finite(product, quantized.dtype)
+        return finite(product, quantized.dtype)
     if isinstance(quantized, Scaled):
         if quantized.second.shape != quantized.shape:
             raise ValueError("its second moment has another shape")
@@ -130,7 +130,7 @@ def dequantize(quantized: Quantized, where: torch.device = kernels.HOST) -> Tens
         if not is_zero(quantized.units):
             second = dequantize(quantized.second, where).to(torch.float32)
             units.mul_(kernels.at(where).square_root(second))
-        return _finite(units, quantized.dtype)
+        return finite(units, quantized.dtype)
     return _values_of(quantized, where)
 
 
@@ -144,13 +144,13 @@ def is_zero(quantized: Quantized) -> bool:
 def protected_values(tensor: Tensor, levels: Tensor) -> NDArray[np.uint16]:
     """The 16 bits of the protected elements of a tensor, in C order. levels: flat, on the tensor's device."""
     half = torch.float16 if tensor.dtype == torch.float16 else torch.bfloat16
-    values = tensor.detach().reshape(-1)[levels == PROTECTED]
+    values = tensor.detach().to(levels.device).reshape(-1)[levels == PROTECTED]
     largest = torch.finfo(half).max  # the clamp keeps the largest floats from rounding up to infinity
     bits: NDArray[np.uint16] = values.clamp(-largest, largest).to(half).cpu().view(torch.uint16).numpy()
     return bits
 
 
-def _finite(values: Tensor, dtype: torch.dtype) -> Tensor:
+def finite(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Float32 values rounded to ``dtype``; what lies beyond its largest number becomes that instead of infinity."""
     if dtype in (torch.float16, torch.bfloat16):
         values = values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
@@ -160,8 +160,8 @@ def _finite(values: Tensor, dtype: torch.dtype) -> Tensor:
 def _values_of(quantized: QuantizedTensor, where: torch.device) -> Tensor:
     dtype = torch.float32 if quantized.dtype == torch.float64 else quantized.dtype
     centres = torch.from_numpy(quantized.centres)
-    table = torch.zeros(FIRST_BIN + len(centres), dtype=dtype)
-    table[FIRST_BIN:] = _finite(centres, dtype)
+    table = torch.zeros(FIRST_BIN + len(centres), dtype=dtype, device="cpu")
+    table[FIRST_BIN:] = finite(centres, dtype)
     if is_zero(quantized) and where == kernels.HOST and quantized.levels.size and not quantized.levels.any():
         return torch.from_numpy(np.zeros(quantized.shape, dtype=np.float32)).to(quantized.dtype)  # memory as it is
     values = kernels.at(where).values(quantized.levels, table, quantized.protected, where)

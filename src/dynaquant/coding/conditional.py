@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynaquant import _native
-from dynaquant.codebook import Codebook, Grid, LogGrid
+from dynaquant.codebook import Centres, Codebook, Grid, LogGrid
 from dynaquant.quantized import FIRST_BIN, PROTECTED, QuantizedTensor
 
 _BLOCK = 131_072
@@ -78,11 +78,12 @@ def _tables(codebook: Codebook, parent: Codebook | None) -> _Tables:
     """Two grids are compared by their ratio alone, so that all tensors of a checkpoint can share the tables."""
     if isinstance(codebook, Grid) and isinstance(parent, Grid):
         ratio = min(max(codebook.rung - parent.rung, -_FARTHEST), _FARTHEST)
-        return _tables_of(Grid(ratio, codebook.bins), Grid(0, parent.bins))
-    return _tables_of(codebook, parent)
+        return _shared_tables(Grid(ratio, codebook.bins), Grid(0, parent.bins))
+    if isinstance(codebook, Centres) or isinstance(parent, Centres):
+        return _tables_of(codebook, parent)  # no two lists of centres are the same
+    return _shared_tables(codebook, parent)
 
 
-@lru_cache(maxsize=256)
 def _tables_of(codebook: Codebook, parent: Codebook | None) -> _Tables:
     symbols = FIRST_BIN + codebook.bins
     positions = _positions(codebook)
@@ -105,6 +106,9 @@ def _tables_of(codebook: Codebook, parent: Codebook | None) -> _Tables:
         contexts[contexts > contexts[PROTECTED]] -= 1
         contexts[PROTECTED] = len(sources) - 1
     return _Tables(levels.reshape(-1), symbols, contexts)
+
+
+_shared_tables = lru_cache(maxsize=256)(_tables_of)
 
 
 def _positions(codebook: Codebook) -> NDArray[np.float64]:

@@ -6,7 +6,8 @@ levels and what is small cross from a device to the host.
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from collections.abc import Callable
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -68,25 +69,25 @@ class Kernels(Protocol):
 
 
 def at(where: torch.device) -> Kernels:
-    """The kernels for tensors on a device."""
-    return cast(Kernels, host if where.type == "cpu" else device)
+    """The kernels for tensors on a device. Other devices than CUDA's need not have what it takes (float64)."""
+    return cast(Kernels, device if where.type == "cuda" else host)
 
 
-def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory; the tensor itself where it is there.
+def to_host(tensor: Tensor) -> Callable[[], NDArray[Any]]:
+    """Begins to copy a tensor to host memory, from CUDA without waiting for it; what is returned waits and has it.
 
-    From CUDA it is made while the device and the program go on: read it after ``wait``.
+    What is in host memory is not copied.
     """
     if tensor.device.type != "cuda":
-        return tensor.cpu()
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return copied.copy_(tensor, non_blocking=True)
+        return tensor.cpu().numpy
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    pinned.copy_(tensor, non_blocking=True)
 
+    def finish() -> NDArray[Any]:
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return pinned.numpy().copy()  # pinned memory is scarce
 
-def wait(where: torch.device) -> None:
-    """Until what was begun on a device, with copies to the host, is done."""
-    if where.type == "cuda":
-        torch.cuda.current_stream(where).synchronize()
+    return finish
 
 
 def empty(shape: torch.Size, dtype: torch.dtype, where: torch.device = HOST) -> Tensor:

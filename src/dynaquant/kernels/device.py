@@ -1,4 +1,4 @@
-"""Kernels for tensors anywhere, by plain tensor operations, in pieces so that they need little memory."""
+"""Kernels for tensors on a device, by plain tensor operations, most of them in pieces that need little memory."""
 
 from __future__ import annotations
 
@@ -92,9 +92,8 @@ def grid_levels(tensor: Tensor, inverse: float, seed: int | None) -> tuple[Tenso
     flat = _flat(tensor)
     levels = torch.empty(flat.numel(), dtype=torch.uint8, device=tensor.device)
     highest = torch.zeros((), dtype=torch.int32, device=tensor.device)
-    factor = torch.tensor(inverse, dtype=torch.float32, device=tensor.device)
     for piece in _pieces(flat.numel()):
-        steps = (flat[piece].to(torch.float32) * factor).clamp_(-_BEYOND, _BEYOND)
+        steps = (flat[piece].to(torch.float32) * inverse).clamp_(-_BEYOND, _BEYOND)
         rounded = steps.round()  # ties to even
         if seed is not None:
             below = torch.where(rounded > steps, rounded - 1, rounded)

@@ -1,4 +1,4 @@
-"""Kernels for tensors in host memory, by the native core."""
+"""Kernels for tensors in host memory, by the native core. Others are copied there."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NO_SAY = np.full(_BUCKETS, _native.NO_SAY, dtype=np.uint8)
 def empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """A new tensor. Its memory comes from NumPy, which asks for large pages: they are filled several times faster."""
     if not shape.numel():
-        return torch.empty(shape, dtype=dtype)  # NumPy's has strides that no view can be made of
+        return torch.empty(shape, dtype=dtype, device="cpu")  # NumPy's has strides that no view can be made of
     return torch.from_numpy(np.empty(shape.numel() * dtype.itemsize, dtype=np.uint8)).view(dtype).reshape(shape)
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).contiguous()
+    return tensor.detach().cpu().reshape(-1).contiguous()
 
 
 def _float32(tensor: Tensor) -> NDArray[np.float32]:
@@ -89,4 +89,4 @@ def values(
 
 def square_root(tensor: Tensor) -> Tensor:
     # NumPy's root is correctly rounded everywhere; PyTorch's in float32 is not.
-    return torch.from_numpy(np.asarray(np.sqrt(tensor.numpy())))
+    return torch.from_numpy(np.asarray(np.sqrt(tensor.cpu().numpy())))

@@ -22,11 +22,11 @@ MOST_SCALE = 10_000
 """Beyond it 2^(scale/16) is no float64."""
 STAY = 0.8
 """Rungs that a step may be off where it should be before it changes. Half a rung would be no reluctance at all."""
-LARGEST_STEP = 2.5
-"""Root mean squares of a tensor that a step is at most: where hardly anything is left of a tensor, the second-order
-model of the loss, by which it would hardly matter, no longer holds."""
-LARGEST = 1e37
-"""Weights beyond it (float64 has them) do not survive arithmetic in float32, and are stored exactly."""
+STEP_LIMIT = 2.5
+"""Root mean squares of a tensor that a step is at most, up to a rung: where hardly anything is left of a tensor, the
+second-order model of the loss, by which it would hardly matter, no longer holds."""
+SMALLEST, LARGEST = 2.0**-126, 1e37
+"""Weights beyond them do not survive arithmetic in float32, and are stored exactly. (Only float64 has larger ones.)"""
 SMALLEST_FISHER = 1e-6
 """Mean squared gradients below this share of the mean over all tensors are taken for it."""
 
@@ -50,20 +50,23 @@ class GridConfiguration:
             raise ValueError(f"scale must lie between -{MOST_SCALE} and {MOST_SCALE}: {self}")
 
 
-def effective_fisher(weights: Mapping[str, Tensor], fisher: Mapping[str, float]) -> dict[str, float]:
+def effective_fisher(
+    weights: Mapping[str, Tensor], squares: Mapping[str, float], fisher: Mapping[str, float]
+) -> dict[str, float]:
     """F of every weight: as measured, where that is above zero; otherwise as if its loss were that of the mean tensor.
 
-    fisher: mean squared gradients of as many of the weights as they are known of.
+    squares: the sums of the squares of the weights. fisher: mean squared gradients of as many of the weights as they
+    are known of.
     """
     known = {name: fisher[name] for name in weights if fisher.get(name, 0.0) > 0 and math.isfinite(fisher[name])}
     elements = sum(weights[name].numel() for name in known)
     mean = sum(known[name] * weights[name].numel() for name in known) / elements if known else 0.0
     result = {name: max(value, SMALLEST_FISHER * mean) for name, value in known.items()}
     if len(known) < len(weights):
-        loss = sum(known[name] * _square(weights[name]) for name in known) / elements if known else 0.0
+        loss = sum(known[name] * squares[name] for name in known) / elements if known else 0.0
         for name, tensor in weights.items():
             if name not in known:
-                result[name] = (loss or 1.0) / (_square(tensor) / tensor.numel() or 1.0)
+                result[name] = (loss or 1.0) / (squares[name] / tensor.numel() or 1.0)
     return {name: result[name] for name in weights}
 
 
@@ -100,11 +103,10 @@ def begin(tensor: Tensor, rung: int, random: int | None = None) -> Callable[[], 
     copied = kernels.to_host(levels)
 
     def finish() -> QuantizedTensor:
-        bins = min(max(int(highest) - FIRST_BIN + 1, 0), MAX_BINS)
-        outside = int(highest) > MAX_BINS + FIRST_BIN - 1
-        protected = protected_values(tensor, levels) if outside else np.zeros(0, dtype=np.uint16)
-        kernels.wait(tensor.device)
-        return QuantizedTensor(tensor.dtype, tensor.shape, copied.numpy(), Grid(rung, bins), protected)
+        wanted = int(highest) - FIRST_BIN + 1
+        protected = protected_values(tensor, levels) if wanted > MAX_BINS else np.zeros(0, dtype=np.uint16)
+        bins = min(max(wanted, 0), MAX_BINS)
+        return QuantizedTensor(tensor.dtype, tensor.shape, copied(), Grid(rung, bins), protected)
 
     return finish
 
@@ -118,12 +120,14 @@ class GridWeights:
     """The weights of a checkpoint with what every scale needs to know of them, each by name.
 
     Missing are tensors that are to be stored exactly: those with infinities or NaNs, for each of which there is a note,
-    empty and constant ones. fisher: as from ``effective_fisher``. last: rungs of the checkpoint before. seed: of the
-    dither; with the same one only weights that have moved change their level.
+    empty and constant ones. fisher: as from ``effective_fisher``. squares: the sums of the squares of the weights.
+    last: rungs of the checkpoint before. seed: of the dither; with the same one only weights that have moved change
+    their level.
     """
 
     weights: Mapping[str, Tensor]
     fisher: Mapping[str, float]
+    squares: Mapping[str, float]
     last: Mapping[str, int]
     seed: int
     notes: list[str]
@@ -149,17 +153,13 @@ class GridWeights:
         return math.floor(SCALES_PER_OCTAVE * math.log2(12 * distortion * self._loss / elements) / 2)
 
     @cached_property
-    def _squares(self) -> dict[str, float]:
-        return {name: _square(tensor) for name, tensor in self.weights.items()}
-
-    @cached_property
     def _loss(self) -> float:
-        return sum(self.fisher[name] * square for name, square in self._squares.items())
+        return sum(self.fisher[name] * square for name, square in self.squares.items())
 
     @cached_property
     def _largest(self) -> dict[str, float]:
         sizes = {name: tensor.numel() for name, tensor in self.weights.items()}
-        return {name: LARGEST_STEP * math.sqrt(square / sizes[name]) for name, square in self._squares.items()}
+        return {name: STEP_LIMIT * math.sqrt(square / sizes[name]) for name, square in self.squares.items()}
 
 
 def grid_weights(
@@ -178,7 +178,8 @@ def grid_weights(
         if not (math.isfinite(lowest) and math.isfinite(highest)):
             nonfinite = int((~tensor.detach().isfinite()).sum())
             notes.append(f"{name}: {nonfinite} infinite or NaN values, stored exactly")
-        elif lowest < highest and max(highest, -lowest) < LARGEST:
+        elif lowest < highest and SMALLEST <= max(highest, -lowest) < LARGEST:
             kept[name] = tensor
     before = {name: q.codebook.rung for name, q in last.items() if name in kept and isinstance(q.codebook, Grid)}
-    return GridWeights(kept, effective_fisher(kept, fisher), before, seed, notes)
+    squares = {name: _square(tensor) for name, tensor in kept.items()}
+    return GridWeights(kept, effective_fisher(kept, squares, fisher), squares, before, seed, notes)

@@ -118,7 +118,7 @@ def quantize(
         kept = LogHistogram.of(tensor.detach().reshape(-1)[outside])
     centres = codebook(kept, bins, tensor.dtype)
     levels = assign(bins_table(centres, tensor.dtype) if len(centres) else np.full(BUCKETS, PRUNED, dtype=np.uint8))
-    copied = kernels.to_host(levels)
     protected = protected_values(tensor, levels)
-    kernels.wait(tensor.device)
-    return QuantizedTensor(tensor.dtype, tensor.shape, copied.numpy(), Centres(centres.astype(np.float32)), protected)
+    return QuantizedTensor(
+        tensor.dtype, tensor.shape, levels.cpu().numpy(), Centres(centres.astype(np.float32)), protected
+    )

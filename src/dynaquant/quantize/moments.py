@@ -15,7 +15,7 @@ from dynaquant import kernels
 from dynaquant.codebook import HIGHEST_RUNG, HIGHEST_STEP, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, LogGrid, rung_value
 from dynaquant.kernels.host import bits_of
 from dynaquant.quantize.grid import quantize
-from dynaquant.quantized import FIRST_BIN, MAX_BINS, PRUNED, QuantizedTensor, RankOne, Scaled, dequantize
+from dynaquant.quantized import FIRST_BIN, MAX_BINS, PRUNED, QuantizedTensor, RankOne, Scaled, dequantize, finite
 from dynaquant.sketch import MAGNITUDES, bucket_values, table_for
 
 FACTOR_PACE = 1
@@ -47,11 +47,8 @@ def log_quantize(tensor: Tensor, pace: int) -> QuantizedTensor | None:
     if bins > MAX_BINS:
         return None
     levels = kernels.at(tensor.device).table_levels(tensor, table_for(tensor.dtype, _table(pace, first)))
-    copied = kernels.to_host(levels)
-    kernels.wait(tensor.device)
-    return QuantizedTensor(
-        tensor.dtype, tensor.shape, copied.numpy(), LogGrid(pace, first, bins), np.zeros(0, np.uint16)
-    )
+    nothing = np.zeros(0, np.uint16)
+    return QuantizedTensor(tensor.dtype, tensor.shape, levels.cpu().numpy(), LogGrid(pace, first, bins), nothing)
 
 
 @lru_cache(maxsize=64)
@@ -113,7 +110,8 @@ def relative_error(exact: Tensor, stored: Tensor) -> float:
 @lru_cache(maxsize=16)
 def _spread(size: int) -> Tensor:
     """Places of at most ``SAMPLED`` elements, by multiples of a large prime, which no shape agrees with."""
-    return torch.arange(size) if size <= SAMPLED else torch.arange(SAMPLED) * SPREAD % size
+    places = torch.arange(min(size, SAMPLED), device="cpu")
+    return places if size <= SAMPLED else places * SPREAD % size
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -128,7 +126,7 @@ def _sample_of(stored: RankOne) -> Tensor:
     """``_sample`` of its values."""
     places, columns = _spread(stored.shape.numel()), stored.columns.shape.numel()
     values = dequantize(stored.rows)[places // columns] * dequantize(stored.columns)[places % columns]
-    return values.to(stored.dtype).to(torch.float32)
+    return finite(values, stored.dtype).to(torch.float32)
 
 
 def _log_quantized(values: Tensor, pace: int, dtype: torch.dtype) -> Tensor:
@@ -138,7 +136,7 @@ def _log_quantized(values: Tensor, pace: int, dtype: torch.dtype) -> Tensor:
     occurring, place = np.unique(exponents, return_inverse=True)
     powers = np.array([rung_value(int(exponent) * pace) for exponent in occurring], dtype=np.float32)
     decoded = np.where(buckets > 0, powers[place], np.float32(0)) if len(powers) else powers
-    return torch.from_numpy(decoded).to(dtype).to(torch.float32)
+    return finite(torch.from_numpy(decoded), dtype).to(torch.float32)
 
 
 def second_moment(second: Tensor, tolerance: float) -> QuantizedTensor | RankOne | None:

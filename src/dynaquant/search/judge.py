@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Protocol
 
 from torch import Tensor, nn
@@ -54,7 +55,7 @@ class MetricJudge:
         parameters = dict(self.model.named_parameters())
         names = {f"model.{name}": name for name in parameters}
         values = {
-            names[name]: dequantize(stored, parameters[names[name]].device)
+            names[name]: partial(dequantize, stored, parameters[names[name]].device)
             for name, stored in quantized.items()
             if name in names
         }

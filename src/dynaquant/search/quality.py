@@ -59,7 +59,11 @@ def degradation(original: float, restored: float, higher_is_better: bool) -> flo
     return worse / abs(original) if original else worse * math.inf
 
 
-def score(model: nn.Module, values: Mapping[str, Tensor], evaluate: Evaluate) -> float:
+Value = Tensor | Callable[[], Tensor]
+"""Values of a parameter, or what makes them anew, one parameter at a time."""
+
+
+def score(model: nn.Module, values: Mapping[str, Value], evaluate: Evaluate) -> float:
     """``evaluate`` of the model with ``values`` for the parameters of those names.
 
     ``evaluate`` sees copies of the model's parameters and buffers; training mode and the global random number
@@ -82,7 +86,7 @@ def score(model: nn.Module, values: Mapping[str, Tensor], evaluate: Evaluate) ->
 
 
 @contextmanager
-def _substituted(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+def _substituted(model: nn.Module, values: Mapping[str, Value]) -> Iterator[None]:
     """The model with other parameters and with copies of its buffers; its own are put back afterwards."""
     named = dict(model.named_parameters())
     # By memory, as a state has one tensor for parameters that are tied by their data only.
@@ -92,7 +96,12 @@ def _substituted(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[Non
         value = given.get(_memory(parameter))
         # Copies of the others too: a backward pass must not reach their ``.grad``, and some layers write to weights
         # when they are called (``nn.Embedding(max_norm=…)``).
-        copied = parameter.detach().clone() if value is None else value.to(parameter.device, parameter.dtype, copy=True)
+        if value is None:
+            copied = parameter.detach().clone()
+        elif isinstance(value, Tensor):
+            copied = value.to(parameter.device, parameter.dtype, copy=True)
+        else:
+            copied = value().to(parameter.device, parameter.dtype)
         return nn.Parameter(copied, requires_grad=False)
 
     replacements = {id(parameter): replacement(parameter) for parameter in named.values()}
