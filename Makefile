@@ -22,7 +22,8 @@ sanitize: .venv/ready  ## the native tests with AddressSanitizer and UndefinedBe
 	$(BIN)/cmake --build build/sanitize
 	DYNAQUANT_NATIVE=$$(echo build/sanitize/_native*.so) ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
-	  $(BIN)/pytest --capture=sys tests/test_native.py tests/test_native_exact.py tests/test_native_conditional.py
+	  $(BIN)/pytest --capture=sys tests/test_native.py tests/test_native_exact.py tests/test_native_conditional.py \
+	  tests/test_kernels.py
 
 benchmark-setup: .venv/ready  ## what only the benchmarks need
 	$(PIP) --group benchmark
