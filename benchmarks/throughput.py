@@ -272,9 +272,9 @@ NOTES = """\
   ([measured](whole_state.md)). *exact*: every tensor came back bit for bit. dynaquant was given no metric, so
   its times hold no evaluations.
 - Speeds are GB/s of raw state. *blocking* is what training waits for; dynaquant goes on in the background, where it
-  also reads its file back and compares hashes before it commits, which no other method does. *total* ends when the data
-  are on the disk: fsync is included for all. Restores fill the tensors of the model and the optimizer; before each the
-  system was asked to drop the files from its cache.
+  also reads its file back and compares what it decodes before it commits, which no other method does. *total* ends when
+  the data are on the disk: fsync is included for all. Restores fill the tensors of the model and the optimizer; before
+  each the system was asked to drop the files from its cache.
 - *memory*: the most resident memory above what the process had before its first save, in percent of the state. It
   includes files that are mapped, and what dynaquant keeps of the last checkpoint.
 - All methods have the same cores and may use as many threads; zstd decompresses with one, and pcodec's Python package
