@@ -19,7 +19,7 @@ from torch import nn
 from training import bits
 
 import dynaquant
-from dynaquant.codings import _KINDS
+from dynaquant.codings import KINDS
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("v*"))
 CHECKPOINTS = [(folder, int(file.stem[5:])) for folder in GOLDEN for file in sorted(folder.glob("step-*.dqc"))]
@@ -118,7 +118,7 @@ def test_every_coding_of_version_1_occurs_in_its_golden_files():
 
 def test_every_coding_of_version_2_occurs_in_its_golden_files():
     entries, above = entries_of("v2")
-    assert {entry["coding"]["kind"] for entry in entries.values()} == set(_KINDS)
+    assert {entry["coding"]["kind"] for entry in entries.values()} == set(KINDS)
     seen = {entry["coding"]["kind"]: set() for entry in entries.values()}
     for key, entry in entries.items():
         coding, parent = entry["coding"], above.get(key, {})

@@ -110,7 +110,7 @@ class Units:
 
 
 Coding = Raw | Planes | Exact | Reference | Rounding | Rearranged | Conditional | Product | Units
-_KINDS: dict[str, type[Coding]] = {
+KINDS: dict[str, type[Coding]] = {
     "raw": Raw,
     "planes": Planes,
     "exact": Exact,
@@ -121,7 +121,7 @@ _KINDS: dict[str, type[Coding]] = {
     "rank_one": Product,
     "units": Units,
 }
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+_NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 def name_of(coding: Coding) -> str:
@@ -139,7 +139,7 @@ def other_of(coding: Coding) -> str | None:
 def parse(data: dict[str, Any]) -> Coding:
     """A coding from what a header says of it. Raises KeyError, TypeError or ValueError for anything else."""
     rest = dict(data)
-    coding: Coding = _parse(_KINDS[rest.pop("kind")], rest)
+    coding: Coding = _parse(KINDS[rest.pop("kind")], rest)
     return coding
 
 

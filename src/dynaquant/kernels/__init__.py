@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant.kernels import device, host
+from dynaquant.kernels.host import Sensitivity
 
 HOST = torch.device("cpu")
 
@@ -34,15 +35,9 @@ class Kernels(Protocol):
         """How many values have each top 16 bits, int64[65536]. float64 is rounded to float32 first."""
         ...
 
-    def table_levels(
-        self,
-        tensor: Tensor,
-        table: NDArray[np.uint8],
-        sensitivity: Tensor | None = None,
-        sensitivity_table: NDArray[np.uint8] | None = None,
-    ) -> Tensor:
-        """Levels by the top 16 bits of each value, unless ``sensitivity_table`` prunes or protects it by those of its
-        sensitivity (float32). Protection by either beats pruning by either.
+    def table_levels(self, tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitivity | None = None) -> Tensor:
+        """Levels by the top 16 bits of each value, unless those of its sensitivity prune or protect it. Protection by
+        either beats pruning by either.
         """
         ...
 

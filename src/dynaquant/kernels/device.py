@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant import _native
+from dynaquant.kernels.host import Sensitivity
 
 PIECE = 1 << 24
 """Values that are worked on at once."""
@@ -67,22 +68,15 @@ def log_histogram(tensor: Tensor) -> NDArray[np.int64]:
     return counts.cpu().numpy()
 
 
-def table_levels(
-    tensor: Tensor,
-    table: NDArray[np.uint8],
-    sensitivity: Tensor | None = None,
-    sensitivity_table: NDArray[np.uint8] | None = None,
-) -> Tensor:
+def table_levels(tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitivity | None = None) -> Tensor:
     flat = _flat(tensor)
     own_table = torch.from_numpy(table).to(tensor.device)
     levels = torch.empty(flat.numel(), dtype=torch.uint8, device=tensor.device)
-    other = other_table = None
-    if sensitivity is not None and sensitivity_table is not None:
-        other, other_table = _flat(sensitivity), torch.from_numpy(sensitivity_table).to(tensor.device)
+    other = None if sensitivity is None else (_flat(sensitivity[0]), torch.from_numpy(sensitivity[1]).to(tensor.device))
     for piece in _pieces(flat.numel()):
         own = _look_up(own_table, _buckets(flat[piece]))
-        if other is not None and other_table is not None:
-            say = _look_up(other_table, _buckets(other[piece].to(torch.float32)))
+        if other is not None:
+            say = _look_up(other[1], _buckets(other[0][piece].to(torch.float32)))
             own = torch.where((say == _native.NO_SAY) | (own == _native.LEVEL_PROTECTED), own, say)
         levels[piece] = own
     return levels

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from dynaquant import _native
 
+Sensitivity = tuple[Tensor, NDArray[np.uint8]]
+"""Of each value, float32, and a table of 65,536 of what it says about the level."""
 _BUCKETS = 65_536
 _NOTHING = np.zeros(0, dtype=np.uint32)
 _NO_SAY = np.full(_BUCKETS, _native.NO_SAY, dtype=np.uint8)
@@ -57,15 +59,11 @@ def log_histogram(tensor: Tensor) -> NDArray[np.int64]:
     return counts
 
 
-def table_levels(
-    tensor: Tensor,
-    table: NDArray[np.uint8],
-    sensitivity: Tensor | None = None,
-    sensitivity_table: NDArray[np.uint8] | None = None,
-) -> Tensor:
+def table_levels(tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitivity | None = None) -> Tensor:
     levels = empty(torch.Size([tensor.numel()]), torch.uint8)
-    own = _NOTHING if sensitivity is None else _flat(sensitivity.to(torch.float32)).view(torch.uint32).numpy()
-    say = _NO_SAY if sensitivity_table is None else sensitivity_table
+    own, say = (
+        (_NOTHING, _NO_SAY) if sensitivity is None else (_float32(sensitivity[0]).view(np.uint32), sensitivity[1])
+    )
     _native.assign_levels(bits_of(tensor), table, own, say, levels.numpy())
     return levels
 

@@ -102,12 +102,11 @@ def quantize(
     sensitivity: ``|gradient · weight|``, float32, of the tensor's shape and on its device, and its thresholds; None
     where it has no say.
     """
-    own, own_thresholds = sensitivity or (None, NO_THRESHOLDS)
-    say = None if sensitivity is None else sensitivity_table(own_thresholds)
+    say = None if sensitivity is None else (sensitivity[0], sensitivity_table(sensitivity[1]))
 
     def assign(bins_of_buckets: NDArray[np.uint8]) -> Tensor:
         table = table_for(tensor.dtype, magnitude_table(magnitude, bins_of_buckets))
-        return kernels.at(tensor.device).table_levels(tensor, table, own, say)
+        return kernels.at(tensor.device).table_levels(tensor, table, say)
 
     if sensitivity is None:
         # Whole buckets are pruned or protected, so the histogram of the rest is a part of the histogram.
