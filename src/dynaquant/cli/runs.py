@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-from rich.text import Text
 
+from dynaquant.cli import output
+from dynaquant.cli.output import AsJson, RunFolder, Step
 from dynaquant.container import CheckpointFile
 from dynaquant.errors import CheckpointError
 from dynaquant.export import Target
@@ -28,27 +25,24 @@ from dynaquant.retention import Retention, superfluous
 from dynaquant.retention import prune as prune_run
 from dynaquant.run import Run, load_tensor
 
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of checkpoints.", show_default=False)]
-Step = Annotated[int | None, typer.Argument(metavar="STEP", help="Which checkpoint; the newest unless given.")]
-T = TypeVar("T")
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-
 
 def log(folder: RunFolder, as_json: AsJson = False) -> None:
     """List the checkpoints of a run: size, ratio, loss of quality, configuration."""
-    files = _open(folder)[1]
+    files = output.open_run(folder)[1]
     records = [record_of(file) for file in files]
     if as_json:
-        _print_json([record.to_json() for record in records])
+        output.print_json([record.to_json() for record in records])
         return
-    table = _table("step", "parent", "size", "whole", "weights", "worse by", "allowed", "configuration", "found by")
+    table = output.table(
+        "step", "parent", "size", "whole", "weights", "worse by", "allowed", "configuration", "found by"
+    )
     for record in records:
         quality, chosen = record.quality, record.configuration
-        _add(
+        output.add(
             table,
             str(record.step),
             "keyframe" if record.parent is None else str(record.parent),
-            _bytes(record.total.stored),
+            output.bytes_(record.total.stored),
             f"{record.ratio:.2f}×",
             _ratio(record.roles["weight"]) if "weight" in record.roles else "–",
             f"{quality['degradation']:+.2%}" if quality else "–",
@@ -56,12 +50,12 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
             in_short(chosen) if chosen else "exact",
             record.search or "–",
         )
-    _print(table)
+    output.print_(table)
     whole = sum((record.total for record in records), Size())
     weights = sum((record.roles.get("weight", Size()) for record in records), Size())
-    _print(
-        f"{len(records)} checkpoints, {_bytes(whole.stored)} instead of {_bytes(whole.raw)} ({whole.ratio:.2f}×); "
-        f"their weights {_bytes(weights.stored)} instead of {_bytes(weights.raw)} ({weights.ratio:.1f}×)"
+    output.print_(
+        f"{len(records)} checkpoints, {_smaller(whole)} ({whole.ratio:.2f}×); "
+        f"their weights {_smaller(weights)} ({weights.ratio:.1f}×)"
     )
 
 
@@ -74,45 +68,51 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show one checkpoint: how it was made, and what each kind of tensor and each tensor takes."""
-    run, files = _open(folder)
+    run, files = output.open_run(folder)
     file = run.file(step) if step is not None else files[-1]
     if tensor is not None:
         _show_tensor(run, file, tensor, as_json)
         return
     record, tensors = record_of(file), tensors_of(file)
     if as_json:
-        _print_json({**record.to_json(), "tensors": [info.to_json() for info in tensors]})
+        output.print_json({**record.to_json(), "tensors": [info.to_json() for info in tensors]})
         return
-    _print(f"{file.path}")
+    output.print_(f"{file.path}")
     for label, text in _facts(record):
-        _print(f"  {label:<14}{text}")
+        output.print_(f"  {label:<14}{text}")
     for title, key in (("By role", lambda info: info.role), ("Weights by layer type", _layer_type_of_weight)):
         groups: dict[str, list[TensorInfo]] = {}
         for info in tensors:
             if (group := key(info)) is not None:
                 groups.setdefault(group, []).append(info)
-        table = _table(title, "tensors", "values", "raw", "stored", "ratio", "bits per value")
+        table = output.table(title, "tensors", "values", "raw", "stored", "ratio", "bits per value")
         for group, members in groups.items():
             size, elements = sum((info.size for info in members), Size()), sum(info.elements for info in members)
             bits = f"{8 * size.stored / elements:.3f}" if elements else "–"
-            cells = [str(len(members)), f"{elements:,}", _bytes(size.raw), _bytes(size.stored), _ratio(size)]
-            _add(table, group, *cells, bits)
+            cells = [
+                str(len(members)),
+                f"{elements:,}",
+                output.bytes_(size.raw),
+                output.bytes_(size.stored),
+                _ratio(size),
+            ]
+            output.add(table, group, *cells, bits)
         if groups:
-            _print(table)
-    table = _table("Tensor", "dtype", "shape", "coding", "bins", "stored", "ratio", "bits per value")
+            output.print_(table)
+    table = output.table("Tensor", "dtype", "shape", "coding", "bins", "stored", "ratio", "bits per value")
     for info in tensors:
-        _add(
+        output.add(
             table,
             info.name,
             info.dtype,
             _shape(info),
             info.coding,
             str(info.bins) if info.bins is not None else "–",
-            _bytes(info.size.stored),
+            output.bytes_(info.size.stored),
             _ratio(info.size),
             f"{info.bits:.3f}",
         )
-    _print(table)
+    output.print_(table)
 
 
 def _layer_type_of_weight(info: TensorInfo) -> str | None:
@@ -123,7 +123,7 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
     yield "step", str(record.step)
     yield "identity", record.identity
     yield "parent", "none, it is a keyframe" if record.parent is None else f"step {record.parent}"
-    yield "size", f"{_bytes(record.total.stored)} instead of {_bytes(record.total.raw)} ({record.ratio:.2f}×)"
+    yield "size", f"{_smaller(record.total)} ({record.ratio:.2f}×)"
     chosen = record.configuration
     if chosen is None:
         yield "configuration", "none, weights are exact"
@@ -154,20 +154,20 @@ def _show_tensor(run: Run, file: CheckpointFile, name: str, as_json: bool) -> No
     counts = level_counts(stored) if isinstance(stored, QuantizedTensor) else []
     if as_json:
         levels = [{"level": found.level, "value": found.value, "count": found.count} for found in counts]
-        _print_json({**info.to_json(), "levels": levels})
+        output.print_json({**info.to_json(), "levels": levels})
         return
-    _print(f"{name}: {info.dtype}, {_shape(info)}, {info.coding}, {info.bits:.3f} bits per value")
+    output.print_(f"{name}: {info.dtype}, {_shape(info)}, {info.coding}, {info.bits:.3f} bits per value")
     if not isinstance(stored, QuantizedTensor):
-        _print("its values are exact; there is no codebook")
+        output.print_("its values are exact; there is no codebook")
         return
-    table = _table("level", "value", "count", "share", "")
+    table = output.table("level", "value", "count", "share", "")
     most = max((found.count for found in counts), default=0)
     for found in counts:
         value = "–" if found.value is None else f"{found.value:+.6g}"
         share = found.count / max(info.elements, 1)
-        _add(table, found.level, value, f"{found.count:,}", f"{share:.2%}", "█" * round(40 * found.count / most))
+        output.add(table, found.level, value, f"{found.count:,}", f"{share:.2%}", "█" * round(40 * found.count / most))
     table.columns[-1].justify = "left"
-    _print(table)
+    output.print_(table)
 
 
 def diff(
@@ -177,42 +177,42 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints: which tensors moved, how far, and how many of their values changed level."""
-    run, _ = _open(folder)
+    run, _ = output.open_run(folder)
     old, new = run.file(before), run.file(after)
     count = len(new.header.entries)
-    found = list(_with_progress(changes(run, old, new), f"comparing {before} and {after}", count))
+    found = list(output.with_progress(changes(run, old, new), f"comparing {before} and {after}", count))
     if as_json:
-        _print_json([asdict(change) for change in found])
+        output.print_json([asdict(change) for change in found])
         return
-    table = _table("tensor", "", "moved by", "values changed", "on another level")
+    table = output.table("tensor", "", "moved by", "values changed", "on another level")
     for change in found:
         if change.kind != "same":
             shares = [change.moved, change.changed, change.migrated]
-            _add(table, change.name, change.kind, *("–" if share is None else f"{share:.2%}" for share in shares))
+            output.add(table, change.name, change.kind, *("–" if share is None else f"{share:.2%}" for share in shares))
     same = sum(change.kind == "same" for change in found)
     if table.row_count:
-        _print(table)
-    _print(f"tensors that differ: {table.row_count}; the same, bit for bit: {same}")
+        output.print_(table)
+    output.print_(f"tensors that differ: {table.row_count}; the same, bit for bit: {same}")
 
 
 def verify(folder: RunFolder, as_json: AsJson = False) -> None:
     """Decode every checkpoint of a run and compare all values with their hashes; exit code 1 if any is damaged."""
-    run, broken = _run_of(folder)
+    run, broken = output.run_of(folder)
     summaries = run.summaries()[0]
     damaged = [str(error) for error in broken]
     sound = 0
-    for summary in _with_progress(summaries, "verifying", len(summaries)):
+    for summary in output.with_progress(summaries, "verifying", len(summaries)):
         error = _error_of(run, summary.step)
         if error is None:
             sound += 1
         elif run.path(summary.step).exists():  # else its writer has deleted it since it was listed
             damaged.append(str(error))
     if as_json:
-        _print_json({"sound": sound, "damaged": damaged})
+        output.print_json({"sound": sound, "damaged": damaged})
     else:
         for reason in damaged:
-            _print(f"damaged: {reason}")
-        _print(f"{sound} of {sound + len(damaged)} checkpoints decode to the values that were saved")
+            output.print_(f"damaged: {reason}")
+        output.print_(f"{sound} of {sound + len(damaged)} checkpoints decode to the values that were saved")
     if damaged:
         raise typer.Exit(1)
 
@@ -229,12 +229,12 @@ def export(
     A model's state dict; with --to torch-state the whole state of the training, which torch.load reads with
     weights_only=False.
     """
-    run, files = _open(folder)
+    run, files = output.open_run(folder)
     chosen = step if step is not None else files[-1].header.step
     if out.exists() and not force:
         raise CheckpointError(f"{out} exists; give another name, or --force to replace it")
     export_checkpoint(run.folder, chosen, to, out)
-    _print(f"{out}: step {chosen}, {_bytes(out.stat().st_size)}")
+    output.print_(f"{out}: step {chosen}, {output.bytes_(out.stat().st_size)}")
 
 
 def prune(
@@ -246,20 +246,24 @@ def prune(
     """Delete checkpoints; those that stay are re-coded where they depend on them, and keep their values."""
     if keep_last is None and keep_every is None:
         raise typer.BadParameter("say what to keep: --keep-last, --keep-every, or both")
-    run, files = _open(folder)
+    run, files = output.open_run(folder)
     retention = Retention(keep_last, keep_every)
     before = sum(file.size for file in files)
     if dry_run:
         steps = superfluous(run, retention, _damaged_among_kept(run, retention))
-        _print(f"would delete {_steps(steps)}, keep {_steps(s for s in _steps_of(run) if s not in steps)}")
+        output.print_(
+            f"would delete {output.steps(steps)}, keep {output.steps(s for s in _steps_of(run) if s not in steps)}"
+        )
         return
     known = _steps_of(run)
     with run.writer():
         notes = prune_run(run, retention, _damaged_among_kept(run, retention))
     left = _steps_of(run)
     after = sum(run.file(step).size for step in left)
-    deleted = _steps(step for step in known if step not in left)
-    _print(f"deleted {deleted}; kept {_steps(left)}, {_bytes(after)} instead of {_bytes(before)}")
+    deleted = output.steps(step for step in known if step not in left)
+    output.print_(
+        f"deleted {deleted}; kept {output.steps(left)}, {output.bytes_(after)} instead of {output.bytes_(before)}"
+    )
     for note in notes:
         print(f"dynaquant: {note}", file=sys.stderr)
     if notes:
@@ -271,7 +275,7 @@ def _damaged_among_kept(run: Run, retention: Retention) -> set[int]:
     damaged: set[int] = set()
     checked: set[int] = set()
     while new := [s for s in _steps_of(run) if s not in {*checked, *superfluous(run, retention, damaged)}]:
-        for step in _with_progress(new, "checking what stays", len(new)):
+        for step in output.with_progress(new, "checking what stays", len(new)):
             checked.add(step)
             if _error_of(run, step) is not None:
                 damaged.add(step)
@@ -295,80 +299,13 @@ def _steps_of(run: Run) -> list[int]:
     return [summary.step for summary in run.summaries()[0]]
 
 
-def _steps(steps: Iterable[int]) -> str:
-    listed = sorted(steps)
-    return f"{len(listed)} ({', '.join(map(str, listed))})" if listed else "none"
-
-
-def _run_of(folder: Path) -> tuple[Run, list[CheckpointError]]:
-    """The run in a folder and what is wrong with files in it. Raises CheckpointError when it is no run."""
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder} {what}; give the folder that a Checkpointer writes to")
-    run = Run(folder)
-    summaries, broken = run.summaries()
-    if not summaries and not broken:
-        raise CheckpointError(f"{folder}: there are no checkpoints in this folder (files named step-….dqc)")
-    return run, broken
-
-
-def _open(folder: Path) -> tuple[Run, list[CheckpointFile]]:
-    """The run and its sound checkpoints, of which there is one at least; the others are warned of."""
-    run, broken = _run_of(folder)
-    for error in broken:
-        print(f"dynaquant: passed over {error}", file=sys.stderr)
-    files = []
-    for summary in run.summaries()[0]:
-        try:
-            files.append(run.file(summary.step))
-        except CheckpointError:
-            if run.path(summary.step).exists():  # else its writer has deleted it since it was listed
-                raise
-    if not files:
-        raise CheckpointError(f"{folder}: no checkpoint of this run can be read")
-    return run, files
-
-
-def _table(*columns: str) -> Table:
-    table = Table(header_style="bold")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right")
-    return table
-
-
-def _add(table: Table, *cells: str) -> None:
-    table.add_row(*(Text(cell) for cell in cells))  # a name is no markup
-
-
-def _print(what: Any) -> None:
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 200  # a pipe has no width; tables are not to be folded for it
-    console.print(what, soft_wrap=isinstance(what, str))
-
-
-def _print_json(value: Any) -> None:
-    json.dump(value, sys.stdout, indent=1, allow_nan=False)
-    print()
-
-
-def _with_progress(items: Iterable[T], description: str, count: int) -> Iterable[T]:
-    console = Console(stderr=True)
-    return track(items, description, total=count, console=console, transient=True, disable=not console.is_terminal)
-
-
 def _shape(info: TensorInfo) -> str:
     return "×".join(map(str, info.shape)) or "scalar"
 
 
+def _smaller(size: Size) -> str:
+    return f"{output.bytes_(size.stored)} instead of {output.bytes_(size.raw)}"
+
+
 def _ratio(size: Size) -> str:
     return f"{size.ratio:.1f}×" if size.stored else "–"
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1000
-    return f"{size:.2f} TB"

@@ -1,0 +1,102 @@
+"""What the commands share: how they open a run, and how they print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from dynaquant.container import CheckpointFile
+from dynaquant.errors import CheckpointError
+from dynaquant.run import Run
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of checkpoints.", show_default=False)]
+Step = Annotated[int | None, typer.Argument(metavar="STEP", help="Which checkpoint; the newest unless given.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+T = TypeVar("T")
+
+
+def run_of(folder: Path) -> tuple[Run, list[CheckpointError]]:
+    """The run in a folder and what is wrong with files in it. Raises CheckpointError when it is no run."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{folder} {what}; give the folder that a Checkpointer writes to")
+    run = Run(folder)
+    summaries, broken = run.summaries()
+    if not summaries and not broken:
+        raise CheckpointError(f"{folder}: there are no checkpoints in this folder (files named step-….dqc)")
+    return run, broken
+
+
+def open_run(folder: Path) -> tuple[Run, list[CheckpointFile]]:
+    """The run and its sound checkpoints, of which there is one at least; the others are warned of."""
+    run, broken = run_of(folder)
+    for error in broken:
+        print(f"dynaquant: passed over {error}", file=sys.stderr)
+    files = []
+    for summary in run.summaries()[0]:
+        try:
+            files.append(run.file(summary.step))
+        except CheckpointError:
+            if run.path(summary.step).exists():  # else its writer has deleted it since it was listed
+                raise
+    if not files:
+        raise CheckpointError(f"{folder}: no checkpoint of this run can be read")
+    return run, files
+
+
+def table(*columns: str) -> Table:
+    """An empty table; all columns but the first are numbers."""
+    empty = Table(header_style="bold")
+    for i, column in enumerate(columns):
+        empty.add_column(column, justify="left" if i == 0 else "right")
+    return empty
+
+
+def add(to: Table, *cells: str) -> None:
+    """Adds a row to a table."""
+    to.add_row(*(Text(cell) for cell in cells))  # a name is no markup
+
+
+def print_(what: Any) -> None:
+    """Prints text or a table."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = 200  # a pipe has no width; tables are not to be folded for it
+    console.print(what, soft_wrap=isinstance(what, str))
+
+
+def print_json(value: Any) -> None:
+    """Prints JSON for other programs."""
+    json.dump(value, sys.stdout, indent=1, allow_nan=False)
+    print()
+
+
+def with_progress(items: Iterable[T], description: str, count: int) -> Iterable[T]:
+    """The items, with a progress bar on a terminal."""
+    console = Console(stderr=True)
+    return track(items, description, total=count, console=console, transient=True, disable=not console.is_terminal)
+
+
+def steps(listed: Iterable[int]) -> str:
+    """How many steps, and which."""
+    listed = sorted(listed)
+    return f"{len(listed)} ({', '.join(map(str, listed))})" if listed else "none"
+
+
+def bytes_(count: int) -> str:
+    """A number of bytes for people, in decimal units."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1000
+    return f"{size:.2f} TB"
