@@ -2,8 +2,9 @@
 
 from importlib.metadata import version
 
-from dynaquant.checkpointer import Checkpointer, load
+from dynaquant.checkpointer import Checkpointer
 from dynaquant.errors import CheckpointError, DynaquantError, EvaluateError, StateError
+from dynaquant.loading import load, load_into
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.partition import Configuration
 from dynaquant.record import Record
@@ -20,6 +21,7 @@ __all__ = [
     "Record",
     "StateError",
     "load",
+    "load_into",
 ]
 
 __version__ = version("dynaquant")

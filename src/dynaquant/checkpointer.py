@@ -23,6 +23,7 @@ from dynaquant.compressor import Compressor, Loss
 from dynaquant.container import CheckpointFile
 from dynaquant.distributed import Group, unwrapped
 from dynaquant.errors import CheckpointError, StateError
+from dynaquant.loading import exact_or
 from dynaquant.presets import QualityName
 from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.record import Record, json_of, record_of, record_without_file
@@ -32,7 +33,7 @@ from dynaquant.run import Base, Checkpoint, Run
 from dynaquant.schedule import Every, Schedule
 from dynaquant.search.manager import Decision
 from dynaquant.search.quality import Evaluate
-from dynaquant.state import flatten, unflatten
+from dynaquant.state import flatten
 
 log = logging.getLogger("dynaquant")
 
@@ -247,7 +248,9 @@ class Checkpointer:
         """A checkpoint that fits the objects to restore."""
         values: dict[str, Tensor] = {}
         tensors = self._run.load(file, values)
-        state, exact = _state_of(self._run, file, values, self.skipped)
+        state, exact = exact_or(self._run, file, values, self.skipped)
+        if not set(state_sources.RESERVED) <= set(state):
+            raise CheckpointError(f"{file.path}: it holds no state of a training")
         try:
             state_sources.check_fit(self._sources, state, f"{file.path} (step {file.header.step})")
             own = state_sources.randomness_of(state, self._group.rank)
@@ -382,46 +385,3 @@ class Checkpointer:
             self.wait()
         finally:
             self._stack.close()
-
-
-def load(folder: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
-    """The state stored in a run's newest checkpoint, or in that of ``step``, as plain dictionaries and CPU tensors;
-    as it was before it was quantized, where that was kept as well (``exact="latest"``).
-
-    Keys are ``"model"``, ``"optimizer"``, the names of the extras, ``"rng"``, ``"classes"`` and ``"parameters"``.
-    Raises CheckpointError when the checkpoint is not there or damaged.
-    """
-    run = Run(folder)
-    if step is None:
-        summaries, broken = run.summaries()
-        if not summaries:
-            raise broken[0] if broken else CheckpointError(f"{folder}: there are no checkpoints here")
-        step = summaries[-1].step
-    file = run.file(step)
-    values: dict[str, Tensor] = {}
-    run.load(file, values)
-    return _state_of(run, file, values, [])[0]
-
-
-def _state_of(
-    run: Run, file: CheckpointFile, values: dict[str, Tensor], skipped: list[CheckpointError]
-) -> tuple[dict[str, Any], bool]:
-    """The state of a checkpoint with these values, and whether it is that from before it was quantized.
-
-    Adds to skipped why an exact file could not be used.
-    """
-    exact: dict[str, Tensor] = {}
-    try:
-        if (twin := run.exact(file)) is not None:
-            run.load(twin, exact)
-            file = twin
-    except CheckpointError as error:
-        log.warning("the small form of step %d stands in for its exact one: %s", file.header.step, error)
-        skipped.append(error)
-    try:
-        state = unflatten(file.header.tree, exact or values)
-    except StateError as error:
-        raise CheckpointError(f"{file.path}: {error}") from error
-    if not isinstance(state, dict) or not set(state_sources.RESERVED) <= set(state):
-        raise CheckpointError(f"{file.path}: it holds no state of a training")
-    return state, bool(exact)

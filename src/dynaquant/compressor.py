@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaquant import kernels
+from dynaquant.codebook import Grid
 from dynaquant.coding.stream import Coder, StoredTensor, bytes_of, tensor_hash, values_of
 from dynaquant.container import Header
 from dynaquant.distributed import Group
@@ -283,7 +284,8 @@ class Compressor:
         """What the quantizer needs to know of the weights ahead of all configurations."""
         if self.method != "grid":
             return sketch_weights(weights, label_of, gradients)
-        before = {name: last.quantized for name, last in self._last.items()}
+        books = {name: last.quantized.codebook for name, last in self._last.items()}
+        before = {name: book.rung for name, book in books.items() if isinstance(book, Grid)}
         return grid_weights(weights, fisher, before, self._restored_step)
 
     def _moments(self, tensors: Mapping[str, Tensor], label_of: Mapping[str, Label]) -> dict[str, Quantized]:

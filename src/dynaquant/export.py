@@ -1,76 +1,164 @@
-"""A checkpoint's model, or its whole state, as a file that other programs read."""
+"""A checkpoint's model, or its whole state, as files that other programs read."""
 
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save
 from torch import Tensor
 
-from dynaquant.checkpointer import load
 from dynaquant.errors import CheckpointError
+from dynaquant.lazily import Lazy
+from dynaquant.loading import Stored, state_of
+from dynaquant.modelfiles import dcp, safetensors, torchfile
 
 
 class Target(StrEnum):
-    """What to write: the model as safetensors, the model as ``torch.save`` does, or the whole state so."""
+    """What to write: the model as safetensors, as a Hugging Face folder of such, or as ``torch.save`` does; the whole
+    state as ``torch.save`` does, or as a folder of ``torch.distributed.checkpoint``."""
 
     SAFETENSORS = "safetensors"
+    HF = "hf"
     TORCH = "torch"
     TORCH_STATE = "torch-state"
+    DCP = "dcp"
 
 
-def export(folder: str | os.PathLike[str], step: int, target: Target, out: Path) -> None:
-    """Writes the checkpoint of a step to ``out``, which is replaced at once or, on any error, not at all.
+_OF_FORMAT = {
+    "safetensors": Target.SAFETENSORS,
+    "huggingface": Target.HF,
+    "torch": Target.TORCH_STATE,
+    "dcp": Target.DCP,
+}
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
-    A tensor that has several names is written under the first of them to safetensors, which has no shared tensors; the
-    file's metadata maps the others to it, as ``safetensors.torch.save_model`` does. Raises CheckpointError when the
-    checkpoint cannot be read or the format has no place for it, OSError when the file cannot be written.
+
+def target_for(stored: Stored, out: Path) -> Target:
+    """What is meant by the name of a file: its suffix says, else where the checkpoint comes from, else safetensors."""
+    if out.suffix == ".safetensors":
+        return Target.SAFETENSORS
+    if out.suffix in _TORCH_SUFFIXES:
+        return Target.TORCH_STATE
+    return _OF_FORMAT.get(_source(stored).get("format", ""), Target.SAFETENSORS)
+
+
+def export(stored: Stored, target: Target, out: Path, tell: Callable[[str], None] = lambda _text: None) -> None:
+    """Writes a checkpoint to ``out``, a file or a folder, which is there at once or, on any error, not at all.
+
+    Of a model only one tensor at a time is in memory, but for ``torch.save``. A tensor that has several names is
+    written under the first of them to safetensors, which has no shared tensors; the file's metadata maps the others to
+    it, as ``safetensors.torch.save_model`` does. tell: is told how far it has come.
+
+    Raises CheckpointError when the checkpoint cannot be decoded or the format has no place for it, OSError when ``out``
+    cannot be written.
     """
-    state = load(folder, step)
+    if target in (Target.HF, Target.DCP):
+        with _new_folder(out) as folder:
+            if target is Target.HF:
+                _write_shards(stored, folder, tell)
+            else:
+                dcp.write(folder, state_of(stored.file, dict(_told(stored.tensors, tell))))
+        return
+    with _new_file(out) as file:
+        if target is Target.SAFETENSORS:
+            names, ties = _untied(stored)
+            source = _source(stored)
+            own = source.get("metadata") or {} if source else {"format": "pt", "step": str(stored.file.header.step)}
+            _write_safetensors(stored, file, names, {**own, **ties}, tell)
+        elif target is Target.TORCH:
+            torchfile.write(file, stored.model(_told(stored.tensors, tell)))
+        else:
+            torchfile.write(file, state_of(stored.file, dict(_told(stored.tensors, tell))))
+
+
+def _source(stored: Stored) -> dict[str, Any]:
+    source = stored.file.header.record.get("source")
+    return source if isinstance(source, dict) else {}
+
+
+def _untied(stored: Stored) -> tuple[dict[str, str], dict[str, str]]:
+    """The model's tensors by the first of their names, and metadata with the other names."""
+    first_names: dict[str, str] = {}
+    names: dict[str, str] = {}
+    metadata: dict[str, str] = {}
+    for key, name in stored.state_dict.items():
+        first = first_names.setdefault(name, key)
+        if first == key:
+            names[key] = name
+        else:
+            metadata[key] = first
+    return names, metadata
+
+
+def _write_safetensors(
+    stored: Stored, file: BinaryIO, names: Mapping[str, str], metadata: Any, tell: Callable[[str], None]
+) -> None:
+    shapes = stored.shapes
+    tensors = Lazy(names, lambda key: stored.tensors[names[key]])
+    like = {key: shapes[name] for key, name in names.items()}
+    safetensors.write(file, _told(tensors, tell), like, metadata or None)
+
+
+def _write_shards(stored: Stored, folder: Path, tell: Callable[[str], None]) -> None:
+    names, ties = _untied(stored)
+    source = _source(stored)
+    shapes = stored.shapes
+    if isinstance(known := source.get("shards"), dict):
+        shards = {file: list(shard["tensors"]) for file, shard in known.items()}
+        metadata = {file: shard["metadata"] for file, shard in known.items()}
+    else:
+        shards = safetensors.shards_of({key: shapes[name] for key, name in names.items()})
+        metadata = {file: {"format": "pt", **ties} for file in shards}
+    for file, keys in shards.items():
+        with (folder / file).open("xb") as out:
+            _write_safetensors(stored, out, {key: names[key] for key in keys}, metadata[file], tell)
+    index = source["index"] if known else safetensors.INDEX if len(shards) > 1 else None
+    if index is not None:
+        total = sum(shapes[name].numel() * shapes[name].dtype.itemsize for name in names.values())
+        (folder / index).write_text(safetensors.index_of(shards, source.get("metadata"), total))
+
+
+def _told(tensors: Mapping[str, Tensor], tell: Callable[[str], None]) -> Mapping[str, Tensor]:
+    order = {name: i for i, name in enumerate(tensors, 1)}
+
+    def tensor(name: str) -> Tensor:
+        tell(f"decoding and writing: tensor {order[name]} of {len(order)}")
+        return tensors[name]
+
+    return Lazy(tensors, tensor)
+
+
+@contextmanager
+def _new_file(out: Path) -> Iterator[BinaryIO]:
+    """A file that takes its place when all of it is written."""
     if out.is_dir():
         raise CheckpointError(f"{out} is a folder; give the name of a file in it")
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     file = temporary.open("xb")  # before the try: a file that is there already is not ours to delete
     try:
         with file:
-            if target is Target.SAFETENSORS:
-                file.write(_safetensors(state["model"], step))
-            else:
-                _torch_save(state["model"] if target is Target.TORCH else state, file)
+            yield file
         temporary.replace(out)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def _torch_save(value: Any, file: BinaryIO) -> None:
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """A folder that takes its place when all of it is written. One that is there has to be empty."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise CheckpointError(f"{out} is there already, and not an empty folder; give another name")
+    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    temporary.mkdir()
     try:
-        torch.save(value, file)
-    except RuntimeError as error:  # what it makes of an OSError
-        raise OSError(f"torch.save failed ({error})") from error
-
-
-def _safetensors(model: dict[str, Any], step: int) -> bytes:
-    first_names: dict[int, str] = {}
-    tensors: dict[str, Tensor] = {}
-    metadata = {"format": "pt", "step": str(step)}
-    for name, value in model.items():
-        if not isinstance(value, Tensor):
-            raise CheckpointError(
-                f"safetensors holds only tensors, and {name} of the model is a {type(value).__name__}; "
-                "export to torch instead"
-            )
-        first = first_names.setdefault(id(value), name)
-        if first == name:
-            tensors[name] = value.contiguous()
-        else:
-            metadata.setdefault(name, first)
-    try:
-        return save(tensors, metadata)
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise CheckpointError(f"safetensors cannot hold this model ({error}); export to torch instead") from error
+        yield temporary
+        temporary.replace(out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise

@@ -79,13 +79,13 @@ def labels(
         elif isinstance(thing, torch.optim.Optimizer):
             for name in tensors:
                 if name.startswith(f"{source}.state."):
-                    result[name] = Label(_optimizer_role(name, tensors))
+                    result[name] = Label(optimizer_role(name, tensors))
     for pattern, role in (overrides or {}).items():
         _override(result, tensors, parameters, pattern, role)
     return result
 
 
-def _optimizer_role(name: str, tensors: Mapping[str, Tensor]) -> Role:
+def optimizer_role(name: str, tensors: Mapping[str, Tensor]) -> Role:
     """Of a tensor of an optimizer's state."""
     state, _, key = name.rpartition(".")
     # RMSprop takes the square of one from the other here, and the root of that: rounding could make it negative.

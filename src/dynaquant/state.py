@@ -10,7 +10,7 @@ import base64
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,63 @@ def flatten(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """
     flattener = _Flattener()
     return flattener.node(state, ""), flattener.tensors
+
+
+def tree_of(names: Iterable[str]) -> Any:
+    """The tree of a flat state dict whose tensors have these names, without the tensors being there."""
+    return {"dict": [[name, {"tensor": name}] for name in names]}
+
+
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "model_state")
+"""Where checkpoints of other programs keep their model's state dict."""
+
+
+def model_in(tree: Any) -> Any:
+    """The node of a model's state dict in a tree: what is under ``"model"``, ``"state_dict"`` and the like, else the
+    state itself, if there are tensors in it. Raises StateError when there is none."""
+    pairs = pairs_of(tree)
+    within = next((node for key in _MODEL_KEYS for k, node in pairs if k == key and pairs_of(node)), None)
+    if within is None and not any(tensor_name(node) for _, node in pairs):
+        parts = ", ".join(str(key) for key, _ in pairs)
+        raise StateError(f"there is no model in it; it has {parts or 'no parts'}")
+    return tree if within is None else within
+
+
+def state_dict_in(tree: Any) -> dict[str, str]:
+    """Keys of a model's state dict in a tree, and the names of their tensors.
+
+    Raises StateError when there is none, or something in it is no tensor.
+    """
+    found = {str(key): tensor_name(node) for key, node in pairs_of(model_in(tree))}
+    if others := [key for key, name in found.items() if name is None]:
+        raise StateError(f"{others[0]} of the model is no tensor; export it to torch, or load all")
+    return {key: name for key, name in found.items() if name is not None}
+
+
+def pairs_of(node: Any) -> list[tuple[Any, Any]]:
+    """Keys and values of a dictionary's node; none for other nodes."""
+    if not isinstance(node, dict):
+        return []
+    content: Any = next((node[kind] for kind in ("dict", "ordered_dict") if kind in node), [])
+    return [(pair[0], pair[1]) for pair in content if isinstance(pair, list) and len(pair) == 2]
+
+
+def tensor_name(node: Any) -> str | None:
+    """The name of a tensor's node; None for other nodes."""
+    if not isinstance(node, dict):
+        return None
+    name = node.get("tensor", node.get("parameter"))
+    return name if isinstance(name, str) else None
+
+
+def names_in(node: Any) -> Iterator[str]:
+    """The names of the tensors anywhere below a node."""
+    name = tensor_name(node)
+    if name is not None:
+        yield name
+        return
+    for value in node if isinstance(node, list) else [v for _, v in pairs_of(node)]:
+        yield from names_in(value)
 
 
 class _Flattener:

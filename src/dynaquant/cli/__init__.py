@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
-from dynaquant.cli import demo, runs
+from dynaquant.cli import demo, files, runs
 from dynaquant.errors import DynaquantError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(demo.demo)
-for command in (runs.log, runs.show, runs.diff, runs.verify, runs.export, runs.prune):
-    app.command(rich_help_panel="Runs of checkpoints")(command)
+_PANELS: dict[str, list[Callable[..., None]]] = {
+    "Files of other programs": [files.compress, files.decompress, files.pack, files.unpack],
+    "Runs of checkpoints": [runs.log, runs.show, runs.diff, runs.verify, runs.export, runs.prune],
+}
+for panel, commands in _PANELS.items():
+    for command in commands:
+        app.command(rich_help_panel=panel)(command)
 
 
 def _show_version(wanted: bool) -> None:

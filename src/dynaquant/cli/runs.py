@@ -17,6 +17,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.export import Target
 from dynaquant.export import export as export_checkpoint
 from dynaquant.inspection import TensorInfo, changes, level_counts, tensors_of
+from dynaquant.loading import Stored
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.knobs import in_short
 from dynaquant.quantized import QuantizedTensor
@@ -233,7 +234,7 @@ def export(
     chosen = step if step is not None else files[-1].header.step
     if out.exists() and not force:
         raise CheckpointError(f"{out} exists; give another name, or --force to replace it")
-    export_checkpoint(run.folder, chosen, to, out)
+    export_checkpoint(Stored(run.folder, chosen), to, out)
     output.print_(f"{out}: step {chosen}, {output.bytes_(out.stat().st_size)}")
 
 

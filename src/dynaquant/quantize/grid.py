@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dynaquant import kernels
 from dynaquant.codebook import HIGHEST_STEP, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, rung_value
+from dynaquant.lazily import Lazy
 from dynaquant.quantized import FIRST_BIN, MAX_BINS, QuantizedTensor, protected_values
 
 SCALES_PER_OCTAVE = 16
@@ -132,9 +133,13 @@ class GridWeights:
     seed: int
     notes: list[str]
 
-    def quantize(self, configuration: GridConfiguration) -> dict[str, QuantizedTensor]:
+    def steps(self, configuration: GridConfiguration) -> dict[str, int]:
+        """The rungs of the steps of a scale, by name."""
+        return rungs(self.fisher, configuration.scale, self.last, self._largest)
+
+    def quantize(self, configuration: GridConfiguration) -> Mapping[str, QuantizedTensor]:
         """The weights with the steps of a scale, by name; a pure function."""
-        steps = rungs(self.fisher, configuration.scale, self.last, self._largest)
+        steps = self.steps(configuration)
 
         def seed(name: str) -> int | None:
             return zlib.crc32(name.encode(), self.seed & 0xFFFFFFFF) if configuration.dithered else None
@@ -163,14 +168,14 @@ class GridWeights:
 
 
 def grid_weights(
-    weights: Mapping[str, Tensor], fisher: Mapping[str, float], last: Mapping[str, QuantizedTensor], seed: int
+    weights: Mapping[str, Tensor], fisher: Mapping[str, float], last: Mapping[str, int], seed: int
 ) -> GridWeights:
     """Looks through the weights once, ahead of quantizing them with one or many scales.
 
     weights: tensors of dtypes in ``sketch.SKETCHED``, by name. fisher: mean squared gradients, of as many as are known.
-    last: the tensors of the checkpoint before.
+    last: rungs of the checkpoint before. The weights are asked for again whenever they are needed.
     """
-    notes, kept = [], {}
+    notes, kept, squares = [], [], {}
     for name, tensor in weights.items():
         if tensor.numel() == 0:
             continue
@@ -179,7 +184,8 @@ def grid_weights(
             nonfinite = int((~tensor.detach().isfinite()).sum())
             notes.append(f"{name}: {nonfinite} infinite or NaN values, stored exactly")
         elif lowest < highest and SMALLEST <= max(highest, -lowest) < LARGEST:
-            kept[name] = tensor
-    before = {name: q.codebook.rung for name, q in last.items() if name in kept and isinstance(q.codebook, Grid)}
-    squares = {name: _square(tensor) for name, tensor in kept.items()}
-    return GridWeights(kept, effective_fisher(kept, squares, fisher), squares, before, seed, notes)
+            kept.append(name)
+            squares[name] = _square(tensor)
+    usable = Lazy(kept, weights.__getitem__)
+    before = {name: rung for name, rung in last.items() if name in usable}
+    return GridWeights(usable, effective_fisher(usable, squares, fisher), squares, before, seed, notes)

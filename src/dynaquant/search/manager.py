@@ -51,7 +51,7 @@ class Decision:
 
     search: Search
     configuration: Knobs | None
-    quantized: dict[str, QuantizedTensor] = field(default_factory=dict)
+    quantized: Mapping[str, QuantizedTensor] = field(default_factory=dict)
     quality: Quality | None = None
     limit: float | None = None
     judged_by: JudgedBy | None = None

@@ -27,7 +27,7 @@ class Quantizer(Protocol):
         """By name."""
         ...
 
-    def quantize(self, configuration: Any) -> dict[str, QuantizedTensor]:
+    def quantize(self, configuration: Any) -> Mapping[str, QuantizedTensor]:
         """By name; a pure function."""
         ...
 
@@ -99,7 +99,7 @@ class Trials:
         self._quantizer, self._judge, self._progress = quantizer, judge, progress
         self._limit, self._group = limit, group
         self._known: dict[Knobs, tuple[Trial, Quality | None]] = {}
-        self._kept: tuple[Knobs, dict[str, QuantizedTensor]] | None = None
+        self._kept: tuple[Knobs, Mapping[str, QuantizedTensor]] | None = None
 
     @property
     def done(self) -> list[Trial]:
@@ -156,7 +156,7 @@ class Trials:
         """What is known of a configuration that was tried."""
         return self._known[configuration][0]
 
-    def result(self, configuration: Knobs) -> tuple[dict[str, QuantizedTensor], Quality | None]:
+    def result(self, configuration: Knobs) -> tuple[Mapping[str, QuantizedTensor], Quality | None]:
         """The weights quantized with a configuration that was scored, and their quality."""
         if self._kept is None or self._kept[0] != configuration:
             self._kept = configuration, self._quantizer.quantize(configuration)

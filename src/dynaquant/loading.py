@@ -1,0 +1,181 @@
+"""What is stored, without the training that made it: whole states, single tensors, the weights of a model."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynaquant.coding.stream import values_of
+from dynaquant.container import CheckpointFile
+from dynaquant.errors import CheckpointError, StateError
+from dynaquant.lazily import Lazy
+from dynaquant.run import Run, load_tensor
+from dynaquant.state import model_in, names_in, state_dict_in, unflatten
+
+log = logging.getLogger("dynaquant")
+
+
+class Stored:
+    """A checkpoint in a run, or a file that stands alone; opened, and its tensors decoded when they are asked for.
+
+    path: a run's folder, or a file. step: of a run; the newest unless given. A checkpoint that was also kept as it was
+    (``exact="latest"``) is taken so. Raises CheckpointError when it is not there or not sound, ValueError for a step of
+    a file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], step: int | None = None) -> None:
+        path = Path(path)
+        if path.is_file():
+            if step is not None:
+                raise ValueError(f"{path} is one checkpoint; a step can be asked for of a run's folder")
+            file = CheckpointFile(path)
+            self.chain = [file] if file.header.parent is None else Run(path.parent).chain(file)
+        else:
+            run = Run(path)
+            file = run.file(step) if step is not None else _newest(run)
+            twin = run.exact(file)
+            self.chain = [twin] if twin is not None else run.chain(file)
+        self.file = self.chain[0]
+        self.tensors: Mapping[str, Tensor] = Lazy(
+            self.file.header.by_name, lambda name: values_of(load_tensor(self.chain, name))
+        )
+        """By name; each is decoded, and checked against its hash, whenever it is asked for."""
+
+    @property
+    def shapes(self) -> dict[str, Tensor]:
+        """Tensors without values (on the meta device) that have the dtypes and shapes of the stored ones, by name."""
+        entries = self.file.header.entries
+        return {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
+
+    @property
+    def state_dict(self) -> dict[str, str]:
+        """Names of the model's tensors, as its state dict has them, and under which each is stored.
+
+        Raises CheckpointError when there is no one state dict in the checkpoint that is a model's.
+        """
+        try:
+            return state_dict_in(self.file.header.tree)
+        except StateError as error:
+            raise CheckpointError(f"{self.file.path}: {error}") from None
+
+    def model(self, tensors: Mapping[str, Tensor]) -> Any:
+        """The model's state dict with these tensors of the checkpoint. Raises CheckpointError when there is none."""
+        try:
+            node = model_in(self.file.header.tree)
+            return unflatten(node, {name: tensors[name] for name in names_in(node)})
+        except StateError as error:
+            raise CheckpointError(f"{self.file.path}: {error}") from None
+
+
+def _newest(run: Run) -> CheckpointFile:
+    summaries, broken = run.summaries()
+    if not summaries:
+        raise broken[0] if broken else CheckpointError(f"{run.folder}: there are no checkpoints here")
+    return run.file(summaries[-1].step)
+
+
+def load(
+    path: str | os.PathLike[str], step: int | None = None, *, keys: Collection[str] | None = None
+) -> dict[str, Any]:
+    """The state in a run's newest checkpoint, in that of ``step``, or in a file, as plain dictionaries and CPU tensors;
+    as it was before it was quantized, where that was kept as well (``exact="latest"``).
+
+    Of a run that a Checkpointer has written the keys are ``"model"``, ``"optimizer"``, the names of the extras,
+    ``"rng"``, ``"classes"`` and ``"parameters"``. What was compressed or packed from another program's file comes back
+    as that file had it: for weights, as their state dict.
+
+    keys: names of tensors of the model; only they are decoded, and returned by those names.
+
+    Raises CheckpointError when the checkpoint is not there or damaged, KeyError for a key that is not there.
+    """
+    if keys is not None:
+        stored = Stored(path, step)
+        names = stored.state_dict
+        if missing := [key for key in keys if key not in names]:
+            raise KeyError(f"{stored.file.path}: there is no tensor {missing[0]!r}; there are {_some(names)}")
+        return {key: stored.tensors[names[key]] for key in keys}
+    if Path(path).is_file():
+        stored = Stored(path, step)
+        return state_of(stored.file, dict(stored.tensors))
+    run = Run(path)
+    file = run.file(step) if step is not None else _newest(run)
+    values: dict[str, Tensor] = {}
+    run.load(file, values)
+    return exact_or(run, file, values, [])[0]
+
+
+def load_into(model: nn.Module, path: str | os.PathLike[str], step: int | None = None) -> None:
+    """Puts the stored weights and buffers of a model into it, one tensor at a time.
+
+    path, step: as for ``load``. Everything is compared before anything is changed: raises StateError, listing what
+    differs, when names or shapes are not those of ``model.state_dict()``. Values are cast to the model's dtypes.
+
+    Raises CheckpointError when the checkpoint is not there or damaged. Damage of a tensor is found when its turn comes,
+    and the message says that tensors before it have been put in.
+    """
+    stored = Stored(path, step)
+    names, shapes, own = stored.state_dict, stored.shapes, model.state_dict(keep_vars=True)
+    problems = [f"{name} is not in it" for name in own if name not in names]
+    problems += [f"{name} is in it, and the model has no such tensor" for name in names if name not in own]
+    for name in own.keys() & names.keys():
+        if not isinstance(own[name], Tensor):
+            problems.append(f"{name} of the model is a {type(own[name]).__name__}, which is no tensor")
+        elif own[name].shape != (shape := shapes[names[name]].shape):
+            problems.append(f"{name} is {list(shape)} in it and {list(own[name].shape)} in the model")
+    if problems:
+        shown = "\n  ".join(sorted(problems)[:10] + ([f"… and {len(problems) - 10} more"] if problems[10:] else []))
+        raise StateError(f"{stored.file.path} does not fit the model:\n  {shown}\nNothing was changed.")
+    done: set[tuple[str, int]] = set()  # tied tensors are decoded once
+    for name, target in own.items():
+        place = names[name], target.data_ptr()
+        if place in done:
+            continue
+        try:
+            value = stored.tensors[names[name]]
+        except CheckpointError as error:
+            error.add_note(f"{len(done)} tensors before it have been put into the model")
+            raise
+        with torch.no_grad():
+            target.copy_(value)
+        done.add(place)
+
+
+def state_of(file: CheckpointFile, values: dict[str, Tensor]) -> dict[str, Any]:
+    """The state of a checkpoint with these values of its tensors. Raises CheckpointError when it has none."""
+    try:
+        state = unflatten(file.header.tree, values)
+    except StateError as error:
+        raise CheckpointError(f"{file.path}: {error}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file.path}: it holds no state")
+    return state
+
+
+def exact_or(
+    run: Run, file: CheckpointFile, values: dict[str, Tensor], skipped: list[CheckpointError]
+) -> tuple[dict[str, Any], bool]:
+    """The state of a checkpoint as it was before it was quantized, and True, where that was kept; else with these
+    values, and False.
+
+    Adds to skipped why an exact file could not be used.
+    """
+    exact: dict[str, Tensor] = {}
+    try:
+        if (twin := run.exact(file)) is not None:
+            run.load(twin, exact)
+            file = twin
+    except CheckpointError as error:
+        log.warning("the small form of step %d stands in for its exact one: %s", file.header.step, error)
+        skipped.append(error)
+    return state_of(file, exact or values), bool(exact)
+
+
+def _some(names: Collection[str]) -> str:
+    shown = list(names)[:3]
+    return ", ".join(map(repr, shown)) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,30 @@
+"""What a file of another program holds, whatever its format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+Format = Literal["safetensors", "huggingface", "torch", "dcp"]
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A state as another program has written it.
+
+    tree, tensors: as from ``state.flatten``; tensors may be read when they are asked for, so that a file need not fit
+    into memory. format: of the file. details: what else it takes to write the same file again, as JSON values.
+    """
+
+    format: Format
+    tree: Any
+    tensors: Mapping[str, Tensor]
+    details: dict[str, Any]
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """What a record keeps of where a checkpoint comes from."""
+        return {"format": self.format, **self.details}

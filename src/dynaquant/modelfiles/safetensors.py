@@ -1,0 +1,155 @@
+"""safetensors: one file, or a Hugging Face folder of several and an index. Tensors are read and written one by one."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dynaquant.coding.stream import bytes_of
+from dynaquant.errors import CheckpointError
+from dynaquant.lazily import Lazy
+from dynaquant.modelfiles.modelfile import ModelFile
+from dynaquant.state import dtype_name, tree_of
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SHARD_BYTES = 5_000_000_000
+"""Of a file of a folder at most, as Hugging Face has it."""
+
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+_ALIGNMENT = 8
+
+
+def read(path: Path) -> ModelFile:
+    """A file. Raises CheckpointError when it is no sound one."""
+    tensors, metadata = _open(path)
+    return ModelFile("safetensors", tree_of(tensors), tensors, {"metadata": metadata})
+
+
+def read_folder(folder: Path) -> ModelFile:
+    """A folder: the files that its index names, or all that are there. Raises CheckpointError for anything else."""
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        raise CheckpointError(f"{folder} has several indices ({', '.join(i.name for i in indices)}); give one file")
+    if indices:
+        index = _read_index(indices[0])
+        files = sorted(set(index["weight_map"].values()))
+    else:
+        index, files = {}, sorted(path.name for path in folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder}: there is no *.safetensors file in it, and no {'.metadata'} of a DCP folder")
+    shards: dict[str, Any] = {}
+    parts: dict[str, Mapping[str, Tensor]] = {}
+    for file in files:
+        if not (folder / file).exists():
+            raise CheckpointError(f"{folder}: {file} is missing, which {indices[0].name} names")
+        part, metadata = _open(folder / file)
+        if twice := sorted(part.keys() & parts.keys()):
+            raise CheckpointError(f"{folder}: {twice[0]} is in two files")
+        parts.update(dict.fromkeys(part, part))
+        shards[file] = {"metadata": metadata, "tensors": list(part)}
+    if missing := sorted(index.get("weight_map", {}).keys() - parts.keys()):
+        raise CheckpointError(f"{folder}: {missing[0]} is in no file, and {indices[0].name} names it")
+    tensors = Lazy(parts, lambda name: parts[name][name])
+    details = {"index": indices[0].name if indices else None, "metadata": index.get("metadata"), "shards": shards}
+    return ModelFile("huggingface", tree_of(tensors), tensors, details)
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        index = json.loads(path.read_text())
+        names, files = set(index["weight_map"].keys()), set(index["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not the index of a model ({error!r})") from None
+    if not all(type(text) is str for text in names | files) or any(Path(file).name != file for file in files):
+        raise CheckpointError(f"{path}: its weight_map does not lead from tensors to files beside it")
+    return dict(index)
+
+
+def _open(path: Path) -> tuple[Lazy[Tensor], dict[str, str] | None]:
+    try:
+        file = safe_open(path, "pt")
+        names, metadata = list(file.keys()), file.metadata()  # type: ignore[no-untyped-call]
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file ({error})") from None
+
+    def tensor(name: str) -> Tensor:
+        try:
+            found: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
+        except (SafetensorError, OSError, AttributeError) as error:
+            raise CheckpointError(f"{path}: {name} cannot be read ({error})") from None
+        return found
+
+    return Lazy(names, tensor), metadata
+
+
+def write(file: BinaryIO, tensors: Mapping[str, Tensor], shapes: Mapping[str, Tensor], metadata: Any) -> None:
+    """Writes a file, asking for one tensor at a time.
+
+    shapes: tensors of the same names, dtypes and shapes, whose values do not count (meta tensors). Raises
+    CheckpointError for a dtype that the format does not have.
+    """
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    names = sorted(shapes, key=lambda name: -shapes[name].dtype.itemsize)  # aligned, as readers like it
+    offset = 0
+    for name in names:
+        like = shapes[name]
+        if like.dtype not in _TYPES:
+            raise CheckpointError(
+                f"safetensors has no {dtype_name(like.dtype)} tensors, such as {name}; export to torch instead"
+            )
+        size = like.numel() * like.dtype.itemsize
+        shape = list(like.shape)
+        header[name] = {"dtype": _TYPES[like.dtype], "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name in names:
+        file.write(bytes_of(tensors[name]).data)
+
+
+def shards_of(shapes: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """The files that a Hugging Face folder gets, and the tensors in each of them."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, like in shapes.items():
+        bytes_ = like.numel() * like.dtype.itemsize
+        if parts[-1] and size + bytes_ > SHARD_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += bytes_
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
+
+
+def index_of(shards: Mapping[str, Iterable[str]], metadata: Any, total: int) -> str:
+    """The text of an index. metadata: as it was, or None; total: bytes of all tensors."""
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    return json.dumps({"metadata": metadata or {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
