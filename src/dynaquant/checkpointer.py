@@ -23,6 +23,7 @@ from dynaquant.compressor import Compressor, Loss
 from dynaquant.container import CheckpointFile
 from dynaquant.distributed import Group, unwrapped
 from dynaquant.errors import CheckpointError, StateError
+from dynaquant.live import LogTo, logger_of
 from dynaquant.loading import exact_or
 from dynaquant.presets import QualityName
 from dynaquant.quantize.knobs import Knobs, Method
@@ -86,6 +87,10 @@ class Checkpointer:
     checkpoints stay, and of which steps every multiple stays; by default all do. keyframe_every: checkpoints in a chain
     of deltas at most, the keyframe included.
 
+    log_to: is told of every save once it is on the disk: a TensorBoard ``SummaryWriter`` (or whatever has its
+    ``add_scalar``), or a function of the ``Record``. It is called from the thread that writes; should it raise, a
+    warning says so, and the checkpoint is there all the same.
+
     Where ``torch.distributed`` is initialised, all ranks are taken for replicas of one model: every rank makes a
     Checkpointer for the same folder, and calls ``restore`` and ``save`` at the same steps. They share the work of the
     search, and rank 0 writes. ``model`` may be wrapped in DistributedDataParallel. Random number generators are stored
@@ -116,6 +121,7 @@ class Checkpointer:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keyframe_every: int = 16,
+        log_to: LogTo | None = None,
     ) -> None:
         if keyframe_every < 1:
             raise ValueError(f"keyframe_every must be at least 1, not {keyframe_every}")
@@ -138,6 +144,7 @@ class Checkpointer:
         state_sources.check(self._sources)
         self._roles = dict(roles or {})
         self._keyframe_every = keyframe_every
+        self._log_to = None if log_to is None else logger_of(log_to)
         self.skipped: list[CheckpointError] = []
         """Why ``restore`` passed over checkpoints."""
         self._damaged: set[int] = set()
@@ -348,6 +355,11 @@ class Checkpointer:
         record = record_of(self._run.file(checkpoint.step), {"write": time.perf_counter() - start}, notes)
         if not record.keyframe and "weight" in record.roles:
             self._compressor.manager.learn_size(predicted, record.roles["weight"].stored)
+        if self._log_to is not None:
+            try:
+                self._log_to(record)
+            except Exception as error:
+                log.warning("step %d is saved, but log_to failed: %r", checkpoint.step, error)
         return record
 
     def _can_be_parent(self, base: Base, step: int) -> bool:

@@ -17,7 +17,7 @@ from dynaquant.state import names_in, pairs_of, tensor_name
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")
 """Last parts of the names of tensors that are statistics or constants, not weights."""
-_EMBEDDINGS = ("embed", "wte", "wpe")
+_EMBEDDINGS = ("embed", "wte", "wpe", "tokens", "positions")
 _NORMS = ("norm", "ln", "bn")
 
 

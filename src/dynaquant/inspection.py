@@ -151,3 +151,43 @@ def _change(name: str, before: StoredTensor, after: StoredTensor) -> Change:
     return Change(
         name, "changed", moved if math.isfinite(moved) else None, float((one != other).double().mean()), migrated
     )
+
+
+@dataclass(frozen=True)
+class Use:
+    """A part of what a run takes on the disk. files: None for parts of files. size: as tensors, and on the disk."""
+
+    what: str
+    files: int | None
+    size: Size
+
+
+def disk_use(run: Run, files: list[CheckpointFile]) -> list[Use]:
+    """What a run takes: by kind of file, in all, and of the checkpoints by role. files: its sound checkpoints."""
+    exact = [CheckpointFile(path) for path in sorted(run.folder.glob("exact-*.dqc"))]
+    known = {file.path for file in [*files, *exact]}
+    others = [path for path in run.folder.rglob("*") if path.is_file() and path not in known]
+    kinds = [
+        _use("keyframes", [file for file in files if file.header.parent is None]),
+        _use("deltas", [file for file in files if file.header.parent is not None]),
+        _use("exact copies", exact),
+        Use("other files", len(others), Size(0, sum(path.stat().st_size for path in others))),
+    ]
+    roles: dict[str, Size] = {}
+    for file in files:
+        for entry in file.header.entries:
+            role = entry.label.role
+            roles[role] = roles.get(role, Size()) + Size(entry.raw_size, entry.size)
+    streams = sum(size.stored for size in roles.values())
+    headers = Size(0, sum(file.size for file in files) - streams)
+    return [
+        *(use for use in kinds if use.files),
+        Use("all", sum(use.files or 0 for use in kinds), sum((use.size for use in kinds), Size())),
+        *(Use(f"  {role}", None, size) for role, size in roles.items()),
+        Use("  headers", None, headers),
+    ]
+
+
+def _use(what: str, files: list[CheckpointFile]) -> Use:
+    raw = sum(entry.raw_size for file in files for entry in file.header.entries)
+    return Use(what, len(files), Size(raw, sum(file.size for file in files)))

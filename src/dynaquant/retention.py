@@ -5,12 +5,13 @@ Re-coding changes no value, so it changes no identity; what refers to a re-coded
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from dynaquant.container import Summary
 from dynaquant.errors import CheckpointError
 from dynaquant.run import Base, Run, coder_of
+from dynaquant.tags import tags_of
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,31 @@ def _recode_without(run: Run, step: int, steps: Collection[int]) -> None:
 
 
 def superfluous(run: Run, retention: Retention, damaged: Collection[int] = ()) -> list[int]:
-    """The steps of a run that the retention does not keep.
+    """The steps of a run that the retention does not keep and that have no tag.
 
     damaged: steps whose files are known not to decode. They, and what was coded against them, do not count as kept.
     """
     usable = {checkpoint.step for checkpoint in run.chain_lengths(damaged)}
-    return retention.superfluous([summary.step for summary in run.summaries()[0]], usable)
+    tagged = {tag.step for tag in tags_of(run)}
+    steps = retention.superfluous([summary.step for summary in run.summaries()[0]], usable)
+    return [step for step in steps if step not in tagged]
+
+
+def damaged_among_kept(
+    run: Run, retention: Retention, shown: Callable[[list[int]], Iterable[int]] = lambda steps: steps
+) -> set[int]:
+    """What would be kept and does not decode; it must not count as kept, or all that is sound might go.
+
+    shown: passes on the steps of a round while it shows how far that has come.
+    """
+    damaged: set[int] = set()
+    checked: set[int] = set()
+    while new := [s for s in run.steps() if s not in {*checked, *superfluous(run, retention, damaged)}]:
+        for step in shown(new):
+            checked.add(step)
+            if run.damage(step) is not None:
+                damaged.add(step)
+    return damaged
 
 
 def prune(run: Run, retention: Retention, damaged: Collection[int] = ()) -> list[str]:

@@ -22,7 +22,7 @@ from dynaquant.codings import Exact, Planes, Raw, Rearranged, Reference, other_o
 from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
-from dynaquant.quantized import Rounded, Scaled
+from dynaquant.quantized import QuantizedTensor, RankOne, Rounded, Scaled
 from dynaquant.roles import Label
 
 SUFFIX = ".dqc"
@@ -153,6 +153,10 @@ class Run:
         self._summaries = found
         return sorted(found.values(), key=lambda summary: (summary.sequence, summary.step)), broken
 
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints whose headers are sound, oldest commit first."""
+        return [summary.step for summary in self.summaries()[0]]
+
     def file(self, step: int) -> CheckpointFile:
         """The checkpoint of a step. Raises CheckpointError when it is not there or not sound."""
         path = self.path(step)
@@ -204,6 +208,27 @@ class Run:
             if str(error).startswith((itself, f"{file.path}: ")):
                 raise
             raise CheckpointError(f"{itself}{error}") from error
+
+    def damage(self, step: int) -> CheckpointError | None:
+        """What is wrong with a checkpoint, by decoding it; twice, as a writer may have re-coded it in that moment."""
+        error = None
+        for _ in range(2):
+            try:
+                self.load(self.file(step))
+            except CheckpointError as found:
+                error = found
+            else:
+                return None
+        return error
+
+    def damage_of_exact(self, step: int) -> CheckpointError | None:
+        """What is wrong with the file of a checkpoint as it was, if it was kept."""
+        try:
+            if (twin := self.exact(self.file(step))) is not None:
+                self.load(twin)
+        except CheckpointError as error:
+            return error
+        return None
 
     def chain_lengths(self, damaged: Collection[int] = ()) -> dict[Parent, int]:
         """Every checkpoint that can be decoded, with the length of its chain: 1 for a keyframe.
@@ -328,7 +353,7 @@ def _encode_tensor(
 ) -> tuple[Entry, bytes]:
     stored = tensors[name]
     digest = stored_hash(stored)
-    if base is not None and base.hashes.get(name) == digest:
+    if base is not None and base.hashes.get(name) == digest and _stored_alike(stored, base.tensors.get(name)):
         return Entry(name, label, stored.dtype, stored.shape, digest, 0, Reference()), b""
     if isinstance(stored, Scaled) and tensors.get(stored.second_name) is not stored.second:
         stored = values_of(stored)  # in units of what its second moment was when it last changed
@@ -336,6 +361,14 @@ def _encode_tensor(
         stored = values_of(stored)
     coding, coded = stream.encode(stored, base.tensors.get(name) if base else None, coder)
     return Entry(name, label, stored.dtype, stored.shape, digest, len(coded), coding), coded
+
+
+def _stored_alike(stored: StoredTensor, parent: StoredTensor | None) -> bool:
+    """Whether a tensor with the parent's values has its levels too, which others may be coded against."""
+    if isinstance(stored, Scaled) and isinstance(parent, Scaled):
+        return stream.same(stored.units, parent.units)
+    levels = isinstance(stored, QuantizedTensor | RankOne)
+    return not levels or (parent is not None and stream.same(stored, parent))
 
 
 def _dependent_last(entries: Iterable[Entry]) -> list[Entry]:

@@ -1,22 +1,21 @@
-"""Commands on files of other programs: ``compress``, ``decompress``, ``pack``, ``unpack``."""
+"""Commands that read or write files of other programs: ``compress``, ``decompress``, ``pack``, ``unpack``, …"""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
-from rich.console import Console
 
 from dynaquant.cli import output
 from dynaquant.cli.output import AsJson
 from dynaquant.errors import CheckpointError
-from dynaquant.export import Target, export, target_for
+from dynaquant.export import Target, target_for
+from dynaquant.export import export as export_checkpoint
 from dynaquant.loading import Stored
 from dynaquant.packing import Packer, step_of
 from dynaquant.packing import compress as compress_file
@@ -61,9 +60,9 @@ def compress(
     decides. No code in the source is run.
     """
     out = out if out is not None else source.with_name(source.name + SUFFIX)
-    _must_not_exist(out, force)
-    before = _size_of(source)
-    with _telling() as tell:
+    output.must_not_exist(out, force)
+    before = output.size_of(source)
+    with output.telling() as tell:
         record = compress_file(source, out, _packer(quality, max_degradation, metric, higher_is_better, tell))
     if as_json:
         output.print_json({**record.to_json(), "out": str(out), "before": before})
@@ -82,13 +81,13 @@ def decompress(
     force: Force = False,
 ) -> None:
     """Write a compressed file back in the format that it had, or in another one."""
-    _must_not_exist(out, force)
+    output.must_not_exist(out, force)
     if not source.is_file():
         raise CheckpointError(f"{source} is no file" + (" (unpack and export go with runs)" if source.is_dir() else ""))
     stored = Stored(source)
-    with _telling() as tell:
-        export(stored, to or target_for(stored, out), out, tell)
-    output.print_(f"{out}: {output.bytes_(_size_of(out))}")
+    with output.telling() as tell:
+        export_checkpoint(stored, to or target_for(stored, out), out, tell)
+    output.print_(f"{out}: {output.bytes_(output.size_of(out))}")
 
 
 def pack(
@@ -115,7 +114,7 @@ def pack(
         by_step[step] = file
     records: list[Record] = []
     there = 0
-    with _telling() as tell:
+    with output.telling() as tell:
 
         def tell_of(text: str) -> None:
             tell(f"{len(records) + there + 1} of {len(by_step)}: {text}")
@@ -129,7 +128,7 @@ def pack(
     if as_json:
         output.print_json([record.to_json() for record in records])
         return
-    before = sum(_size_of(file) for file in by_step.values())
+    before = sum(output.size_of(file) for file in by_step.values())
     stored = sum(Run(out).file(step).size for step in by_step)
     ratio = f"{before / max(stored, 1):.2f}×"
     output.print_(
@@ -138,10 +137,30 @@ def pack(
     )
 
 
+def export(
+    folder: output.RunFolder,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file or folder to write.", show_default=False)],
+    step: output.Step = None,
+    to: Annotated[Target, typer.Option(help="Format.")] = Target.SAFETENSORS,
+    force: Force = False,
+) -> None:
+    """Write the model of a checkpoint as a file that needs no dynaquant to be read.
+
+    A model's state dict as safetensors, as a Hugging Face folder (hf) or as torch.save does (torch). The whole state of
+    the training with torch-state, which torch.load reads with weights_only=False, and with dcp, a folder of
+    torch.distributed.checkpoint.
+    """
+    output.must_not_exist(out, force)
+    stored = Stored(folder, output.checkpoint(folder, step).header.step)
+    with output.telling() as tell:
+        export_checkpoint(stored, to, out, tell)
+    output.print_(f"{out}: step {stored.file.header.step}, {output.bytes_(output.size_of(out))}")
+
+
 def unpack(
     folder: output.RunFolder,
     out: Annotated[Path, typer.Option("--out", "-o", help="What to write.", show_default=False)],
-    step: Annotated[int | None, typer.Option(help="Only this one, as the file or folder OUT.")] = None,
+    step: Annotated[str | None, typer.Option(help="Only this one (a step or a tag), as OUT itself.")] = None,
     to: Annotated[
         Target | None, typer.Option(help="Format.", show_default="by the suffix of OUT, else as it was")
     ] = None,
@@ -150,20 +169,20 @@ def unpack(
     """Write the checkpoints of a run back as the files that were packed: all into the folder OUT, or one as OUT."""
     files = output.open_run(folder)[1]
     if step is not None:
-        _must_not_exist(out, force)
-        stored = Stored(folder, step)
-        with _telling() as tell:
-            export(stored, to or target_for(stored, out), out, tell)
-        output.print_(f"{out}: step {step}, {output.bytes_(_size_of(out))}")
+        output.must_not_exist(out, force)
+        stored = Stored(folder, output.checkpoint(folder, step).header.step)
+        with output.telling() as tell:
+            export_checkpoint(stored, to or target_for(stored, out), out, tell)
+        output.print_(f"{out}: step {stored.file.header.step}, {output.bytes_(output.size_of(out))}")
         return
     out.mkdir(parents=True, exist_ok=True)
     paths = {file.header.step: out / _name_of(file.header.record, file.header.step) for file in files}
     for path in paths.values():
-        _must_not_exist(path, force)
+        output.must_not_exist(path, force)
     for number, path in output.with_progress(paths.items(), "unpacking", len(paths)):
         stored = Stored(folder, number)
-        export(stored, to or target_for(stored, path), path)
-    output.print_(f"{out}: {len(paths)} checkpoints, {output.bytes_(_size_of(out))}")
+        export_checkpoint(stored, to or target_for(stored, path), path)
+    output.print_(f"{out}: {len(paths)} checkpoints, {output.bytes_(output.size_of(out))}")
 
 
 def _name_of(record: dict[str, Any], step: int) -> str:
@@ -215,25 +234,3 @@ def _print_quality(record: Record) -> None:
         output.print_("quality: an estimate from how far the weights move; --metric measures it")
     for note in record.notes:
         output.print_(f"note: {note}")
-
-
-def _must_not_exist(path: Path, force: bool) -> None:
-    if path.exists() and not force:
-        raise CheckpointError(f"{path} exists; give another name, or --force to replace it")
-
-
-def _size_of(path: Path) -> int:
-    if not path.is_dir():
-        return path.stat().st_size
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-@contextmanager
-def _telling() -> Iterator[Callable[[str], None]]:
-    """Shows on a terminal what goes on."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _text: None
-        return
-    with console.status("") as status:
-        yield status.update

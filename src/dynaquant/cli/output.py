@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -17,9 +18,12 @@ from rich.text import Text
 from dynaquant.container import CheckpointFile
 from dynaquant.errors import CheckpointError
 from dynaquant.run import Run
+from dynaquant.tags import tagged_file
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of checkpoints.", show_default=False)]
-Step = Annotated[int | None, typer.Argument(metavar="STEP", help="Which checkpoint; the newest unless given.")]
+Step = Annotated[
+    str | None, typer.Argument(metavar="STEP", help="Which checkpoint, a step or a tag; the newest unless given.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 T = TypeVar("T")
 
@@ -51,6 +55,18 @@ def open_run(folder: Path) -> tuple[Run, list[CheckpointFile]]:
     if not files:
         raise CheckpointError(f"{folder}: no checkpoint of this run can be read")
     return run, files
+
+
+def checkpoint(folder: Path, step: str | None) -> CheckpointFile:
+    """A checkpoint of a run, by its step or a tag, the newest without; or a file alone, which has no steps."""
+    if folder.is_file():
+        if step is not None:
+            raise CheckpointError(f"{folder} is one checkpoint, and no run with steps")
+        return CheckpointFile(folder)
+    run, files = open_run(folder)
+    if step is None:
+        return files[-1]
+    return run.file(int(step)) if step.isdecimal() else tagged_file(run, step)
 
 
 def table(*columns: str) -> Table:
@@ -100,3 +116,27 @@ def bytes_(count: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1000
     return f"{size:.2f} TB"
+
+
+def must_not_exist(path: Path, force: bool) -> None:
+    """Raises CheckpointError for an output that is there, unless it may be replaced."""
+    if path.exists() and not force:
+        raise CheckpointError(f"{path} exists; give another name, or --force to replace it")
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder."""
+    if not path.is_dir():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+@contextmanager
+def telling() -> Iterator[Callable[[str], None]]:
+    """Shows on a terminal what goes on."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _text: None
+        return
+    with console.status("") as status:
+        yield status.update

@@ -1,8 +1,7 @@
-"""Commands on a run: ``log``, ``show``, ``diff``, ``verify``, ``export``, ``prune``."""
+"""Commands that look into a run: ``log``, ``show``, ``diff``, ``verify``, ``du``."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,34 +13,33 @@ from dynaquant.cli import output
 from dynaquant.cli.output import AsJson, RunFolder, Step
 from dynaquant.container import CheckpointFile
 from dynaquant.errors import CheckpointError
-from dynaquant.export import Target
-from dynaquant.export import export as export_checkpoint
-from dynaquant.inspection import TensorInfo, changes, level_counts, tensors_of
-from dynaquant.loading import Stored
+from dynaquant.inspection import TensorInfo, changes, disk_use, level_counts, tensors_of
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.knobs import in_short
 from dynaquant.quantized import QuantizedTensor
 from dynaquant.record import Record, Size, record_of
-from dynaquant.retention import Retention, superfluous
-from dynaquant.retention import prune as prune_run
 from dynaquant.run import Run, load_tensor
+from dynaquant.tags import tags_of
 
 
 def log(folder: RunFolder, as_json: AsJson = False) -> None:
-    """List the checkpoints of a run: size, ratio, loss of quality, configuration."""
-    files = output.open_run(folder)[1]
+    """List the checkpoints of a run: tags, size, ratio, loss of quality, configuration."""
+    run, files = output.open_run(folder)
     records = [record_of(file) for file in files]
+    known = tags_of(run)
+    tags = {file.header.step: [tag.name for tag in known if tag.marks(file)] for file in files}
     if as_json:
-        output.print_json([record.to_json() for record in records])
+        output.print_json([{**record.to_json(), "tags": tags[record.step]} for record in records])
         return
     table = output.table(
-        "step", "parent", "size", "whole", "weights", "worse by", "allowed", "configuration", "found by"
+        "step", "tags", "parent", "size", "whole", "weights", "worse by", "allowed", "configuration", "found by"
     )
     for record in records:
         quality, chosen = record.quality, record.configuration
         output.add(
             table,
             str(record.step),
+            ", ".join(tags[record.step]),
             "keyframe" if record.parent is None else str(record.parent),
             output.bytes_(record.total.stored),
             f"{record.ratio:.2f}×",
@@ -69,10 +67,9 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show one checkpoint: how it was made, and what each kind of tensor and each tensor takes."""
-    run, files = output.open_run(folder)
-    file = run.file(step) if step is not None else files[-1]
+    file = output.checkpoint(folder, step)
     if tensor is not None:
-        _show_tensor(run, file, tensor, as_json)
+        _show_tensor(file, tensor, as_json)
         return
     record, tensors = record_of(file), tensors_of(file)
     if as_json:
@@ -149,8 +146,8 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
         yield "note", note
 
 
-def _show_tensor(run: Run, file: CheckpointFile, name: str, as_json: bool) -> None:
-    stored = load_tensor(run.chain(file), name)
+def _show_tensor(file: CheckpointFile, name: str, as_json: bool) -> None:
+    stored = load_tensor(Run(file.path.parent).chain(file), name)
     info = next(info for info in tensors_of(file) if info.name == name)
     counts = level_counts(stored) if isinstance(stored, QuantizedTensor) else []
     if as_json:
@@ -173,13 +170,13 @@ def _show_tensor(run: Run, file: CheckpointFile, name: str, as_json: bool) -> No
 
 def diff(
     folder: RunFolder,
-    before: Annotated[int, typer.Argument(help="A step.", show_default=False)],
-    after: Annotated[int, typer.Argument(help="Another step.", show_default=False)],
+    before: Annotated[str, typer.Argument(help="A step or a tag.", show_default=False)],
+    after: Annotated[str, typer.Argument(help="Another one.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints: which tensors moved, how far, and how many of their values changed level."""
     run, _ = output.open_run(folder)
-    old, new = run.file(before), run.file(after)
+    old, new = output.checkpoint(folder, before), output.checkpoint(folder, after)
     count = len(new.header.entries)
     found = list(output.with_progress(changes(run, old, new), f"comparing {before} and {after}", count))
     if as_json:
@@ -197,17 +194,36 @@ def diff(
 
 
 def verify(folder: RunFolder, as_json: AsJson = False) -> None:
-    """Decode every checkpoint of a run and compare all values with their hashes; exit code 1 if any is damaged."""
+    """Decode every checkpoint of a run, or one file, and compare all values with their hashes.
+
+    Exit code 1 if any is damaged.
+    """
+    if folder.is_file():
+        error = _damage_of_file(folder)
+        _print_verified(int(error is None), [] if error is None else [str(error)], as_json)
+        return
     run, broken = output.run_of(folder)
     summaries = run.summaries()[0]
     damaged = [str(error) for error in broken]
     sound = 0
     for summary in output.with_progress(summaries, "verifying", len(summaries)):
-        error = _error_of(run, summary.step)
+        error = run.damage(summary.step) or run.damage_of_exact(summary.step)
         if error is None:
             sound += 1
         elif run.path(summary.step).exists():  # else its writer has deleted it since it was listed
             damaged.append(str(error))
+    _print_verified(sound, damaged, as_json)
+
+
+def _damage_of_file(path: Path) -> CheckpointError | None:
+    try:
+        Run(path.parent).load(CheckpointFile(path))
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def _print_verified(sound: int, damaged: list[str], as_json: bool) -> None:
     if as_json:
         output.print_json({"sound": sound, "damaged": damaged})
     else:
@@ -218,86 +234,20 @@ def verify(folder: RunFolder, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def export(
-    folder: RunFolder,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.", show_default=False)],
-    step: Step = None,
-    to: Annotated[Target, typer.Option(help="Format of the file.")] = Target.SAFETENSORS,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
-) -> None:
-    """Write the model of a checkpoint as a file that needs no dynaquant to be read.
-
-    A model's state dict; with --to torch-state the whole state of the training, which torch.load reads with
-    weights_only=False.
-    """
+def du(folder: RunFolder, as_json: AsJson = False) -> None:
+    """Show what takes the space: keyframes, deltas, exact copies; and in them weights, moments and so on."""
     run, files = output.open_run(folder)
-    chosen = step if step is not None else files[-1].header.step
-    if out.exists() and not force:
-        raise CheckpointError(f"{out} exists; give another name, or --force to replace it")
-    export_checkpoint(Stored(run.folder, chosen), to, out)
-    output.print_(f"{out}: step {chosen}, {output.bytes_(out.stat().st_size)}")
-
-
-def prune(
-    folder: RunFolder,
-    keep_last: Annotated[int | None, typer.Option(help="Keep so many of the newest.", min=1)] = None,
-    keep_every: Annotated[int | None, typer.Option(help="Keep every multiple of this step.", min=1)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
-) -> None:
-    """Delete checkpoints; those that stay are re-coded where they depend on them, and keep their values."""
-    if keep_last is None and keep_every is None:
-        raise typer.BadParameter("say what to keep: --keep-last, --keep-every, or both")
-    run, files = output.open_run(folder)
-    retention = Retention(keep_last, keep_every)
-    before = sum(file.size for file in files)
-    if dry_run:
-        steps = superfluous(run, retention, _damaged_among_kept(run, retention))
-        output.print_(
-            f"would delete {output.steps(steps)}, keep {output.steps(s for s in _steps_of(run) if s not in steps)}"
-        )
+    use = disk_use(run, files)
+    if as_json:
+        output.print_json([asdict(part) for part in use])
         return
-    known = _steps_of(run)
-    with run.writer():
-        notes = prune_run(run, retention, _damaged_among_kept(run, retention))
-    left = _steps_of(run)
-    after = sum(run.file(step).size for step in left)
-    deleted = output.steps(step for step in known if step not in left)
-    output.print_(
-        f"deleted {deleted}; kept {output.steps(left)}, {output.bytes_(after)} instead of {output.bytes_(before)}"
-    )
-    for note in notes:
-        print(f"dynaquant: {note}", file=sys.stderr)
-    if notes:
-        raise typer.Exit(1)
-
-
-def _damaged_among_kept(run: Run, retention: Retention) -> set[int]:
-    """What would be kept and does not decode; it must not count as kept, or all that is sound might go."""
-    damaged: set[int] = set()
-    checked: set[int] = set()
-    while new := [s for s in _steps_of(run) if s not in {*checked, *superfluous(run, retention, damaged)}]:
-        for step in output.with_progress(new, "checking what stays", len(new)):
-            checked.add(step)
-            if _error_of(run, step) is not None:
-                damaged.add(step)
-    return damaged
-
-
-def _error_of(run: Run, step: int) -> CheckpointError | None:
-    """What is wrong with a checkpoint, by decoding it; twice, as a writer may have re-coded it in that moment."""
-    error = None
-    for _ in range(2):
-        try:
-            run.load(run.file(step))
-        except CheckpointError as found:
-            error = found
-        else:
-            return None
-    return error
-
-
-def _steps_of(run: Run) -> list[int]:
-    return [summary.step for summary in run.summaries()[0]]
+    table = output.table("", "files", "on disk", "as tensors", "ratio")
+    for part in use:
+        raw = output.bytes_(part.size.raw) if part.size.raw else "–"
+        count = str(part.files) if part.files is not None else ""
+        ratio = _ratio(part.size) if part.size.raw else "–"
+        output.add(table, part.what, count, output.bytes_(part.size.stored), raw, ratio)
+    output.print_(table)
 
 
 def _shape(info: TensorInfo) -> str:

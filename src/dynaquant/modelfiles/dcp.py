@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -102,4 +103,6 @@ def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> An
 
 def write(folder: Path, state: dict[str, Any]) -> None:
     """Writes a state into a folder that is new or empty."""
-    save(state, checkpoint_id=folder, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is one process is what is wanted
+        save(state, checkpoint_id=folder, no_dist=True)

@@ -1,0 +1,121 @@
+"""Commands that change a run, or make another of it: ``tag``, ``branch``, ``compact``, ``prune``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynaquant.cli import output
+from dynaquant.cli.output import AsJson, RunFolder, Step
+from dynaquant.recoding import branch as branch_run
+from dynaquant.recoding import compact as compact_run
+from dynaquant.retention import Retention, damaged_among_kept, superfluous
+from dynaquant.retention import prune as prune_run
+from dynaquant.run import Run
+from dynaquant.tags import remove_tag, set_tag, tags_of
+
+
+def tag(
+    folder: RunFolder,
+    name: Annotated[str | None, typer.Argument(help="The name; without it all tags are listed.")] = None,
+    step: Step = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Take the name away.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Take the name from another checkpoint.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Name a checkpoint; the name can be given wherever a step can, and what has one is never deleted by prune."""
+    run, _ = output.open_run(folder)
+    if delete and name is None:
+        raise typer.BadParameter("say which tag to delete")
+    if name is None:
+        known = tags_of(run)
+        if as_json:
+            output.print_json([{"name": t.name, "step": t.step, "identity": t.identity} for t in known])
+            return
+        for found in known:
+            output.print_(f"{found.name}: step {found.step}")
+        if not known:
+            output.print_("no tags")
+    elif delete:
+        remove_tag(run, name)
+        output.print_(f"{name} is no tag any more; its checkpoint is as it was")
+    else:
+        made = set_tag(run, name, output.checkpoint(folder, step), force)
+        output.print_(f"{made.name}: step {made.step}")
+
+
+def branch(
+    folder: RunFolder,
+    step: Annotated[str, typer.Argument(metavar="STEP", help="Where to branch off: a step or a tag.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="Folder of the new run.", show_default=False)],
+) -> None:
+    """Begin a new run with a checkpoint of this one: train on from there with other settings, and keep both lines."""
+    run, _ = output.open_run(folder)
+    written = branch_run(run, output.checkpoint(folder, step), new)
+    output.print_(
+        f"{new}: begins with step {written.header.step}, {output.bytes_(written.size)}; a Checkpointer for this folder "
+        "goes on from there"
+    )
+
+
+def compact(
+    folder: RunFolder,
+    keyframe_every: Annotated[
+        int, typer.Option(help="Checkpoints in a chain of deltas: more are smaller, fewer faster to restore.", min=1)
+    ] = 16,
+) -> None:
+    """Code a run anew, after pruning or to trade size for speed of restoring. All values stay, bit for bit."""
+    run, files = output.open_run(folder)
+    before = sum(file.size for file in files)
+    with run.writer():
+        for _ in output.with_progress(compact_run(run, keyframe_every), "re-coding", len(files)):
+            pass
+    left = [run.file(step) for step in run.steps()]
+    keyframes = sum(file.header.parent is None for file in left)
+    after = sum(file.size for file in left)
+    output.print_(
+        f"{len(left)} checkpoints, {keyframes} of them keyframes: {output.bytes_(after)} instead of "
+        f"{output.bytes_(before)}"
+    )
+
+
+def prune(
+    folder: RunFolder,
+    keep_last: Annotated[int | None, typer.Option(help="Keep so many of the newest.", min=1)] = None,
+    keep_every: Annotated[int | None, typer.Option(help="Keep every multiple of this step.", min=1)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+) -> None:
+    """Delete checkpoints; those that stay are re-coded where they depend on them, and keep their values."""
+    if keep_last is None and keep_every is None:
+        raise typer.BadParameter("say what to keep: --keep-last, --keep-every, or both")
+    run, files = output.open_run(folder)
+    retention = Retention(keep_last, keep_every)
+    before = sum(file.size for file in files)
+    if dry_run:
+        steps = superfluous(run, retention, _damaged(run, retention))
+        output.print_(
+            f"would delete {output.steps(steps)}, keep {output.steps(s for s in run.steps() if s not in steps)}"
+        )
+        return
+    known = run.steps()
+    with run.writer():
+        notes = prune_run(run, retention, _damaged(run, retention))
+    left = run.steps()
+    after = sum(run.file(step).size for step in left)
+    deleted = output.steps(step for step in known if step not in left)
+    output.print_(
+        f"deleted {deleted}; kept {output.steps(left)}, {output.bytes_(after)} instead of {output.bytes_(before)}"
+    )
+    for note in notes:
+        print(f"dynaquant: {note}", file=sys.stderr)
+    if notes:
+        raise typer.Exit(1)
+
+
+def _damaged(run: Run, retention: Retention) -> set[int]:
+    return damaged_among_kept(
+        run, retention, lambda steps: output.with_progress(steps, "checking what stays", len(steps))
+    )

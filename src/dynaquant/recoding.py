@@ -1,0 +1,59 @@
+"""Checkpoints coded anew, with the same values bit for bit: against other parents, or in another run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from dynaquant.container import CheckpointFile
+from dynaquant.errors import CheckpointError
+from dynaquant.run import Base, Run, coder_of
+
+
+def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
+    """A new run that begins with a checkpoint of another one; a training goes on from there while the old line stays.
+
+    What was kept as it was (``exact="latest"``) is taken along. Raises CheckpointError when there are checkpoints in
+    the folder already, or that of the run cannot be decoded.
+    """
+    new = Run(folder)
+    tensors = run.load(file)
+    labels = {entry.name: entry.label for entry in file.header.entries}
+    with new.writer():
+        there, broken = new.summaries()
+        if there or broken:
+            raise CheckpointError(f"{folder}: there are checkpoints in it; give the branch a folder of its own")
+        written = new.write(replace(file.header, parent=None), tensors, labels, None, coder_of(file))
+        if (twin := run.exact(file)) is not None:
+            shutil.copyfile(twin.path, folder / twin.path.name)
+        return written
+
+
+def compact(run: Run, keyframe_every: int) -> Iterator[int]:
+    """Codes a run anew, in chains of ``keyframe_every`` checkpoints; yields each step when that is done.
+
+    A checkpoint whose chain is too long becomes a keyframe; a keyframe is coded against the one before it where the
+    chain is not too long. The caller holds the run for writing; it may be interrupted between any two steps. Raises
+    CheckpointError when a checkpoint cannot be decoded; those before it are done.
+    """
+    lengths: dict[str, int] = {}
+    before: Base | None = None
+    for summary in run.summaries()[0]:
+        file = run.file(summary.step)
+        tensors = run.load(file)
+        parent = file.header.parent
+        base = before
+        if parent is not None and (base is None or parent.identity != base.parent.identity):
+            older = run.chain(file)[1]  # another line of training
+            base = Base.loaded(older.header, run.load(older))
+        if base is not None and lengths.get(base.parent.identity, keyframe_every) >= keyframe_every:
+            base = None
+        if (base.parent if base else None) != parent:
+            labels = {entry.name: entry.label for entry in file.header.entries}
+            draft = replace(file.header, parent=base.parent if base else None)
+            file = run.write(draft, tensors, labels, base, coder_of(file))
+        lengths[file.header.identity] = 1 + (lengths[base.parent.identity] if base else 0)
+        before = Base.written(file.header, tensors, base)
+        yield summary.step
