@@ -76,12 +76,12 @@ def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Map
 
 def _second_moments(optimizer: Mapping[str, Any]) -> list[str]:
     """The names of the second moments of an optimizer's parameters, in its order; empty when one has none."""
-    states = {key: dict(pairs_of(node)) for key, node in pairs_of(optimizer["state"]) if pairs_of(node)}
+    states = {str(key): dict(pairs_of(node)) for key, node in pairs_of(optimizer["state"]) if pairs_of(node)}
     groups = optimizer["param_groups"]
     numbers = [n for g in groups if isinstance(g, dict) for n in dict(pairs_of(g)).get("params", [])]
     moments = []
     for number in numbers:
-        state = states.get(number, {})
+        state = states.get(str(number), {})
         node = state.get("exp_avg_sq", state.get("square_avg"))
         name = tensor_name(node)
         if name is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,18 @@ from dynaquant.state import flatten
 METADATA = ".metadata"
 _OWN = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _PLAIN = {("collections", "OrderedDict"), ("torch", "Size"), ("torch.serialization", "_get_layout")}
+_PLAIN |= {("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")}
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if module in (*_OWN, "torch", "torch.serialization") else None
-        own = module in _OWN and isinstance(found, type) and found.__module__ == module
-        if own or (module, name) in _PLAIN or isinstance(found, torch.dtype | torch.layout | torch.memory_format):
+        if (module, name) in _PLAIN:
             return super().find_class(module, name)
+        if module in (*_OWN, "torch") and "." not in name:
+            found = super().find_class(module, name)
+            own = isinstance(found, type) and found.__module__ in _OWN and module == found.__module__
+            if own or isinstance(found, torch.dtype | torch.layout | torch.memory_format):
+                return found
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
@@ -62,7 +67,7 @@ def read(folder: Path) -> ModelFile:
             raise CheckpointError(f"{path}: not the metadata of torch.distributed.checkpoint")
         flat = {name: _place_of(entry) for name, entry in metadata.state_dict_metadata.items()}
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        load(flat, storage_reader=_Reader(folder, metadata), planner=planner, no_dist=True)
+        _alone(load, flat, storage_reader=_Reader(folder, metadata), planner=planner)
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{folder}: refused, as reading it would run code that it names ({error})") from None
     except (CheckpointException, *_BROKEN) as error:
@@ -103,6 +108,10 @@ def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> An
 
 def write(folder: Path, state: dict[str, Any]) -> None:
     """Writes a state into a folder that is new or empty."""
+    _alone(save, state, checkpoint_id=folder)
+
+
+def _alone(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that it is one process is what is wanted
-        save(state, checkpoint_id=folder, no_dist=True)
+        warnings.simplefilter("ignore", UserWarning)  # of being one process, which is what is wanted
+        function(*args, **kwargs, no_dist=True)
