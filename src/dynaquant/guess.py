@@ -58,7 +58,7 @@ def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Map
     """F of the weights of a state, by the second moments of an optimizer in it; empty where they cannot be matched.
 
     An optimizer numbers its parameters in the order of the model, or of its groups: matrices before vectors, say. A
-    match is one in which all shapes agree.
+    match is one in which all shapes agree; weights may be left over, as those that are frozen or the copy of a tied one.
     """
     found = _look_through(tree)
     for optimizer in found.optimizers:
@@ -68,10 +68,19 @@ def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Map
         for state_dict in found.state_dicts:
             names = [name for name in dict.fromkeys(state_dict.values()) if labels[name].role == "weight"]
             for order in (names, sorted(names, key=lambda name: tensors[name].ndim < 2)):
-                if [tensors[name].shape for name in order] == [moment.shape for moment in moments]:
+                if matched := _matched(order, tensors, moments):
                     sums = (kernels.at(moment.device).sums(moment)[0] / moment.numel() for moment in moments)
-                    return dict(zip(order, sums, strict=True))
+                    return dict(zip(matched, sums, strict=True))
     return {}
+
+
+def _matched(names: list[str], tensors: Mapping[str, Tensor], moments: list[Tensor]) -> list[str]:
+    """The weights that the moments belong to, in their order; weights between them may have none. Empty if it fails."""
+    matched: list[str] = []
+    for name in names:
+        if len(matched) < len(moments) and tensors[name].shape == moments[len(matched)].shape:
+            matched.append(name)
+    return matched if len(matched) == len(moments) else []
 
 
 def _second_moments(optimizer: Mapping[str, Any]) -> list[str]:
