@@ -1,5 +1,6 @@
 """What the documentation shows runs as it stands."""
 
+import glob
 import os
 import re
 import shlex
@@ -16,37 +17,45 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def guide(tmp_path_factory) -> Path:
-    """A folder with the training loop of the guide."""
-    folder = tmp_path_factory.mktemp("guide")
-    code = re.findall(r"```python\n(.*?)```", (ROOT / "docs/guide.md").read_text(), re.DOTALL)[0]
-    (folder / "guide.py").write_text(code)
-    return folder
+def guide() -> str:
+    return (ROOT / "docs/guide.md").read_text()
 
 
-@pytest.fixture(scope="module")
-def outputs(guide) -> list[str]:
-    """What it prints when it is run twice."""
-    command = [sys.executable, "guide.py"]
-    return [subprocess.run(command, cwd=guide, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+def blocks(guide: str) -> list[tuple[str, str]]:
+    return re.findall(r"```(python|bash)\n(.*?)```", guide, re.DOTALL)
 
 
-def test_the_guides_training_loop_runs_and_runs_again(guide, outputs):
+def test_the_guide_runs_as_it_stands(guide, tmp_path, monkeypatch):
+    # Python blocks that begin with a file's name are that file; the shell's lines are run one after another.
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    for language, text in blocks(guide):
+        if language == "python" and (name := re.match(r"# (\w+\.py)\n", text)):
+            (tmp_path / name[1]).write_text(text)
+        for line in text.splitlines() if language == "bash" else []:
+            command, *arguments = shlex.split(line, comments=True)
+            arguments = [found for argument in arguments for found in sorted(glob.glob(argument)) or [argument]]
+            if command == "dynaquant":
+                result = CliRunner().invoke(app, arguments)
+                assert result.exit_code == 0, (line, result.output, result.exception)
+                assert result.output
+            else:
+                assert command == "python"
+                subprocess.run([sys.executable, *arguments], check=True)
+            ran.append(line)
+    assert len(ran) > 20
+    assert sorted(os.listdir(tmp_path / "again")) == ["ckpt-300.pt", "ckpt-400.pt", "ckpt-500.pt"]
+
+
+def test_the_guides_training_loop_runs_again(guide, tmp_path):
+    code = next(text for language, text in blocks(guide) if text.startswith("# train.py"))
+    (tmp_path / "train.py").write_text(code)
+    command = [sys.executable, "train.py"]
+    outputs = [subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout for _ in "12"]
     # The second start finds the training finished; both print the records of the three checkpoints that are kept.
     assert outputs[0] == outputs[1]
     assert [line.split()[0] for line in outputs[0].splitlines()] == ["300", "400", "500"]
-    assert len(os.listdir(guide / "runs/guide")) == 3
-
-
-@pytest.mark.usefixtures("outputs")
-def test_the_guides_commands_work_on_its_run(guide, monkeypatch):
-    monkeypatch.chdir(guide)
-    commands = re.findall(r"^dynaquant (.*)$", (ROOT / "docs/guide.md").read_text(), re.MULTILINE)
-    assert len(commands) > 5
-    for command in commands:
-        result = CliRunner().invoke(app, shlex.split(command, comments=True))
-        assert result.exit_code == 0, (command, result.output)
-        assert result.output
+    assert len(os.listdir(tmp_path / "runs/guide")) == 3
 
 
 def test_relative_links_lead_somewhere():

@@ -58,7 +58,7 @@ def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Map
     """F of the weights of a state, by the second moments of an optimizer in it; empty where they cannot be matched.
 
     An optimizer numbers its parameters in the order of the model, or of its groups: matrices before vectors, say. A
-    match is one in which all shapes agree; weights may be left over, as those that are frozen or the copy of a tied one.
+    match is one in which all shapes agree; weights may be left over, as frozen ones are, or the copy of a tied one.
     """
     found = _look_through(tree)
     for optimizer in found.optimizers:
