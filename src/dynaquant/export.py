@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dynaquant.checkpointer import load
 from dynaquant.errors import CheckpointError
+from dynaquant.files import replacing
 
 
 class Target(StrEnum):
@@ -32,20 +33,11 @@ def export(folder: str | os.PathLike[str], step: int, target: Target, out: Path)
     checkpoint cannot be read or the format has no place for it, OSError when the file cannot be written.
     """
     state = load(folder, step)
-    if out.is_dir():
-        raise CheckpointError(f"{out} is a folder; give the name of a file in it")
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
-    file = temporary.open("xb")  # before the try: a file that is there already is not ours to delete
-    try:
-        with file:
-            if target is Target.SAFETENSORS:
-                file.write(_safetensors(state["model"], step))
-            else:
-                _torch_save(state["model"] if target is Target.TORCH else state, file)
-        temporary.replace(out)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with replacing(out) as file:
+        if target is Target.SAFETENSORS:
+            file.write(_safetensors(state["model"], step))
+        else:
+            _torch_save(state["model"] if target is Target.TORCH else state, file)
 
 
 def _torch_save(value: Any, file: BinaryIO) -> None:
