@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from dynaquant.cli import demo, runs
+from dynaquant.cli import demo, report, runs
 from dynaquant.errors import DynaquantError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command()(demo.demo)
-for command in (runs.log, runs.show, runs.diff, runs.verify, runs.export, runs.prune):
+for command in (runs.log, runs.show, runs.diff, report.report, runs.verify, runs.export, runs.prune):
     app.command(rich_help_panel="Runs of checkpoints")(command)
 
 
