@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from dynaquant.errors import CheckpointError
+from dynaquant.files import new_folder, replacing
 from dynaquant.lazily import Lazy
 from dynaquant.loading import Stored, state_of
 from dynaquant.modelfiles import dcp, safetensors, torchfile
@@ -58,13 +55,13 @@ def export(stored: Stored, target: Target, out: Path, tell: Callable[[str], None
     cannot be written.
     """
     if target in (Target.HF, Target.DCP):
-        with _new_folder(out) as folder:
+        with new_folder(out) as folder:
             if target is Target.HF:
                 _write_shards(stored, folder, tell)
             else:
                 dcp.write(folder, state_of(stored.file, dict(_told(stored.tensors, tell))))
         return
-    with _new_file(out) as file:
+    with replacing(out) as file:
         if target is Target.SAFETENSORS:
             names, ties = _untied(stored)
             source = _source(stored)
@@ -131,34 +128,3 @@ def _told(tensors: Mapping[str, Tensor], tell: Callable[[str], None]) -> Mapping
         return tensors[name]
 
     return Lazy(tensors, tensor)
-
-
-@contextmanager
-def _new_file(out: Path) -> Iterator[BinaryIO]:
-    """A file that takes its place when all of it is written."""
-    if out.is_dir():
-        raise CheckpointError(f"{out} is a folder; give the name of a file in it")
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
-    file = temporary.open("xb")  # before the try: a file that is there already is not ours to delete
-    try:
-        with file:
-            yield file
-        temporary.replace(out)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder that takes its place when all of it is written. One that is there has to be empty."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise CheckpointError(f"{out} is there already, and not an empty folder; give another name")
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
-    temporary.mkdir()
-    try:
-        yield temporary
-        temporary.replace(out)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise

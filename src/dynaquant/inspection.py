@@ -17,7 +17,7 @@ from dynaquant.container import CheckpointFile
 from dynaquant.entry import Entry
 from dynaquant.quantized import FIRST_BIN, PROTECTED, PRUNED, QuantizedTensor
 from dynaquant.record import Size
-from dynaquant.run import Run, load_tensor
+from dynaquant.run import Run, load_tensor, needed_entries
 from dynaquant.state import dtype_name
 
 
@@ -75,6 +75,24 @@ def _bins(coding: Coding) -> int | None:
     if isinstance(coding, Units):
         coding = coding.units
     return coding.bins if isinstance(coding, Rearranged | Conditional) else None
+
+
+@dataclass(frozen=True)
+class RestoreCost:
+    """What has to be read to restore a checkpoint: so many files, its own and what it builds on, and bytes of them."""
+
+    files: int
+    size: int
+
+
+def restore_cost(chain: list[CheckpointFile]) -> RestoreCost:
+    """By the headers alone: every file's own, and the streams that the first file's tensors need.
+
+    chain: ``Run.chain`` of the checkpoint. Raises CheckpointError when a tensor that is needed is in none of them.
+    """
+    headers = sum(file.size - sum(entry.size for entry in file.header.entries) for file in chain)
+    needed = needed_entries(chain, [entry.name for entry in chain[0].header.entries])
+    return RestoreCost(len(chain), headers + sum(entry.size for entries in needed for entry in entries))
 
 
 @dataclass(frozen=True)

@@ -375,7 +375,7 @@ def _dependent_last(entries: Iterable[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda entry: other_of(entry.coding) is not None)
 
 
-def _needed(chain: list[CheckpointFile], names: Collection[str]) -> list[list[Entry]]:
+def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[list[Entry]]:
     """The entries that have to be decoded in each file of a chain so that those of ``names`` in the first one can be.
 
     What is made of another tensor comes after it.
@@ -405,7 +405,7 @@ def _load_tensors(
 
     all_: whether ancestors are checked against their hashes too, to find out which of them is damaged.
     """
-    needed = _needed(chain, names)
+    needed = needed_entries(chain, names)
     tensors: Tensors = {}
     for i, (file, entries) in reversed(list(enumerate(zip(chain, needed, strict=False)))):
         parents, tensors = tensors, {}

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from dynaquant.cli import demo, files, runs, upkeep
+from dynaquant.cli import demo, files, report, runs, upkeep
 from dynaquant.errors import DynaquantError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
@@ -18,7 +18,7 @@ app.command()(demo.demo)
 _PANELS: dict[str, list[Callable[..., None]]] = {
     "Files of other programs": [files.compress, files.decompress, files.pack, files.unpack],
     "Runs of checkpoints": [
-        *(runs.log, runs.show, runs.diff, runs.du, runs.verify, files.export),
+        *(runs.log, runs.show, runs.diff, runs.du, report.report, runs.verify, files.export),
         *(upkeep.tag, upkeep.branch, upkeep.compact, upkeep.prune),
     ],
 }

@@ -1,0 +1,39 @@
+"""``dynaquant report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynaquant.cli import output
+from dynaquant.cli.output import RunFolder
+from dynaquant.files import replacing
+from dynaquant.report.numbers import S3_STANDARD, numbers_of
+from dynaquant.report.text import plural
+
+
+def report(
+    folder: RunFolder,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("report.html"),
+    price: Annotated[
+        float, typer.Option(help="Of storage, in USD per GB and month; by default what S3 Standard lists.", min=0)
+    ] = S3_STANDARD,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a page about a run: sizes, loss of quality, configuration, bits of every layer, time, cost.
+
+    One file that needs no network, for any browser.
+    """
+    output.must_not_exist(out, force)
+    run, files = output.open_run(folder)
+    # Imported here: plotly takes a second, and the other commands do not need it.
+    from dynaquant.report.page import page_of  # noqa: PLC0415
+
+    read = output.with_progress(files, "reading headers", len(files))
+    numbers = numbers_of(run, read, run.summaries()[1], price)
+    page = page_of(numbers).encode("utf-8", errors="replace")
+    with replacing(out) as file:
+        file.write(page)
+    output.print_(f"{out}: {plural(len(numbers.rows), 'checkpoint')}, {output.bytes_(len(page))}")

@@ -1,0 +1,49 @@
+"""Files and folders that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from dynaquant.errors import CheckpointError
+
+
+@contextmanager
+def replacing(out: Path) -> Iterator[BinaryIO]:
+    """A file to write into, which becomes ``out`` at the end of the block or, on any error, leaves nothing behind.
+
+    Raises CheckpointError when ``out`` is a folder, OSError when the file cannot be written.
+    """
+    if out.is_dir():
+        raise CheckpointError(f"{out} is a folder; give the name of a file in it")
+    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    file = temporary.open("xb")  # before the try: a file that is there already is not ours to delete
+    try:
+        with file:
+            yield file
+        temporary.replace(out)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes ``out`` at the end of the block or, on any error, leaves nothing behind.
+
+    Raises CheckpointError when ``out`` is there already and not an empty folder.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise CheckpointError(f"{out} is there already, and not an empty folder; give another name")
+    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    temporary.mkdir()
+    try:
+        yield temporary
+        temporary.replace(out)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise

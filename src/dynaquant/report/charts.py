@@ -1,0 +1,386 @@
+"""The charts of a report: numbers to plotly figures, without colours of text and background, which the page gives."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration
+from dynaquant.quantize.partition import Configuration
+from dynaquant.report.numbers import S3_STANDARD, Numbers, Row
+from dynaquant.report.text import dollars, in_bytes, in_seconds, percent, plural, times, unit_of
+
+BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#3b82c4", "#d9822b", "#2e9e6b", "#9b6cd1", "#d9534f", "#8a8f98"
+"""Visible on white and on near-black."""
+ROLES = {"weight": BLUE, "first_moment": ORANGE, "second_moment": GREEN, "buffer": PURPLE, "exact": RED}
+STAGES = {"wait": GREY, "capture": ORANGE, "search": BLUE}
+MOST_TENSORS = 200
+"""Rows of the heat map; with more nobody finds one, and the page grows with rows times checkpoints."""
+LEAST_BITS = 1 / 64
+"""Whatever is less has the colour of this in the heat map, as logarithms have no end."""
+CROWDED = 60
+"""Checkpoints beyond which there is no room between them."""
+LABEL = 36
+"""Characters of a tensor's name beside the heat map; all of them are shown under the pointer."""
+ROW_HEIGHT, HEIGHT = 18, 320
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure and what to see in it. figure: None where there is nothing to draw; text then says why.
+
+    room: half or all of the page's width; scrolled where there is more than fits in the window.
+    """
+
+    key: str
+    title: str
+    text: str
+    figure: go.Figure | None
+    room: Literal["half", "wide", "scrolled"] = "half"
+
+
+def charts(numbers: Numbers) -> list[Chart]:
+    """All charts, in the order of the page."""
+    drawn = (_sizes, _ratios, _degradation, _configuration, _bits, _seconds, _restore, _storage)
+    return [draw(numbers) for draw in drawn]
+
+
+def _sizes(numbers: Numbers) -> Chart:
+    rows = numbers.by_step
+    divisor, unit = unit_of(max(row.record.total.stored for row in rows))
+    figure = _figure(rows, f"{unit} on the disk")
+    parts = [(role.replace("_", " "), color, [_stored(row, role) for row in rows]) for role, color in ROLES.items()]
+    for name, color, sizes in [*parts, ("header", GREY, [_header(row) for row in rows])]:
+        if any(sizes):
+            _bars(figure, rows, [size / divisor for size in sizes], name, color, [in_bytes(size) for size in sizes])
+    raw, mean = numbers.whole.raw / len(rows), numbers.whole.stored / len(rows)
+    text = (
+        f"In the mean {in_bytes(mean)}, where the tensors take {in_bytes(raw)}. Keyframes stand alone and are larger."
+    )
+    return Chart("sizes", "Size of each checkpoint", text, figure)
+
+
+def _stored(row: Row, role: str) -> int:
+    return row.record.roles[role].stored if role in row.record.roles else 0
+
+
+def _header(row: Row) -> int:
+    return row.record.total.stored - sum(size.stored for size in row.record.roles.values())
+
+
+def _ratios(numbers: Numbers) -> Chart:
+    rows = numbers.by_step
+    figure = _figure(rows, "times smaller")
+    figure.update_yaxes(rangemode="tozero", ticksuffix="×")
+    for name, color, ratios in (
+        ("whole state", BLUE, [row.record.ratio for row in rows]),
+        (
+            "weights",
+            ORANGE,
+            [row.record.roles["weight"].ratio if "weight" in row.record.roles else None for row in rows],
+        ),
+    ):
+        if any(ratio is not None for ratio in ratios):
+            _line(figure, rows, ratios, name, color, [times(ratio or 1) for ratio in ratios])
+    text = f"Bytes of the tensors over bytes stored; all checkpoints together: {times(numbers.whole.ratio)}."
+    return Chart("ratios", "How many times smaller", text, figure)
+
+
+def _degradation(numbers: Numbers) -> Chart:
+    rows, title = numbers.by_step, "Loss of quality, and what was allowed"
+    losses = [row.record.quality["degradation"] if row.record.quality else None for row in rows]
+    unknown = [loss is None or not math.isfinite(loss) for loss in losses]
+    if all(unknown):
+        if any(row.record.quality for row in rows):
+            return Chart("degradation", title, "At no step did the metric give a loss that is a finite number.", None)
+        judges = sorted({row.record.judged_by for row in rows if row.record.judged_by})
+        by = f" Configurations were judged by {' and '.join(judges)}." if judges else ""
+        return Chart("degradation", title, f"No step was measured by a metric: there was no evaluate.{by}", None)
+    figure = _figure(rows, "worse by")
+    figure.update_yaxes(tickformat=".2~%", rangemode="tozero")
+    limits = [row.record.limit for row in rows]
+    if any(limit is not None and math.isfinite(limit) for limit in limits):
+        figure.add_scatter(
+            x=_steps(rows),
+            y=[_finite(limit) for limit in limits],
+            name="allowed",
+            mode="lines+markers" if len(rows) == 1 else "lines",
+            line={"color": RED, "dash": "dash", "width": 2},
+            customdata=[percent(limit) for limit in limits],
+            hovertemplate="allowed: %{customdata}<extra></extra>",
+        )
+    _line(figure, rows, losses, "measured", BLUE, [percent(loss, sign=True) for loss in losses])
+    if any(unknown):
+        missing = [row for row, is_unknown in zip(rows, unknown, strict=True) if is_unknown]
+        figure.add_scatter(
+            x=_steps(missing),
+            y=[0.0] * len(missing),
+            name="no number",
+            mode="markers",
+            marker={"color": GREY, "symbol": "x-thin-open", "size": 9, "line": {"width": 2}},
+            customdata=[_why_unknown(row) for row in missing],
+            hovertemplate="%{customdata}<extra></extra>",
+        )
+    text = (
+        "Of the metric, relative, by the weights as a restore returns them. No point should lie above the dashed line; "
+        "below zero the stored weights score better than those in training."
+    )
+    if any(unknown):
+        text += f" {plural(sum(unknown), 'checkpoint')} of {len(rows)} without a number: marked by a cross."
+    return Chart("degradation", title, text, figure)
+
+
+def _why_unknown(row: Row) -> str:
+    if row.record.quality:
+        return f"the metric is {percent(row.record.quality['degradation'])}"
+    return f"no metric; judged by {_escape(row.record.judged_by)}" if row.record.judged_by else "no metric"
+
+
+def _configuration(numbers: Numbers) -> Chart:
+    rows, title = numbers.by_step, "Configuration"
+    chosen = [row.record.configuration for row in rows]
+    grids = [knobs if isinstance(knobs, GridConfiguration) else None for knobs in chosen]
+    bins = [knobs if isinstance(knobs, Configuration) else None for knobs in chosen]
+    panels = (["log₂ of the scale"] if any(grids) else []) + (["bins", "share of weights"] if any(bins) else [])
+    if not panels:
+        return Chart("configuration", title, "The weights of every checkpoint are exact; nothing was configured.", None)
+    figure = _figure(rows, *panels)
+    text = []
+    if any(grids):
+        exponents = [knobs.scale / SCALES_PER_OCTAVE if knobs else None for knobs in grids]
+        dithered = [knobs is not None and knobs.dithered for knobs in grids]
+        hover = [f"2^{exponent:.2f}" if exponent is not None else None for exponent in exponents]
+        _line(figure, rows, exponents, "scale of the grid", BLUE, hover)
+        text.append("One up: steps of the grid twice as coarse.")
+        if any(dithered):
+            heights = [exponent if random else None for exponent, random in zip(exponents, dithered, strict=True)]
+            figure.add_scatter(
+                x=_steps(rows),
+                y=heights,
+                name="rounded at random",
+                mode="markers",
+                marker={"color": ORANGE, "symbol": "diamond", "size": 11},
+                hovertemplate="rounded at random, after a restore<extra></extra>",
+            )
+    if any(bins):
+        first = len(panels) - 1
+        series: tuple[tuple[str, str, str, int], ...] = (
+            ("bins", "bins", BLUE, first),
+            ("bins of embeddings", "embedding_bins", GREEN, first),
+            ("pruned", "pruned", ORANGE, first + 1),
+            ("protected", "protected", PURPLE, first + 1),
+        )
+        for name, field, color, panel in series:
+            values = [getattr(knobs, field) if knobs else None for knobs in bins]
+            texts = [None if value is None else f"{value}" if panel == first else f"{value:.2%}" for value in values]
+            _line(figure, rows, values, name, color, texts, panel)
+        figure.update_yaxes(row=first, type="log", dtick=math.log10(2))
+        figure.update_yaxes(row=first + 1, tickformat=".1~%", rangemode="tozero")
+        text.append("More bins and less pruned: closer to the original, and larger.")
+    if exact := sum(knobs is None for knobs in chosen):
+        text.append(f"The weights of {plural(exact, 'checkpoint')} of {len(rows)} are exact.")
+    return Chart("configuration", title, " ".join(text), figure)
+
+
+def _bits(numbers: Numbers) -> Chart:
+    rows, title, names = numbers.by_step, "Bits per weight, by tensor", numbers.tensors
+    text = "Darker is smaller; empty where a checkpoint does not have the tensor."
+    if not names:
+        return Chart("bits", title, "No tensor of this run is a weight of the model.", None, "wide")
+    if len(names) > MOST_TENSORS:
+        taken = {name: sum(row.weights[name].size.stored for row in rows if name in row.weights) for name in names}
+        kept = set(sorted(names, key=lambda name: -taken[name])[:MOST_TENSORS])
+        text += f" Of {len(names):,} tensors the {MOST_TENSORS} that take the most bytes, in the order of the model."
+        names = [name for name in names if name in kept]
+    bits = [[row.weights[name].bits if name in row.weights else None for row in rows] for name in names]
+    known = [max(value, LEAST_BITS) for values in bits for value in values if value] or [1.0]
+    low, high = math.floor(math.log2(min(known))), math.ceil(math.log2(max(known)))
+    high = max(high, low + 1)
+    figure = _figure(rows)
+    figure.add_heatmap(
+        x=_steps(rows),
+        y=list(range(len(names))),  # not the names: two may look the same once shortened
+        z=[[value if value is None else math.log2(max(value, 2.0**low)) for value in values] for values in bits],
+        customdata=[
+            [[_escape(name), f"{value or 0:.3f}"] for value in values] for name, values in zip(names, bits, strict=True)
+        ],
+        hovertemplate="%{customdata[0]}<br>step %{x}: %{customdata[1]} bits<extra></extra>",
+        colorscale="Viridis",
+        zmin=low,
+        zmax=high,
+        ygap=1,
+        xgap=1 if len(rows) <= CROWDED else 0,
+        colorbar={
+            "title": {"text": "bits<br> "},
+            "tickvals": list(range(low, high + 1)),
+            "ticktext": [f"{2**power}" if power >= 0 else f"1/{2**-power}" for power in range(low, high + 1)],
+            "len": 240,
+            "lenmode": "pixels",
+            "y": 1,
+            "yanchor": "top",
+            "thickness": 14,
+            "outlinewidth": 0,
+        },
+    )
+    figure.update_layout(height=max(HEIGHT, 90 + ROW_HEIGHT * len(names)), hovermode="closest")
+    figure.update_yaxes(
+        tickvals=list(range(len(names))),
+        ticktext=[_escape(_short(name)) for name in names],
+        range=[len(names) - 0.5, -0.5],
+        showgrid=False,
+        zeroline=False,
+    )
+    return Chart("bits", title, text, figure, "scrolled")
+
+
+def _short(name: str) -> str:
+    name = name.removeprefix("model.")
+    return name if len(name) <= LABEL else f"…{name[1 - LABEL :]}"
+
+
+def _seconds(numbers: Numbers) -> Chart:
+    rows, title, total = numbers.by_step, "Time that each save kept training waiting", numbers.seconds
+    whole = sum(total.values())
+    if not whole:
+        return Chart("seconds", title, "The files say nothing of the time that saving took.", None)
+    figure = _figure(rows, "seconds")
+    for stage in sorted(total, key=lambda stage: list(STAGES).index(stage) if stage in STAGES else len(STAGES)):
+        seconds = [row.record.seconds.get(stage, 0.0) for row in rows]
+        shares = [_share(value, sum(row.record.seconds.values())) for value, row in zip(seconds, rows, strict=True)]
+        hover = [f"{value:.3f} s, {share}" for value, share in zip(seconds, shares, strict=True)]
+        _bars(figure, rows, seconds, _escape(stage), STAGES.get(stage, PURPLE), hover)
+    stages = ", ".join(f"{stage} {_share(seconds, whole)}" for stage, seconds in total.items())
+    text = (
+        f"All saves together {in_seconds(whole)}: {stages}. Writing is in the background, and how long it took "
+        "is not in the file that it wrote."
+    )
+    return Chart("seconds", title, text, figure)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "0%"
+
+
+def _restore(numbers: Numbers) -> Chart:
+    rows, title = numbers.by_step, "What a restore has to read"
+    sizes = [row.restore.size if row.restore else None for row in rows]
+    if not any(sizes):
+        return Chart("restore", title, "No checkpoint of this run can be restored.", None)
+    divisor, unit = unit_of(max(size or 0 for size in sizes))
+    figure = _figure(rows, unit, "files")
+    read = [(size or 0) / divisor for size in sizes]
+    _bars(
+        figure, rows, read, "bytes to read", BLUE, [in_bytes(size) if size else "cannot be restored" for size in sizes]
+    )
+    files = [row.restore.files if row.restore else None for row in rows]
+    _line(figure, rows, files, "files", ORANGE, [f"{count}" for count in files], 2)
+    figure.update_yaxes(row=2, rangemode="tozero", dtick=1 if max(count or 0 for count in files) < 6 else None)
+    text = "A delta needs what it was coded against, up to the keyframe before it."
+    if lost := sum(size is None for size in sizes):
+        text += f" {plural(lost, 'checkpoint')} cannot be restored, see below."
+    return Chart("restore", title, text, figure)
+
+
+def _storage(numbers: Numbers) -> Chart:
+    rows = numbers.by_step
+    figure = _figure(rows, "USD per month")
+    figure.update_yaxes(rangemode="tozero", tickprefix="$", exponentformat="none")
+    raw = stored = 0
+    costs: dict[str, list[float]] = {"raw": [], "stored": []}
+    for row in rows:
+        raw, stored = raw + row.record.total.raw, stored + row.record.total.stored
+        costs["raw"].append(numbers.cost(raw))
+        costs["stored"].append(numbers.cost(stored))
+    for name, color in (("raw", GREY), ("stored", BLUE)):
+        _line(figure, rows, costs[name], name, color, [dollars(cost) for cost in costs[name]])
+    what = " (list price of Amazon S3 Standard)" if numbers.price == S3_STANDARD else ""
+    text = (
+        f"All checkpoints up to a step, kept for a month at ${numbers.price:g} per GB{what}: at the end "
+        f"{dollars(costs['stored'][-1])} instead of {dollars(costs['raw'][-1])}."
+    )
+    if numbers.exact:
+        text += f" The exact copy of the newest checkpoint adds {dollars(numbers.cost(numbers.exact))}."
+    return Chart("storage", "What storage costs", text, figure, "wide")
+
+
+def _figure(rows: Sequence[Row], *panels: str) -> go.Figure:
+    """An empty figure with a place for every checkpoint, and panels below one another with these units."""
+    panels = panels or ("",)
+    figure = make_subplots(rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.08)
+    figure.update_layout(
+        template="none",
+        height=HEIGHT,
+        margin={"l": 8, "r": 8, "t": 8, "b": 8},
+        barmode="stack",
+        bargap=0.25 if len(rows) <= CROWDED else 0,
+        hovermode="x unified",
+        hoverlabel={"bgcolor": "#ffffff", "bordercolor": GREY, "font": {"color": "#1c1f24", "size": 12}},
+        font={"size": 12, "family": "system-ui, sans-serif"},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        legend={"orientation": "h", "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom", "traceorder": "normal"},
+        showlegend=True,
+        dragmode="zoom",
+    )
+    # A place for each, not a scale: after a retention the newest lie close together and the older far apart.
+    steps = _steps(rows)
+    figure.update_xaxes(
+        type="category", categoryorder="array", categoryarray=steps, nticks=10, automargin=True, showgrid=False
+    )
+    figure.update_xaxes(range=[-0.5, len(steps) - 0.5], unifiedhovertitle={"text": "step %{x}"})
+    figure.update_xaxes(row=len(panels), title={"text": "step", "standoff": 8})
+    figure.update_yaxes(automargin=True, gridcolor=GREY, zerolinecolor=GREY, zerolinewidth=1)
+    for number, unit in enumerate(panels, start=1):
+        figure.update_yaxes(row=number, title={"text": unit, "standoff": 8})
+    return figure
+
+
+def _bars(
+    figure: go.Figure, rows: Sequence[Row], heights: Sequence[float], name: str, color: str, hover: Sequence[str]
+) -> None:
+    hovertemplate = f"{name}: %{{customdata}}<extra></extra>"
+    figure.add_bar(
+        x=_steps(rows), y=heights, name=name, marker={"color": color}, customdata=hover, hovertemplate=hovertemplate
+    )
+
+
+def _line(
+    figure: go.Figure,
+    rows: Sequence[Row],
+    heights: Sequence[float | None],
+    name: str,
+    color: str,
+    hover: Sequence[Any],
+    panel: int = 1,
+) -> None:
+    figure.add_scatter(
+        x=_steps(rows),
+        y=[_finite(height) for height in heights],
+        name=name,
+        mode="lines+markers",
+        line={"color": color, "width": 2},
+        marker={"size": 7 if len(rows) <= CROWDED else 3},
+        customdata=hover,
+        hovertemplate=f"{name}: %{{customdata}}<extra></extra>",
+        row=panel,
+        col=1,
+    )
+
+
+def _steps(rows: Iterable[Row]) -> list[str]:
+    return [str(row.record.step) for row in rows]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _escape(name: str) -> str:
+    """A name for plotly, which takes some tags in text for markup."""
+    return html.escape(name, quote=False)

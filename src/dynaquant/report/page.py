@@ -1,0 +1,152 @@
+"""The page of a report: numbers and charts to one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from html import escape
+from importlib.metadata import version
+from importlib.resources import files
+from string import Template
+from typing import Any
+
+from plotly.offline import get_plotlyjs
+
+from dynaquant.quantize.knobs import in_short, knobs_to_json
+from dynaquant.record import Record
+from dynaquant.report.charts import Chart, charts
+from dynaquant.report.numbers import Numbers
+from dynaquant.report.text import NONE, dollars, in_bytes, in_seconds, percent, plural, times
+from dynaquant.search.trials import number_to_json
+
+COLUMNS = (
+    "step",
+    "parent",
+    "bytes stored",
+    "raw",
+    "times smaller",
+    "weights stored",
+    "raw",
+    "times smaller",
+    "worse by",
+    "allowed",
+    "configuration",
+    "found by",
+    "scored",
+    "seconds",
+)
+
+
+def page_of(numbers: Numbers) -> str:
+    """The whole page."""
+    drawn = charts(numbers)
+    figures = {chart.key: chart.figure.to_json(engine="json") for chart in drawn if chart.figure is not None}
+    body = [
+        f"<h1>{escape(numbers.name)}</h1>",
+        f'<p class="muted">{escape(_subtitle(numbers))}</p>',
+        _facts(numbers),
+        _list("Passed over", numbers.passed_over, "warn"),
+        '<div class="grid">',
+        *map(_section, drawn),
+        "</div>",
+        _table(numbers),
+        _list("Notes", [f"step {row.record.step}: {note}" for row in numbers.rows for note in row.record.notes]),
+        f"<footer>dynaquant {version('dynaquant')}; the numbers are of <code>dynaquant log --json</code>.</footer>",
+    ]
+    return Template(_part("page.html")).substitute(
+        title=escape(f"{numbers.name} – dynaquant"),
+        style=_part("page.css"),
+        body="\n".join(body),
+        plotly=get_plotlyjs(),
+        # plotly writes < and / as escapes, so that no name ends the script that they are in.
+        figures="{" + ",".join(f'"{key}":{figure}' for key, figure in figures.items()) + "}",
+        script=_part("page.js"),
+    )
+
+
+def _part(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _subtitle(numbers: Numbers) -> str:
+    steps = [row.record.step for row in numbers.by_step]
+    span = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
+    return f"{plural(len(steps), 'checkpoint')}, {span}"
+
+
+def _facts(numbers: Numbers) -> str:
+    whole, weights = numbers.whole, numbers.weights
+    facts = [("Whole state", times(whole.ratio, 1), f"{in_bytes(whole.stored)} instead of {in_bytes(whole.raw)}")]
+    if weights.raw:
+        detail = f"{in_bytes(weights.stored)} instead of {in_bytes(weights.raw)}"
+        facts.append(("Weights", times(weights.ratio, 1), detail))
+    limits = {row.record.limit for row in numbers.rows if row.record.limit is not None}
+    allowed = f"of {percent(max(limits))} allowed in one checkpoint" if limits else "in one checkpoint"
+    if numbers.worst is None:
+        why = "no finite number" if any(row.record.quality for row in numbers.rows) else "no metric was given"
+        facts.append(("Worst loss of quality", NONE, why))
+    else:
+        facts.append(("Worst loss of quality", percent(numbers.worst, sign=True), allowed))
+    seconds, scored = sum(numbers.seconds.values()), sum(row.record.evaluations for row in numbers.rows)
+    facts.append(("Training waited", in_seconds(seconds), f"{plural(scored, 'configuration')} scored"))
+    costs = [row.restore for row in numbers.rows if row.restore is not None]
+    if costs:
+        most = max(costs, key=lambda cost: cost.size)
+        detail = f"to read for a restore at most, from {plural(most.files, 'file')}"
+        facts.append(("Restore", in_bytes(most.size), detail))
+    stored, raw = dollars(numbers.cost(whole.stored + numbers.exact)), dollars(numbers.cost(whole.raw))
+    short = stored if len(stored) < 8 else "< $0.01"
+    facts.append(("Storage a month", short, f"{stored} instead of {raw}" if short != stored else f"instead of {raw}"))
+    cards = (
+        f'<div><dt>{label}</dt><dd class="number">{number}</dd><dd class="detail">{detail}</dd></div>'
+        for label, number, detail in facts
+    )
+    return f'<dl class="facts">{"".join(cards)}</dl>'
+
+
+def _section(chart: Chart) -> str:
+    place = "" if chart.figure is None else f'<div class="chart" id="{chart.key}"></div>'
+    if place and chart.room == "scrolled":
+        place = f'<div class="scroll">{place}</div>'
+    kind = "" if chart.room == "half" else ' class="wide"'
+    return f"<section{kind}><h2>{escape(chart.title)}</h2><p>{escape(chart.text)}</p>{place}</section>"
+
+
+def _table(numbers: Numbers) -> str:
+    left = {"configuration", "found by"}
+    head = "".join(f'<th class="left">{name}</th>' if name in left else f"<th>{name}</th>" for name in COLUMNS)
+    rows = "".join(f"<tr>{''.join(_cells(row.record))}</tr>" for row in numbers.rows)
+    return (
+        '<section class="long"><h2>All checkpoints</h2><div class="scroll"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _cells(record: Record) -> Iterator[str]:
+    weights, quality, chosen = record.roles.get("weight"), record.quality, record.configuration
+    loss = quality["degradation"] if quality else None
+    yield _cell("step", record.step, f"{record.step:,}")
+    yield _cell("parent", record.parent, "keyframe" if record.parent is None else f"{record.parent:,}")
+    yield _cell("total.stored", record.total.stored, f"{record.total.stored:,}")
+    yield _cell("total.raw", record.total.raw, f"{record.total.raw:,}")
+    yield f"<td>{times(record.ratio)}</td>"
+    yield _cell("roles.weight.stored", weights and weights.stored, f"{weights.stored:,}" if weights else NONE)
+    yield _cell("roles.weight.raw", weights and weights.raw, f"{weights.raw:,}" if weights else NONE)
+    yield f"<td>{times(weights.ratio, 1) if weights else NONE}</td>"
+    yield _cell("quality.degradation", number_to_json(loss), percent(loss, sign=True))
+    yield _cell("limit", number_to_json(record.limit), percent(record.limit))
+    yield _cell("configuration", knobs_to_json(chosen), in_short(chosen) if chosen else "exact", "left")
+    yield _cell("search", record.search, record.search or NONE, "left")
+    yield f"<td>{record.evaluations}</td>"
+    yield f"<td>{sum(record.seconds.values()):.2f}</td>"
+
+
+def _cell(field: str, value: Any, text: str, kind: str = "") -> str:
+    """A number to be read, with all its digits, and where ``log --json`` has it, for programs."""
+    exact = escape(json.dumps(value))
+    return f'<td class="{kind}"><data data-field="{field}" value="{exact}">{escape(text)}</data></td>'
+
+
+def _list(title: str, items: Iterable[str], kind: str = "") -> str:
+    listed = "".join(f"<li>{escape(item)}</li>" for item in items)
+    return f'<section class="long {kind}"><h2>{title}</h2><ul>{listed}</ul></section>' if listed else ""
