@@ -96,6 +96,14 @@ def print_json(value: Any) -> None:
     print()
 
 
+def report(as_json: bool, text: str, **facts: Any) -> None:
+    """Prints what was done: as text, or the facts in it as JSON."""
+    if as_json:
+        print_json(facts)
+    else:
+        print_(text)
+
+
 def with_progress(items: Iterable[T], description: str, count: int) -> Iterable[T]:
     """The items, with a progress bar on a terminal."""
     console = Console(stderr=True)

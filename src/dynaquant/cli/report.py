@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dynaquant.cli import output
-from dynaquant.cli.output import RunFolder
+from dynaquant.cli.output import AsJson, RunFolder
 from dynaquant.files import replacing
 from dynaquant.report.numbers import S3_STANDARD, numbers_of
 from dynaquant.report.text import plural
@@ -21,6 +21,7 @@ def report(
         float, typer.Option(help="Of storage, in USD per GB and month; by default what S3 Standard lists.", min=0)
     ] = S3_STANDARD,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a page about a run: sizes, loss of quality, configuration, bits of every layer, time, cost.
 
@@ -36,4 +37,6 @@ def report(
     page = page_of(numbers).encode("utf-8", errors="replace")
     with replacing(out) as file:
         file.write(page)
-    output.print_(f"{out}: {plural(len(numbers.rows), 'checkpoint')}, {output.bytes_(len(page))}")
+    count = len(numbers.rows)
+    text = f"{out}: {plural(count, 'checkpoint')}, {output.bytes_(len(page))}"
+    output.report(as_json, text, out=str(out), checkpoints=count, bytes=len(page))

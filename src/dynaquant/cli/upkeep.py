@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -33,32 +34,29 @@ def tag(
     if name is None:
         known = tags_of(run)
         if as_json:
-            output.print_json([{"name": t.name, "step": t.step, "identity": t.identity} for t in known])
-            return
-        for found in known:
-            output.print_(f"{found.name}: step {found.step}")
-        if not known:
-            output.print_("no tags")
+            output.print_json([asdict(found) for found in known])
+        else:
+            output.print_("\n".join(f"{found.name}: step {found.step}" for found in known) or "no tags")
     elif delete:
         remove_tag(run, name)
-        output.print_(f"{name} is no tag any more; its checkpoint is as it was")
+        output.report(as_json, f"{name} is no tag any more; its checkpoint is as it was", deleted=name)
     else:
         made = set_tag(run, name, output.checkpoint(folder, step), force)
-        output.print_(f"{made.name}: step {made.step}")
+        output.report(as_json, f"{made.name}: step {made.step}", **asdict(made))
 
 
 def branch(
     folder: RunFolder,
     step: Annotated[str, typer.Argument(metavar="STEP", help="Where to branch off: a step or a tag.")],
     new: Annotated[Path, typer.Argument(metavar="NEW", help="Folder of the new run.", show_default=False)],
+    as_json: AsJson = False,
 ) -> None:
     """Begin a new run with a checkpoint of this one: train on from there with other settings, and keep both lines."""
     run, _ = output.open_run(folder)
     written = branch_run(run, output.checkpoint(folder, step), new)
-    output.print_(
-        f"{new}: begins with step {written.header.step}, {output.bytes_(written.size)}; a Checkpointer for this folder "
-        "goes on from there"
-    )
+    text = f"{new}: begins with step {written.header.step}, {output.bytes_(written.size)}"
+    text += "; a Checkpointer for this folder goes on from there"
+    output.report(as_json, text, run=str(new), step=written.header.step, bytes=written.size)
 
 
 def compact(
@@ -66,6 +64,7 @@ def compact(
     keyframe_every: Annotated[
         int, typer.Option(help="Checkpoints in a chain of deltas: more are smaller, fewer faster to restore.", min=1)
     ] = 16,
+    as_json: AsJson = False,
 ) -> None:
     """Code a run anew, after pruning or to trade size for speed of restoring. All values stay, bit for bit."""
     run, files = output.open_run(folder)
@@ -76,10 +75,9 @@ def compact(
     left = [run.file(step) for step in run.steps()]
     keyframes = sum(file.header.parent is None for file in left)
     after = sum(file.size for file in left)
-    output.print_(
-        f"{len(left)} checkpoints, {keyframes} of them keyframes: {output.bytes_(after)} instead of "
-        f"{output.bytes_(before)}"
-    )
+    text = f"{len(left)} checkpoints, {keyframes} of them keyframes: "
+    text += f"{output.bytes_(after)} instead of {output.bytes_(before)}"
+    output.report(as_json, text, checkpoints=len(left), keyframes=keyframes, bytes=after, before=before)
 
 
 def prune(
@@ -87,28 +85,32 @@ def prune(
     keep_last: Annotated[int | None, typer.Option(help="Keep so many of the newest.", min=1)] = None,
     keep_every: Annotated[int | None, typer.Option(help="Keep every multiple of this step.", min=1)] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Delete checkpoints; those that stay are re-coded where they depend on them, and keep their values."""
+    """Delete checkpoints; those that stay are re-coded where they depend on them, and keep their values.
+
+    What has a tag stays.
+    """
     if keep_last is None and keep_every is None:
         raise typer.BadParameter("say what to keep: --keep-last, --keep-every, or both")
     run, files = output.open_run(folder)
     retention = Retention(keep_last, keep_every)
     before = sum(file.size for file in files)
+    known = run.steps()
     if dry_run:
         steps = superfluous(run, retention, _damaged(run, retention))
-        output.print_(
-            f"would delete {output.steps(steps)}, keep {output.steps(s for s in run.steps() if s not in steps)}"
-        )
+        left = [step for step in known if step not in steps]
+        text = f"would delete {output.steps(steps)}, keep {output.steps(left)}"
+        output.report(as_json, text, deleted=steps, kept=left, dry_run=True)
         return
-    known = run.steps()
     with run.writer():
         notes = prune_run(run, retention, _damaged(run, retention))
     left = run.steps()
+    deleted = [step for step in known if step not in left]
     after = sum(run.file(step).size for step in left)
-    deleted = output.steps(step for step in known if step not in left)
-    output.print_(
-        f"deleted {deleted}; kept {output.steps(left)}, {output.bytes_(after)} instead of {output.bytes_(before)}"
-    )
+    text = f"deleted {output.steps(deleted)}; kept {output.steps(left)}, "
+    text += f"{output.bytes_(after)} instead of {output.bytes_(before)}"
+    output.report(as_json, text, deleted=deleted, kept=left, bytes=after, before=before, notes=notes)
     for note in notes:
         print(f"dynaquant: {note}", file=sys.stderr)
     if notes:
