@@ -64,9 +64,7 @@ def export(stored: Stored, target: Target, out: Path, tell: Callable[[str], None
     with replacing(out) as file:
         if target is Target.SAFETENSORS:
             names, ties = _untied(stored)
-            source = _source(stored)
-            own = source.get("metadata") or {} if source else {"format": "pt", "step": str(stored.file.header.step)}
-            _write_safetensors(stored, file, names, {**own, **ties}, tell)
+            _write_safetensors(stored, file, names, _metadata(stored) | ties, tell)
         elif target is Target.TORCH:
             torchfile.write(file, stored.model(_told(stored.tensors, tell)))
         else:
@@ -76,6 +74,20 @@ def export(stored: Stored, target: Target, out: Path, tell: Callable[[str], None
 def _source(stored: Stored) -> dict[str, Any]:
     source = stored.file.header.record.get("source")
     return source if isinstance(source, dict) else {}
+
+
+def _metadata(stored: Stored) -> dict[str, str]:
+    """Of a safetensors file: as it was where there was one, else what readers look for."""
+    source = _source(stored)
+    if source.get("format") == "safetensors":
+        return _texts(source.get("metadata"))
+    return {"format": "pt"} if source else {"format": "pt", "step": str(stored.file.header.step)}
+
+
+def _texts(metadata: Any) -> dict[str, str]:
+    """What of a record can be the metadata of a safetensors file."""
+    pairs = metadata.items() if isinstance(metadata, dict) else ()
+    return {key: text for key, text in pairs if isinstance(text, str)}
 
 
 def _untied(stored: Stored) -> tuple[dict[str, str], dict[str, str]]:
@@ -105,16 +117,24 @@ def _write_shards(stored: Stored, folder: Path, tell: Callable[[str], None]) -> 
     names, ties = _untied(stored)
     source = _source(stored)
     shapes = stored.shapes
-    if isinstance(known := source.get("shards"), dict):
-        shards = {file: list(shard["tensors"]) for file, shard in known.items()}
-        metadata = {file: shard["metadata"] for file, shard in known.items()}
+    index = source.get("index")
+    try:
+        known = {file: (list(shard["tensors"]), shard["metadata"]) for file, shard in source.get("shards", {}).items()}
+    except (AttributeError, KeyError, TypeError):
+        known = {}
+    # A record may say anything: its files are to lie in this folder, and to hold each tensor once.
+    listed = [key for keys, _ in known.values() for key in keys]
+    files = [*known, index] if index is not None else list(known)
+    if sorted(map(str, listed)) == sorted(names) and all(map(safetensors.is_file_name, files)):
+        shards = {file: keys for file, (keys, _) in known.items()}
+        metadata = {file: _texts(texts) for file, (_, texts) in known.items()}
     else:
         shards = safetensors.shards_of({key: shapes[name] for key, name in names.items()})
         metadata = {file: {"format": "pt", **ties} for file in shards}
+        index = safetensors.INDEX if len(shards) > 1 else None
     for file, keys in shards.items():
         with (folder / file).open("xb") as out:
             _write_safetensors(stored, out, {key: names[key] for key in keys}, metadata[file], tell)
-    index = source["index"] if known else safetensors.INDEX if len(shards) > 1 else None
     if index is not None:
         total = sum(shapes[name].numel() * shapes[name].dtype.itemsize for name in names.values())
         (folder / index).write_text(safetensors.index_of(shards, source.get("metadata"), total))

@@ -85,18 +85,21 @@ def _matched(names: list[str], tensors: Mapping[str, Tensor], moments: list[Tens
 
 def _second_moments(optimizer: Mapping[str, Any]) -> list[str]:
     """The names of the second moments of an optimizer's parameters, in its order; empty when one has none."""
-    states = {str(key): dict(pairs_of(node)) for key, node in pairs_of(optimizer["state"]) if pairs_of(node)}
-    groups = optimizer["param_groups"]
-    numbers = [n for g in groups if isinstance(g, dict) for n in dict(pairs_of(g)).get("params", [])]
+    states = {str(key): _by_text(node) for key, node in pairs_of(optimizer["state"])}
+    groups = [_by_text(group).get("params") for group in optimizer["param_groups"]]
     moments = []
-    for number in numbers:
-        state = states.get(str(number), {})
-        node = state.get("exp_avg_sq", state.get("square_avg"))
-        name = tensor_name(node)
+    for number in (number for params in groups if isinstance(params, list) for number in params):
+        state = states.get(str(number), {})  # DCP makes text of numbers
+        name = tensor_name(state.get("exp_avg_sq", state.get("square_avg")))
         if name is None:
             return []
         moments.append(name)
     return moments
+
+
+def _by_text(node: Any) -> dict[str, Any]:
+    """A dictionary's node by its keys as text, as a key may be anything."""
+    return {str(key): value for key, value in pairs_of(node)}
 
 
 def _look_through(tree: Any) -> _Found:

@@ -60,15 +60,20 @@ class Stored:
         Raises CheckpointError when there is no one state dict in the checkpoint that is a model's.
         """
         try:
-            return state_dict_in(self.file.header.tree)
+            found = state_dict_in(self.file.header.tree)
         except StateError as error:
             raise CheckpointError(f"{self.file.path}: {error}") from None
+        if missing := [name for name in found.values() if name not in self.tensors]:
+            raise CheckpointError(
+                f"{self.file.path}: the stored tree of the state names {missing[0]}, which is not there"
+            )
+        return found
 
     def model(self, tensors: Mapping[str, Tensor]) -> Any:
         """The model's state dict with these tensors of the checkpoint. Raises CheckpointError when there is none."""
         try:
             node = model_in(self.file.header.tree)
-            return unflatten(node, {name: tensors[name] for name in names_in(node)})
+            return unflatten(node, {name: tensors[name] for name in names_in(node) if name in tensors})
         except StateError as error:
             raise CheckpointError(f"{self.file.path}: {error}") from None
 
@@ -126,6 +131,8 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], step: int | None =
     for name in own.keys() & names.keys():
         if not isinstance(own[name], Tensor):
             problems.append(f"{name} of the model is a {type(own[name]).__name__}, which is no tensor")
+        elif own[name].is_meta:
+            problems.append(f"{name} of the model is on the meta device; give it memory with model.to_empty(device=…)")
         elif own[name].shape != (shape := shapes[names[name]].shape):
             problems.append(f"{name} is {list(shape)} in it and {list(own[name].shape)} in the model")
     if problems:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from dynaquant import guess, modelfiles
 from dynaquant.coding.stream import StoredTensor
 from dynaquant.compressor import Loss
-from dynaquant.container import Header
+from dynaquant.container import CheckpointFile, Header
 from dynaquant.distributed import Group
 from dynaquant.errors import CheckpointError, EvaluateError
 from dynaquant.lazily import Lazy
@@ -83,6 +86,8 @@ class Packer:
         tell: Tell = lambda _text: None,
     ) -> None:
         Loss(quality, None, max_degradation, None)
+        if max_degradation is not None and not 0 <= max_degradation < math.inf:
+            raise ValueError(f"max_degradation must be a number from 0 on, e.g. 0.01, not {max_degradation}")
         self._preset = PRESETS[quality]
         if self._preset is None and metric is not None:
             raise ValueError("a lossless checkpoint needs no metric")
@@ -130,8 +135,11 @@ class Packer:
         holder = _Holder(Lazy(names.values(), file.tensors.__getitem__) if self._metric else {})
         evaluate = self._evaluate_on(file, labels) if self._metric else None
         prior = measured
-        if not measured and evaluate is not None:
-            measured = prior = self._probe(_streamed(grid_weights(weights, {}, {}, 0)), holder, evaluate)
+        if evaluate is not None:
+            original = _score_of_original(holder, evaluate)
+            if not measured and math.isfinite(original):
+                judge = MetricJudge(holder, evaluate, self._higher_is_better, original, {})
+                measured = prior = self._probe(_streamed(grid_weights(weights, {}, {}, 0)), judge)
         grid = grid_weights(weights, prior, self._last, 0)
         if not prior:
             prior = {name: _by_size(grid, name) for name in grid.weights}
@@ -143,7 +151,7 @@ class Packer:
         decision = manager.decide(streamed, {}, measured)
         if isinstance(decision.configuration, GridConfiguration):
             self._last = streamed.steps(decision.configuration)
-        return decision, grid.notes
+        return decision, [note.removeprefix(_PREFIX) for note in grid.notes]
 
     def _evaluate_on(self, file: ModelFile, labels: Mapping[str, Label]) -> Evaluate:
         """The metric of a state with the parameters of a ``_Holder`` for its weights."""
@@ -154,23 +162,24 @@ class Packer:
         def evaluate(holder: nn.Module) -> float:
             self._tell(f"evaluating: {next(count)}")
             weights = {name: parameter.detach() for name, parameter in holder.named_parameters(remove_duplicate=False)}
-            others = {name: tensors[name] for name in labels if name not in weights}
+            # Copies, as the metric may write to them; those of the weights are.
+            others = {name: tensors[name].clone() for name in labels if name not in weights}
             return metric(unflatten(file.tree, {**others, **weights}))
 
         return evaluate
 
-    def _probe(
-        self, weights: GridWeights, holder: nn.Module, evaluate: Callable[[nn.Module], float]
-    ) -> dict[str, float]:
+    def _probe(self, weights: GridWeights, judge: MetricJudge) -> dict[str, float]:
         """What the metric says of each tensor; for a series, what it said of the first state of the same tensors."""
         if self._probed.keys() != weights.weights.keys():
-            try:
-                original = score(holder, {}, evaluate)
-            except Exception as error:
-                raise EvaluateError(f"the metric failed on the weights as they are ({error!r})") from error
-            judge = MetricJudge(holder, evaluate, self._higher_is_better, original, {})
             self._probed = probe(weights, lambda quantized: judge(quantized).degradation, self._tell)
         return self._probed
+
+
+def _score_of_original(holder: nn.Module, evaluate: Evaluate) -> float:
+    try:
+        return score(holder, {}, evaluate)
+    except Exception as error:
+        raise EvaluateError(f"the metric failed on the weights as they are ({error!r})") from error
 
 
 def _streamed(grid: GridWeights) -> StreamedWeights:
@@ -189,15 +198,21 @@ def compress(source: Path, out: Path, packer: Packer) -> Record:
     """
     if out.is_dir():
         raise CheckpointError(f"{out} is a folder; give the name of a file in it")
+    if not out.parent.is_dir():
+        raise CheckpointError(f"{out.parent} is no folder; make it first, or give another name")
     file = modelfiles.read(source)
     checkpoint = packer.checkpoint(file, 0)
     draft = Header(0, 1, None, checkpoint.tree, (), checkpoint.record)
-    return record_of(Run(out.parent).write(draft, checkpoint.tensors, checkpoint.labels, None, path=out))
+    own = out.with_name(f"{out.name}.{os.getpid()}")  # a file next to it may be somebody else's
+    Run(out.parent).write(draft, checkpoint.tensors, checkpoint.labels, None, path=own)
+    own.replace(out)
+    return record_of(CheckpointFile(out))
 
 
 def step_of(path: Path) -> int | None:
     """The last number in a file's name, e.g. 4000 for ``ckpt-4000.safetensors``; None where there is none."""
-    numbers = re.findall(r"\d+", path.name.removesuffix(path.suffix) if path.is_file() else path.name)
+    suffix = path.suffix if path.is_file() and not path.suffix[1:].isdecimal() else ""
+    numbers = re.findall(r"\d+", path.name.removesuffix(suffix))
     return int(numbers[-1]) if numbers else None
 
 
@@ -208,19 +223,29 @@ def pack(files: Mapping[int, Path], folder: Path, packer: Packer) -> Iterator[Re
     files: by step. Raises CheckpointError when a file cannot be used or another process writes to the run; what was
     packed before stays.
     """
-    run = Run(folder)
-    with run.writer():
-        there = {summary.step for summary in run.summaries()[0]}
-        base: Base | None = None
-        chain = 0
-        for step, path in sorted(files.items()):
-            if step in there:
-                yield None
-                continue
-            file = modelfiles.read(path)
-            checkpoint = packer.checkpoint(replace(file, details={**file.details, "name": path.name}), step)
-            if chain == KEYFRAME_EVERY:
-                base, chain = None, 0
-            written, base = run.commit(checkpoint, base)
-            chain += 1
-            yield record_of(written)
+    for step, path in files.items():
+        if step >= 2**63:
+            raise CheckpointError(f"{path}: {step} is too large for a step; rename it")
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist")
+    run, was_there = Run(folder), folder.exists()
+    try:
+        with run.writer():
+            there = {known.step for known in run.chain_lengths()}  # not those whose parents are gone
+            base: Base | None = None
+            chain = 0
+            for step, path in sorted(files.items()):
+                if step in there:
+                    yield None
+                    continue
+                file = modelfiles.read(path)
+                checkpoint = packer.checkpoint(replace(file, details={**file.details, "name": path.name}), step)
+                if chain == KEYFRAME_EVERY:
+                    base, chain = None, 0
+                written, base = run.commit(checkpoint, base)
+                chain += 1
+                yield record_of(written)
+    finally:
+        if not was_there:
+            with suppress(OSError):  # as it is when there is a checkpoint in it
+                folder.rmdir()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from dynaquant.container import CheckpointFile
+from dynaquant.container import CheckpointFile, Parent
 from dynaquant.errors import CheckpointError
 from dynaquant.run import Base, Run, coder_of
 
@@ -25,10 +24,10 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
         there, broken = new.summaries()
         if there or broken:
             raise CheckpointError(f"{folder}: there are checkpoints in it; give the branch a folder of its own")
-        written = new.write(replace(file.header, parent=None), tensors, labels, None, coder_of(file))
-        if (twin := run.exact(file)) is not None:
-            shutil.copyfile(twin.path, folder / twin.path.name)
-        return written
+        if (twin := run.exact(file)) is not None:  # first: without the other it is nothing, and does no harm
+            exact = {entry.name: entry.label for entry in twin.header.entries}
+            new.write(twin.header, run.load(twin), exact, None, path=folder / twin.path.name)
+        return new.write(replace(file.header, parent=None), tensors, labels, None, coder_of(file))
 
 
 def compact(run: Run, keyframe_every: int) -> Iterator[int]:
@@ -38,22 +37,22 @@ def compact(run: Run, keyframe_every: int) -> Iterator[int]:
     chain is not too long. The caller holds the run for writing; it may be interrupted between any two steps. Raises
     CheckpointError when a checkpoint cannot be decoded; those before it are done.
     """
-    lengths: dict[str, int] = {}
+    lengths: dict[Parent, int] = {}
     before: Base | None = None
     for summary in run.summaries()[0]:
         file = run.file(summary.step)
         tensors = run.load(file)
         parent = file.header.parent
         base = before
-        if parent is not None and (base is None or parent.identity != base.parent.identity):
+        if parent is not None and (base is None or parent != base.parent):
             older = run.chain(file)[1]  # another line of training
             base = Base.loaded(older.header, run.load(older))
-        if base is not None and lengths.get(base.parent.identity, keyframe_every) >= keyframe_every:
+        if base is not None and lengths.get(base.parent, keyframe_every) >= keyframe_every:
             base = None
         if (base.parent if base else None) != parent:
             labels = {entry.name: entry.label for entry in file.header.entries}
             draft = replace(file.header, parent=base.parent if base else None)
             file = run.write(draft, tensors, labels, base, coder_of(file))
-        lengths[file.header.identity] = 1 + (lengths[base.parent.identity] if base else 0)
         before = Base.written(file.header, tensors, base)
+        lengths[before.parent] = 1 + (lengths[base.parent] if base else 0)
         yield summary.step

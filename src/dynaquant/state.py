@@ -99,8 +99,9 @@ def pairs_of(node: Any) -> list[tuple[Any, Any]]:
     """Keys and values of a dictionary's node; none for other nodes."""
     if not isinstance(node, dict):
         return []
-    content: Any = next((node[kind] for kind in ("dict", "ordered_dict") if kind in node), [])
-    return [(pair[0], pair[1]) for pair in content if isinstance(pair, list) and len(pair) == 2]
+    content: Any = next((node[kind] for kind in ("dict", "ordered_dict") if kind in node), None)
+    pairs = content if isinstance(content, list) else []
+    return [(pair[0], pair[1]) for pair in pairs if isinstance(pair, list) and len(pair) == 2]
 
 
 def tensor_name(node: Any) -> str | None:
@@ -112,13 +113,16 @@ def tensor_name(node: Any) -> str | None:
 
 
 def names_in(node: Any) -> Iterator[str]:
-    """The names of the tensors anywhere below a node."""
-    name = tensor_name(node)
-    if name is not None:
-        yield name
-        return
-    for value in node if isinstance(node, list) else [v for _, v in pairs_of(node)]:
-        yield from names_in(value)
+    """The names of the tensors and arrays anywhere below a node."""
+    if isinstance(node, list):
+        for value in node:
+            yield from names_in(value)
+    elif isinstance(node, dict):
+        name = tensor_name(node) or node.get("ndarray")
+        if isinstance(name, str):
+            yield name
+        else:
+            yield from names_in(list(node.values()))
 
 
 class _Flattener:

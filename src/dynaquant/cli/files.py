@@ -17,6 +17,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.export import Target, target_for
 from dynaquant.export import export as export_checkpoint
 from dynaquant.loading import Stored
+from dynaquant.modelfiles.safetensors import is_file_name
 from dynaquant.packing import Packer, step_of
 from dynaquant.packing import compress as compress_file
 from dynaquant.packing import pack as pack_files
@@ -135,6 +136,9 @@ def pack(
         f"{out}: {len(records)} checkpoints packed" + (f", {there} were there already" if there else "") + f"; "
         f"{output.bytes_(stored)} instead of {output.bytes_(before)} ({ratio})"
     )
+    order = Run(out).steps()
+    if order[-1] != max(order):
+        output.print_(f"note: step {order[-1]} was packed last and counts as the newest, though there is {max(order)}")
 
 
 def export(
@@ -151,7 +155,8 @@ def export(
     torch.distributed.checkpoint.
     """
     output.must_not_exist(out, force)
-    stored = Stored(folder, output.checkpoint(folder, step).header.step)
+    file = output.checkpoint(folder, step)
+    stored = Stored(folder, None if folder.is_file() else file.header.step)
     with output.telling() as tell:
         export_checkpoint(stored, to, out, tell)
     output.print_(f"{out}: step {stored.file.header.step}, {output.bytes_(output.size_of(out))}")
@@ -177,6 +182,8 @@ def unpack(
         return
     out.mkdir(parents=True, exist_ok=True)
     paths = {file.header.step: out / _name_of(file.header.record, file.header.step) for file in files}
+    if len(set(paths.values())) < len(paths):  # a run that was put together by hand
+        paths = {step: out / f"step-{step}" for step in paths}
     for path in paths.values():
         output.must_not_exist(path, force)
     for number, path in output.with_progress(paths.items(), "unpacking", len(paths)):
@@ -188,8 +195,7 @@ def unpack(
 def _name_of(record: dict[str, Any], step: int) -> str:
     source = record.get("source")
     name = source.get("name") if isinstance(source, dict) else None
-    # A name out of a file is not to lead anywhere else.
-    return name if isinstance(name, str) and Path(name).name == name and name not in ("", ".", "..") else f"step-{step}"
+    return str(name) if is_file_name(name) else f"step-{step}"  # a name out of a file is not to lead anywhere else
 
 
 def _packer(
@@ -211,8 +217,8 @@ def _function(name: str) -> Callable[[Any], float]:
     sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise typer.BadParameter(f"--metric {name}: {error}") from None
+    except Exception as error:  # anything may happen while a module is imported
+        raise typer.BadParameter(f"--metric {name}: {error!r}") from None
     finally:
         sys.path.remove(os.getcwd())
     if not callable(found):

@@ -29,10 +29,10 @@ def read(path: Path) -> ModelFile:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if start.startswith(MAGIC):
         raise CheckpointError(f"{path} is compressed already; `dynaquant decompress` is the way back")
+    if start[8:9] == b"{":  # asked first: before it is a length, which may begin like anything
+        return safetensors.read(path)
     if start.startswith((_ZIP, _PICKLE)):
         return torchfile.read(path)
-    if start[8:9] == b"{":
-        return safetensors.read(path)
     raise CheckpointError(
         f"{path}: neither safetensors nor made by torch.save"
         + ("; it is empty" if not start else "")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -23,24 +24,30 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dynaquant.errors import CheckpointError
 from dynaquant.modelfiles.modelfile import ModelFile
+from dynaquant.modelfiles.torchfile import BROKEN, problem
 from dynaquant.state import flatten
 
 METADATA = ".metadata"
-_OWN = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_PLAIN = {("collections", "OrderedDict"), ("torch", "Size"), ("torch.serialization", "_get_layout")}
-_PLAIN |= {("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")}
+_RECORDS = "torch.distributed.checkpoint.metadata"
+_PLAIN = {
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
+            return PurePosixPath  # where the folder once was; that of another system cannot be made here
         if (module, name) in _PLAIN:
             return super().find_class(module, name)
-        if module in (*_OWN, "torch") and "." not in name:
-            found = super().find_class(module, name)
-            own = isinstance(found, type) and found.__module__ in _OWN and module == found.__module__
-            if own or isinstance(found, torch.dtype | torch.layout | torch.memory_format):
-                return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        found = super().find_class(module, name) if module in (_RECORDS, "torch") else None
+        own = isinstance(found, type) and found.__module__ == _RECORDS
+        if own or isinstance(found, torch.dtype | torch.layout | torch.memory_format):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name}")
 
 
 class _Reader(FileSystemReader):
@@ -65,18 +72,20 @@ def read(folder: Path) -> ModelFile:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path}: not the metadata of torch.distributed.checkpoint")
+        for place in metadata.storage_data.values():
+            if PurePosixPath(place.relative_path).name != place.relative_path:
+                raise CheckpointError(f"{path}: it leads to {place.relative_path!r}, which is not a file beside it")
         flat = {name: _place_of(entry) for name, entry in metadata.state_dict_metadata.items()}
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        _alone(load, flat, storage_reader=_Reader(folder, metadata), planner=planner)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{folder}: refused, as reading it would run code that it names ({error})") from None
-    except (CheckpointException, *_BROKEN) as error:
-        raise CheckpointError(f"{folder}: not a whole folder of torch.distributed.checkpoint ({error!r})") from None
-    tree, tensors = flatten(_nested(flat, metadata.planner_data or {}))
+        with _as_one_process():
+            load(flat, storage_reader=_Reader(folder, metadata), planner=planner, no_dist=True)
+        state = _nested(flat, metadata.planner_data or {})
+    except (CheckpointException, *BROKEN) as error:
+        causes = error.failures.values() if isinstance(error, CheckpointException) else [error]
+        first = next((cause[0] if isinstance(cause, tuple) else cause for cause in causes), error)
+        raise CheckpointError(f"{folder}: {problem(first, 'a whole folder of torch.distributed.checkpoint')}") from None
+    tree, tensors = flatten(state)
     return ModelFile("dcp", tree, tensors, {})
-
-
-_BROKEN = (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, IndexError, TypeError, ImportError)
 
 
 def _place_of(entry: TensorStorageMetadata | BytesStorageMetadata) -> Any:
@@ -108,10 +117,13 @@ def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> An
 
 def write(folder: Path, state: dict[str, Any]) -> None:
     """Writes a state into a folder that is new or empty."""
-    _alone(save, state, checkpoint_id=folder)
+    with _as_one_process():
+        save(state, checkpoint_id=folder, no_dist=True)
 
 
-def _alone(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+@contextmanager
+def _as_one_process() -> Iterator[None]:
+    """DCP warns of what is wanted here."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of being one process, which is what is wanted
-        function(*args, **kwargs, no_dist=True)
+        warnings.simplefilter("ignore")
+        yield

@@ -40,7 +40,18 @@ _TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
     torch.complex64: "C64",
+    **{
+        getattr(torch, name): code  # that a PyTorch of today has
+        for name, code in (
+            ("float8_e4m3fnuz", "F8_E4M3FNUZ"),
+            ("float8_e5m2fnuz", "F8_E5M2FNUZ"),
+            ("float8_e8m0fnu", "F8_E8M0"),
+            ("float4_e2m1fn_x2", "F4"),
+        )
+        if hasattr(torch, name)
+    },
 }
+_METADATA = "__metadata__"
 _ALIGNMENT = 8
 
 
@@ -79,13 +90,18 @@ def read_folder(folder: Path) -> ModelFile:
     return ModelFile("huggingface", tree_of(tensors), tensors, details)
 
 
+def is_file_name(text: Any) -> bool:
+    """Whether something that stands in a file is a name that leads nowhere but into the folder it is used in."""
+    return isinstance(text, str) and text not in ("", "..") and Path(text).name == text and text.isprintable()
+
+
 def _read_index(path: Path) -> dict[str, Any]:
     try:
         index = json.loads(path.read_text())
         names, files = set(index["weight_map"].keys()), set(index["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not the index of a model ({error!r})") from None
-    if not all(type(text) is str for text in names | files) or any(Path(file).name != file for file in files):
+    if not all(type(text) is str for text in names | files) or not all(map(is_file_name, files)):
         raise CheckpointError(f"{path}: its weight_map does not lead from tensors to files beside it")
     return dict(index)
 
@@ -110,10 +126,10 @@ def _open(path: Path) -> tuple[Lazy[Tensor], dict[str, str] | None]:
 def write(file: BinaryIO, tensors: Mapping[str, Tensor], shapes: Mapping[str, Tensor], metadata: Any) -> None:
     """Writes a file, asking for one tensor at a time.
 
-    shapes: tensors of the same names, dtypes and shapes, whose values do not count (meta tensors). Raises
-    CheckpointError for a dtype that the format does not have.
+    shapes: tensors of the same names, dtypes and shapes, whose values do not count (meta tensors). metadata: text by
+    text, or None. Raises CheckpointError for a dtype or a name that the format does not have.
     """
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    header: dict[str, Any] = {} if metadata is None else {_METADATA: metadata}
     names = sorted(shapes, key=lambda name: -shapes[name].dtype.itemsize)  # aligned, as readers like it
     offset = 0
     for name in names:
@@ -122,8 +138,12 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], shapes: Mapping[str, Te
             raise CheckpointError(
                 f"safetensors has no {dtype_name(like.dtype)} tensors, such as {name}; export to torch instead"
             )
+        if name == _METADATA or not _is_unicode(name):
+            raise CheckpointError(f"safetensors has no tensors called {name!r}; export to torch instead")
         size = like.numel() * like.dtype.itemsize
         shape = list(like.shape)
+        if _TYPES[like.dtype] == "F4":  # which counts values, where PyTorch counts pairs
+            shape[-1] *= 2
         header[name] = {"dtype": _TYPES[like.dtype], "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -131,6 +151,10 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], shapes: Mapping[str, Te
     file.write(struct.pack("<Q", len(text)) + text)
     for name in names:
         file.write(bytes_of(tensors[name]).data)
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def shards_of(shapes: Mapping[str, Tensor]) -> dict[str, list[str]]:

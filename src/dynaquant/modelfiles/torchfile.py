@@ -3,47 +3,58 @@
 from __future__ import annotations
 
 import pickle
+import re
+import struct
+import warnings
 from pathlib import Path
 from typing import Any, BinaryIO
 from zipfile import BadZipFile, is_zipfile
 
 import torch
 
-from dynaquant.errors import CheckpointError
+from dynaquant.errors import CheckpointError, StateError
 from dynaquant.modelfiles.modelfile import ModelFile
 from dynaquant.state import flatten
 
-_BROKEN = (RuntimeError, EOFError, OSError, ValueError, KeyError, BadZipFile, AttributeError, IndexError, TypeError)
+BROKEN = (
+    *(pickle.UnpicklingError, struct.error, EOFError, RuntimeError, OSError, ImportError, MemoryError, BadZipFile),
+    *(ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, OverflowError),
+)
+"""What is raised while something is unpickled that is no whole pickle, or no harmless one."""
+_NAMES_CODE = re.compile(r"(?:GLOBAL |^)([\w.]+)(?: was not an allowed global| whose module|$)", re.MULTILINE)
 
 
 def read(path: Path) -> ModelFile:
     """A file. Raises CheckpointError when it holds other objects than tensors and plain values, or is not whole;
     StateError for values that a checkpoint cannot hold."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path}: refused, as reading it would run code that it names: {_reason(error)}. Where you trust the file, "
-            "load it with torch.load(…, weights_only=False) and save its state_dict() alone"
-        ) from None
-    except _BROKEN as error:
-        raise CheckpointError(f"{path}: not a whole file of torch.save ({_first_line(error)})") from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # on pickles of other protocols; whether it can be read is told by reading
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    except BROKEN as error:
+        raise CheckpointError(f"{path}: {problem(error, 'a whole file of torch.save')}") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: it holds a {type(state).__name__} and no dictionary, such as a state dict")
-    tree, tensors = flatten(state)
+    try:
+        tree, tensors = flatten(state)
+    except StateError as error:
+        raise StateError(f"{path}: {error}") from None
     return ModelFile("torch", tree, tensors, {})
 
 
-def _reason(error: pickle.UnpicklingError) -> str:
-    """What PyTorch says is wrong, without its advice to allow it."""
-    text = str(error)
-    for start in ("WeightsUnpickler error:", "Weights only load failed."):
-        text = text.rpartition(start)[2]
-    return text.strip().split("\n")[0].split(" was not an allowed global")[0].strip().rstrip(".") or "unknown objects"
+def problem(error: BaseException, expected: str) -> str:
+    """What is wrong with something that could not be unpickled: code that it names, or that it is not as expected.
 
-
-def _first_line(error: BaseException) -> str:
-    return str(error).split("\n")[0] or type(error).__name__
+    PyTorch's own words are mostly advice to run that code.
+    """
+    if isinstance(error, pickle.UnpicklingError) and (found := _NAMES_CODE.search(str(error))):
+        return (
+            f"refused, as reading it would run code that it names ({found[1]}). Where you trust it, load it with "
+            "torch.load(…, weights_only=False) and save state_dict()s alone"
+        )
+    lines = str(error).strip().split("\n")
+    said = lines[0] if not isinstance(error, pickle.UnpicklingError) else "the pickle in it is no such thing"
+    return f"not {expected} ({said.split('. ')[0] or type(error).__name__})"
 
 
 def write(file: BinaryIO, state: Any) -> None:

@@ -26,13 +26,13 @@ def quantize_moments(
     """
     quantized: dict[str, Quantized] = {}
     seconds: dict[str, QuantizedTensor | RankOne] = {}
-    for name, tensor in tensors.items():
-        if labels[name].role == "second_moment" and _usable(tensor, lowest=0.0):
+    for name in tensors:
+        if labels[name].role == "second_moment" and _usable(tensor := tensors[name], lowest=0.0):
             stored = second_moment(tensor, second_tolerance)
             if stored is not None:
                 quantized[name] = seconds[name] = stored
-    for name, tensor in tensors.items():
-        if labels[name].role != "first_moment" or not _usable(tensor):
+    for name in tensors:
+        if labels[name].role != "first_moment" or not _usable(tensor := tensors[name]):
             continue
         second = _second_of(name, tensors)
         first: Quantized | None = None
