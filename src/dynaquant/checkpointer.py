@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,17 +18,18 @@ from torch import Tensor, nn
 
 from dynaquant import rng
 from dynaquant import sources as state_sources
-from dynaquant.coding.stream import StoredTensor
+from dynaquant.coding.stream import StoredTensor, values_of
 from dynaquant.compressor import Compressor, Loss
 from dynaquant.container import CheckpointFile
 from dynaquant.distributed import Group, unwrapped
 from dynaquant.errors import CheckpointError, StateError
+from dynaquant.places import fill, new, places
 from dynaquant.presets import QualityName
 from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.record import Record, json_of, record_of, record_without_file
 from dynaquant.retention import Retention, prune, release
 from dynaquant.roles import Label, labels
-from dynaquant.run import Base, Checkpoint, Run
+from dynaquant.run import Base, Checkpoint, Run, Tensors
 from dynaquant.schedule import Every, Schedule
 from dynaquant.search.manager import Decision
 from dynaquant.search.quality import Evaluate
@@ -44,12 +45,14 @@ TYPICAL_TRIALS = 3
 class _Loaded:
     """A checkpoint that was decoded and fits.
 
-    tensors: as its file has them. exact: whether the state has them as they were before they were quantized.
+    tensors: as its file has them. state: the tensors of the model and the optimizer are their own where they can be
+    filled; fills: these, and what with. exact: whether the state is as it was before it was quantized.
     """
 
     file: CheckpointFile
     tensors: Mapping[str, StoredTensor]
     state: Mapping[str, Any]
+    fills: Sequence[tuple[Tensor, StoredTensor]]
     exact: bool
 
     @property
@@ -245,10 +248,12 @@ class Checkpointer:
 
     def _load_fitting(self, file: CheckpointFile) -> _Loaded:
         """A checkpoint that fits the objects to restore."""
-        values: dict[str, Tensor] = {}
-        tensors = self._run.load(file, values)
-        state, exact = _state_of(self._run, file, values, self.skipped)
+        tensors = self._run.load(file)
+        source, stored = _exact_of(self._run, file, self.skipped) or (file, tensors)
         try:
+            own_memory = places(self._sources, source.header.tree, stored)
+            values = {name: own_memory[name] if name in own_memory else new(stored[name]) for name in stored}
+            state = _state_of(source, values)
             state_sources.check_fit(self._sources, state, f"{file.path} (step {file.header.step})")
             own = state_sources.randomness_of(state, self._group.rank)
             if own is not None:
@@ -257,11 +262,12 @@ class Checkpointer:
             raise CheckpointError(f"{file.path}: it holds no state of a training ({error!r})") from error
         if own is None:
             log.warning("%s was saved by fewer ranks: rank %d keeps its random numbers", file.path, self._group.rank)
-        return _Loaded(file, tensors, state, exact)
+        fills = [(place, stored[name]) for name, place in own_memory.items()]
+        return _Loaded(file, tensors, state, fills, source is not file)
 
     def _put(self, loaded: _Loaded) -> None:
         header = loaded.file.header
-        state_sources.restore(self._sources, loaded.state, self._group.rank)
+        state_sources.restore(self._sources, loaded.state, lambda: fill(loaded.fills), self._group.rank)
         self._base = Base.loaded(header, loaded.tensors)
         self._has_line = True
         self._compressor.resume(header, loaded.tensors, loaded.exact)
@@ -398,30 +404,31 @@ def load(folder: str | os.PathLike[str], step: int | None = None) -> dict[str, A
             raise broken[0] if broken else CheckpointError(f"{folder}: there are no checkpoints here")
         step = summaries[-1].step
     file = run.file(step)
-    values: dict[str, Tensor] = {}
-    run.load(file, values)
-    return _state_of(run, file, values, [])[0]
+    tensors = run.load(file)
+    file, tensors = _exact_of(run, file, []) or (file, tensors)
+    return _state_of(file, {name: values_of(stored) for name, stored in tensors.items()})
 
 
-def _state_of(
-    run: Run, file: CheckpointFile, values: dict[str, Tensor], skipped: list[CheckpointError]
-) -> tuple[dict[str, Any], bool]:
-    """The state of a checkpoint with these values, and whether it is that from before it was quantized.
+def _exact_of(run: Run, file: CheckpointFile, skipped: list[CheckpointError]) -> tuple[CheckpointFile, Tensors] | None:
+    """The file and the tensors of a checkpoint as they were before they were quantized, if they were kept.
 
-    Adds to skipped why an exact file could not be used.
+    Adds to skipped why they cannot be used.
     """
-    exact: dict[str, Tensor] = {}
     try:
         if (twin := run.exact(file)) is not None:
-            run.load(twin, exact)
-            file = twin
+            return twin, run.load(twin)
     except CheckpointError as error:
         log.warning("the small form of step %d stands in for its exact one: %s", file.header.step, error)
         skipped.append(error)
+    return None
+
+
+def _state_of(file: CheckpointFile, values: dict[str, Tensor]) -> dict[str, Any]:
+    """The state of a checkpoint with these values."""
     try:
-        state = unflatten(file.header.tree, exact or values)
+        state = unflatten(file.header.tree, values)
     except StateError as error:
         raise CheckpointError(f"{file.path}: {error}") from error
     if not isinstance(state, dict) or not set(state_sources.RESERVED) <= set(state):
         raise CheckpointError(f"{file.path}: it holds no state of a training")
-    return state, bool(exact)
+    return state

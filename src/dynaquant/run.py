@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from dynaquant.coding import stream
 from dynaquant.coding.stream import Coder, StoredTensor, stored_hash, values_of
 from dynaquant.codings import Exact, Planes, Raw, Rearranged, Reference, other_of
@@ -191,14 +189,13 @@ class Run:
             chain.append(parent)
         return chain
 
-    def load(self, file: CheckpointFile, values: dict[str, Tensor] | None = None) -> Tensors:
+    def load(self, file: CheckpointFile) -> Tensors:
         """Decodes the tensors of a checkpoint and checks each against its hash.
 
-        values: filled with the values of all of them, by name, as they have to be computed anyway. Raises
-        CheckpointError, naming file and tensor, when one cannot be decoded or is not what was stored.
+        Raises CheckpointError, naming file and tensor, when one cannot be decoded or is not what was stored.
         """
         try:
-            return _load_tensors(self.chain(file), [entry.name for entry in file.header.entries], values)
+            return _load_tensors(self.chain(file), [entry.name for entry in file.header.entries])
         except CheckpointError as error:
             itself = f"checkpoint step {file.header.step}: "
             if str(error).startswith((itself, f"{file.path}: ")):
@@ -365,9 +362,7 @@ def _needed(chain: list[CheckpointFile], names: Collection[str]) -> list[list[En
     return needed
 
 
-def _load_tensors(
-    chain: list[CheckpointFile], names: Collection[str], values: dict[str, Tensor] | None = None, all_: bool = False
-) -> Tensors:
+def _load_tensors(chain: list[CheckpointFile], names: Collection[str], all_: bool = False) -> Tensors:
     """Decodes tensors of the first file of a chain, from where they stand alone downwards, in the order of ``names``.
 
     all_: whether ancestors are checked against their hashes too, to find out which of them is damaged.
@@ -382,13 +377,10 @@ def _load_tensors(
                 _check_reference(file, entry, chain[i + 1])
         for entry in entries if i == 0 or all_ else []:
             try:
-                decoded = values_of(tensors[entry.name])
+                digest = stored_hash(tensors[entry.name])
             except ValueError as error:
                 raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
-            if values is not None and i == 0:
-                # What is restored will be trained on; what the next delta is coded against must stay as it is.
-                values[entry.name] = decoded.clone() if decoded is tensors[entry.name] else decoded
-            if stored_hash(tensors[entry.name], decoded) != entry.hash:
+            if digest != entry.hash:
                 if not all_:
                     _load_tensors(chain, names, all_=True)
                 raise CheckpointError(

@@ -118,7 +118,7 @@ def _sample(tensor: Tensor) -> Tensor:
     """At most ``SAMPLED`` elements; float32, on the host."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() > SAMPLED:
-        flat = flat[_spread(flat.numel()).to(flat.device)]
+        flat = flat.index_select(0, _spread(flat.numel()).to(flat.device))
     return flat.to("cpu", torch.float32)
 
 
