@@ -3,7 +3,10 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <iterator>
 #include <limits>
+#include <list>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
@@ -52,35 +55,44 @@ struct Group {
 };
 
 Group merged(const Group& a, const Group& b) {
-    Counts sum = a.counts;
-    for (std::size_t s = 0; s < sum.size(); ++s) sum[s] += b.counts[s];
+    Counts sum;
+    std::transform(a.counts.begin(), a.counts.end(), b.counts.begin(), sum.begin(), std::plus<>());
     return {a.begin, sum};
 }
 
 // Neighbouring contexts are merged for as long as that saves bits, those that save most first.
 std::vector<Group> grouped(const std::vector<Counts>& counts) {
-    std::vector<Group> groups;
+    struct Pair {
+        Group group, merged;  // with the next one; of the last one that means nothing
+        double saves;
+    };
+    std::list<Pair> pairs;
+    const auto set_saving = [&](std::list<Pair>::iterator pair) {
+        if (const auto next = std::next(pair); next != pairs.end()) {
+            pair->merged = merged(pair->group, next->group);
+            pair->saves = pair->group.bits + next->group.bits - pair->merged.bits;
+        } else {
+            pair->saves = -std::numeric_limits<double>::infinity();
+        }
+    };
     for (std::size_t c = 0; c < counts.size(); ++c) {
         const bool occurs = std::any_of(counts[c].begin(), counts[c].end(), [](std::uint64_t n) { return n > 0; });
-        if (occurs || c == 0) groups.emplace_back(c, counts[c]);
+        if (!occurs && c > 0) continue;
+        const Group group(c, counts[c]);
+        pairs.push_back({group, group, 0.0});
     }
-    std::vector<Group> unions;  // of each group and the next
-    for (std::size_t g = 0; g + 1 < groups.size(); ++g) unions.push_back(merged(groups[g], groups[g + 1]));
-    while (groups.size() > 1) {
-        std::size_t best = 0;
-        double saved = -std::numeric_limits<double>::infinity();
-        for (std::size_t g = 0; g < unions.size(); ++g) {
-            const double saves = groups[g].bits + groups[g + 1].bits - unions[g].bits;
-            if (saves > saved) best = g, saved = saves;
-        }
-        if (saved < 0) break;
-        const auto at = static_cast<std::ptrdiff_t>(best);
-        groups[best] = unions[best];
-        groups.erase(groups.begin() + at + 1);
-        unions.erase(unions.begin() + at);
-        if (best > 0) unions[best - 1] = merged(groups[best - 1], groups[best]);
-        if (best < unions.size()) unions[best] = merged(groups[best], groups[best + 1]);
+    for (auto pair = pairs.begin(); pair != pairs.end(); ++pair) set_saving(pair);
+    while (pairs.size() > 1) {
+        const auto best = std::max_element(pairs.begin(), pairs.end(),
+                                           [](const Pair& a, const Pair& b) { return a.saves < b.saves; });
+        if (best->saves < 0) break;
+        best->group = best->merged;
+        pairs.erase(std::next(best));
+        set_saving(best);
+        if (best != pairs.begin()) set_saving(std::prev(best));
     }
+    std::vector<Group> groups;
+    for (const Pair& pair : pairs) groups.push_back(pair.group);
     return groups;
 }
 

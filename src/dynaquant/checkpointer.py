@@ -341,14 +341,14 @@ class Checkpointer:
         notes: list[str] = []
         if self._run.path(checkpoint.step).exists():
             notes += release(self._run, [checkpoint.step])[1]
-        _, self._base = self._run.commit(checkpoint, base)
+        file, self._base = self._run.commit(checkpoint, base)
         self._damaged.discard(checkpoint.step)
         try:
             notes += prune(self._run, self._retention, self._damaged)
         except Exception as error:
             error.add_note(f"step {checkpoint.step} is saved; clearing away older checkpoints failed")
             raise
-        record = record_of(self._run.file(checkpoint.step), {"write": time.perf_counter() - start}, notes)
+        record = record_of(file, {"write": time.perf_counter() - start}, notes)
         if not record.keyframe and "weight" in record.roles:
             self._compressor.manager.learn_size(predicted, record.roles["weight"].stored)
         return record

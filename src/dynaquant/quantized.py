@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -117,6 +118,9 @@ def dequantize(quantized: Quantized, where: torch.device = kernels.HOST) -> Tens
     """
     if where == kernels.HOST and is_zero(quantized):
         return torch.from_numpy(np.zeros(quantized.shape, dtype=np.float32)).to(quantized.dtype)  # memory as it is
+    if 0 < quantized.shape.numel() <= kernels.piece(where):
+        (values,) = pieces(quantized, where)
+        return values.view(quantized.shape)
     values = kernels.empty(quantized.shape, quantized.dtype, where)
     dequantize_into(values, quantized)
     return values
@@ -172,10 +176,7 @@ def _products(quantized: RankOne, size: int, where: torch.device) -> Iterator[Te
 
 
 def _values(quantized: QuantizedTensor, size: int, where: torch.device) -> Iterator[Tensor]:
-    dtype = torch.float32 if quantized.dtype == torch.float64 else quantized.dtype
-    centres = torch.from_numpy(quantized.centres)
-    table = torch.zeros(FIRST_BIN + len(centres), dtype=dtype, device="cpu")
-    table[FIRST_BIN:] = finite(centres, dtype)
+    table = _table(quantized.codebook, torch.float32 if quantized.dtype == torch.float64 else quantized.dtype)
     rest = quantized.protected
     for begin in range(0, quantized.levels.size, size):
         levels = quantized.levels[begin : begin + size]
@@ -192,7 +193,7 @@ def is_zero(quantized: Quantized) -> bool:
         return quantized.second.shape == quantized.shape and is_zero(quantized.units)
     if not isinstance(quantized, QuantizedTensor) or quantized.codebook.bins or len(quantized.protected):
         return False
-    return not quantized.levels.size or int(quantized.levels.max()) == PRUNED
+    return quantized.levels.size > 0 and int(quantized.levels.max()) == PRUNED
 
 
 def protected_values(tensor: Tensor, levels: Tensor) -> NDArray[np.uint16]:
@@ -209,3 +210,10 @@ def finite(values: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype in (torch.float16, torch.bfloat16):
         values = values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
     return values.to(dtype)
+
+
+@lru_cache(maxsize=256)
+def _table(codebook: Codebook, dtype: torch.dtype) -> Tensor:
+    """The value of every level."""
+    centres = torch.from_numpy(codebook.values)
+    return torch.cat((torch.zeros(FIRST_BIN, dtype=dtype, device="cpu"), finite(centres, dtype)))

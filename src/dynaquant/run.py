@@ -86,6 +86,12 @@ def _hashes(header: Header) -> dict[str, str]:
     return {entry.name: entry.hash for entry in header.entries}
 
 
+def _version(path: Path) -> tuple[int, int, int]:
+    """What changes when a file does."""
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
 class Run:
     """The checkpoints in a folder. Writing takes a lock, ``writer()``; reading takes none.
 
@@ -134,8 +140,7 @@ class Run:
         known, found, broken = self._summaries, {}, []
         for path in sorted(self.folder.glob(f"step-*{SUFFIX}")):
             try:
-                status = path.stat()
-                key = (status.st_ino, status.st_mtime_ns, status.st_size)
+                key = _version(path)
                 summary = known.get(key) or CheckpointFile(path).header.summary
                 if self.path(summary.step) != path:
                     raise CheckpointError(f"{path}: holds step {summary.step}; was it renamed?")
@@ -230,6 +235,7 @@ class Run:
             record=checkpoint.record,
         )
         file = self.write(draft, checkpoint.tensors, checkpoint.labels, base, checkpoint.coder)
+        self._summaries[_version(file.path)] = file.header.summary
         if checkpoint.exact is not None:
             twin = self._exact_path(checkpoint.step)
             self.write(replace(draft, parent=None), checkpoint.exact, checkpoint.labels, None, path=twin)
@@ -288,7 +294,7 @@ class Run:
             temporary.unlink(missing_ok=True)
             raise
         self._sync_folder()
-        return CheckpointFile(path)
+        return written.moved(path)
 
     def delete(self, step: int) -> None:
         """Removes the file of a step. The caller has made sure that no other checkpoint needs it."""

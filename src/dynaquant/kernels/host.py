@@ -84,10 +84,12 @@ def values(
     protected: NDArray[np.uint16],
     where: torch.device,  # noqa: ARG001 - there is only one
 ) -> Tensor:
-    bits = _unsigned(table.dtype)
-    out = empty(torch.Size([levels.size]), table.dtype)
-    _native.values_of_levels(levels, table.view(bits).numpy(), protected, out.view(bits).numpy())
-    return out
+    if not levels.size and not len(protected):
+        return empty(torch.Size([0]), table.dtype)
+    bits = table.view(_unsigned(table.dtype)).numpy()
+    out = np.empty(levels.size, dtype=bits.dtype)
+    _native.values_of_levels(levels, bits, protected, out)
+    return torch.from_numpy(out).view(table.dtype)
 
 
 def square_root(tensor: Tensor) -> Tensor:
