@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <functional>
 #include <iterator>
 #include <limits>
@@ -16,6 +17,7 @@
 #include "little_endian.hpp"
 #include "parallel.hpp"
 #include "level_rans.hpp"
+#include "tables.hpp"
 
 namespace dynaquant {
 namespace {
@@ -101,8 +103,17 @@ bool is_certain(const Frequencies& frequencies) {
     return std::count_if(frequencies.begin(), frequencies.end(), [](std::uint32_t f) { return f > 0; }) <= 1;
 }
 
+// Whether all are the same, as where a moment was dropped.
+bool is_uniform(const std::uint8_t* levels, std::size_t count) {
+    return levels == nullptr || count < 2 || std::memcmp(levels, levels + 1, count - 1) == 0;
+}
+
 // By parent level << 8 | level, of which counts has as many rows as parent levels occur.
 void count_pairs(Bytes levels, const std::uint8_t* parent, std::span<std::uint32_t> counts, std::size_t ways) {
+    if (is_uniform(levels.data(), levels.size()) && is_uniform(parent, levels.size())) {
+        counts[(parent ? std::size_t{*parent} : 0) << 8 | levels.front()] = static_cast<std::uint32_t>(levels.size());
+        return;
+    }
     // An increment has to wait for the one before it on the same address: two tables in turn.
     const std::size_t size = counts.size() / ways;
     for (std::size_t i = 0; i < levels.size(); ++i) {
@@ -159,13 +170,7 @@ std::vector<std::uint8_t> encode_conditional(Bytes levels, Bytes parent, LevelTa
     const std::size_t blocks = block_count(levels.size(), conditional_block);
     const auto parent_of = [&](std::size_t begin) { return parent.empty() ? nullptr : parent.data() + begin; };
 
-    std::vector<std::uint8_t> highest(blocks);
-    parallel_for(blocks, [&](std::size_t b) {
-        const auto [begin, length] = block_range(parent.size(), b);
-        const auto block = parent.empty() ? parent : parent.subspan(begin, length);
-        highest[b] = block.empty() ? 0 : *std::max_element(block.begin(), block.end());
-    });
-    const std::size_t rows = blocks == 0 ? 1 : std::size_t{*std::max_element(highest.begin(), highest.end())} + 1;
+    const std::size_t rows = std::size_t{highest_of(parent)} + 1, columns = std::size_t{highest_of(levels)} + 1;
 
     // How often every symbol occurs in every context.
     std::vector<Counts> counts(contexts);
@@ -176,11 +181,12 @@ std::vector<std::uint8_t> encode_conditional(Bytes levels, Bytes parent, LevelTa
         std::vector<std::uint32_t> found(ways * rows * 256);  // 32 bits suffice for a block
         count_pairs(levels.subspan(begin, length), parent_of(begin), found, ways);
         const std::lock_guard lock(counts_mutex);
-        for (std::size_t j = 0; j < found.size(); ++j)
-            if (found[j] > 0) {
-                const std::size_t pair = j % (rows * 256);
-                counts[context_of[pair >> 8]][symbol_of[pair]] += found[j];
-            }
+        for (std::size_t row = 0; row < ways * rows; ++row) {
+            const std::size_t source = row % rows << 8;
+            for (std::size_t level = 0; level < columns; ++level)
+                if (const std::uint32_t count = found[row << 8 | level]; count > 0)
+                    counts[context_of[source >> 8]][symbol_of[source | level]] += count;
+        }
     });
 
     const std::vector<Group> groups = grouped(counts);
@@ -274,6 +280,8 @@ void decode_conditional(Bytes stream, Bytes parent, LevelTable level_of, Context
         if (!certain) return;
         if (sources == nullptr)
             std::fill(block.begin(), block.end(), only[0]);
+        else if (is_uniform(sources, length))
+            std::fill(block.begin(), block.end(), only[*sources]);
         else
             std::transform(sources, sources + length, block.begin(), [&](std::uint8_t source) { return only[source]; });
     });

@@ -28,6 +28,12 @@ std::span<T> block_of(std::span<T> values, std::size_t block, std::size_t size =
 
 }  // namespace
 
+std::uint8_t highest_of(std::span<const std::uint8_t> levels) {
+    std::uint8_t highest = 0;  // unlike std::max_element, a loop that compilers vectorise
+    for (const auto level : levels) highest = std::max(highest, level);
+    return highest;
+}
+
 template <class Bits>
 void log_histogram(std::span<const Bits> values, std::span<std::int64_t, bucket_count> counts) {
     // Clearing and adding up the tables below costs as much as counting a few hundred thousand values.
@@ -80,7 +86,7 @@ void values_of_levels(std::span<const std::uint8_t> levels, std::span<const Bits
     std::vector<std::size_t> first(blocks + 1);
     const auto checked = [&](std::size_t b) {
         const auto block = block_of(levels, b, small_block);
-        if (!block.empty() && *std::max_element(block.begin(), block.end()) >= table.size())
+        if (!block.empty() && highest_of(block) >= table.size())
             throw std::invalid_argument("a level lies outside the codebook");
         first[b + 1] = static_cast<std::size_t>(std::count(block.begin(), block.end(), level_protected));
         return block;
