@@ -267,7 +267,7 @@ class Checkpointer:
 
     def _put(self, loaded: _Loaded) -> None:
         header = loaded.file.header
-        state_sources.restore(self._sources, loaded.state, lambda: fill(loaded.fills), self._group.rank)
+        state_sources.restore(self._sources, loaded.state, self._group.rank, lambda: fill(loaded.fills))
         self._base = Base.loaded(header, loaded.tensors)
         self._has_line = True
         self._compressor.resume(header, loaded.tensors, loaded.exact)

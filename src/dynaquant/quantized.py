@@ -147,8 +147,8 @@ def _pieces(quantized: Quantized, size: int, where: torch.device) -> Iterator[Te
     """``pieces`` of a size, the last one smaller."""
     if isinstance(quantized, Rounded):
         master = quantized.of
-        parts = master.detach().to(where).reshape(-1).split(size) if isinstance(master, Tensor) else None
-        for part in parts or _pieces(quantized.of, size, where):
+        parts = _parts(master.to(where), size) if isinstance(master, Tensor) else _pieces(master, size, where)
+        for part in parts:
             yield part.to(quantized.dtype)
     elif isinstance(quantized, RankOne):
         yield from _products(quantized, size, where)
@@ -166,12 +166,17 @@ def _pieces(quantized: Quantized, size: int, where: torch.device) -> Iterator[Te
         yield from _values(quantized, size, where)
 
 
+def _parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
+    flat = tensor.reshape(-1)
+    return (flat[begin : begin + size] for begin in range(0, len(flat), size))
+
+
 def _products(quantized: RankOne, size: int, where: torch.device) -> Iterator[Tensor]:
     rows, columns = (dequantize(factor, where) for factor in (quantized.rows, quantized.columns))
     if rows.numel() * columns.numel() != quantized.shape.numel():
         raise ValueError("the rows and columns are those of a tensor of another shape")
     if quantized.shape.numel():
-        for some in rows.split(max(size // len(columns), 1)):
+        for some in _parts(rows, max(size // len(columns), 1)):
             yield finite(torch.outer(some, columns).view(-1), quantized.dtype)
 
 

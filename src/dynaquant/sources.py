@@ -95,7 +95,9 @@ def randomness_of(state: Mapping[str, Any], rank: int) -> dict[str, Any] | None:
     return ranks[rank - 1] if rank <= len(ranks) else None
 
 
-def restore(sources: Mapping[str, Any], state: Mapping[str, Any], fill: Callable[[], None], rank: int = 0) -> None:
+def restore(
+    sources: Mapping[str, Any], state: Mapping[str, Any], rank: int = 0, fill: Callable[[], None] = lambda: None
+) -> None:
     """Puts a state that fits into the sources and the global random number generators; model and optimizer last.
 
     fill: called just before these, to complete the tensors that are theirs already (``places``).
