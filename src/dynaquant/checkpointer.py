@@ -204,7 +204,8 @@ class Checkpointer:
 
         None when the run has no checkpoints. Checkpoints that are damaged are passed over; ``skipped`` and a logged
         warning say why. Nothing is changed unless everything fits. (Should an extra's own ``load_state_dict`` raise,
-        extras before it are restored; model and optimizer come last and are as they were.)
+        extras before it are restored; model and optimizer come last and are as they were.) The tensors of both are
+        filled where they are in memory, if what was stored fits there.
 
         Raises CheckpointError when there are checkpoints but none verifies, or that of ``step`` doesn't; StateError
         when the checkpoint does not fit the objects.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dynaquant import kernels
 from dynaquant.coding.stream import StoredTensor
+from dynaquant.errors import StateError
 from dynaquant.quantized import dequantize, dequantize_into
 from dynaquant.sources import LAST, collect
 from dynaquant.state import flatten
@@ -23,7 +24,10 @@ def places(sources: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTen
     KeyError, TypeError or ValueError for one that is no state.
     """
     elsewhere = {name for source, node in tree["dict"] if source not in LAST for name in _names(node)}
-    now = flatten(collect({name: sources[name] for name in LAST if name in sources}))[1]
+    try:
+        now = flatten(collect({name: sources[name] for name in LAST if name in sources}))[1]
+    except StateError:  # what can be restored may stand where something is that cannot be saved
+        return {}
 
     def fits(name: str) -> bool:
         place, tensor = now[name], stored[name]
