@@ -3,7 +3,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
+#include <functional>
+#include <iterator>
 #include <limits>
+#include <list>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
@@ -13,6 +17,7 @@
 #include "little_endian.hpp"
 #include "parallel.hpp"
 #include "level_rans.hpp"
+#include "tables.hpp"
 
 namespace dynaquant {
 namespace {
@@ -52,35 +57,44 @@ struct Group {
 };
 
 Group merged(const Group& a, const Group& b) {
-    Counts sum = a.counts;
-    for (std::size_t s = 0; s < sum.size(); ++s) sum[s] += b.counts[s];
+    Counts sum;
+    std::transform(a.counts.begin(), a.counts.end(), b.counts.begin(), sum.begin(), std::plus<>());
     return {a.begin, sum};
 }
 
 // Neighbouring contexts are merged for as long as that saves bits, those that save most first.
 std::vector<Group> grouped(const std::vector<Counts>& counts) {
-    std::vector<Group> groups;
+    struct Pair {
+        Group group, merged;  // with the next one; of the last one that means nothing
+        double saves;
+    };
+    std::list<Pair> pairs;
+    const auto set_saving = [&](std::list<Pair>::iterator pair) {
+        if (const auto next = std::next(pair); next != pairs.end()) {
+            pair->merged = merged(pair->group, next->group);
+            pair->saves = pair->group.bits + next->group.bits - pair->merged.bits;
+        } else {
+            pair->saves = -std::numeric_limits<double>::infinity();
+        }
+    };
     for (std::size_t c = 0; c < counts.size(); ++c) {
         const bool occurs = std::any_of(counts[c].begin(), counts[c].end(), [](std::uint64_t n) { return n > 0; });
-        if (occurs || c == 0) groups.emplace_back(c, counts[c]);
+        if (!occurs && c > 0) continue;
+        const Group group(c, counts[c]);
+        pairs.push_back({group, group, 0.0});
     }
-    std::vector<Group> unions;  // of each group and the next
-    for (std::size_t g = 0; g + 1 < groups.size(); ++g) unions.push_back(merged(groups[g], groups[g + 1]));
-    while (groups.size() > 1) {
-        std::size_t best = 0;
-        double saved = -std::numeric_limits<double>::infinity();
-        for (std::size_t g = 0; g < unions.size(); ++g) {
-            const double saves = groups[g].bits + groups[g + 1].bits - unions[g].bits;
-            if (saves > saved) best = g, saved = saves;
-        }
-        if (saved < 0) break;
-        const auto at = static_cast<std::ptrdiff_t>(best);
-        groups[best] = unions[best];
-        groups.erase(groups.begin() + at + 1);
-        unions.erase(unions.begin() + at);
-        if (best > 0) unions[best - 1] = merged(groups[best - 1], groups[best]);
-        if (best < unions.size()) unions[best] = merged(groups[best], groups[best + 1]);
+    for (auto pair = pairs.begin(); pair != pairs.end(); ++pair) set_saving(pair);
+    while (pairs.size() > 1) {
+        const auto best = std::max_element(pairs.begin(), pairs.end(),
+                                           [](const Pair& a, const Pair& b) { return a.saves < b.saves; });
+        if (best->saves < 0) break;
+        best->group = best->merged;
+        pairs.erase(std::next(best));
+        set_saving(best);
+        if (best != pairs.begin()) set_saving(std::prev(best));
     }
+    std::vector<Group> groups;
+    for (const Pair& pair : pairs) groups.push_back(pair.group);
     return groups;
 }
 
@@ -89,8 +103,17 @@ bool is_certain(const Frequencies& frequencies) {
     return std::count_if(frequencies.begin(), frequencies.end(), [](std::uint32_t f) { return f > 0; }) <= 1;
 }
 
+// Whether all are the same, as where a moment was dropped.
+bool is_uniform(const std::uint8_t* levels, std::size_t count) {
+    return levels == nullptr || count < 2 || std::memcmp(levels, levels + 1, count - 1) == 0;
+}
+
 // By parent level << 8 | level, of which counts has as many rows as parent levels occur.
 void count_pairs(Bytes levels, const std::uint8_t* parent, std::span<std::uint32_t> counts, std::size_t ways) {
+    if (is_uniform(levels.data(), levels.size()) && is_uniform(parent, levels.size())) {
+        counts[(parent ? std::size_t{*parent} : 0) << 8 | levels.front()] = static_cast<std::uint32_t>(levels.size());
+        return;
+    }
     // An increment has to wait for the one before it on the same address: two tables in turn.
     const std::size_t size = counts.size() / ways;
     for (std::size_t i = 0; i < levels.size(); ++i) {
@@ -147,13 +170,7 @@ std::vector<std::uint8_t> encode_conditional(Bytes levels, Bytes parent, LevelTa
     const std::size_t blocks = block_count(levels.size(), conditional_block);
     const auto parent_of = [&](std::size_t begin) { return parent.empty() ? nullptr : parent.data() + begin; };
 
-    std::vector<std::uint8_t> highest(blocks);
-    parallel_for(blocks, [&](std::size_t b) {
-        const auto [begin, length] = block_range(parent.size(), b);
-        const auto block = parent.empty() ? parent : parent.subspan(begin, length);
-        highest[b] = block.empty() ? 0 : *std::max_element(block.begin(), block.end());
-    });
-    const std::size_t rows = blocks == 0 ? 1 : std::size_t{*std::max_element(highest.begin(), highest.end())} + 1;
+    const std::size_t rows = std::size_t{highest_of(parent)} + 1, columns = std::size_t{highest_of(levels)} + 1;
 
     // How often every symbol occurs in every context.
     std::vector<Counts> counts(contexts);
@@ -164,11 +181,12 @@ std::vector<std::uint8_t> encode_conditional(Bytes levels, Bytes parent, LevelTa
         std::vector<std::uint32_t> found(ways * rows * 256);  // 32 bits suffice for a block
         count_pairs(levels.subspan(begin, length), parent_of(begin), found, ways);
         const std::lock_guard lock(counts_mutex);
-        for (std::size_t j = 0; j < found.size(); ++j)
-            if (found[j] > 0) {
-                const std::size_t pair = j % (rows * 256);
-                counts[context_of[pair >> 8]][symbol_of[pair]] += found[j];
-            }
+        for (std::size_t row = 0; row < ways * rows; ++row) {
+            const std::size_t source = row % rows << 8;
+            for (std::size_t level = 0; level < columns; ++level)
+                if (const std::uint32_t count = found[row << 8 | level]; count > 0)
+                    counts[context_of[source >> 8]][symbol_of[source | level]] += count;
+        }
     });
 
     const std::vector<Group> groups = grouped(counts);
@@ -262,6 +280,8 @@ void decode_conditional(Bytes stream, Bytes parent, LevelTable level_of, Context
         if (!certain) return;
         if (sources == nullptr)
             std::fill(block.begin(), block.end(), only[0]);
+        else if (is_uniform(sources, length))
+            std::fill(block.begin(), block.end(), only[*sources]);
         else
             std::transform(sources, sources + length, block.begin(), [&](std::uint8_t source) { return only[source]; });
     });

@@ -31,12 +31,31 @@ Rounded rounded(std::uint32_t frequency) {
 }
 
 // The symbol whose frequency is not written, as it is what the others leave: the most frequent one.
-std::size_t rest_of(const Frequencies& frequencies) {
-    return static_cast<std::size_t>(std::max_element(frequencies.begin(), frequencies.end()) - frequencies.begin());
+template <class Table>
+std::size_t rest_of(const Table& frequencies, std::size_t end) {
+    const auto first = frequencies.begin();
+    return static_cast<std::size_t>(std::max_element(first, first + static_cast<std::ptrdiff_t>(end)) - first);
 }
 
-std::size_t last_of(const Frequencies& frequencies, std::size_t rest) {
-    std::size_t last = frequencies.size();
+// One more than the last symbol that occurs: mostly far below 256, and tables are made by the hundred.
+template <class Table>
+std::size_t end_of(const Table& counts) {
+    std::size_t end = counts.size();
+    while (end > 0 && counts[end - 1] == 0) --end;
+    return end;
+}
+
+double log2_of(std::uint32_t frequency) {
+    static const auto table = [] {
+        std::array<double, frequency_total + 1> logarithms{};
+        for (std::uint32_t f = 1; f <= frequency_total; ++f) logarithms[f] = std::log2(f);
+        return logarithms;
+    }();
+    return table[frequency];
+}
+
+std::size_t last_of(const Frequencies& frequencies, std::size_t rest, std::size_t end) {
+    std::size_t last = end;
     while (last > 0 && (frequencies[last - 1] == 0 || last - 1 == rest)) --last;
     return last;
 }
@@ -51,12 +70,13 @@ std::size_t zeros_from(const Frequencies& frequencies, std::size_t rest, std::si
 
 Frequencies scaled(const Counts& counts) {
     Frequencies result{};
+    const std::size_t end = end_of(counts);
     std::uint64_t total = 0;
-    for (const auto count : counts) total += count;
+    for (std::size_t s = 0; s < end; ++s) total += counts[s];
     if (total == 0) return result;
-    const auto rest = static_cast<std::size_t>(std::max_element(counts.begin(), counts.end()) - counts.begin());
+    const std::size_t rest = rest_of(counts, end);
     std::uint32_t sum = 0;
-    for (std::size_t s = 0; s < counts.size(); ++s) {
+    for (std::size_t s = 0; s < end; ++s) {
         if (counts[s] == 0 || s == rest) continue;
         const double share = static_cast<double>(counts[s]) / static_cast<double>(total);
         const auto nearest = static_cast<std::uint32_t>(std::lround(share * frequency_total));
@@ -65,14 +85,14 @@ Frequencies scaled(const Counts& counts) {
     }
     // Symbols that are rarer than 1 in 4096 can take more than there is: then the others give way.
     while (sum >= frequency_total) {
-        const std::size_t largest = rest_of(result);
+        const std::size_t largest = rest_of(result, end);
         const std::uint32_t less = rounded(result[largest] - 1).value;
         sum -= result[largest] - less;
         result[largest] = less;
     }
     result[rest] = frequency_total - sum;
     // Where rare symbols have taken much of it, another symbol is the one that gets what is left.
-    if (const std::size_t largest = rest_of(result); largest != rest) {
+    if (const std::size_t largest = rest_of(result, end); largest != rest) {
         const std::uint32_t kept = rounded(result[rest]).value;
         result[largest] += result[rest] - kept;
         result[rest] = kept;
@@ -81,8 +101,8 @@ Frequencies scaled(const Counts& counts) {
 }
 
 void put_frequencies(BitWriter& out, const Frequencies& frequencies) {
-    const std::size_t rest = rest_of(frequencies);
-    const std::size_t last = last_of(frequencies, rest);
+    const std::size_t end = end_of(frequencies), rest = rest_of(frequencies, end);
+    const std::size_t last = last_of(frequencies, rest, end);
     out.put(static_cast<std::uint32_t>(rest), symbol_bits);
     out.put(static_cast<std::uint32_t>(last), symbol_bits + 1);
     for (std::size_t s = 0; s < last;) {
@@ -132,12 +152,12 @@ Frequencies get_frequencies(BitReader& in, std::size_t symbols) {
 }
 
 double bits_of(const Counts& counts, const Frequencies& frequencies) {
-    const std::size_t rest = rest_of(frequencies);
-    const std::size_t last = last_of(frequencies, rest);
+    const std::size_t end = end_of(frequencies), rest = rest_of(frequencies, end);
+    const std::size_t last = last_of(frequencies, rest, end);
     double bits = 2 * symbol_bits + 1;
-    for (std::size_t s = 0; s < counts.size(); ++s) {
+    for (std::size_t s = 0; s < end; ++s) {
         if (counts[s] == 0) continue;
-        bits += static_cast<double>(counts[s]) * (frequency_bits - std::log2(frequencies[s]));
+        bits += static_cast<double>(counts[s]) * (frequency_bits - log2_of(frequencies[s]));
         if (s < last && s != rest) bits += width_bits + rounded(frequencies[s]).extra_bits;
     }
     for (std::size_t s = 0; s < last; ++s)

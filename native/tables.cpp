@@ -2,6 +2,7 @@
 #include "tables.hpp"
 
 #include <algorithm>
+#include <array>
 #include <mutex>
 #include <numeric>
 #include <stdexcept>
@@ -14,17 +15,24 @@ namespace {
 
 // Values per piece of parallel work.
 constexpr std::size_t block_size = std::size_t{1} << 20;
+constexpr std::size_t small_block = std::size_t{1} << 16;  // stays in the cache from one look at it to the next
 
 template <class Bits>
 constexpr unsigned bucket_shift = 8 * sizeof(Bits) - 16;
 
 template <class T>
-std::span<T> block_of(std::span<T> values, std::size_t block) {
-    const std::size_t begin = block * block_size;
-    return values.subspan(begin, std::min(block_size, values.size() - begin));
+std::span<T> block_of(std::span<T> values, std::size_t block, std::size_t size = block_size) {
+    const std::size_t begin = block * size;
+    return values.subspan(begin, std::min(size, values.size() - begin));
 }
 
 }  // namespace
+
+std::uint8_t highest_of(std::span<const std::uint8_t> levels) {
+    std::uint8_t highest = 0;  // unlike std::max_element, a loop that compilers vectorise
+    for (const auto level : levels) highest = std::max(highest, level);
+    return highest;
+}
 
 template <class Bits>
 void log_histogram(std::span<const Bits> values, std::span<std::int64_t, bucket_count> counts) {
@@ -74,27 +82,39 @@ void assign_levels(std::span<const Bits> values, std::span<const std::uint8_t, b
 template <class Bits>
 void values_of_levels(std::span<const std::uint8_t> levels, std::span<const Bits> table,
                       std::span<const std::uint16_t> protected_values, std::span<Bits> out) {
-    const std::size_t blocks = block_count(levels.size(), block_size);
+    const std::size_t blocks = block_count(levels.size(), small_block);
     std::vector<std::size_t> first(blocks + 1);
-    parallel_for(blocks, [&](std::size_t b) {
-        const auto block = block_of(levels, b);
-        if (!block.empty() && *std::max_element(block.begin(), block.end()) >= table.size())
+    const auto checked = [&](std::size_t b) {
+        const auto block = block_of(levels, b, small_block);
+        if (!block.empty() && highest_of(block) >= table.size())
             throw std::invalid_argument("a level lies outside the codebook");
         first[b + 1] = static_cast<std::size_t>(std::count(block.begin(), block.end(), level_protected));
-    });
+        return block;
+    };
+    std::array<Bits, 256> full{};  // with a value for every byte, nothing has to be checked once more
+    std::copy_n(table.begin(), std::min(table.size(), full.size()), full.begin());
+    // What is protected takes the next of the protected values, so blocks depend on those before them: rare, and slower.
+    if (protected_values.empty()) {
+        parallel_for(blocks, [&](std::size_t b) {
+            const auto block = checked(b);
+            std::transform(block.begin(), block.end(), block_of(out, b, small_block).begin(),
+                           [&](std::uint8_t level) { return full[level]; });
+        });
+    } else {
+        parallel_for(blocks, checked);
+    }
     std::partial_sum(first.begin(), first.end(), first.begin());
     if (first[blocks] != protected_values.size())
         throw std::invalid_argument("the number of protected values differs from the number of protected levels");
+    if (protected_values.empty()) return;
     parallel_for(blocks, [&](std::size_t b) {
-        const auto block = block_of(levels, b);
-        const auto to = block_of(out, b);
         std::size_t next = first[b];
-        for (std::size_t i = 0; i < block.size(); ++i) {
-            if (block[i] == level_protected)
-                to[i] = static_cast<Bits>(static_cast<Bits>(protected_values[next++]) << bucket_shift<Bits>);
-            else
-                to[i] = table[block[i]];
-        }
+        const auto value_of = [&](std::uint8_t level) {
+            if (level != level_protected) return full[level];
+            return static_cast<Bits>(static_cast<Bits>(protected_values[next++]) << bucket_shift<Bits>);
+        };
+        const auto block = block_of(levels, b, small_block);
+        std::transform(block.begin(), block.end(), block_of(out, b, small_block).begin(), value_of);
     });
 }
 

@@ -15,6 +15,9 @@ inline constexpr std::uint8_t level_protected = 1;
 // In a sensitivity table: sensitivity has no say about this weight.
 inline constexpr std::uint8_t no_say = 255;
 
+// The highest of them, 0 where there are none.
+std::uint8_t highest_of(std::span<const std::uint8_t> levels);
+
 // Adds to counts[b] the number of values whose top 16 bits are b. Bits is uint32_t (float32) or uint16_t.
 template <class Bits>
 void log_histogram(std::span<const Bits> values, std::span<std::int64_t, bucket_count> counts);

@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ from dynaquant.container import CheckpointFile
 from dynaquant.distributed import Group, unwrapped
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.live import LogTo, logger_of
-from dynaquant.loading import exact_or
+from dynaquant.loading import exact_of, state_of
+from dynaquant.places import fill, new, places
 from dynaquant.presets import QualityName
 from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.record import Record, json_of, record_of, record_without_file
@@ -46,12 +47,14 @@ TYPICAL_TRIALS = 3
 class _Loaded:
     """A checkpoint that was decoded and fits.
 
-    tensors: as its file has them. exact: whether the state has them as they were before they were quantized.
+    tensors: as its file has them. state: the tensors of the model and the optimizer are their own where they can be
+    filled; fills: these, and what with. exact: whether the state is as it was before it was quantized.
     """
 
     file: CheckpointFile
     tensors: Mapping[str, StoredTensor]
     state: Mapping[str, Any]
+    fills: Sequence[tuple[Tensor, StoredTensor]]
     exact: bool
 
     @property
@@ -209,7 +212,8 @@ class Checkpointer:
 
         None when the run has no checkpoints. Checkpoints that are damaged are passed over; ``skipped`` and a logged
         warning say why. Nothing is changed unless everything fits. (Should an extra's own ``load_state_dict`` raise,
-        extras before it are restored; model and optimizer come last and are as they were.)
+        extras before it are restored; model and optimizer come last and are as they were.) The tensors of both are
+        filled where they are in memory, if what was stored fits there.
 
         Raises CheckpointError when there are checkpoints but none verifies, or that of ``step`` doesn't; StateError
         when the checkpoint does not fit the objects.
@@ -253,12 +257,14 @@ class Checkpointer:
 
     def _load_fitting(self, file: CheckpointFile) -> _Loaded:
         """A checkpoint that fits the objects to restore."""
-        values: dict[str, Tensor] = {}
-        tensors = self._run.load(file, values)
-        state, exact = exact_or(self._run, file, values, self.skipped)
-        if not set(state_sources.RESERVED) <= set(state):
-            raise CheckpointError(f"{file.path}: it holds no state of a training")
+        tensors = self._run.load(file)
+        source, stored = exact_of(self._run, file, self.skipped) or (file, tensors)
         try:
+            own_memory = places(self._sources, source.header.tree, stored)
+            values = {name: own_memory[name] if name in own_memory else new(stored[name]) for name in stored}
+            state = state_of(source, values)
+            if not set(state_sources.RESERVED) <= set(state):
+                raise KeyError(*set(state_sources.RESERVED) - set(state))
             state_sources.check_fit(self._sources, state, f"{file.path} (step {file.header.step})")
             own = state_sources.randomness_of(state, self._group.rank)
             if own is not None:
@@ -267,11 +273,12 @@ class Checkpointer:
             raise CheckpointError(f"{file.path}: it holds no state of a training ({error!r})") from error
         if own is None:
             log.warning("%s was saved by fewer ranks: rank %d keeps its random numbers", file.path, self._group.rank)
-        return _Loaded(file, tensors, state, exact)
+        fills = [(place, stored[name]) for name, place in own_memory.items()]
+        return _Loaded(file, tensors, state, fills, source is not file)
 
     def _put(self, loaded: _Loaded) -> None:
         header = loaded.file.header
-        state_sources.restore(self._sources, loaded.state, self._group.rank)
+        state_sources.restore(self._sources, loaded.state, self._group.rank, lambda: fill(loaded.fills))
         self._base = Base.loaded(header, loaded.tensors)
         self._has_line = True
         self._compressor.resume(header, loaded.tensors, loaded.exact)
@@ -345,14 +352,14 @@ class Checkpointer:
         notes: list[str] = []
         if self._run.path(checkpoint.step).exists():
             notes += release(self._run, [checkpoint.step])[1]
-        _, self._base = self._run.commit(checkpoint, base)
+        file, self._base = self._run.commit(checkpoint, base)
         self._damaged.discard(checkpoint.step)
         try:
             notes += prune(self._run, self._retention, self._damaged)
         except Exception as error:
             error.add_note(f"step {checkpoint.step} is saved; clearing away older checkpoints failed")
             raise
-        record = record_of(self._run.file(checkpoint.step), {"write": time.perf_counter() - start}, notes)
+        record = record_of(file, {"write": time.perf_counter() - start}, notes)
         if not record.keyframe and "weight" in record.roles:
             self._compressor.manager.learn_size(predicted, record.roles["weight"].stored)
         if self._log_to is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ HIGHEST_STEP = HIGHEST_RUNG - 8 * RUNGS_PER_OCTAVE
 _ROOTS = np.array([1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429], dtype=np.float32)
 
 
+@cache
 def rung_value(rung: int) -> np.float32:
     """``2^(rung/4)`` as a float32, the same on every machine."""
     octave, quarter = divmod(rung, RUNGS_PER_OCTAVE)

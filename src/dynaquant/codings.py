@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -148,7 +148,7 @@ _types = cache(get_type_hints)
 
 def _parse(kind: type, data: dict[str, Any]) -> Any:
     wanted = _types(kind)
-    if data.keys() != {field.name for field in fields(kind)}:
+    if data.keys() != wanted.keys():
         raise TypeError(f"its coding has the keys {sorted(data)}")
     values = {}
     for key, value in data.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -211,6 +212,12 @@ class CheckpointFile:
         if not matches:
             raise CheckpointError("altered: its identity is not the hash of its contents")
         return header
+
+    def moved(self, path: Path) -> CheckpointFile:
+        """The same file after it was given another name."""
+        found = copy(self)
+        found.path = path
+        return found
 
     def read(self, entry: Entry) -> bytes:
         """The stream of one tensor. Raises CheckpointError when the file cannot be read."""

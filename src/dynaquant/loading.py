@@ -15,7 +15,7 @@ from dynaquant.coding.stream import values_of
 from dynaquant.container import CheckpointFile
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.lazily import Lazy
-from dynaquant.run import Run, load_tensor
+from dynaquant.run import Run, Tensors, load_tensor
 from dynaquant.state import model_in, names_in, state_dict_in, unflatten
 
 log = logging.getLogger("dynaquant")
@@ -110,9 +110,9 @@ def load(
         return state_of(stored.file, dict(stored.tensors))
     run = Run(path)
     file = run.file(step) if step is not None else _newest(run)
-    values: dict[str, Tensor] = {}
-    run.load(file, values)
-    return exact_or(run, file, values, [])[0]
+    tensors = run.load(file)
+    file, tensors = exact_of(run, file, []) or (file, tensors)
+    return state_of(file, {name: values_of(stored) for name, stored in tensors.items()})
 
 
 def load_into(model: nn.Module, path: str | os.PathLike[str], step: int | None = None) -> None:
@@ -164,23 +164,18 @@ def state_of(file: CheckpointFile, values: dict[str, Tensor]) -> dict[str, Any]:
     return state
 
 
-def exact_or(
-    run: Run, file: CheckpointFile, values: dict[str, Tensor], skipped: list[CheckpointError]
-) -> tuple[dict[str, Any], bool]:
-    """The state of a checkpoint as it was before it was quantized, and True, where that was kept; else with these
-    values, and False.
+def exact_of(run: Run, file: CheckpointFile, skipped: list[CheckpointError]) -> tuple[CheckpointFile, Tensors] | None:
+    """The file and the tensors of a checkpoint as they were before they were quantized, if they were kept.
 
-    Adds to skipped why an exact file could not be used.
+    Adds to skipped why they cannot be used.
     """
-    exact: dict[str, Tensor] = {}
     try:
         if (twin := run.exact(file)) is not None:
-            run.load(twin, exact)
-            file = twin
+            return twin, run.load(twin)
     except CheckpointError as error:
         log.warning("the small form of step %d stands in for its exact one: %s", file.header.step, error)
         skipped.append(error)
-    return state_of(file, exact or values), bool(exact)
+    return None
 
 
 def _some(names: Collection[str]) -> str:

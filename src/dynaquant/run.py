@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from dynaquant.coding import stream
 from dynaquant.coding.stream import Coder, StoredTensor, stored_hash, values_of
 from dynaquant.codings import Exact, Planes, Raw, Rearranged, Reference, other_of
@@ -88,6 +86,12 @@ def _hashes(header: Header) -> dict[str, str]:
     return {entry.name: entry.hash for entry in header.entries}
 
 
+def _version(path: Path) -> tuple[int, int, int]:
+    """What changes when a file does."""
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
 class Run:
     """The checkpoints in a folder. Writing takes a lock, ``writer()``; reading takes none.
 
@@ -136,8 +140,7 @@ class Run:
         known, found, broken = self._summaries, {}, []
         for path in sorted(self.folder.glob(f"step-*{SUFFIX}")):
             try:
-                status = path.stat()
-                key = (status.st_ino, status.st_mtime_ns, status.st_size)
+                key = _version(path)
                 summary = known.get(key) or CheckpointFile(path).header.summary
                 if self.path(summary.step) != path:
                     raise CheckpointError(f"{path}: holds step {summary.step}; was it renamed?")
@@ -195,14 +198,13 @@ class Run:
             chain.append(parent)
         return chain
 
-    def load(self, file: CheckpointFile, values: dict[str, Tensor] | None = None) -> Tensors:
+    def load(self, file: CheckpointFile) -> Tensors:
         """Decodes the tensors of a checkpoint and checks each against its hash.
 
-        values: filled with the values of all of them, by name, as they have to be computed anyway. Raises
-        CheckpointError, naming file and tensor, when one cannot be decoded or is not what was stored.
+        Raises CheckpointError, naming file and tensor, when one cannot be decoded or is not what was stored.
         """
         try:
-            return _load_tensors(self.chain(file), [entry.name for entry in file.header.entries], values)
+            return _load_tensors(self.chain(file), [entry.name for entry in file.header.entries])
         except CheckpointError as error:
             itself = f"checkpoint step {file.header.step}: "
             if str(error).startswith((itself, f"{file.path}: ")):
@@ -258,6 +260,7 @@ class Run:
             record=checkpoint.record,
         )
         file = self.write(draft, checkpoint.tensors, checkpoint.labels, base, checkpoint.coder)
+        self._summaries[_version(file.path)] = file.header.summary
         if checkpoint.exact is not None:
             twin = self._exact_path(checkpoint.step)
             self.write(replace(draft, parent=None), checkpoint.exact, checkpoint.labels, None, path=twin)
@@ -316,7 +319,7 @@ class Run:
             temporary.unlink(missing_ok=True)
             raise
         self._sync_folder()
-        return CheckpointFile(path)
+        return written.moved(path)
 
     def delete(self, step: int) -> None:
         """Removes the file of a step. The caller has made sure that no other checkpoint needs it."""
@@ -398,9 +401,7 @@ def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[
     return needed
 
 
-def _load_tensors(
-    chain: list[CheckpointFile], names: Collection[str], values: dict[str, Tensor] | None = None, all_: bool = False
-) -> Tensors:
+def _load_tensors(chain: list[CheckpointFile], names: Collection[str], all_: bool = False) -> Tensors:
     """Decodes tensors of the first file of a chain, from where they stand alone downwards, in the order of ``names``.
 
     all_: whether ancestors are checked against their hashes too, to find out which of them is damaged.
@@ -415,13 +416,10 @@ def _load_tensors(
                 _check_reference(file, entry, chain[i + 1])
         for entry in entries if i == 0 or all_ else []:
             try:
-                decoded = values_of(tensors[entry.name])
+                digest = stored_hash(tensors[entry.name])
             except ValueError as error:
                 raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
-            if values is not None and i == 0:
-                # What is restored will be trained on; what the next delta is coded against must stay as it is.
-                values[entry.name] = decoded.clone() if decoded is tensors[entry.name] else decoded
-            if stored_hash(tensors[entry.name], decoded) != entry.hash:
+            if digest != entry.hash:
                 if not all_:
                     _load_tensors(chain, names, all_=True)
                 raise CheckpointError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from dynaquant import rng
 from dynaquant.errors import StateError
 from dynaquant.state import dtype_name
 
+LAST = ("model", "optimizer")
+"""Sources that are restored after the others."""
 RNG, CLASSES, PARAMETERS = "rng", "classes", "parameters"
 RESERVED = (RNG, CLASSES, PARAMETERS)
 """Names in a state that are not sources: the random number generators; the classes of optimizers and generators; the
@@ -93,16 +95,23 @@ def randomness_of(state: Mapping[str, Any], rank: int) -> dict[str, Any] | None:
     return ranks[rank - 1] if rank <= len(ranks) else None
 
 
-def restore(sources: Mapping[str, Any], state: Mapping[str, Any], rank: int = 0) -> None:
+def restore(
+    sources: Mapping[str, Any], state: Mapping[str, Any], rank: int = 0, fill: Callable[[], None] = lambda: None
+) -> None:
     """Puts a state that fits into the sources and the global random number generators; model and optimizer last.
 
+    fill: called just before these, to complete the tensors that are theirs already (``places``).
     A rank that the checkpoint knows nothing of keeps its own random numbers.
     """
-    last = ("model", "optimizer")
     own = randomness_of(state, rank)
     set_generators(sources, state if rank == 0 else (own or {}).get("sources", {}))
-    for name in sorted(sources, key=lambda name: name in last):
-        if not isinstance(sources[name], torch.Generator | np.random.Generator):
+    stateful = [n for n, source in sources.items() if not isinstance(source, torch.Generator | np.random.Generator)]
+    for name in stateful:
+        if name not in LAST:
+            sources[name].load_state_dict(state[name])
+    fill()
+    for name in stateful:
+        if name in LAST:
             sources[name].load_state_dict(state[name])
     if own is not None:
         rng.set_state(own)

@@ -48,10 +48,14 @@ def decode(stream: bytes, size: int, codebook: Codebook, parent: QuantizedTensor
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """level_of: for every parent level the levels by symbol, uint8[256 · 256]. context_of: of every parent level."""
+    """level_of: for every parent level the levels by symbol, uint8[256 · 256]. context_of: of every parent level.
+
+    sources: parent levels that the codebook has; for the others, level and symbol are the same.
+    """
 
     level_of: Table
     symbols: int
+    sources: int
     context_of: Table
 
     @property
@@ -63,9 +67,10 @@ class _Tables:
     def symbol_of(self) -> Table:
         """The inverse of ``level_of``."""
         inverse = np.zeros((256, 256), dtype=np.uint8)
-        rows = np.arange(256)[:, None]
-        levels = self.level_of.reshape(256, 256)[:, : self.symbols]
-        inverse[rows, levels] = np.arange(self.symbols, dtype=np.uint8)
+        symbols = np.arange(self.symbols, dtype=np.uint8)
+        inverse[:, : self.symbols] = symbols  # as it is behind the levels of the parent
+        levels = self.level_of.reshape(256, 256)[: self.sources, : self.symbols]
+        np.put_along_axis(inverse[: self.sources], levels.astype(np.intp), symbols[None], axis=1)
         return inverse.reshape(-1)
 
 
@@ -95,7 +100,7 @@ def _tables_of(codebook: Codebook, parent: Codebook | None) -> _Tables:
     distance[:, PROTECTED] = np.inf
     order = np.lexsort((np.broadcast_to(np.abs(positions), distance.shape), distance), axis=1)
     if parent is not None:  # … but what was protected before probably is again
-        order[PROTECTED] = np.roll(order[PROTECTED], 1)
+        order[PROTECTED] = np.concatenate((order[PROTECTED, -1:], order[PROTECTED, :-1]))
     levels[: len(sources), :symbols] = order
     levels[len(sources) :, :symbols] = np.arange(symbols)
     contexts = np.zeros(256, dtype=np.uint8)
@@ -105,7 +110,7 @@ def _tables_of(codebook: Codebook, parent: Codebook | None) -> _Tables:
     if parent is not None:  # the one that is like no other stands at the end
         contexts[contexts > contexts[PROTECTED]] -= 1
         contexts[PROTECTED] = len(sources) - 1
-    return _Tables(levels.reshape(-1), symbols, contexts)
+    return _Tables(levels.reshape(-1), symbols, len(sources), contexts)
 
 
 _shared_tables = lru_cache(maxsize=256)(_tables_of)

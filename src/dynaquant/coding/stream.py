@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal
 
@@ -16,7 +17,18 @@ from dynaquant.codebook import Centres, Codebook, Grid, LogGrid
 from dynaquant.coding import conditional, exact, planes, rearrange
 from dynaquant.codings import Coding, Conditional, Exact, Planes, Product, Raw, Rearranged, Reference, Rounding, Units
 from dynaquant.entry import MAX_EXPANSION, Entry
-from dynaquant.quantized import FIRST_BIN, Quantized, QuantizedTensor, RankOne, Rounded, Scaled, dequantize, is_zero
+from dynaquant.kernels.host import CORES
+from dynaquant.quantized import (
+    FIRST_BIN,
+    Quantized,
+    QuantizedTensor,
+    RankOne,
+    Rounded,
+    Scaled,
+    dequantize,
+    is_zero,
+    pieces,
+)
 from dynaquant.state import dtype_name
 
 StoredTensor = Quantized | Tensor
@@ -28,6 +40,9 @@ Coder = Literal["conditional", "rearranged"]
 _TRY_ALONE_BELOW = 65_536
 _TRY_ZSTD_BELOW = 65_536
 """Bytes of small tensors, such as generators and tables of integers, in which zstd may find what repeats itself."""
+
+_SHARED_FROM = 1 << 17
+"""Values of a tensor that several threads hash together: to wake them costs more than hashing a smaller one."""
 
 
 def values_of(stored: StoredTensor) -> Tensor:
@@ -46,17 +61,27 @@ def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
 
 def tensor_hash(tensor: Tensor) -> str:
     """The hash of dtype, shape and values (docs/format.md, "Identity"), 64 hexadecimal digits."""
-    hasher = blake3(max_threads=blake3.AUTO)
-    hasher.update(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".encode())
-    hasher.update(bytes_of(tensor).data)
-    return hasher.hexdigest()
+    return _hash_of(tensor.dtype, tensor.shape, [tensor])
 
 
-def stored_hash(stored: StoredTensor, values: Tensor | None = None) -> str:
-    """The hash of the values of a tensor as stored. values: ``values_of(stored)``, where they have been computed."""
-    if not isinstance(stored, Tensor) and is_zero(stored):
+def stored_hash(stored: StoredTensor) -> str:
+    """The hash of the values of a tensor as stored; they are hashed as they are decoded, and need no memory.
+
+    Raises ValueError as ``dequantize`` does.
+    """
+    if isinstance(stored, Tensor):
+        return tensor_hash(stored)
+    if is_zero(stored):
         return _hash_of_zeros(stored.dtype, stored.shape)
-    return tensor_hash(values_of(stored) if values is None else values)
+    return _hash_of(stored.dtype, stored.shape, pieces(stored))
+
+
+def _hash_of(dtype: torch.dtype, shape: torch.Size, parts: Iterable[Tensor]) -> str:
+    hasher = blake3(max_threads=blake3.AUTO if CORES > 1 and shape.numel() >= _SHARED_FROM else 1)
+    hasher.update(f"{dtype_name(dtype)}{list(shape)}".encode())
+    for part in parts:
+        hasher.update(bytes_of(part).data)
+    return hasher.hexdigest()
 
 
 @lru_cache(maxsize=4096)

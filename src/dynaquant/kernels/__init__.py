@@ -88,3 +88,8 @@ def to_host(tensor: Tensor) -> Callable[[], NDArray[Any]]:
 def empty(shape: torch.Size, dtype: torch.dtype, where: torch.device = HOST) -> Tensor:
     """A new tensor on a device."""
     return host.empty(shape, dtype) if where.type == "cpu" else torch.empty(shape, dtype=dtype, device=where)
+
+
+def piece(where: torch.device) -> int:
+    """How many values are best worked on at once."""
+    return device.PIECE if where.type == "cuda" else host.PIECE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -11,6 +13,9 @@ from dynaquant import _native
 
 Sensitivity = tuple[Tensor, NDArray[np.uint8]]
 """Of each value, float32, and a table of 65,536 of what it says about the level."""
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+PIECE = (1 << 17) * CORES
+"""Values that stay in the caches of the processors from one pass over them to the next."""
 _BUCKETS = 65_536
 _NOTHING = np.zeros(0, dtype=np.uint32)
 _NO_SAY = np.full(_BUCKETS, _native.NO_SAY, dtype=np.uint8)
@@ -79,10 +84,12 @@ def values(
     protected: NDArray[np.uint16],
     where: torch.device,  # noqa: ARG001 - there is only one
 ) -> Tensor:
-    bits = _unsigned(table.dtype)
-    out = empty(torch.Size([levels.size]), table.dtype)
-    _native.values_of_levels(levels, table.view(bits).numpy(), protected, out.view(bits).numpy())
-    return out
+    if not levels.size and not len(protected):
+        return empty(torch.Size([0]), table.dtype)
+    bits = table.view(_unsigned(table.dtype)).numpy()
+    out = np.empty(levels.size, dtype=bits.dtype)
+    _native.values_of_levels(levels, bits, protected, out)
+    return torch.from_numpy(out).view(table.dtype)
 
 
 def square_root(tensor: Tensor) -> Tensor:

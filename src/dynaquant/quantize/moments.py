@@ -118,14 +118,21 @@ def _sample(tensor: Tensor) -> Tensor:
     """At most ``SAMPLED`` elements; float32, on the host."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() > SAMPLED:
-        flat = flat[_spread(flat.numel()).to(flat.device)]
+        flat = flat.index_select(0, _spread(flat.numel()).to(flat.device))
     return flat.to("cpu", torch.float32)
+
+
+@lru_cache(maxsize=16)
+def _rows_and_columns(size: int, columns: int) -> tuple[Tensor, Tensor]:
+    """``_spread`` in a matrix."""
+    places = _spread(size)
+    return places // columns, places % columns
 
 
 def _sample_of(stored: RankOne) -> Tensor:
     """``_sample`` of its values."""
-    places, columns = _spread(stored.shape.numel()), stored.columns.shape.numel()
-    values = dequantize(stored.rows)[places // columns] * dequantize(stored.columns)[places % columns]
+    rows, columns = _rows_and_columns(stored.shape.numel(), stored.columns.shape.numel())
+    values = dequantize(stored.rows).index_select(0, rows) * dequantize(stored.columns).index_select(0, columns)
     return finite(values, stored.dtype).to(torch.float32)
 
 
@@ -145,8 +152,8 @@ def second_moment(second: Tensor, tolerance: float) -> QuantizedTensor | RankOne
     The effect is the root mean square of ``sqrt(v / v̂) - 1`` over the elements that are not zero, by a sample.
     """
     sample = _sample(second)
-    moved = sample > 0
-    values = sample[moved]
+    moved = (sample > 0).nonzero().view(-1)
+    values = sample.index_select(0, moved)
 
     def is_good(decoded: Tensor) -> bool:
         if not bool(((decoded > 0) & (decoded < math.inf)).all()):
@@ -155,7 +162,7 @@ def second_moment(second: Tensor, tolerance: float) -> QuantizedTensor | RankOne
         return not ratio.numel() or float(ratio.square().mean().sqrt()) <= tolerance
 
     factors = rank_one(second)
-    if factors is not None and is_good(_sample_of(factors)[moved]):
+    if factors is not None and is_good(_sample_of(factors).index_select(0, moved)):
         return factors
     good = (pace for pace in SECOND_PACES if is_good(_log_quantized(values, pace, second.dtype)))
     return next((stored for pace in good if (stored := log_quantize(second, pace)) is not None), None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dynaquant import kernels
-from dynaquant.quantized import QuantizedTensor, dequantize
+from dynaquant.quantized import QuantizedTensor, pieces
 
 
 def distortion(
@@ -23,10 +23,13 @@ def distortion(
     moved = total = 0.0
     for name, stored in quantized.items():
         factor = fisher.get(name, 0.0) if fisher else 1.0
-        weight = weights[name].detach().to(torch.float32)
-        error = dequantize(stored, weight.device).to(torch.float32).sub_(weight)
-        moved += factor * float(torch.linalg.vector_norm(error)) ** 2
-        total += factor * float(torch.linalg.vector_norm(weight)) ** 2
+        weight, begin = weights[name].detach().reshape(-1), 0
+        here = kernels.at(weight.device)
+        for values in pieces(stored, weight.device):
+            part = weight[begin : begin + len(values)].to(torch.float32)
+            begin += len(values)
+            total += factor * here.sums(part)[1]
+            moved += factor * here.sums(values.to(torch.float32).sub_(part))[1]
     return moved / total if total else 0.0
 
 

@@ -1,0 +1,64 @@
+"""Where restored tensors go: into the memory of the model and the optimizer, wherever it fits; new memory is slower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from dynaquant import kernels
+from dynaquant.coding.stream import StoredTensor
+from dynaquant.errors import StateError
+from dynaquant.quantized import dequantize, dequantize_into
+from dynaquant.sources import LAST, collect
+from dynaquant.state import flatten
+
+_NODES = ("tensor", "parameter", "ndarray")
+
+
+def places(sources: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """The tensors of the model and the optimizer that can be filled with what is stored of them, by its name.
+
+    tree: of the stored state; what other parts of it hold as well is restored before, and not among them. Raises
+    KeyError, TypeError or ValueError for one that is no state.
+    """
+    elsewhere = {name for source, node in tree["dict"] if source not in LAST for name in _names(node)}
+    try:
+        now = flatten(collect({name: sources[name] for name in LAST if name in sources}))[1]
+    except StateError:  # what can be restored may stand where something is that cannot be saved
+        return {}
+
+    def fits(name: str) -> bool:
+        place, tensor = now[name], stored[name]
+        same = (place.dtype, place.shape, place.device) == (tensor.dtype, tensor.shape, kernels.HOST)
+        return same and place.is_contiguous()
+
+    names = (name for name in now if name.startswith(tuple(f"{source}." for source in LAST)))
+    return {name: now[name] for name in names if name in stored and name not in elsewhere and fits(name)}
+
+
+def _names(node: Any) -> Iterator[str]:
+    """The names of the tensors in a JSON tree (``state.flatten``)."""
+    if isinstance(node, list):
+        for part in node:
+            yield from _names(part)
+    elif isinstance(node, dict):
+        for kind, content in node.items():
+            yield from [content] if kind in _NODES and isinstance(content, str) else _names(content)
+
+
+def fill(fills: Iterable[tuple[Tensor, StoredTensor]]) -> None:
+    """Writes the values of stored tensors to where they fit."""
+    for place, stored in fills:
+        if isinstance(stored, Tensor):
+            place.copy_(stored)
+        else:
+            dequantize_into(place, stored)
+
+
+def new(stored: StoredTensor) -> Tensor:
+    """The values in memory of their own. They will be trained on, while what is stored has to stay as it is."""
+    if isinstance(stored, Tensor):
+        return kernels.empty(stored.shape, stored.dtype).copy_(stored)
+    return dequantize(stored)
