@@ -72,6 +72,17 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 # Save and restore
 
 
+def test_random_number_generators_at_rest_take_no_room_but_in_the_first_file(tmp_path):
+    saved(tmp_path, (1, 2))
+    first, second = (
+        {entry.name: entry.size for entry in CheckpointFile(file).header.entries if entry.name.startswith("rng.")}
+        for file in sorted(tmp_path.glob("*.dqc"))
+    )
+    assert set(first) == set(second) >= {"rng.python.1", "rng.numpy.1", "rng.torch"}
+    assert first["rng.python.1"] > 2000
+    assert second["rng.python.1"] == second["rng.numpy.1"] == 0
+
+
 @EVERY_WAY
 @pytest.mark.parametrize("metric", [loss_of, lambda _: 1.0], ids=["loss", "all candidates alike"])
 def test_the_restored_weights_are_the_evaluated_ones_and_the_rest_is_exact(tmp_path, way, metric):

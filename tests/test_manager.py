@@ -289,7 +289,7 @@ def test_a_restored_training_goes_on_from_the_last_configuration(tmp_path, metho
         record = ckpt.save(3).result()
     assert record.search == LATER_SEARCH[method]
     assert record.trials[0].configuration == last.configuration
-    assert len(record.trials) <= 4
+    assert len(record.trials) <= 6  # two of them beyond a failure
 
 
 @BOTH_METHODS

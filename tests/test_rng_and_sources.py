@@ -26,6 +26,14 @@ def test_the_global_generators_go_on_from_their_state():
     assert draws() == expected
 
 
+def test_the_state_of_pythons_generator_as_python_has_it_is_understood_too():
+    """As checkpoints of earlier versions hold it."""
+    state = rng.get_state() | {"python": random.getstate()}
+    expected = draws()
+    rng.set_state(state)
+    assert draws() == expected
+
+
 def test_a_state_is_not_changed_by_later_draws():
     state = rng.get_state()
     first = draws()

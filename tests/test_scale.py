@@ -7,7 +7,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dynaquant.search.scale import AIM, CLOSE, POWER, SCALES_PER_OCTAVE, WORTH_IT, scale_search
+from dynaquant.search import scale as scale_module
+from dynaquant.search.scale import (
+    AIM,
+    CLOSE,
+    JUMP,
+    MOST_JUMPS,
+    POWER,
+    ROUNDS,
+    SCALES_PER_OCTAVE,
+    WORTH_IT,
+    scale_search,
+)
 
 LIMIT = 0.01
 LOWEST, HIGHEST = -150, 62  # as far apart as the configuration manager's
@@ -46,10 +57,8 @@ def search(degradation, start=0, settled=False, width=1, limit=LIMIT, lowest=LOW
     assert all(1 <= len(scales) <= width for scales in scored.rounds)
     assert all(lowest <= scale <= highest for scale in flat)
     assert scored.rounds[0][0] == min(max(start, lowest), highest)
-    if found is not None:
-        assert found in flat
-        assert degradation(found) <= limit
-        assert all(degradation(scale) <= limit for scale in flat if scale <= found)
+    assert len(scored.rounds) <= ROUNDS + MOST_JUMPS
+    assert found == max((scale for scale in flat if degradation(scale) <= limit), default=None)
     return found, scored
 
 
@@ -64,7 +73,10 @@ def best_of(degradation, limit=LIMIT):
 
 
 def assert_close_to_the_best(found, degradation):
-    """Within CLOSE of the best, or of what is aimed at, or where a single evaluation lets it be taken for that."""
+    """Within CLOSE of the best before a failure, or of what is aimed at, or where one score lets it be taken for that.
+
+    What is found beyond a failure is more than that.
+    """
     best = best_of(degradation)
     assert (found is None) == (best is None), (found, best)
     if found is None or best is None:
@@ -91,10 +103,10 @@ def test_a_search_from_anywhere_scores_few(exponent):
     assert max(counts) <= 10
 
 
-def test_by_the_second_order_model_the_second_score_is_the_last():
+def test_by_the_second_order_model_the_second_score_is_the_last_unless_the_first_fails():
     for best in range(-28, 28):
         _, scored = search(power_law(POWER, best), 0)
-        assert scored.count <= 2
+        assert scored.count <= (2 if best >= 0 else 4)
 
 
 STAIRS = st.lists(st.tuples(st.integers(LOWEST, HIGHEST), st.floats(1e-9, 0.1)), max_size=8)
@@ -208,7 +220,7 @@ def test_what_is_found_is_good_enough_under_noise_and_not_far_from_the_best(expo
 @pytest.mark.parametrize("exponent", EXPONENTS)
 @pytest.mark.parametrize("pace", [0.5, 1.0, 2.0, WORTH_IT - 1])
 @pytest.mark.parametrize("trend", [-0.3, 0.0, 0.3])
-def test_a_settled_search_scores_two_at_most_in_the_mean_while_what_is_good_enough_drifts(exponent, pace, trend):
+def test_a_settled_search_scores_about_two_in_the_mean_while_what_is_good_enough_drifts(exponent, pace, trend):
     """Drift by less than WORTH_IT from one checkpoint to the next."""
     draw = random.Random(1)
     best = 0.0
@@ -222,7 +234,7 @@ def test_a_settled_search_scores_two_at_most_in_the_mean_while_what_is_good_enou
         counts.append(scored.count)
         assert found is not None
         last = found
-    assert sum(counts) / len(counts) <= 2
+    assert sum(counts) / len(counts) <= 2.25
 
 
 @pytest.mark.parametrize("exponent", EXPONENTS)
@@ -236,6 +248,70 @@ def test_a_settled_scale_that_is_good_enough_is_left_only_for_much_more(exponent
             assert degradation(0) > AIM * LIMIT * 2 ** (-POWER * WORTH_IT / SCALES_PER_OCTAVE)
         else:
             assert found >= WORTH_IT or ahead < WORTH_IT + CLOSE  # or nearly: the aim lies a little before the limit
+
+
+@settings(max_examples=300)
+@given(jumps=STAIRS, start=STARTS, settled=st.booleans(), width=st.integers(1, 4))
+@example([(-100, 0.012)], 0, False, 1)
+@example([(-20, 0.004), (0, 1.0)], 20, True, 1)
+def test_where_degradation_grows_with_the_scale_looking_beyond_a_failure_costs_two_rounds(jumps, start, settled, width):
+    degradation = staircase(jumps)
+    found, scored = search(degradation, start, settled, width)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scale_module, "MOST_JUMPS", 0)
+        plain, without = search(degradation, start, settled, width)
+    assert (found is None) == (plain is None)
+    assert len(scored.rounds) <= len(without.rounds) + 2 or found > plain
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0, 1e4])
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("gap", [1, JUMP // 2, JUMP])
+def test_an_octave_of_good_scales_up_to_half_an_octave_beyond_a_failure_is_found(gap, width, settled, bad):
+    for best in range(-100, 0, 7):
+        law = power_law(POWER, best)
+
+        def degradation(scale, law=law, best=best):
+            if best + gap < scale <= best + gap + SCALES_PER_OCTAVE:
+                return 0.5 * LIMIT
+            return law(scale) if scale <= best else bad
+
+        found, _ = search(degradation, best + 2 * SCALES_PER_OCTAVE, settled, width)
+        assert best + gap < found <= best + gap + SCALES_PER_OCTAVE
+
+
+def rugged(draw, best, height):
+    """A power law with waves of about an octave and a half, so many times as high as the law itself."""
+    law, phase, length = power_law(POWER, best), draw.uniform(0, math.tau), draw.uniform(18, 30)
+    return lambda scale: law(scale) * (1 + height * math.sin(math.tau * scale / length + phase))
+
+
+@pytest.mark.parametrize("height", [1.5, 3, 10])
+def test_where_degradation_goes_up_and_down_what_is_found_lies_beyond_the_first_failure(height):
+    draw = random.Random(2)
+    gains, counts, rounds = [], [], []
+    for _ in range(200):
+        degradation = rugged(draw, draw.randint(-60, 20), height)
+        found, scored = search(degradation, 0)
+        gains.append(found - best_of(degradation))
+        counts.append(scored.count)
+        rounds.append(len(search(degradation, 0, width=4)[1].rounds))
+    assert sum(gains) / len(gains) >= SCALES_PER_OCTAVE
+    assert sum(counts) / len(counts) <= 10
+    assert sum(rounds) / len(rounds) <= 5
+    assert max(counts) <= 16
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_a_scale_that_was_good_by_chance_does_not_mislead_the_next_search(exponent):
+    """It fails at the next checkpoint, and what is found is near the best again."""
+    for chance in range(4, 60, 5):
+        for best in range(-100, 0, 7):
+            law = power_law(exponent, best)
+            found, scored = search(law, best + chance, settled=True)
+            assert best - found <= 2 * WORTH_IT
+            assert scored.count <= 8
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
