@@ -39,7 +39,7 @@ class Stored:
         else:
             run = Run(path)
             file = run.file(step) if step is not None else _newest(run)
-            twin = run.exact(file)
+            twin = _twin(run, file)
             self.chain = [twin] if twin is not None else run.chain(file)
         self.file = self.chain[0]
         self.tensors: Mapping[str, Tensor] = Lazy(
@@ -83,6 +83,19 @@ def _newest(run: Run) -> CheckpointFile:
     if not summaries:
         raise broken[0] if broken else CheckpointError(f"{run.folder}: there are no checkpoints here")
     return run.file(summaries[-1].step)
+
+
+def _twin(run: Run, file: CheckpointFile) -> CheckpointFile | None:
+    """The file of a checkpoint as it was; None where it was not kept, or is not sound, which a warning says."""
+    try:
+        return run.exact(file)
+    except CheckpointError as error:
+        _warn_of_exact(file, error)
+        return None
+
+
+def _warn_of_exact(file: CheckpointFile, error: CheckpointError) -> None:
+    log.warning("the small form of step %d stands in for its exact one: %s", file.header.step, error)
 
 
 def load(
@@ -173,7 +186,7 @@ def exact_of(run: Run, file: CheckpointFile, skipped: list[CheckpointError]) -> 
         if (twin := run.exact(file)) is not None:
             return twin, run.load(twin)
     except CheckpointError as error:
-        log.warning("the small form of step %d stands in for its exact one: %s", file.header.step, error)
+        _warn_of_exact(file, error)
         skipped.append(error)
     return None
 
