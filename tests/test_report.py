@@ -20,8 +20,8 @@ from dynaquant.cli import app
 from dynaquant.report.charts import LABEL, MOST_TENSORS, charts
 from dynaquant.report.numbers import Numbers, numbers_of
 from dynaquant.report.page import page_of
-from dynaquant.report.text import dollars, in_bytes, in_seconds, percent, plural, times
 from dynaquant.run import Run
+from dynaquant.text import dollars, in_bytes, in_seconds, percent, plural, times
 
 
 @pytest.fixture(scope="module")

@@ -210,10 +210,13 @@ def compress(source: Path, out: Path, packer: Packer) -> Record:
 
 
 def step_of(path: Path) -> int | None:
-    """The last number in a file's name, e.g. 4000 for ``ckpt-4000.safetensors``; None where there is none."""
+    """The last number in a file's name, e.g. 4000 for ``ckpt-4000.safetensors``, or else in that of the folder it is
+    in, as for ``checkpoint-500/model.safetensors``; None where there is none."""
+    path = path.absolute()
     suffix = path.suffix if path.is_file() and not path.suffix[1:].isdecimal() else ""
-    numbers = re.findall(r"\d+", path.name.removesuffix(suffix))
-    return int(numbers[-1]) if numbers else None
+    names = [path.name.removesuffix(suffix), *([path.parent.name] if path.is_file() else [])]
+    found = (re.findall(r"\d+", name) for name in names)
+    return next((int(numbers[-1]) for numbers in found if numbers), None)
 
 
 def pack(files: Mapping[int, Path], folder: Path, packer: Packer) -> Iterator[Record | None]:

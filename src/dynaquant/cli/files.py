@@ -24,6 +24,7 @@ from dynaquant.packing import pack as pack_files
 from dynaquant.presets import QualityName
 from dynaquant.record import Record
 from dynaquant.run import SUFFIX, Run
+from dynaquant.text import in_bytes, plural
 
 Quality = Annotated[str, typer.Option(help=f"One of {', '.join(get_args(QualityName))}.")]
 MaxDegradation = Annotated[
@@ -69,7 +70,7 @@ def compress(
         output.print_json({**record.to_json(), "out": str(out), "before": before})
         return
     ratio = f"{before / max(record.total.stored, 1):.2f}×"
-    output.print_(f"{out}: {output.bytes_(record.total.stored)} instead of {output.bytes_(before)} ({ratio})")
+    output.print_(f"{out}: {in_bytes(record.total.stored)} instead of {in_bytes(before)} ({ratio})")
     _print_quality(record)
 
 
@@ -80,6 +81,7 @@ def decompress(
         Target | None, typer.Option(help="Format.", show_default="by the suffix of OUT, else as it was")
     ] = None,
     force: Force = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a compressed file back in the format that it had, or in another one."""
     output.must_not_exist(out, force)
@@ -88,7 +90,8 @@ def decompress(
     stored = Stored(source)
     with output.telling() as tell:
         export_checkpoint(stored, to or target_for(stored, out), out, tell)
-    output.print_(f"{out}: {output.bytes_(output.size_of(out))}")
+    size = output.size_of(out)
+    output.report(as_json, f"{out}: {in_bytes(size)}", out=str(out), bytes=size)
 
 
 def pack(
@@ -102,7 +105,7 @@ def pack(
 ) -> None:
     """Make a run of a series of existing checkpoints, each coded given the one before.
 
-    Steps are the last numbers in the names. Those that the run has already are left as they are, so that an interrupted
+    Steps are the last numbers in the names, or else in those of the folders they are in. Those that the run has already are left as they are, so that an interrupted
     command can be given again, and new checkpoints be added.
     """
     by_step: dict[int, Path] = {}
@@ -131,11 +134,9 @@ def pack(
         return
     before = sum(output.size_of(file) for file in by_step.values())
     stored = sum(Run(out).file(step).size for step in by_step)
-    ratio = f"{before / max(stored, 1):.2f}×"
-    output.print_(
-        f"{out}: {len(records)} checkpoints packed" + (f", {there} were there already" if there else "") + f"; "
-        f"{output.bytes_(stored)} instead of {output.bytes_(before)} ({ratio})"
-    )
+    text = f"{out}: {plural(len(records), 'checkpoint')} packed" + (f", {there} were there already" if there else "")
+    sizes = f"{in_bytes(stored)} instead of {in_bytes(before)} ({before / max(stored, 1):.2f}×)"
+    output.print_(f"{text}; {sizes}")
     order = Run(out).steps()
     if order[-1] != max(order):
         output.print_(f"note: step {order[-1]} was packed last and counts as the newest, though there is {max(order)}")
@@ -147,6 +148,7 @@ def export(
     step: output.Step = None,
     to: Annotated[Target, typer.Option(help="Format.")] = Target.SAFETENSORS,
     force: Force = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the model of a checkpoint as a file that needs no dynaquant to be read.
 
@@ -159,7 +161,7 @@ def export(
     stored = Stored(folder, None if folder.is_file() else file.header.step)
     with output.telling() as tell:
         export_checkpoint(stored, to, out, tell)
-    output.print_(f"{out}: step {stored.file.header.step}, {output.bytes_(output.size_of(out))}")
+    _say_written(stored, out, as_json)
 
 
 def unpack(
@@ -170,6 +172,7 @@ def unpack(
         Target | None, typer.Option(help="Format.", show_default="by the suffix of OUT, else as it was")
     ] = None,
     force: Force = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the checkpoints of a run back as the files that were packed: all into the folder OUT, or one as OUT."""
     files = output.open_run(folder)[1]
@@ -178,7 +181,7 @@ def unpack(
         stored = Stored(folder, output.checkpoint(folder, step).header.step)
         with output.telling() as tell:
             export_checkpoint(stored, to or target_for(stored, out), out, tell)
-        output.print_(f"{out}: step {stored.file.header.step}, {output.bytes_(output.size_of(out))}")
+        _say_written(stored, out, as_json)
         return
     out.mkdir(parents=True, exist_ok=True)
     paths = {file.header.step: out / _name_of(file.header.record, file.header.step) for file in files}
@@ -189,7 +192,14 @@ def unpack(
     for number, path in output.with_progress(paths.items(), "unpacking", len(paths)):
         stored = Stored(folder, number)
         export_checkpoint(stored, to or target_for(stored, path), path)
-    output.print_(f"{out}: {len(paths)} checkpoints, {output.bytes_(output.size_of(out))}")
+    written = {step: {"out": str(path), "bytes": output.size_of(path)} for step, path in paths.items()}
+    text = f"{out}: {plural(len(paths), 'checkpoint')}, {in_bytes(output.size_of(out))}"
+    output.report(as_json, text, out=str(out), checkpoints=written)
+
+
+def _say_written(stored: Stored, out: Path, as_json: bool) -> None:
+    step, size = stored.file.header.step, output.size_of(out)
+    output.report(as_json, f"{out}: step {step}, {in_bytes(size)}", out=str(out), step=step, bytes=size)
 
 
 def _name_of(record: dict[str, Any], step: int) -> str:

@@ -116,16 +116,6 @@ def steps(listed: Iterable[int]) -> str:
     return f"{len(listed)} ({', '.join(map(str, listed))})" if listed else "none"
 
 
-def bytes_(count: int) -> str:
-    """A number of bytes for people, in decimal units."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1000
-    return f"{size:.2f} TB"
-
-
 def must_not_exist(path: Path, force: bool) -> None:
     """Raises CheckpointError for an output that is there, unless it may be replaced."""
     if path.exists() and not force:

@@ -11,7 +11,7 @@ from dynaquant.cli import output
 from dynaquant.cli.output import AsJson, RunFolder
 from dynaquant.files import replacing
 from dynaquant.report.numbers import S3_STANDARD, numbers_of
-from dynaquant.report.text import plural
+from dynaquant.text import in_bytes, plural
 
 
 def report(
@@ -38,5 +38,5 @@ def report(
     with replacing(out) as file:
         file.write(page)
     count = len(numbers.rows)
-    text = f"{out}: {plural(count, 'checkpoint')}, {output.bytes_(len(page))}"
+    text = f"{out}: {plural(count, 'checkpoint')}, {in_bytes(len(page))}"
     output.report(as_json, text, out=str(out), checkpoints=count, bytes=len(page))

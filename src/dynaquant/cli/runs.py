@@ -20,6 +20,7 @@ from dynaquant.quantized import QuantizedTensor
 from dynaquant.record import Record, Size, record_of
 from dynaquant.run import Run, load_tensor
 from dynaquant.tags import tags_of
+from dynaquant.text import in_bytes
 
 
 def log(folder: RunFolder, as_json: AsJson = False) -> None:
@@ -41,7 +42,7 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
             str(record.step),
             ", ".join(tags[record.step]),
             "keyframe" if record.parent is None else str(record.parent),
-            output.bytes_(record.total.stored),
+            in_bytes(record.total.stored),
             f"{record.ratio:.2f}×",
             _ratio(record.roles["weight"]) if "weight" in record.roles else "–",
             f"{quality['degradation']:+.2%}" if quality else "–",
@@ -90,8 +91,8 @@ def show(
             cells = [
                 str(len(members)),
                 f"{elements:,}",
-                output.bytes_(size.raw),
-                output.bytes_(size.stored),
+                in_bytes(size.raw),
+                in_bytes(size.stored),
                 _ratio(size),
             ]
             output.add(table, group, *cells, bits)
@@ -106,7 +107,7 @@ def show(
             _shape(info),
             info.coding,
             str(info.bins) if info.bins is not None else "–",
-            output.bytes_(info.size.stored),
+            in_bytes(info.size.stored),
             _ratio(info.size),
             f"{info.bits:.3f}",
         )
@@ -243,10 +244,10 @@ def du(folder: RunFolder, as_json: AsJson = False) -> None:
         return
     table = output.table("", "files", "on disk", "as tensors", "ratio")
     for part in use:
-        raw = output.bytes_(part.size.raw) if part.size.raw else "–"
+        raw = in_bytes(part.size.raw) if part.size.raw else "–"
         count = str(part.files) if part.files is not None else ""
         ratio = _ratio(part.size) if part.size.raw else "–"
-        output.add(table, part.what, count, output.bytes_(part.size.stored), raw, ratio)
+        output.add(table, part.what, count, in_bytes(part.size.stored), raw, ratio)
     output.print_(table)
 
 
@@ -255,7 +256,7 @@ def _shape(info: TensorInfo) -> str:
 
 
 def _smaller(size: Size) -> str:
-    return f"{output.bytes_(size.stored)} instead of {output.bytes_(size.raw)}"
+    return f"{in_bytes(size.stored)} instead of {in_bytes(size.raw)}"
 
 
 def _ratio(size: Size) -> str:

@@ -17,6 +17,7 @@ from dynaquant.retention import Retention, damaged_among_kept, superfluous
 from dynaquant.retention import prune as prune_run
 from dynaquant.run import Run
 from dynaquant.tags import remove_tag, set_tag, tags_of
+from dynaquant.text import in_bytes
 
 
 def tag(
@@ -54,7 +55,7 @@ def branch(
     """Begin a new run with a checkpoint of this one: train on from there with other settings, and keep both lines."""
     run, _ = output.open_run(folder)
     written = branch_run(run, output.checkpoint(folder, step), new)
-    text = f"{new}: begins with step {written.header.step}, {output.bytes_(written.size)}"
+    text = f"{new}: begins with step {written.header.step}, {in_bytes(written.size)}"
     text += "; a Checkpointer for this folder goes on from there"
     output.report(as_json, text, run=str(new), step=written.header.step, bytes=written.size)
 
@@ -76,7 +77,7 @@ def compact(
     keyframes = sum(file.header.parent is None for file in left)
     after = sum(file.size for file in left)
     text = f"{len(left)} checkpoints, {keyframes} of them keyframes: "
-    text += f"{output.bytes_(after)} instead of {output.bytes_(before)}"
+    text += f"{in_bytes(after)} instead of {in_bytes(before)}"
     output.report(as_json, text, checkpoints=len(left), keyframes=keyframes, bytes=after, before=before)
 
 
@@ -109,7 +110,7 @@ def prune(
     deleted = [step for step in known if step not in left]
     after = sum(run.file(step).size for step in left)
     text = f"deleted {output.steps(deleted)}; kept {output.steps(left)}, "
-    text += f"{output.bytes_(after)} instead of {output.bytes_(before)}"
+    text += f"{in_bytes(after)} instead of {in_bytes(before)}"
     output.report(as_json, text, deleted=deleted, kept=left, bytes=after, before=before, notes=notes)
     for note in notes:
         print(f"dynaquant: {note}", file=sys.stderr)
