@@ -105,8 +105,8 @@ def pack(
 ) -> None:
     """Make a run of a series of existing checkpoints, each coded given the one before.
 
-    Steps are the last numbers in the names, or else in those of the folders they are in. Those that the run has already are left as they are, so that an interrupted
-    command can be given again, and new checkpoints be added.
+    Steps are the last numbers in the names, or else in those of the folders they are in. Those that the run has
+    already are left as they are, so that an interrupted command can be given again, and new checkpoints be added.
     """
     by_step: dict[int, Path] = {}
     for file in files:
