@@ -150,7 +150,7 @@ def test_the_format_goes_by_the_suffix_then_by_what_it_was(folder, trained, tmp_
         *(
             5,
             None,
-            {"format": 5},
+            {"format": []},
             {"format": "safetensors", "metadata": 5},
             {"format": "safetensors", "metadata": {"a": 5}},
         ),
