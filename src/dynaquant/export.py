@@ -41,7 +41,7 @@ def target_for(stored: Stored, out: Path) -> Target:
         return Target.SAFETENSORS
     if out.suffix in _TORCH_SUFFIXES:
         return Target.TORCH_STATE
-    return _OF_FORMAT.get(_source(stored).get("format", ""), Target.SAFETENSORS)
+    return _OF_FORMAT.get(str(_source(stored).get("format")), Target.SAFETENSORS)
 
 
 def export(stored: Stored, target: Target, out: Path, tell: Callable[[str], None] = lambda _text: None) -> None:

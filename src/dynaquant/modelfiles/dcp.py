@@ -81,11 +81,16 @@ def read(folder: Path) -> ModelFile:
             load(flat, storage_reader=_Reader(folder, metadata), planner=planner, no_dist=True)
         state = _nested(flat, metadata.planner_data or {})
     except (CheckpointException, *BROKEN) as error:
-        causes = error.failures.values() if isinstance(error, CheckpointException) else [error]
-        first = next((cause[0] if isinstance(cause, tuple) else cause for cause in causes), error)
-        raise CheckpointError(f"{folder}: {problem(first, 'a whole folder of torch.distributed.checkpoint')}") from None
+        what = problem(_first_cause(error), "a whole folder of torch.distributed.checkpoint")
+        raise CheckpointError(f"{folder}: {what}") from None
     tree, tensors = flatten(state)
     return ModelFile("dcp", tree, tensors, {})
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """What DCP has wrapped."""
+    causes = error.failures.values() if isinstance(error, CheckpointException) else []
+    return next((cause[0] for cause in causes), error)
 
 
 def _place_of(entry: TensorStorageMetadata | BytesStorageMetadata) -> Any:
@@ -116,9 +121,12 @@ def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> An
 
 
 def write(folder: Path, state: dict[str, Any]) -> None:
-    """Writes a state into a folder that is new or empty."""
-    with _as_one_process():
-        save(state, checkpoint_id=folder, no_dist=True)
+    """Writes a state into a folder that is new or empty. Raises OSError when it cannot be written."""
+    try:
+        with _as_one_process():
+            save(state, checkpoint_id=folder, no_dist=True)
+    except CheckpointException as error:
+        raise OSError(f"torch.distributed.checkpoint could not write to {folder} ({_first_cause(error)})") from error
 
 
 @contextmanager
