@@ -87,7 +87,7 @@ def test_log_has_the_records_of_all_checkpoints(run):
     assert [record["step"] for record in records] == STEPS
     assert [record["parent"] for record in records] == [None, 20, 40, None]
     with dq.Checkpointer(run, model_of(32)) as ckpt:
-        assert records == [json.loads(json.dumps(record.to_json())) for record in ckpt.records()]
+        assert records == [{**json.loads(json.dumps(record.to_json())), "tags": []} for record in ckpt.records()]
     shown = call("log", run)
     assert all(f" {step} " in shown for step in STEPS)
     assert f"{records[-1]['total']['stored'] / 1000:.2f} kB" in shown
@@ -234,7 +234,7 @@ def test_bad_input_is_one_message(run, tmp_path, fails):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("no run")
     fails("no checkpoints in this folder", "log", tmp_path / "empty")
-    fails("is a file", "show", tmp_path / "file")
+    fails("is a file", "log", tmp_path / "file")
     fails("does not exist", "verify", tmp_path / "nowhere")
     fails("there are: 20, 40, 60, 80", "show", run, "30")
     fails("there is no tensor 'model.9'", "show", run, "--tensor", "model.9")
