@@ -135,6 +135,11 @@ def lying(path, header, data: bytes = bytes(8)):
     return path
 
 
+def test_a_pickle_that_is_called_safetensors_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"\x80\x02garbage")
+    refuses(tmp_path / "model.safetensors", "not a whole file")
+
+
 def test_a_safetensors_header_that_lies_is_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     sound = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}

@@ -154,6 +154,21 @@ def test_whatever_was_saved_comes_through(tmp_path, seed):
         assert max(chains(run).values()) <= keyframe_every
 
 
+def test_what_children_were_coded_against_stays_what_it_was(tmp_path):
+    """Exact values that are those of an older checkpoint's levels must not become its levels."""
+    model, optimizer = training()
+    save(tmp_path, (1,), model, optimizer)
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless", keyframe_every=1) as ckpt:
+        ckpt.restore(1)
+        ckpt.save(2).result()
+    save(tmp_path, (3, 4), model, optimizer, restore=2, quality="lossless")
+    run = Run(tmp_path)
+    before = values(run)
+    compacted(run, 16)
+    assert chains(run)[4] == 4
+    assert values(run) == before
+
+
 def test_what_cannot_be_decoded_stops_compacting_and_nothing_is_lost(tmp_path):
     save(tmp_path, range(4), *training(), keyframe_every=2)
     run = Run(tmp_path)

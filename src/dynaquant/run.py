@@ -14,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from dynaquant.coding import stream
 from dynaquant.coding.stream import Coder, StoredTensor, stored_hash, values_of
 from dynaquant.codings import Exact, Planes, Raw, Rearranged, Reference, other_of
@@ -305,7 +307,7 @@ class Run:
                 writer = CheckpointWriter(out)
                 entries = []
                 for name in tensors:
-                    entry, coded = _encode_tensor(name, tensors, labels[name], base, coder)
+                    entry, coded = _encode_tensor(name, tensors, labels[name], base, coder, bool(draft.entries))
                     entries.append(entry)
                     writer.add(coded)
                 writer.finish(replace(draft, entries=tuple(entries)))
@@ -352,17 +354,20 @@ def coder_of(file: CheckpointFile) -> Coder:
 
 
 def _encode_tensor(
-    name: str, tensors: Mapping[str, StoredTensor], label: Label, base: Base | None, coder: Coder
+    name: str, tensors: Mapping[str, StoredTensor], label: Label, base: Base | None, coder: Coder, again: bool
 ) -> tuple[Entry, bytes]:
+    """again: whether it is in a file already, whose children were coded against it as it is there."""
     stored = tensors[name]
     digest = stored_hash(stored)
-    if base is not None and base.hashes.get(name) == digest and _stored_alike(stored, base.tensors.get(name)):
+    parent = base.tensors.get(name) if base else None
+    exact_too = isinstance(parent, Tensor) or not (again and isinstance(stored, Tensor))
+    if base is not None and base.hashes.get(name) == digest and exact_too and _stored_alike(stored, parent):
         return Entry(name, label, stored.dtype, stored.shape, digest, 0, Reference()), b""
     if isinstance(stored, Scaled) and tensors.get(stored.second_name) is not stored.second:
         stored = values_of(stored)  # in units of what its second moment was when it last changed
     elif isinstance(stored, Rounded) and tensors.get(stored.of_name) is not stored.of:
         stored = values_of(stored)
-    coding, coded = stream.encode(stored, base.tensors.get(name) if base else None, coder)
+    coding, coded = stream.encode(stored, parent, coder)
     return Entry(name, label, stored.dtype, stored.shape, digest, len(coded), coding), coded
 
 

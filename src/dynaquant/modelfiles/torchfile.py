@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 from zipfile import BadZipFile, is_zipfile
 
 import torch
+from safetensors import SafetensorError
 
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.modelfiles.modelfile import ModelFile
@@ -19,6 +20,7 @@ from dynaquant.state import flatten
 BROKEN = (
     *(pickle.UnpicklingError, struct.error, EOFError, RuntimeError, OSError, ImportError, MemoryError, BadZipFile),
     *(ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, OverflowError),
+    SafetensorError,  # of torch.load, by the name of a file
 )
 """What is raised while something is unpickled that is no whole pickle, or no harmless one."""
 _NAMES_CODE = re.compile(r"(?:GLOBAL |^)([\w.]+)(?: was not an allowed global| whose module|$)", re.MULTILINE)
