@@ -12,6 +12,7 @@ from torch import nn
 from training import bits, model_of, train
 
 import dynaquant as dq
+from dynaquant.coding.stream import values_of
 from dynaquant.recoding import branch, compact
 from dynaquant.retention import Retention, prune
 from dynaquant.run import Run
@@ -42,9 +43,7 @@ def values(run: Run) -> dict[int, object]:
     """All that the run holds, in the order of its commits, small and as it was."""
     found = {}
     for step in run.steps():
-        small: dict[str, torch.Tensor] = {}
-        run.load(run.file(step), small)
-        by_name = {name: bits(value) for name, value in small.items()}
+        by_name = {name: bits(values_of(stored)) for name, stored in run.load(run.file(step)).items()}
         found[step] = bits(dq.load(run.folder, step)), by_name, run.file(step).header.identity
     return found
 

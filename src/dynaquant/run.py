@@ -22,7 +22,7 @@ from dynaquant.codings import Exact, Planes, Raw, Rearranged, Reference, other_o
 from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
-from dynaquant.quantized import QuantizedTensor, RankOne, Rounded, Scaled
+from dynaquant.quantized import Rounded, Scaled
 from dynaquant.roles import Label
 
 SUFFIX = ".dqc"
@@ -356,12 +356,11 @@ def coder_of(file: CheckpointFile) -> Coder:
 def _encode_tensor(
     name: str, tensors: Mapping[str, StoredTensor], label: Label, base: Base | None, coder: Coder, again: bool
 ) -> tuple[Entry, bytes]:
-    """again: whether it is in a file already, whose children were coded against it as it is there."""
+    """again: whether it is in a file already, and others may be coded against it as it is there."""
     stored = tensors[name]
     digest = stored_hash(stored)
     parent = base.tensors.get(name) if base else None
-    exact_too = isinstance(parent, Tensor) or not (again and isinstance(stored, Tensor))
-    if base is not None and base.hashes.get(name) == digest and exact_too and _stored_alike(stored, parent):
+    if base is not None and base.hashes.get(name) == digest and (not again or _coded_alike(stored, parent)):
         return Entry(name, label, stored.dtype, stored.shape, digest, 0, Reference()), b""
     if isinstance(stored, Scaled) and tensors.get(stored.second_name) is not stored.second:
         stored = values_of(stored)  # in units of what its second moment was when it last changed
@@ -371,12 +370,13 @@ def _encode_tensor(
     return Entry(name, label, stored.dtype, stored.shape, digest, len(coded), coding), coded
 
 
-def _stored_alike(stored: StoredTensor, parent: StoredTensor | None) -> bool:
-    """Whether a tensor with the parent's values has its levels too, which others may be coded against."""
+def _coded_alike(stored: StoredTensor, parent: StoredTensor | None) -> bool:
+    """Whether a tensor that has the parent's values has its levels, too, so that one can stand for the other."""
+    if isinstance(stored, Tensor):
+        return isinstance(parent, Tensor)
     if isinstance(stored, Scaled) and isinstance(parent, Scaled):
         return stream.same(stored.units, parent.units)
-    levels = isinstance(stored, QuantizedTensor | RankOne)
-    return not levels or (parent is not None and stream.same(stored, parent))
+    return parent is not None and stream.same(stored, parent)
 
 
 def _dependent_last(entries: Iterable[Entry]) -> list[Entry]:
