@@ -4,7 +4,7 @@
     .venv/bin/python benchmarks/minilm.py
 
 ``similarity`` is also what `dynaquant compress --metric` can be given, see the README. Sentences are those of Python's
-own documentation: 32 decide, 200 others judge.
+own documentation: 16 decide, 200 others judge.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ def test_bad_input_is_one_message(run, tmp_path, fails):
     fails("there are: 20, 40, 60, 80", "show", run, "30")
     fails("there is no tensor 'model.9'", "show", run, "--tensor", "model.9")
     for to in ("safetensors", "torch"):
-        fails("No such file or directory", "export", run, "--to", to, "-o", tmp_path / "nowhere" / "model.out")
+        fails("is no folder; make it first", "export", run, "--to", to, "-o", tmp_path / "nowhere" / "model.out")
 
 
 def test_a_truncated_file_is_passed_over_and_said_so(tmp_path, fails):

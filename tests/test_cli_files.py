@@ -127,6 +127,7 @@ def test_a_metric_that_fails_is_one_message(model, tmp_path, monkeypatch, fails)
 def test_nothing_is_replaced_unless_told_to(model, tmp_path, fails):
     before = contents(tmp_path)
     fails("exists", "compress", model, "-o", model)
+    fails("is the file to be compressed", "compress", model, "-o", model, "--force")
     assert contents(tmp_path) == before
     call("compress", model)
     small = tmp_path / "model.safetensors.dqc"
@@ -145,6 +146,9 @@ def test_bad_input_is_one_message_and_nothing_changed(model, tmp_path, fails):
     torch.save([1], tmp_path / "list.pt")
     call("compress", model, "-o", tmp_path / "m.dqc")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "old").mkdir()
+    nameless = tmp_path / "old" / "model.safetensors"
+    nameless.write_bytes(model.read_bytes())
     before = set(tmp_path.rglob("*"))
     new = tmp_path / "new"
     fails("neither safetensors nor made by torch.save", "compress", text)
@@ -158,7 +162,7 @@ def test_bad_input_is_one_message_and_nothing_changed(model, tmp_path, fails):
     fails("is no file", "decompress", tmp_path / "nowhere", "-o", new)
     fails("unpack and export", "decompress", tmp_path / "folder", "-o", new)
     fails("not an empty folder", "decompress", tmp_path / "m.dqc", "-o", text, "--to", "hf", "--force")
-    fails("no number in its name", "pack", model, "-o", new)
+    fails("no number in its name", "pack", nameless, "-o", new)
     fails("is a file", "unpack", tmp_path / "m.dqc", "-o", new)
     fails("is one checkpoint", "show", tmp_path / "m.dqc", "3")
     with files_of_at_most(1000):
@@ -206,7 +210,7 @@ def test_a_name_in_a_run_leads_nowhere_else(run, tmp_path, name):
 
 def test_pack_adds_what_is_new_and_says_what_was_there(series, tmp_path, fails):
     first, *rest = series
-    assert "1 checkpoints packed;" in call("pack", first, "-o", tmp_path / "run")
+    assert "1 checkpoint packed;" in call("pack", first, "-o", tmp_path / "run")
     assert "2 checkpoints packed, 1 were there already" in call("pack", first, *rest, "-o", tmp_path / "run")
     assert data("pack", *series, "-o", tmp_path / "run") == []
     assert [record["step"] for record in data("log", tmp_path / "run")] == [100, 200, 300]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as distributed
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 from training import bits, model_of, train
 
 import dynaquant as dq
@@ -261,6 +262,14 @@ def test_a_dcp_folder_with_code_is_refused_and_the_code_not_run(tmp_path):
     made.unlink(missing_ok=True)
     refuses(tmp_path / "values", "refused", "posix.system")
     assert not made.exists()
+
+
+def test_a_dcp_folder_does_not_change_classes(tmp_path):
+    dcp.write(tmp_path / "dcp", {"w": torch.randn(3)})
+    name = b"torch.distributed.checkpoint.metadata\nMetadata\n"
+    attribute = pickle.dumps((None, {"poison": 1}))[2:-1]
+    refuses(with_metadata(tmp_path / "dcp", lambda _: b"\x80\x04c" + name + attribute + b"b."), "not a whole folder")
+    assert not hasattr(Metadata, "poison")
 
 
 def test_a_dcp_folder_whose_metadata_lies_is_refused(tmp_path):

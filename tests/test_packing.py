@@ -283,14 +283,16 @@ def test_what_cannot_be_packed_leaves_no_run(tmp_path):
     assert Run(tmp_path / "run").steps() == [1]  # what was packed before stays
 
 
-def test_steps_are_the_last_numbers_of_names(tmp_path):
+def test_steps_are_the_last_numbers_of_names_or_of_their_folders(tmp_path):
     names = {"ckpt-4000.safetensors": 4000, "epoch=3-step=100.ckpt": 100, "model.7": 7, "x-12.pt": 12, "model.pt": None}
     for name, step in names.items():
-        (tmp_path / name).touch()
-        assert step_of(tmp_path / name) == step
-    for name, step in {"checkpoint-500": 500, "run.v2": 2, "weights": None}.items():
-        (tmp_path / name).mkdir()
-        assert step_of(tmp_path / name) == step
+        for folder, of_folder in (("old", None), ("checkpoint-500", 500)):
+            path = tmp_path / folder / name
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+            assert step_of(path) == (of_folder if step is None else step)
+    assert step_of(tmp_path / "checkpoint-500") == 500
+    assert step_of(tmp_path / "old") is None
 
 
 COMPRESS = """

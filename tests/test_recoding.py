@@ -246,3 +246,14 @@ def test_a_branch_onto_a_full_disk_leaves_no_checkpoint(tmp_path):
     assert list((tmp_path / "new").iterdir()) == []
     branch(run, run.file(2), tmp_path / "new")
     assert values(Run(tmp_path / "new"))[2] == values(run)[2]
+
+
+def test_runs_that_were_put_together_by_hand_are_compacted(tmp_path):
+    for folder, steps in (("a", range(1, 4)), ("b", range(4, 7))):
+        save(tmp_path / folder, steps, *training())
+    for path in (tmp_path / "b").glob("*.dqc"):  # with the sequence numbers of the others
+        path.rename(tmp_path / "a" / path.name)
+    run = Run(tmp_path / "a")
+    before = values(run)
+    compacted(run, 16)
+    assert values(run) == before

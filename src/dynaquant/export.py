@@ -125,7 +125,12 @@ def _write_shards(stored: Stored, folder: Path, tell: Callable[[str], None]) -> 
     # A record may say anything: its files are to lie in this folder, and to hold each tensor once.
     listed = [key for keys, _ in known.values() for key in keys]
     files = [*known, index] if index is not None else list(known)
-    if sorted(map(str, listed)) == sorted(names) and all(map(safetensors.is_file_name, files)):
+    if (
+        all(type(key) is str for key in listed)
+        and sorted(listed) == sorted(names)
+        and all(map(safetensors.is_file_name, files))
+        and len(set(files)) == len(files)
+    ):
         shards = {file: keys for file, (keys, _) in known.items()}
         metadata = {file: _texts(texts) for file, (_, texts) in known.items()}
     else:

@@ -20,6 +20,7 @@ def replacing(out: Path) -> Iterator[BinaryIO]:
     """
     if out.is_dir():
         raise CheckpointError(f"{out} is a folder; give the name of a file in it")
+    _check_parent(out)
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     file = temporary.open("xb")  # before the try: a file that is there already is not ours to delete
     try:
@@ -39,6 +40,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise CheckpointError(f"{out} is there already, and not an empty folder; give another name")
+    _check_parent(out)
     temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
     temporary.mkdir()
     try:
@@ -47,3 +49,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _check_parent(out: Path) -> None:
+    if not out.absolute().parent.is_dir():
+        raise CheckpointError(f"{out.parent} is no folder; make it first, or give another name")

@@ -200,6 +200,8 @@ def compress(source: Path, out: Path, packer: Packer) -> Record:
         raise CheckpointError(f"{out} is a folder; give the name of a file in it")
     if not out.parent.is_dir():
         raise CheckpointError(f"{out.parent} is no folder; make it first, or give another name")
+    if out.exists() and source.exists() and out.samefile(source):
+        raise CheckpointError(f"{out} is the file to be compressed; give another name")
     file = modelfiles.read(source)
     checkpoint = packer.checkpoint(file, 0)
     draft = Header(0, 1, None, checkpoint.tree, (), checkpoint.record)
@@ -219,6 +221,17 @@ def step_of(path: Path) -> int | None:
     return next((int(numbers[-1]) for numbers in found if numbers), None)
 
 
+def _check_packed(run: Run) -> None:
+    """Raises CheckpointError for a run that files cannot be packed into: a training's own, or an unreadable one."""
+    summaries, broken = run.summaries()
+    for error in broken:
+        if isinstance(error.__cause__, OSError):
+            raise error
+    own = next((s.step for s in summaries if "source" not in run.file(s.step).header.record), None)
+    if own is not None:
+        raise CheckpointError(f"{run.folder}: step {own} is a training's own checkpoint; pack into another folder")
+
+
 def pack(files: Mapping[int, Path], folder: Path, packer: Packer) -> Iterator[Record | None]:
     """Makes a run of existing checkpoints in the order of their steps; yields a record for each, None for those that
     are there already.
@@ -234,6 +247,7 @@ def pack(files: Mapping[int, Path], folder: Path, packer: Packer) -> Iterator[Re
     run, was_there = Run(folder), folder.exists()
     try:
         with run.writer():
+            _check_packed(run)
             there = {known.step for known in run.chain_lengths()}  # not those whose parents are gone
             base: Base | None = None
             chain = 0

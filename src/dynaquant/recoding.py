@@ -33,17 +33,18 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
 def compact(run: Run, keyframe_every: int) -> Iterator[int]:
     """Codes a run anew, in chains of ``keyframe_every`` checkpoints; yields each step when that is done.
 
-    A checkpoint whose chain is too long becomes a keyframe; a keyframe is coded against the one before it where the
-    chain is not too long. The caller holds the run for writing; it may be interrupted between any two steps. Raises
-    CheckpointError when a checkpoint cannot be decoded; those before it are done.
+    A checkpoint whose chain is too long becomes a keyframe; a keyframe is coded against the one committed before it
+    where the chain is not too long. The caller holds the run for writing; it may be interrupted between any two steps.
+    Raises CheckpointError when a checkpoint cannot be decoded; those before it are done.
     """
     lengths: dict[Parent, int] = {}
     before: Base | None = None
+    last = -1  # sequence number; in a folder put together by hand several may have the same, and be no one's parents
     for summary in run.summaries()[0]:
         file = run.file(summary.step)
         tensors = run.load(file)
         parent = file.header.parent
-        base = before
+        base = before if last < summary.sequence else None
         if parent is not None and (base is None or parent != base.parent):
             older = run.chain(file)[1]  # another line of training
             base = Base.loaded(older.header, run.load(older))
@@ -54,5 +55,6 @@ def compact(run: Run, keyframe_every: int) -> Iterator[int]:
             draft = replace(file.header, parent=base.parent if base else None)
             file = run.write(draft, tensors, labels, base, coder_of(file))
         before = Base.written(file.header, tensors, base)
+        last = summary.sequence
         lengths[before.parent] = 1 + (lengths[base.parent] if base else 0)
         yield summary.step

@@ -36,7 +36,7 @@ def tags_of(run: Run) -> list[Tag]:
         try:
             content = json.loads(path.read_text())
             tag = Tag(path.name, content["step"], content["identity"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
         if _NAME.fullmatch(tag.name) and type(tag.step) is int and type(tag.identity) is str:
             found.append(tag)

@@ -112,7 +112,7 @@ def pack(
     for file in files:
         step = step_of(file)
         if step is None:
-            raise CheckpointError(f"{file}: there is no number in its name, which is to be its step; rename it")
+            raise CheckpointError(f"{file}: there is no number in its name, or its folder's, to be its step; rename it")
         if step in by_step:
             raise CheckpointError(f"{file} and {by_step[step]} would both be step {step}; the last number counts")
         by_step[step] = file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -66,7 +67,7 @@ def checkpoint(folder: Path, step: str | None) -> CheckpointFile:
     run, files = open_run(folder)
     if step is None:
         return files[-1]
-    return run.file(int(step)) if step.isdecimal() else tagged_file(run, step)
+    return run.file(int(step)) if re.fullmatch(r"[0-9]{1,19}", step) else tagged_file(run, step)
 
 
 def table(*columns: str) -> Table:
@@ -119,7 +120,8 @@ def steps(listed: Iterable[int]) -> str:
 def must_not_exist(path: Path, force: bool) -> None:
     """Raises CheckpointError for an output that is there, unless it may be replaced."""
     if path.exists() and not force:
-        raise CheckpointError(f"{path} exists; give another name, or --force to replace it")
+        advice = "" if path.is_dir() else ", or --force to replace it"
+        raise CheckpointError(f"{path} exists; give another name{advice}")
 
 
 def size_of(path: Path) -> int:

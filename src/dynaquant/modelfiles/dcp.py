@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dynaquant.errors import CheckpointError
 from dynaquant.modelfiles.modelfile import ModelFile
-from dynaquant.modelfiles.torchfile import BROKEN, problem
+from dynaquant.modelfiles.torchfile import BROKEN, check_version, problem
 from dynaquant.state import flatten
 
 METADATA = ".metadata"
@@ -37,7 +37,21 @@ _PLAIN = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+_InPython: Any = pickle._Unpickler
+
+
+class _Unpickler(_InPython):  # type: ignore[misc]
+    """In Python, as the other one does not let itself be told not to give attributes to a class."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type) or callable(self.stack[-2]):
+            raise pickle.UnpicklingError("attributes of a class or a function")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
             return PurePosixPath  # where the folder once was; that of another system cannot be made here
@@ -66,6 +80,7 @@ class _Planner(DefaultLoadPlanner):
 
 def read(folder: Path) -> ModelFile:
     """A folder. Raises CheckpointError when it holds other objects than tensors and plain values, or is not whole."""
+    check_version(folder)
     path = folder / METADATA
     try:
         with path.open("rb") as file:

@@ -97,13 +97,17 @@ def is_file_name(text: Any) -> bool:
 
 def _read_index(path: Path) -> dict[str, Any]:
     try:
-        index = json.loads(path.read_text())
+        index = json.loads(path.read_text(), parse_constant=_no_constant)
         names, files = set(index["weight_map"].keys()), set(index["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not the index of a model ({error!r})") from None
     if not all(type(text) is str for text in names | files) or not all(map(is_file_name, files)):
         raise CheckpointError(f"{path}: its weight_map does not lead from tensors to files beside it")
     return dict(index)
+
+
+def _no_constant(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _open(path: Path) -> tuple[Lazy[Tensor], dict[str, str] | None]:
@@ -146,7 +150,10 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], shapes: Mapping[str, Te
             shape[-1] *= 2
         header[name] = {"dtype": _TYPES[like.dtype], "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    try:
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError("safetensors cannot hold names that are no text; export to torch instead") from None
     text += b" " * (-len(text) % _ALIGNMENT)
     file.write(struct.pack("<Q", len(text)) + text)
     for name in names:

@@ -17,6 +17,8 @@ from dynaquant.errors import CheckpointError, StateError
 from dynaquant.modelfiles.modelfile import ModelFile
 from dynaquant.state import flatten
 
+SAFE = (2, 10)
+"""The first version of PyTorch whose weights_only keeps what it promises."""
 BROKEN = (
     *(pickle.UnpicklingError, struct.error, EOFError, RuntimeError, OSError, ImportError, MemoryError, BadZipFile),
     *(ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, OverflowError),
@@ -29,6 +31,7 @@ _NAMES_CODE = re.compile(r"(?:GLOBAL |^)([\w.]+)(?: was not an allowed global| w
 def read(path: Path) -> ModelFile:
     """A file. Raises CheckpointError when it holds other objects than tensors and plain values, or is not whole;
     StateError for values that a checkpoint cannot hold."""
+    check_version(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # on pickles of other protocols; whether it can be read is told by reading
@@ -42,6 +45,15 @@ def read(path: Path) -> ModelFile:
     except StateError as error:
         raise StateError(f"{path}: {error}") from None
     return ModelFile("torch", tree, tensors, {})
+
+
+def check_version(path: Path) -> None:
+    """Raises CheckpointError where PyTorch can be made to run code by a file even so (CVE-2025-32434, -2026-24747)."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE:
+        raise CheckpointError(
+            f"{path}: PyTorch {torch.__version__} can be made to run code by such a file, whatever is asked of it; "
+            f"install {'.'.join(map(str, SAFE))} or newer, or give a safetensors file"
+        )
 
 
 def problem(error: BaseException, expected: str) -> str:
