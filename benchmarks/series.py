@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 
 import dynaquant as dq
-from dynaquant.packing import Packer, pack
+from dynaquant.packing import KEYFRAME_EVERY, Packer, pack
 from dynaquant.run import Run
 
 
@@ -42,7 +42,10 @@ class Opened:
 
 
 def train(folder: Path, data: Path, count: int, every: int) -> dict[int, Path]:
-    """The torch.save files of a training, by step."""
+    """The torch.save files of a training, by step; they are made where they are not there yet."""
+    steps = range(every, count * every + 1, every)
+    if all((folder / f"ckpt-{step}.pt").exists() for step in steps):
+        return {step: folder / f"ckpt-{step}.pt" for step in steps}
     workload = workloads.gpt(data, folder, steps=count * every, seed=0)
     files = {}
     for step in track(range(1, count * every + 1), "training"):
@@ -129,8 +132,9 @@ by what `dynaquant pack ckpt-*.pt -o run` calls. Every step is opened with `dq.l
 
 ![size and seconds to open, by step](series.png)
 
-Every 16th checkpoint stands alone, so opening a step reads 16 files at most. How much each tensor matters is known from
-Adam's second moments in the files; that all checkpoints are good enough is an estimate here, as there is no metric.
+Every {KEYFRAME_EVERY}th checkpoint stands alone, so opening a step reads {KEYFRAME_EVERY} files at most. How much each
+tensor matters is known from Adam's second moments in the files; that all checkpoints are good enough is an estimate here,
+as there is no metric.
 {sentence(described)}
 """
 
@@ -140,10 +144,13 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with shakespeare.txt")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder for series.json, .md and .png")
     parser.add_argument("--count", type=int, default=100, help="checkpoints")
+    parser.add_argument("--cache", type=Path, help="folder that keeps the torch.save files, 4 GB, for another time")
     parser.add_argument("--every", type=int, default=4, help="steps of training between two")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        files = train(Path(folder), options.data, options.count, options.every)
+        if options.cache is not None:
+            options.cache.mkdir(parents=True, exist_ok=True)
+        files = train(options.cache or Path(folder), options.data, options.count, options.every)
         packing, opened = measure(Path(folder), files)
     shown, described = table(packing, opened), machine("torch")
     Console().print(shown.on_screen())

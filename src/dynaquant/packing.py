@@ -40,7 +40,8 @@ from dynaquant.state import unflatten
 VECTORS = 64.0
 """How much more a squared movement of a vector (bias, norm) counts than that of a matrix, where nothing is known of
 either: one value of a norm multiplies a whole channel, and all vectors together are hardly a percent of a model."""
-KEYFRAME_EVERY = 16
+KEYFRAME_EVERY = 8
+"""Half of a training's: old checkpoints are opened more than they are written."""
 _PREFIX = "model."  # what the configuration manager calls a model's own weights by
 
 Metric = Callable[[Any], float]
