@@ -133,8 +133,8 @@ by what `dynaquant pack ckpt-*.pt -o run` calls. Every step is opened with `dq.l
 ![size and seconds to open, by step](series.png)
 
 Every {KEYFRAME_EVERY}th checkpoint stands alone, so opening a step reads {KEYFRAME_EVERY} files at most. How much each
-tensor matters is known from Adam's second moments in the files; that all checkpoints are good enough is an estimate here,
-as there is no metric.
+tensor matters is known from Adam's second moments in the files; that all checkpoints are good enough is an estimate
+here, as there is no metric.
 {sentence(described)}
 """
 
