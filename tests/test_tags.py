@@ -121,3 +121,20 @@ def test_a_training_keeps_what_is_tagged_while_it_writes(tmp_path):
         remove_tag(run, "best")
         ckpt.save(4).result()
         assert run.steps() == [4]
+
+
+def test_python_takes_tags_for_steps(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    with dq.Checkpointer(tmp_path, model, quality="lossless") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step).result()
+            nn.init.normal_(model.weight)
+        set_tag(Run(tmp_path), "first", Run(tmp_path).file(1))
+        assert ckpt.restore("first") == 1
+        with pytest.raises(dq.CheckpointError, match="no tag 'second'"):
+            ckpt.restore("second")
+    other = nn.Linear(4, 4)
+    dq.load_into(other, tmp_path, step="first")
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(dq.load(tmp_path, "first")["model"]["weight"], model.weight)

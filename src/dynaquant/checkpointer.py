@@ -36,6 +36,7 @@ from dynaquant.schedule import Every, Schedule
 from dynaquant.search.manager import Decision
 from dynaquant.search.quality import Evaluate
 from dynaquant.state import flatten
+from dynaquant.tags import file_of
 
 log = logging.getLogger("dynaquant")
 
@@ -207,8 +208,8 @@ class Checkpointer:
         """
         return self._schedule.due(step)
 
-    def restore(self, step: int | None = None) -> int | None:
-        """Puts the newest checkpoint that verifies (or that of ``step``) into the objects and returns its step.
+    def restore(self, step: int | str | None = None) -> int | None:
+        """Puts the newest checkpoint that verifies (or that of a step or a tag) into the objects and returns its step.
 
         None when the run has no checkpoints. Checkpoints that are damaged are passed over; ``skipped`` and a logged
         warning say why. Nothing is changed unless everything fits. (Should an extra's own ``load_state_dict`` raise,
@@ -231,10 +232,10 @@ class Checkpointer:
         self._group.together(lambda: self._put(loaded))
         return found
 
-    def _load_newest(self, step: int | None) -> _Loaded | None:
+    def _load_newest(self, step: int | str | None) -> _Loaded | None:
         self.skipped = []
         if step is not None:
-            return self._load_fitting(self._run.file(step))
+            return self._load_fitting(file_of(self._run, step))
         summaries, broken = self._run.summaries()
         self.skipped = broken
         for summary in reversed(summaries):

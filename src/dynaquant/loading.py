@@ -17,6 +17,7 @@ from dynaquant.errors import CheckpointError, StateError
 from dynaquant.lazily import Lazy
 from dynaquant.run import Run, Tensors, load_tensor
 from dynaquant.state import model_in, names_in, state_dict_in, unflatten
+from dynaquant.tags import file_of
 
 log = logging.getLogger("dynaquant")
 
@@ -24,12 +25,12 @@ log = logging.getLogger("dynaquant")
 class Stored:
     """A checkpoint in a run, or a file that stands alone; opened, and its tensors decoded when they are asked for.
 
-    path: a run's folder, or a file. step: of a run; the newest unless given. A checkpoint that was also kept as it was
-    (``exact="latest"``) is taken so. Raises CheckpointError when it is not there or not sound, ValueError for a step of
-    a file.
+    path: a run's folder, or a file. step: of a run, or a tag; the newest unless given. A checkpoint that was also kept
+    as it was (``exact="latest"``) is taken so. Raises CheckpointError when it is not there or not sound, ValueError for
+    a step of a file.
     """
 
-    def __init__(self, path: str | os.PathLike[str], step: int | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], step: int | str | None = None) -> None:
         path = Path(path)
         if path.is_file():
             if step is not None:
@@ -38,7 +39,7 @@ class Stored:
             self.chain = [file] if file.header.parent is None else Run(path.parent).chain(file)
         else:
             run = Run(path)
-            file = run.file(step) if step is not None else _newest(run)
+            file = file_of(run, step) if step is not None else _newest(run)
             twin = _twin(run, file)
             self.chain = [twin] if twin is not None else run.chain(file)
         self.file = self.chain[0]
@@ -81,7 +82,8 @@ class Stored:
 def _newest(run: Run) -> CheckpointFile:
     summaries, broken = run.summaries()
     if not summaries:
-        raise broken[0] if broken else CheckpointError(f"{run.folder}: there are no checkpoints here")
+        what = "there are no checkpoints here" if run.folder.exists() else "there is no such file or folder"
+        raise broken[0] if broken else CheckpointError(f"{run.folder}: {what}")
     return run.file(summaries[-1].step)
 
 
@@ -99,10 +101,10 @@ def _warn_of_exact(file: CheckpointFile, error: CheckpointError) -> None:
 
 
 def load(
-    path: str | os.PathLike[str], step: int | None = None, *, keys: Collection[str] | None = None
+    path: str | os.PathLike[str], step: int | str | None = None, *, keys: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """The state in a run's newest checkpoint, in that of ``step``, or in a file, as plain dictionaries and CPU tensors;
-    as it was before it was quantized, where that was kept as well (``exact="latest"``).
+    """The state in a run's newest checkpoint, in that of a step or a tag, or in a file, as plain dictionaries and CPU
+    tensors; as it was before it was quantized, where that was kept as well (``exact="latest"``).
 
     Of a run that a Checkpointer has written the keys are ``"model"``, ``"optimizer"``, the names of the extras,
     ``"rng"``, ``"classes"`` and ``"parameters"``. What was compressed or packed from another program's file comes back
@@ -122,13 +124,13 @@ def load(
         stored = Stored(path, step)
         return state_of(stored.file, dict(stored.tensors))
     run = Run(path)
-    file = run.file(step) if step is not None else _newest(run)
+    file = file_of(run, step) if step is not None else _newest(run)
     tensors = run.load(file)
     file, tensors = exact_of(run, file, []) or (file, tensors)
     return state_of(file, {name: values_of(stored) for name, stored in tensors.items()})
 
 
-def load_into(model: nn.Module, path: str | os.PathLike[str], step: int | None = None) -> None:
+def load_into(model: nn.Module, path: str | os.PathLike[str], step: int | str | None = None) -> None:
     """Puts the stored weights and buffers of a model into it, one tensor at a time.
 
     path, step: as for ``load``. Everything is compared before anything is changed: raises StateError, listing what

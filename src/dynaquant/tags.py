@@ -96,5 +96,10 @@ def tagged_file(run: Run, name: str) -> CheckpointFile:
     return file
 
 
+def file_of(run: Run, step: int | str) -> CheckpointFile:
+    """A checkpoint by its step or by a tag. Raises CheckpointError when there is none."""
+    return tagged_file(run, step) if isinstance(step, str) else run.file(step)
+
+
 def _listed(known: list[Tag]) -> str:
     return "tags: " + (", ".join(tag.name for tag in known) or "none")

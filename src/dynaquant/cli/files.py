@@ -134,7 +134,9 @@ def pack(
         return
     before = sum(output.size_of(file) for file in by_step.values())
     stored = sum(Run(out).file(step).size for step in by_step)
-    text = f"{out}: {plural(len(records), 'checkpoint')} packed" + (f", {there} were there already" if there else "")
+    text = f"{out}: {plural(len(records), 'checkpoint')} packed"
+    if there:
+        text += f", {there} were there already and stay as they are"
     sizes = f"{in_bytes(stored)} instead of {in_bytes(before)} ({before / max(stored, 1):.2f}×)"
     output.print_(f"{text}; {sizes}")
     order = Run(out).steps()
