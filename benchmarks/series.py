@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder for series.json, .md and .png")
     parser.add_argument("--count", type=int, default=100, help="checkpoints")
     parser.add_argument("--cache", type=Path, help="folder that keeps the torch.save files, 4 GB, for another time")
-    parser.add_argument("--every", type=int, default=4, help="steps of training between two")
+    parser.add_argument("--every", type=int, default=2, help="steps of training between two")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if options.cache is not None:
