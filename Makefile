@@ -33,7 +33,7 @@ clean:  ## everything that make has made
 	rm -rf .venv build
 
 .venv/ready: pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
-	@echo "setting up .venv, about a minute"
+	@echo "setting up .venv, a minute or two"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(PIP) --editable '.[demo]' --group test --group lint
