@@ -171,10 +171,12 @@ def test_a_metric_that_fails_on_the_original_is_an_error_and_nothing_is_written(
     assert os.listdir(tmp_path) == ["state.pt"]
 
 
-def test_a_metric_that_is_no_number_keeps_the_weights_exact(tmp_path):
-    state = tensors_of()
-    assert bits(compressed(state, tmp_path, metric=lambda _: float("nan"))) == bits(state)
-    assert "not finite" in " ".join(Stored(tmp_path / "state.dqc").file.header.record["notes"])
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+def test_a_metric_that_is_no_number_is_an_error_and_nothing_is_written(tmp_path, score):
+    torch.save(tensors_of(), tmp_path / "state.pt")
+    with pytest.raises(dq.EvaluateError, match="nothing can be judged"):
+        compress(tmp_path / "state.pt", tmp_path / "state.dqc", Packer(metric=lambda _: score))
+    assert os.listdir(tmp_path) == ["state.pt"]
 
 
 def test_a_metric_of_zero_that_stays_zero_allows_all(tmp_path):

@@ -15,7 +15,7 @@ import dynaquant as dq
 from dynaquant.coding.stream import values_of
 from dynaquant.recoding import branch, compact
 from dynaquant.retention import Retention, prune
-from dynaquant.run import Run
+from dynaquant.run import Base, Run
 from dynaquant.tags import set_tag, tagged_file
 
 PUBLISHED = {
@@ -257,3 +257,13 @@ def test_runs_that_were_put_together_by_hand_are_compacted(tmp_path):
     before = values(run)
     compacted(run, 16)
     assert values(run) == before
+
+
+def test_nothing_is_coded_against_a_checkpoint_that_came_later(tmp_path):
+    save(tmp_path, range(3), *training(), keyframe_every=1)
+    run = Run(tmp_path)
+    before = contents(tmp_path)
+    newest = Base.loaded(run.file(2).header, run.load(run.file(2)))
+    with run.writer(), pytest.raises(dq.CheckpointError, match="to have been written after it"):
+        run.recode(run.file(0), run.load(run.file(0)), newest)
+    assert contents(tmp_path) == before

@@ -189,7 +189,7 @@ class CheckpointFile:
     @staticmethod
     def _parse(plain: bytes) -> Header:
         try:
-            data = json.loads(plain.decode("utf-8", errors="surrogatepass"), parse_constant=_no_constant)
+            data = json.loads(plain.decode("utf-8", errors="surrogatepass"), parse_constant=no_constant)
             parent = None if data["parent"] is None else Parent(data["parent"]["step"], data["parent"]["identity"])
             header = Header(
                 step=data["step"],
@@ -232,5 +232,6 @@ class CheckpointFile:
         return stream
 
 
-def _no_constant(constant: str) -> Any:
+def no_constant(constant: str) -> Any:
+    """For ``json.loads``, which would take what is not JSON: NaN and the infinities."""
     raise ValueError(f"{constant} is not JSON")

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from dynaquant.files import new_folder, replacing
+from dynaquant.files import is_file_name, new_folder, replacing
 from dynaquant.lazily import Lazy
 from dynaquant.loading import Stored, state_of
 from dynaquant.modelfiles import dcp, safetensors, torchfile
@@ -128,7 +128,7 @@ def _write_shards(stored: Stored, folder: Path, tell: Callable[[str], None]) -> 
     if (
         all(type(key) is str for key in listed)
         and sorted(listed) == sorted(names)
-        and all(map(safetensors.is_file_name, files))
+        and all(map(is_file_name, files))
         and len(set(files)) == len(files)
     ):
         shards = {file: keys for file, (keys, _) in known.items()}

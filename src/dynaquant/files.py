@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from dynaquant.errors import CheckpointError
 
@@ -54,3 +54,8 @@ def new_folder(out: Path) -> Iterator[Path]:
 def _check_parent(out: Path) -> None:
     if not out.absolute().parent.is_dir():
         raise CheckpointError(f"{out.parent} is no folder; make it first, or give another name")
+
+
+def is_file_name(text: Any) -> bool:
+    """Whether something that stands in a file is a name that leads nowhere but into the folder it is used in."""
+    return isinstance(text, str) and text not in ("", "..") and Path(text).name == text and text.isprintable()

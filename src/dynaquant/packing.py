@@ -138,7 +138,7 @@ class Packer:
         prior = measured
         if evaluate is not None:
             original = _score_of_original(holder, evaluate)
-            if not measured and math.isfinite(original):
+            if not measured:
                 judge = MetricJudge(holder, evaluate, self._higher_is_better, original, {})
                 measured = prior = self._probe(_streamed(grid_weights(weights, {}, {}, 0)), judge)
         grid = grid_weights(weights, prior, self._last, 0)
@@ -178,9 +178,12 @@ class Packer:
 
 def _score_of_original(holder: nn.Module, evaluate: Evaluate) -> float:
     try:
-        return score(holder, {}, evaluate)
+        found = score(holder, {}, evaluate)
     except Exception as error:
         raise EvaluateError(f"the metric failed on the weights as they are ({error!r})") from error
+    if not math.isfinite(found):
+        raise EvaluateError(f"the metric of the weights as they are is {found}, by which nothing can be judged")
+    return found
 
 
 def _streamed(grid: GridWeights) -> StreamedWeights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,9 +12,7 @@ from dynaquant.coding.stream import StoredTensor
 from dynaquant.errors import StateError
 from dynaquant.quantized import dequantize, dequantize_into
 from dynaquant.sources import LAST, collect
-from dynaquant.state import flatten
-
-_NODES = ("tensor", "parameter", "ndarray")
+from dynaquant.state import flatten, names_in
 
 
 def places(sources: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
@@ -23,7 +21,7 @@ def places(sources: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTen
     tree: of the stored state; what other parts of it hold as well is restored before, and not among them. Raises
     KeyError, TypeError or ValueError for one that is no state.
     """
-    elsewhere = {name for source, node in tree["dict"] if source not in LAST for name in _names(node)}
+    elsewhere = {name for source, node in tree["dict"] if source not in LAST for name in names_in(node)}
     try:
         now = flatten(collect({name: sources[name] for name in LAST if name in sources}))[1]
     except StateError:  # what can be restored may stand where something is that cannot be saved
@@ -36,16 +34,6 @@ def places(sources: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTen
 
     names = (name for name in now if name.startswith(tuple(f"{source}." for source in LAST)))
     return {name: now[name] for name in names if name in stored and name not in elsewhere and fits(name)}
-
-
-def _names(node: Any) -> Iterator[str]:
-    """The names of the tensors in a JSON tree (``state.flatten``)."""
-    if isinstance(node, list):
-        for part in node:
-            yield from _names(part)
-    elif isinstance(node, dict):
-        for kind, content in node.items():
-            yield from [content] if kind in _NODES and isinstance(content, str) else _names(content)
 
 
 def fill(fills: Iterable[tuple[Tensor, StoredTensor]]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from dynaquant.container import CheckpointFile, Parent
 from dynaquant.errors import CheckpointError
-from dynaquant.run import Base, Run, coder_of
+from dynaquant.run import Base, Run
 
 
 def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
@@ -19,15 +18,13 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
     """
     new = Run(folder)
     tensors = run.load(file)
-    labels = {entry.name: entry.label for entry in file.header.entries}
     with new.writer():
         there, broken = new.summaries()
         if there or broken:
             raise CheckpointError(f"{folder}: there are checkpoints in it; give the branch a folder of its own")
         if (twin := run.exact(file)) is not None:  # first: without the other it is nothing, and does no harm
-            exact = {entry.name: entry.label for entry in twin.header.entries}
-            new.write(twin.header, run.load(twin), exact, None, path=folder / twin.path.name)
-        return new.write(replace(file.header, parent=None), tensors, labels, None, coder_of(file))
+            new.recode(twin, run.load(twin), None)
+        return new.recode(file, tensors, None)
 
 
 def compact(run: Run, keyframe_every: int) -> Iterator[int]:
@@ -51,9 +48,7 @@ def compact(run: Run, keyframe_every: int) -> Iterator[int]:
         if base is not None and lengths.get(base.parent, keyframe_every) >= keyframe_every:
             base = None
         if (base.parent if base else None) != parent:
-            labels = {entry.name: entry.label for entry in file.header.entries}
-            draft = replace(file.header, parent=base.parent if base else None)
-            file = run.write(draft, tensors, labels, base, coder_of(file))
+            file = run.recode(file, tensors, base)
         before = Base.written(file.header, tensors, base)
         last = summary.sequence
         lengths[before.parent] = 1 + (lengths[base.parent] if base else 0)

@@ -6,11 +6,11 @@ Re-coding changes no value, so it changes no identity; what refers to a re-coded
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dynaquant.container import Summary
 from dynaquant.errors import CheckpointError
-from dynaquant.run import Base, Run, coder_of
+from dynaquant.run import Base, Run
 from dynaquant.tags import tags_of
 
 
@@ -81,8 +81,7 @@ def _recode_without(run: Run, step: int, steps: Collection[int]) -> None:
     tensors = run.load(file)
     ancestor = next((other for other in run.chain(file)[1:] if other.header.step not in steps), None)
     base = Base.loaded(ancestor.header, run.load(ancestor)) if ancestor else None
-    labels = {entry.name: entry.label for entry in file.header.entries}
-    run.write(replace(file.header, parent=base.parent if base else None), tensors, labels, base, coder_of(file))
+    run.recode(file, tensors, base)
 
 
 def superfluous(run: Run, retention: Retention, damaged: Collection[int] = ()) -> list[int]:

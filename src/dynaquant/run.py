@@ -315,13 +315,23 @@ class Run:
             if draft.entries and written.header.identity != draft.identity:
                 raise CheckpointError(f"{temporary}: re-coding would change the values of {path.name}")
             _verify(written, tensors, base)
+            self.parent_of(written)
             temporary.replace(path)
         except BaseException as error:
-            error.add_note(f"while writing {temporary}; the run is as it was before")
+            error.add_note(f"while writing {temporary}; nothing else has changed")
             temporary.unlink(missing_ok=True)
             raise
         self._sync_folder()
         return written.moved(path)
+
+    def recode(self, file: CheckpointFile, tensors: Tensors, base: Base | None) -> CheckpointFile:
+        """Writes a checkpoint, of this run or another one, anew: the same values, coded against ``base``.
+
+        tensors: as loaded from its file.
+        """
+        labels = {entry.name: entry.label for entry in file.header.entries}
+        draft = replace(file.header, parent=base.parent if base else None)
+        return self.write(draft, tensors, labels, base, coder_of(file), self.folder / file.path.name)
 
     def delete(self, step: int) -> None:
         """Removes the file of a step. The caller has made sure that no other checkpoint needs it."""

@@ -16,8 +16,8 @@ from dynaquant.cli.output import AsJson
 from dynaquant.errors import CheckpointError
 from dynaquant.export import Target, target_for
 from dynaquant.export import export as export_checkpoint
+from dynaquant.files import is_file_name
 from dynaquant.loading import Stored
-from dynaquant.modelfiles.safetensors import is_file_name
 from dynaquant.packing import Packer, step_of
 from dynaquant.packing import compress as compress_file
 from dynaquant.packing import pack as pack_files
@@ -35,6 +35,7 @@ MetricName = Annotated[
     typer.Option("--metric", help="module:function, called with the state dict; returns a number.", metavar="NAME"),
 ]
 HigherIsBetter = Annotated[bool, typer.Option("--higher-is-better", help="Of the metric; else lower is.")]
+To = Annotated[Target | None, typer.Option(help="Format.", show_default="by the suffix of OUT, else as it was")]
 Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
 
 
@@ -77,9 +78,7 @@ def compress(
 def decompress(
     source: Annotated[Path, typer.Argument(help="A file that compress has made.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", "-o", help="The file or folder to write.", show_default=False)],
-    to: Annotated[
-        Target | None, typer.Option(help="Format.", show_default="by the suffix of OUT, else as it was")
-    ] = None,
+    to: To = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -170,9 +169,7 @@ def unpack(
     folder: output.RunFolder,
     out: Annotated[Path, typer.Option("--out", "-o", help="What to write.", show_default=False)],
     step: Annotated[str | None, typer.Option(help="Only this one (a step or a tag), as OUT itself.")] = None,
-    to: Annotated[
-        Target | None, typer.Option(help="Format.", show_default="by the suffix of OUT, else as it was")
-    ] = None,
+    to: To = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:

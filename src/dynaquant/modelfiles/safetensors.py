@@ -13,7 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dynaquant.coding.stream import bytes_of
+from dynaquant.container import no_constant
 from dynaquant.errors import CheckpointError
+from dynaquant.files import is_file_name
 from dynaquant.lazily import Lazy
 from dynaquant.modelfiles.modelfile import ModelFile
 from dynaquant.state import dtype_name, tree_of
@@ -72,7 +74,7 @@ def read_folder(folder: Path) -> ModelFile:
     else:
         index, files = {}, sorted(path.name for path in folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder}: there is no *.safetensors file in it, and no {'.metadata'} of a DCP folder")
+        raise CheckpointError(f"{folder}: there is no *.safetensors file in it, and no .metadata of a DCP folder")
     shards: dict[str, Any] = {}
     parts: dict[str, Mapping[str, Tensor]] = {}
     for file in files:
@@ -90,24 +92,15 @@ def read_folder(folder: Path) -> ModelFile:
     return ModelFile("huggingface", tree_of(tensors), tensors, details)
 
 
-def is_file_name(text: Any) -> bool:
-    """Whether something that stands in a file is a name that leads nowhere but into the folder it is used in."""
-    return isinstance(text, str) and text not in ("", "..") and Path(text).name == text and text.isprintable()
-
-
 def _read_index(path: Path) -> dict[str, Any]:
     try:
-        index = json.loads(path.read_text(), parse_constant=_no_constant)
+        index = json.loads(path.read_text(), parse_constant=no_constant)
         names, files = set(index["weight_map"].keys()), set(index["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not the index of a model ({error!r})") from None
     if not all(type(text) is str for text in names | files) or not all(map(is_file_name, files)):
         raise CheckpointError(f"{path}: its weight_map does not lead from tensors to files beside it")
     return dict(index)
-
-
-def _no_constant(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
 
 
 def _open(path: Path) -> tuple[Lazy[Tensor], dict[str, str] | None]:
