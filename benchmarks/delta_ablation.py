@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from results import Table, machine, sentence
 from rich.console import Console
 from rich.progress import track
-from workloads import gpt_snapshots, gpt_validation, new_gpt, shakespeare
+from workloads import gpt_validation, new_gpt, shakespeare, snapshots
 
 from dynaquant.coding import rearrange, stream
 from dynaquant.entry import Entry
@@ -242,9 +242,9 @@ def main() -> None:
     )
     arguments = parser.parse_args()
 
-    snapshots = gpt_snapshots(arguments.data, arguments.cache, arguments.steps, arguments.every)
+    taken = snapshots("gpt", arguments.data, arguments.cache, arguments.steps, arguments.every)
     configuration = Configuration(bins=arguments.bins, embedding_bins=arguments.bins)
-    found, weights = checkpoints(snapshots, arguments.data, configuration)
+    found, weights = checkpoints(taken, arguments.data, configuration)
     console = Console()
     console.width = max(console.width, 130)
     console.print(summary(found[1:], weights).on_screen())

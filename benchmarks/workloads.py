@@ -277,20 +277,21 @@ WORKLOADS: dict[str, Callable[[Path, Path, int, int], Workload]] = {"gpt": gpt, 
 """Workloads by name, built from data folder, cache folder, steps and seed."""
 
 
-def gpt_snapshots(data: Path, cache: Path, steps: int, every: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Train the GPT and return its snapshots, oldest first.
+def snapshots(name: str, data: Path, cache: Path, steps: int, every: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Train a workload and return its snapshots, oldest first.
 
     Each is ``{"step", "model", "optimizer", "gradients"}``. They are taken from ``cache`` where an earlier call
-    left them; training takes about ten minutes on two cores otherwise.
+    left them; training takes 18 minutes for 1600 steps of the GPT on one core otherwise, and four for the ResNet.
     """
-    key = _key(steps, every, seed, CONTEXT, BATCH, torch.__version__)
-    files = [cache / f"gpt-{key}-{step}.pt" for step in range(every, steps + 1, every)]
+    shape = {"gpt": (CONTEXT, BATCH), "resnet": (IMAGES, PADDING)}[name]
+    key = _key(steps, every, seed, *shape, torch.__version__)
+    files = [cache / f"{name}-{key}-{step}.pt" for step in range(every, steps + 1, every)]
     if not all(file.exists() for file in files):
         cache.mkdir(parents=True, exist_ok=True)
-        work = gpt(data, cache, steps, seed)
+        work = WORKLOADS[name](data, cache, steps, seed)
         parameters = {f"model.{name}": parameter for name, parameter in work.model.named_parameters()}
         recorder = GradientRecorder(parameters, work.optimizer, window=50, interval=every)
-        for step in track(range(1, steps + 1), description="training the GPT"):
+        for step in track(range(1, steps + 1), description=f"training the {name}"):
             work.train_step()
             if step % every == 0:
                 snapshot = {

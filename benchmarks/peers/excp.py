@@ -22,27 +22,26 @@ them mean(m²) stands in for mean(v), and without any moment no residual is prun
 
 from __future__ import annotations
 
-import json
 import lzma
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from peers.body import bytes_of, described, join, pack, restored, split, unpack
+from peers.peer import Checkpoint, Encoded, Known, Peer
 from torch import Tensor
 
 from dynaquant.quantize.kmeans import kmeans
 from dynaquant.sketch import LogHistogram, bucket_values
-from dynaquant.state import dtype_name
 
 LARGEST_FACTOR = 2.5
 """A residual above so many medians is always kept."""
 SEEDINGS = 4
 """Seedings of k-means, of which the best counts."""
-_LENGTH = 8
-"""Bytes of the header's length."""
 
 Array = NDArray[np.float64]
 
@@ -56,89 +55,70 @@ class Settings:
     bits: int = 4
 
 
-SPACE: dict[str, tuple[float, ...]] = {
-    "bits": (8, 4, 2),
-    "alpha": (0.0, 5e-6, 5e-5, 2e-4, 5e-4, 1e-3, 5e-3),
-    "beta": (0.0, 0.5, 1.0, 2.0, 4.0),
-}
-"""Values of each of the ``Settings``, from fine to coarse, to search for the smallest within a limit on
-degradation. Only bits and α change the weights."""
+ALPHAS = (5e-3, 1e-3, 5e-4, 2e-4, 5e-5, 5e-6, 0.0)
+SPACE = tuple(Settings(alpha, bits=bits) for bits, alpha in product((2, 4, 8), ALPHAS))
+"""Coarse to fine, with the paper's β throughout: it has no effect on the weights, so that no metric can choose it."""
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint on the CPU, finite, by name. Moments bear the names of their weights; any of them may be missing.
+def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings = Settings()) -> Encoded:
+    """Residuals and moments in clusters.
 
-    others: what is stored exactly: buffers, counters, weights that are not to be quantized.
-    """
-
-    weights: dict[str, Tensor]
-    first: dict[str, Tensor] = field(default_factory=dict)
-    second: dict[str, Tensor] = field(default_factory=dict)
-    others: dict[str, Tensor] = field(default_factory=dict)
-
-    def groups(self) -> dict[str, dict[str, Tensor]]:
-        """The four dictionaries by the names of their fields."""
-        return {"weights": self.weights, "first": self.first, "second": self.second, "others": self.others}
-
-
-def encode(checkpoint: Checkpoint, previous: Checkpoint | None, settings: Settings = Settings()) -> bytes:
-    """A checkpoint as bytes.
-
-    previous: what ``decode`` made of the checkpoint before; for the first one the initial weights, which need no
-    moments; None to store everything exactly. Raises ValueError for moments of no weight.
+    previous: what is known of the checkpoint before; for the first one the initial weights, which need no moments; None
+    to store everything exactly. Raises ValueError for moments of no weight.
     """
     if not checkpoint.first.keys() | checkpoint.second.keys() <= checkpoint.weights.keys():
         raise ValueError("every moment needs the weight that it belongs to")
+    clustered = {} if previous is None else _clustered(checkpoint, previous.checkpoint, settings)
+    decoded = Checkpoint({})
     entries: list[dict[str, Any]] = []
-    parts: list[bytes] = []
-    clustered = {} if previous is None else _clustered(checkpoint, previous, settings)
     for group, tensors in checkpoint.groups().items():
         for name, tensor in tensors.items():
-            entry: dict[str, Any] = {
-                "group": group,
-                "name": name,
-                "dtype": dtype_name(tensor.dtype),
-                "shape": list(tensor.shape),
-            }
-            found = clustered.get((group, name))
-            if found is None:
-                parts.append(_bytes_of(tensor))
-            else:
-                indices, centres = found
+            entry = {"group": group, "name": name, **described(tensor)}
+            value = tensor
+            if (group, name) in clustered:
+                indices, centres = clustered[group, name]
                 entry["centres"] = len(centres)
-                parts += [centres.tobytes(), pack(indices, settings.bits).tobytes()]
+                value = _reconstruction(entry, indices, centres, previous)
+            decoded.groups()[group][name] = value
             entries.append(entry)
-    header = json.dumps({"bits": settings.bits, "entries": entries}, separators=(",", ":")).encode()
-    body = b"".join([len(header).to_bytes(_LENGTH, "little"), header, *parts])
-    return lzma.compress(body, preset=9 | lzma.PRESET_EXTREME)
+
+    def packed() -> bytes:
+        parts = []
+        for entry in entries:
+            if "centres" in entry:
+                indices, centres = clustered[entry["group"], entry["name"]]
+                parts += [centres.tobytes(), pack(indices, settings.bits)]
+            else:
+                parts.append(bytes_of(checkpoint.groups()[entry["group"]][entry["name"]]))
+        return lzma.compress(join([settings.bits, entries], parts), preset=9 | lzma.PRESET_EXTREME)
+
+    return Encoded(Known(decoded), packed)
 
 
-def decode(data: bytes, previous: Checkpoint | None) -> Checkpoint:
+def decode(data: bytes, previous: Known | None) -> Known:
     """The reconstruction of a checkpoint, from the same ``previous`` that it was encoded with."""
-    body = memoryview(lzma.decompress(data))
-    start = _LENGTH + int.from_bytes(body[:_LENGTH], "little")
-    header = json.loads(bytes(body[_LENGTH:start]))
+    (bits, entries), parts = split(lzma.decompress(data))
     result = Checkpoint({})
-    for entry in header["entries"]:
-        group, name, dtype, shape = entry["group"], entry["name"], getattr(torch, entry["dtype"]), entry["shape"]
-        count = int(np.prod(shape, dtype=np.int64))
-        if "centres" not in entry:
-            end = start + count * dtype.itemsize
-            tensor = _tensor_of(body[start:end], dtype)
+    following = iter(parts)
+    for entry in entries:
+        part = next(following)
+        if "centres" in entry:
+            indices = unpack(next(following), bits, int(np.prod(entry["shape"], dtype=np.int64)))
+            tensor = _reconstruction(entry, indices, np.frombuffer(part, dtype=np.float32), previous)
         else:
-            middle = start + 4 * entry["centres"]
-            end = middle + -(-count * header["bits"] // 8)
-            centres = np.frombuffer(body[start:middle], dtype=np.float32)
-            indices = unpack(np.frombuffer(body[middle:end], dtype=np.uint8), header["bits"], count)
-            tensor = torch.from_numpy(np.concatenate(([np.float32(0)], centres))[indices])
-            if group == "weights":
-                assert previous is not None
-                tensor = tensor + previous.weights[name].reshape(-1).to(torch.float32)
-            tensor = tensor.to(dtype)
-        result.groups()[group][name] = tensor.reshape(shape)
-        start = end
-    return result
+            tensor = restored(part, entry)
+        result.groups()[entry["group"]][entry["name"]] = tensor
+    return Known(result)
+
+
+def _reconstruction(
+    entry: dict[str, Any], indices: NDArray[np.uint8], centres: NDArray[np.float32], previous: Known | None
+) -> Tensor:
+    flat = torch.from_numpy(np.concatenate(([np.float32(0)], centres))[indices])
+    if entry["group"] == "weights":
+        assert previous is not None
+        flat = flat + _flat(previous.checkpoint.weights[entry["name"]])
+    return flat.to(getattr(torch, entry["dtype"])).reshape(entry["shape"])
 
 
 def _clustered(
@@ -210,30 +190,8 @@ def _best_centres(values: Array, counts: Array, clusters: int) -> Array:
     return min((kmeans(values, counts, clusters, seed) for seed in range(SEEDINGS)), key=squared_error)
 
 
-def pack(indices: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """8 / ``bits`` indices in a byte, the first one in its highest bits; zeros fill the last byte."""
-    per_byte = 8 // bits
-    padded = np.pad(indices, (0, -indices.size % per_byte)).reshape(-1, per_byte)
-    packed = np.zeros(len(padded), dtype=np.uint8)
-    for column in padded.T:
-        packed = packed << np.uint8(bits % 8) | column
-    return packed
-
-
-def unpack(packed: NDArray[np.uint8], bits: int, count: int) -> NDArray[np.uint8]:
-    """The inverse of ``pack`` for ``count`` indices."""
-    shifts = np.arange(8 - bits, -1, -bits, dtype=np.uint8)
-    indices: NDArray[np.uint8] = packed[:, None] >> shifts & np.uint8(2**bits - 1)
-    return indices.reshape(-1)[:count]
-
-
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).to(torch.float32)
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _tensor_of(data: memoryview, dtype: torch.dtype) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
+EXCP = Peer("ExCP", SPACE, encode, decode, groups=("weights", "first", "second", "others"))

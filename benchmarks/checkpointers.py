@@ -1,0 +1,209 @@
+"""Checkpoints of a training by each method: dynaquant's own checkpointer, and peers with the same search around them.
+
+A method is attached to a training at its first step, brings back what it has, and saves. Peers store every checkpoint
+with the smallest settings that are good enough, and what they do not store (moments, buffers) exactly, as byte planes
+and zstd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Protocol
+
+from peers.body import exact
+from peers.check_n_run import CHECK_N_RUN
+from peers.excp import EXCP
+from peers.lc_checkpoint import LC_CHECKPOINT
+from peers.peer import Checkpoint, Encoded, Known, Peer
+from peers.qd_compressor import QD_COMPRESSOR
+from torch import Tensor
+from workloads import Workload
+
+import dynaquant as dq
+from dynaquant.search.quality import degradation, score
+
+MOMENTS = {"first": ("exp_avg", "momentum_buffer"), "second": ("exp_avg_sq",)}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint by one method: raw and stored bytes, of the weights and of all; degradation of the weights.
+
+    weights: None where they are not stored apart. blocked: seconds for which training waited: quantizing and searching,
+    not coding and writing, which can be done in the background. writing: seconds of those. how: the settings.
+    """
+
+    step: int
+    weights: tuple[int, int] | None
+    state: tuple[int, int]
+    degradation: float
+    evaluations: int
+    blocked: float
+    writing: float
+    how: str
+
+
+class Checkpoints(Protocol):
+    """The checkpoints of one training by one method."""
+
+    def attach(self, work: Workload) -> int:
+        """Go on with a training from its last checkpoint: the step of it, 0 without one."""
+
+    def save(self, step: int) -> Saved:
+        """Store the training as it is."""
+
+    def close(self) -> None:
+        """No more of them."""
+
+
+class Ours:
+    """dynaquant, in a folder of its own. method: ``grid`` or ``published``."""
+
+    def __init__(self, method: Any, folder: Path, max_degradation: float, every: int) -> None:
+        self._settings = {"method": method, "max_degradation": max_degradation, "every": every}
+        self._folder = folder
+        self._checkpointer: dq.Checkpointer | None = None
+
+    def attach(self, work: Workload) -> int:
+        """Like a new process after a crash: nothing is left but the folder."""
+        self.close()
+        extras = {"scheduler": work.scheduler, "data": work.generator}
+        self._checkpointer = dq.Checkpointer(
+            self._folder, work.model, work.optimizer, extras=extras, evaluate=work.search_loss, **self._settings
+        )
+        return self._checkpointer.restore() or 0
+
+    def save(self, step: int) -> Saved:
+        """Waits until it is written, so that methods do not disturb each other."""
+        assert self._checkpointer is not None
+        start = perf_counter()
+        future = self._checkpointer.save(step)
+        blocked = perf_counter() - start
+        record = future.result()
+        weights = record.roles["weight"]
+        return Saved(
+            record.step,
+            (weights.raw, weights.stored),
+            (record.total.raw, record.total.stored),
+            record.quality["degradation"] if record.quality else 0.0,
+            record.evaluations,
+            blocked,
+            record.seconds["write"],
+            str(record.configuration),
+        )
+
+    def close(self) -> None:
+        """Waits for the last one."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+
+def checkpoint_of(work: Workload) -> Checkpoint:
+    """A training's state now, copied."""
+    parameters = dict(work.model.named_parameters())
+    found = Checkpoint(
+        {name: parameter.detach().clone() for name, parameter in parameters.items()},
+        others={name: buffer.clone() for name, buffer in work.model.named_buffers()},
+    )
+    for group, keys in MOMENTS.items():
+        for name, parameter in parameters.items():
+            state = work.optimizer.state[parameter]
+            found.groups()[group].update({name: state[key].clone() for key in keys if key in state})
+    return found
+
+
+def size(tensors: dict[str, Tensor]) -> int:
+    """Bytes in memory."""
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+class Theirs:
+    """A peer. What its decoder would have after a crash is kept in memory; the errors, which it would not, are lost."""
+
+    def __init__(self, peer: Peer[Any], max_degradation: float) -> None:
+        self._peer, self._limit, self._at = peer, max_degradation, 0
+        self._work: Workload | None = None
+        self._known: Known | None = None
+        self._rest: tuple[int, Checkpoint, dict[str, Any]] | None = None
+
+    def attach(self, work: Workload) -> int:
+        """The first checkpoint's differences are those to the initial weights, which the seed tells every process."""
+        self._work = work
+        if self._known is None:
+            self._known = Known(Checkpoint({name: p.detach().clone() for name, p in work.model.named_parameters()}))
+        if self._rest is None:
+            return 0
+        step, checkpoint, plain = self._rest
+        self._known = Known(self._known.checkpoint, self._known.levels)
+        tensors = dict(work.model.named_parameters()) | dict(work.model.named_buffers())
+        for name, value in (checkpoint.weights | checkpoint.others).items():
+            tensors[name].data.copy_(value)
+        optimizer = deepcopy(plain["optimizer"])
+        for index, name in enumerate(dict(work.model.named_parameters())):
+            for group, keys in MOMENTS.items():
+                for key in keys:
+                    if name in checkpoint.groups()[group] and key in optimizer["state"].get(index, {}):
+                        optimizer["state"][index][key] = checkpoint.groups()[group][name].clone()
+        work.optimizer.load_state_dict(optimizer)
+        work.scheduler.load_state_dict(plain["scheduler"])
+        work.generator.set_state(plain["generator"])
+        return step
+
+    def save(self, step: int) -> Saved:
+        """With the smallest settings that are good enough, or the finest; what was too small before may do now."""
+        assert self._work is not None
+        work, start = self._work, perf_counter()
+        checkpoint = checkpoint_of(work)
+        original = score(work.model, {}, work.search_loss)
+        begin = self._at = max(self._at - 1, 0)
+        while True:
+            encoded = self._peer.encode(checkpoint, self._known, self._peer.space[self._at])
+            found = score(work.model, encoded.known.checkpoint.weights, work.search_loss)
+            worse = degradation(original, found, False)
+            if worse <= self._limit or self._at == len(self._peer.space) - 1:
+                break
+            self._at += 1
+        blocked = perf_counter() - start
+        self._known = encoded.known
+        stored, weights, decoded = self._packed(checkpoint, encoded)
+        plain = {"optimizer": work.optimizer.state_dict(), "scheduler": work.scheduler.state_dict()}
+        self._rest = step, decoded, deepcopy({**plain, "generator": work.generator.get_state()})
+        raw = sum(size(tensors) for tensors in checkpoint.groups().values())
+        return Saved(
+            step,
+            None if weights is None else (size(checkpoint.weights), weights),
+            (raw, stored),
+            worse,
+            self._at - begin + 1,
+            blocked,
+            perf_counter() - start - blocked,
+            str(self._peer.space[self._at]),
+        )
+
+    def _packed(self, checkpoint: Checkpoint, encoded: Encoded) -> tuple[int, int | None, Checkpoint]:
+        """Bytes of everything and of the weights where they are apart, and the whole checkpoint as it comes back."""
+        peer, data = self._peer, encoded.pack()
+        groups = checkpoint.groups()
+        rest = {group: tensors for group, tensors in groups.items() if group not in peer.groups}
+        exactly = sum(len(exact(tensors)) for tensors in rest.values())
+        decoded = Checkpoint(**{group: encoded.known.checkpoint.groups()[group] for group in peer.groups}, **rest)
+        return len(data) + exactly, len(data) if peer.groups == ("weights",) else None, decoded
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+PUBLISHED, DEFAULT = "dynaquant, published", "dynaquant"
+METHODS: dict[str, Callable[[Path, float, int], Checkpoints]] = {
+    "Check-N-Run+": lambda _folder, limit, _every: Theirs(CHECK_N_RUN, limit),
+    "QD-Compressor+": lambda _folder, limit, _every: Theirs(QD_COMPRESSOR, limit),
+    "LC-Checkpoint": lambda _folder, limit, _every: Theirs(LC_CHECKPOINT, limit),
+    "ExCP": lambda _folder, limit, _every: Theirs(EXCP, limit),
+    PUBLISHED: lambda folder, limit, every: Ours("published", folder, limit, every),
+    DEFAULT: lambda folder, limit, every: Ours("grid", folder, limit, every),
+}
+"""Methods by name, made for a folder, a limit on degradation and the steps between checkpoints."""

@@ -1,0 +1,105 @@
+"""What the files of several peers are made of: a header and parts, exact tensors, packed bits, Huffman codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import zstandard
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaquant.coding import rearrange
+from dynaquant.quantized import Levels
+from dynaquant.state import dtype_name
+
+_LENGTH = 8
+"""Bytes of the header's length."""
+_LEVEL = 3
+"""Of zstd."""
+
+
+def join(header: Any, parts: Sequence[bytes]) -> bytes:
+    """A JSON header and the parts after it as one string of bytes."""
+    text = json.dumps({"header": header, "sizes": [len(part) for part in parts]}, separators=(",", ":")).encode()
+    return b"".join([len(text).to_bytes(_LENGTH, "little"), text, *parts])
+
+
+def split(data: bytes) -> tuple[Any, list[bytes]]:
+    """The inverse of ``join``."""
+    start = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
+    described = json.loads(data[_LENGTH:start])
+    parts = []
+    for size in described["sizes"]:
+        parts.append(data[start : start + size])
+        start += size
+    return described["header"], parts
+
+
+def described(tensor: Tensor) -> dict[str, Any]:
+    """What ``restored`` needs to know of a tensor beside its bytes."""
+    return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    """The tensor's memory in C order."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def restored(data: bytes | memoryview, entry: dict[str, Any]) -> Tensor:
+    """The inverse of ``bytes_of``. entry: as ``described``."""
+    dtype = getattr(torch, entry["dtype"])
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
+    return flat.reshape(entry["shape"])
+
+
+def exact(tensors: dict[str, Tensor]) -> bytes:
+    """Tensors bit for bit: the bytes of equal significance together, then zstd."""
+    planes = []
+    for tensor in tensors.values():
+        data = np.frombuffer(bytes_of(tensor), dtype=np.uint8).reshape(-1, tensor.dtype.itemsize)
+        planes.append(zstandard.compress(np.ascontiguousarray(data.T).data, _LEVEL))
+    return join({name: described(tensor) for name, tensor in tensors.items()}, planes)
+
+
+def from_exact(data: bytes) -> dict[str, Tensor]:
+    """The inverse of ``exact``."""
+    entries, planes = split(data)
+    found = {}
+    for (name, entry), part in zip(entries.items(), planes, strict=True):
+        size = getattr(torch, entry["dtype"]).itemsize
+        plane = np.frombuffer(zstandard.decompress(part), dtype=np.uint8)
+        found[name] = restored(np.ascontiguousarray(plane.reshape(size, -1).T).tobytes(), entry)
+    return found
+
+
+def pack(indices: NDArray[np.uint8], bits: int) -> bytes:
+    """Indices below ``2**bits`` in ``bits`` bits each, the highest bit first; zeros fill the last byte."""
+    return np.packbits(np.unpackbits(indices.reshape(-1, 1), axis=1)[:, 8 - bits :]).tobytes()
+
+
+def unpack(packed: bytes, bits: int, count: int) -> NDArray[np.uint8]:
+    """The inverse of ``pack`` for ``count`` indices."""
+    each = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=count * bits).reshape(count, bits)
+    return np.packbits(np.pad(each, ((0, 0), (8 - bits, 0))), axis=1).reshape(-1)
+
+
+def huffman(symbols: NDArray[np.uint8], count: int) -> bytes:
+    """Symbols below ``count`` in Huffman codes, their lengths included; ``count`` is at most 256."""
+    return rearrange.encode_as("alone", Levels(symbols, count), None, run_length=False)
+
+
+def from_huffman(data: bytes, count: int, size: int) -> NDArray[np.uint8]:
+    """The ``size`` symbols that ``huffman`` coded."""
+    return rearrange.decode(data, size, count, "alone", None).values
+
+
+def matrices(tensors: dict[str, Tensor]) -> Iterable[str]:
+    """The names of those with two or more dimensions.
+
+    The others (biases, norms) are a percent of a model, and peers that quantize by layer or row leave them exact.
+    """
+    return [name for name, tensor in tensors.items() if tensor.ndim >= 2]
