@@ -284,7 +284,7 @@ def snapshots(name: str, data: Path, cache: Path, steps: int, every: int, seed: 
     left them; training takes 18 minutes for 1600 steps of the GPT on one core otherwise, and four for the ResNet.
     """
     shape = {"gpt": (CONTEXT, BATCH), "resnet": (IMAGES, PADDING)}[name]
-    key = _key(steps, every, seed, *shape, torch.__version__)
+    key = key_of(steps, every, seed, *shape, torch.__version__)
     files = [cache / f"{name}-{key}-{step}.pt" for step in range(every, steps + 1, every)]
     if not all(file.exists() for file in files):
         cache.mkdir(parents=True, exist_ok=True)
@@ -304,11 +304,15 @@ def snapshots(name: str, data: Path, cache: Path, steps: int, every: int, seed: 
     return [torch.load(file, weights_only=True) for file in files]
 
 
-def uninterrupted(name: str, data: Path, cache: Path, steps: int, every: int, seed: int) -> Uninterrupted:
+def uninterrupted(
+    name: str, data: Path, cache: Path, steps: int, every: int, seed: int, quiet: bool = False
+) -> Uninterrupted:
     """Trains a workload without checkpoints, evaluating it every so many steps; taken from ``cache`` where known."""
     work = WORKLOADS[name](data, cache, steps, seed)
     setup = work.scheduler.state_dict(), work.optimizer, work.model
-    file = cache / f"uninterrupted-{name}-{_key(*setup, steps, seed, torch.get_num_threads(), torch.__version__)}.json"
+    file = (
+        cache / f"uninterrupted-{name}-{key_of(*setup, steps, seed, torch.get_num_threads(), torch.__version__)}.json"
+    )
     wanted = range(every, steps + 1, every)
     if file.exists():
         known = Uninterrupted.from_json(json.loads(file.read_text()))
@@ -317,7 +321,7 @@ def uninterrupted(name: str, data: Path, cache: Path, steps: int, every: int, se
     qualities: dict[int, float] = {}
     evaluating = 0.0
     began = perf_counter()
-    for step in track(range(1, steps + 1), description=f"training the {name}, seed {seed}, uninterrupted"):
+    for step in track(range(1, steps + 1), f"training the {name}, seed {seed}, uninterrupted", disable=quiet):
         work.train_step()
         if step in wanted:
             start = perf_counter()
@@ -330,6 +334,6 @@ def uninterrupted(name: str, data: Path, cache: Path, steps: int, every: int, se
     return result
 
 
-def _key(*settings: Any) -> str:
+def key_of(*settings: Any) -> str:
     """A name for what was made with these settings."""
     return hashlib.blake2s(repr(settings).encode()).hexdigest()[:12]
