@@ -82,7 +82,7 @@ class Settings:
 def of_size(workload: str, max_degradation: float, restores: int, quick: bool) -> Settings:
     """What the tables of several methods are made with; quick: only to see that everything works."""
     if quick:
-        return Settings(workload, max_degradation, min(restores, 2), steps=12, every=4, lost=1, seeds=1)
+        return Settings(workload, max_degradation, min(restores, 1), steps=4, every=2, lost=1, seeds=1)
     return Settings(workload, max_degradation, restores, steps=800, every={"gpt": 40, "resnet": 32}[workload])
 
 

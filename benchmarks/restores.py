@@ -105,7 +105,7 @@ def main() -> None:
     arguments = arguments_parser.parse_args()
     for folder in (arguments.cache, arguments.out):
         folder.mkdir(parents=True, exist_ok=True)
-    counts = (0, 1, 2) if arguments.quick else COUNTS
+    counts = (0, 1) if arguments.quick else COUNTS
     jobs = [
         (method, of_size(arguments.workload, arguments.max_degradation, count, arguments.quick))
         for method in (PUBLISHED, DEFAULT)
