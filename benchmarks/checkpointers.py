@@ -45,6 +45,12 @@ class Saved:
     blocked: float
     how: str
 
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Saved:
+        """The inverse of ``asdict`` and JSON, which has no tuples."""
+        weights = stored["weights"]
+        return cls(**{**stored, "state": tuple(stored["state"]), "weights": weights and tuple(weights)})
+
 
 class Checkpoints(Protocol):
     """The checkpoints of one training by one method."""

@@ -135,7 +135,7 @@ class Training:
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Training:
         """The inverse of ``asdict``."""
-        saved = [Saved(**{**one, "state": tuple(one["state"])}) for one in stored["saved"]]
+        saved = [Saved.from_json(one) for one in stored["saved"]]
         return cls(**{**stored, "settings": Settings(**stored["settings"]), "saved": saved})
 
 

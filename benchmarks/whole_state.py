@@ -54,7 +54,7 @@ class Result:
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Result:
         parts = {field.name: stored[field.name] for field in fields(cls)}
-        saved = {method: [Saved(**one) for one in many] for method, many in stored["saved"].items()}
+        saved = {method: [Saved.from_json(one) for one in many] for method, many in stored["saved"].items()}
         alone = [Uninterrupted.from_json(one) for one in stored["alone"]]
         return cls(**{**parts, "settings": Settings(**stored["settings"]), "saved": saved, "alone": alone})
 
