@@ -46,6 +46,8 @@ def described(tensor: Tensor) -> dict[str, Any]:
 
 def bytes_of(tensor: Tensor) -> bytes:
     """The tensor's memory in C order."""
+    if not tensor.numel():  # strides of an empty one may forbid the view
+        return b""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
