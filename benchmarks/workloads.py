@@ -226,7 +226,7 @@ def augmented(padded: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _batches(images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return [(normalized(x), y) for x, y in zip(torch.split(images, 500), torch.split(labels, 500), strict=True)]
+    return [(normalized(x), y) for x, y in zip(torch.split(images, 100), torch.split(labels, 100), strict=True)]
 
 
 def accuracy(images: Tensor, labels: Tensor) -> Evaluate:
@@ -275,6 +275,16 @@ def resnet(data: Path, cache: Path, steps: int, seed: int) -> Workload:
 
 WORKLOADS: dict[str, Callable[[Path, Path, int, int], Workload]] = {"gpt": gpt, "resnet": resnet}
 """Workloads by name, built from data folder, cache folder, steps and seed."""
+
+
+def gpt_snapshots(cache: Path) -> list[Path]:
+    """The files that ``snapshots`` has left of a GPT, oldest first; of several trainings, those of the longest."""
+    steps = {file: int(file.stem.rpartition("-")[2]) for file in cache.glob("gpt-*-*.pt")}
+    if not steps:
+        return []
+    longest = max(steps, key=lambda file: (steps[file], file.name))
+    key = longest.stem.rpartition("-")[0]
+    return sorted((file for file in steps if file.stem.rpartition("-")[0] == key), key=steps.__getitem__)
 
 
 def snapshots(name: str, data: Path, cache: Path, steps: int, every: int, seed: int = 0) -> list[dict[str, Any]]:
