@@ -277,6 +277,16 @@ WORKLOADS: dict[str, Callable[[Path, Path, int, int], Workload]] = {"gpt": gpt, 
 """Workloads by name, built from data folder, cache folder, steps and seed."""
 
 
+def gpt_snapshots(cache: Path) -> list[Path]:
+    """The files that ``snapshots`` has left of a GPT, oldest first; of several trainings, those of the longest."""
+    steps = {file: int(file.stem.rpartition("-")[2]) for file in cache.glob("gpt-*-*.pt")}
+    if not steps:
+        return []
+    longest = max(steps, key=lambda file: (steps[file], file.name))
+    key = longest.stem.rpartition("-")[0]
+    return sorted((file for file in steps if file.stem.rpartition("-")[0] == key), key=steps.__getitem__)
+
+
 def snapshots(name: str, data: Path, cache: Path, steps: int, every: int, seed: int = 0) -> list[dict[str, Any]]:
     """Train a workload and return its snapshots, oldest first.
 
