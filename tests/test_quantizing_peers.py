@@ -105,8 +105,8 @@ def test_qd_compressor_gives_layers_bins_by_their_entropy():
     assert set(qd_compressor.bins_by_entropy(layers, qd_compressor.Settings(16, 16)).values()) == {16}
 
 
-def test_qd_compressor_adds_what_the_checkpoint_before_lost():
-    chain, settings = real_chain(), qd_compressor.Settings(8, 8)
+def test_qd_compressor_adds_what_the_checkpoint_before_lost_where_it_is_told_to():
+    chain, settings = real_chain(), qd_compressor.Settings(8, 8, feedback=True)
     first = QD_COMPRESSOR.encode(chain[1], None, settings).known
     second = QD_COMPRESSOR.encode(chain[2], first, settings).known
     for name in ("embedding.weight", "linear.weight"):

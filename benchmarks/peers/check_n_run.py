@@ -40,10 +40,10 @@ class Settings:
     ratio: float
 
 
-COARSE = tuple(Settings(bins, steps=50, ratio=0.5) for bins in (8, 10, 12))
-MIDDLE = tuple(Settings(bins, steps=50, ratio=0.3) for bins in (16, 20, 24))
-FINE = tuple(Settings(bins, steps=100, ratio=0.1) for bins in (32, 40, 48, 64, 96, 128, 192, 256))
-SPACE = COARSE + MIDDLE + FINE
+COARSE, MIDDLE = Settings(8, steps=50, ratio=0.5), Settings(16, steps=50, ratio=0.3)
+FINE = tuple(Settings(bins, steps=100, ratio=0.1) for bins in (32, 64, 128, 256))
+SPACE = (COARSE, MIDDLE, *FINE)
+"""Numbers of bins that fill their bits: as many bytes buy no better values."""
 
 
 def encode(checkpoint: Checkpoint, _previous: Known | None, settings: Settings) -> Encoded:
