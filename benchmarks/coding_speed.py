@@ -22,7 +22,6 @@ counting, and the 32-bit integers that constriction works on. dynaquant is timed
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Callable
@@ -40,7 +39,8 @@ from delta_ablation import load_quantized
 from kernels import synthetic, verdict
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from results import CACHE, QUICK, RESULTS, Table, machine, sentence
+from options import parse, parser
+from results import Table, machine, sentence
 from rich.console import Console
 from rich.progress import track
 from workloads import gpt_snapshots, new_gpt
@@ -333,21 +333,15 @@ NOTES = f"""\
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--values", type=int, help=f"synthetic values: {VALUES:,}")
-    parser.add_argument("--cache", type=Path, help=f"where delta_ablation.py left a GPT: {CACHE}")
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{QUICK_VALUES:,} values, to see that it works, in {QUICK}"
-    )
-    parser.add_argument("--out", type=Path, help=f"JSON; .md, .png beside: {RESULTS}/coding_speed.json")
-    arguments = parser.parse_args()
+    made = parser(__doc__, data=None)
+    made.add_argument("--values", type=int, help=f"synthetic values: {VALUES:,}; quick: {QUICK_VALUES:,}")
+    arguments = parse(made)
     values = arguments.values or (QUICK_VALUES if arguments.quick else VALUES)
     turns = 1 if arguments.quick else REPEATS
-    cache = arguments.cache or (QUICK if arguments.quick else CACHE)
-    out = arguments.out or (QUICK if arguments.quick else RESULTS) / "coding_speed.json"
+    out = arguments.out / "coding_speed.json"
 
     sources: dict[str, Source] = {f"{values:,} synthetic values": values}
-    if len(snapshots := gpt_snapshots(cache)) > 1:
+    if len(snapshots := gpt_snapshots(arguments.cache)) > 1:
         before, after = (snapshots[len(snapshots) // 2 + i] for i in (-1, 0))
         sources[f"A GPT, {before.stem.split('-')[-1]} to {after.stem.split('-')[-1]} steps"] = before, after
     cores = os.sched_getaffinity(0)
@@ -365,7 +359,6 @@ def main() -> None:
         console.print(shown.on_screen())
     for bar in bars:
         console.print(bar)
-    out.parent.mkdir(parents=True, exist_ok=True)
     measured = {
         name: {label: [asdict(row) for row in rows] for label, rows in zip(("1 core", "all cores"), both, strict=True)}
         for name, both in results.items()

@@ -8,7 +8,6 @@ pinned to one core and in one that has all of them; every library sizes its thre
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -26,7 +25,8 @@ from cores import on_cores
 from ddsketch import DDSketch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from results import CACHE, QUICK, RESULTS, Table, machine, sentence
+from options import parse, parser
+from results import Table, machine, sentence
 from rich.console import Console
 from sklearn.cluster import KMeans
 from workloads import gpt_snapshots
@@ -335,21 +335,16 @@ NOTES = f"""\
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--values", type=int, help=f"synthetic values: {VALUES:,}")
-    parser.add_argument("--cache", type=Path, help=f"where delta_ablation.py left a GPT: {CACHE}")
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{QUICK_VALUES:,} values, to see that it works, in {QUICK}"
-    )
-    parser.add_argument("--out", type=Path, help=f"JSON; .md, .png beside: {RESULTS}/kernels.json")
-    arguments = parser.parse_args()
+    made = parser(__doc__, data=None)
+    made.add_argument("--values", type=int, help=f"synthetic values: {VALUES:,}; quick: {QUICK_VALUES:,}")
+    arguments = parse(made)
     values = arguments.values or (QUICK_VALUES if arguments.quick else VALUES)
     turns = 1 if arguments.quick else REPEATS
-    out = arguments.out or (QUICK if arguments.quick else RESULTS) / "kernels.json"
+    out = arguments.out / "kernels.json"
 
     cores = os.sched_getaffinity(0)
     sources: dict[str, Path | int] = {f"{values:,} synthetic values": values}
-    if snapshots := gpt_snapshots(arguments.cache or (QUICK if arguments.quick else CACHE)):
+    if snapshots := gpt_snapshots(arguments.cache):
         sources["The weights of a trained GPT"] = snapshots[-1]
     described = machine(*PEERS)
     results = {
@@ -365,7 +360,6 @@ def main() -> None:
         console.print(shown.on_screen())
     for bar in bars:
         console.print(bar)
-    out.parent.mkdir(parents=True, exist_ok=True)
     measured = {
         name: {label: [asdict(row) for row in rows] for label, rows in zip(("1 core", "all cores"), both, strict=True)}
         for name, both in results.items()
