@@ -221,8 +221,8 @@ def comparison(chain: list[Checkpoint]) -> str:
     paper = [PAPER[ALONE] / PAPER["Huffman"], PAPER[REARRANGED] / PAPER[ALONE]]
     changed = sum(checkpoint.changed for checkpoint in chain) / len(chain)
     return f"""\
-The order is the paper's: rearrangement is what gains most. There, run lengths make Huffman codes {paper[0]:.2f} times
-smaller and rearrangement makes that {paper[1]:.2f} times smaller. Here, both on deltas, it is
+The order is the paper's: rearrangement gains most. There, run lengths make Huffman codes {paper[0]:.2f} times smaller
+and rearrangement makes that {paper[1]:.2f} times smaller. Here, both on deltas, it is
 {sizes["delta + Huffman"] / sizes[BEFORE]:.2f} and {sizes[BEFORE] / sizes[REARRANGED]:.2f} times: in the mean,
 {changed:.0%} of the levels change from one checkpoint to the next. At the last, where {last.changed:.0%} do, it is
 {last.coded["delta + Huffman"] / last.coded[BEFORE]:.2f} and {last.coded[BEFORE] / last.coded[REARRANGED]:.2f} times: the
