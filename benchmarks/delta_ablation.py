@@ -225,8 +225,8 @@ The order is the paper's: rearrangement gains most. There, run lengths make Huff
 and rearrangement makes that {paper[1]:.2f} times smaller. Here, both on deltas, it is
 {sizes["delta + Huffman"] / sizes[BEFORE]:.2f} and {sizes[BEFORE] / sizes[REARRANGED]:.2f} times: in the mean,
 {changed:.0%} of the levels change from one checkpoint to the next. At the last, where {last.changed:.0%} do, it is
-{last.coded["delta + Huffman"] / last.coded[BEFORE]:.2f} and {last.coded[BEFORE] / last.coded[REARRANGED]:.2f} times: the
-fewer change, the longer are the runs."""
+{last.coded["delta + Huffman"] / last.coded[BEFORE]:.2f} and {last.coded[BEFORE] / last.coded[REARRANGED]:.2f} times:
+the fewer change, the longer are the runs."""
 
 
 def page(found: list[Checkpoint], weights: int, bins: int, described: dict[str, str | int], plotted: str) -> str:
