@@ -12,6 +12,7 @@
 #include "grid.hpp"
 #include "exact.hpp"
 #include "levels.hpp"
+#include "nearest.hpp"
 #include "sums.hpp"
 #include "tables.hpp"
 
@@ -126,6 +127,16 @@ void decode_conditional(const nb::bytes& stream, const Array<const std::uint8_t>
                                   view(levels));
 }
 
+void nearest_levels(const Array<const double>& positions, const Array<const double>& sources, bool is_parent,
+                    const Table<std::uint8_t>& level_of) {
+    dynaquant::nearest_levels(view(positions), view(sources), is_parent, view(level_of));
+}
+
+void symbols_of_levels(const Table<const std::uint8_t>& level_of, std::size_t symbols,
+                       const Table<std::uint8_t>& symbol_of) {
+    dynaquant::symbols_of_levels(view(level_of), symbols, view(symbol_of));
+}
+
 // All pieces, one after the other.
 nb::bytes joined(const std::vector<std::vector<std::uint8_t>>& pieces) {
     std::size_t size = 0;
@@ -206,6 +217,12 @@ NB_MODULE(_native, m) {
           "context_of"_a.noconvert(), "contexts"_a, "symbols"_a, "levels"_a.noconvert(),
           "Fills levels from what encode_conditional made with the same parent and contexts; level_of: for each parent\n"
           "level a row of 256 levels by symbol. ValueError: the stream is not such a stream.");
+    m.def("nearest_levels", &nearest_levels, "positions"_a.noconvert(), "sources"_a.noconvert(), "is_parent"_a,
+          "level_of"_a.noconvert(),
+          "Fills, for each parent level, a row of 256 levels by how near they are (docs/format.md). positions, sources:\n"
+          "where levels and the parent's lie, float64. ValueError: too many of them, or one that is no number.");
+    m.def("symbols_of_levels", &symbols_of_levels, "level_of"_a.noconvert(), "symbols"_a, "symbol_of"_a.noconvert(),
+          "Fills the inverse of what nearest_levels made for so many levels.");
     m.def("encode_exact", &encode_exact, "data"_a.noconvert(), "parent"_a.noconvert(), "itemsize"_a,
           "The exact values (docs/format.md) of elements of 1, 2, 4 or 8 bytes. parent: empty or as long as data.\n"
           "ValueError: arguments that do not fit each other.");

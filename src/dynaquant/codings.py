@@ -143,7 +143,10 @@ def parse(data: dict[str, Any]) -> Coding:
     return coding
 
 
-_types = cache(get_type_hints)
+@cache
+def _types(kind: type) -> dict[str, type]:
+    """The type of every field of a coding; what is one of several words is a string."""
+    return {key: wanted if isinstance(wanted, type) else str for key, wanted in get_type_hints(kind).items()}
 
 
 def _parse(kind: type, data: dict[str, Any]) -> Any:
@@ -156,19 +159,23 @@ def _parse(kind: type, data: dict[str, Any]) -> Any:
             if type(value) is not dict:
                 raise TypeError(f"{key} is {value!r}")
             values[key] = _parse(Conditional, value)
-        elif type(value) is not (wanted[key] if isinstance(wanted[key], type) else str):
+        elif type(value) is not wanted[key]:
             raise TypeError(f"{key} is {value!r}")
         else:
             values[key] = value
     return kind(**values)
 
 
+_WITHOUT_STREAM = (Reference, Rounding)
+_ARRANGEMENTS, _CODEBOOKS = get_args(Arrangement), get_args(CodebookKind)
+
+
 def check(coding: Coding, shape: tuple[int, ...], elements: int, size: int) -> None:
     """Raises ValueError for a coding that no tensor of that shape has in a stream of that size."""
-    if isinstance(coding, Reference | Rounding) and size != 0:
+    if isinstance(coding, _WITHOUT_STREAM) and size != 0:
         raise ValueError(f"its size is {size}")
     if isinstance(coding, Rearranged):
-        if coding.arrangement not in get_args(Arrangement):
+        if coding.arrangement not in _ARRANGEMENTS:
             raise ValueError(f"its coding is {coding}")
         _check_levels(coding, elements, size, 4 * coding.bins)
     elif isinstance(coding, Conditional):
@@ -186,7 +193,7 @@ def check(coding: Coding, shape: tuple[int, ...], elements: int, size: int) -> N
 
 
 def _check_part(part: Conditional, elements: int, size: int) -> None:
-    if part.codebook not in get_args(CodebookKind) or part.size != size:
+    if part.codebook not in _CODEBOOKS or part.size != size:
         raise ValueError(f"its coding is {part}")
     if part.codebook == "log_grid":
         rungs = (part.first * part.pace, (part.first + part.bins) * part.pace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
 from typing import Any, cast, get_args
 
@@ -20,6 +21,11 @@ MAX_EXPANSION = 131_072
 
 No coder can exceed it: zstd spends 4 bytes on at most 128 KiB, coded levels 5 bytes on at most 65,536 values.
 """
+
+# A header holds hundreds of entries, and a restore reads several headers.
+_ROLES = frozenset(get_args(Role))
+_HASH = re.compile("[0-9a-f]{64}")
+_OF_ANY_DTYPE = (Raw, Planes, Exact, Reference, Rounding)
 
 
 @dataclass(frozen=True)
@@ -100,20 +106,22 @@ def _parse(data: Any) -> Entry:
 
 def _check(entry: Entry) -> None:
     coding = entry.coding
-    if entry.label.role not in get_args(Role):
+    elements = entry.elements
+    raw_size = elements * entry.dtype.itemsize
+    if entry.label.role not in _ROLES:
         raise ValueError(f"its role is {entry.label.role!r}")
-    if len(entry.hash) != 64 or not set(entry.hash) <= set("0123456789abcdef"):
+    if not _HASH.fullmatch(entry.hash):
         raise ValueError(f"its hash is {entry.hash!r}")
-    if entry.raw_size >= 2**62:
+    if raw_size >= 2**62:
         raise ValueError("it is larger than any tensor")
     if entry.size < 0:
         raise ValueError(f"its size is {entry.size}")
-    if isinstance(coding, Raw) and entry.size != entry.raw_size:
+    if isinstance(coding, Raw) and entry.size != raw_size:
         raise ValueError("its stream has another size than its values")
-    if not isinstance(coding, Raw | Planes | Exact | Reference | Rounding) and entry.dtype not in SKETCHED:
+    if not isinstance(coding, _OF_ANY_DTYPE) and entry.dtype not in SKETCHED:
         raise ValueError(f"{dtype_name(entry.dtype)} cannot be quantized")
-    codings.check(coding, tuple(entry.shape), entry.elements, entry.size)
+    codings.check(coding, entry.shape, elements, entry.size)
     if math.prod(max(n, 1) for n in entry.shape) >= 2**62 or len(entry.shape) > 64:
         raise ValueError("it has a shape that no tensor has")
-    if not entry.needs_parent and not isinstance(coding, Rounding) and entry.raw_size > MAX_EXPANSION * entry.size:
+    if not entry.needs_parent and not isinstance(coding, Rounding) and raw_size > MAX_EXPANSION * entry.size:
         raise ValueError("its stream is too small for its shape")

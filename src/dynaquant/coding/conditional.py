@@ -48,14 +48,10 @@ def decode(stream: bytes, size: int, codebook: Codebook, parent: QuantizedTensor
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """level_of: for every parent level the levels by symbol, uint8[256 · 256]. context_of: of every parent level.
-
-    sources: parent levels that the codebook has; for the others, level and symbol are the same.
-    """
+    """level_of: for every parent level the levels by symbol, uint8[256 · 256]. context_of: of every parent level."""
 
     level_of: Table
     symbols: int
-    sources: int
     context_of: Table
 
     @property
@@ -66,12 +62,9 @@ class _Tables:
     @cached_property
     def symbol_of(self) -> Table:
         """The inverse of ``level_of``."""
-        inverse = np.zeros((256, 256), dtype=np.uint8)
-        symbols = np.arange(self.symbols, dtype=np.uint8)
-        inverse[:, : self.symbols] = symbols  # as it is behind the levels of the parent
-        levels = self.level_of.reshape(256, 256)[: self.sources, : self.symbols]
-        np.put_along_axis(inverse[: self.sources], levels.astype(np.intp), symbols[None], axis=1)
-        return inverse.reshape(-1)
+        inverse = np.empty(256 * 256, dtype=np.uint8)
+        _native.symbols_of_levels(self.level_of, self.symbols, inverse)
+        return inverse
 
 
 def comparable(codebook: Codebook, parent: Codebook) -> bool:
@@ -93,16 +86,11 @@ def _tables_of(codebook: Codebook, parent: Codebook | None) -> _Tables:
     symbols = FIRST_BIN + codebook.bins
     positions = _positions(codebook)
     sources = np.zeros(1) if parent is None else _positions(parent)
-    levels = np.zeros((256, 256), dtype=np.uint8)
     # Nearest first, of two equally near ones that nearer to zero: then what moves towards zero and what moves away
-    # from it are the same symbols on both sides of zero. A protected value says nothing; it comes last.
-    distance = np.abs(positions - sources[:, None])
-    distance[:, PROTECTED] = np.inf
-    order = np.lexsort((np.broadcast_to(np.abs(positions), distance.shape), distance), axis=1)
-    if parent is not None:  # … but what was protected before probably is again
-        order[PROTECTED] = np.concatenate((order[PROTECTED, -1:], order[PROTECTED, :-1]))
-    levels[: len(sources), :symbols] = order
-    levels[len(sources) :, :symbols] = np.arange(symbols)
+    # from it are the same symbols on both sides of zero. A protected value says nothing; it comes last, but what was
+    # protected before probably is again.
+    levels = np.empty(256 * 256, dtype=np.uint8)
+    _native.nearest_levels(positions, sources, parent is not None, levels)
     contexts = np.zeros(256, dtype=np.uint8)
     contexts[np.lexsort((sources, np.abs(sources)))] = np.arange(
         len(sources)
@@ -110,7 +98,7 @@ def _tables_of(codebook: Codebook, parent: Codebook | None) -> _Tables:
     if parent is not None:  # the one that is like no other stands at the end
         contexts[contexts > contexts[PROTECTED]] -= 1
         contexts[PROTECTED] = len(sources) - 1
-    return _Tables(levels.reshape(-1), symbols, len(sources), contexts)
+    return _Tables(levels, symbols, contexts)
 
 
 _shared_tables = lru_cache(maxsize=256)(_tables_of)
