@@ -396,6 +396,40 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [f"step-{step:012d}.dqc" for step in (1, 2, 3)]
 
 
+def test_a_step_is_not_replaced_while_another_depends_on_it(tmp_path, monkeypatch):
+    saved(tmp_path, [1, 2, 3])
+    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    recode = Run.recode
+
+    def failing(*_):
+        raise dq.CheckpointError("re-coding would change the values")
+
+    monkeypatch.setattr(Run, "recode", failing)
+    model, optimizer = training_of(1)
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        ckpt.restore(step=1)
+        with pytest.raises(dq.CheckpointError, match="step 2 was not replaced, as step 3 depends on it"):
+            ckpt.save(2).result()
+        with pytest.raises(dq.CheckpointError, match="step 2 was not replaced"):
+            ckpt.wait()
+        assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
+        monkeypatch.setattr(Run, "recode", recode)
+        ckpt.save(2).result()
+    assert Run(tmp_path).damage(3) is None
+
+
+def test_training_goes_on_over_damaged_checkpoints_that_build_on_one_another(tmp_path):
+    saved(tmp_path, [1, 2, 3])
+    damage(Run(tmp_path).path(2))
+    model, optimizer = training_of(1)
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        assert ckpt.restore() == 1
+        record = ckpt.save(2).result()
+        assert [note[:18] for note in record.notes] == ["step 3 was damaged"]
+        assert ckpt.save(3).result().notes == []
+        assert ckpt.restore() == 3
+
+
 def test_a_new_line_from_an_old_step_is_the_newest_and_the_old_line_stays(tmp_path):
     states = saved(tmp_path, [1, 2, 3, 4])
     model, optimizer = training_of(1)

@@ -29,7 +29,7 @@ from dynaquant.places import fill, new, places
 from dynaquant.presets import QualityName
 from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.record import Record, json_of, record_of, record_without_file
-from dynaquant.retention import Retention, prune, release
+from dynaquant.retention import Retention, make_way, prune
 from dynaquant.roles import Label, labels
 from dynaquant.run import Base, Checkpoint, Run
 from dynaquant.schedule import Every, Schedule
@@ -352,7 +352,7 @@ class Checkpointer:
         base = self._base if self._base is not None and self._can_be_parent(self._base, checkpoint.step) else None
         notes: list[str] = []
         if self._run.path(checkpoint.step).exists():
-            notes += release(self._run, [checkpoint.step])[1]
+            notes += make_way(self._run, checkpoint.step)
         file, self._base = self._run.commit(checkpoint, base)
         self._damaged.discard(checkpoint.step)
         try:
