@@ -920,6 +920,56 @@ def test_other_extras_are_refused_and_nothing_is_changed(tmp_path):
     assert_refused(tmp_path, model, adamw(model), {"augment": torch.Generator()}, said)
 
 
+class Faulty(nn.Linear):
+    """A module with a mistake in its own code, while it is ``wrong``."""
+
+    wrong = False
+
+    def state_dict(self, *arguments, **options):
+        if self.wrong:
+            raise RuntimeError("a mistake of the user's")
+        return super().state_dict(*arguments, **options)
+
+
+class FaultyOptimizer(torch.optim.SGD):
+    wrong = False
+
+    def state_dict(self):
+        if self.wrong:
+            raise KeyError("a mistake of the user's")
+        return super().state_dict()
+
+
+class FaultyLoader:
+    wrong = False
+
+    def state_dict(self):
+        return {"position": 3}
+
+    def load_state_dict(self, _state):
+        if self.wrong:
+            raise ValueError("a mistake of the user's")
+
+
+@pytest.mark.parametrize("which", ["model", "optimizer", "critic", "loader"])
+def test_an_error_of_an_objects_own_is_raised_as_it_is_and_no_checkpoint_counts_as_damaged(tmp_path, which):
+    model = Faulty(4, 4)
+    optimizer = FaultyOptimizer(model.parameters(), lr=0.1)
+    extras = {"critic": Faulty(4, 4), "loader": FaultyLoader()}
+    objects = {"model": model, "optimizer": optimizer, **extras}
+    with dq.Checkpointer(tmp_path, model, optimizer, extras=extras, keep_last=1) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step).result()
+        objects[which].wrong = True
+        with pytest.raises((RuntimeError, KeyError, ValueError), match="a mistake of the user's"):
+            ckpt.restore()
+        assert ckpt.skipped == []
+        objects[which].wrong = False
+        ckpt.save(3).result()
+        assert ckpt.restore() == 3
+    assert os.listdir(tmp_path) == ["step-000000000003.dqc"]
+
+
 @pytest.mark.parametrize(
     ("was", "now"),
     [
