@@ -12,10 +12,20 @@ from typing import Any, BinaryIO
 from dynaquant.errors import CheckpointError
 
 
+def sync(path: Path) -> None:
+    """Makes what a file holds, or which files a folder has under which names, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def replacing(out: Path) -> Iterator[BinaryIO]:
     """A file to write into, which becomes ``out`` at the end of the block or, on any error, leaves nothing behind.
 
+    After a power cut, too, ``out`` is what it was or whole: the file is durable before it gets its name.
     Raises CheckpointError when ``out`` is a folder, OSError when the file cannot be written.
     """
     if out.is_dir():
@@ -26,15 +36,19 @@ def replacing(out: Path) -> Iterator[BinaryIO]:
     try:
         with file:
             yield file
+        sync(temporary)
         temporary.replace(out)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    sync(out.parent)
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to write into, which becomes ``out`` at the end of the block or, on any error, leaves nothing behind.
+
+    It is durable before it gets its name, as in ``replacing``.
 
     Raises CheckpointError when ``out`` is there already and not an empty folder.
     """
@@ -45,10 +59,13 @@ def new_folder(out: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            sync(path)
         temporary.replace(out)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    sync(out.parent)
 
 
 def _check_parent(out: Path) -> None:

@@ -21,6 +21,7 @@ from dynaquant.compressor import Loss
 from dynaquant.container import CheckpointFile, Header
 from dynaquant.distributed import Group
 from dynaquant.errors import CheckpointError, EvaluateError
+from dynaquant.files import sync
 from dynaquant.lazily import Lazy
 from dynaquant.modelfiles import ModelFile
 from dynaquant.presets import PRESETS, QualityName
@@ -212,6 +213,7 @@ def compress(source: Path, out: Path, packer: Packer) -> Record:
     own = out.with_name(f"{out.name}.{os.getpid()}")  # a file next to it may be somebody else's
     Run(out.parent).write(draft, checkpoint.tensors, checkpoint.labels, None, path=own)
     own.replace(out)
+    sync(out.parent)
     return record_of(CheckpointFile(out))
 
 
