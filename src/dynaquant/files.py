@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -66,6 +66,18 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync(out.parent)
+
+
+@contextmanager
+def nothing_empty(folder: Path) -> Iterator[None]:
+    """Takes away the folder, and those it lies in, that the block has made and put nothing into."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # as it is when there is something in it
+            for path in missing:
+                path.rmdir()
 
 
 def _check_parent(out: Path) -> None:
