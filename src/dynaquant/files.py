@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,6 +11,27 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dynaquant.errors import CheckpointError
+
+_FULL = {
+    errno.ENOSPC: "the disk is full: make room there and try again, or give a place on another disk",
+    errno.EDQUOT: "your share of the disk is used up: make room there and try again, or give a place on another disk",
+    errno.EFBIG: "files may not be that large there: give a place on another disk, or raise the limit",
+}
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """An error of the system that another one comes from; PyTorch makes RuntimeErrors of them that do not say so."""
+    found: BaseException | None = error
+    while found is not None and not (isinstance(found, OSError) and found.errno is not None):
+        found = found.__cause__ or found.__context__
+    return found
+
+
+def tell_of_full_disk(error: BaseException, out: Path) -> None:
+    """Adds to an error, where it comes from a full disk, which file was to be written, and what can be done."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        error.filename = str(out)
+        error.add_note(_FULL[error.errno])
 
 
 def sync(path: Path) -> None:
@@ -38,8 +60,9 @@ def replacing(out: Path) -> Iterator[BinaryIO]:
             yield file
         sync(temporary)
         temporary.replace(out)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        tell_of_full_disk(error, out)
         raise
     sync(out.parent)
 
@@ -62,8 +85,9 @@ def new_folder(out: Path) -> Iterator[Path]:
         for path in (*temporary.rglob("*"), temporary):
             sync(path)
         temporary.replace(out)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        tell_of_full_disk(error, out)
         raise
     sync(out.parent)
 

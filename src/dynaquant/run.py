@@ -22,7 +22,7 @@ from dynaquant.codings import Exact, Planes, Raw, Rearranged, Reference, other_o
 from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
-from dynaquant.files import sync
+from dynaquant.files import sync, tell_of_full_disk
 from dynaquant.quantized import Rounded, Scaled
 from dynaquant.roles import Label
 
@@ -320,6 +320,7 @@ class Run:
             temporary.replace(path)
         except BaseException as error:
             error.add_note(f"while writing {temporary}; nothing else has changed")
+            tell_of_full_disk(error, path)
             temporary.unlink(missing_ok=True)
             raise
         sync(self.folder)
