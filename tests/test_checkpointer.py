@@ -396,6 +396,40 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [f"step-{step:012d}.dqc" for step in (1, 2, 3)]
 
 
+def test_a_step_is_not_replaced_while_another_depends_on_it(tmp_path, monkeypatch):
+    saved(tmp_path, [1, 2, 3])
+    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    recode = Run.recode
+
+    def failing(*_):
+        raise dq.CheckpointError("re-coding would change the values")
+
+    monkeypatch.setattr(Run, "recode", failing)
+    model, optimizer = training_of(1)
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        ckpt.restore(step=1)
+        with pytest.raises(dq.CheckpointError, match="step 2 was not replaced, as step 3 depends on it"):
+            ckpt.save(2).result()
+        with pytest.raises(dq.CheckpointError, match="step 2 was not replaced"):
+            ckpt.wait()
+        assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
+        monkeypatch.setattr(Run, "recode", recode)
+        ckpt.save(2).result()
+    assert Run(tmp_path).damage(3) is None
+
+
+def test_training_goes_on_over_damaged_checkpoints_that_build_on_one_another(tmp_path):
+    saved(tmp_path, [1, 2, 3])
+    damage(Run(tmp_path).path(2))
+    model, optimizer = training_of(1)
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        assert ckpt.restore() == 1
+        record = ckpt.save(2).result()
+        assert [note[:18] for note in record.notes] == ["step 3 was damaged"]
+        assert ckpt.save(3).result().notes == []
+        assert ckpt.restore() == 3
+
+
 def test_a_new_line_from_an_old_step_is_the_newest_and_the_old_line_stays(tmp_path):
     states = saved(tmp_path, [1, 2, 3, 4])
     model, optimizer = training_of(1)
@@ -884,6 +918,56 @@ def test_other_extras_are_refused_and_nothing_is_changed(tmp_path):
     model = model_of()
     said = ["it holds no 'augment'", "it holds 'shuffle', which was not given"]
     assert_refused(tmp_path, model, adamw(model), {"augment": torch.Generator()}, said)
+
+
+class Faulty(nn.Linear):
+    """A module with a mistake in its own code, while it is ``wrong``."""
+
+    wrong = False
+
+    def state_dict(self, *arguments, **options):
+        if self.wrong:
+            raise RuntimeError("a mistake of the user's")
+        return super().state_dict(*arguments, **options)
+
+
+class FaultyOptimizer(torch.optim.SGD):
+    wrong = False
+
+    def state_dict(self):
+        if self.wrong:
+            raise KeyError("a mistake of the user's")
+        return super().state_dict()
+
+
+class FaultyLoader:
+    wrong = False
+
+    def state_dict(self):
+        return {"position": 3}
+
+    def load_state_dict(self, _state):
+        if self.wrong:
+            raise ValueError("a mistake of the user's")
+
+
+@pytest.mark.parametrize("which", ["model", "optimizer", "critic", "loader"])
+def test_an_error_of_an_objects_own_is_raised_as_it_is_and_no_checkpoint_counts_as_damaged(tmp_path, which):
+    model = Faulty(4, 4)
+    optimizer = FaultyOptimizer(model.parameters(), lr=0.1)
+    extras = {"critic": Faulty(4, 4), "loader": FaultyLoader()}
+    objects = {"model": model, "optimizer": optimizer, **extras}
+    with dq.Checkpointer(tmp_path, model, optimizer, extras=extras, keep_last=1) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step).result()
+        objects[which].wrong = True
+        with pytest.raises((RuntimeError, KeyError, ValueError), match="a mistake of the user's"):
+            ckpt.restore()
+        assert ckpt.skipped == []
+        objects[which].wrong = False
+        ckpt.save(3).result()
+        assert ckpt.restore() == 3
+    assert os.listdir(tmp_path) == ["step-000000000003.dqc"]
 
 
 @pytest.mark.parametrize(

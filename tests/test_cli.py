@@ -1,23 +1,29 @@
 """The commands on a run, as a shell would call them."""
 
+import io
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from functools import partial
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_full_disk import files_of_at_most
 from torch import nn
 from training import bits, model_of, train
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import dynaquant as dq
-from dynaquant.cli import app, main
+from dynaquant.cli import app, main, output
 from dynaquant.run import Run
+from dynaquant.tags import set_tag
 
 STEPS = [20, 40, 60, 80]
 
@@ -92,6 +98,41 @@ def test_log_has_the_records_of_all_checkpoints(run):
     shown = call("log", run)
     assert all(f" {step} " in shown for step in STEPS)
     assert f"{records[-1]['total']['stored'] / 1000:.2f} kB" in shown
+
+
+@pytest.mark.parametrize("environment", [{}, {"COLUMNS": "80"}, {"COLUMNS": "80", "FORCE_COLOR": "1"}], ids=str)
+def test_nothing_is_cut_where_output_is_piped(tmp_path, environment):
+    with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
+        ckpt.save(10**9).result()
+    names = [f"a-rather-long-name-of-a-checkpoint-{i}" for i in range(9)]
+    for name in names:
+        set_tag(Run(tmp_path), name, Run(tmp_path).file(10**9))
+    lines = CliRunner().invoke(app, ["log", str(tmp_path)], env=environment).stdout.splitlines()
+    assert any(", ".join(names) in line and "1000000000" in line and "keyframe" in line for line in lines)
+    assert not any("…" in line for line in lines)
+
+
+def test_a_narrow_terminal_folds_what_it_has_no_room_for():
+    shown = io.StringIO()
+    table = output.table("tensor", "bytes")
+    output.add(table, "model.layers.0.attention.weight", "1000000000")
+    Console(file=shown, width=24).print(table)
+    assert "…" not in shown.getvalue()
+    cells = [line.split("│")[1:3] for line in shown.getvalue().splitlines() if line.startswith("│")]
+    assert ["".join(parts).replace(" ", "") for parts in zip(*cells, strict=True)] == [
+        "model.layers.0.attention.weight",
+        "1000000000",
+    ]
+
+
+def test_every_command_has_an_example_that_it_understands():
+    commands = get_command(app).commands
+    assert len(commands) > 15
+    for name, command in commands.items():
+        shown = " ".join(call(name, "--help").split())
+        example = re.search(rf"Example: dynaquant {name} (.+)$", shown)
+        assert example, name
+        command.make_context(name, shlex.split(example[1]))
 
 
 def test_show_adds_up(run):

@@ -10,6 +10,8 @@ import torch
 from training import bits, model_of, train
 
 import dynaquant as dq
+from dynaquant.files import replacing
+from dynaquant.modelfiles import torchfile
 
 EVERY_WAY = pytest.mark.parametrize(
     "way", [{}, {"quality": "lossless"}, {"configuration": dq.Configuration()}], ids=["grid", "lossless", "kmeans"]
@@ -71,6 +73,8 @@ def test_no_space_left_is_raised_and_the_run_can_still_be_restored(tmp_path, way
         with pytest.raises(OSError, match="No space left on device") as caught:
             ckpt.restore()
         assert caught.value.errno == errno.ENOSPC
+        assert caught.value.filename == str(tmp_path / "step-000000000002.dqc")
+        assert any(note.startswith("the disk is full: make room there") for note in caught.value.__notes__)
         assert contents(tmp_path) == before
         assert ckpt.restore() == 1
         assert ckpt.save(2).result().step == 2
@@ -106,3 +110,19 @@ def test_a_disk_that_fills_while_children_are_recoded_loses_nothing(tmp_path, wa
             ckpt.save(4)
         ckpt.save(4).result()
         assert sorted(contents(tmp_path)) == [f"step-{step:012d}.dqc" for step in (3, 4)]
+
+
+def test_what_torch_makes_of_a_full_disk_names_the_file_and_says_what_to_do(tmp_path):
+    with pytest.raises(OSError, match=r"No space left on device: '.*model\.pt'") as caught:
+        fill_disk(tmp_path / "model.pt")
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.__notes__ == [
+        "the disk is full: make room there and try again, or give a place on another disk"
+    ]
+    assert os.listdir(tmp_path) == []
+
+
+def fill_disk(out):
+    with replacing(out) as file:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), file.fileno())
+        torchfile.write(file, {"w": torch.randn(30_000)})

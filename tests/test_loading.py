@@ -4,11 +4,13 @@ import logging
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from training import bits, model_of, train
 
 import dynaquant as dq
+from dynaquant.container import CheckpointFile
+from dynaquant.export import Target, export
 from dynaquant.loading import Stored
 from dynaquant.packing import Packer, compress
 from dynaquant.run import Run
@@ -110,6 +112,75 @@ def test_the_small_form_stands_in_for_an_exact_one_that_is_damaged(run, caplog):
             weight = found["model"]["1.weight"] if keys is None else found["1.weight"]
             assert torch.equal(weight, dq.load(Run(run).path(3))["model"]["1.weight"])
     assert caplog.text.count("stands in for its exact one") == 2
+
+
+def damage(file: CheckpointFile, name: str) -> None:
+    """Flips a bit in the middle of a tensor's stream."""
+    entry, content = file.header.by_name[name], bytearray(file.path.read_bytes())
+    content[content.index(file.read(entry)) + entry.size // 2] ^= 0x10
+    file.path.write_bytes(content)
+
+
+@pytest.fixture
+def damaged(run):
+    """The same, with the last tensor of the model damaged in the last checkpoint as it was."""
+    damage(CheckpointFile(next(run.glob("exact-*.dqc"))), "model.4.bias")
+    return run
+
+
+def each(tensors):
+    return {name: bits(tensor) for name, tensor in tensors.items()}
+
+
+def test_where_one_tensor_of_the_exact_form_is_damaged_all_are_those_of_the_small_one(damaged, tmp_path, caplog):
+    small = each(dq.load(Run(damaged).path(3))["model"])
+    with caplog.at_level(logging.WARNING):
+        assert each(dq.load(damaged)["model"]) == small
+        assert each(dq.load(damaged, keys=list(small))) == small
+        model = model_of(8)
+        model[4].weight = model[0].weight
+        dq.load_into(model, damaged)
+        assert each(model.state_dict()) == small
+        for target in Target:
+            export(Stored(damaged), target, tmp_path / target)
+    assert caplog.text.count("the small form of step 3 stands in for its exact one") == 3 + len(Target)
+    assert "model.4.bias" in caplog.text
+    for file in (tmp_path / Target.SAFETENSORS, tmp_path / Target.HF / "model.safetensors"):
+        found = each(load_file(file))
+        assert found == {name: small[name] for name in found}
+    assert each(torch.load(tmp_path / Target.TORCH, weights_only=False)) == small
+    assert each(torch.load(tmp_path / Target.TORCH_STATE, weights_only=False)["model"]) == small
+
+
+def test_tensors_that_are_not_asked_for_may_be_damaged(damaged, caplog):
+    found = dq.load(damaged, keys=["1.weight"])["1.weight"]
+    assert not torch.equal(found, dq.load(Run(damaged).path(3))["model"]["1.weight"])
+    assert caplog.text == ""
+
+
+def test_where_both_forms_are_damaged_it_is_said_of_both(damaged, caplog):
+    damage(Run(damaged).file(3), "model.1.weight")
+    for load in (lambda: dq.load(damaged, keys=["1.weight", "4.bias"]), lambda: dq.load(damaged)):
+        with pytest.raises(dq.CheckpointError, match=r"step-000000000003.dqc: tensor model.1.weight"):
+            load()
+    assert caplog.text.count("exact-000000000003") == 2
+
+
+def test_an_exact_form_that_is_whole_needs_no_small_one(run):
+    exact = each(dq.load(run)["model"])
+    damage(Run(run).file(3), "model.1.weight")
+    assert each(dq.load(run)["model"]) == exact
+    assert each(dq.load(run, keys=list(exact))) == exact
+
+
+def test_what_a_format_has_no_place_for_is_no_damage(tmp_path, caplog):
+    model = nn.Linear(8, 8)
+    model.register_buffer("phase", torch.ones(2, dtype=torch.complex128))
+    with dq.Checkpointer(tmp_path / "run", model, exact="latest") as ckpt:
+        ckpt.save(1).result()
+    with pytest.raises(dq.CheckpointError, match="export to torch instead"):
+        export(Stored(tmp_path / "run"), Target.SAFETENSORS, tmp_path / "m.safetensors")
+    assert caplog.text == ""
 
 
 def test_a_model_gets_its_weights_and_keeps_its_dtypes_and_ties(run):

@@ -1,7 +1,9 @@
 """Branching off and compacting: other files, the same values."""
 
 import copy
+import errno
 import itertools
+import os
 import random
 import shutil
 
@@ -238,14 +240,36 @@ def test_a_branch_needs_a_folder_of_its_own(tmp_path):
     assert contents(tmp_path / "old") == before
 
 
-def test_a_branch_onto_a_full_disk_leaves_no_checkpoint(tmp_path):
+def test_a_branch_onto_a_full_disk_leaves_nothing(tmp_path):
     save(tmp_path / "old", (1, 2), *training(), exact="latest")
     run = Run(tmp_path / "old")
     with files_of_at_most(1000), pytest.raises(OSError, match="File too large"):
+        branch(run, run.file(2), tmp_path / "deep" / "new")
+    assert os.listdir(tmp_path) == ["old"]
+    (tmp_path / "new").mkdir()
+    with files_of_at_most(1000), pytest.raises(OSError, match="File too large"):
         branch(run, run.file(2), tmp_path / "new")
-    assert list((tmp_path / "new").iterdir()) == []
+    assert os.listdir(tmp_path / "new") == []
     branch(run, run.file(2), tmp_path / "new")
     assert values(Run(tmp_path / "new"))[2] == values(run)[2]
+
+
+def test_a_branch_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
+    save(tmp_path / "old", (1, 2), *training(), exact="latest")
+    run, recode = Run(tmp_path / "old"), Run.recode
+    seen = []
+
+    def failing(self, file, *others):
+        if file.path.name.startswith("step"):
+            seen.extend(os.listdir(self.folder))
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return recode(self, file, *others)
+
+    monkeypatch.setattr(Run, "recode", failing)
+    with pytest.raises(OSError, match="No space left"):
+        branch(run, run.file(2), tmp_path / "new")
+    assert seen == ["exact-000000000002.dqc"]
+    assert os.listdir(tmp_path) == ["old"]
 
 
 def test_runs_that_were_put_together_by_hand_are_compacted(tmp_path):

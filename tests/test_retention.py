@@ -8,7 +8,7 @@ from torch import randn
 
 from dynaquant.codings import Rearranged
 from dynaquant.errors import CheckpointError
-from dynaquant.retention import Retention, prune, release
+from dynaquant.retention import Retention, make_way, prune, release
 from dynaquant.run import Run
 
 
@@ -228,3 +228,54 @@ def test_checkpoints_that_are_known_to_be_damaged_do_not_count_as_kept(run):
     assert prune(run, Retention(keep_last=1), damaged={3}) == []
     assert steps_of(run) == [2, 3]
     assert_holds(run, made[1])
+
+
+# What is replaced
+
+
+def chain_with(run: Run, extra: int) -> list:
+    """Steps 1 to 4, each coded against the one before; a tensor that step ``extra`` alone has is damaged in it."""
+    made, base = [], None
+    for step in (1, 2, 3, 4):
+        weights = {"w": randn(80, 50)} if step != extra else {"only here": randn(80, 50), "w": randn(80, 50)}
+        made.append(checkpoint_of(step, weights))
+        _, base = run.commit(made[-1], base)
+    damage_levels(run, extra)
+    return made
+
+
+def test_what_is_coded_against_a_damaged_checkpoint_and_decodes_outlives_it(run):
+    made = chain_with(run, 1)
+    for checkpoint in made[1:]:
+        assert_holds(run, checkpoint)
+    assert make_way(run, 2) == []
+    assert parents(run) == {1: None, 2: 1, 3: None, 4: 3}
+    run.commit(checkpoint_of(2, {"w": randn(80, 50)}), None)
+    for checkpoint in made[2:]:
+        assert_holds(run, checkpoint)
+
+
+def test_what_builds_on_a_damaged_child_and_decodes_outlives_what_is_replaced(run):
+    made = chain_with(run, 3)
+    notes = make_way(run, 2)
+    assert len(notes) == 1
+    assert notes[0].startswith("step 3 was damaged, and step 2, on which it built, was replaced: ")
+    assert parents(run) == {1: None, 2: 1, 3: 2, 4: 1}
+    run.commit(checkpoint_of(2, {"w": randn(80, 50)}), None)
+    for checkpoint in (made[0], made[3]):
+        assert_holds(run, checkpoint)
+    assert make_way(run, 2) == []  # nothing builds on what is there now
+    assert prune(run, Retention(keep_last=1)) == []
+
+
+def test_nothing_is_replaced_that_a_checkpoint_depends_on_which_could_not_be_recoded(run, monkeypatch):
+    made = series(run, [1, 2, 3])
+
+    def failing(*_):
+        raise CheckpointError("re-coding would change the values")
+
+    monkeypatch.setattr(Run, "recode", failing)
+    with pytest.raises(CheckpointError, match="step 2 was not replaced, as step 3 depends on it and could not be re-"):
+        make_way(run, 2)
+    for checkpoint in made:
+        assert_holds(run, checkpoint)

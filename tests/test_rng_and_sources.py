@@ -50,6 +50,10 @@ def test_states_of_cuda_devices_that_are_not_there_are_left_out():
     assert draws() == expected
 
 
+def check_fit(given, state, what):
+    sources.check_fit(given, sources.collect_to_compare(given), state, what)
+
+
 def training(width=4):
     model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width))
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -81,7 +85,7 @@ def test_training_goes_on_from_a_collected_state():
     state = copy.deepcopy(sources.collect(things))
     expected = [advance(things) for _ in range(4)]
     fresh = training()
-    sources.check_fit(fresh, state, "the checkpoint")
+    check_fit(fresh, state, "the checkpoint")
     sources.restore(fresh, state)
     assert [advance(fresh) for _ in range(4)] == expected
 
@@ -115,7 +119,7 @@ def test_every_rank_gets_its_own_random_numbers_back_and_the_rest_from_the_first
     expected = [own_draws(first)] + [own_draws(of_rank(rank)) for rank in (1, 2)]
     for rank in (0, 1, 2):
         fresh = training()
-        sources.check_fit(fresh, state, "the checkpoint")
+        check_fit(fresh, state, "the checkpoint")
         sources.restore(fresh, state, rank)
         assert own_draws(fresh) == expected[rank]
         assert torch.equal(fresh["model"][0].weight, weights)
@@ -152,12 +156,12 @@ def test_an_object_without_a_state_is_an_error_that_names_it(thing):
 
 def test_a_state_that_fits_is_accepted():
     things = training()
-    sources.check_fit(training(), sources.collect(things), "step 5")
+    check_fit(training(), sources.collect(things), "step 5")
 
 
 def problems(given, state):
     with pytest.raises(StateError, match=r"^step 5 does not fit the objects to restore:\n") as error:
-        sources.check_fit(given, state, "step 5")
+        check_fit(given, state, "step 5")
     return str(error.value)
 
 

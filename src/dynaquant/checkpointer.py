@@ -29,7 +29,7 @@ from dynaquant.places import fill, new, places
 from dynaquant.presets import QualityName
 from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.record import Record, json_of, record_of, record_without_file
-from dynaquant.retention import Retention, prune, release
+from dynaquant.retention import Retention, make_way, prune
 from dynaquant.roles import Label, labels
 from dynaquant.run import Base, Checkpoint, Run
 from dynaquant.schedule import Every, Schedule
@@ -260,13 +260,14 @@ class Checkpointer:
         """A checkpoint that fits the objects to restore."""
         tensors = self._run.load(file)
         source, stored = exact_of(self._run, file, self.skipped) or (file, tensors)
+        now = state_sources.collect_to_compare(self._sources)  # outside: an object's own error is no damage of a file
         try:
-            own_memory = places(self._sources, source.header.tree, stored)
+            own_memory = places(now, source.header.tree, stored)
             values = {name: own_memory[name] if name in own_memory else new(stored[name]) for name in stored}
             state = state_of(source, values)
             if not set(state_sources.RESERVED) <= set(state):
                 raise KeyError(*set(state_sources.RESERVED) - set(state))
-            state_sources.check_fit(self._sources, state, f"{file.path} (step {file.header.step})")
+            state_sources.check_fit(self._sources, now, state, f"{file.path} (step {file.header.step})")
             own = state_sources.randomness_of(state, self._group.rank)
             if own is not None:
                 rng.check(own)
@@ -352,7 +353,7 @@ class Checkpointer:
         base = self._base if self._base is not None and self._can_be_parent(self._base, checkpoint.step) else None
         notes: list[str] = []
         if self._run.path(checkpoint.step).exists():
-            notes += release(self._run, [checkpoint.step])[1]
+            notes += make_way(self._run, checkpoint.step)
         file, self._base = self._run.commit(checkpoint, base)
         self._damaged.discard(checkpoint.step)
         try:

@@ -49,11 +49,16 @@ def export(stored: Stored, target: Target, out: Path, tell: Callable[[str], None
 
     Of a model only one tensor at a time is in memory, but for ``torch.save``. A tensor that has several names is
     written under the first of them to safetensors, which has no shared tensors; the file's metadata maps the others to
-    it, as ``safetensors.torch.save_model`` does. tell: is told how far it has come.
+    it, as ``safetensors.torch.save_model`` does. Where the exact form of the checkpoint is damaged, all is written anew
+    from the small one. tell: is told how far it has come.
 
     Raises CheckpointError when the checkpoint cannot be decoded or the format has no place for it, OSError when ``out``
     cannot be written.
     """
+    stored.sound(lambda: _write(stored, target, out, tell))
+
+
+def _write(stored: Stored, target: Target, out: Path, tell: Callable[[str], None]) -> None:
     if target in (Target.HF, Target.DCP):
         with new_folder(out) as folder:
             if target is Target.HF:

@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from dynaquant.errors import CheckpointError
+
+_FULL = {
+    errno.ENOSPC: "the disk is full: make room there and try again, or give a place on another disk",
+    errno.EDQUOT: "your share of the disk is used up: make room there and try again, or give a place on another disk",
+    errno.EFBIG: "files may not be that large there: give a place on another disk, or raise the limit",
+}
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """An error of the system that another one comes from; PyTorch makes RuntimeErrors of them that do not say so."""
+    found: BaseException | None = error
+    while found is not None and not (isinstance(found, OSError) and found.errno is not None):
+        found = found.__cause__ or found.__context__
+    return found
+
+
+def tell_of_full_disk(error: BaseException, out: Path) -> None:
+    """Adds to an error, where it comes from a full disk, which file was to be written, and what can be done."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        error.filename = str(out)
+        error.add_note(_FULL[error.errno])
+
+
+def sync(path: Path) -> None:
+    """Makes what a file holds, or which files a folder has under which names, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
 def replacing(out: Path) -> Iterator[BinaryIO]:
     """A file to write into, which becomes ``out`` at the end of the block or, on any error, leaves nothing behind.
 
+    After a power cut, too, ``out`` is what it was or whole: the file is durable before it gets its name.
     Raises CheckpointError when ``out`` is a folder, OSError when the file cannot be written.
     """
     if out.is_dir():
@@ -26,15 +58,20 @@ def replacing(out: Path) -> Iterator[BinaryIO]:
     try:
         with file:
             yield file
+        sync(temporary)
         temporary.replace(out)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        tell_of_full_disk(error, out)
         raise
+    sync(out.parent)
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder to write into, which becomes ``out`` at the end of the block or, on any error, leaves nothing behind.
+
+    It is durable before it gets its name, as in ``replacing``.
 
     Raises CheckpointError when ``out`` is there already and not an empty folder.
     """
@@ -45,10 +82,26 @@ def new_folder(out: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            sync(path)
         temporary.replace(out)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        tell_of_full_disk(error, out)
         raise
+    sync(out.parent)
+
+
+@contextmanager
+def nothing_empty(folder: Path) -> Iterator[None]:
+    """Takes away the folder, and those it lies in, that the block has made and put nothing into."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # as it is when there is something in it
+            for path in missing:
+                path.rmdir()
 
 
 def _check_parent(out: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from dynaquant.state import model_in, names_in, state_dict_in, unflatten
 from dynaquant.tags import file_of
 
 log = logging.getLogger("dynaquant")
+T = TypeVar("T")
 
 
 class Stored:
@@ -32,6 +33,8 @@ class Stored:
 
     def __init__(self, path: str | os.PathLike[str], step: int | str | None = None) -> None:
         path = Path(path)
+        self._small: tuple[Run, CheckpointFile] | None = None  # what can stand in, where the exact one is taken
+        self._damage: CheckpointError | None = None
         if path.is_file():
             if step is not None:
                 raise ValueError(f"{path} is one checkpoint; a step can be asked for of a run's folder")
@@ -42,11 +45,35 @@ class Stored:
             file = file_of(run, step) if step is not None else _newest(run)
             twin = _twin(run, file)
             self.chain = [twin] if twin is not None else run.chain(file)
+            self._small = (run, file) if twin is not None else None
+        self._open()
+
+    def _open(self) -> None:
         self.file = self.chain[0]
-        self.tensors: Mapping[str, Tensor] = Lazy(
-            self.file.header.by_name, lambda name: values_of(load_tensor(self.chain, name))
-        )
+        self.tensors: Mapping[str, Tensor] = Lazy(self.file.header.by_name, self._values)
         """By name; each is decoded, and checked against its hash, whenever it is asked for."""
+
+    def _values(self, name: str) -> Tensor:
+        try:
+            return values_of(load_tensor(self.chain, name))
+        except CheckpointError as error:
+            self._damage = error
+            raise
+
+    def sound(self, use: Callable[[], T]) -> T:
+        """What ``use`` makes of the tensors. Where the exact form turns out to be damaged, ``use`` is called again, and
+        the tensors are those of the small form from then on, all of them: the two are not mixed.
+        """
+        try:
+            return use()
+        except CheckpointError as error:
+            if self._small is None or error is not self._damage:
+                raise
+            run, file = self._small
+            _warn_of_exact(file, error)
+            self._small, self.chain = None, run.chain(file)
+            self._open()
+            return use()
 
     @property
     def shapes(self) -> dict[str, Tensor]:
@@ -119,14 +146,13 @@ def load(
         names = stored.state_dict
         if missing := [key for key in keys if key not in names]:
             raise KeyError(f"{stored.file.path}: there is no tensor {missing[0]!r}; there are {_some(names)}")
-        return {key: stored.tensors[names[key]] for key in keys}
+        return stored.sound(lambda: {key: stored.tensors[names[key]] for key in keys})
     if Path(path).is_file():
         stored = Stored(path, step)
         return state_of(stored.file, dict(stored.tensors))
     run = Run(path)
     file = file_of(run, step) if step is not None else _newest(run)
-    tensors = run.load(file)
-    file, tensors = exact_of(run, file, []) or (file, tensors)
+    file, tensors = exact_of(run, file, []) or (file, run.load(file))
     return state_of(file, {name: values_of(stored) for name, stored in tensors.items()})
 
 
@@ -153,19 +179,21 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], step: int | str | 
     if problems:
         shown = "\n  ".join(sorted(problems)[:10] + ([f"… and {len(problems) - 10} more"] if problems[10:] else []))
         raise StateError(f"{stored.file.path} does not fit the model:\n  {shown}\nNothing was changed.")
-    done: set[tuple[str, int]] = set()  # tied tensors are decoded once
-    for name, target in own.items():
-        place = names[name], target.data_ptr()
-        if place in done:
-            continue
-        try:
-            value = stored.tensors[names[name]]
-        except CheckpointError as error:
-            error.add_note(f"{len(done)} tensors before it have been put into the model")
-            raise
-        with torch.no_grad():
-            target.copy_(value)
-        done.add(place)
+    places = {(names[name], target.data_ptr()): target for name, target in own.items()}  # tied tensors are decoded once
+    changed: set[tuple[str, int]] = set()
+
+    def put() -> None:
+        for place, target in places.items():
+            value = stored.tensors[place[0]]
+            with torch.no_grad():
+                target.copy_(value)
+            changed.add(place)
+
+    try:
+        stored.sound(put)
+    except CheckpointError as error:
+        error.add_note(f"{len(changed)} tensors before it have been put into the model")
+        raise
 
 
 def state_of(file: CheckpointFile, values: dict[str, Tensor]) -> dict[str, Any]:

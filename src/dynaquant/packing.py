@@ -8,7 +8,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from dynaquant.compressor import Loss
 from dynaquant.container import CheckpointFile, Header
 from dynaquant.distributed import Group
 from dynaquant.errors import CheckpointError, EvaluateError
+from dynaquant.files import nothing_empty, sync
 from dynaquant.lazily import Lazy
 from dynaquant.modelfiles import ModelFile
 from dynaquant.presets import PRESETS, QualityName
@@ -212,6 +212,7 @@ def compress(source: Path, out: Path, packer: Packer) -> Record:
     own = out.with_name(f"{out.name}.{os.getpid()}")  # a file next to it may be somebody else's
     Run(out.parent).write(draft, checkpoint.tensors, checkpoint.labels, None, path=own)
     own.replace(out)
+    sync(out.parent)
     return record_of(CheckpointFile(out))
 
 
@@ -248,25 +249,20 @@ def pack(files: Mapping[int, Path], folder: Path, packer: Packer) -> Iterator[Re
             raise CheckpointError(f"{path}: {step} is too large for a step; rename it")
         if not path.exists():
             raise CheckpointError(f"{path} does not exist")
-    run, was_there = Run(folder), folder.exists()
-    try:
-        with run.writer():
-            _check_packed(run)
-            there = {known.step for known in run.chain_lengths()}  # not those whose parents are gone
-            base: Base | None = None
-            chain = 0
-            for step, path in sorted(files.items()):
-                if step in there:
-                    yield None
-                    continue
-                file = modelfiles.read(path)
-                checkpoint = packer.checkpoint(replace(file, details={**file.details, "name": path.name}), step)
-                if chain == KEYFRAME_EVERY:
-                    base, chain = None, 0
-                written, base = run.commit(checkpoint, base)
-                chain += 1
-                yield record_of(written)
-    finally:
-        if not was_there:
-            with suppress(OSError):  # as it is when there is a checkpoint in it
-                folder.rmdir()
+    run = Run(folder)
+    with nothing_empty(folder), run.writer():
+        _check_packed(run)
+        there = {known.step for known in run.chain_lengths()}  # not those whose parents are gone
+        base: Base | None = None
+        chain = 0
+        for step, path in sorted(files.items()):
+            if step in there:
+                yield None
+                continue
+            file = modelfiles.read(path)
+            checkpoint = packer.checkpoint(replace(file, details={**file.details, "name": path.name}), step)
+            if chain == KEYFRAME_EVERY:
+                base, chain = None, 0
+            written, base = run.commit(checkpoint, base)
+            chain += 1
+            yield record_of(written)

@@ -11,29 +11,28 @@ from dynaquant import kernels
 from dynaquant.coding.stream import StoredTensor
 from dynaquant.errors import StateError
 from dynaquant.quantized import dequantize, dequantize_into
-from dynaquant.sources import LAST, collect
+from dynaquant.sources import LAST
 from dynaquant.state import flatten, names_in
 
 
-def places(sources: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+def places(now: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     """The tensors of the model and the optimizer that can be filled with what is stored of them, by its name.
 
-    tree: of the stored state; what other parts of it hold as well is restored before, and not among them. Raises
-    KeyError, TypeError or ValueError for one that is no state.
+    now: the states of both, as they are. tree: of the stored state; what other parts of it hold as well is restored
+    before, and not among them. Raises KeyError, TypeError or ValueError for one that is no state.
     """
     elsewhere = {name for source, node in tree["dict"] if source not in LAST for name in names_in(node)}
     try:
-        now = flatten(collect({name: sources[name] for name in LAST if name in sources}))[1]
+        own = flatten({name: now[name] for name in LAST if name in now})[1]
     except StateError:  # what can be restored may stand where something is that cannot be saved
         return {}
 
     def fits(name: str) -> bool:
-        place, tensor = now[name], stored[name]
+        place, tensor = own[name], stored[name]
         same = (place.dtype, place.shape, place.device) == (tensor.dtype, tensor.shape, kernels.HOST)
         return same and place.is_contiguous()
 
-    names = (name for name in now if name.startswith(tuple(f"{source}." for source in LAST)))
-    return {name: now[name] for name in names if name in stored and name not in elsewhere and fits(name)}
+    return {name: own[name] for name in own if name in stored and name not in elsewhere and fits(name)}
 
 
 def fill(fills: Iterable[tuple[Tensor, StoredTensor]]) -> None:

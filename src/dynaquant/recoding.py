@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 from dynaquant.container import CheckpointFile, Parent
 from dynaquant.errors import CheckpointError
+from dynaquant.files import nothing_empty
 from dynaquant.run import Base, Run
 
 
@@ -14,17 +16,19 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
     """A new run that begins with a checkpoint of another one; a training goes on from there while the old line stays.
 
     What was kept as it was (``exact="latest"``) is taken along. Raises CheckpointError when there are checkpoints in
-    the folder already, or that of the run cannot be decoded.
+    the folder already, or that of the run cannot be decoded. On any error the folder is as before, or not there.
     """
     new = Run(folder)
     tensors = run.load(file)
-    with new.writer():
+    with nothing_empty(folder), new.writer(), ExitStack() as undo:
         there, broken = new.summaries()
         if there or broken:
             raise CheckpointError(f"{folder}: there are checkpoints in it; give the branch a folder of its own")
         if (twin := run.exact(file)) is not None:  # first: without the other it is nothing, and does no harm
-            new.recode(twin, run.load(twin), None)
-        return new.recode(file, tensors, None)
+            undo.callback(new.recode(twin, run.load(twin), None).path.unlink)
+        written = new.recode(file, tensors, None)
+        undo.pop_all()
+    return written
 
 
 def compact(run: Run, keyframe_every: int) -> Iterator[int]:

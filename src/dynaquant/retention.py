@@ -5,10 +5,10 @@ Re-coding changes no value, so it changes no identity; what refers to a re-coded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from dynaquant.container import Summary
+from dynaquant.container import CheckpointFile, Summary
 from dynaquant.errors import CheckpointError
 from dynaquant.run import Base, Run
 from dynaquant.tags import tags_of
@@ -38,7 +38,7 @@ class Retention:
 
 
 def release(run: Run, steps: Collection[int]) -> tuple[set[int], list[str]]:
-    """Re-codes every checkpoint whose parent is among ``steps``, so that their files can be deleted or replaced.
+    """Re-codes every checkpoint whose parent is among ``steps``, so that their files can be deleted.
 
     It is coded against its nearest ancestor that stays, or as a keyframe. Values and identities stay, bit for bit.
     The caller holds the run for writing. Where something is damaged and re-coding fails, the file is left as it is.
@@ -46,14 +46,12 @@ def release(run: Run, steps: Collection[int]) -> tuple[set[int], list[str]]:
 
     Raises CheckpointError when a file cannot be read at the moment: it may be whole, and may depend on anything.
     """
-    summaries, broken = run.summaries()
-    for error in broken:
-        _raise_if_unreadable(error)
+    summaries = _readable(run)
     by_step = {summary.step: summary for summary in summaries}
     needed: set[int] = set()
     notes = []
     for summary in summaries:
-        if summary.step in steps or summary.parent is None or summary.parent.step not in steps:
+        if summary.step in steps or not _builds_on(summary, steps, by_step):
             continue
         try:
             _recode_without(run, summary.step, steps)
@@ -65,6 +63,53 @@ def release(run: Run, steps: Collection[int]) -> tuple[set[int], list[str]]:
                 needed.add(ancestor.parent.step)
                 ancestor = by_step.get(ancestor.parent.step)
     return needed, notes
+
+
+def make_way(run: Run, step: int) -> list[str]:
+    """Re-codes what depends on a step, as ``release`` does, so that another checkpoint can be committed in its place.
+
+    What does not decode can be neither re-coded nor restored, and does not keep the step from being replaced, or a
+    training could not go on past a damaged file; but what depends on that and does decode is re-coded, too. Returns a
+    note for each that was damaged.
+
+    Raises CheckpointError where a checkpoint that decodes could not be re-coded, or a file cannot be read at the
+    moment; the step is not to be replaced then.
+    """
+    summaries = _readable(run)
+    by_step = {summary.step: summary for summary in summaries}
+    going = {step}
+    notes = []
+    for summary in summaries:  # parents come before their children
+        if summary.step in going or not _builds_on(summary, going, by_step):
+            continue
+        try:
+            _recode_without(run, summary.step, going)
+        except CheckpointError as error:
+            _raise_if_unreadable(error)
+            if run.damage(summary.step) is None:
+                raise CheckpointError(
+                    f"{run.folder}: step {step} was not replaced, as step {summary.step} depends on it and could not "
+                    f"be re-coded ({error}); save under another step, or run 'dynaquant verify {run.folder}'"
+                ) from error
+            going.add(summary.step)
+            notes.append(f"step {summary.step} was damaged, and step {step}, on which it built, was replaced: {error}")
+    return notes
+
+
+def _readable(run: Run) -> list[Summary]:
+    """What the headers of a run say, oldest commit first. Raises CheckpointError when one cannot be read just now."""
+    summaries, broken = run.summaries()
+    for error in broken:
+        _raise_if_unreadable(error)
+    return summaries
+
+
+def _builds_on(summary: Summary, steps: Collection[int], by_step: Mapping[int, Summary]) -> bool:
+    """Whether the parent of a checkpoint is among the steps, and is still the one that it was coded against."""
+    parent = summary.parent
+    if parent is None or parent.step not in steps:
+        return False
+    return parent.step not in by_step or by_step[parent.step].identity == parent.identity
 
 
 def _raise_if_unreadable(error: CheckpointError) -> None:
@@ -79,9 +124,17 @@ def _raise_if_unreadable(error: CheckpointError) -> None:
 def _recode_without(run: Run, step: int, steps: Collection[int]) -> None:
     file = run.file(step)
     tensors = run.load(file)
-    ancestor = next((other for other in run.chain(file)[1:] if other.header.step not in steps), None)
-    base = Base.loaded(ancestor.header, run.load(ancestor)) if ancestor else None
-    run.recode(file, tensors, base)
+    run.recode(file, tensors, _nearest(run, [other for other in run.chain(file)[1:] if other.header.step not in steps]))
+
+
+def _nearest(run: Run, ancestors: Iterable[CheckpointFile]) -> Base | None:
+    """The first that decodes; a child may need nothing of what is damaged in its parent."""
+    for ancestor in ancestors:
+        try:
+            return Base.loaded(ancestor.header, run.load(ancestor))
+        except CheckpointError as error:
+            _raise_if_unreadable(error)
+    return None
 
 
 def superfluous(run: Run, retention: Retention, damaged: Collection[int] = ()) -> list[int]:

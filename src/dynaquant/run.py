@@ -22,6 +22,7 @@ from dynaquant.codings import Exact, Planes, Raw, Rearranged, Reference, other_o
 from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
+from dynaquant.files import sync, tell_of_full_disk
 from dynaquant.quantized import Rounded, Scaled
 from dynaquant.roles import Label
 
@@ -319,9 +320,10 @@ class Run:
             temporary.replace(path)
         except BaseException as error:
             error.add_note(f"while writing {temporary}; nothing else has changed")
+            tell_of_full_disk(error, path)
             temporary.unlink(missing_ok=True)
             raise
-        self._sync_folder()
+        sync(self.folder)
         return written.moved(path)
 
     def recode(self, file: CheckpointFile, tensors: Tensors, base: Base | None) -> CheckpointFile:
@@ -336,15 +338,7 @@ class Run:
     def delete(self, step: int) -> None:
         """Removes the file of a step. The caller has made sure that no other checkpoint needs it."""
         self.path(step).unlink()
-        self._sync_folder()
-
-    def _sync_folder(self) -> None:
-        """Makes renames and deletions durable."""
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(self.folder)
 
 
 def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:

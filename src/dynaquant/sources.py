@@ -55,10 +55,16 @@ def collect(sources: Mapping[str, Any], other_ranks: Sequence[dict[str, Any]] = 
     }
 
 
-def check_fit(sources: Mapping[str, Any], state: Mapping[str, Any], what: str) -> None:
+def collect_to_compare(sources: Mapping[str, Any]) -> dict[str, Any]:
+    """As ``collect``, of what a stored state is compared with or put into: modules and optimizers."""
+    compared = nn.Module | torch.optim.Optimizer
+    return collect({name: source for name, source in sources.items() if name in LAST or isinstance(source, compared)})
+
+
+def check_fit(sources: Mapping[str, Any], now: Mapping[str, Any], state: Mapping[str, Any], what: str) -> None:
     """Raises StateError, listing what differs, when a stored state does not fit the sources. Changes nothing.
 
-    what: the checkpoint, for messages.
+    now: ``collect_to_compare`` of the sources. what: the checkpoint, for messages.
     """
     problems: list[str] = []
     given, stored = set(sources), set(state) - set(RESERVED)
@@ -66,17 +72,17 @@ def check_fit(sources: Mapping[str, Any], state: Mapping[str, Any], what: str) -
     problems += [f"it holds {name!r}, which was not given" for name in sorted(stored - given)]
     for name in sorted(given & stored):
         source = sources[name]
-        before, now = state[CLASSES].get(name), _class(source)
-        if before != now:
-            problems.append(f"{name} was {before or 'something else'} and is {now or type(source).__qualname__}")
+        before, kind = state[CLASSES].get(name), _class(source)
+        if before != kind:
+            problems.append(f"{name} was {before or 'something else'} and is {kind or type(source).__qualname__}")
         elif isinstance(source, nn.Module):
-            problems += _module_differences(name, source, state[name])
+            problems += _module_differences(name, now[name], state[name])
         elif isinstance(source, torch.optim.Optimizer):
             groups_before = [len(group["params"]) for group in state[name]["param_groups"]]
             groups = [len(group["params"]) for group in source.param_groups]
             if groups_before != groups:
                 problems.append(f"{name} had parameter groups of {groups_before} tensors and has groups of {groups}")
-            elif state[PARAMETERS][name] != _parameters(sources)[name]:
+            elif state[PARAMETERS][name] != now[PARAMETERS][name]:
                 problems.append(f"{name} had its parameters in another order")
     if problems:
         shown = "\n  ".join(problems[:10] + ([f"… and {len(problems) - 10} more"] if len(problems) > 10 else []))
@@ -166,13 +172,13 @@ def _class(source: Any) -> str | None:
     return f"{type(source).__module__}.{type(source).__qualname__}"
 
 
-def _module_differences(source: str, module: nn.Module, stored: Mapping[str, Any]) -> list[str]:
+def _module_differences(source: str, own: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
     def form(value: Any) -> str:
         if isinstance(value, Tensor):
             return f"{dtype_name(value.dtype)}{list(value.shape)}"
         return type(value).__qualname__
 
-    now = {name: form(value) for name, value in module.state_dict().items()}
+    now = {name: form(value) for name, value in own.items()}
     before = {name: form(value) for name, value in stored.items()}
     return (
         [f"{source}.{name} is not in it" for name in now if name not in before]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from dynaquant.container import CheckpointFile
 from dynaquant.errors import CheckpointError
+from dynaquant.files import sync
 from dynaquant.run import Run
 
 FOLDER = "tags"
@@ -59,6 +60,7 @@ def set_tag(run: Run, name: str, file: CheckpointFile, force: bool = False) -> T
     temporary = path.with_name(f".{name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps({"step": tag.step, "identity": tag.identity}) + "\n")
+        sync(temporary)
         if force:
             temporary.replace(path)
         else:
@@ -71,6 +73,8 @@ def set_tag(run: Run, name: str, file: CheckpointFile, force: bool = False) -> T
         raise CheckpointError(f"{run.folder}: {name} is the tag of {of}; --force takes it from there") from None
     finally:
         temporary.unlink(missing_ok=True)
+    sync(path.parent)
+    sync(run.folder)  # which has not had a folder of tags for long, perhaps
     return tag
 
 

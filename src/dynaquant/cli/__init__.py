@@ -14,17 +14,32 @@ from dynaquant.cli import demo, files, report, runs, upkeep
 from dynaquant.errors import DynaquantError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
-app.command()(demo.demo)
-_PANELS: dict[str, list[Callable[..., None]]] = {
-    "Files of other programs": [files.compress, files.decompress, files.pack, files.unpack],
-    "Runs of checkpoints": [
-        *(runs.log, runs.show, runs.diff, runs.du, report.report, runs.verify, files.export),
-        *(upkeep.tag, upkeep.branch, upkeep.compact, upkeep.prune),
-    ],
+app.command(epilog="Example: dynaquant demo --quick")(demo.demo)
+_PANELS: dict[str, dict[Callable[..., None], str]] = {
+    "Files of other programs": {
+        files.compress: "compress model.safetensors -o model.dqc",
+        files.decompress: "decompress model.dqc -o model.safetensors",
+        files.pack: "pack old/ckpt-100.pt old/ckpt-200.pt -o runs/packed",
+        files.unpack: "unpack runs/packed -o again",
+    },
+    "Runs of checkpoints": {
+        runs.log: "log runs/gpt",
+        runs.show: "show runs/gpt 4000",
+        runs.diff: "diff runs/gpt 3000 4000",
+        runs.du: "du runs/gpt",
+        report.report: "report runs/gpt -o report.html",
+        runs.verify: "verify runs/gpt",
+        files.export: "export runs/gpt 4000 -o model.safetensors",
+        upkeep.tag: "tag runs/gpt best 4000",
+        upkeep.branch: "branch runs/gpt best runs/other",
+        upkeep.compact: "compact runs/gpt --keyframe-every 8",
+        upkeep.prune: "prune runs/gpt --keep-last 3 --keep-every 1000",
+    },
 }
+"""The commands as help lists them, and an example of each."""
 for panel, commands in _PANELS.items():
-    for command in commands:
-        app.command(rich_help_panel=panel)(command)
+    for command, example in commands.items():
+        app.command(rich_help_panel=panel, epilog=f"Example: dynaquant {example}")(command)
 
 
 def _show_version(wanted: bool) -> None:

@@ -74,7 +74,7 @@ def table(*columns: str) -> Table:
     """An empty table; all columns but the first are numbers."""
     empty = Table(header_style="bold")
     for i, column in enumerate(columns):
-        empty.add_column(column, justify="left" if i == 0 else "right")
+        empty.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     return empty
 
 
@@ -86,8 +86,8 @@ def add(to: Table, *cells: str) -> None:
 def print_(what: Any) -> None:
     """Prints text or a table."""
     console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = 200  # a pipe has no width; tables are not to be folded for it
+    if not sys.stdout.isatty():  # even where colours are asked for, with FORCE_COLOR
+        console.width = 1_000_000  # a pipe has no width; tables are not to be folded or cut for it
     console.print(what, soft_wrap=isinstance(what, str))
 
 

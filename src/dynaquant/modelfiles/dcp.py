@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dynaquant.errors import CheckpointError
+from dynaquant.files import system_error
 from dynaquant.modelfiles.modelfile import ModelFile
 from dynaquant.modelfiles.torchfile import BROKEN, check_version, problem
 from dynaquant.state import flatten
@@ -141,6 +142,8 @@ def write(folder: Path, state: dict[str, Any]) -> None:
         with _as_one_process():
             save(state, checkpoint_id=folder, no_dist=True)
     except CheckpointException as error:
+        if cause := system_error(_first_cause(error)):
+            raise OSError(cause.errno, cause.strerror, str(folder)) from error
         raise OSError(f"torch.distributed.checkpoint could not write to {folder} ({_first_cause(error)})") from error
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from dynaquant.errors import CheckpointError, StateError
+from dynaquant.files import system_error
 from dynaquant.modelfiles.modelfile import ModelFile
 from dynaquant.state import flatten
 
@@ -76,4 +77,6 @@ def write(file: BinaryIO, state: Any) -> None:
     try:
         torch.save(state, file)
     except RuntimeError as error:  # what it makes of an OSError
+        if cause := system_error(error):
+            raise OSError(cause.errno, cause.strerror) from error
         raise OSError(f"torch.save failed ({error})") from error
