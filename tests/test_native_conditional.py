@@ -6,6 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dynaquant import _native
+from dynaquant.quantized import PROTECTED
 
 MANY = 8192  # levels from which on a block is coded with several states
 BLOCK = 131_072
@@ -371,3 +372,41 @@ def test_with_a_seed_a_value_that_lies_on_a_level_stays_there(steps):
 def test_a_grid_refuses_arrays_that_differ_in_size():
     with pytest.raises(ValueError, match="differ in size"):
         _native.grid_levels(np.zeros(3, dtype=np.float32), 1.0, None, np.zeros(4, dtype=np.uint8))
+
+
+def nearest(positions, sources, is_parent):
+    level_of = np.full(256 * 256, 77, dtype=np.uint8)
+    _native.nearest_levels(np.asarray(positions, dtype=float), np.asarray(sources, dtype=float), is_parent, level_of)
+    return level_of.reshape(256, 256)
+
+
+@given(
+    positions=st.lists(st.integers(-9, 9).map(lambda n: n / 4) | st.floats(-1e30, 1e30), min_size=2, max_size=256),
+    sources=st.lists(st.integers(-9, 9).map(lambda n: n / 4) | st.floats(-1e30, 1e30), min_size=2, max_size=256),
+    is_parent=st.booleans(),
+)
+def test_levels_are_in_the_order_of_their_distance(positions, sources, is_parent):
+    level_of = nearest(positions, sources, is_parent)
+    others = [level for level in range(len(positions)) if level != PROTECTED]
+    for row, source in enumerate(sources):
+        by_distance = sorted(others, key=lambda level: (abs(positions[level] - source), abs(positions[level]), level))
+        first = is_parent and row == PROTECTED
+        wanted = [PROTECTED, *by_distance] if first else [*by_distance, PROTECTED]
+        assert level_of[row, : len(positions)].tolist() == wanted
+    assert (level_of[len(sources) :, : len(positions)] == np.arange(len(positions))).all()
+    assert not level_of[:, len(positions) :].any()
+    symbol_of = np.full(256 * 256, 77, dtype=np.uint8)
+    _native.symbols_of_levels(level_of.reshape(-1), len(positions), symbol_of)
+    found = np.take_along_axis(symbol_of.reshape(256, 256), level_of[:, : len(positions)].astype(int), axis=1)
+    assert (found == np.arange(len(positions))).all()
+
+
+@pytest.mark.parametrize(
+    ("positions", "sources"),
+    [([0.0], [0.0]), ([0.0] * 257, [0.0]), ([0.0, 1.0], []), ([0.0, 1.0], [0.0] * 257), ([0.0, np.nan], [0.0])],
+)
+def test_levels_that_lie_nowhere_or_are_too_many_have_no_order(positions, sources):
+    with pytest.raises(ValueError, match=r"too few or too many|nowhere"):
+        nearest(positions, sources, True)
+    with pytest.raises(ValueError, match="too many"):
+        _native.symbols_of_levels(np.zeros(65_536, dtype=np.uint8), 257, np.zeros(65_536, dtype=np.uint8))
