@@ -338,7 +338,7 @@ NOTES = f"""\
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--values", type=int, help=f"synthetic values: {VALUES:,}")
-    parser.add_argument("--cache", type=Path, help=f"where delta_ablation.py left a GPT: {CACHE}")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="where delta_ablation.py left a GPT")
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_VALUES:,} values, to see that it works, in {QUICK}"
     )
@@ -350,7 +350,7 @@ def main() -> None:
 
     cores = os.sched_getaffinity(0)
     sources: dict[str, Path | int] = {f"{values:,} synthetic values": values}
-    if snapshots := gpt_snapshots(arguments.cache or (QUICK if arguments.quick else CACHE)):
+    if not arguments.quick and (snapshots := gpt_snapshots(arguments.cache)):
         sources["The weights of a trained GPT"] = snapshots[-1]
     described = machine(*PEERS)
     results = {
