@@ -4,10 +4,14 @@ import numpy as np
 import pytest
 from checkpoints import assert_same, real_chain
 from peers.body import exact, from_exact, from_huffman, huffman, pack, unpack
+from peers.check_n_run import CHECK_N_RUN
 from peers.excp import EXCP
+from peers.gobo import GOBO
+from peers.lc_checkpoint import LC_CHECKPOINT
 from peers.peer import Checkpoint, Known
+from peers.qd_compressor import QD_COMPRESSOR
 
-PEERS = [EXCP]
+PEERS = [CHECK_N_RUN, QD_COMPRESSOR, GOBO, LC_CHECKPOINT, EXCP]
 
 
 def named(peer):

@@ -46,7 +46,9 @@ def described(tensor: Tensor) -> dict[str, Any]:
 
 def bytes_of(tensor: Tensor) -> bytes:
     """The tensor's memory in C order."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    flat = tensor.detach().contiguous().reshape(-1)
+    # An empty tensor made of an array has no stride that could be viewed as bytes.
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def restored(data: bytes | memoryview, entry: dict[str, Any]) -> Tensor:
@@ -98,8 +100,8 @@ def from_huffman(data: bytes, count: int, size: int) -> NDArray[np.uint8]:
 
 
 def matrices(tensors: dict[str, Tensor]) -> Iterable[str]:
-    """The names of those with two or more dimensions.
+    """The names of those with two or more dimensions that hold something.
 
     The others (biases, norms) are a percent of a model, and peers that quantize by layer or row leave them exact.
     """
-    return [name for name, tensor in tensors.items() if tensor.ndim >= 2]
+    return [name for name, tensor in tensors.items() if tensor.ndim >= 2 and tensor.numel()]
