@@ -142,6 +142,15 @@ def _read_each(tensors: Tensors, path: Path, threads: int, codec: Callable[[int]
             decompress(file.read(int.from_bytes(file.read(_LENGTH), "little")), _bytes_of(tensor))
 
 
+def _planes(threads: int, level: int) -> Codec:
+    def decompress(data: bytes, into: NDArray[np.uint8]) -> None:
+        planes = np.frombuffer(zstandard.decompress(data), dtype=np.uint8).reshape(4, -1)
+        np.copyto(into.reshape(-1, 4), planes.T)
+
+    compressor = zstandard.ZstdCompressor(level, threads=threads)
+    return Codec(lambda data: compressor.compress(np.ascontiguousarray(data.reshape(-1, 4).T).data), decompress)
+
+
 def _zipnn(threads: int) -> Codec:
     from zipnn import ZipNN  # noqa: PLC0415
 
@@ -184,6 +193,7 @@ PEERS = {
     "DCP with zstd": Peer(partial(_write_dcp, compressed=True), _read_dcp, "zstandard"),
     "zstd -1": Peer(partial(_write_zstd, level=1), _read_zstd, "zstandard"),
     "zstd -3": Peer(partial(_write_zstd, level=3), _read_zstd, "zstandard"),
+    "byte planes + zstd -3": _each("zstandard", partial(_planes, level=3)),
     "ZipNN": _each("zipnn", _zipnn),
     "blosc2 zstd": _each("blosc2", partial(_blosc2, codec="ZSTD", level=1, shuffle="SHUFFLE")),
     "blosc2 LZ4": _each("blosc2", partial(_blosc2, codec="LZ4", level=5, shuffle="BITSHUFFLE")),

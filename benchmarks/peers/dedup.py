@@ -1,0 +1,156 @@
+"""Deduplicating incremental checkpoints as a peer: a hash tree over chunks of the raw state tells what to write.
+
+Tan et al., "Scalable Incremental Checkpointing using GPU-Accelerated De-Duplication", ICPP 2023,
+https://doi.org/10.1145/3605573.3605639; here on the CPU.
+
+- The state, all tensors one after another, is cut into chunks of one size, the leaves of a binary Merkle tree.
+- A node whose hash is that of the node in the same place of the checkpoint before has not changed (*fixed duplicate*):
+  nothing is written of it, and nothing below is looked at.
+- A node that the checkpoint before has in another place is a reference to it, and so is a chunk that this checkpoint
+  has had already (*shifted duplicates*).
+- Other chunks (*first occurrences*) are written as they are. Neighbours are listed by the node above them all.
+
+Their hash is Murmur3; here it is BLAKE3, whose hashes do not collide. The paper tries chunks of some tens to some
+hundreds of bytes; it is from memory that we say so. Small ones find more, and hashes are not stored, so that they cost
+time only. Deviation in the peer's favour: the lists of nodes go through Zstd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zstandard
+from blake3 import blake3
+from peers.body import bytes_of, described, join, restored, split
+from peers.peer import Checkpoint, Encoded, Known, Peer
+
+Tree = list[bytes]
+"""Hashes: 1 is the root, 2n and 2n + 1 are the children of n; empty where there is no data."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """chunk: bytes of one."""
+
+    chunk: int = 512
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Nodes of a tree of ``width`` leaves, with what each of them is.
+
+    moved: nodes and those of the checkpoint before that they equal. repeated: leaves and first occurrences that they
+    equal. first: leaves that are first occurrences, in order.
+    """
+
+    width: int
+    moved: list[tuple[int, int]]
+    repeated: list[tuple[int, int]]
+    first: list[int]
+
+
+def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings = Settings()) -> Encoded:
+    """What the checkpoint before does not have."""
+    entries, state = _flat(checkpoint)
+    before = b"" if previous is None else _flat(previous.checkpoint)[1]
+    found = difference(state, before, settings.chunk)
+
+    def packed() -> bytes:
+        lists = [_merged(found.first), found.moved, found.repeated]
+        parts = [zstandard.compress(np.array(nodes, dtype="<u4").tobytes()) for nodes in lists]
+        chunks = [state[_bytes(leaf, found.width, settings.chunk)] for leaf in found.first]
+        return join([settings.chunk, found.width, len(state), entries], [*parts, b"".join(chunks)])
+
+    return Encoded(Known(checkpoint), packed)
+
+
+def decode(data: bytes, previous: Known | None) -> Known:
+    """The checkpoint, from the same ``previous`` that it was encoded with."""
+    (chunk, width, size, entries), (*parts, chunks) = split(data)
+    first, moved, repeated = (np.frombuffer(zstandard.decompress(part), dtype="<u4").tolist() for part in parts)
+    before = b"" if previous is None else _flat(previous.checkpoint)[1]
+    state = bytearray(before[:size].ljust(size, b"\0"))
+    start = 0
+    for node in sorted(first, key=lambda node: _bytes(node, width, chunk).start):
+        place = _bytes(node, width, chunk)
+        length = len(state[place])
+        state[place] = chunks[start : start + length]
+        start += length
+    for nodes, source in ((moved, before), (repeated, state)):
+        for node, other in zip(nodes[::2], nodes[1::2], strict=True):
+            state[_bytes(node, width, chunk)] = source[_bytes(other, width, chunk)]
+    result = Checkpoint({})
+    start = 0
+    for entry in entries:
+        tensor = restored(memoryview(state)[start : start + entry["bytes"]], entry)
+        result.groups()[entry["group"]][entry["name"]] = tensor
+        start += entry["bytes"]
+    return Known(result)
+
+
+def difference(state: bytes, before: bytes, chunk: int) -> Difference:
+    """What there is to write of a state."""
+    chunks = -(-max(len(state), len(before), 1) // chunk)
+    width = 1 << (chunks - 1).bit_length()
+    now, then = _tree(state, chunk, width), _tree(before, chunk, width)
+    known = {then[node]: node for node in range(1, 2 * width)}
+    found = Difference(width, [], [], [])
+    occurred: dict[bytes, int] = {}
+    nodes = [1]
+    while nodes:
+        node = nodes.pop()
+        digest = now[node]
+        if digest in (then[node], b""):
+            continue
+        if digest in known:
+            found.moved.append((node, known[digest]))
+        elif node < width:
+            nodes += [2 * node + 1, 2 * node]  # the left one is next
+        elif digest in occurred:
+            found.repeated.append((node, occurred[digest]))
+        else:
+            occurred[digest] = node
+            found.first.append(node)
+    return found
+
+
+def _tree(state: bytes, chunk: int, width: int) -> Tree:
+    leaves = [blake3(state[start : start + chunk]).digest() for start in range(0, len(state), chunk)]
+    tree = [b""] * width + leaves + [b""] * (width - len(leaves))
+    for node in range(width - 1, 0, -1):
+        children = tree[2 * node] + tree[2 * node + 1]
+        tree[node] = blake3(children).digest() if children else b""
+    return tree
+
+
+def _merged(leaves: Iterable[int]) -> list[int]:
+    """The fewest nodes that have these leaves, and no others, below them."""
+    found, level = [], set(leaves)
+    while level:
+        parents = {node // 2 for node in level if node ^ 1 in level}
+        found += [node for node in level if node // 2 not in parents]
+        level = parents
+    return sorted(found)
+
+
+def _bytes(node: int, width: int, chunk: int) -> slice:
+    """Where the data below a node lies in the state, or would if it were long enough."""
+    height = width.bit_length() - node.bit_length()
+    start = ((node << height) - width) * chunk
+    return slice(start, start + (chunk << height))
+
+
+def _flat(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], bytes]:
+    """All tensors' descriptions and bytes."""
+    entries, data = [], []
+    for group, tensors in checkpoint.groups().items():
+        for name, tensor in tensors.items():
+            data.append(bytes_of(tensor))
+            entries.append({"group": group, "name": name, "bytes": len(data[-1]), **described(tensor)})
+    return entries, b"".join(data)
+
+
+DEDUP = Peer("deduplication", (Settings(),), encode, decode, groups=("weights", "first", "second", "others"))
