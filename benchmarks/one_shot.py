@@ -3,7 +3,8 @@
     python benchmarks/one_shot.py --data DIR [--cache build/benchmarks] [--quick]
 
 Trains both workloads (or takes their snapshots from the cache) and quantizes each of ten checkpoints by each method
-with more and more bins, until its validation loss is within every limit.
+with more and more bins, until its validation loss is within every limit. What was tried stays in the cache; delete ``one_shot-*`` there to try
+again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from peers.body import exact
@@ -30,10 +32,10 @@ from results import Table, machine, sentence
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
-from workloads import WORKLOADS, Workload, snapshots
+from workloads import WORKLOADS, Workload, _key, snapshots
 
 from dynaquant.coding import stream
-from dynaquant.coding.stream import Coder
+from dynaquant.coding.stream import Coder, tensor_hash
 from dynaquant.quantize.checkpoint import SketchedWeights, quantize_weights, sketch_weights
 from dynaquant.quantize.grid import GridConfiguration, grid_weights
 from dynaquant.quantize.partition import Configuration
@@ -223,8 +225,8 @@ def walk(candidates: Iterable[Candidate], judge: Judge, weights: int) -> list[Tr
     return tried
 
 
-def walks(name: str, stored: list[dict[str, Any]], work: Workload, bins: Sequence[int]) -> Iterator[Walk]:
-    """Every snapshot by every method."""
+def walks(name: str, stored: list[dict[str, Any]], work: Workload, bins: Sequence[int], cache: Path) -> Iterator[Walk]:
+    """Every snapshot by every method, taken from the cache where the same was tried on the same weights."""
     for one in stored:
         snapshot = Snapshot.of(work, one)
         original = score(work.model, {}, work.search_loss)
@@ -233,8 +235,13 @@ def walks(name: str, stored: list[dict[str, Any]], work: Workload, bins: Sequenc
         def judge(values: dict[str, Tensor], original: float = original) -> float:
             return degradation(original, score(work.model, values, work.search_loss), higher_is_better=False)
 
+        hashes = [tensor_hash(tensor) for tensor in snapshot.weights.values()]
         for method, candidates in METHODS.items():
-            yield Walk(name, one["step"], method, walk(candidates(snapshot, judge, bins), judge, count))
+            file = cache / f"one_shot-{_key(hashes, method, bins, LIMITS, torch.__version__)}.json"
+            if not file.exists():
+                tried = walk(candidates(snapshot, judge, bins), judge, count)
+                file.write_text(json.dumps(asdict(Walk(name, one["step"], method, tried))) + "\n")
+            yield Walk.from_json(json.loads(file.read_text()))
 
 
 @dataclass(frozen=True)
@@ -337,34 +344,38 @@ def _limits_below(axes: Axes) -> None:
     axes.grid(alpha=0.3)
 
 
-def comparison(workload: str, by_method: dict[str, dict[float, Mean]]) -> str:
+def against_paper(workload: str, by_method: dict[str, dict[float, Mean]]) -> str:
     """The paper's two figures beside those found."""
     name, clusters, check_n_run = PAPER[workload]
     ours, theirs = by_method[CLUSTERS][PAPERS_LIMIT], by_method["Check-N-Run+"][PAPERS_LIMIT]
     return (
         f"For {PAPERS_LIMIT:.0%} on the {NAMES[workload]}, dynaquant's clusters need {ours} bins and Check-N-Run+ "
-        f"{theirs}, {theirs.bins / ours.bins:.1f} times as many. In the paper, on {name}, they need {clusters} and "
+        f"{theirs}, {theirs.bins / ours.bins:.1f} times as many; in the paper, on {name}, it is {clusters} and "
         f"{check_n_run}, {check_n_run / clusters:.1f} times as many."
     )
 
 
-def order(workload: str, by_method: dict[str, dict[float, Mean]]) -> str:
-    """Who needs the fewest bins, and who the fewest bits."""
-    at = {method: by_limit[PAPERS_LIMIT] for method, by_limit in by_method.items()}
-    by_bins = sorted((method for method in at if method != GRID), key=lambda method: at[method].bins)
-    by_bits = sorted(
-        (method for method in at if at[method].bits is not None), key=lambda method: at[method].bits or 0.0
-    )
-    bins = ", ".join(f"{method} {at[method]}" for method in by_bins)
-    bits = ", ".join(f"{method} {at[method].bits:.2f}" for method in by_bits)
-    return f"- {NAMES[workload]}, {PAPERS_LIMIT:.0%}. Bins: {bins}. Bits per weight: {bits}."
+def fewest(by_workload: dict[str, dict[str, dict[float, Mean]]]) -> str:
+    """Who needs the fewest bins and the fewest bits, by workload and limit."""
+    rows = []
+    for workload, by_method in by_workload.items():
+        for limit in reversed(LIMITS):
+            at = {method: by_limit[limit] for method, by_limit in by_method.items()}
+            bins = min((method for method in at if method != GRID), key=lambda method: at[method].bins)
+            bits = {m: found.bits for m, found in at.items() if found.bits is not None and not found.failed}
+            least = min(bits, key=lambda m: bits[m]) if bits else None
+            rows.append(
+                f"- {NAMES[workload]}, {limit:.1%}: the fewest bins {bins}, {at[bins]}"
+                + (f"; the fewest bits {least}, {bits[least]:.2f}." if least else ".")
+            )
+    return "\n".join(rows)
 
 
 def page(found: list[Walk], bins: Sequence[int], described: dict[str, str | int]) -> str:
     by_workload = means(found)
     parts = [
         "# Bins for one checkpoint",
-        "```\n.venv/bin/python benchmarks/one_shot.py --data DIR\n```",
+        "```\nmake benchmark-setup\n.venv/bin/python benchmarks/one_shot.py --data DIR\n```",
         f"`DIR` holds `shakespeare.txt` and `cifar10.zip`. {sentence(described)}",
         "How many bins does a quantizer need until the validation loss of a checkpoint is at most so much worse? Each "
         "checkpoint of a training stands alone: there is no delta, nothing is pruned, and training goes on from the "
@@ -374,16 +385,15 @@ def page(found: list[Walk], bins: Sequence[int], described: dict[str, str | int]
         *(table(workload, by_method).in_markdown() for workload, by_method in by_workload.items()),
         "![bins and bits per weight over the degradation that is allowed](one_shot.png)",
         "Check-N-Run+ has bins for each row of a matrix, with the range search that its space has for as many. "
-        "QD-Compressor+ gives all layers as many. GOBO+ keeps outliers exact beside its bins, dynaquant's clusters the 0.5 % largest "
-        "weights in bfloat16. *Bits per weight* are all in: ranges, centroids, outliers and the vectors that a method "
-        "leaves exact; they are the mean over the checkpoints that were good enough. dynaquant's grid has no bins to "
-        "choose but one scale; what stands for them is two to the power of the entropy of its levels, which is how "
-        "many equally frequent ones would take as many bits. Its scale comes from its own search, and it quantizes "
-        "vectors, too. For the ResNet the snapshots hold averaged gradients instead of averaged squares, which serve "
-        "it less well than what it records itself.",
-        "## Against the paper",
-        *(comparison(workload, by_method) for workload, by_method in by_workload.items()),
-        "\n".join(order(workload, by_method) for workload, by_method in by_workload.items()),
+        "QD-Compressor+ gives all layers as many. GOBO+ keeps outliers exact beside its bins, dynaquant's clusters "
+        f"{Configuration().protected:.1%} of the weights in bfloat16. *Bits per weight* are all in: ranges, centroids, "
+        "outliers and the vectors that a method leaves exact; they are the mean over the checkpoints that were good "
+        "enough. dynaquant's grid has no bins to choose but one scale, which its own search finds; what stands for "
+        "bins is two to the power of the entropy of its levels, as so many equally frequent ones would take as many "
+        "bits. It quantizes vectors, too.",
+        "## What agrees with the paper, and what does not",
+        *(against_paper(workload, by_method) for workload, by_method in by_workload.items()),
+        fewest(by_workload),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -395,6 +405,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder for one_shot.json, .md and .png")
     parser.add_argument("--quick", action="store_true", help="one checkpoint of the GPT, to see that it works")
     options = parser.parse_args()
+    torch.set_num_threads(1)
 
     bins = QUICK_BINS if options.quick else BINS
     found: list[Walk] = []
@@ -404,7 +415,9 @@ def main() -> None:
         stored = snapshots(name, options.data, options.cache, steps, every)
         work = WORKLOADS[name](options.data, options.cache, steps, 0)
         total = len(stored) * len(METHODS)
-        found += track(walks(name, stored, work, bins), description=f"quantizing the {NAMES[name]}", total=total)
+        found += track(
+            walks(name, stored, work, bins, options.cache), description=f"quantizing the {NAMES[name]}", total=total
+        )
     described = machine("numpy", "torch")
     console = Console()
     console.width = max(console.width, 130)

