@@ -3,8 +3,8 @@
     python benchmarks/one_shot.py --data DIR [--cache build/benchmarks] [--quick]
 
 Trains both workloads (or takes their snapshots from the cache) and quantizes each of ten checkpoints by each method
-with more and more bins, until its validation loss is within every limit. What was tried stays in the cache; delete ``one_shot-*`` there to try
-again.
+with more and more bins, until its validation loss is within every limit. What was tried stays in the cache; delete
+``one_shot-*`` there to try again.
 """
 
 from __future__ import annotations
