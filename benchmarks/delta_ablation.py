@@ -1,9 +1,10 @@
 """What each stage of the delta coder saves on real checkpoints (method 1.5), stage by stage.
 
-    python benchmarks/delta_ablation.py --data DIR [--cache build/benchmarks] [--steps 1600 --every 160]
+    python benchmarks/delta_ablation.py --data DIR [--cache build/benchmarks] [--steps 1600 --every 160] [--quick]
 
-Trains the GPT (or takes its snapshots from the cache), quantizes every checkpoint with the default configuration and
-codes the chain of deltas in five ways. Every stream is decoded and compared with the levels it was made of.
+Trains the GPT (or takes its snapshots from the cache), quantizes every checkpoint with the published quantizer and
+codes the chain of deltas in five ways as published and in the one that took their place. Every stream is decoded and
+compared with the levels it was made of.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from results import Table, machine, sentence
+from numpy.typing import NDArray
+from results import CACHE, QUICK, RESULTS, Table, machine, sentence
 from rich.console import Console
 from rich.progress import track
+from torch import nn
 from workloads import gpt_validation, new_gpt, shakespeare, snapshots
 
-from dynaquant.coding import rearrange, stream
+from dynaquant.coding import conditional, rearrange, stream
 from dynaquant.entry import Entry
 from dynaquant.quantize.checkpoint import quantize_weights, sketch_weights
 from dynaquant.quantize.partition import Configuration
@@ -38,11 +41,17 @@ CODINGS: dict[str, tuple[rearrange.Arrangement, bool]] = {
     "delta + rearrangement + run length + Huffman": ("rearranged", True),
 }
 """Arrangement of the levels and whether run lengths are used."""
-BEFORE, REARRANGED = list(CODINGS)[-2:]
+RUN_LENGTHS = (("Huffman", "run length + Huffman"), ("delta + Huffman", "delta + run length + Huffman"))
+"""Codings without run lengths and with them."""
+ALONE, (BEFORE, REARRANGED) = "run length + Huffman", list(CODINGS)[-2:]
+CONDITIONAL = "conditional coding"
 LIMIT = "entropy of the level given the parent's level"
 BAR = 1.15
-PAPER = {"Huffman": 25, "run length + Huffman": 28, REARRANGED: 39}
+PAPER = {"Huffman": 25, ALONE: 28, REARRANGED: 39}
 """Total ratio on ResNet-152."""
+QUICK_STEPS, QUICK_EVERY = 6, 2
+BATCHES, QUICK_BATCHES = 20, 2
+"""Of validation windows."""
 
 
 @dataclass(frozen=True)
@@ -71,68 +80,82 @@ def conditional_entropy(levels: Levels, parent: Levels) -> float:
     return float(-np.sum(counts * np.log2(probabilities, where=counts > 0, out=np.zeros(shape)))) / 8
 
 
-def coded_sizes(levels: Levels, parent: Levels | None) -> dict[str, float]:
+def coded_sizes(tensor: QuantizedTensor, before: QuantizedTensor | None) -> dict[str, float]:
     """Bytes of a tensor's levels by coding, every stream decoded to see that it holds them."""
-    sizes: dict[str, float] = {}
+    levels, parent = tensor.parent_levels, before.parent_levels if before else None
+    size = levels.values.size
+    coded: dict[str, bytes] = {}
+    decoded: dict[str, NDArray[np.uint8]] = {}
     for name, (arrangement, run_length) in CODINGS.items():
-        if arrangement != "alone" and parent is None:
-            continue
-        coded = rearrange.encode_as(arrangement, levels, parent, run_length)
-        decoded = rearrange.decode(coded, levels.values.size, levels.count, arrangement, parent)
-        assert np.array_equal(decoded.values, levels.values), f"{name} does not decode"
-        sizes[name] = len(coded)
+        if arrangement == "alone" or parent is not None:
+            coded[name] = rearrange.encode_as(arrangement, levels, parent, run_length)
+            decoded[name] = rearrange.decode(coded[name], size, levels.count, arrangement, parent).values
     if parent is not None:
-        sizes[LIMIT] = conditional_entropy(levels, parent)
-    return sizes
+        coded[CONDITIONAL] = conditional.encode(tensor, before)
+        decoded[CONDITIONAL] = conditional.decode(coded[CONDITIONAL], size, tensor.codebook, before)
+    for name, values in decoded.items():
+        assert np.array_equal(values, levels.values), f"{name} does not decode"
+    sizes: dict[str, float] = {name: len(data) for name, data in coded.items()}
+    return sizes if parent is None else {**sizes, LIMIT: conditional_entropy(levels, parent)}
 
 
-def stored_size(name: str, tensor: QuantizedTensor, parent: QuantizedTensor | None, label: Label) -> int:
+def stored_size(name: str, tensor: QuantizedTensor, parent: QuantizedTensor | None) -> int:
     """Bytes of a tensor in a checkpoint file, decoded to see that they hold its values."""
     coding, coded = stream.encode(tensor, parent, "rearranged")
-    entry = Entry(name, label, tensor.dtype, tensor.shape, "", len(coded), coding)
+    entry = Entry(name, Label("weight"), tensor.dtype, tensor.shape, "", len(coded), coding)
     restored = stream.values_of(stream.decode(entry, coded, parent))
     assert torch.equal(restored, dequantize(tensor)), f"{name} does not decode"
     return len(coded)
 
 
+def load_quantized(
+    snapshot: dict[str, Any], model: nn.Module, configuration: Configuration
+) -> dict[str, QuantizedTensor]:
+    """The weights of a snapshot, quantized, by name. model: gets the snapshot's parameters."""
+    model.load_state_dict(snapshot["model"])
+    parameters = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    label_of = labels(parameters, {"model": model})
+    weights = {name: tensor for name, tensor in parameters.items() if label_of[name].role == "weight"}
+    sketched = sketch_weights(weights, label_of, snapshot["gradients"])
+    assert sketched.weights.keys() == weights.keys(), sketched.notes
+    return quantize_weights(sketched, configuration)
+
+
 def checkpoints(
-    snapshots: list[dict[str, Any]], data: Path, configuration: Configuration
+    snapshots: list[dict[str, Any]], data: Path, configuration: Configuration, batches: int
 ) -> tuple[list[Checkpoint], int]:
-    """Every snapshot quantized and coded against the one before it, and the number of weights."""
+    """Every snapshot quantized and coded against the one before it, and the number of weights.
+
+    batches: of validation windows.
+    """
     model = new_gpt(shakespeare(data)[2])
-    evaluate = gpt_validation(data)
+    evaluate = gpt_validation(data, batches)
     parents: dict[str, QuantizedTensor] = {}
     result = []
     for snapshot in track(snapshots, description="quantizing and coding"):
-        model.load_state_dict(snapshot["model"])
-        parameters = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-        label_of = labels(parameters, {"model": model})
-        weights = {name: tensor for name, tensor in parameters.items() if label_of[name].role == "weight"}
-        sketched = sketch_weights(weights, label_of, snapshot["gradients"])
-        assert sketched.weights.keys() == weights.keys(), sketched.notes
-        quantized = quantize_weights(sketched, configuration)
+        quantized = load_quantized(snapshot, model, configuration)
         coded: dict[str, float] = {}
         side = stored = changed = 0
         for name, tensor in quantized.items():
             levels = tensor.parent_levels
             parent = parents[name].parent_levels if parents else None
-            for coding, size in coded_sizes(levels, parent).items():
+            for coding, size in coded_sizes(tensor, parents.get(name)).items():
                 coded[coding] = coded.get(coding, 0) + size
-            whole = stored_size(name, tensor, parents.get(name), label_of[name])
+            whole = stored_size(name, tensor, parents.get(name))
             side += whole - len(rearrange.encode(levels, parent)[1])
             stored += whole
             changed += 0 if parent is None else int(np.count_nonzero(levels.values != parent.values))
         values = {name.removeprefix("model."): dequantize(tensor) for name, tensor in quantized.items()}
         original, restored = score(model, {}, evaluate), score(model, values, evaluate)
-        count = sum(tensor.numel() for tensor in weights.values())
+        count = sum(tensor.shape.numel() for tensor in quantized.values())
         result.append(Checkpoint(snapshot["step"], coded, side, stored, changed / count, original, restored))
         parents = quantized
     return result, count
 
 
 def totals(chain: list[Checkpoint]) -> dict[str, float]:
-    """Bytes by coding over the chain of deltas; the limit comes last."""
-    return {name: sum(checkpoint.coded[name] for checkpoint in chain) for name in [*CODINGS, LIMIT]}
+    """Bytes by coding over the chain of deltas; conditional coding and the limit come last."""
+    return {name: sum(checkpoint.coded[name] for checkpoint in chain) for name in [*CODINGS, CONDITIONAL, LIMIT]}
 
 
 def summary(chain: list[Checkpoint], weights: int) -> Table:
@@ -150,10 +173,10 @@ def summary(chain: list[Checkpoint], weights: int) -> Table:
 
 
 def by_step(found: list[Checkpoint], weights: int) -> Table:
-    columns = ["step", "changed", *("R+H", "Δ+R+H", "rearranged", "entropy"), "side", "stored", "ratio"]
+    columns = ["step", "changed", *("R+H", "Δ+R+H", "rearranged", "conditional", "entropy"), "side", "stored", "ratio"]
     rows = []
     for c in found:
-        sizes = [c.coded.get(name) for name in ("run length + Huffman", BEFORE, REARRANGED, LIMIT)]
+        sizes = [c.coded.get(name) for name in (ALONE, BEFORE, REARRANGED, CONDITIONAL, LIMIT)]
         bits = ["" if size is None else f"{8 * size / weights:.2f}" for size in [*sizes, c.side, c.stored]]
         changed = f"{c.changed:.0%}" if BEFORE in c.coded else "keyframe"
         losses = [f"{c.loss:.4f}", f"{c.restored_loss:.4f}", f"{c.restored_loss / c.loss - 1:+.2%}"]
@@ -166,8 +189,8 @@ def plot(found: list[Checkpoint], weights: int, file: Path) -> None:
     sizes, losses = figure.subplots(1, 2)
     chain = found[1:]
     steps = [checkpoint.step for checkpoint in chain]
-    styles = ["o-", "o--", "o-", "o--", "o-", "k:"]
-    for name, style in zip([*CODINGS, LIMIT], styles, strict=True):
+    styles = ["o-", "o--", "o-", "o--", "o-", "o-", "k:"]
+    for name, style in zip(totals(chain), styles, strict=True):
         bits = [8 * checkpoint.coded[name] / weights for checkpoint in chain]
         sizes.plot(steps, bits, style, markersize=4, label=name)
     sizes.set(title="Levels of a delta", xlabel="training step", ylabel="bits per weight", ylim=(0, None))
@@ -184,7 +207,7 @@ def plot(found: list[Checkpoint], weights: int, file: Path) -> None:
 
 def verdict(chain: list[Checkpoint]) -> str:
     sizes = totals(chain)
-    gain, alone = sizes[BEFORE] / sizes[REARRANGED], sizes["run length + Huffman"] / sizes[REARRANGED]
+    gain, alone = sizes[BEFORE] / sizes[REARRANGED], sizes[ALONE] / sizes[REARRANGED]
     return (
         f"{'passed' if gain >= BAR else 'MISSED'}: over the chain of deltas, rearranged streams are {gain:.2f}× "
         f"smaller than {BEFORE} and {alone:.2f}× smaller than run length + Huffman without a delta; "
@@ -194,7 +217,9 @@ def verdict(chain: list[Checkpoint]) -> str:
 
 def page(found: list[Checkpoint], weights: int, bins: int, described: dict[str, str | int], plotted: str) -> str:
     sizes = totals(found[1:])
-    above = sizes[REARRANGED] / sizes[LIMIT] - 1
+    above, closer = (sizes[name] / sizes[LIMIT] - 1 for name in (REARRANGED, CONDITIONAL))
+    gains = [f"{sizes[before] / sizes[after] - 1:.1%}" for before, after in RUN_LENGTHS]
+    gain = sizes[REARRANGED] / sizes[CONDITIONAL]
     ratio = 4 * weights * len(found) / sum(checkpoint.stored for checkpoint in found)
     worst = max(checkpoint.restored_loss / checkpoint.loss - 1 for checkpoint in found)
     return f"""\
@@ -207,44 +232,51 @@ def page(found: list[Checkpoint], weights: int, bins: int, described: dict[str, 
 `DIR` holds `shakespeare.txt`. {sentence(described)}
 
 A GPT trained with AdamW for {found[-1].step} steps, a checkpoint every {found[1].step - found[0].step}, all quantized
-with the default configuration, of {bins} bins. Every stream was decoded and compared.
+by the published quantizer with its default configuration, of {bins} bins. Every stream was decoded and compared.
 
 {verdict(found[1:])}.
 
-Without a delta run lengths gain nothing, as neighbouring weights rarely share a bin; they pay once few levels change.
+Run lengths gain {gains[0]} without a delta, as neighbouring weights rarely share a bin, and {gains[1]} with one: they
+pay once few levels change. *{CONDITIONAL}* is dynaquant's default coder, which codes every level with the statistics
+of its parent's level ([why](../architecture.md)). It makes the levels {gain:.2f}× smaller than the
+rearranged streams of the paper.
 
 ![bits per weight by coding, and validation loss]({plotted})
 
 {summary(found[1:], weights).in_markdown()}
 
 *float32 ratio* counts the levels alone, *all in* the centres and protected values as well. *In the paper* is its
-ablation on ResNet-152 ({PAPER["Huffman"]}×, {PAPER["run length + Huffman"]}× and {PAPER[REARRANGED]}× in total). The
+ablation on ResNet-152 ({PAPER["Huffman"]}×, {PAPER[ALONE]}× and {PAPER[REARRANGED]}× in total). The
 rearranged streams, tables included, take {above:.1%} more than the entropy of the levels given the parent's: Huffman
-codes spend whole bits. That is all that a better coder with the same context can gain.
+codes spend whole bits. That is all that a better coder with the same context can gain. Conditional coding, tables
+included, takes {closer:.1%} more: rANS spends fractions of a bit.
 
 {by_step(found, weights).in_markdown()}
 
 R: run length, H: Huffman, Δ: delta. *side* is centres and protected values; *stored* is all that a checkpoint file
-holds of the weights, where small tensors take the arrangement that suits them best. Keyframe and deltas together, the
-weights take {ratio:.1f} times less than float32. The loss on restored weights is at most {worst:.2%} worse.
+holds of the weights with the paper's coder, where small tensors take the arrangement that suits them best. Keyframe and
+deltas together, the weights take {ratio:.1f} times less than float32. The loss on restored weights is at most
+{worst:.2%} worse.
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds shakespeare.txt")
-    parser.add_argument("--cache", type=Path, default=Path("build/benchmarks"), help="where the snapshots are kept")
+    parser.add_argument("--cache", type=Path, help="where the snapshots are kept: build/benchmarks")
     parser.add_argument("--steps", type=int, default=1600)
     parser.add_argument("--every", type=int, default=160)
     parser.add_argument("--bins", type=int, default=Configuration().bins)
-    parser.add_argument(
-        "--out", type=Path, default=Path("docs/results/delta_ablation.json"), help="JSON; .md, .png beside"
-    )
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps, to see that it works, in {QUICK}")
+    parser.add_argument("--out", type=Path, help=f"JSON; .md, .png beside: {RESULTS}/delta_ablation.json")
     arguments = parser.parse_args()
+    out = arguments.out or (QUICK if arguments.quick else RESULTS) / "delta_ablation.json"
+    cache = arguments.cache or (QUICK if arguments.quick else CACHE)
+    steps, every = (QUICK_STEPS, QUICK_EVERY) if arguments.quick else (arguments.steps, arguments.every)
 
-    taken = snapshots("gpt", arguments.data, arguments.cache, arguments.steps, arguments.every)
+    taken = snapshots("gpt", arguments.data, cache, steps, every)
     configuration = Configuration(bins=arguments.bins, embedding_bins=arguments.bins)
-    found, weights = checkpoints(taken, arguments.data, configuration)
+    found, weights = checkpoints(taken, arguments.data, configuration, QUICK_BATCHES if arguments.quick else BATCHES)
     console = Console()
     console.width = max(console.width, 130)
     console.print(summary(found[1:], weights).on_screen())
@@ -252,7 +284,7 @@ def main() -> None:
     console.print(verdict(found[1:]))
 
     described = machine("numpy", "torch")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     results = {
         "machine": described,
         "weights": weights,
@@ -260,10 +292,10 @@ def main() -> None:
         "deltas": totals(found[1:]),
         "checkpoints": [asdict(checkpoint) for checkpoint in found],
     }
-    arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    plotted = arguments.out.with_suffix(".png")
+    out.write_text(json.dumps(results, indent=1) + "\n")
+    plotted = out.with_suffix(".png")
     plot(found, weights, plotted)
-    arguments.out.with_suffix(".md").write_text(page(found, weights, arguments.bins, described, plotted.name))
+    out.with_suffix(".md").write_text(page(found, weights, arguments.bins, described, plotted.name))
 
 
 if __name__ == "__main__":

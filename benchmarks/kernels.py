@@ -1,6 +1,6 @@
 """Histogram, level assignment, quantiles and clustering: dynaquant against other libraries, in one run.
 
-    python benchmarks/kernels.py [--values 50000000] [--out docs/results/kernels.json]
+    python benchmarks/kernels.py [--values 50000000] [--out docs/results/kernels.json] [--quick]
 
 All methods of a task take turns, and the shortest of their times counts. Everything runs twice: in a process that is
 pinned to one core and in one that has all of them; every library sizes its thread pool by that.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,11 +21,14 @@ import faiss
 import kmeans1d
 import numpy as np
 import torch
+from cores import on_cores
 from ddsketch import DDSketch
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from results import Table, machine, sentence
+from results import CACHE, QUICK, RESULTS, Table, machine, sentence
 from rich.console import Console
 from sklearn.cluster import KMeans
+from workloads import gpt_snapshots
 
 from dynaquant import _native
 from dynaquant.kernels.host import bits_of
@@ -35,6 +37,7 @@ from dynaquant.sketch import BUCKETS, LogHistogram, bucket_values
 
 REPEATS, ENOUGH = 7, 2.0
 """Turns of every method; one that has taken ENOUGH seconds gets no further turn."""
+VALUES, QUICK_VALUES = 50_000_000, 1_000_000
 CLUSTERS = 16
 QUANTILES = (0.1, 0.995)
 """Where the default configuration has its thresholds."""
@@ -71,11 +74,11 @@ class Row:
         return 4e-9 * self.values / self.seconds
 
 
-def race(methods: list[Method]) -> tuple[dict[str, float], dict[str, Any]]:
+def race(methods: list[Method], turns: int) -> tuple[dict[str, float], dict[str, Any]]:
     """The shortest time of every method in seconds, and its answer."""
     seconds: dict[str, list[float]] = {method.name: [] for method in methods}
     answers: dict[str, Any] = {}
-    for _ in range(REPEATS):
+    for _ in range(turns):
         for method in methods:
             if sum(seconds[method.name]) < ENOUGH:
                 start = perf_counter()
@@ -84,7 +87,7 @@ def race(methods: list[Method]) -> tuple[dict[str, float], dict[str, Any]]:
     return {name: min(times) for name, times in seconds.items()}, answers
 
 
-def histogram(x: Values) -> list[Row]:
+def histogram(x: Values, turns: int) -> list[Row]:
     tensor = torch.from_numpy(x)
     methods = [
         Method("dynaquant", x.size, lambda: LogHistogram.of(tensor)),
@@ -95,7 +98,7 @@ def histogram(x: Values) -> list[Row]:
             lambda: torch.bincount((tensor.view(torch.int32) >> 16) & 0xFFFF, minlength=BUCKETS),
         ),
     ]
-    seconds, answers = race(methods)
+    seconds, answers = race(methods, turns)
     sketch = answers.pop("dynaquant")
     dense = np.zeros(BUCKETS, dtype=np.int64)
     dense[sketch.buckets] = sketch.counts
@@ -104,7 +107,7 @@ def histogram(x: Values) -> list[Row]:
     return [Row("log histogram", m.name, m.values, seconds[m.name], "exact counts") for m in methods]
 
 
-def assignment(x: Values) -> list[Row]:
+def assignment(x: Values, turns: int) -> list[Row]:
     tensor = torch.from_numpy(x)
     bits = bits_of(tensor)
     centres = codebook(LogHistogram.of(tensor), CLUSTERS)
@@ -131,7 +134,7 @@ def assignment(x: Values) -> list[Row]:
         ),
         Method("PyTorch bucketize", x.size, lambda: torch.bucketize(tensor, torch_boundaries, out_int32=True)),
     ]
-    seconds, answers = race(methods)
+    seconds, answers = race(methods, turns)
     exact = answers["NumPy searchsorted"] + int(table.min())
     answers["NumPy searchsorted"] = exact
     answers["PyTorch bucketize"] = answers["PyTorch bucketize"].numpy() + int(table.min())
@@ -142,7 +145,7 @@ def assignment(x: Values) -> list[Row]:
     return [Row("level assignment", m.name, m.values, seconds[m.name], accuracy(answers[m.name])) for m in methods]
 
 
-def quantiles(x: Values) -> list[Row]:
+def quantiles(x: Values, turns: int) -> list[Row]:
     tensor = torch.from_numpy(x)
     magnitudes = np.abs(x)
     torch_magnitudes = torch.from_numpy(magnitudes)
@@ -170,7 +173,7 @@ def quantiles(x: Values) -> list[Row]:
         ),
         Method("ddsketch", len(sample), ddsketch),
     ]
-    seconds, answers = race(methods)
+    seconds, answers = race(methods, turns)
     rows = []
     for m in methods:
         exact = np.quantile(magnitudes[: m.values], QUANTILES)
@@ -186,7 +189,7 @@ def mean_squared_error(x: Values, centres: NDArray[Any]) -> float:
     return sum(float(np.sum(part**2)) for part in parts) / x.size
 
 
-def clustering(x: Values) -> list[Row]:
+def clustering(x: Values, turns: int) -> list[Row]:
     tensor = torch.from_numpy(x)
     column = x.reshape(-1, 1)
 
@@ -209,7 +212,7 @@ def clustering(x: Values) -> list[Row]:
         Method("faiss Kmeans", x.size, lambda: with_faiss(x.size)),
         Method("faiss Kmeans, sampling", x.size, lambda: with_faiss(256 * CLUSTERS)),
     ]
-    seconds, answers = race(methods)
+    seconds, answers = race(methods, turns)
     answers["sklearn KMeans"] = answers["sklearn KMeans"].cluster_centers_
     sample = np.random.default_rng(0).choice(x, min(OPTIMUM_SAMPLE, x.size), replace=False)
     optimum = mean_squared_error(x, np.array(kmeans1d.cluster(sample, CLUSTERS).centroids))
@@ -225,12 +228,12 @@ def clustering(x: Values) -> list[Row]:
     ]
 
 
-def synthetic(size: int) -> Values:
+def synthetic(size: int, piece: int = 100_000) -> Values:
     """A heavy-tailed mix: Laplace in pieces, with a scale per piece from 0.005 to 0.1, as layers have."""
     random = np.random.default_rng(0)
     pieces = [
-        np.exp(random.uniform(np.log(0.005), np.log(0.1))) * random.laplace(size=min(100_000, size - begin))
-        for begin in range(0, size, 100_000)
+        np.exp(random.uniform(np.log(0.005), np.log(0.1))) * random.laplace(size=min(piece, size - begin))
+        for begin in range(0, size, piece)
     ]
     return np.concatenate(pieces).astype(np.float32)
 
@@ -243,26 +246,15 @@ def trained(snapshot: Path) -> Values:
     return weights
 
 
-def measure(source: Path | int) -> list[Row]:
+def measure(source: Path | int, turns: int) -> list[Row]:
     x = synthetic(source) if isinstance(source, int) else trained(source)
     cores = len(os.sched_getaffinity(0))
     rows = []
     with Console(stderr=True).status("") as status:
         for task in (histogram, assignment, quantiles, clustering):
             status.update(f"{task.__name__} of {x.size:,} values on {cores} core{'s' * (cores > 1)}")
-            rows += task(x)
+            rows += task(x, turns)
     return rows
-
-
-def measure_on(cores: set[int], source: Path | int) -> list[Row]:
-    """``measure`` in a new process: libraries look at the number of cores when they are loaded."""
-    everything = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.apply(measure, [source])
-    finally:
-        os.sched_setaffinity(0, everything)
 
 
 def ratios(rows: list[Row]) -> list[float]:
@@ -286,13 +278,29 @@ def table(title: str, one: list[Row], every: list[Row], cores: int) -> Table:
     return Table(title, ["task", "method", "1 core, GB/s", "ratio", f"{cores} cores, GB/s", "ratio", "accuracy"], rows)
 
 
+def plot(title: str, rows: list[Row], file: Path) -> None:
+    """The speed of every method, one bar chart for each task."""
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    tasks = list(dict.fromkeys(row.task for row in rows))
+    for task, axes in zip(tasks, figure.subplots(2, 2).flat, strict=True):
+        some = [row for row in rows if row.task == task]
+        colors = ["C0" if row.method.startswith("dynaquant") else "C7" for row in some]
+        axes.barh([row.method for row in some], [row.speed for row in some], color=colors)
+        axes.set(title=task, xscale="log", xlabel="GB/s of float32")
+        axes.invert_yaxis()
+        axes.grid(alpha=0.3, axis="x")
+    figure.suptitle(f"{title}, 1 core")
+    figure.savefig(file, dpi=130)
+
+
+def verdict(what: str, value: float, bar: float, unit: str) -> str:
+    return f"{'passed' if value >= bar else 'MISSED'}: {what} {value:,.4g}{unit}, at least {bar:g}{unit} wanted"
+
+
 def verdicts(rows: list[Row]) -> list[str]:
     """The bars, on the one-core rows of the synthetic values."""
     speed = {(row.task, row.method): row.speed for row in rows}
     ratio = {(row.task, row.method): r for row, r in zip(rows, ratios(rows), strict=True)}
-
-    def verdict(what: str, value: float, bar: float, unit: str) -> str:
-        return f"{'passed' if value >= bar else 'MISSED'}: {what} {value:,.4g}{unit}, at least {bar:g}{unit} wanted"
 
     quantile = min(r for (task, method), r in ratio.items() if task == "two quantiles" and method != "dynaquant")
     clusters = min(ratio[f"{CLUSTERS} clusters", peer] for peer in ("sklearn KMeans", "faiss Kmeans"))
@@ -326,22 +334,26 @@ NOTES = f"""\
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--values", type=int, default=50_000_000, help="synthetic values")
+    parser.add_argument("--values", type=int, help=f"synthetic values: {VALUES:,}")
+    parser.add_argument("--cache", type=Path, help=f"where delta_ablation.py left a GPT: {CACHE}")
     parser.add_argument(
-        "--cache", type=Path, default=Path("build/benchmarks"), help="where delta_ablation.py left a GPT"
+        "--quick", action="store_true", help=f"{QUICK_VALUES:,} values, to see that it works, in {QUICK}"
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("docs/results/kernels.json"), help="JSON; a .md goes beside it"
-    )
+    parser.add_argument("--out", type=Path, help=f"JSON; .md, .png beside: {RESULTS}/kernels.json")
     arguments = parser.parse_args()
+    values = arguments.values or (QUICK_VALUES if arguments.quick else VALUES)
+    turns = 1 if arguments.quick else REPEATS
+    out = arguments.out or (QUICK if arguments.quick else RESULTS) / "kernels.json"
 
     cores = os.sched_getaffinity(0)
-    sources: dict[str, Path | int] = {f"{arguments.values:,} synthetic values": arguments.values}
-    snapshots = sorted(arguments.cache.glob("gpt-*.pt"), key=lambda file: file.stat().st_mtime)
-    if snapshots:
+    sources: dict[str, Path | int] = {f"{values:,} synthetic values": values}
+    if snapshots := gpt_snapshots(arguments.cache or (QUICK if arguments.quick else CACHE)):
         sources["The weights of a trained GPT"] = snapshots[-1]
     described = machine(*PEERS)
-    results = {name: (measure_on({min(cores)}, s), measure_on(cores, s)) for name, s in sources.items()}
+    results = {
+        name: (on_cores({min(cores)}, measure, source, turns), on_cores(cores, measure, source, turns))
+        for name, source in sources.items()
+    }
     tables = [table(name, *rows, len(cores)) for name, rows in results.items()]
     bars = verdicts(next(iter(results.values()))[0])
 
@@ -351,20 +363,24 @@ def main() -> None:
         console.print(shown.on_screen())
     for bar in bars:
         console.print(bar)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     measured = {
         name: {label: [asdict(row) for row in rows] for label, rows in zip(("1 core", "all cores"), both, strict=True)}
         for name, both in results.items()
     }
-    arguments.out.write_text(json.dumps({"machine": described, "bars": bars, "results": measured}, indent=1) + "\n")
+    out.write_text(json.dumps({"machine": described, "bars": bars, "results": measured}, indent=1) + "\n")
+    plotted = out.with_suffix(".png")
+    title, (one, _) = next(iter(results.items()))
+    plot(title, one, plotted)
     page = [
         "# Kernels\n\n```\nmake benchmark-setup\n.venv/bin/python benchmarks/kernels.py\n```\n",
         sentence(described) + "\n",
+        f"![speed by method, for each task]({plotted.name})\n",
         *(shown.in_markdown() + "\n" for shown in tables),
         "## Bars\n\nOn one core, synthetic values:\n\n" + "\n".join(f"- {bar}" for bar in bars) + "\n",
         "## How to read it\n\n" + NOTES,
     ]
-    arguments.out.with_suffix(".md").write_text("\n".join(page))
+    out.with_suffix(".md").write_text("\n".join(page))
 
 
 if __name__ == "__main__":

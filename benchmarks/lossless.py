@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,6 +24,7 @@ import blosc2
 import numpy as np
 import torch
 import zstandard
+from cores import on_cores
 from numpy.typing import NDArray
 from pcodec import ChunkConfig, standalone
 from results import Table, machine, sentence
@@ -217,17 +217,6 @@ def measure(snapshots: list[Path], dtype: torch.dtype | None) -> list[Row]:
     return rows
 
 
-def measure_on(cores: set[int], snapshots: list[Path], dtype: torch.dtype | None) -> list[Row]:
-    """``measure`` in a new process: libraries look at the number of cores when they are loaded."""
-    everything = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
-    try:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.apply(measure, [snapshots, dtype])
-    finally:
-        os.sched_setaffinity(0, everything)
-
-
 def table(title: str, one: list[Row], every: list[Row], cores: int) -> Table:
     roles = list(one[0].raw)
     columns = ["method", "ratio", *(roles if len(roles) > 1 else [])]
@@ -268,7 +257,7 @@ def main() -> None:
         for dtype in (None, torch.bfloat16):
             values = "bfloat16 weights" if dtype else "weights and optimizer"
             title = f"{snapshots[0].stem} to {snapshots[-1].stem}, {len(snapshots)} checkpoints, {values}"
-            one, every = measure_on({min(cores)}, snapshots, dtype), measure_on(cores, snapshots, dtype)
+            one, every = (on_cores(some, measure, snapshots, dtype) for some in ({min(cores)}, cores))
             tables.append(table(title, one, every, len(cores)))
             measured[title] = {"1 core": [asdict(r) for r in one], "all cores": [asdict(r) for r in every]}
             console.print(tables[-1].on_screen())

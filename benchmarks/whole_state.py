@@ -14,41 +14,20 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
-from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from checkpointers import Checkpoints, Ours, Saved, Theirs
 from crashes import SEED, Settings, parse
 from matplotlib.figure import Figure
-from peers import excp
+from peers.excp import EXCP
 from results import Table, machine, sentence
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
-from workloads import WORKLOADS, Uninterrupted, Workload
+from workloads import WORKLOADS, Uninterrupted
 
-import dynaquant as dq
-from dynaquant.search.quality import degradation, score
-
-EXCP_STEPS = [excp.Settings(alpha, bits=bits) for bits, alpha in product((2, 4, 8), sorted(excp.SPACE["alpha"])[::-1])]
-"""Coarse to fine, with the paper's β throughout: it has no effect on the weights, so that no metric can choose it."""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """One checkpoint by one method: raw and stored bytes, of the weights and of all; degradation of the weights.
-
-    weights: None where they are not stored apart.
-    """
-
-    step: int
-    weights: tuple[int, int] | None
-    state: tuple[int, int]
-    degradation: float
-    evaluations: int
-    blocked: float
-    how: str
+from dynaquant.search.quality import degradation
 
 
 @dataclass(frozen=True)
@@ -75,83 +54,9 @@ class Result:
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Result:
         parts = {field.name: stored[field.name] for field in fields(cls)}
-        saved = {method: [Saved(**one) for one in many] for method, many in stored["saved"].items()}
+        saved = {method: [Saved.from_json(one) for one in many] for method, many in stored["saved"].items()}
         alone = [Uninterrupted.from_json(one) for one in stored["alone"]]
         return cls(**{**parts, "settings": Settings(**stored["settings"]), "saved": saved, "alone": alone})
-
-
-class Excp:
-    """ExCP on the checkpoints of a training, with the coarsest settings that are good enough."""
-
-    def __init__(self, work: Workload, limit: float) -> None:
-        self._work, self._limit, self._at = work, limit, 0
-        self._previous = excp.Checkpoint(self._weights())
-
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().clone() for name, tensor in self._work.model.named_parameters()}
-
-    def _checkpoint(self) -> excp.Checkpoint:
-        work = self._work
-        moments: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        for name, parameter in work.model.named_parameters():
-            state = work.optimizer.state[parameter]
-            for found, keys in zip(moments, (("exp_avg", "momentum_buffer"), ("exp_avg_sq",)), strict=True):
-                for key in keys:
-                    if key in state:
-                        found[name] = state[key].clone()
-        return excp.Checkpoint(self._weights(), *moments, dict(work.model.named_buffers()))
-
-    def save(self, step: int) -> Saved:
-        start = perf_counter()
-        checkpoint = self._checkpoint()
-        original = score(self._work.model, {}, self._work.search_loss)
-        begin = self._at = max(self._at - 1, 0)  # what was too coarse before may do now
-        while True:
-            data = excp.encode(checkpoint, self._previous, EXCP_STEPS[self._at])
-            decoded = excp.decode(data, self._previous)
-            worse = degradation(original, score(self._work.model, decoded.weights, self._work.search_loss), False)
-            if worse <= self._limit or self._at == len(EXCP_STEPS) - 1:
-                break
-            self._at += 1
-        raw = sum(tensor.nbytes for group in checkpoint.groups().values() for tensor in group.values())
-        chosen = EXCP_STEPS[self._at]
-        self._previous = decoded
-        how = f"α = {chosen.alpha:g}, {chosen.bits} bits"
-        seconds = perf_counter() - start
-        return Saved(step, None, (raw, len(data)), worse, self._at - begin + 1, seconds, how)
-
-
-def saved_of(record: dq.Record, blocked: float) -> Saved:
-    weights = record.roles["weight"]
-    return Saved(
-        record.step,
-        (weights.raw, weights.stored),
-        (record.total.raw, record.total.stored),
-        record.quality["degradation"] if record.quality else 0.0,
-        record.evaluations,
-        blocked,
-        str(record.configuration),
-    )
-
-
-def checkpointers(stack: ExitStack, work: Workload, settings: Settings, cache: Path) -> dict[str, dq.Checkpointer]:
-    """dynaquant's default and the published method, each with a folder of its own."""
-
-    def made(method: Any) -> dq.Checkpointer:
-        return stack.enter_context(
-            dq.Checkpointer(
-                stack.enter_context(tempfile.TemporaryDirectory(dir=cache)),
-                work.model,
-                work.optimizer,
-                extras={"scheduler": work.scheduler, "data": work.generator},
-                evaluate=work.search_loss,
-                max_degradation=settings.max_degradation,
-                method=method,
-                every=settings.every,
-            )
-        )
-
-    return {"dynaquant": made("grid"), "published": made("published")}
 
 
 def steps_with_crashes(settings: Settings) -> Iterator[int]:
@@ -169,27 +74,30 @@ def steps_with_crashes(settings: Settings) -> Iterator[int]:
 def run(settings: Settings, data: Path, cache: Path) -> dict[str, Any]:
     """The fields of ``Result`` that come of training."""
     work = WORKLOADS[settings.workload](data, cache, settings.steps, SEED)
-    saved: dict[str, list[Saved]] = {"dynaquant": [], "published": [], "ExCP": []}
     training = 0.0
     with ExitStack() as stack:
-        methods = checkpointers(stack, work, settings, cache)
-        peer = Excp(work, settings.max_degradation)
+        folders = [Path(stack.enter_context(tempfile.TemporaryDirectory(dir=cache))) for _ in range(2)]
+        methods: dict[str, Checkpoints] = {
+            "dynaquant": Ours("grid", folders[0], settings.max_degradation, settings.every),
+            "published": Ours("published", folders[1], settings.max_degradation, settings.every),
+            "ExCP": Theirs(EXCP, settings.max_degradation),
+        }
+        saved: dict[str, list[Saved]] = {name: [] for name in methods}
+        for checkpoints in methods.values():
+            stack.callback(checkpoints.close)
+            checkpoints.attach(work)
         before = 0
         total = settings.steps + settings.restores * settings.lost
         for step in track(steps_with_crashes(settings), f"training the {settings.workload} with crashes", total):
             if step <= before:  # an empty memory is what a crash leaves; the restore brings back all of the state
-                assert methods["dynaquant"].restore() == step - 1
+                assert methods["dynaquant"].attach(work) == step - 1
             before = step
             start = perf_counter()
             work.train_step()
             training += perf_counter() - start
             if step % settings.every == 0 and all(one.step < step for one in saved["dynaquant"]):
-                for name, checkpointer in methods.items():
-                    start = perf_counter()
-                    future = checkpointer.save(step)
-                    blocked = perf_counter() - start
-                    saved[name].append(saved_of(future.result(), blocked))
-                saved["ExCP"].append(peer.save(step))
+                for name, checkpoints in methods.items():
+                    saved[name].append(checkpoints.save(step))
         final = work.final_quality(work.model)
     return {
         "higher_is_better": work.higher_is_better,

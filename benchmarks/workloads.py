@@ -226,7 +226,7 @@ def augmented(padded: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _batches(images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return [(normalized(x), y) for x, y in zip(torch.split(images, 500), torch.split(labels, 500), strict=True)]
+    return [(normalized(x), y) for x, y in zip(torch.split(images, 100), torch.split(labels, 100), strict=True)]
 
 
 def accuracy(images: Tensor, labels: Tensor) -> Evaluate:
@@ -277,6 +277,16 @@ WORKLOADS: dict[str, Callable[[Path, Path, int, int], Workload]] = {"gpt": gpt, 
 """Workloads by name, built from data folder, cache folder, steps and seed."""
 
 
+def gpt_snapshots(cache: Path) -> list[Path]:
+    """The files that ``snapshots`` has left of a GPT, oldest first; of several trainings, those of the longest."""
+    steps = {file: int(file.stem.rpartition("-")[2]) for file in cache.glob("gpt-*-*.pt")}
+    if not steps:
+        return []
+    longest = max(steps, key=lambda file: (steps[file], file.name))
+    key = longest.stem.rpartition("-")[0]
+    return sorted((file for file in steps if file.stem.rpartition("-")[0] == key), key=steps.__getitem__)
+
+
 def snapshots(name: str, data: Path, cache: Path, steps: int, every: int, seed: int = 0) -> list[dict[str, Any]]:
     """Train a workload and return its snapshots, oldest first.
 
@@ -284,7 +294,7 @@ def snapshots(name: str, data: Path, cache: Path, steps: int, every: int, seed: 
     left them; training takes 18 minutes for 1600 steps of the GPT on one core otherwise, and four for the ResNet.
     """
     shape = {"gpt": (CONTEXT, BATCH), "resnet": (IMAGES, PADDING)}[name]
-    key = _key(steps, every, seed, *shape, torch.__version__)
+    key = key_of(steps, every, seed, *shape, torch.__version__)
     files = [cache / f"{name}-{key}-{step}.pt" for step in range(every, steps + 1, every)]
     if not all(file.exists() for file in files):
         cache.mkdir(parents=True, exist_ok=True)
@@ -304,11 +314,15 @@ def snapshots(name: str, data: Path, cache: Path, steps: int, every: int, seed: 
     return [torch.load(file, weights_only=True) for file in files]
 
 
-def uninterrupted(name: str, data: Path, cache: Path, steps: int, every: int, seed: int) -> Uninterrupted:
+def uninterrupted(
+    name: str, data: Path, cache: Path, steps: int, every: int, seed: int, quiet: bool = False
+) -> Uninterrupted:
     """Trains a workload without checkpoints, evaluating it every so many steps; taken from ``cache`` where known."""
     work = WORKLOADS[name](data, cache, steps, seed)
     setup = work.scheduler.state_dict(), work.optimizer, work.model
-    file = cache / f"uninterrupted-{name}-{_key(*setup, steps, seed, torch.get_num_threads(), torch.__version__)}.json"
+    file = (
+        cache / f"uninterrupted-{name}-{key_of(*setup, steps, seed, torch.get_num_threads(), torch.__version__)}.json"
+    )
     wanted = range(every, steps + 1, every)
     if file.exists():
         known = Uninterrupted.from_json(json.loads(file.read_text()))
@@ -317,7 +331,7 @@ def uninterrupted(name: str, data: Path, cache: Path, steps: int, every: int, se
     qualities: dict[int, float] = {}
     evaluating = 0.0
     began = perf_counter()
-    for step in track(range(1, steps + 1), description=f"training the {name}, seed {seed}, uninterrupted"):
+    for step in track(range(1, steps + 1), f"training the {name}, seed {seed}, uninterrupted", disable=quiet):
         work.train_step()
         if step in wanted:
             start = perf_counter()
@@ -330,6 +344,6 @@ def uninterrupted(name: str, data: Path, cache: Path, steps: int, every: int, se
     return result
 
 
-def _key(*settings: Any) -> str:
+def key_of(*settings: Any) -> str:
     """A name for what was made with these settings."""
     return hashlib.blake2s(repr(settings).encode()).hexdigest()[:12]

@@ -18,16 +18,8 @@ from peers.qd_compressor import QD_COMPRESSOR
 from peers.zfp import ZFP
 
 NEEDS_ZFP = pytest.mark.skipif(find_spec("zfpy") is None, reason="zfpy is not installed")
-LOSSY = [
-    CHECK_N_RUN,
-    QD_COMPRESSOR,
-    GOBO,
-    LC_CHECKPOINT,
-    EXCP,
-    DELTA_DNN,
-    pytest.param(ZFP, marks=NEEDS_ZFP),
-    BLOCK_DCT,
-]
+QUANTIZING = [CHECK_N_RUN, QD_COMPRESSOR, GOBO, LC_CHECKPOINT, EXCP]
+LOSSY = [*QUANTIZING, DELTA_DNN, pytest.param(ZFP, marks=NEEDS_ZFP), BLOCK_DCT]
 LOSSLESS = [DEDUP]
 PEERS = [*LOSSY, *LOSSLESS]
 

@@ -50,7 +50,7 @@ class Settings:
     bound: float
 
 
-SPACE = tuple(Settings(2 ** (k / 2)) for k in range(4, -11, -1))
+SPACE = tuple(Settings(round(2 ** (k / 2), 3)) for k in range(4, -11, -1))
 
 
 def encode(checkpoint: Checkpoint, _previous: Known | None, settings: Settings) -> Encoded:

@@ -7,9 +7,9 @@ arXiv 2010.08679, section on checkpoint quantization; as "Check-N-Run+" in the I
   ``round((w - low) / scale)`` with ``scale = (high - low) / (bins - 1)``, packed in ceil(log2 bins) bits. Check-N-Run
   has 2, 3, 4 and 8 bits, Inshrinkerator 8 to 256 bins.
 - Adaptive range: from the row's minimum and maximum, each move takes ``range / num_step_bins`` off the end whose
-  squared error is then the lower, until ``ratio`` of the range is gone. The best range on the way is kept. The search
-  is also PyTorch's ``choose_qparams_optimized`` (``qtensor``'s C++), from the same company, which settles what the
-  words leave open: both ends together lose ``ratio`` of the range.
+  squared error is then the lower, until ``ratio`` of the range is gone. The best range on the way is kept. The same
+  search is ``torch.choose_qparams_optimized``, from the same company, which settles what the words leave open: it is
+  both ends together that lose ``ratio`` of the range.
 - ``num_step_bins`` is one of 10, 25, 50, 100 and ``ratio`` one of 0.1 to 0.5 (Inshrinkerator's search space). In the
   space below they are what is worth its time: few levels gain by a much narrower range, many by hardly any, in small
   moves. (For Gaussian rows the best range of 8 levels is a quarter narrower than that of the data, of 32 not at all.)
@@ -40,10 +40,10 @@ class Settings:
     ratio: float
 
 
-COARSE = tuple(Settings(bins, steps=50, ratio=0.5) for bins in (8, 10, 12))
-MIDDLE = tuple(Settings(bins, steps=50, ratio=0.3) for bins in (16, 20, 24))
-FINE = tuple(Settings(bins, steps=100, ratio=0.1) for bins in (32, 40, 48, 64, 96, 128, 192, 256))
-SPACE = COARSE + MIDDLE + FINE
+COARSE, MIDDLE = Settings(8, steps=50, ratio=0.5), Settings(16, steps=50, ratio=0.3)
+FINE = tuple(Settings(bins, steps=100, ratio=0.1) for bins in (32, 64, 128, 256))
+SPACE = (COARSE, MIDDLE, *FINE)
+"""Numbers of bins that fill their bits: as many bytes buy no better values."""
 
 
 def encode(checkpoint: Checkpoint, _previous: Known | None, settings: Settings) -> Encoded:

@@ -1,7 +1,7 @@
 """Deduplicating incremental checkpoints as a peer: a hash tree over chunks of the raw state tells what to write.
 
 Tan et al., "Scalable Incremental Checkpointing using GPU-Accelerated De-Duplication", ICPP 2023,
-https://doi.org/10.1145/3605573.3605639; here on the CPU.
+https://ornl.gov/publication/scalable-incremental-checkpointing-using-gpu-accelerated-de-duplication; here on the CPU.
 
 - The state, all tensors one after another, is cut into chunks of one size, the leaves of a binary Merkle tree.
 - A node whose hash is that of the node in the same place of the checkpoint before has not changed (*fixed duplicate*):
@@ -10,9 +10,10 @@ https://doi.org/10.1145/3605573.3605639; here on the CPU.
   has had already (*shifted duplicates*).
 - Other chunks (*first occurrences*) are written as they are. Neighbours are listed by the node above them all.
 
-Their hash is Murmur3; here it is BLAKE3, whose hashes do not collide. The paper tries chunks of some tens to some
-hundreds of bytes; it is from memory that we say so. Small ones find more, and hashes are not stored, so that they cost
-time only. Deviation in the peer's favour: the lists of nodes go through Zstd.
+The three kinds of nodes and their names are those of the authors' code, in which the sizes of chunks are arguments: the
+one here is ours. On weights and moments in training it does not matter, as every value moves: chunks of 128 bytes find
+as little as those of 4096. Hashes are BLAKE3's, which do not collide, and are not stored. Deviation in the peer's
+favour: the lists of nodes go through Zstd.
 """
 
 from __future__ import annotations

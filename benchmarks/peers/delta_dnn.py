@@ -1,17 +1,17 @@
 """Delta-DNN as a peer: differences to the checkpoint before on one grid for the whole network, then Zstd or LZMA.
 
 Hu et al., "Delta-DNN: Efficiently Compressing Deep Neural Networks via Exploiting Floats Similarity", ICPP 2020,
-https://doi.org/10.1145/3404397.3404408. The authors published no code that we know of.
+https://doi.org/10.1145/3404397.3404408. We know of no code by the authors, and have not had the paper's full text to
+check the formula against.
 
 - A weight a with the reference b becomes the integer ``M = ⌊(a - b) / (2·log(1 + ε)) + 0.5⌋``, and comes back as
-  ``b + 2·M·log(1 + ε)`` ("Calculating the Delta Data"). The logarithm is taken to be the natural one; another base
-  would only give every ε another name. ε is the same for all tensors, so that the grid is, too; the error is at most
-  log(1 + ε), up to the rounding of the result to its data type.
+  ``b + 2·M·log(1 + ε)``. The logarithm is taken to be the natural one; another base would only give every ε another
+  name. ε is the same for all tensors, so that the grid is, too; the error is at most log(1 + ε), up to the rounding of
+  the result to its data type.
 - The reference is the *reconstruction* of the version before, as a decoder has nothing else. Without one it is zero.
-- ε is the largest that loses no more accuracy than is allowed ("Optimizing the Error Bound"). The space goes from 1e-1
-  to 1e-4, five steps to a decade; the paper tries fewer.
-- The integers of all tensors together go through a lossless compressor ("Compressing the Delta Data"), which compares
-  Zstd and LZMA among others.
+- ε is the largest that loses no more accuracy than is allowed. The space goes from 1e-1 to 1e-4, five steps to a
+  decade.
+- The integers of all tensors together go through a lossless compressor: Zstd or LZMA.
 
 Deviations, all in the peer's favour: the smaller one of Zstd and LZMA is kept, each at its highest usual level; the
 integers of each tensor have one, two or four bytes, whatever is enough. A tensor that needs more than four is stored
@@ -45,7 +45,7 @@ class Settings:
     bound: float
 
 
-SPACE = tuple(Settings(10 ** (-k / 5)) for k in range(5, 21))
+SPACE = tuple(Settings(round(10 ** (-k / 5), 6)) for k in range(5, 21))
 
 
 def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings) -> Encoded:

@@ -46,7 +46,8 @@ class Settings:
     bins: int
 
 
-SPACE = tuple(Settings(bins) for bins in (4, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256))
+SPACE = tuple(Settings(2**bits) for bits in range(2, 9))
+"""Numbers of bins that fill their bits: as many bytes buy no better values."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,12 @@ hand, the adaptation of https://github.com/nus-vv-streams/lc-checkpoint (``compr
   remaining index. Of two with the same exponent the one with the larger mean goes first.
 - Indices in Huffman codes.
 
-Deviations, all in the peer's favour: a bucket's value is its mean (the paper has the middle of its least and largest
-value, which is no better in the squared error); zlib over decoded floats, as in the adaptation, is not used.
+Deviations, all in the peer's favour: a bucket's value is its mean, as in the adaptation (whose comment has the middle
+of the least and the largest value, which is no better in the squared error); the file holds Huffman codes of the
+indices (the adaptation's is zlib of floats). Between whole x there are as many buckets as 2ˣ - 1 rounds to, since one
+more bit can be most of a file: on a GPT 3 bits are 24 times smaller than the weights and 4 bits 9 times. One bucket for
+an exponent leaves an error of a fifth of each difference, no matter how many of them are kept, so that the finest
+settings, for a limit that 4 bits do not meet, split each exponent by the first bits of the mantissa.
 """
 
 from __future__ import annotations
@@ -29,20 +33,28 @@ from torch import Tensor
 
 MANTISSA = 23
 """Bits of a float32 behind its sign and exponent."""
-BUCKETS = 512
-"""Signs and exponents of float32."""
+SIGN_AND_EXPONENT = 9
+"""Bits of a float32 before its mantissa."""
 
 Values = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The paper's x, 1 to 8: bits of an index before it is coded."""
+    """bits: the paper's x, 1 to 8, of an index before it is coded. mantissa: bits of it that split an exponent."""
 
-    bits: int
+    bits: float
+    mantissa: int = 0
+
+    @property
+    def kept(self) -> int:
+        """Buckets other than zero."""
+        return round(2**self.bits) - 1
 
 
-SPACE = tuple(Settings(bits) for bits in range(1, 9))
+PUBLISHED = tuple(Settings(bits) for bits in (2, 2.5, 3, 3.125, 3.25, 3.5, 3.75, 4))
+SPLIT = (Settings(5, mantissa=1), Settings(6, mantissa=2), Settings(7, mantissa=3), Settings(8, mantissa=4))
+SPACE = PUBLISHED + SPLIT
 
 
 def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings) -> Encoded:
@@ -52,7 +64,7 @@ def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings) -
         return Encoded(Known(Checkpoint(dict(weights))), lambda: join({}, [exact(weights)]))
     entries = {name: described(tensor) for name, tensor in weights.items()}
     before = _vector(previous.checkpoint.weights, entries)
-    indices, centres = quantize(_vector(weights, entries) - before, 2**settings.bits - 1)
+    indices, centres = quantize(_vector(weights, entries) - before, settings)
 
     def packed() -> bytes:
         return join(entries, [centres.tobytes(), huffman(indices, centres.size + 1)])
@@ -71,15 +83,14 @@ def decode(data: bytes, previous: Known | None) -> Known:
     return Known(Checkpoint(_restored(indices, centres, before, entries)))
 
 
-def quantize(differences: Values, kept: int) -> tuple[NDArray[np.uint8], Values]:
+def quantize(differences: Values, settings: Settings) -> tuple[NDArray[np.uint8], Values]:
     """Indices and the values of the buckets that are kept: 0 for zero, i + 1 for the i-th of them."""
-    buckets = differences.view(np.uint32) >> MANTISSA
-    counts = np.bincount(buckets, minlength=BUCKETS)
-    means = np.bincount(buckets, differences, minlength=BUCKETS) / np.maximum(counts, 1)
-    # Zeros, and numbers so small that they have no exponent of their own, need no bucket.
-    means[[0, BUCKETS // 2]] = 0
-    promoted = np.argsort(-np.abs(means), kind="stable")[: min(kept, np.count_nonzero(means))]
-    index = np.zeros(BUCKETS, dtype=np.uint8)
+    buckets = differences.view(np.uint32) >> (MANTISSA - settings.mantissa)
+    count = 1 << (SIGN_AND_EXPONENT + settings.mantissa)
+    sizes = np.bincount(buckets, minlength=count)
+    means = np.bincount(buckets, differences, minlength=count) / np.maximum(sizes, 1)
+    promoted = np.argsort(-np.abs(means), kind="stable")[: min(settings.kept, np.count_nonzero(means))]
+    index = np.zeros(count, dtype=np.uint8)
     index[promoted] = np.arange(1, promoted.size + 1)
     return index[buckets], means[promoted].astype(np.float32)
 

@@ -8,12 +8,17 @@ its journal version, Jin et al., IEEE TPDS 2023; as "QD-Compressor+" in the Insh
 - The number of levels of a layer grows with its entropy between a least and a most; Inshrinkerator searches both in
   8 to 256. The papers' text was not at hand for the rest: here the entropy is that of a histogram of 256 bins between
   the layer's minimum and maximum, and levels grow linearly from the layer with the least entropy to that with the most.
-- Error feedback: what quantization took from a checkpoint's weights is added to those of the next one.
+- Error feedback: what quantization took from a checkpoint's weights is added to those of the next one. A checkpoint by
+  itself is not nearer to its weights that way (its squared error doubles), and its levels move more: the last one of
+  the GPT is 20 times smaller than the weights with feedback, at a loss within 1 %, and 28 times without.
 - Cyclic difference: ``(previous - current) mod B`` of the levels, with B the larger number of levels of both
   checkpoints, in Huffman codes. The first checkpoint's levels are coded by themselves.
 
-Deviations, all in the peer's favour: a layer's levels are coded by themselves wherever that takes fewer bytes.
-Parameters with one dimension are stored exactly. Errors are lost in a crash: the next checkpoint has none to add.
+Deviations, all in the peer's favour: the space is without error feedback. Checkpoints are restored one at a time, so
+that the error of another one only adds to its own: fed back, it doubled the squared error, and with it the levels that
+1 % of a GPT's loss allows (weights 19.9 times smaller at one step, 28.6 times without). A layer's levels are coded by
+themselves wherever that takes fewer bytes. Parameters with one dimension are stored exactly. Errors are lost in a
+crash.
 """
 
 from __future__ import annotations
@@ -41,26 +46,24 @@ Values = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Settings:
-    """Levels of the layer with the least entropy and of that with the most; 2 to 256."""
+    """Levels of the layer with the least entropy and of that with the most, 2 to 256; whether errors are fed back."""
 
     least: int
     most: int
+    feedback: bool = False
 
 
-SPACE = tuple(
-    Settings(least, most)
-    for least, most in (
-        *((8, 8), (8, 12), (8, 16), (12, 24), (16, 32), (24, 48), (32, 64), (48, 96), (64, 128), (96, 192)),
-        *((128, 256), (192, 256), (256, 256)),
-    )
-)
+LEAST = (8, 8, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+MOST = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 256, 256)
+SPACE = tuple(Settings(least, most) for least, most in zip(LEAST, MOST, strict=True))
 
 
 def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings) -> Encoded:
     """Levels against those of the checkpoint before, where there are any."""
     weights = checkpoint.weights
     before = previous.levels if previous is not None else {}
-    given = {name: _fed_back(name, weights[name], previous) for name in matrices(weights)}
+    fed_back = previous.errors if previous is not None and settings.feedback else {}
+    given = {name: _with_error(weights[name], fed_back.get(name)) for name in matrices(weights)}
     bins = bins_by_entropy(given, settings)
     kept = {name: tensor for name, tensor in weights.items() if name not in given}
     entries, levels, decoded, errors = {}, {}, {}, {}
@@ -130,12 +133,9 @@ def _restored(levels: NDArray[np.uint8], entry: dict[str, Any]) -> Tensor:
     return torch.from_numpy(values).reshape(entry["shape"]).to(getattr(torch, entry["dtype"]))
 
 
-def _fed_back(name: str, tensor: Tensor, previous: Known | None) -> Values:
+def _with_error(tensor: Tensor, error: Tensor | None) -> Values:
     """A layer's values and the error of the checkpoint before."""
-    values = _flat(tensor)
-    if previous is not None and name in previous.errors:
-        values = values + _flat(previous.errors[name])
-    return values
+    return _flat(tensor) if error is None else _flat(tensor) + _flat(error)
 
 
 def _coded(levels: Levels, before: NDArray[np.uint8] | None) -> tuple[Arrangement, bytes]:

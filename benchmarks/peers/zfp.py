@@ -33,7 +33,7 @@ class Settings:
     tolerance: float
 
 
-SPACE = tuple(Settings(2 ** (k / 2)) for k in range(10, -6, -1))
+SPACE = tuple(Settings(round(2 ** (k / 2), 3)) for k in range(10, -6, -1))
 
 
 def encode(checkpoint: Checkpoint, _previous: Known | None, settings: Settings) -> Encoded:

@@ -1,0 +1,100 @@
+"""Every comparison with peers, one after another: tables on the screen, JSON, pictures and pages in docs/results.
+
+    make bench DATA=DIR            # DIR holds shakespeare.txt and cifar10.zip
+    make bench DATA=DIR QUICK=1    # a few steps of everything, to see that it works; results go to build/bench-quick
+
+What a report has trained or measured is kept in build/benchmarks, so a suite that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from rich.console import Console
+from workloads import WORKLOADS
+
+HERE = Path(__file__).parent
+STEP = 0.12
+"""Seconds of a step of the ResNet on one core of the machine that the minutes below are from, which has two."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One command. minutes: of it alone, with nothing cached, in full and quick."""
+
+    script: str
+    what: str
+    minutes: tuple[float, float]
+    needs_data: bool = True
+
+
+REPORTS = [
+    Report("failure_recovery.py", "ten restores by every method", (80, 2)),
+    Report("trade_off.py", "limits of 0.1, 1 and 5 %", (40, 2)),
+    Report("one_shot.py", "bins that single checkpoints need", (30, 1)),
+    Report("kernels.py", "quantiles and clustering against libraries", (8, 1), needs_data=False),
+    Report("coding_speed.py", "coding of levels against libraries", (5, 1), needs_data=False),
+    Report("delta_ablation.py", "what each stage of the delta coder saves", (4, 1)),
+    Report("transfer.py", "a pretrained model, compressed and fine-tuned", (25, 1)),
+    Report("restores.py", "0 to 20 restores", (20, 1)),
+]
+
+
+def slower(data: Path, cache: Path) -> float:
+    """How many times as long as on the machine of the estimates a step of training takes here."""
+    torch.set_num_threads(1)
+    work = WORKLOADS["resnet"](data, cache, 10, 0)
+    work.train_step()
+    start = perf_counter()
+    for _ in range(5):
+        work.train_step()
+    return (perf_counter() - start) / 5 / STEP
+
+
+def spoken(minutes: float) -> str:
+    return f"{minutes / 60:.1f} hours" if minutes > 90 else f"{max(minutes, 1):.0f} minutes"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder that holds shakespeare.txt and cifar10.zip")
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it works")
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    cache = Path("build/bench-quick/cache" if quick else "build/benchmarks")
+    out = Path("build/bench-quick" if quick else "docs/results")
+    for folder in (cache, out):
+        folder.mkdir(parents=True, exist_ok=True)
+
+    console = Console()
+    factor = slower(arguments.data, cache)
+    expected = sum(report.minutes[quick] for report in REPORTS) * factor
+    console.print(
+        f"{len(REPORTS)} reports, about {spoken(expected)} here (training takes {factor:.1f} times as long as on the "
+        f"machine of the estimates), less what {cache} has already; results go to {out}"
+    )
+    failed = []
+    began = perf_counter()
+    for i, report in enumerate(REPORTS, 1):
+        about = spoken(report.minutes[quick] * factor)
+        console.rule(f"{i} of {len(REPORTS)}: {report.script}, {report.what}, about {about}")
+        command = [sys.executable, str(HERE / report.script), "--cache", str(cache), "--out", str(out)]
+        command += ["--data", str(arguments.data)] if report.needs_data else []
+        command += ["--quick"] if quick else []
+        start = perf_counter()
+        if subprocess.run(command, check=False).returncode:
+            failed.append(report.script)
+        console.print(f"{report.script}: {(perf_counter() - start) / 60:.1f} minutes")
+    console.rule(f"{(perf_counter() - began) / 60:.0f} minutes, results in {out}")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}; run again to go on where they stopped")
+
+
+if __name__ == "__main__":
+    main()
