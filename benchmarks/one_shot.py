@@ -13,7 +13,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from results import Table, machine, sentence
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
-from workloads import WORKLOADS, Workload, _key, snapshots
+from workloads import WORKLOADS, Workload, key_of, snapshots
 
 from dynaquant.coding import stream
 from dynaquant.coding.stream import Coder, tensor_hash
@@ -133,8 +133,12 @@ def grid(snapshot: Snapshot, judge: Judge, _bins: Sequence[int]) -> Iterator[Can
     ready = grid_weights({f"model.{name}": tensor for name, tensor in snapshot.weights.items()}, snapshot.fisher, {}, 0)
     lowest, highest = ready.scale_for(LEAST_DISTORTION), ready.scale_for(MOST_DISTORTION)
 
+    @cache
+    def worse(scale: int) -> float:
+        return judge(_values(ready.quantize(GridConfiguration(scale))))
+
     def degradations(scales: Sequence[int]) -> list[float]:
-        return [judge(_values(ready.quantize(GridConfiguration(scale)))) for scale in scales]
+        return [worse(scale) for scale in scales]
 
     for limit in LIMITS:
         start = ready.scale_for(limit / DISTORTION_SCALE)
@@ -237,7 +241,7 @@ def walks(name: str, stored: list[dict[str, Any]], work: Workload, bins: Sequenc
 
         hashes = [tensor_hash(tensor) for tensor in snapshot.weights.values()]
         for method, candidates in METHODS.items():
-            file = cache / f"one_shot-{_key(hashes, method, bins, LIMITS, torch.__version__)}.json"
+            file = cache / f"one_shot-{key_of(hashes, method, bins, LIMITS, torch.__version__)}.json"
             if not file.exists():
                 tried = walk(candidates(snapshot, judge, bins), judge, count)
                 file.write_text(json.dumps(asdict(Walk(name, one["step"], method, tried))) + "\n")

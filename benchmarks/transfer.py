@@ -10,7 +10,6 @@ is fine-tuned to tell who speaks a line of Shakespeare, with the same data in th
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import random
 import tempfile
@@ -26,7 +25,7 @@ import torch
 from matplotlib.figure import Figure
 from minilm import CALIBRATION, TEST, WEIGHTS, similarity, tools
 from peers.block_dct import BLOCK_DCT
-from peers.body import bytes_of, exact
+from peers.body import exact
 from peers.check_n_run import CHECK_N_RUN
 from peers.delta_dnn import DELTA_DNN
 from peers.excp import EXCP
@@ -41,14 +40,16 @@ from rich.progress import track
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from workloads import key_of
 
 import dynaquant as dq
+from dynaquant.coding.stream import tensor_hash
 from dynaquant.packing import Packer, compress
 
 LIMIT = 0.01
 SPEAKERS, TRAINING = 8, 888
 TOKENS, BATCH = 32, 16
-STEPS, QUICK_STEPS = 64, 1
+STEPS, QUICK_STEPS = 56, 1
 RATE, HEAD_RATE = 1.5e-4, 3e-3
 SEEDS = (0, 1, 2)
 ORIGINAL = "original"
@@ -162,11 +163,9 @@ def fine_tune(state: State, task: Task, steps: int, seed: int, what: str) -> Tun
 
 def tuned(state: State, task: Task, steps: int, seed: int, cache: Path, what: str) -> Tuned:
     """``fine_tune``, taken from the cache where these very values have been fine-tuned before."""
-    settings = steps, seed, len(task.training[2]), len(task.test[2]), TOKENS, BATCH, RATE, HEAD_RATE, torch.__version__
-    hashed = hashlib.blake2s(repr(settings).encode())
-    for name in sorted(state):
-        hashed.update(name.encode() + bytes_of(state[name]))
-    file = cache / f"transfer-{hashed.hexdigest()[:12]}.json"
+    values = [(name, tensor_hash(state[name])) for name in sorted(state)]
+    data = len(task.training[2]), len(task.test[2]), task.names, TOKENS, BATCH
+    file = cache / f"transfer-{key_of(values, data, steps, seed, RATE, HEAD_RATE, torch.__version__)}.json"
     if not file.exists():
         found = fine_tune(state, task, steps, seed, what)
         cache.mkdir(parents=True, exist_ok=True)
@@ -371,7 +370,8 @@ def page(results: Results, described: dict[str, str | int]) -> str:
         f"cosine similarity of {CALIBRATION} sentences' embeddings to the original ones; {TEST} other sentences judge. "
         f"{' and '.join(DELTAS)} store a first checkpoint exactly; here they code its difference to zeros.",
         f"What comes back is fine-tuned to tell which of {SPEAKERS} characters speaks: {results.trained} speeches, the "
-        f"first {TOKENS} tokens of each, {results.steps} batches of {BATCH}, AdamW with a rate of {RATE:g} on all weights. Another "
+        f"first {TOKENS} tokens of each, {results.steps} batches of {BATCH}, AdamW on all weights at a rate from {RATE:g} "
+        "down to zero. Another "
         f"{results.tested} speeches test it; always naming the most frequent speaker is right in "
         f"{results.most_frequent:.1%}. Data come in the same order for all. The original with "
         f"{len(results.original)} seeds: {accuracies}.",
