@@ -122,11 +122,11 @@ def test_the_page_of_transfer_says_what_was_found(transfer, tmp_path):
 
     alone = [transfer.Tuned(accuracy, 1.5) for accuracy in (0.40, 0.42, 0.41)]
     methods = [result(transfer.PUBLISHED, 0.41), result("GOBO+", 0.35), result("LC-Checkpoint", 0.2, good=False)]
-    results = transfer.Results(100, alone, methods, 0.16, 888, 400, 110)
+    results = transfer.Results(100, 25, alone, methods, 0.16, 888, 400, 110)
     transfer.plot(results, tmp_path / "transfer.png")
     assert (tmp_path / "transfer.png").read_bytes().startswith(b"\x89PNG")
     text = transfer.page(results, MACHINE)
     assert "| dynaquant, published | 10.00× | 0.9910 | 0.9900 | 41.0% | +1.0 | 1.500 | 3 |" in text
     assert "| LC-Checkpoint (not within) |" in text
-    assert "2.0 points apart" in text
+    assert "3 seeds of the original are 2.0 points apart" in text
     assert "lie GOBO+, LC-Checkpoint." in text
