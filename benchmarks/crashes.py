@@ -22,6 +22,7 @@ from time import perf_counter
 from typing import Any
 
 import checkpointers
+import options
 import torch
 import workloads
 from checkpointers import Saved
@@ -223,14 +224,10 @@ def _train_and_keep(method: str, settings: Settings, data: Path, cache: Path, st
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """With the folders ``data``, ``cache`` and ``out``, and how many trainings run at a time."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds shakespeare.txt and cifar10.zip")
-    parser.add_argument("--cache", type=Path, default=Path("build/benchmarks"), help="where trainings are kept")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="trainings at a time")
-    parser.add_argument("--quick", action="store_true", help="trainings of a few steps, to see that everything works")
-    return parser
+    """Of a report, with how many trainings run at a time."""
+    made = options.parser(description, data="shakespeare.txt and cifar10.zip")
+    made.add_argument("--workers", type=int, default=os.cpu_count(), help="trainings at a time")
+    return made
 
 
 def times(ratio: float | None) -> str:

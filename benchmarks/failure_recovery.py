@@ -15,6 +15,7 @@ from pathlib import Path
 from checkpointers import DEFAULT, METHODS, PUBLISHED
 from crashes import Settings, Training, of_size, parser, spread, times, trainings
 from matplotlib.figure import Figure
+from options import parse
 from results import Table, machine, sentence
 from rich.console import Console
 from workloads import Uninterrupted
@@ -147,12 +148,10 @@ and checkpoints are a twentieth of a training apart. The overhead here is that o
 
 
 def main() -> None:
-    arguments_parser = parser(__doc__)
-    arguments_parser.add_argument("--max-degradation", type=float, default=0.01)
-    arguments_parser.add_argument("--restores", type=int, default=10)
-    arguments = arguments_parser.parse_args()
-    for folder in (arguments.cache, arguments.out):
-        folder.mkdir(parents=True, exist_ok=True)
+    made = parser(__doc__)
+    made.add_argument("--max-degradation", type=float, default=0.01)
+    made.add_argument("--restores", type=int, default=10)
+    arguments = parse(made)
     workloads = [
         of_size(name, arguments.max_degradation, arguments.restores, arguments.quick) for name in ("resnet", "gpt")
     ]

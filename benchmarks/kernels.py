@@ -8,8 +8,8 @@ pinned to one core and in one that has all of them; every library sizes its thre
 
 from __future__ import annotations
 
-import argparse
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,7 +25,8 @@ from cores import on_cores
 from ddsketch import DDSketch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
-from results import CACHE, QUICK, RESULTS, Table, machine, sentence
+from options import parse, parser
+from results import Table, machine, sentence
 from rich.console import Console
 from sklearn.cluster import KMeans
 from workloads import gpt_snapshots
@@ -282,11 +283,12 @@ def plot(title: str, rows: list[Row], file: Path) -> None:
     """The speed of every method, one bar chart for each task."""
     figure = Figure(figsize=(11, 6), layout="constrained")
     tasks = list(dict.fromkeys(row.task for row in rows))
-    for task, axes in zip(tasks, figure.subplots(2, 2).flat, strict=True):
+    lowest = 10 ** math.floor(math.log10(min(row.speed for row in rows)))
+    for task, axes in zip(tasks, figure.subplots(2, 2, sharex=True).flat, strict=True):
         some = [row for row in rows if row.task == task]
         colors = ["C0" if row.method.startswith("dynaquant") else "C7" for row in some]
         axes.barh([row.method for row in some], [row.speed for row in some], color=colors)
-        axes.set(title=task, xscale="log", xlabel="GB/s of float32")
+        axes.set(title=task, xscale="log", xlim=(lowest, None), xlabel="GB/s of float32")
         axes.invert_yaxis()
         axes.grid(alpha=0.3, axis="x")
     figure.suptitle(f"{title}, 1 core")
@@ -333,21 +335,16 @@ NOTES = f"""\
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--values", type=int, help=f"synthetic values: {VALUES:,}")
-    parser.add_argument("--cache", type=Path, help=f"where delta_ablation.py left a GPT: {CACHE}")
-    parser.add_argument(
-        "--quick", action="store_true", help=f"{QUICK_VALUES:,} values, to see that it works, in {QUICK}"
-    )
-    parser.add_argument("--out", type=Path, help=f"JSON; .md, .png beside: {RESULTS}/kernels.json")
-    arguments = parser.parse_args()
+    made = parser(__doc__, data=None)
+    made.add_argument("--values", type=int, help=f"synthetic values: {VALUES:,}; quick: {QUICK_VALUES:,}")
+    arguments = parse(made)
     values = arguments.values or (QUICK_VALUES if arguments.quick else VALUES)
     turns = 1 if arguments.quick else REPEATS
-    out = arguments.out or (QUICK if arguments.quick else RESULTS) / "kernels.json"
+    out = arguments.out / "kernels.json"
 
     cores = os.sched_getaffinity(0)
     sources: dict[str, Path | int] = {f"{values:,} synthetic values": values}
-    if snapshots := gpt_snapshots(arguments.cache or (QUICK if arguments.quick else CACHE)):
+    if snapshots := gpt_snapshots(arguments.cache):
         sources["The weights of a trained GPT"] = snapshots[-1]
     described = machine(*PEERS)
     results = {
@@ -363,7 +360,6 @@ def main() -> None:
         console.print(shown.on_screen())
     for bar in bars:
         console.print(bar)
-    out.parent.mkdir(parents=True, exist_ok=True)
     measured = {
         name: {label: [asdict(row) for row in rows] for label, rows in zip(("1 core", "all cores"), both, strict=True)}
         for name, both in results.items()

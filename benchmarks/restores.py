@@ -12,6 +12,7 @@ from pathlib import Path
 from checkpointers import DEFAULT, METHODS, PUBLISHED
 from crashes import Training, of_size, parser, spread, times, trainings
 from matplotlib.figure import Figure
+from options import parse
 from results import Table, machine, sentence
 from rich.console import Console
 from workloads import Uninterrupted
@@ -99,12 +100,10 @@ checkpoint every {settings.every}, as in [failure recovery](failure_recovery.md)
 
 
 def main() -> None:
-    arguments_parser = parser(__doc__)
-    arguments_parser.add_argument("--workload", choices=["gpt", "resnet"], default="resnet")
-    arguments_parser.add_argument("--max-degradation", type=float, default=0.01)
-    arguments = arguments_parser.parse_args()
-    for folder in (arguments.cache, arguments.out):
-        folder.mkdir(parents=True, exist_ok=True)
+    made = parser(__doc__)
+    made.add_argument("--workload", choices=["gpt", "resnet"], default="resnet")
+    made.add_argument("--max-degradation", type=float, default=0.01)
+    arguments = parse(made)
     counts = (0, 1) if arguments.quick else COUNTS
     jobs = [
         (method, of_size(arguments.workload, arguments.max_degradation, count, arguments.quick))

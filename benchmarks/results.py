@@ -10,9 +10,6 @@ from pathlib import Path
 
 from rich.table import Table as RichTable
 
-RESULTS, CACHE, QUICK = Path("docs/results"), Path("build/benchmarks"), Path("build/bench-quick")
-"""Where results go and what is cached; the third is for both where a run only shows that everything works."""
-
 
 @dataclass(frozen=True)
 class Table:

@@ -16,6 +16,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+from options import CACHE, QUICK, RESULTS
 from rich.console import Console
 from workloads import WORKLOADS
 
@@ -67,10 +68,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it works")
     arguments = parser.parse_args()
     quick = arguments.quick
-    cache = Path("build/bench-quick/cache" if quick else "build/benchmarks")
-    out = Path("build/bench-quick" if quick else "docs/results")
-    for folder in (cache, out):
-        folder.mkdir(parents=True, exist_ok=True)
+    cache, out = (QUICK, QUICK) if quick else (CACHE, RESULTS)
+    cache.mkdir(parents=True, exist_ok=True)
 
     console = Console()
     factor = slower(arguments.data, cache)
@@ -84,7 +83,7 @@ def main() -> None:
     for i, report in enumerate(REPORTS, 1):
         about = spoken(report.minutes[quick] * factor)
         console.rule(f"{i} of {len(REPORTS)}: {report.script}, {report.what}, about {about}")
-        command = [sys.executable, str(HERE / report.script), "--cache", str(cache), "--out", str(out)]
+        command = [sys.executable, str(HERE / report.script)]
         command += ["--data", str(arguments.data)] if report.needs_data else []
         command += ["--quick"] if quick else []
         start = perf_counter()

@@ -13,6 +13,7 @@ from pathlib import Path
 from checkpointers import DEFAULT, METHODS, PUBLISHED
 from crashes import Training, of_size, parser, spread, times, trainings
 from matplotlib.figure import Figure
+from options import parse
 from results import Table, machine, sentence
 from rich.console import Console
 from workloads import Uninterrupted
@@ -106,11 +107,9 @@ the words are explained.
 
 
 def main() -> None:
-    arguments_parser = parser(__doc__)
-    arguments_parser.add_argument("--workload", choices=["gpt", "resnet"], default="resnet")
-    arguments = arguments_parser.parse_args()
-    for folder in (arguments.cache, arguments.out):
-        folder.mkdir(parents=True, exist_ok=True)
+    made = parser(__doc__)
+    made.add_argument("--workload", choices=["gpt", "resnet"], default="resnet")
+    arguments = parse(made)
     settings = [of_size(arguments.workload, limit, RESTORES, arguments.quick) for limit in LIMITS]
     jobs = [(method, one) for one in settings for method in METHODS]
     found = trainings(jobs, arguments.data, arguments.cache, arguments.workers)
