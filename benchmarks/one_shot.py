@@ -9,7 +9,6 @@ with more and more bins, until its validation loss is within every limit. What w
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from options import parse, parser
 from peers.body import exact
 from peers.check_n_run import CHECK_N_RUN
 from peers.check_n_run import Settings as Ranges
@@ -420,24 +420,19 @@ def page(found: list[Walk], bins: Sequence[int], described: dict[str, str | int]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds shakespeare.txt and cifar10.zip")
-    parser.add_argument("--cache", type=Path, default=Path("build/benchmarks"), help="where the snapshots are kept")
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder for one_shot.json, .md and .png")
-    parser.add_argument("--quick", action="store_true", help="one checkpoint of the GPT, to see that it works")
-    options = parser.parse_args()
+    arguments = parse(parser(__doc__, data="shakespeare.txt and cifar10.zip"))
     torch.set_num_threads(1)
 
-    bins = QUICK_BINS if options.quick else BINS
+    bins = QUICK_BINS if arguments.quick else BINS
     found: list[Walk] = []
-    for name in ["gpt"] if options.quick else WORKLOADS:
-        steps = QUICK_STEPS if options.quick else STEPS[name]
-        every = steps if options.quick else steps // CHECKPOINTS
-        stored = snapshots(name, options.data, options.cache, steps, every)
-        work = WORKLOADS[name](options.data, options.cache, steps, 0)
+    for name in ["gpt"] if arguments.quick else WORKLOADS:
+        steps = QUICK_STEPS if arguments.quick else STEPS[name]
+        every = steps if arguments.quick else steps // CHECKPOINTS
+        stored = snapshots(name, arguments.data, arguments.cache, steps, every)
+        work = WORKLOADS[name](arguments.data, arguments.cache, steps, 0)
         total = len(stored) * len(METHODS)
         found += track(
-            walks(name, stored, work, bins, options.cache), description=f"quantizing the {NAMES[name]}", total=total
+            walks(name, stored, work, bins, arguments.cache), description=f"quantizing the {NAMES[name]}", total=total
         )
     described = machine("numpy", "torch")
     console = Console()
@@ -445,11 +440,10 @@ def main() -> None:
     for workload, by_method in means(found).items():
         console.print(table(workload, by_method).on_screen())
 
-    options.out.mkdir(parents=True, exist_ok=True)
     results = {"machine": described, "bins": bins, "walks": [asdict(one) for one in found]}
-    (options.out / "one_shot.json").write_text(json.dumps(results, indent=1) + "\n")
-    plot(means(found), options.out / "one_shot.png")
-    (options.out / "one_shot.md").write_text(page(found, bins, described))
+    (arguments.out / "one_shot.json").write_text(json.dumps(results, indent=1) + "\n")
+    plot(means(found), arguments.out / "one_shot.png")
+    (arguments.out / "one_shot.md").write_text(page(found, bins, described))
 
 
 if __name__ == "__main__":

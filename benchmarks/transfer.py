@@ -9,7 +9,6 @@ is fine-tuned to tell who speaks a line of Shakespeare, with the same data in th
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from matplotlib.figure import Figure
 from minilm import CALIBRATION, TEST, WEIGHTS, similarity, tools
+from options import parse, parser
 from peers.block_dct import BLOCK_DCT
 from peers.body import exact
 from peers.check_n_run import CHECK_N_RUN
@@ -179,7 +179,6 @@ def tuned(state: State, task: Task, steps: int, seed: int, cache: Path, what: st
     file = cache / f"transfer-{key_of(values, data, steps, seed, RATE, HEAD_RATE, torch.__version__)}.json"
     if not file.exists():
         found = fine_tune(state, task, steps, seed, what)
-        cache.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(asdict(found)) + "\n")
     return Tuned(**json.loads(file.read_text()))
 
@@ -409,22 +408,15 @@ def page(results: Results, described: dict[str, str | int]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder that holds shakespeare.txt")
-    parser.add_argument(
-        "--cache", type=Path, default=Path("build/benchmarks"), help="where what was fine-tuned is kept"
-    )
-    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder for transfer.json, .md and .png")
-    parser.add_argument("--quick", action="store_true", help="one layer and one step, to see that it works")
-    options = parser.parse_args()
+    arguments = parse(parser(__doc__, data="shakespeare.txt"))
     torch.set_num_threads(1)
 
-    quick, text = options.quick, (options.data / "shakespeare.txt").read_text()
+    quick, text = arguments.quick, (arguments.data / "shakespeare.txt").read_text()
     task = new_task(text, TRAINING, 2 * BATCH if quick else None)
     steps = QUICK_STEPS if quick else STEPS
     original, raw = load_file(WEIGHTS), WEIGHTS.stat().st_size
     seeds = SEEDS[:1] if quick else SEEDS
-    alone = [tuned(original, task, steps, seed, options.cache, f"{ORIGINAL}, seed {seed}") for seed in seeds]
+    alone = [tuned(original, task, steps, seed, arguments.cache, f"{ORIGINAL}, seed {seed}") for seed in seeds]
     found: list[Result] = []
     console = Console()
     console.width = max(console.width, 130)
@@ -433,7 +425,7 @@ def main() -> None:
         for one in compressed(original, Path(folder), quick):
             console.print(f"{one.method}: {raw / one.size:.2f}× in {one.seconds:.0f} s, {one.how}")
             cosines = similarity(one.state), similarity(one.state, CALIBRATION, last)
-            after = tuned(one.state, task, steps, SEEDS[0], options.cache, one.method)
+            after = tuned(one.state, task, steps, SEEDS[0], arguments.cache, one.method)
             found.append(Result(one.method, one.how, one.size, one.seconds, one.good, *cosines, after))
     trained, tested = len(task.training.ids), len(task.test.ids)
     weights = sum(tensor.numel() for tensor in original.values())
@@ -441,10 +433,9 @@ def main() -> None:
     console.print(table(results).on_screen())
 
     described = machine("numpy", "torch", "transformers")
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "transfer.json").write_text(json.dumps({"machine": described, **asdict(results)}, indent=1) + "\n")
-    plot(results, options.out / "transfer.png")
-    (options.out / "transfer.md").write_text(page(results, described))
+    (arguments.out / "transfer.json").write_text(json.dumps({"machine": described, **asdict(results)}, indent=1) + "\n")
+    plot(results, arguments.out / "transfer.png")
+    (arguments.out / "transfer.md").write_text(page(results, described))
 
 
 if __name__ == "__main__":
