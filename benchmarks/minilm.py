@@ -47,14 +47,15 @@ def sentences() -> list[str]:
 
 
 @cache
-def _tools() -> tuple[Any, Any]:
+def tools() -> tuple[Any, Any]:
+    """Tokenizer and model."""
     return AutoTokenizer.from_pretrained(WEIGHTS.parent), AutoModel.from_pretrained(WEIGHTS.parent).eval()
 
 
 @torch.no_grad()
 def embeddings(state: Mapping[str, Tensor], texts: list[str]) -> Tensor:
     """Of sentences, by the model with these weights: means over their tokens, of unit length."""
-    tokenizer, model = _tools()
+    tokenizer, model = tools()
     model.load_state_dict(state, strict=False)
     found = []
     for i in range(0, len(texts), BATCH):
