@@ -16,7 +16,7 @@ from checkpointers import DEFAULT, METHODS, PUBLISHED
 from crashes import Settings, Training, of_size, parser, spread, times, trainings
 from matplotlib.figure import Figure
 from options import parse
-from results import Table, machine, sentence
+from results import Table, machine, plain_ticks, sentence
 from rich.console import Console
 from workloads import Uninterrupted
 
@@ -82,6 +82,7 @@ def plot(found: list[Workload], path: Path) -> None:
         axes.axvline(0, color="black", linewidth=0.8)
         title = f"{settings.workload}, ε = {settings.max_degradation:g}, {settings.restores} restores"
         axes.set(title=title, xlabel="worse at the end, %", ylabel="times smaller", yscale="log")
+        plain_ticks(axes.yaxis)
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize=7)
     figure.savefig(path, dpi=130)

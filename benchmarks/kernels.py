@@ -283,12 +283,13 @@ def plot(title: str, rows: list[Row], file: Path) -> None:
     """The speed of every method, one bar chart for each task."""
     figure = Figure(figsize=(11, 6), layout="constrained")
     tasks = list(dict.fromkeys(row.task for row in rows))
-    lowest = 10 ** math.floor(math.log10(min(row.speed for row in rows)))
+    speeds = [row.speed for row in rows]
+    limits = 10 ** math.floor(math.log10(min(speeds))), 2 * max(speeds)
     for task, axes in zip(tasks, figure.subplots(2, 2, sharex=True).flat, strict=True):
         some = [row for row in rows if row.task == task]
         colors = ["C0" if row.method.startswith("dynaquant") else "C7" for row in some]
         axes.barh([row.method for row in some], [row.speed for row in some], color=colors)
-        axes.set(title=task, xscale="log", xlim=(lowest, None), xlabel="GB/s of float32")
+        axes.set(title=task, xscale="log", xlim=limits, xlabel="GB/s of float32")
         axes.invert_yaxis()
         axes.grid(alpha=0.3, axis="x")
     figure.suptitle(f"{title}, 1 core")
@@ -344,7 +345,7 @@ def main() -> None:
 
     cores = os.sched_getaffinity(0)
     sources: dict[str, Path | int] = {f"{values:,} synthetic values": values}
-    if snapshots := gpt_snapshots(arguments.cache):
+    if not arguments.quick and (snapshots := gpt_snapshots(arguments.cache)):
         sources["The weights of a trained GPT"] = snapshots[-1]
     described = machine(*PEERS)
     results = {

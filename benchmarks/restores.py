@@ -13,7 +13,7 @@ from checkpointers import DEFAULT, METHODS, PUBLISHED
 from crashes import Training, of_size, parser, spread, times, trainings
 from matplotlib.figure import Figure
 from options import parse
-from results import Table, machine, sentence
+from results import Table, machine, plain_ticks, sentence
 from rich.console import Console
 from workloads import Uninterrupted
 
@@ -53,6 +53,7 @@ def plot(found: list[Training], alone: list[Uninterrupted], path: Path) -> None:
     left.axhline(0, color="black", linewidth=0.8)
     left.set(xlabel="restores", ylabel="worse at the end, %")
     right.set(xlabel="restores", ylabel="whole state, times smaller", yscale="log")
+    plain_ticks(right.yaxis)
     for axes in (left, right):
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize=8)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from matplotlib.axis import Axis
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from rich.table import Table as RichTable
 
 
@@ -44,3 +46,10 @@ def sentence(described: dict[str, str | int]) -> str:
     """``machine`` in words."""
     versions = ", ".join(f"{name} {value}" for name, value in described.items() if name not in ("cpu", "cores"))
     return f"Machine: {described['cores']} cores of an {described['cpu']}; {versions}."
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Numbers like 20 and 50 on a logarithmic axis, instead of powers of ten."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())

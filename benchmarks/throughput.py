@@ -26,9 +26,8 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from peers.archives import PEERS, Peer
-from results import Table, machine, sentence
+from results import Table, machine, plain_ticks, sentence
 from rich.console import Console
 from rich.progress import track
 from synthetic import adam_state, advance, named_tensors
@@ -256,9 +255,7 @@ def _scatter(axes: Axes, rows: list[Row], speeds: list[float]) -> None:
             label, above = row.method.removeprefix("dynaquant "), 3 if ours else next(heights)
             axes.annotate(label, (speed, row.ratio), (6, above), textcoords="offset points", fontsize=8, color=color)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.set_minor_formatter(NullFormatter())
+        plain_ticks(axis)
     axes.margins(0.12)
     axes.grid(alpha=0.3)
 

@@ -14,7 +14,7 @@ from checkpointers import DEFAULT, METHODS, PUBLISHED
 from crashes import Training, of_size, parser, spread, times, trainings
 from matplotlib.figure import Figure
 from options import parse
-from results import Table, machine, sentence
+from results import Table, machine, plain_ticks, sentence
 from rich.console import Console
 from workloads import Uninterrupted
 
@@ -53,6 +53,7 @@ def plot(found: list[Training], alone: list[Uninterrupted], path: Path) -> None:
         axes.axvline(0, color="black", linewidth=0.8)
         title = "weights" if what == "weights" else "whole state"
         axes.set(xlabel="worse at the end, %", ylabel="times smaller", title=title, yscale="log")
+        plain_ticks(axes.yaxis)
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize=7)
     figure.savefig(path, dpi=130)

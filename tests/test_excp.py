@@ -9,7 +9,7 @@ from checkpoints import assert_same, real_chain
 from peers.excp import Settings, cluster, decode, encode, shrunk
 from peers.peer import Checkpoint, Known
 
-EXACT = Settings(alpha=0.0, beta=0.0, bits=8)
+EXACT = Settings(alpha=0.0, beta=0.0, bits=8, moment_bits=8)
 PAPER = Settings()
 
 
@@ -44,7 +44,7 @@ def reconstruction(checkpoint, previous, settings):
     result = Checkpoint({}, others=checkpoint.others)
     for name, weight in checkpoint.weights.items():
         for group, values in shrunk(checkpoint, previous, name, settings):
-            indices, centres = cluster(values, 2**settings.bits - 1)
+            indices, centres = cluster(values, 2 ** settings.bits_of(group) - 1)
             tensor = torch.from_numpy(np.concatenate(([np.float32(0)], centres))[indices]).reshape(weight.shape)
             result.groups()[group][name] = previous.weights[name] + tensor if group == "weights" else tensor
     return result

@@ -48,16 +48,22 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the paper calls α and β, and the bits n of an index, which divide 8. The defaults are the paper's."""
+    """The paper's α and β, and its n: the bits of an index of residuals, and of moments. The defaults are its own."""
 
     alpha: float = 5e-5
     beta: float = 2.0
     bits: int = 4
+    moment_bits: int = 4
+
+    def bits_of(self, group: str) -> int:
+        """Bits of an index of ``weights`` or of a moment."""
+        return self.bits if group == "weights" else self.moment_bits
 
 
 ALPHAS = (5e-3, 1e-3, 5e-4, 2e-4, 5e-5, 5e-6, 0.0)
 SPACE = tuple(Settings(alpha, bits=bits) for bits, alpha in product((2, 4, 8), ALPHAS))
-"""Coarse to fine, with the paper's β throughout: it has no effect on the weights, so that no metric can choose it."""
+"""Coarse to fine, with the paper's β and bits of moments throughout: they have no effect on the weights, so that no
+metric can choose them."""
 
 
 def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings = Settings()) -> Encoded:
@@ -87,10 +93,11 @@ def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings = 
         for entry in entries:
             if "centres" in entry:
                 indices, centres = clustered[entry["group"], entry["name"]]
-                parts += [centres.tobytes(), pack(indices, settings.bits)]
+                parts += [centres.tobytes(), pack(indices, settings.bits_of(entry["group"]))]
             else:
                 parts.append(bytes_of(checkpoint.groups()[entry["group"]][entry["name"]]))
-        return lzma.compress(join([settings.bits, entries], parts), preset=9 | lzma.PRESET_EXTREME)
+        bits = {group: settings.bits_of(group) for group in ("weights", "first", "second")}
+        return lzma.compress(join([bits, entries], parts), preset=9 | lzma.PRESET_EXTREME)
 
     return Encoded(Known(decoded), packed)
 
@@ -103,7 +110,7 @@ def decode(data: bytes, previous: Known | None) -> Known:
     for entry in entries:
         part = next(following)
         if "centres" in entry:
-            indices = unpack(next(following), bits, int(np.prod(entry["shape"], dtype=np.int64)))
+            indices = unpack(next(following), bits[entry["group"]], int(np.prod(entry["shape"], dtype=np.int64)))
             tensor = _reconstruction(entry, indices, np.frombuffer(part, dtype=np.float32), previous)
         else:
             tensor = restored(part, entry)
@@ -126,7 +133,7 @@ def _clustered(
 ) -> dict[tuple[str, str], tuple[NDArray[np.uint8], NDArray[np.float32]]]:
     """Indices and centres of every residual and moment, by group and name."""
     return {
-        (group, name): cluster(tensor, 2**settings.bits - 1)
+        (group, name): cluster(tensor, 2 ** settings.bits_of(group) - 1)
         for name in checkpoint.weights
         for group, tensor in shrunk(checkpoint, previous, name, settings)
     }
