@@ -145,6 +145,10 @@ The paper has, for ε = 0.05 and models of 60 to 350 million weights: {"; ".join
 Per weight, the published method is {" and ".join(f"{ratio:.1f}" for ratio in smaller)} times smaller than the better of
 Check-N-Run+ and QD-Compressor+ here. The models are small and far from convergence, ε is {settings.max_degradation:g},
 and checkpoints are a twentieth of a training apart. The overhead here is that of a checkpoint every few seconds.
+
+Every checkpoint is within ε, and yet a training can end much worse: ten restores add up, metrics do not see moments,
+and what rounds to the nearest takes weights back to where the last restore had put them. Both of dynaquant's methods
+must keep the progress since a restore ([why](../architecture.md#after-a-restore)); the peers, as published, need not.
 """
 
 

@@ -126,7 +126,7 @@ def test_the_page_of_transfer_says_what_was_found(transfer, tmp_path):
     transfer.plot(results, tmp_path / "transfer.png")
     assert (tmp_path / "transfer.png").read_bytes().startswith(b"\x89PNG")
     text = transfer.page(results, MACHINE)
-    assert "| dynaquant, published | 10.00× | 0.9910 | 0.9900 | 41.0% | +1.0 | 1.500 | 3 |" in text
+    assert "| dynaquant, published | 10.00× | 0.9910 | 0.9900 | 41.0% | +1.0 | 1.500 | 3.0 |" in text
     assert "| LC-Checkpoint (not within) |" in text
     assert "3 seeds of the original are 2.0 points apart" in text
     assert "lie GOBO+, LC-Checkpoint." in text
