@@ -72,6 +72,7 @@ class Settings:
 
     def alone(self, data: Path, cache: Path) -> list[Uninterrupted]:
         """The same training without crashes, with each of the seeds; the first is that of the training with them."""
+        torch.set_num_threads(self.threads)
         return [uninterrupted(self.workload, data, cache, self.steps, self.every, seed) for seed in self.alone_seeds]
 
     @property

@@ -146,9 +146,11 @@ Per weight, the published method is {" and ".join(f"{ratio:.1f}" for ratio in sm
 Check-N-Run+ and QD-Compressor+ here. The models are small and far from convergence, ε is {settings.max_degradation:g},
 and checkpoints are a twentieth of a training apart. The overhead here is that of a checkpoint every few seconds.
 
-Every checkpoint is within ε, and yet a training can end much worse: ten restores add up, metrics do not see moments,
-and what rounds to the nearest takes weights back to where the last restore had put them. Both of dynaquant's methods
-must keep the progress since a restore ([why](../architecture.md#after-a-restore)); the peers, as published, need not.
+Every checkpoint is within ε, and yet a training can end much worse: ten restores add up, and metrics do not see
+moments. ExCP's β, its paper's, sets most second moments to zero, so that Adam's steps after a restore are much too
+large. And what rounds to the nearest takes weights back to where the last restore had put them. Both of dynaquant's
+methods must keep the progress since a restore ([why](../architecture.md#after-a-restore)); the peers, as published,
+need not.
 """
 
 

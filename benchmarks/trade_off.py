@@ -74,13 +74,18 @@ def in_words(found: list[Training], alone: list[Uninterrupted]) -> str:
     grow = [
         method for method in METHODS if all(by[method, a].state <= by[method, b].state for a, b in pairwise(LIMITS))
     ]
-    inside = sum(abs(one.worse_than(alone)) <= spread(alone) for one in found)
+    outside = [
+        f"{method} at ε = {limit:g}"
+        for limit in LIMITS
+        for method in METHODS
+        if abs(by[method, limit].worse_than(alone)) > spread(alone)
+    ]
     return f"""{" ".join(sentences)}
 
-As in the paper, a looser limit buys a higher ratio ({len(grow)} of {len(METHODS)} methods: {", ".join(grow)}). What the
-paper has beyond that, quality that falls at the end as ε grows, cannot be told from luck here: {inside} of {len(found)}
-trainings end as near to the one without crashes as seeds are to each other ({spread(alone):.2%}). There is one training
-of each kind; the limit is on the validation loss of single checkpoints, the metric at the end is on more data."""
+As in the paper, a looser limit buys a higher ratio ({len(grow)} of {len(METHODS)} methods: {", ".join(grow)}), and can
+cost quality at the end: farther from the training without crashes than seeds are from each other ({spread(alone):.2%})
+end {", ".join(outside) or "none"}. Finer differences cannot be told from luck. There is one training of each kind; the
+limit is on the validation loss of single checkpoints, the metric at the end is on more data."""
 
 
 def page(found: list[Training], alone: list[Uninterrupted], described: dict[str, str | int]) -> str:
