@@ -68,11 +68,14 @@ def in_words(found: list[Training], alone: list[Uninterrupted]) -> str:
         f"{method} {by[method, most].worse_than(alone):+.2%}" for method in METHODS if (method, most) in by
     )
     ours, none = by[DEFAULT, most], by[DEFAULT, 0]
+    outside = [f"{one.method} with {one.settings.restores}" for one in found if one.worse_than(alone) > spread(alone)]
     return (
         f"The paper: {PAPER}. Here, after {most} restores: {ends} (negative is better), with seeds {spread(alone):.2%} "
-        f"apart. Restores cost bytes: dynaquant's whole states are {times(none.state)} smaller without, "
-        f"{times(ours.state)} with {most}, as a checkpoint after a restore must keep the progress made since. Without "
-        f"restores a training is not touched, so its end is that of the one left alone to the last bit."
+        f"apart; farther than those end {', '.join(outside) or 'none'}. So many restores leave a training of "
+        f"{ours.settings.steps} steps hardly more than the steps between two checkpoints at a time, and dynaquant's "
+        f"default forgets the momentum at each of them. Its whole states are {times(none.state)} smaller without "
+        f"restores, {times(ours.state)} with {most}. Without restores a training is not touched, so its end is that of "
+        f"the one left alone to the last bit."
     )
 
 
