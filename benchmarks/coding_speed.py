@@ -1,6 +1,6 @@
 """Levels to bytes and back: dynaquant's two coders against general and entropy coders, in one run.
 
-    python benchmarks/coding_speed.py [--values 20000000] [--out docs/results/coding_speed.json] [--quick]
+    python benchmarks/coding_speed.py [--values 20000000] [--quick]
 
 The levels are those of the published quantizer with its default configuration. Those of each tensor are coded by a call
 of their own, alone and given those of the checkpoint before; every stream is decoded and compared. All methods take
@@ -22,10 +22,9 @@ counting, and the 32-bit integers that constriction works on. dynaquant is timed
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -34,13 +33,13 @@ import constriction
 import numpy as np
 import torch
 import zstandard
-from cores import on_cores
+from cores import by_cores, on_cores, page
 from delta_ablation import load_quantized
 from kernels import synthetic, verdict
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from options import parse, parser
-from results import Table, machine, sentence
+from results import Table, machine, publish, show
 from rich.console import Console
 from rich.progress import track
 from workloads import gpt_snapshots, new_gpt
@@ -338,7 +337,6 @@ def main() -> None:
     arguments = parse(made)
     values = arguments.values or (QUICK_VALUES if arguments.quick else VALUES)
     turns = 1 if arguments.quick else REPEATS
-    out = arguments.out / "coding_speed.json"
 
     sources: dict[str, Source] = {f"{values:,} synthetic values": values}
     if len(snapshots := gpt_snapshots(arguments.cache)) > 1:
@@ -353,29 +351,13 @@ def main() -> None:
     tables = [table(name, *rows, len(cores)) for name, rows in results.items()]
     bars = verdicts(next(iter(results.values()))[0])
 
-    console = Console()
-    console.width = max(console.width, 150)
-    for shown in tables:
-        console.print(shown.on_screen())
-    for bar in bars:
-        console.print(bar)
-    measured = {
-        name: {label: [asdict(row) for row in rows] for label, rows in zip(("1 core", "all cores"), both, strict=True)}
-        for name, both in results.items()
-    }
-    out.write_text(json.dumps({"machine": described, "bars": bars, "results": measured}, indent=1) + "\n")
+    show(*tables, *bars, width=150)
     title, (one, _) = list(results.items())[-1]
-    plotted = out.with_suffix(".png")
-    plot(title, one, plotted)
-    page = [
-        "# Speed of coding\n\n```\nmake benchmark-setup\n.venv/bin/python benchmarks/coding_speed.py\n```\n",
-        sentence(described) + "\n",
-        f"![bits per level against speed, by method]({plotted.name})\n",
-        *(shown.in_markdown() + "\n" for shown in tables),
-        "## Bars\n\nOn one core, synthetic values:\n\n" + "\n".join(f"- {bar}" for bar in bars) + "\n",
-        "## How to read it\n\n" + NOTES,
-    ]
-    out.with_suffix(".md").write_text("\n".join(page))
+    written = page(
+        "Speed of coding", "coding_speed", "bits per level against speed, by method", described, tables, bars, NOTES
+    )
+    numbers = {"machine": described, "bars": bars, "results": by_cores(results)}
+    publish(arguments.out, "coding_speed", numbers, lambda file: plot(title, one, file), written)
 
 
 if __name__ == "__main__":

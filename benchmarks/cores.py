@@ -1,11 +1,17 @@
-"""Functions on a choice of processor cores, for libraries that look at their number when they are loaded."""
+"""Speeds on one core and on all: functions on a choice of cores, and the page that tells of them.
+
+Libraries look at the number of cores when they are loaded, so every choice has a process of its own.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
+
+from results import Table, sentence
 
 Result = TypeVar("Result")
 
@@ -19,3 +25,32 @@ def on_cores(cores: set[int], function: Callable[..., Result], *arguments: Any) 
             return pool.apply(function, arguments)
     finally:
         os.sched_setaffinity(0, everything)
+
+
+def by_cores(results: Mapping[str, tuple[Sequence[Any], Sequence[Any]]]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Rows (dataclasses) on one core and on all, by what was measured, for JSON."""
+    return {
+        name: {"1 core": [asdict(row) for row in one], "all cores": [asdict(row) for row in every]}
+        for name, (one, every) in results.items()
+    }
+
+
+def page(
+    heading: str,
+    name: str,
+    picture: str,
+    described: dict[str, str | int],
+    tables: list[Table],
+    bars: list[str],
+    notes: str,
+) -> str:
+    """name: of the script. picture: what it shows. bars: on one core, with synthetic values."""
+    parts = [
+        f"# {heading}\n\n```\nmake benchmark-setup\n.venv/bin/python benchmarks/{name}.py\n```\n",
+        sentence(described) + "\n",
+        f"![{picture}]({name}.png)\n",
+        *(shown.in_markdown() + "\n" for shown in tables),
+        "## Bars\n\nOn one core, synthetic values:\n\n" + "\n".join(f"- {bar}" for bar in bars) + "\n",
+        "## How to read it\n\n" + notes,
+    ]
+    return "\n".join(parts)

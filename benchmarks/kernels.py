@@ -1,6 +1,6 @@
 """Histogram, level assignment, quantiles and clustering: dynaquant against other libraries, in one run.
 
-    python benchmarks/kernels.py [--values 50000000] [--out docs/results/kernels.json] [--quick]
+    python benchmarks/kernels.py [--values 50000000] [--quick]
 
 All methods of a task take turns, and the shortest of their times counts. Everything runs twice: in a process that is
 pinned to one core and in one that has all of them; every library sizes its thread pool by that.
@@ -8,11 +8,10 @@ pinned to one core and in one that has all of them; every library sizes its thre
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -21,12 +20,12 @@ import faiss
 import kmeans1d
 import numpy as np
 import torch
-from cores import on_cores
+from cores import by_cores, on_cores, page
 from ddsketch import DDSketch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from options import parse, parser
-from results import Table, machine, sentence
+from results import Table, machine, publish, show
 from rich.console import Console
 from sklearn.cluster import KMeans
 from workloads import gpt_snapshots
@@ -341,7 +340,6 @@ def main() -> None:
     arguments = parse(made)
     values = arguments.values or (QUICK_VALUES if arguments.quick else VALUES)
     turns = 1 if arguments.quick else REPEATS
-    out = arguments.out / "kernels.json"
 
     cores = os.sched_getaffinity(0)
     sources: dict[str, Path | int] = {f"{values:,} synthetic values": values}
@@ -355,29 +353,11 @@ def main() -> None:
     tables = [table(name, *rows, len(cores)) for name, rows in results.items()]
     bars = verdicts(next(iter(results.values()))[0])
 
-    console = Console()
-    console.width = max(console.width, 130)
-    for shown in tables:
-        console.print(shown.on_screen())
-    for bar in bars:
-        console.print(bar)
-    measured = {
-        name: {label: [asdict(row) for row in rows] for label, rows in zip(("1 core", "all cores"), both, strict=True)}
-        for name, both in results.items()
-    }
-    out.write_text(json.dumps({"machine": described, "bars": bars, "results": measured}, indent=1) + "\n")
-    plotted = out.with_suffix(".png")
+    show(*tables, *bars, width=130)
     title, (one, _) = next(iter(results.items()))
-    plot(title, one, plotted)
-    page = [
-        "# Kernels\n\n```\nmake benchmark-setup\n.venv/bin/python benchmarks/kernels.py\n```\n",
-        sentence(described) + "\n",
-        f"![speed by method, for each task]({plotted.name})\n",
-        *(shown.in_markdown() + "\n" for shown in tables),
-        "## Bars\n\nOn one core, synthetic values:\n\n" + "\n".join(f"- {bar}" for bar in bars) + "\n",
-        "## How to read it\n\n" + NOTES,
-    ]
-    out.with_suffix(".md").write_text("\n".join(page))
+    written = page("Kernels", "kernels", "speed by method, for each task", described, tables, bars, NOTES)
+    numbers = {"machine": described, "bars": bars, "results": by_cores(results)}
+    publish(arguments.out, "kernels", numbers, lambda file: plot(title, one, file), written)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ python benchmarks/restores.py --data DIR [--workload resnet] [--max-degradation 
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,8 +12,7 @@ from checkpointers import DEFAULT, METHODS, PUBLISHED
 from crashes import Training, of_size, parser, spread, times, trainings
 from matplotlib.figure import Figure
 from options import parse
-from results import Table, machine, plain_ticks, sentence
-from rich.console import Console
+from results import Table, machine, plain_ticks, publish, sentence, show
 from workloads import Uninterrupted
 
 COUNTS = (0, 5, 10, 20)
@@ -116,12 +114,10 @@ def main() -> None:
     ]
     found = trainings(jobs, arguments.data, arguments.cache, arguments.workers)
     alone = jobs[0][1].alone(arguments.data, arguments.cache)
-    Console().print(table(found, alone).on_screen())
+    show(table(found, alone), width=100)
     described = machine("torch")
     numbers = {"machine": described, "trainings": [asdict(one) for one in found], "alone": [asdict(a) for a in alone]}
-    (arguments.out / "restores.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    plot(found, alone, arguments.out / "restores.png")
-    (arguments.out / "restores.md").write_text(page(found, alone, described))
+    publish(arguments.out, "restores", numbers, lambda file: plot(found, alone, file), page(found, alone, described))
 
 
 if __name__ == "__main__":

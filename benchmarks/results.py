@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axis import Axis
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+from rich.console import Console
 from rich.table import Table as RichTable
 
 
@@ -46,6 +50,21 @@ def sentence(described: dict[str, str | int]) -> str:
     """``machine`` in words."""
     versions = ", ".join(f"{name} {value}" for name, value in described.items() if name not in ("cpu", "cores"))
     return f"Machine: {described['cores']} cores of an {described['cpu']}; {versions}."
+
+
+def show(*shown: Table | str, width: int) -> None:
+    """On the screen, at least so many characters wide."""
+    console = Console()
+    console.width = max(console.width, width)
+    for one in shown:
+        console.print(one.on_screen() if isinstance(one, Table) else one)
+
+
+def publish(out: Path, name: str, numbers: dict[str, Any], plot: Callable[[Path], None], page: str) -> None:
+    """Numbers as JSON, a picture and a page in Markdown, side by side in a folder."""
+    (out / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n")
+    plot(out / f"{name}.png")
+    (out / f"{name}.md").write_text(page)
 
 
 def plain_ticks(axis: Axis) -> None:

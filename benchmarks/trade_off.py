@@ -5,7 +5,6 @@ python benchmarks/trade_off.py --data DIR [--workload resnet]
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +13,7 @@ from checkpointers import DEFAULT, METHODS, PUBLISHED
 from crashes import Training, of_size, parser, spread, times, trainings
 from matplotlib.figure import Figure
 from options import parse
-from results import Table, machine, plain_ticks, sentence
-from rich.console import Console
+from results import Table, machine, plain_ticks, publish, sentence, show
 from workloads import Uninterrupted
 
 LIMITS = (0.001, 0.01, 0.05)
@@ -120,14 +118,10 @@ def main() -> None:
     jobs = [(method, one) for one in settings for method in METHODS]
     found = trainings(jobs, arguments.data, arguments.cache, arguments.workers)
     alone = settings[0].alone(arguments.data, arguments.cache)
-    console = Console()
-    console.width = max(console.width, 170)
-    console.print(table(found, alone).on_screen())
+    show(table(found, alone), width=170)
     described = machine("torch")
     numbers = {"machine": described, "trainings": [asdict(one) for one in found], "alone": [asdict(a) for a in alone]}
-    (arguments.out / "trade_off.json").write_text(json.dumps(numbers, indent=1) + "\n")
-    plot(found, alone, arguments.out / "trade_off.png")
-    (arguments.out / "trade_off.md").write_text(page(found, alone, described))
+    publish(arguments.out, "trade_off", numbers, lambda file: plot(found, alone, file), page(found, alone, described))
 
 
 if __name__ == "__main__":

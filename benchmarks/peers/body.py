@@ -105,3 +105,14 @@ def matrices(tensors: dict[str, Tensor]) -> Iterable[str]:
     The others (biases, norms) are a percent of a model, and peers that quantize by layer or row leave them exact.
     """
     return [name for name, tensor in tensors.items() if tensor.ndim >= 2 and tensor.numel()]
+
+
+def flat(tensor: Tensor) -> NDArray[np.float32]:
+    """The values in C order, as float32."""
+    values: NDArray[np.float32] = tensor.detach().reshape(-1).to(torch.float32).numpy()
+    return values
+
+
+def bits_for(bins: int) -> int:
+    """Bits of the indices of so many bins."""
+    return (bins - 1).bit_length()

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from peers.body import described, exact, from_exact, join, matrices, pack, split, unpack
+from peers.body import bits_for, described, exact, from_exact, join, matrices, pack, split, unpack
 from peers.peer import Checkpoint, Encoded, Known, Peer
 from torch import Tensor
 
@@ -60,7 +60,7 @@ def encode(checkpoint: Checkpoint, _previous: Known | None, settings: Settings) 
     def packed() -> bytes:
         parts = [exact(kept)]
         for levels, ranges in quantized.values():
-            parts += [ranges.numpy().tobytes(), pack(levels.numpy().reshape(-1), _bits(bins))]
+            parts += [ranges.numpy().tobytes(), pack(levels.numpy().reshape(-1), bits_for(bins))]
         return join([bins, entries], parts)
 
     return Encoded(Known(Checkpoint(kept | decoded)), packed)
@@ -72,7 +72,7 @@ def decode(data: bytes, _previous: Known | None) -> Known:
     weights = from_exact(parts[0])
     for (name, entry), ranges, packed in zip(entries.items(), parts[1::2], parts[2::2], strict=True):
         rows = torch.frombuffer(bytearray(ranges), dtype=torch.float32).reshape(-1, 2)
-        levels = torch.from_numpy(unpack(packed, _bits(bins), int(np.prod(entry["shape"], dtype=np.int64))))
+        levels = torch.from_numpy(unpack(packed, bits_for(bins), int(np.prod(entry["shape"], dtype=np.int64))))
         weights[name] = _restored(
             levels.reshape(len(rows), -1), rows, bins, entry["shape"], getattr(torch, entry["dtype"])
         )
@@ -125,10 +125,6 @@ def _restored(levels: Tensor, ranges: Tensor, bins: int, shape: list[int], dtype
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(tensor.shape[0], -1).to(torch.float32)
-
-
-def _bits(bins: int) -> int:
-    return (bins - 1).bit_length()
 
 
 CHECK_N_RUN = Peer("Check-N-Run+", SPACE, encode, decode)

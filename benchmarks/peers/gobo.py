@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from peers.body import described, exact, from_exact, join, matrices, pack, split, unpack
+from peers.body import bits_for, described, exact, flat, from_exact, join, matrices, pack, split, unpack
 from peers.peer import Checkpoint, Encoded, Known, Peer
 from torch import Tensor
 
@@ -63,7 +63,7 @@ class Layer:
 def encode(checkpoint: Checkpoint, _previous: Known | None, settings: Settings) -> Encoded:
     """Every checkpoint stands alone."""
     weights = checkpoint.weights
-    layers = {name: quantize(_flat(weights[name]), settings.bins) for name in matrices(weights)}
+    layers = {name: quantize(flat(weights[name]), settings.bins) for name in matrices(weights)}
     kept = {name: tensor for name, tensor in weights.items() if name not in layers}
     entries = {name: described(weights[name]) for name in layers}
     decoded = {name: _restored(layer, entries[name]) for name, layer in layers.items()}
@@ -73,7 +73,7 @@ def encode(checkpoint: Checkpoint, _previous: Known | None, settings: Settings) 
         for layer in layers.values():
             found = {"gaps": layer.gaps, "outliers": layer.outliers, "centroids": layer.centroids}
             parts.append(exact({name: torch.from_numpy(values) for name, values in found.items()}))
-            parts.append(pack(layer.indices, _bits(settings.bins)))
+            parts.append(pack(layer.indices, bits_for(settings.bins)))
         return join([settings.bins, entries], parts)
 
     return Encoded(Known(Checkpoint(kept | decoded)), packed)
@@ -86,7 +86,7 @@ def decode(data: bytes, _previous: Known | None) -> Known:
     for (name, entry), lists, packed in zip(entries.items(), parts[1::2], parts[2::2], strict=True):
         found = {key: tensor.numpy() for key, tensor in from_exact(lists).items()}
         size = int(np.prod(entry["shape"], dtype=np.int64)) - found["gaps"].size
-        weights[name] = _restored(Layer(indices=unpack(packed, _bits(bins), size), **found), entry)
+        weights[name] = _restored(Layer(indices=unpack(packed, bits_for(bins), size), **found), entry)
     return Known(Checkpoint(weights))
 
 
@@ -158,15 +158,6 @@ def _restored(layer: Layer, entry: dict[str, Any]) -> Tensor:
     values[outlying] = layer.outliers
     values[~outlying] = layer.centroids[layer.indices]
     return torch.from_numpy(values).reshape(entry["shape"]).to(getattr(torch, entry["dtype"]))
-
-
-def _flat(tensor: Tensor) -> Values:
-    values: Values = tensor.detach().reshape(-1).to(torch.float32).numpy()
-    return values
-
-
-def _bits(bins: int) -> int:
-    return (bins - 1).bit_length()
 
 
 GOBO = Peer("GOBO+", SPACE, encode, decode)

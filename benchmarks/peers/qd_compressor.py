@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from peers.body import described, exact, from_exact, join, matrices, split
+from peers.body import described, exact, flat, from_exact, join, matrices, split
 from peers.peer import Checkpoint, Encoded, Known, Peer
 from torch import Tensor
 
@@ -72,7 +72,7 @@ def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings) -
         entries[name] = described(weights[name]) | {"bins": bins[name], "low": low, "high": high}
         levels[name] = quantize(values, low, high, bins[name])
         decoded[name] = _restored(levels[name], entries[name])
-        errors[name] = torch.from_numpy(values - _flat(decoded[name])).reshape(weights[name].shape)
+        errors[name] = torch.from_numpy(values - flat(decoded[name])).reshape(weights[name].shape)
 
     def packed() -> bytes:
         coded = {name: _coded(Levels(found, bins[name]), before.get(name)) for name, found in levels.items()}
@@ -135,7 +135,7 @@ def _restored(levels: NDArray[np.uint8], entry: dict[str, Any]) -> Tensor:
 
 def _with_error(tensor: Tensor, error: Tensor | None) -> Values:
     """A layer's values and the error of the checkpoint before."""
-    return _flat(tensor) if error is None else _flat(tensor) + _flat(error)
+    return flat(tensor) if error is None else flat(tensor) + flat(error)
 
 
 def _coded(levels: Levels, before: NDArray[np.uint8] | None) -> tuple[Arrangement, bytes]:
@@ -150,11 +150,6 @@ def _coded(levels: Levels, before: NDArray[np.uint8] | None) -> tuple[Arrangemen
 def _parent(levels: NDArray[np.uint8]) -> Levels:
     # The largest value of a layer has the last level, so that the number of levels need not be remembered.
     return Levels(levels, int(levels.max()) + 1)
-
-
-def _flat(tensor: Tensor) -> Values:
-    values: Values = tensor.detach().reshape(-1).to(torch.float32).numpy()
-    return values
 
 
 QD_COMPRESSOR = Peer("QD-Compressor+", SPACE, encode, decode)
