@@ -176,6 +176,28 @@ def test_rounding_at_random_keeps_small_steps_and_the_record_says_so(tmp_path):
     assert any("of the way since the restore; rounded at random, " in note for note in second.notes)
 
 
+def test_where_nothing_rounded_at_random_is_good_enough_what_keeps_most_is_taken(tmp_path):
+    drift = Drift()
+    exact = drift.model.weight.detach().clone()
+
+    def particular(model: nn.Module) -> float:
+        """Good where no weight is farther off than half the distance between two levels."""
+        off = (model.weight - exact).abs().max()
+        return 1.0 if off <= 0.55 * model.weight.unique().diff().min() or off == 0 else 2.0
+
+    with checkpointer(tmp_path, drift.model, method="grid", evaluate=particular) as ckpt:
+        ckpt.save(0).result()
+        ckpt.restore()
+        drift.train(0.002)
+        exact.copy_(drift.model.weight)
+        second = ckpt.save(1).result()
+    assert {trial.degradation for trial in second.trials if trial.configuration.dithered} == {1.0}
+    assert second.quality["degradation"] == 0
+    best = max(trial.progress for trial in second.trials if trial.degradation == 0)
+    assert second.progress == best < LEAST
+    assert any("of the way since the restore; with grid" in note for note in second.notes)
+
+
 @BOTH_METHODS
 def test_large_steps_need_nothing_finer(tmp_path, method):
     first, second = after_a_restore(tmp_path, 0.5, method=method)

@@ -231,13 +231,14 @@ class ConfigurationManager:
         dithered = scale_search(
             found, lowest, highest, lambda scales: score(scales, True), limit, True, self._group.size
         )
-        if dithered is None:
-            return "lossless", None
+        # Even the finest may fail by chance where little is allowed: what lies beyond its levels is rounded to 16 bits.
+        chosen = _keeping_most(trials, limit) if dithered is None else GridConfiguration(dithered, True)
         notes.append(
             f"rounded to the nearest level, weights keep {trials.trial(by_quality).progress:.0%} of the way since the "
-            f"restore; rounded at random, {trials.trial(GridConfiguration(dithered, True)).progress:.0%}"
+            f"restore; {'with ' + in_short(chosen) if dithered is None else 'rounded at random'}, "
+            f"{trials.trial(chosen).progress:.0%}"
         )
-        return "scale", GridConfiguration(dithered, True)
+        return "scale", chosen
 
     def _keeps_enough(self, trials: Trials, by_quality: Knobs) -> bool:
         """Whether what was found by quality keeps enough of the way since a restore, which is then forgotten."""
@@ -263,7 +264,7 @@ class ConfigurationManager:
 
     def _with_progress(
         self, space: Space, sizes: SizeModel, found: Candidate, trials: Trials, limit: float, notes: list[str]
-    ) -> Configuration:
+    ) -> Knobs:
         """What was found by quality, or the smallest with more bins or less pruned that also keeps enough progress.
 
         Where nothing good enough does, it is what keeps most. The history is none of its business: as training goes on,
@@ -284,12 +285,7 @@ class ConfigurationManager:
             limit,
             self._group.size,
         )
-        if best is not None:
-            chosen = finer(best)
-        else:
-            tried = sorted(trials.done, key=lambda trial: trial.progress or 0.0, reverse=True)
-            good = (trial.configuration for trial in tried if trials.score([trial.configuration])[0] <= limit)
-            chosen = next(knobs for knobs in good if isinstance(knobs, Configuration))
+        chosen = _keeping_most(trials, limit) if best is None else finer(best)
         notes.append(
             f"{in_short(by_quality)}, would be good enough, but keep {trials.trial(by_quality).progress:.0%} "
             f"of the way since the restore; "
@@ -348,3 +344,9 @@ class ConfigurationManager:
                 if found_degradation <= limit:
                     return "more bins", candidate
         return "lossless", None
+
+
+def _keeping_most(trials: Trials, limit: float) -> Knobs:
+    """Of what was tried and is good enough, that which keeps most of the way since the restore."""
+    tried = sorted(trials.done, key=lambda trial: trial.progress or 0.0, reverse=True)
+    return next(knobs for knobs in (trial.configuration for trial in tried) if trials.score([knobs])[0] <= limit)
