@@ -2,13 +2,16 @@
 
 from dataclasses import asdict
 
+import entropy
 import numpy as np
 import pytest
 import torch
 from one_shot import LIMITS, METHODS, Candidate, Tried, Walk, effective_levels, mean, means, ranges, walk
 from one_shot import page as one_shot_page
 from one_shot import plot as one_shot_plot
+from training import model_of, train
 
+import dynaquant as dq
 from dynaquant.codebook import Grid
 from dynaquant.quantized import QuantizedTensor
 
@@ -130,3 +133,27 @@ def test_the_page_of_transfer_says_what_was_found(transfer, tmp_path):
     assert "| LC-Checkpoint (not within) |" in text
     assert "3 seeds of the original are 2.0 points apart" in text
     assert "lie GOBO+, LC-Checkpoint." in text
+
+
+def test_the_entropy_of_levels_is_less_the_more_their_parents_tell():
+    levels = np.repeat(np.arange(4, dtype=np.uint8), 100)
+    assert entropy.conditional_entropy(levels, None) == pytest.approx(400 * 2 / 8)
+    assert entropy.conditional_entropy(levels, levels // 2) == pytest.approx(400 * 1 / 8)
+    assert entropy.conditional_entropy(levels, levels + 7) == 0
+
+
+def test_the_entropy_of_a_run_is_that_of_all_its_checkpoints(tmp_path):
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="high") as ckpt:
+        for step in (1, 2, 3):
+            train(model, optimizer, 3)
+            ckpt.save(step)
+    rows = {(row.checkpoints, row.kind): row for row in entropy.measure(tmp_path)}
+    assert rows["deltas", "all"].tensors == 2 * rows["keyframes", "all"].tensors
+    for checkpoints in ("keyframes", "deltas"):
+        kinds = [row for (of, kind), row in rows.items() if of == checkpoints and kind != "all"]
+        assert len(kinds) == 3  # weights and both moments, all of them small
+        assert sum(row.coded for row in kinds) == rows[checkpoints, "all"].coded
+        assert all(0 < row.entropy < row.coded for row in kinds)
+    assert "| deltas | all |" in entropy.page(list(rows.values()), [tmp_path])

@@ -1,0 +1,146 @@
+"""The bytes that the levels of a run's checkpoints take, against their empirical conditional entropy (method 2.2).
+
+    python benchmarks/entropy.py build/demo/transformer build/demo/convnet
+
+The entropy is that of a tensor's levels given the level of the same element in the parent, by the counts of that very
+tensor; in keyframes, of the levels alone. A decoder would need the counts as well: no coder reaches it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from options import RESULTS
+from results import Table, show
+
+from dynaquant.coding import conditional
+from dynaquant.coding.stream import StoredTensor
+from dynaquant.codings import Coding, Conditional, Product, Units
+from dynaquant.quantized import QuantizedTensor, RankOne, Scaled
+from dynaquant.run import Run
+
+LARGE = 65_536
+"""Values of a tensor whose tables hardly count."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tensors of one kind in all keyframes or all deltas of a run. coded, entropy: bytes of their levels."""
+
+    run: str
+    checkpoints: str
+    kind: str
+    tensors: int
+    values: int
+    coded: int
+    entropy: float
+
+
+def parts(coding: Coding, stored: StoredTensor) -> Iterator[tuple[Conditional, QuantizedTensor]]:
+    """The levels of a tensor that are conditionally coded: its own, those of its rows and columns, or of its units."""
+    if isinstance(coding, Conditional) and isinstance(stored, QuantizedTensor):
+        yield coding, stored
+    elif isinstance(coding, Product) and isinstance(stored, RankOne):
+        yield from ((coding.rows, stored.rows), (coding.columns, stored.columns))
+    elif isinstance(coding, Units) and isinstance(stored, Scaled):
+        yield coding.units, stored.units
+
+
+def levels_of(stored: StoredTensor | None) -> list[QuantizedTensor]:
+    """What the levels of a tensor may be coded given, in the order of ``parts``."""
+    if isinstance(stored, RankOne):
+        return [stored.rows, stored.columns]
+    if isinstance(stored, Scaled):
+        return [stored.units]
+    return [stored] if isinstance(stored, QuantizedTensor) else []
+
+
+def conditional_entropy(levels: NDArray[np.uint8], parent: NDArray[np.uint8] | None) -> float:
+    """In bytes, of all of them together."""
+    before = np.zeros_like(levels) if parent is None else parent
+    counts = np.bincount(before.astype(np.int64) * 256 + levels, minlength=65_536).reshape(256, 256).astype(np.float64)
+    occurring = counts > 0
+    shares = (counts / np.maximum(counts.sum(axis=1, keepdims=True), 1))[occurring]
+    return float(-(counts[occurring] * np.log2(shares)).sum() / 8)
+
+
+def measure(folder: Path) -> list[Row]:
+    """All checkpoints of a run."""
+    run = Run(folder)
+    sums: dict[tuple[str, str], list[float]] = {}
+    before: dict[str, StoredTensor] = {}
+    for summary in run.summaries()[0]:
+        file = run.file(summary.step)
+        tensors = run.load(file)
+        checkpoints = "keyframes" if summary.parent is None else "deltas"
+        for entry in file.header.entries:
+            parents = levels_of(before.get(entry.name))
+            for i, (coding, quantized) in enumerate(parts(entry.coding, tensors[entry.name])):
+                parent = parents[i] if coding.needs_parent else None
+                kind = entry.label.role.replace("_", " ") + (
+                    "s" if quantized.levels.size >= LARGE else "s, small tensors"
+                )
+                coded = len(conditional.encode(quantized, parent))
+                entropy = conditional_entropy(quantized.levels, None if parent is None else parent.levels)
+                for key in ((checkpoints, kind), (checkpoints, "all")):
+                    so_far = sums.setdefault(key, [0, 0, 0, 0])
+                    sums[key] = [a + b for a, b in zip(so_far, (1, quantized.levels.size, coded, entropy), strict=True)]
+        before = dict(tensors.items())
+    return [
+        Row(folder.name, checkpoints, kind, int(tensors), int(values), int(coded), entropy)
+        for (checkpoints, kind), (tensors, values, coded, entropy) in sorted(sums.items(), reverse=True)
+        if entropy > 0  # first moments are all zero
+    ]
+
+
+def table(rows: list[Row]) -> Table:
+    columns = ["run", "checkpoints", "levels of", "tensors", "values", "bytes", "entropy, bytes", "above it"]
+    cells = [
+        [row.run, row.checkpoints, row.kind]
+        + [f"{number:,.0f}" for number in (row.tensors, row.values, row.coded, row.entropy)]
+        + [f"{row.coded / row.entropy - 1:+.1%}"]
+        for row in rows
+    ]
+    return Table("Levels against their conditional entropy", columns, cells)
+
+
+def page(rows: list[Row], folders: list[Path]) -> str:
+    return f"""\
+# Entropy
+
+```
+make demo
+make benchmark-setup
+.venv/bin/python benchmarks/entropy.py {" ".join(map(str, folders))}
+```
+
+Levels of whole checkpoints as they are stored, tables included, against the entropy of the levels given those of the
+parent, by the counts of each tensor itself (in keyframes of the levels alone).
+
+{table(rows).in_markdown()}
+
+*Small tensors* have fewer than {LARGE:,} values. There, the tables of a coder weigh: the entropy is that of a decoder
+which knows how often everything occurs.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of runs by the default method")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of JSON and page")
+    arguments = parser.parse_args()
+    rows = [row for folder in arguments.runs for row in measure(folder)]
+    show(table(rows), width=130)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "entropy.json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    (arguments.out / "entropy.md").write_text(page(rows, arguments.runs))
+
+
+if __name__ == "__main__":
+    main()
