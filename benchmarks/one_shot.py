@@ -86,7 +86,7 @@ class Snapshot:
         """Adam's second moments, or else the squares of the averaged gradients."""
         squares = {name: float(gradient.square().mean()) for name, gradient in self.gradients.items()}
         named = {f"model.{name}": parameter for name, parameter in self.work.model.named_parameters()}
-        return mean_squared_gradients(named, self.work.optimizer, squares)
+        return mean_squared_gradients(named, [self.work.optimizer], squares)
 
     @cached_property
     def sketched(self) -> SketchedWeights:

@@ -80,6 +80,30 @@ def test_no_space_left_is_raised_and_the_run_can_still_be_restored(tmp_path, way
         assert ckpt.save(2).result().step == 2
 
 
+@pytest.mark.parametrize("full", ["step-000000000002.dqc.tmp", "exact-000000000002.dqc.tmp"])
+def test_where_either_form_finds_no_space_the_newest_exact_state_is_still_there(tmp_path, full):
+    model, optimizer = training()
+    with dq.Checkpointer(tmp_path, model, optimizer, exact="latest") as ckpt:
+        train(model, optimizer)
+        ckpt.save(1).result()
+        state = bits(model.state_dict()), bits(optimizer.state_dict())
+        before = contents(tmp_path)
+        (tmp_path / full).symlink_to("/dev/full")
+        train(model, optimizer)
+        assert ckpt.save(2).exception().errno == errno.ENOSPC
+        assert contents(tmp_path) == before
+        with pytest.raises(OSError, match="No space left on device"):
+            ckpt.restore()
+        assert ckpt.restore() == 1
+        assert (bits(model.state_dict()), bits(optimizer.state_dict())) == state
+        ckpt.save(2).result()
+        assert sorted(contents(tmp_path)) == [
+            "exact-000000000002.dqc",
+            "step-000000000001.dqc",
+            "step-000000000002.dqc",
+        ]
+
+
 @EVERY_WAY
 def test_the_error_of_a_full_disk_names_the_file(tmp_path, way):
     ckpt = dq.Checkpointer(tmp_path, *training(), **way)

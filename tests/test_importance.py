@@ -1,10 +1,15 @@
 """Gradients recorded by a step hook: what the optimizer's steps consume, averaged, in a window of steps."""
 
+import math
+
 import pytest
 import torch
 from torch import nn, optim
 
+import dynaquant as dq
+from dynaquant.codebook import RUNGS_PER_OCTAVE
 from dynaquant.importance import SMOOTHING, GradientRecorder
+from dynaquant.run import Run
 
 
 def model_of():
@@ -287,3 +292,19 @@ def test_after_close_nothing_is_recorded_and_nothing_hangs_on_the_optimizer():
     train(model, optimizer, torch.randn(2, 5, 4))
     assert recorder.collect() == {}
     assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_checkpoint_knows_the_gradients_that_any_of_its_optimizers_took(tmp_path):
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(40, 40, bias=False) for _ in range(2))
+    main, other = (optim.SGD(layer.parameters(), lr=1e-6) for layer in layers)
+    with dq.Checkpointer(tmp_path, layers, main, extras={"other": other}) as ckpt:
+        for scale, layer in zip((1, 4), layers, strict=True):
+            layer.weight.grad = scale * torch.randn(40, 40)
+        main.step()
+        other.step()
+        ckpt.save(1).result()
+    run = Run(tmp_path)
+    stored = run.load(run.file(1))
+    rungs = [stored[f"model.{i}.weight"].codebook.rung for i in range(2)]
+    assert rungs[0] - rungs[1] == pytest.approx(RUNGS_PER_OCTAVE * math.log2(4), abs=1)

@@ -214,7 +214,7 @@ def test_distortion_is_the_movement_relative_to_the_weights(model):
 def moments_after(optimizer: optim.Optimizer, model: nn.Module) -> dict[str, float]:
     train(model, optimizer, 5)
     parameters = {f"model.{name}": p for name, p in model.named_parameters()}
-    return mean_squared_gradients(parameters, optimizer, dict.fromkeys(parameters, 4.0))
+    return mean_squared_gradients(parameters, [optimizer], dict.fromkeys(parameters, 4.0))
 
 
 @pytest.mark.parametrize(
@@ -247,17 +247,43 @@ def test_sources_that_differ_in_scale_are_not_mixed():
         for name, p in model[1].named_parameters()
     }
     # Whichever knows more parameters, and of two that know as many the optimizer.
-    assert mean_squared_gradients(parameters, optimizer, one) == moments
-    assert mean_squared_gradients(parameters, optimizer, every) == every
+    assert mean_squared_gradients(parameters, [optimizer], one) == moments
+    assert mean_squared_gradients(parameters, [optimizer], every) == every
     known = {name: p for name, p in parameters.items() if name in moments}
-    assert mean_squared_gradients(known, optimizer, every) == moments
+    assert mean_squared_gradients(known, [optimizer], every) == moments
+
+
+def test_of_several_optimizers_each_knows_its_own():
+    model = model_of()
+    optimizers = [optim.AdamW(part.parameters(), lr=1e-3) for part in (model[0], model[1])]
+    for optimizer in optimizers:
+        train(model, optimizer, 2)
+    parameters = {f"model.{name}": p for name, p in model.named_parameters() if name[0] in "01"}
+    found = mean_squared_gradients(parameters, optimizers, {})
+    assert found.keys() == parameters.keys()
+    assert all(value > 0 for value in found.values())
+
+
+def test_moments_that_are_no_numbers_tell_nothing_and_the_others_still_do():
+    model = model_of()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer, 2)
+    parameters = {f"model.{name}": p for name, p in model.named_parameters()}
+    whole = mean_squared_gradients(parameters, [optimizer], {})
+    broken, coded, *_ = parameters
+    optimizer.state[parameters[broken]]["exp_avg_sq"].view(-1)[0] = torch.nan
+    codes = torch.full_like(parameters[coded], 130, dtype=torch.uint8)  # of an optimizer with 8 bits
+    optimizer.state[parameters[coded]]["exp_avg_sq"] = codes
+    found = mean_squared_gradients(parameters, [optimizer], {})
+    assert found == {name: value for name, value in whole.items() if name not in (broken, coded)}
+    assert found
 
 
 def test_where_nothing_is_known_there_is_none():
     model = model_of()
     parameters = {f"model.{name}": p for name, p in model.named_parameters()}
     zeros = dict.fromkeys(parameters, 0.0)
-    assert mean_squared_gradients(parameters, None, {}) == {}
-    assert mean_squared_gradients(parameters, optim.AdamW(model.parameters()), {}) == {}  # it has made no step yet
-    assert mean_squared_gradients(parameters, None, zeros) == {}
-    assert mean_squared_gradients({}, None, {}) == {}
+    assert mean_squared_gradients(parameters, [], {}) == {}
+    assert mean_squared_gradients(parameters, [optim.AdamW(model.parameters())], {}) == {}  # it has made no step yet
+    assert mean_squared_gradients(parameters, [], zeros) == {}
+    assert mean_squared_gradients({}, [], {}) == {}

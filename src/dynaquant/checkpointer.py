@@ -160,8 +160,8 @@ class Checkpointer:
         with ExitStack() as stack:
             self._group.together(lambda: stack.enter_context(self._run.writer()) if self._group.rank == 0 else None)
             self._compressor = Compressor(
-                model,
-                optimizer,
+                self._sources,
+                self._roles,
                 evaluate,
                 higher_is_better,
                 loss,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -107,14 +107,15 @@ class _Last:
 class Compressor:
     """Goes from the tensors of a state to what is stored of them, from one checkpoint to the next.
 
-    keep_exact: whether to hand out the tensors as they were, too. interval: steps to the first save, where known.
-    Collective, like everything that takes a group.
+    sources: the objects whose state it is, among them ``"model"``. patterns: over names of tensors of which the user
+    has decided what they are. keep_exact: whether to hand out the tensors as they were, too. interval: steps to the
+    first save, where known. Collective, like everything that takes a group.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        sources: Mapping[str, Any],
+        patterns: Collection[str],
         evaluate: Evaluate | None,
         higher_is_better: bool,
         loss: Loss,
@@ -122,12 +123,14 @@ class Compressor:
         group: Group,
         interval: int | None,
     ) -> None:
-        self._model, self._optimizer, self._group = model, optimizer, group
+        self._sources, self._patterns, self._group = sources, patterns, group
+        self._model: nn.Module = sources["model"]
+        self._optimizers = [source for source in sources.values() if isinstance(source, torch.optim.Optimizer)]
         self._preset = PRESETS[loss.quality]
         self._keep_exact = keep_exact
         self.method = loss.chosen
         most = self._preset.max_degradation if self._preset else 0.0
-        self.manager = ConfigurationManager(model, evaluate, higher_is_better, most, loss.configuration, group)
+        self.manager = ConfigurationManager(self._model, evaluate, higher_is_better, most, loss.configuration, group)
         self._fixed = loss.configuration is not None or self._preset is None
         if loss.max_degradation is not None:
             self.max_degradation = loss.max_degradation
@@ -142,16 +145,17 @@ class Compressor:
         self._quantized_for = self.max_degradation
         self._restored_step = 0
         self._stack = ExitStack()
-        self._recorder: GradientRecorder | None = None
-        if isinstance(optimizer, torch.optim.Optimizer) and self._uses_gradients(loss.configuration):
+        self._recorders: list[GradientRecorder] = []
+        if self._uses_gradients(loss.configuration):
             parameters = {
                 f"model.{name}": parameter
-                for name, parameter in model.named_parameters()
+                for name, parameter in self._model.named_parameters()
                 if quantizable(parameter, self.vectors)
             }
             record = sum_of_squares if self.method == "grid" else moving_average
-            self._recorder = GradientRecorder(parameters, optimizer, GRADIENT_WINDOW, interval, record)
-            self._stack.callback(self._recorder.close)
+            for optimizer in self._optimizers:
+                self._recorders.append(GradientRecorder(parameters, optimizer, GRADIENT_WINDOW, interval, record))
+                self._stack.callback(self._recorders[-1].close)
 
     def _uses_gradients(self, configuration: Knobs | None) -> bool:
         if isinstance(configuration, Configuration):
@@ -178,8 +182,8 @@ class Compressor:
 
     def expect(self, interval: int | None) -> None:
         """The next save comes after so many steps, as far as is known."""
-        if self._recorder:
-            self._recorder.expect(interval)
+        for recorder in self._recorders:
+            recorder.expect(interval)
 
     def close(self) -> None:
         """Takes hooks off the optimizer."""
@@ -197,8 +201,8 @@ class Compressor:
         self._restored_step = header.step
         restored = {} if exact else {name: last.quantized for name, last in self._last.items()}
         self.manager.resume(header.record, restored)
-        if self._recorder:
-            self._recorder.forget()
+        for recorder in self._recorders:
+            recorder.forget()
 
     def compress(
         self, tensors: Mapping[str, Tensor], label_of: Mapping[str, Label], seconds: dict[str, float]
@@ -206,8 +210,8 @@ class Compressor:
         """What to store. tensors, label_of: of the whole state, by name. Adds to seconds by stage."""
         start = time.perf_counter()
         tensors = {n: t if t.device.type in ("cpu", "cuda") else t.cpu() for n, t in tensors.items()}
-        gradients = self._recorder.average if self._recorder else {}
-        master_of = masters(tensors, label_of)
+        gradients = {name: kept for recorder in self._recorders for name, kept in recorder.average.items()}
+        master_of = masters(tensors, label_of, self._sources, self._patterns)
         weights = {name: tensors[master_of.get(name, name)] for name in tensors if label_of[name].role == "weight"}
         if self.max_degradation < self._quantized_for:  # what was good enough then need not be now
             self._last = {}
@@ -221,8 +225,8 @@ class Compressor:
         start = time.perf_counter()
         changed = {name: tensor for name, tensor in weights.items() if name not in unchanged}
         decision, notes = self._decide(changed, unchanged, label_of, gradients)
-        if self._recorder:
-            self._recorder.collect()
+        for recorder in self._recorders:
+            recorder.collect()
         quantized = {} if decision.configuration is None else {**decision.quantized, **unchanged}
         seconds["search"] += time.perf_counter() - start
 
@@ -255,10 +259,12 @@ class Compressor:
         parameters = {f"model.{name}": parameter for name, parameter in self._model.named_parameters()}
 
         def measured() -> dict[str, float]:
-            known = {name: parameters[name] for name in weights if name in parameters}
+            # Where there are master copies, the optimizer knows only these.
+            trained = {p.data_ptr(): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
+            known = {n: trained.get(t.data_ptr(), parameters[n]) for n, t in weights.items() if n in parameters}
             # Sums of squares on the grid; averages of whole gradients otherwise.
             squares = gradients if self.method == "grid" else {n: g.square().mean() for n, g in gradients.items()}
-            return mean_squared_gradients(known, self._optimizer, {n: float(s) for n, s in squares.items()})
+            return mean_squared_gradients(known, self._optimizers, {n: float(s) for n, s in squares.items()})
 
         fisher: dict[str, float] = {}
         if self.method == "grid" or self.manager.judges_by_distortion:
@@ -269,7 +275,7 @@ class Compressor:
             agreed, squares = self._group.gather((ready.fisher, ready.squares))[0]
             ready = replace(ready, fisher=agreed, squares=squares)
         notes = list(ready.notes)
-        if self.method != "grid" and self._recorder and ready.weights and not gradients:
+        if self.method != "grid" and self._recorders and ready.weights and not gradients:
             notes.append("no gradients were recorded before this save: magnitude stood in for sensitivity")
         known = {n.removeprefix("model."): values_of(stored) for n, stored in unchanged.items() if n in parameters}
         return self.manager.decide(ready, known, fisher), notes

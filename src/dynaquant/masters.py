@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,18 +15,36 @@ HALVES = (torch.bfloat16, torch.float16)
 _FIRST = 1024
 
 
-def masters(tensors: Mapping[str, Tensor], labels: Mapping[str, Label]) -> dict[str, str]:
+def masters(
+    tensors: Mapping[str, Tensor], labels: Mapping[str, Label], sources: Mapping[str, Any], patterns: Iterable[str]
+) -> dict[str, str]:
     """The name of the master copy of every half-precision weight that has one, by the weight's name.
 
-    A master copy is a float32 tensor of another part of the state, of the same shape, that gives exactly the weight
-    when it is rounded. tensors, labels: of a whole state.
+    A master copy is a float32 tensor of the same shape that an optimizer works on, as one of its parameters or in its
+    state, and that gives exactly the weight when it is rounded. (Averages of weights may do so as well, of those that
+    rest.) tensors, labels: of a whole state. sources: the objects whose state it is. patterns: over names of tensors
+    of which the user has decided what they are.
     """
     halves = [n for n, t in tensors.items() if labels[n].role == "weight" and t.dtype in HALVES and t.numel() > 1]
     if not halves:
         return {}
+    optimizers = {n: source for n, source in sources.items() if isinstance(source, torch.optim.Optimizer)}
+    states = tuple(f"{name}." for name in {*optimizers, "optimizer"})
+    trained = {
+        parameter.data_ptr()
+        for optimizer in optimizers.values()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    decided = list(patterns)
     candidates: dict[torch.Size, list[str]] = {}
     for name, tensor in tensors.items():
-        if tensor.dtype == torch.float32 and labels[name].role == "exact":
+        if (
+            tensor.dtype == torch.float32
+            and labels[name].role == "exact"
+            and (name.startswith(states) or tensor.data_ptr() in trained)
+            and not any(fnmatchcase(name, pattern) for pattern in decided)
+        ):
             candidates.setdefault(tensor.shape, []).append(name)
     found: dict[str, str] = {}
     for name in halves:
@@ -38,8 +58,9 @@ def masters(tensors: Mapping[str, Tensor], labels: Mapping[str, Label]) -> dict[
 
 def _rounds_to(master: Tensor, half: Tensor) -> bool:
     master, half = master.detach().reshape(-1), half.detach().reshape(-1)
-    if not torch.equal(
-        master[:_FIRST].to(half.dtype).cpu(), half[:_FIRST].cpu()
-    ):  # most can be told by their beginning
-        return False
-    return torch.equal(master.to(half.device, half.dtype), half)
+    beginnings = master[:_FIRST].to(half.dtype).cpu(), half[:_FIRST].cpu()  # most can be told by them
+    return _same_bits(*beginnings) and _same_bits(master.to(half.device, half.dtype), half)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))  # as values, -0 is the same as 0

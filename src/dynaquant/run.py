@@ -262,11 +262,16 @@ class Run:
             entries=(),
             record=checkpoint.record,
         )
-        file = self.write(draft, checkpoint.tensors, checkpoint.labels, base, checkpoint.coder)
+        path, twin = self.path(checkpoint.step), self._exact_path(checkpoint.step)
+        written = self._written(draft, checkpoint.tensors, checkpoint.labels, base, checkpoint.coder, path)
+        if checkpoint.exact is not None:  # in place first: without the other it is nothing, and does no harm
+            try:
+                self.write(replace(draft, parent=None), checkpoint.exact, checkpoint.labels, None, path=twin)
+            except BaseException:
+                written.path.unlink(missing_ok=True)
+                raise
+        file = self._placed(written, path)
         self._summaries[_version(file.path)] = file.header.summary
-        if checkpoint.exact is not None:
-            twin = self._exact_path(checkpoint.step)
-            self.write(replace(draft, parent=None), checkpoint.exact, checkpoint.labels, None, path=twin)
         for other in self.folder.glob(f"exact-*{SUFFIX}"):
             if checkpoint.exact is None or other != twin:
                 other.unlink()
@@ -302,6 +307,18 @@ class Run:
         the new file must have its identity.
         """
         path = path or self.path(draft.step)
+        return self._placed(self._written(draft, tensors, labels, base, coder, path), path)
+
+    def _written(
+        self,
+        draft: Header,
+        tensors: Mapping[str, StoredTensor],
+        labels: Mapping[str, Label],
+        base: Base | None,
+        coder: Coder,
+        path: Path,
+    ) -> CheckpointFile:
+        """``write`` up to the renaming: verified, under a temporary name."""
         temporary = path.with_name(path.name + _TEMPORARY)
         try:
             with temporary.open("wb") as out:
@@ -317,12 +334,16 @@ class Run:
                 raise CheckpointError(f"{temporary}: re-coding would change the values of {path.name}")
             _verify(written, tensors, base)
             self.parent_of(written)
-            temporary.replace(path)
         except BaseException as error:
             error.add_note(f"while writing {temporary}; nothing else has changed")
             tell_of_full_disk(error, path)
             temporary.unlink(missing_ok=True)
             raise
+        return written
+
+    def _placed(self, written: CheckpointFile, path: Path) -> CheckpointFile:
+        """The file that was written, under its name from now on."""
+        written.path.replace(path)
         sync(self.folder)
         return written.moved(path)
 

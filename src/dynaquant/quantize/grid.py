@@ -145,7 +145,7 @@ class GridWeights:
             return zlib.crc32(name.encode(), self.seed & 0xFFFFFFFF) if configuration.dithered else None
 
         begun = {name: begin(tensor, steps[name], seed(name)) for name, tensor in self.weights.items()}
-        return {name: finish() for name, finish in begun.items()}
+        return {name: begun.pop(name)() for name in list(begun)}  # what is done needs its pinned memory no more
 
     def predict(self, configuration: GridConfiguration) -> None:
         """Nothing: the search goes by degradation alone, as a larger scale is always smaller."""

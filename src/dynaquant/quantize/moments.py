@@ -48,7 +48,7 @@ def log_quantize(tensor: Tensor, pace: int) -> QuantizedTensor | None:
         return None
     levels = kernels.at(tensor.device).table_levels(tensor, table_for(tensor.dtype, _table(pace, first)))
     nothing = np.zeros(0, np.uint16)
-    return QuantizedTensor(tensor.dtype, tensor.shape, levels.cpu().numpy(), LogGrid(pace, first, bins), nothing)
+    return QuantizedTensor(tensor.dtype, tensor.shape, kernels.to_host(levels)(), LogGrid(pace, first, bins), nothing)
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,18 +35,22 @@ def distortion(
 
 
 def mean_squared_gradients(
-    parameters: Mapping[str, Tensor], optimizer: Any, recorded: Mapping[str, float]
+    parameters: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer], recorded: Mapping[str, float]
 ) -> dict[str, float]:
-    """``F`` of each parameter by name: from the optimizer's second moments, else as recorded.
+    """``F`` of each parameter by name: from the second moments of its optimizer, else as recorded.
 
-    Only where one source has all of them, since the two differ in scale; else from that which has more.
+    Only where one source has all of them, since the two differ in scale; else from that which has more. What is not
+    finite, and codes of another number than a float, are not known.
     """
     moments = {}
     for name, parameter in parameters.items():
-        state = optimizer.state.get(parameter, {}) if isinstance(optimizer, torch.optim.Optimizer) else {}
+        state: Mapping[str, Any] = next(
+            (optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state), {}
+        )
         moment = state.get("exp_avg_sq", state.get("square_avg"))
-        if isinstance(moment, Tensor) and moment.shape == parameter.shape:
+        if isinstance(moment, Tensor) and moment.shape == parameter.shape and moment.is_floating_point():
             moments[name] = kernels.at(moment.device).sums(moment)[0] / max(moment.numel(), 1)
     known = {name: recorded[name] for name in parameters if name in recorded}
-    best = max(moments, known, key=lambda source: (len(source), source is moments))
+    sources = [{name: f for name, f in source.items() if math.isfinite(f)} for source in (moments, known)]
+    best = max(sources, key=len)  # moments, where both have as many
     return best if sum(best.values()) > 0 else {}

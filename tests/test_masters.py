@@ -1,0 +1,101 @@
+"""Half-precision weights and their float32 master copies: which are stored once, and what only looks like one."""
+
+import pytest
+import torch
+from torch import nn, optim
+from training import bits
+
+import dynaquant as dq
+
+STEP = 1
+
+
+class Holder:
+    """Something whose state is a dict of tensors."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.tensors = tensors
+
+    def state_dict(self):
+        return self.tensors
+
+    def load_state_dict(self, state):
+        for name, tensor in state.items():
+            with torch.no_grad():
+                self.tensors[name].copy_(tensor)
+
+
+def half_model(dtype=torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(40, 30, bias=False).to(dtype)
+
+
+def stored(folder, *objects, **settings) -> dict:
+    """The state as it comes back from a checkpoint of these objects."""
+    with dq.Checkpointer(folder, *objects, **settings) as ckpt:
+        ckpt.save(STEP).result()
+    return dq.load(folder)
+
+
+def size(folder) -> int:
+    return sum(file.stat().st_size for file in folder.glob("step-*"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kept", ["as parameters", "in the state"])
+def test_a_master_copy_that_an_optimizer_works_on_is_stored_once(tmp_path, dtype, kept):
+    model = half_model(dtype)
+    master = model.weight.detach().float().requires_grad_()
+    if kept == "as parameters":
+        optimizer, extras = optim.SGD([master]), {"masters": Holder(weight=master)}
+    else:
+        optimizer, extras = optim.SGD(model.parameters()), {}
+        optimizer.state[model.weight]["master"] = master.detach()
+    state = stored(tmp_path / "paired", model, optimizer, extras=extras, quality="lossless")
+    assert bits(state["model"]) == bits(model.state_dict())
+    with torch.no_grad():
+        master += 1  # no copy any more
+    stored(tmp_path / "apart", model, optimizer, extras=extras, quality="lossless")
+    assert size(tmp_path / "paired") < size(tmp_path / "apart") - model.weight.nbytes / 2
+
+
+def test_a_zero_with_another_sign_is_another_value(tmp_path):
+    model = half_model()
+    with torch.no_grad():
+        model.weight[0, 0] = -0.0
+    master = model.weight.detach().float()
+    master[0, 0] = 0.0
+    optimizer = optim.SGD([master.requires_grad_()])
+    extras = {"masters": Holder(weight=master)}
+    state = stored(tmp_path, model, optimizer, extras=extras, quality="lossless")
+    assert bits(state["model"]) == bits(model.state_dict())
+    assert bits(state["masters"]) == bits(extras["masters"].tensors)
+
+
+def test_an_average_of_weights_that_rest_is_no_master_copy(tmp_path):
+    model = half_model()
+    average = model.weight.detach().float()
+    state = stored(tmp_path, model, optim.SGD(model.parameters()), extras={"ema": Holder(weight=average)})
+    assert bits(state["ema"]) == bits({"weight": average})
+
+
+def test_a_master_copy_that_is_to_be_exact_is(tmp_path):
+    model = half_model()
+    master = model.weight.detach().float() * (1 + 2**-12)
+    assert torch.equal(master.bfloat16(), model.weight)
+    optimizer = optim.SGD([master.requires_grad_()])
+    extras = {"masters": Holder(weight=master)}
+    state = stored(tmp_path, model, optimizer, extras=extras, roles={"masters.*": "exact"})
+    assert bits(state["masters"]) == bits(extras["masters"].tensors)
+
+
+def test_how_much_the_loss_minds_is_known_of_master_copies(tmp_path):
+    model = half_model()
+    master = model.weight.detach().float().requires_grad_()
+    optimizer = optim.AdamW([master])
+    master.grad = torch.randn_like(master)
+    optimizer.step()
+    with torch.no_grad():
+        model.weight.copy_(master)
+    with dq.Checkpointer(tmp_path, model, optimizer, extras={"masters": Holder(weight=master)}) as ckpt:
+        assert ckpt.save(STEP).result().judged_by == "fisher distortion"
