@@ -1,5 +1,6 @@
 """The state of every optimizer: what of it is quantized, how well, and that training goes on after a restore."""
 
+import copy
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from training import bits, model_of
 from dynaquant import Checkpointer, load
 from dynaquant.checkpointer import state_sources
 from dynaquant.presets import PRESETS
+from dynaquant.quantize.moments import relative_error
 from dynaquant.quantize.optimizer import quantize_moments
 from dynaquant.quantized import RankOne, Scaled, dequantize
 from dynaquant.roles import labels
@@ -65,7 +67,32 @@ class Adam8Bit(torch.optim.Optimizer):
                 state["exp_avg_sq"] = ((second / state["absmax2"].clamp(min=1e-30)).sqrt() * 255).ceil().to(torch.uint8)
 
 
+class MasterAdam(torch.optim.Optimizer):
+    """Adam for half-precision parameters: moments and a master copy of the parameter in float32."""
+
+    def __init__(self, parameters, lr=1e-3):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["master"] = p.float()
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros(2, *p.shape).unbind()
+                state["exp_avg"].lerp_(p.grad.float(), 0.1)
+                state["exp_avg_sq"].lerp_(p.grad.float().square(), 0.01)
+                state["master"].sub_(state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8), alpha=group["lr"])
+                p.copy_(state["master"])
+
+
 ADAM = {"exp_avg", "exp_avg_sq"}
+UNKNOWN_UPDATE = {"Adamax", "Lion"}
+"""First moments without second ones that are no update themselves: exact or nothing."""
 optim = torch.optim
 OPTIMIZERS = {
     "AdamW": (lambda p: optim.AdamW(p, 1e-3), ADAM),
@@ -91,13 +118,14 @@ OPTIMIZERS = {
     "Muon": (lambda p: optim.Muon(p, 1e-2), {"momentum_buffer"}),
     "Lion": (Lion, {"exp_avg"}),
     "Adam of 8 bits": (Adam8Bit, set()),
+    "Adam of bfloat16": (MasterAdam, ADAM),
 }
 
 
 def fresh(name):
     """A model and its optimizer, as at the beginning of a training."""
     torch.manual_seed(3)
-    model = model_of()
+    model = model_of().to(torch.bfloat16 if name == "Adam of bfloat16" else torch.float32)
     if name == "Muon" and not hasattr(optim, "Muon"):
         pytest.skip("this torch has no Muon")
     parameters = [p for p in model.parameters() if p.ndim == 2 or name != "Muon"]  # it takes matrices only
@@ -150,7 +178,8 @@ def test_moments_are_quantized_within_the_tolerances_of_the_preset_and_nothing_e
     preset = PRESETS[quality]
     tensors, label_of = state_of(*after_steps(name))
     quantized = quantize_moments(tensors, label_of, preset.first_tolerance, preset.second_tolerance)
-    assert {full.rpartition(".")[2] for full in quantized} == OPTIMIZERS[name][1]
+    exact_instead = {"exp_avg"} if name in UNKNOWN_UPDATE and quality == "high" else set()
+    assert {full.rpartition(".")[2] for full in quantized} == OPTIMIZERS[name][1] - exact_instead
     for full, stored in quantized.items():
         exact, restored = tensors[full], dequantize(stored)
         assert (restored.dtype, restored.shape) == (exact.dtype, exact.shape)
@@ -178,6 +207,42 @@ def test_first_moments_are_in_units_of_the_second_by_which_their_update_is_divid
         divides = "max_exp_avg_sq" if "amsgrad" in name else "exp_avg_sq"
         assert stored.second_name == f"{full.rpartition('.')[0]}.{divides}"
         assert stored.second is quantized[stored.second_name]
+
+
+def next_update(parameter, optimizer, gradient):
+    """What the optimizer would add to its only parameter."""
+    before = parameter.detach().clone()
+    parameter.grad = gradient.clone()
+    optimizer.step()
+    return parameter.detach() - before
+
+
+NOT_JUDGED = {"Muon", "Adam capturable"}
+"""Muon's buffer, which looks like SGD's, is taken for that, as the guide says; the other does not step on a CPU."""
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in NOT_JUDGED])
+@pytest.mark.parametrize("gradient_size", [0.0, 1.0])
+def test_the_next_update_of_weights_of_different_gradients_is_within_the_tolerance(name, gradient_size):
+    torch.manual_seed(5)
+    sizes, mean = torch.randn(48, 64).mul(2).exp(), torch.randn(48, 64) * 0.3
+    model = nn.ParameterList([torch.randn(48, 64) * 0.1])
+    optimizer = OPTIMIZERS[name][0](model.parameters())
+    for _ in range(40):
+        next_update(model[0], optimizer, (torch.randn(48, 64) + mean) * sizes)
+    tensors, label_of = state_of(model, optimizer)
+    first_tolerance, second_tolerance = PRESETS["high"].first_tolerance, PRESETS["high"].second_tolerance
+    quantized = quantize_moments(tensors, label_of, first_tolerance, second_tolerance)
+    state = copy.deepcopy(optimizer.state_dict())
+    for full, stored in quantized.items():
+        state["state"][0][full.rpartition(".")[2]] = dequantize(stored)
+    other = copy.deepcopy(model)
+    other_optimizer = OPTIMIZERS[name][0](other.parameters())
+    other_optimizer.load_state_dict(state)
+    gradient = torch.randn(48, 64) * sizes * gradient_size
+    wanted, found = (next_update(*both, gradient) for both in ((model[0], optimizer), (other[0], other_optimizer)))
+    firsts = any(label_of[full].role == "first_moment" for full in quantized)
+    assert relative_error(wanted, found) <= (first_tolerance if firsts else second_tolerance)
 
 
 def test_matrices_of_second_moments_become_products_where_that_is_good_enough():
@@ -240,7 +305,6 @@ def test_what_is_saved_after_a_restore_can_be_restored(name, quality, tmp_path):
         assert (checkpointer.restore(), checkpointer.skipped) == (STEPS + 3, [])
     if quality == "lossless":
         assert bits(other.state_dict()) == bits(model.state_dict())
-    if quality == "lossless" and name != "Adam of 8 bits":  # PyTorch makes floats of its bytes when it loads them
         assert bits(other_optimizer.state_dict()) == bits(optimizer.state_dict())
 
 

@@ -68,6 +68,26 @@ def test_a_restore_fills_the_memory_that_is_there_and_new_memory_alike(tmp_path,
     assert all(map(torch.equal, restored_values(*fresh), first))
 
 
+def test_moments_of_another_dtype_than_their_parameter_are_filled_where_they_are(tmp_path):
+    def float32_moments(seed):
+        torch.manual_seed(seed)
+        parameter = nn.Parameter(torch.rand(30, 20, dtype=torch.bfloat16))
+        model, optimizer = nn.ParameterList([parameter]), torch.optim.SGD([parameter])
+        optimizer.state[parameter] = {key: torch.rand(30, 20) for key in ("exp_avg", "exp_avg_sq")}
+        return model, optimizer
+
+    saved, trained = float32_moments(0), float32_moments(1)
+    with dq.Checkpointer(tmp_path, *saved, quality="lossless") as checkpointer:
+        checkpointer.save(1)
+    before = memory(*trained)
+    with dq.Checkpointer(tmp_path, *trained, quality="lossless") as checkpointer:
+        checkpointer.restore()
+    assert memory(*trained) == before
+    for now, then in zip(restored_values(*trained), restored_values(*saved), strict=True):
+        assert now.dtype == then.dtype
+        assert torch.equal(now, then)
+
+
 def test_an_extra_that_shares_tensors_with_the_model_is_given_what_was_stored(tmp_path):
     model, optimizer = training()
     with dq.Checkpointer(tmp_path, model, optimizer, extras={"shadow": Shadow(model)}) as checkpointer:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn, optim
+from training import bits
 
 from dynaquant import rng, sources
 from dynaquant.errors import StateError
@@ -88,6 +89,77 @@ def test_training_goes_on_from_a_collected_state():
     check_fit(fresh, state, "the checkpoint")
     sources.restore(fresh, state)
     assert [advance(fresh) for _ in range(4)] == expected
+
+
+class Loaded(optim.SGD):
+    """Counts how often it was loaded; its own ``load_state_dict`` relies on PyTorch's, casts included."""
+
+    loads = 0
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.loads += 1
+
+
+class Packed(optim.SGD):
+    """Saves its moments in half precision, and relies on PyTorch to make what its parameters are of them."""
+
+    def state_dict(self):
+        state = super().state_dict()
+        halves = {index: {key: value.half() for key, value in of.items()} for index, of in state["state"].items()}
+        return state | {"state": halves}
+
+
+def bfloat16_parameters():
+    """Two groups, in another order than that of the module."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)).bfloat16()
+    return [{"params": [model[1].bias, model[0].weight]}, {"params": [model[1].weight]}]
+
+
+def unlike_its_parameter(parameter):
+    """State that PyTorch's loading would cast."""
+    average = torch.randn(parameter.shape)
+    return {
+        "average": average,
+        "the same": average,
+        "half": torch.randn(2).half(),
+        "codes": torch.randint(0, 256, (parameter.numel(),), dtype=torch.uint8),
+        "steps": torch.tensor(1 << 40),
+        "nested": {
+            "list": [torch.rand(2), 3, (torch.rand(3, dtype=torch.float64), None)],
+            "own": parameter.detach().clone(),
+        },
+    }
+
+
+@pytest.mark.parametrize("name", ["optimizer", "another"])
+@pytest.mark.parametrize("kind", [optim.SGD, Loaded])
+def test_an_optimizers_state_keeps_its_dtypes_whatever_those_of_its_parameters(name, kind):
+    optimizer, fresh = (kind(bfloat16_parameters(), lr=0.1) for _ in range(2))
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = unlike_its_parameter(parameter)
+    optimizer.state["global"] = {"scale": torch.ones(2)}
+    state = copy.deepcopy(sources.collect({name: optimizer}))
+    sources.restore({name: fresh}, state)
+    assert bits(fresh.state_dict()) == bits(optimizer.state_dict())
+    for group, group_before in zip(fresh.param_groups, optimizer.param_groups, strict=True):
+        for parameter, parameter_before in zip(group["params"], group_before["params"], strict=True):
+            assert bits(fresh.state[parameter]) == bits(optimizer.state[parameter_before])
+            assert fresh.state[parameter]["average"] is fresh.state[parameter]["the same"]
+    assert getattr(fresh, "loads", 1) == 1
+
+
+def test_what_an_optimizer_itself_converts_when_it_saves_and_loads_is_left_to_it():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = Packed([parameter], lr=0.1, momentum=0.9)
+    parameter.sum().backward()
+    optimizer.step()
+    state = copy.deepcopy(sources.collect({"optimizer": optimizer}))
+    assert state["optimizer"]["state"][0]["momentum_buffer"].dtype == torch.float16
+    sources.restore({"optimizer": optimizer}, state)
+    assert optimizer.state[parameter]["momentum_buffer"].dtype == torch.float32
+    optimizer.step()
 
 
 def of_rank(rank):

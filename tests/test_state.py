@@ -419,6 +419,16 @@ def test_what_cannot_be_expressed_is_an_error_that_names_its_path(value, what):
             flatten(state)
 
 
+class Subclass(Tensor):
+    pass
+
+
+def test_a_tensor_of_a_subclass_cannot_be_stored_and_the_error_says_what_to_do():
+    message = r"^optimizer\.state\.0\.exp_avg: a tensor of class test_state\.Subclass cannot be stored; wrap its owner"
+    with pytest.raises(StateError, match=message):
+        flatten({"optimizer": {"state": {0: {"exp_avg": torch.ones(2).as_subclass(Subclass)}}}})
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_quantized_tensors_cannot_be_stored():
     with pytest.raises(StateError, match=r"^model\.w: a tensor of qint8 cannot be stored"):

@@ -114,13 +114,39 @@ def restore(
     stateful = [n for n, source in sources.items() if not isinstance(source, torch.Generator | np.random.Generator)]
     for name in stateful:
         if name not in LAST:
-            sources[name].load_state_dict(state[name])
+            _load(sources[name], state[name])
     fill()
     for name in stateful:
         if name in LAST:
-            sources[name].load_state_dict(state[name])
+            _load(sources[name], state[name])
     if own is not None:
         rng.set_state(own)
+
+
+def _load(source: Any, state: Any) -> None:
+    """Loads a state, that of an optimizer in the dtypes that it has: PyTorch casts an optimizer's tensors to the dtype
+    of their parameter, float32 moments of a bfloat16 parameter as well as bytes of a float32 one."""
+    source.load_state_dict(state)
+    if isinstance(source, torch.optim.Optimizer):
+        # state_dict() copies no tensors and no parameter's dictionary, so this changes the optimizer. Where methods of
+        # its own convert in both directions, it has the dtypes of what is stored already.
+        _undo_casts(source.state_dict(), state)
+
+
+def _undo_casts(loaded: Any, stored: Any) -> Any:
+    """What was loaded, with the stored tensors, on its devices, for those of another dtype. Dictionaries and lists are
+    changed in place."""
+    if isinstance(loaded, Tensor) and isinstance(stored, Tensor):
+        cast = loaded.dtype != stored.dtype and loaded.shape == stored.shape
+        return stored.to(loaded.device) if cast else loaded
+    if isinstance(loaded, dict) and isinstance(stored, dict):
+        loaded.update({key: _undo_casts(value, stored[key]) for key, value in loaded.items() if key in stored})
+    elif isinstance(loaded, list | tuple) and type(loaded) is type(stored) and len(loaded) == len(stored):
+        values = [_undo_casts(*both) for both in zip(loaded, stored, strict=True)]
+        if isinstance(loaded, tuple):
+            return type(loaded)(values)
+        loaded[:] = values
+    return loaded
 
 
 def generators(sources: Mapping[str, Any]) -> dict[str, Any]:

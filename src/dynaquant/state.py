@@ -208,6 +208,11 @@ def _plain(value: Any, path: str) -> Any:
         return {"dtype": dtype_name(value)}
     if kind is torch.device:
         return {"device": str(value)}
+    if isinstance(value, Tensor):
+        raise StateError(
+            f"{path}: a tensor of class {kind.__module__}.{kind.__qualname__} cannot be stored; wrap its owner, as an "
+            "extra, in an object whose state_dict() gives plain tensors and whose load_state_dict() takes them"
+        )
     raise StateError(
         f"{path}: a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; "
         "make it a tensor, a plain value, or an object with state_dict() and load_state_dict()"

@@ -13,7 +13,10 @@ from dynaquant.quantized import Quantized, QuantizedTensor, RankOne
 from dynaquant.roles import Label
 
 _SECOND_OF_FIRST = {"exp_avg": ("max_exp_avg_sq", "exp_avg_sq")}
-"""Keys of the second moments by whose root an update divides a first moment, that which counts first."""
+"""Keys of the second moments by whose root an update divides a first moment, that which counts first.
+
+A ``momentum_buffer`` is not among the keys: it is the update itself.
+"""
 
 
 def quantize_moments(
@@ -22,7 +25,8 @@ def quantize_moments(
     """The moments that can be quantized within the tolerances, by name; the others are to be stored exactly.
 
     tensors, labels: of a whole state. Moments that are empty or not finite stay exact, as does a first moment whose
-    second one does.
+    second one does. One without the second one that its key calls for does so too, unless it may be forgotten: what it
+    does to an update is not known (Adamax divides it by ``exp_inf``, Lion takes its sign).
     """
     quantized: dict[str, Quantized] = {}
     seconds: dict[str, QuantizedTensor | RankOne] = {}
@@ -36,10 +40,10 @@ def quantize_moments(
             continue
         second = _second_of(name, tensors)
         first: Quantized | None = None
-        if second is None:
-            first = momentum(tensor, first_tolerance)
-        elif second in seconds and tensors[second].shape == tensor.shape:
+        if second in seconds and tensors[second].shape == tensor.shape:
             first = first_moment(tensor, tensors[second], seconds[second], second, first_tolerance)
+        elif second is None and (first_tolerance >= 1 or not _is_divided(name)):
+            first = momentum(tensor, first_tolerance)
         if first is not None:
             quantized[name] = first
     return quantized
@@ -50,6 +54,10 @@ def _usable(tensor: Tensor, lowest: float = -math.inf) -> bool:
         return False
     least, most = torch.aminmax(tensor.detach())  # NaN where one value is
     return lowest <= float(least) and -math.inf < float(least) and float(most) < math.inf
+
+
+def _is_divided(name: str) -> bool:
+    return name.rpartition(".")[2] in _SECOND_OF_FIRST
 
 
 def _second_of(name: str, tensors: Mapping[str, Tensor]) -> str | None:
