@@ -186,7 +186,7 @@ def first_moment(
     root = here.square_root(dequantize(stored_second, first.device).to(torch.float32))
     if bool(((root == 0) & (exact != 0)).any()):
         return None
-    units = torch.where(root > 0, exact / root, torch.zeros((), device=first.device))
+    units = (exact / root).masked_fill_(root == 0, 0)
     sampled, sampled_root = _sample(units), _sample(root)
     wanted = update(_sample(exact), _sample(second))
 
