@@ -766,7 +766,20 @@ def test_numbers_out_of_range_are_refused(tmp_path, options):
         dq.Checkpointer(tmp_path, *training_of(), **options)
 
 
-@pytest.mark.parametrize("value", [-0.01, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"evaluate": 0.3}, "evaluate must be a function of the model, not 0.3"),
+        ({"extras": [1]}, "extras must be a dictionary of objects by name, not a list"),
+        ({"configuration": "small"}, "configuration must be a Configuration or a GridConfiguration, not 'small'"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(tmp_path, options, said):
+    with pytest.raises(TypeError, match=said):
+        dq.Checkpointer(tmp_path, *training_of(), **options)
+
+
+@pytest.mark.parametrize("value", [-0.01, float("nan"), float("inf"), "1%", True])
 def test_a_degradation_out_of_range_is_refused(tmp_path, value):
     with pytest.raises(ValueError, match="max_degradation must be a number from 0 on"):
         dq.Checkpointer(tmp_path, *training_of(), max_degradation=value)

@@ -99,3 +99,15 @@ def test_how_much_the_loss_minds_is_known_of_master_copies(tmp_path):
         model.weight.copy_(master)
     with dq.Checkpointer(tmp_path, model, optimizer, extras={"masters": Holder(weight=master)}) as ckpt:
         assert ckpt.save(STEP).result().judged_by == "fisher distortion"
+
+
+def test_master_copies_that_are_in_no_state_are_warned_of(tmp_path, caplog):
+    model = half_model()
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = optim.AdamW(masters)
+    extras = {"masters": nn.ParameterList(masters), "other": optim.SGD(model.parameters())}
+    with dq.Checkpointer(tmp_path / "with", model, optimizer, extras=extras):
+        assert caplog.messages == []
+    with dq.Checkpointer(tmp_path / "without", model, optimizer):
+        (said,) = caplog.messages
+    assert said.startswith("optimizer works on tensors that are in no state to be saved")

@@ -134,6 +134,10 @@ class Checkpointer:
             raise ValueError(f'exact must be "latest" or None, not {exact!r}; for all, quality="lossless"')
         if not isinstance(model, nn.Module):
             raise StateError(f"model must be a torch.nn.Module, not a {type(model).__qualname__}")
+        if extras is not None and not isinstance(extras, Mapping):
+            raise TypeError(f"extras must be a dictionary of objects by name, not a {type(extras).__qualname__}")
+        if evaluate is not None and not callable(evaluate):
+            raise TypeError(f"evaluate must be a function of the model, not {evaluate!r}")
         reserved = {"model", "optimizer", *state_sources.RESERVED} & set(extras or {})
         if reserved:
             raise ValueError(f"extras cannot be called {' or '.join(sorted(reserved))}; those names are taken")
@@ -174,6 +178,12 @@ class Checkpointer:
             early = {p: r for p, r in self._roles.items() if not p.startswith("optimizer.")}
             tensors = flatten(state_sources.collect(self._sources))[1]
             labels(tensors, self._sources, early, self._compressor.vectors)
+            for name in state_sources.left_out(self._sources, tensors.values()):
+                log.warning(
+                    "%s works on tensors that are in no state to be saved, so they would not be restored; give what "
+                    "holds them as an extra, e.g. extras={'masters': torch.nn.ParameterList(masters)}",
+                    name,
+                )
             self._writer = stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="dynaquant"))
             self._stack = stack.pop_all()
 

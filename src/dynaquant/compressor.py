@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any, get_args
 
 import torch
@@ -40,7 +41,7 @@ GRADIENT_WINDOW = 50
 class Loss:
     """How much a checkpoint may lose, and in which way: the arguments of those names of ``Checkpointer``.
 
-    Raises ValueError for what does not go together.
+    Raises ValueError for what does not go together, TypeError for what is no configuration.
     """
 
     quality: QualityName
@@ -51,6 +52,8 @@ class Loss:
     def __post_init__(self) -> None:
         if self.quality not in PRESETS:
             raise ValueError(f"quality must be one of {', '.join(PRESETS)}, not {self.quality!r}")
+        if not isinstance(self.configuration, Knobs | None):
+            raise TypeError(f"configuration must be a Configuration or a GridConfiguration, not {self.configuration!r}")
         if self.configuration is not None and self.max_degradation is not None:
             raise ValueError("a configuration that is given is not searched for: leave out it or max_degradation")
         if self.quality == "lossless" and (self.max_degradation, self.configuration, self.method) != (None, None, None):
@@ -171,8 +174,8 @@ class Compressor:
     def max_degradation(self, value: float) -> None:
         if self._fixed:
             raise ValueError("this Checkpointer is lossless or was given a configuration; nothing is searched for")
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"max_degradation must be a number from 0 on, e.g. 0.01, not {value}")
+        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < float("inf"):
+            raise ValueError(f"max_degradation must be a number from 0 on, e.g. 0.01, not {value!r}")
         self.manager.max_degradation = float(value)
 
     @property

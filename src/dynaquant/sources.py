@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,20 @@ def check(sources: Mapping[str, Any]) -> None:
                 f"{name}: {type(source).__qualname__} has no state_dict() and load_state_dict(); "
                 "wrap it in an object that has both"
             )
+
+
+def left_out(sources: Mapping[str, Any], tensors: Iterable[Tensor]) -> list[str]:
+    """The optimizers among the sources that work on memory in which none of the tensors lies.
+
+    tensors: all that is saved. What else an optimizer works on does not come back with a restore.
+    """
+    saved = {tensor.data_ptr() for tensor in tensors}
+    return [
+        name
+        for name, source in sources.items()
+        if isinstance(source, torch.optim.Optimizer)
+        and any(place not in saved for group in source.param_groups for p in group["params"] if (place := p.data_ptr()))
+    ]
 
 
 def randomness(sources: Mapping[str, Any]) -> dict[str, Any]:

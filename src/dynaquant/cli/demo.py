@@ -27,7 +27,7 @@ def demo(
 ) -> None:
     """Train two small models, killing the training again and again, and compare with a training left alone.
 
-    Takes about seven minutes on two cores. Writes the runs of checkpoints, demo.png and demo.json to OUT.
+    Takes about a quarter of an hour on one core. Writes the runs of checkpoints, demo.png and demo.json to OUT.
     """
     packages = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
     if missing := [package for module, package in packages.items() if importlib.util.find_spec(module) is None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from dynaquant.search.scale import scale_search
 from dynaquant.search.size import ClusteredWeights, SizeModel
 from dynaquant.search.space import Candidate, Space
 from dynaquant.search.trials import Quantizer, Trial, Trials, raise_on_every_rank
+
+log = logging.getLogger("dynaquant")
 
 Search = Literal["fixed", "scale", "exhaustive", "neighbourhood", "more bins", "lossless"]
 """How a configuration was found. ``scale``: of the grid; the others by k-means. ``more bins``: nothing in the published
@@ -169,8 +172,11 @@ class ConfigurationManager:
         if margin > 0:
             notes.append(
                 f"the metric is noisy: twice the same weights differ by {margin / 2:.2g} (relative, root mean square); "
-                f"{limit - margin:.2g} of the {limit:.2g} allowed are left"
-                + ("; evaluate on more batches" if margin >= limit else "")
+                + (
+                    f"nothing of the {limit:.2g} allowed is left; evaluate on more batches"
+                    if margin >= limit
+                    else f"{limit - margin:.2g} of the {limit:.2g} allowed are left"
+                )
             )
         return self._choose(quantizer, judge, limit - margin, notes)
 
@@ -181,6 +187,7 @@ class ConfigurationManager:
     def _without_quality(self, quantizer: Quantizer, reason: str) -> Decision:
         if self._fixed is None:
             note = f"{reason}: nothing can be judged, the weights are stored exactly"
+            log.warning(note)  # a file many times as large as it should be, checkpoint after checkpoint
             return Decision("lossless", None, limit=self.max_degradation, notes=[note])
         note = f"{reason}: what this checkpoint costs is unknown"
         return Decision("fixed", self._fixed, quantizer.quantize(self._fixed), notes=[note])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def score(model: nn.Module, values: Mapping[str, Value], evaluate: Evaluate) -> 
             try:
                 return float(result)
             except (TypeError, ValueError, RuntimeError):
-                raise ValueError(f"evaluate returned {result!r}; it must return one number") from None
+                raise ValueError(f"evaluate returned {reprlib.repr(result)}; it must return one number") from None
     finally:
         for module, training in modes:
             module.training = training
