@@ -100,6 +100,15 @@ def test_log_has_the_records_of_all_checkpoints(run):
     assert f"{records[-1]['total']['stored'] / 1000:.2f} kB" in shown
 
 
+def test_log_tells_of_an_exact_copy(tmp_path):
+    with dq.Checkpointer(tmp_path, nn.Linear(40, 40), exact="latest") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step)
+    (copy,) = tmp_path.glob("exact-*")
+    said = f"beside them exact-000000000002.dqc, a checkpoint as it was: {copy.stat().st_size / 1000:.2f} kB"
+    assert said in call("log", tmp_path)
+
+
 @pytest.mark.parametrize("environment", [{}, {"COLUMNS": "80"}, {"COLUMNS": "80", "FORCE_COLOR": "1"}], ids=str)
 def test_nothing_is_cut_where_output_is_piped(tmp_path, environment):
     with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:

@@ -182,7 +182,7 @@ class Use:
 
 def disk_use(run: Run, files: list[CheckpointFile]) -> list[Use]:
     """What a run takes: by kind of file, in all, and of the checkpoints by role. files: its sound checkpoints."""
-    exact = [CheckpointFile(path) for path in sorted(run.folder.glob("exact-*.dqc"))]
+    exact = [CheckpointFile(path) for path in run.exact_paths()]
     known = {file.path for file in [*files, *exact]}
     others = [path for path in run.folder.rglob("*") if path.is_file() and path not in known]
     kinds = [

@@ -272,10 +272,14 @@ class Run:
                 raise
         file = self._placed(written, path)
         self._summaries[_version(file.path)] = file.header.summary
-        for other in self.folder.glob(f"exact-*{SUFFIX}"):
+        for other in self.exact_paths():
             if checkpoint.exact is None or other != twin:
                 other.unlink()
         return file, Base.written(file.header, checkpoint.tensors, base)
+
+    def exact_paths(self) -> list[Path]:
+        """The files of checkpoints with their tensors as they were, oldest step first."""
+        return sorted(self.folder.glob(f"exact-*{SUFFIX}"))
 
     def _exact_path(self, step: int) -> Path:
         return self.folder / f"exact-{step:012d}{SUFFIX}"

@@ -57,6 +57,8 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
         f"{len(records)} checkpoints, {_smaller(whole)} ({whole.ratio:.2f}×); "
         f"their weights {_smaller(weights)} ({weights.ratio:.1f}×)"
     )
+    for path in run.exact_paths():
+        output.print_(f"beside them {path.name}, a checkpoint as it was: {in_bytes(path.stat().st_size)}")
 
 
 def show(
