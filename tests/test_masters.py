@@ -101,6 +101,16 @@ def test_how_much_the_loss_minds_is_known_of_master_copies(tmp_path):
         assert ckpt.save(STEP).result().judged_by == "fisher distortion"
 
 
+def test_a_parameter_is_not_taken_for_one_that_it_is_a_part_of(tmp_path):
+    flat = torch.randn(2400)
+    model = nn.ParameterList(flat.view(2, 40, 30).unbind())
+    optimizer = optim.AdamW([flat])
+    flat.grad = torch.randn(2400)
+    optimizer.step()
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        assert ckpt.save(STEP).result().judged_by == "distortion"  # of the parts, nothing is known
+
+
 def test_master_copies_that_are_in_no_state_are_warned_of(tmp_path, caplog):
     model = half_model()
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]

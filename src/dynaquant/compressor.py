@@ -263,8 +263,8 @@ class Compressor:
 
         def measured() -> dict[str, float]:
             # Where there are master copies, the optimizer knows only these.
-            trained = {p.data_ptr(): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
-            known = {n: trained.get(t.data_ptr(), parameters[n]) for n, t in weights.items() if n in parameters}
+            trained = {_place(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
+            known = {n: trained.get(_place(t), parameters[n]) for n, t in weights.items() if n in parameters}
             # Sums of squares on the grid; averages of whole gradients otherwise.
             squares = gradients if self.method == "grid" else {n: g.square().mean() for n, g in gradients.items()}
             return mean_squared_gradients(known, self._optimizers, {n: float(s) for n, s in squares.items()})
@@ -301,6 +301,11 @@ class Compressor:
         if self._preset is None or self.method != "grid":
             return {}
         return quantize_moments(tensors, label_of, self._preset.first_tolerance, self._preset.second_tolerance)
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+    """Where a tensor lies. By its address alone, the first part of a tensor is that tensor."""
+    return tensor.data_ptr(), tensor.shape
 
 
 def _rounded(dtype: torch.dtype, master: StoredTensor, name: str) -> Rounded:
