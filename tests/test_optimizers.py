@@ -21,73 +21,66 @@ from dynaquant.state import flatten
 STEPS = 12
 
 
-class Lion(torch.optim.Optimizer):
+class ByParameter(torch.optim.Optimizer):
+    """Updates every parameter that has a gradient, whatever the others do."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                self.update(p, self.state[p], group)
+
+
+class Lion(ByParameter):
     """The sign of a moving average of gradients; the only state is ``exp_avg``."""
 
     def __init__(self, parameters, lr=1e-3):
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99)})
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        assert closure is None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                average = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
-                p.sub_(torch.sign(average.lerp(p.grad, 1 - group["betas"][0])), alpha=group["lr"])
-                average.lerp_(p.grad, 1 - group["betas"][1])
+    def update(self, p, state, group):
+        average = state.setdefault("exp_avg", torch.zeros_like(p))
+        p.sub_(torch.sign(average.lerp(p.grad, 1 - group["betas"][0])), alpha=group["lr"])
+        average.lerp_(p.grad, 1 - group["betas"][1])
 
 
-class Adam8Bit(torch.optim.Optimizer):
+class Adam8Bit(ByParameter):
     """Moments as bytes with a scale for each tensor, under the names that other optimizers have for them."""
 
     def __init__(self, parameters, lr=1e-3):
         super().__init__(parameters, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        assert closure is None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["exp_avg"] = torch.full_like(p, 128, dtype=torch.uint8)
-                    state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.uint8)
-                    state["absmax1"], state["absmax2"] = torch.zeros(1), torch.zeros(1)
-                first = (state["exp_avg"].float() - 128) / 127 * state["absmax1"]
-                second = (state["exp_avg_sq"].float() / 255) ** 2 * state["absmax2"]
-                first.lerp_(p.grad, 0.1)
-                second.lerp_(p.grad.square(), 0.01)
-                p.sub_(first / (second.sqrt() + 1e-3), alpha=group["lr"])
-                state["absmax1"], state["absmax2"] = first.abs().max().reshape(1), second.max().reshape(1)
-                state["exp_avg"] = (first / state["absmax1"].clamp(min=1e-30) * 127 + 128).round().to(torch.uint8)
-                state["exp_avg_sq"] = ((second / state["absmax2"].clamp(min=1e-30)).sqrt() * 255).ceil().to(torch.uint8)
+    def update(self, p, state, group):
+        if not state:
+            state["exp_avg"] = torch.full_like(p, 128, dtype=torch.uint8)
+            state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.uint8)
+            state["absmax1"], state["absmax2"] = torch.zeros(1), torch.zeros(1)
+        first = (state["exp_avg"].float() - 128) / 127 * state["absmax1"]
+        second = (state["exp_avg_sq"].float() / 255) ** 2 * state["absmax2"]
+        first.lerp_(p.grad, 0.1)
+        second.lerp_(p.grad.square(), 0.01)
+        p.sub_(first / (second.sqrt() + 1e-3), alpha=group["lr"])
+        state["absmax1"], state["absmax2"] = first.abs().max().reshape(1), second.max().reshape(1)
+        state["exp_avg"] = (first / state["absmax1"].clamp(min=1e-30) * 127 + 128).round().to(torch.uint8)
+        state["exp_avg_sq"] = ((second / state["absmax2"].clamp(min=1e-30)).sqrt() * 255).ceil().to(torch.uint8)
 
 
-class MasterAdam(torch.optim.Optimizer):
+class MasterAdam(ByParameter):
     """Adam for half-precision parameters: moments and a master copy of the parameter in float32."""
 
     def __init__(self, parameters, lr=1e-3):
         super().__init__(parameters, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        assert closure is None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["master"] = p.float()
-                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros(2, *p.shape).unbind()
-                state["exp_avg"].lerp_(p.grad.float(), 0.1)
-                state["exp_avg_sq"].lerp_(p.grad.float().square(), 0.01)
-                state["master"].sub_(state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8), alpha=group["lr"])
-                p.copy_(state["master"])
+    def update(self, p, state, group):
+        if not state:
+            state["master"] = p.float()
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros(2, *p.shape).unbind()
+        state["exp_avg"].lerp_(p.grad.float(), 0.1)
+        state["exp_avg_sq"].lerp_(p.grad.float().square(), 0.01)
+        state["master"].sub_(state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8), alpha=group["lr"])
+        p.copy_(state["master"])
 
 
 ADAM = {"exp_avg", "exp_avg_sq"}
