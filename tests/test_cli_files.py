@@ -15,7 +15,8 @@ from test_full_disk import contents, files_of_at_most
 from training import bits
 
 import dynaquant as dq
-from dynaquant.run import Base, Run
+from dynaquant.encoding import Base
+from dynaquant.run import Run
 
 
 @pytest.fixture

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from dynaquant.codings import Conditional, Exact, Planes, Product, Raw, Rearranged, Reference, Units
 from dynaquant.container import FORMAT_VERSION, CheckpointFile, CheckpointWriter, Header, Parent
+from dynaquant.encoding import Checkpoint
 from dynaquant.entry import MAX_EXPANSION, Entry
 from dynaquant.errors import CheckpointError
 from dynaquant.quantize.checkpoint import quantize_weights, sketch_weights
 from dynaquant.quantize.moments import first_moment, rank_one
 from dynaquant.quantize.partition import Configuration
 from dynaquant.roles import Label
-from dynaquant.run import Checkpoint, Run
+from dynaquant.run import Run
 from dynaquant.state import flatten, unflatten
 
 HASH = "0123456789abcdef" * 4

@@ -15,9 +15,10 @@ from training import bits, model_of, train
 
 import dynaquant as dq
 from dynaquant.coding.stream import values_of
+from dynaquant.encoding import Base
 from dynaquant.recoding import branch, compact
 from dynaquant.retention import Retention, prune
-from dynaquant.run import Base, Run
+from dynaquant.run import Run
 from dynaquant.tags import set_tag, tagged_file
 
 PUBLISHED = {

@@ -17,11 +17,12 @@ from training import bits
 from dynaquant.coding.stream import Coder, StoredTensor, values_of
 from dynaquant.codings import Reference
 from dynaquant.container import CheckpointFile
+from dynaquant.encoding import Base, Checkpoint
 from dynaquant.errors import CheckpointError
 from dynaquant.quantize.checkpoint import quantize_weights, sketch_weights
 from dynaquant.quantize.partition import Configuration
 from dynaquant.roles import Label
-from dynaquant.run import Base, Checkpoint, Run
+from dynaquant.run import Run
 from dynaquant.state import flatten
 
 

@@ -22,6 +22,7 @@ from dynaquant.coding.stream import StoredTensor
 from dynaquant.compressor import Compressor, Loss
 from dynaquant.container import CheckpointFile
 from dynaquant.distributed import Group, unwrapped
+from dynaquant.encoding import Base, Checkpoint
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.live import LogTo, logger_of
 from dynaquant.loading import exact_of, state_of
@@ -31,7 +32,7 @@ from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.record import Record, json_of, record_of, record_without_file
 from dynaquant.retention import Retention, make_way, prune
 from dynaquant.roles import Label, labels
-from dynaquant.run import Base, Checkpoint, Run
+from dynaquant.run import Run
 from dynaquant.schedule import Every, Schedule
 from dynaquant.search.manager import Decision
 from dynaquant.search.quality import Evaluate

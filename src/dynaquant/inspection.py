@@ -14,10 +14,11 @@ from dynaquant import codings
 from dynaquant.coding.stream import StoredTensor, values_of
 from dynaquant.codings import Coding, Conditional, Rearranged, Units
 from dynaquant.container import CheckpointFile
+from dynaquant.decoding import load_tensor, needed_entries
 from dynaquant.entry import Entry
 from dynaquant.quantized import FIRST_BIN, PROTECTED, PRUNED, QuantizedTensor
 from dynaquant.record import Size
-from dynaquant.run import Run, load_tensor, needed_entries
+from dynaquant.run import Run
 from dynaquant.state import dtype_name
 
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from dynaquant.coding.stream import values_of
 from dynaquant.container import CheckpointFile
+from dynaquant.decoding import Tensors, load_tensor
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.lazily import Lazy
-from dynaquant.run import Run, Tensors, load_tensor
+from dynaquant.run import Run
 from dynaquant.state import model_in, names_in, state_dict_in, unflatten
 from dynaquant.tags import file_of
 

@@ -19,6 +19,7 @@ from dynaquant.coding.stream import StoredTensor
 from dynaquant.compressor import Loss
 from dynaquant.container import CheckpointFile, Header
 from dynaquant.distributed import Group
+from dynaquant.encoding import Base, Checkpoint
 from dynaquant.errors import CheckpointError, EvaluateError
 from dynaquant.files import nothing_empty, sync
 from dynaquant.lazily import Lazy
@@ -29,7 +30,7 @@ from dynaquant.quantize.optimizer import quantize_moments
 from dynaquant.quantized import Quantized, QuantizedTensor
 from dynaquant.record import Record, json_of, record_of
 from dynaquant.roles import Label
-from dynaquant.run import Base, Checkpoint, Run
+from dynaquant.run import Run
 from dynaquant.search.history import History
 from dynaquant.search.judge import MetricJudge
 from dynaquant.search.manager import ConfigurationManager, Decision

@@ -7,9 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from dynaquant.container import CheckpointFile, Parent
+from dynaquant.encoding import Base
 from dynaquant.errors import CheckpointError
 from dynaquant.files import nothing_empty
-from dynaquant.run import Base, Run
+from dynaquant.run import Run
 
 
 def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:

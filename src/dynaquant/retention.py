@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from dynaquant.container import CheckpointFile, Summary
+from dynaquant.encoding import Base
 from dynaquant.errors import CheckpointError
-from dynaquant.run import Base, Run
+from dynaquant.run import Run
 from dynaquant.tags import tags_of
 
 

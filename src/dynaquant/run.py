@@ -8,27 +8,21 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from dynaquant.coding import stream
-from dynaquant.coding.stream import Coder, StoredTensor, stored_hash, values_of
-from dynaquant.codings import Exact, Planes, Raw, Rearranged, Reference, other_of
+from dynaquant.coding.stream import Coder, StoredTensor
 from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary
-from dynaquant.entry import Entry
+from dynaquant.decoding import Tensors, load_tensors
+from dynaquant.encoding import Base, Checkpoint, coder_of, encode_tensor, verify
 from dynaquant.errors import CheckpointError
 from dynaquant.files import sync, tell_of_full_disk
-from dynaquant.quantized import Rounded, Scaled
 from dynaquant.roles import Label
 
 SUFFIX = ".dqc"
 _TEMPORARY = ".tmp"
-Tensors = dict[str, StoredTensor]
 
 _locked: set[int] = set()  # descriptors of the folders that this process holds for writing
 
@@ -41,52 +35,6 @@ def _let_go_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint in memory: the JSON tree of a state, and its tensors with their labels, by name.
-
-    coder: of the levels of weights. exact: the same tensors as they were, where they are to be kept for a while.
-    """
-
-    step: int
-    tree: Any
-    tensors: Mapping[str, StoredTensor]
-    labels: Mapping[str, Label]
-    record: dict[str, Any] = field(default_factory=dict)
-    coder: Coder = "conditional"
-    exact: Mapping[str, StoredTensor] | None = None
-
-
-@dataclass(frozen=True)
-class Base:
-    """What the next delta is coded against: a checkpoint of the run, the hashes of its tensors, and they as stored."""
-
-    parent: Parent
-    hashes: Mapping[str, str]
-    tensors: Mapping[str, StoredTensor]
-
-    @classmethod
-    def loaded(cls, header: Header, tensors: Mapping[str, StoredTensor]) -> Base:
-        """The base that a checkpoint makes whose tensors have been decoded from its file."""
-        return cls(Parent(header.step, header.identity), _hashes(header), tensors)
-
-    @classmethod
-    def written(cls, header: Header, tensors: Mapping[str, StoredTensor], before: Base | None) -> Base:
-        """The base that a checkpoint makes that was just written against ``before``: what its file decodes to."""
-        found = dict(tensors)
-        for entry in header.entries:
-            if isinstance(entry.coding, Reference):
-                # The same values, but what they were quantized to may be another codebook with other levels.
-                found.pop(entry.name)
-                if before and entry.name in before.tensors:
-                    found[entry.name] = before.tensors[entry.name]
-        return cls(Parent(header.step, header.identity), _hashes(header), found)
-
-
-def _hashes(header: Header) -> dict[str, str]:
-    return {entry.name: entry.hash for entry in header.entries}
 
 
 def _version(path: Path) -> tuple[int, int, int]:
@@ -207,7 +155,7 @@ class Run:
         Raises CheckpointError, naming file and tensor, when one cannot be decoded or is not what was stored.
         """
         try:
-            return _load_tensors(self.chain(file), [entry.name for entry in file.header.entries])
+            return load_tensors(self.chain(file), [entry.name for entry in file.header.entries])
         except CheckpointError as error:
             itself = f"checkpoint step {file.header.step}: "
             if str(error).startswith((itself, f"{file.path}: ")):
@@ -329,14 +277,14 @@ class Run:
                 writer = CheckpointWriter(out)
                 entries = []
                 for name in tensors:
-                    entry, coded = _encode_tensor(name, tensors, labels[name], base, coder, bool(draft.entries))
+                    entry, coded = encode_tensor(name, tensors, labels[name], base, coder, bool(draft.entries))
                     entries.append(entry)
                     writer.add(coded)
                 writer.finish(replace(draft, entries=tuple(entries)))
             written = CheckpointFile(temporary)
             if draft.entries and written.header.identity != draft.identity:
                 raise CheckpointError(f"{temporary}: re-coding would change the values of {path.name}")
-            _verify(written, tensors, base)
+            verify(written, tensors, base)
             self.parent_of(written)
         except BaseException as error:
             error.add_note(f"while writing {temporary}; nothing else has changed")
@@ -364,135 +312,3 @@ class Run:
         """Removes the file of a step. The caller has made sure that no other checkpoint needs it."""
         self.path(step).unlink()
         sync(self.folder)
-
-
-def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
-    """Decodes one tensor of a checkpoint and what it needs, and checks it against its hash.
-
-    chain: ``Run.chain`` of it. Raises CheckpointError when it is not there or does not decode to what was stored.
-    """
-    if name not in chain[0].header.by_name:
-        raise CheckpointError(f"{chain[0].path}: there is no tensor {name!r}")
-    return _load_tensors(chain, [name])[name]
-
-
-def coder_of(file: CheckpointFile) -> Coder:
-    """What the levels of a checkpoint were coded with, to code them again."""
-    published = any(isinstance(entry.coding, Rearranged) for entry in file.header.entries)
-    return "rearranged" if published else "conditional"
-
-
-def _encode_tensor(
-    name: str, tensors: Mapping[str, StoredTensor], label: Label, base: Base | None, coder: Coder, again: bool
-) -> tuple[Entry, bytes]:
-    """again: whether it is in a file already, and others may be coded against it as it is there."""
-    stored = tensors[name]
-    digest = stored_hash(stored)
-    parent = base.tensors.get(name) if base else None
-    if base is not None and base.hashes.get(name) == digest and (not again or _coded_alike(stored, parent)):
-        return Entry(name, label, stored.dtype, stored.shape, digest, 0, Reference()), b""
-    if isinstance(stored, Scaled) and tensors.get(stored.second_name) is not stored.second:
-        stored = values_of(stored)  # in units of what its second moment was when it last changed
-    elif isinstance(stored, Rounded) and tensors.get(stored.of_name) is not stored.of:
-        stored = values_of(stored)
-    coding, coded = stream.encode(stored, parent, coder)
-    return Entry(name, label, stored.dtype, stored.shape, digest, len(coded), coding), coded
-
-
-def _coded_alike(stored: StoredTensor, parent: StoredTensor | None) -> bool:
-    """Whether a tensor that has the parent's values has its levels, too, so that one can stand for the other."""
-    if isinstance(stored, Tensor):
-        return isinstance(parent, Tensor)
-    if isinstance(stored, Scaled) and isinstance(parent, Scaled):
-        return stream.same(stored.units, parent.units)
-    return parent is not None and stream.same(stored, parent)
-
-
-def _dependent_last(entries: Iterable[Entry]) -> list[Entry]:
-    return sorted(entries, key=lambda entry: other_of(entry.coding) is not None)
-
-
-def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[list[Entry]]:
-    """The entries that have to be decoded in each file of a chain so that those of ``names`` in the first one can be.
-
-    What is made of another tensor comes after it.
-    """
-    needed = []
-    wanted = dict.fromkeys(names)
-    for i, file in enumerate(chain):
-        known = file.header.by_name
-        if missing := sorted(wanted.keys() - known.keys()):
-            raise CheckpointError(f"{chain[i - 1].path}: tensor {missing[0]} is not in its parent, {file.path.name}")
-        entries = [known[name] for name in wanted]
-        others = {other for entry in entries if (other := other_of(entry.coding)) is not None}
-        if missing := sorted(others - known.keys()):
-            raise CheckpointError(f"{file.path}: a tensor is made of {missing[0]}, which is not in it")
-        entries += [known[name] for name in others - wanted.keys()]
-        needed.append(_dependent_last(entries))
-        wanted = dict.fromkeys(entry.name for entry in entries if entry.needs_parent)
-        if not wanted:
-            break
-    return needed
-
-
-def _load_tensors(chain: list[CheckpointFile], names: Collection[str], all_: bool = False) -> Tensors:
-    """Decodes tensors of the first file of a chain, from where they stand alone downwards, in the order of ``names``.
-
-    all_: whether ancestors are checked against their hashes too, to find out which of them is damaged.
-    """
-    needed = needed_entries(chain, names)
-    tensors: Tensors = {}
-    for i, (file, entries) in reversed(list(enumerate(zip(chain, needed, strict=False)))):
-        parents, tensors = tensors, {}
-        for entry in entries:
-            tensors[entry.name] = _decode_tensor(file, entry, parents.get(entry.name), tensors)
-            if isinstance(entry.coding, Reference):
-                _check_reference(file, entry, chain[i + 1])
-        for entry in entries if i == 0 or all_ else []:
-            try:
-                digest = stored_hash(tensors[entry.name])
-            except ValueError as error:
-                raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
-            if digest != entry.hash:
-                if not all_:
-                    _load_tensors(chain, names, all_=True)
-                raise CheckpointError(
-                    f"{file.path}: tensor {entry.name} does not decode to the values that were stored"
-                )
-    return {name: tensors[name] for name in names}
-
-
-def _check_reference(file: CheckpointFile, entry: Entry, parent: CheckpointFile) -> None:
-    if parent.header.by_name[entry.name].hash != entry.hash:
-        raise CheckpointError(f"{file.path}: tensor {entry.name} is not the tensor of its parent that it refers to")
-
-
-def _decode_tensor(
-    file: CheckpointFile, entry: Entry, parent: StoredTensor | None, others: Mapping[str, StoredTensor]
-) -> StoredTensor:
-    """others: tensors of the same file that were decoded before."""
-    if isinstance(entry.coding, Reference):
-        assert parent is not None
-        return parent
-    try:
-        return stream.decode(entry, file.read(entry), parent, others.get(other_of(entry.coding) or ""))
-    except ValueError as error:
-        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
-
-
-def _verify(file: CheckpointFile, tensors: Mapping[str, StoredTensor], base: Base | None) -> None:
-    """Decodes a file just written and compares it with what was to be stored, whose hashes it holds.
-
-    Raises CheckpointError for the first wrong tensor.
-    """
-    parents = base.tensors if base else {}
-    for entry in file.header.entries:
-        # The hash of a reference is that of the base, which was verified when it was written or loaded.
-        if isinstance(entry.coding, Reference):
-            continue
-        wanted = tensors[entry.name]
-        if isinstance(entry.coding, Exact | Planes | Raw):
-            wanted = values_of(wanted)
-        stored = _decode_tensor(file, entry, parents.get(entry.name), tensors)
-        if not stream.same(stored, wanted):
-            raise CheckpointError(f"{file.path}: tensor {entry.name} does not decode to the values that were stored")

@@ -12,13 +12,14 @@ import typer
 from dynaquant.cli import output
 from dynaquant.cli.output import AsJson, RunFolder, Step
 from dynaquant.container import CheckpointFile
+from dynaquant.decoding import load_tensor
 from dynaquant.errors import CheckpointError
 from dynaquant.inspection import TensorInfo, changes, disk_use, level_counts, tensors_of
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.knobs import in_short
 from dynaquant.quantized import QuantizedTensor
 from dynaquant.record import Record, Size, record_of
-from dynaquant.run import Run, load_tensor
+from dynaquant.run import Run
 from dynaquant.tags import tags_of
 from dynaquant.text import in_bytes
 

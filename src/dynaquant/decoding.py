@@ -1,0 +1,96 @@
+"""Decoding tensors of a checkpoint from its file and those of its ancestors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from dynaquant.coding import stream
+from dynaquant.coding.stream import StoredTensor, stored_hash
+from dynaquant.codings import Reference, other_of
+from dynaquant.container import CheckpointFile
+from dynaquant.entry import Entry
+from dynaquant.errors import CheckpointError
+
+Tensors = dict[str, StoredTensor]
+
+
+def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
+    """Decodes one tensor of a checkpoint and what it needs, and checks it against its hash.
+
+    chain: ``Run.chain`` of it. Raises CheckpointError when it is not there or does not decode to what was stored.
+    """
+    if name not in chain[0].header.by_name:
+        raise CheckpointError(f"{chain[0].path}: there is no tensor {name!r}")
+    return load_tensors(chain, [name])[name]
+
+
+def _dependent_last(entries: Iterable[Entry]) -> list[Entry]:
+    return sorted(entries, key=lambda entry: other_of(entry.coding) is not None)
+
+
+def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[list[Entry]]:
+    """The entries that have to be decoded in each file of a chain so that those of ``names`` in the first one can be.
+
+    What is made of another tensor comes after it.
+    """
+    needed = []
+    wanted = dict.fromkeys(names)
+    for i, file in enumerate(chain):
+        known = file.header.by_name
+        if missing := sorted(wanted.keys() - known.keys()):
+            raise CheckpointError(f"{chain[i - 1].path}: tensor {missing[0]} is not in its parent, {file.path.name}")
+        entries = [known[name] for name in wanted]
+        others = {other for entry in entries if (other := other_of(entry.coding)) is not None}
+        if missing := sorted(others - known.keys()):
+            raise CheckpointError(f"{file.path}: a tensor is made of {missing[0]}, which is not in it")
+        entries += [known[name] for name in others - wanted.keys()]
+        needed.append(_dependent_last(entries))
+        wanted = dict.fromkeys(entry.name for entry in entries if entry.needs_parent)
+        if not wanted:
+            break
+    return needed
+
+
+def load_tensors(chain: list[CheckpointFile], names: Collection[str], all_: bool = False) -> Tensors:
+    """Decodes tensors of the first file of a chain, from where they stand alone downwards, in the order of ``names``.
+
+    all_: whether ancestors are checked against their hashes too, to find out which of them is damaged.
+    """
+    needed = needed_entries(chain, names)
+    tensors: Tensors = {}
+    for i, (file, entries) in reversed(list(enumerate(zip(chain, needed, strict=False)))):
+        parents, tensors = tensors, {}
+        for entry in entries:
+            tensors[entry.name] = decode_tensor(file, entry, parents.get(entry.name), tensors)
+            if isinstance(entry.coding, Reference):
+                _check_reference(file, entry, chain[i + 1])
+        for entry in entries if i == 0 or all_ else []:
+            try:
+                digest = stored_hash(tensors[entry.name])
+            except ValueError as error:
+                raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
+            if digest != entry.hash:
+                if not all_:
+                    load_tensors(chain, names, all_=True)
+                raise CheckpointError(
+                    f"{file.path}: tensor {entry.name} does not decode to the values that were stored"
+                )
+    return {name: tensors[name] for name in names}
+
+
+def _check_reference(file: CheckpointFile, entry: Entry, parent: CheckpointFile) -> None:
+    if parent.header.by_name[entry.name].hash != entry.hash:
+        raise CheckpointError(f"{file.path}: tensor {entry.name} is not the tensor of its parent that it refers to")
+
+
+def decode_tensor(
+    file: CheckpointFile, entry: Entry, parent: StoredTensor | None, others: Mapping[str, StoredTensor]
+) -> StoredTensor:
+    """others: tensors of the same file that were decoded before."""
+    if isinstance(entry.coding, Reference):
+        assert parent is not None
+        return parent
+    try:
+        return stream.decode(entry, file.read(entry), parent, others.get(other_of(entry.coding) or ""))
+    except ValueError as error:
+        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error

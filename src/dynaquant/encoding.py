@@ -1,0 +1,115 @@
+"""What is written: a checkpoint in memory, the base of a delta, tensors to streams, and the check of a file written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from dynaquant.coding import stream
+from dynaquant.coding.stream import Coder, StoredTensor, stored_hash, values_of
+from dynaquant.codings import Exact, Planes, Raw, Rearranged, Reference
+from dynaquant.container import CheckpointFile, Header, Parent
+from dynaquant.decoding import decode_tensor
+from dynaquant.entry import Entry
+from dynaquant.errors import CheckpointError
+from dynaquant.quantized import Rounded, Scaled
+from dynaquant.roles import Label
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in memory: the JSON tree of a state, and its tensors with their labels, by name.
+
+    coder: of the levels of weights. exact: the same tensors as they were, where they are to be kept for a while.
+    """
+
+    step: int
+    tree: Any
+    tensors: Mapping[str, StoredTensor]
+    labels: Mapping[str, Label]
+    record: dict[str, Any] = field(default_factory=dict)
+    coder: Coder = "conditional"
+    exact: Mapping[str, StoredTensor] | None = None
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the next delta is coded against: a checkpoint of the run, the hashes of its tensors, and they as stored."""
+
+    parent: Parent
+    hashes: Mapping[str, str]
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def loaded(cls, header: Header, tensors: Mapping[str, StoredTensor]) -> Base:
+        """The base that a checkpoint makes whose tensors have been decoded from its file."""
+        return cls(Parent(header.step, header.identity), _hashes(header), tensors)
+
+    @classmethod
+    def written(cls, header: Header, tensors: Mapping[str, StoredTensor], before: Base | None) -> Base:
+        """The base that a checkpoint makes that was just written against ``before``: what its file decodes to."""
+        found = dict(tensors)
+        for entry in header.entries:
+            if isinstance(entry.coding, Reference):
+                # The same values, but what they were quantized to may be another codebook with other levels.
+                found.pop(entry.name)
+                if before and entry.name in before.tensors:
+                    found[entry.name] = before.tensors[entry.name]
+        return cls(Parent(header.step, header.identity), _hashes(header), found)
+
+
+def _hashes(header: Header) -> dict[str, str]:
+    return {entry.name: entry.hash for entry in header.entries}
+
+
+def coder_of(file: CheckpointFile) -> Coder:
+    """What the levels of a checkpoint were coded with, to code them again."""
+    published = any(isinstance(entry.coding, Rearranged) for entry in file.header.entries)
+    return "rearranged" if published else "conditional"
+
+
+def encode_tensor(
+    name: str, tensors: Mapping[str, StoredTensor], label: Label, base: Base | None, coder: Coder, again: bool
+) -> tuple[Entry, bytes]:
+    """again: whether it is in a file already, and others may be coded against it as it is there."""
+    stored = tensors[name]
+    digest = stored_hash(stored)
+    parent = base.tensors.get(name) if base else None
+    if base is not None and base.hashes.get(name) == digest and (not again or _coded_alike(stored, parent)):
+        return Entry(name, label, stored.dtype, stored.shape, digest, 0, Reference()), b""
+    if isinstance(stored, Scaled) and tensors.get(stored.second_name) is not stored.second:
+        stored = values_of(stored)  # in units of what its second moment was when it last changed
+    elif isinstance(stored, Rounded) and tensors.get(stored.of_name) is not stored.of:
+        stored = values_of(stored)
+    coding, coded = stream.encode(stored, parent, coder)
+    return Entry(name, label, stored.dtype, stored.shape, digest, len(coded), coding), coded
+
+
+def _coded_alike(stored: StoredTensor, parent: StoredTensor | None) -> bool:
+    """Whether a tensor that has the parent's values has its levels, too, so that one can stand for the other."""
+    if isinstance(stored, Tensor):
+        return isinstance(parent, Tensor)
+    if isinstance(stored, Scaled) and isinstance(parent, Scaled):
+        return stream.same(stored.units, parent.units)
+    return parent is not None and stream.same(stored, parent)
+
+
+def verify(file: CheckpointFile, tensors: Mapping[str, StoredTensor], base: Base | None) -> None:
+    """Decodes a file just written and compares it with what was to be stored, whose hashes it holds.
+
+    Raises CheckpointError for the first wrong tensor.
+    """
+    parents = base.tensors if base else {}
+    for entry in file.header.entries:
+        # The hash of a reference is that of the base, which was verified when it was written or loaded.
+        if isinstance(entry.coding, Reference):
+            continue
+        wanted = tensors[entry.name]
+        if isinstance(entry.coding, Exact | Planes | Raw):
+            wanted = values_of(wanted)
+        stored = decode_tensor(file, entry, parents.get(entry.name), tensors)
+        if not stream.same(stored, wanted):
+            raise CheckpointError(f"{file.path}: tensor {entry.name} does not decode to the values that were stored")
