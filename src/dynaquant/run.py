@@ -6,7 +6,6 @@ and verified, and only then renamed.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,22 +18,11 @@ from dynaquant.decoding import Tensors, load_tensors
 from dynaquant.encoding import Base, Checkpoint, coder_of, encode_tensor, verify
 from dynaquant.errors import CheckpointError
 from dynaquant.files import sync, tell_of_full_disk
+from dynaquant.lock import FolderLock, holding
 from dynaquant.roles import Label
 
 SUFFIX = ".dqc"
 _TEMPORARY = ".tmp"
-
-_locked: set[int] = set()  # descriptors of the folders that this process holds for writing
-
-
-def _let_go_in_child() -> None:
-    # A forked child (a DataLoader's worker) would otherwise hold the run for as long as it outlives a killed training.
-    for descriptor in _locked:
-        os.close(descriptor)
-    _locked.clear()
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _version(path: Path) -> tuple[int, int, int]:
@@ -52,6 +40,7 @@ class Run:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self._summaries: dict[tuple[int, int, int], Summary] = {}
+        self._lock: FolderLock | None = None
 
     @contextmanager
     def writer(self) -> Iterator[None]:
@@ -63,24 +52,19 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
             raise CheckpointError(f"{self.folder} is a file; a run needs a folder") from None
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        _locked.add(descriptor)
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise CheckpointError(
-                    f"{self.folder}: another Checkpointer, here or in another process, is writing to this run; "
-                    "close it or use another folder"
-                ) from None
+        with holding(self.folder) as lock:
             for stray in self.folder.glob(f"*{SUFFIX}{_TEMPORARY}"):
                 stray.unlink()
-            yield
-        finally:
-            if descriptor in _locked:
-                _locked.remove(descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked just now may not have let go yet
-                os.close(descriptor)
+            self._lock = lock
+            try:
+                yield
+            finally:
+                self._lock = None
+
+    def _check_folder(self) -> None:
+        """Raises CheckpointError when the folder is held for writing and another one has come in its place."""
+        if self._lock is not None:
+            self._lock.check()
 
     def path(self, step: int) -> Path:
         """The file of a step."""
@@ -271,6 +255,7 @@ class Run:
         path: Path,
     ) -> CheckpointFile:
         """``write`` up to the renaming: verified, under a temporary name."""
+        self._check_folder()
         temporary = path.with_name(path.name + _TEMPORARY)
         try:
             with temporary.open("wb") as out:
@@ -295,6 +280,7 @@ class Run:
 
     def _placed(self, written: CheckpointFile, path: Path) -> CheckpointFile:
         """The file that was written, under its name from now on."""
+        self._check_folder()
         written.path.replace(path)
         sync(self.folder)
         return written.moved(path)
@@ -310,5 +296,6 @@ class Run:
 
     def delete(self, step: int) -> None:
         """Removes the file of a step. The caller has made sure that no other checkpoint needs it."""
+        self._check_folder()
         self.path(step).unlink()
         sync(self.folder)
