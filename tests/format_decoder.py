@@ -41,8 +41,11 @@ def decode(folder, step, known=None):
 
 def decode_exact(folder, step):
     """The same of the exact file beside a checkpoint."""
-    header, tensors = decoded((Path(folder) / f"exact-{step:012}.dqc").read_bytes(), step)
+    header, tensors = decoded(next(Path(folder).glob(f"exact-{step:012}-*.dqc")).read_bytes(), step)
     check(header["parent"] is None, "a keyframe")
+    beside = decode(folder, step)[0]
+    check(header["sequence"] == beside["sequence"], "a copy of this commit")
+    check(header["identity"] == beside["record"]["exact"], "the copy that the checkpoint names")
     return header, contents(tensors)
 
 

@@ -11,11 +11,12 @@ PREAMBLE, TRAILER = 16, 40
 
 
 def with_record(path: Path, **changes) -> None:
-    """Replaces what the record of a checkpoint file says under these names."""
+    """Replaces what the record of a checkpoint file says under these names; takes those out that are to be ``...``."""
     content = path.read_bytes()
     stored_size, size = struct.unpack("<QQ", content[-TRAILER:][:16])
     streams, stored = content[PREAMBLE : -TRAILER - stored_size], content[-TRAILER - stored_size : -TRAILER]
     header = json.loads(stored if stored_size == size else zstandard.ZstdDecompressor().decompress(stored))
-    header["record"] |= changes
+    record = header["record"] | changes
+    header["record"] = {name: value for name, value in record.items() if value is not ...}
     version = struct.unpack("<Q", content[8:PREAMBLE])[0]
     path.write_bytes(file_of(header, streams, version=version))

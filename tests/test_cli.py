@@ -105,7 +105,8 @@ def test_log_tells_of_an_exact_copy(tmp_path):
         for step in (1, 2):
             ckpt.save(step)
     (copy,) = tmp_path.glob("exact-*")
-    said = f"beside them exact-000000000002.dqc, a checkpoint as it was: {copy.stat().st_size / 1000:.2f} kB"
+    name = "exact-000000000002-000000000002.dqc"
+    said = f"beside them {name}, a checkpoint as it was: {copy.stat().st_size / 1000:.2f} kB"
     assert said in call("log", tmp_path)
 
 

@@ -80,7 +80,7 @@ def test_no_space_left_is_raised_and_the_run_can_still_be_restored(tmp_path, way
         assert ckpt.save(2).result().step == 2
 
 
-@pytest.mark.parametrize("full", ["step-000000000002.dqc.tmp", "exact-000000000002.dqc.tmp"])
+@pytest.mark.parametrize("full", ["step-000000000002.dqc.tmp", "exact-000000000002-000000000002.dqc.tmp"])
 def test_where_either_form_finds_no_space_the_newest_exact_state_is_still_there(tmp_path, full):
     model, optimizer = training()
     with dq.Checkpointer(tmp_path, model, optimizer, exact="latest") as ckpt:
@@ -98,7 +98,7 @@ def test_where_either_form_finds_no_space_the_newest_exact_state_is_still_there(
         assert (bits(model.state_dict()), bits(optimizer.state_dict())) == state
         ckpt.save(2).result()
         assert sorted(contents(tmp_path)) == [
-            "exact-000000000002.dqc",
+            "exact-000000000002-000000000002.dqc",
             "step-000000000001.dqc",
             "step-000000000002.dqc",
         ]

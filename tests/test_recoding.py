@@ -269,7 +269,7 @@ def test_a_branch_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(Run, "recode", failing)
     with pytest.raises(OSError, match="No space left"):
         branch(run, run.file(2), tmp_path / "new")
-    assert seen == ["exact-000000000002.dqc"]
+    assert seen == ["exact-000000000002-000000000002.dqc"]
     assert os.listdir(tmp_path) == ["old"]
 
 

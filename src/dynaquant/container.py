@@ -128,6 +128,11 @@ def _checksum(preamble: bytes, stored_header: bytes) -> bytes:
     return blake3(preamble + stored_header).digest(length=16)
 
 
+def version_of(status: os.stat_result) -> tuple[int, int, int, int]:
+    """What tells a file from any other that has had its name, and from itself before a change."""
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+
+
 class CheckpointFile:
     """A checkpoint file whose header has been read and checked. Streams are read when asked for.
 
@@ -138,7 +143,8 @@ class CheckpointFile:
         self.path = path
         try:
             with path.open("rb") as file:
-                self.size = os.fstat(file.fileno()).st_size
+                status = os.fstat(file.fileno())
+                self.size, self._version = status.st_size, version_of(status)
                 plain, streams_end = self._read_header(file)
             self.header = self._parse(plain)
         except CheckpointError as error:
@@ -212,6 +218,15 @@ class CheckpointFile:
         if not matches:
             raise CheckpointError("altered: its identity is not the hash of its contents")
         return header
+
+    def is_at(self, path: Path) -> bool:
+        """Whether this file, and no other one, has that name. True as well where the system cannot tell just now."""
+        try:
+            return version_of(path.stat()) == self._version
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
 
     def moved(self, path: Path) -> CheckpointFile:
         """The same file after it was given another name."""

@@ -10,7 +10,7 @@ from dynaquant.container import CheckpointFile, Parent
 from dynaquant.encoding import Base
 from dynaquant.errors import CheckpointError
 from dynaquant.files import nothing_empty
-from dynaquant.run import Run
+from dynaquant.run import EXACT, Run
 
 
 def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
@@ -25,9 +25,12 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
         there, broken = new.summaries()
         if there or broken:
             raise CheckpointError(f"{folder}: there are checkpoints in it; give the branch a folder of its own")
+        record = file.header.record
         if (twin := run.exact(file)) is not None:  # first: without the other it is nothing, and does no harm
             undo.callback(new.recode(twin, run.load(twin), None).path.unlink)
-        written = new.recode(file, tensors, None)
+        elif EXACT in record:
+            record = {**record, EXACT: None}
+        written = new.recode(file, tensors, None, record)
         undo.pop_all()
     return written
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dynaquant.coding.stream import Coder, StoredTensor
-from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary
+from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary, version_of
 from dynaquant.decoding import Tensors, load_tensors
 from dynaquant.encoding import Base, Checkpoint, coder_of, encode_tensor, verify
 from dynaquant.errors import CheckpointError
@@ -25,10 +26,10 @@ SUFFIX = ".dqc"
 _TEMPORARY = ".tmp"
 
 
-def _version(path: Path) -> tuple[int, int, int]:
-    """What changes when a file does."""
-    status = path.stat()
-    return status.st_ino, status.st_mtime_ns, status.st_size
+EXACT = "exact"
+"""In a record: the identity of the lossless copy, None where none was kept. Version 0.1 had no such key."""
+_UNKNOWN_COMMITS = 2**32
+"""More commits than a run ever has. Files whose numbers cannot be read may stand for so many."""
 
 
 class Run:
@@ -39,7 +40,8 @@ class Run:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self._summaries: dict[tuple[int, int, int], Summary] = {}
+        self._summaries: dict[tuple[int, int, int, int], Summary] = {}
+        self._highest = 0  # of all sequence numbers that were ever seen here
         self._lock: FolderLock | None = None
 
     @contextmanager
@@ -73,9 +75,9 @@ class Run:
     def summaries(self) -> tuple[list[Summary], list[CheckpointError]]:
         """All checkpoints whose headers are sound, oldest commit first, and what is wrong with the others."""
         known, found, broken = self._summaries, {}, []
-        for path in sorted(self.folder.glob(f"step-*{SUFFIX}")):
+        for path in self._files("step-"):
             try:
-                key = _version(path)
+                key = version_of(path.stat())
                 summary = known.get(key) or CheckpointFile(path).header.summary
                 if self.path(summary.step) != path:
                     raise CheckpointError(f"{path}: holds step {summary.step}; was it renamed?")
@@ -89,7 +91,18 @@ class Run:
             except CheckpointError as error:
                 broken.append(error)
         self._summaries = found
+        self._highest = max([self._highest, *(summary.sequence for summary in found.values())])
         return sorted(found.values(), key=lambda summary: (summary.sequence, summary.step)), broken
+
+    def _files(self, prefix: str) -> list[Path]:
+        """The checkpoint files whose names begin so, by name. Raises CheckpointError when the folder cannot be read."""
+        try:
+            names = os.listdir(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: cannot be read ({error.strerror})") from error
+        return [self.folder / name for name in sorted(names) if name.startswith(prefix) and name.endswith(SUFFIX)]
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints whose headers are sound, oldest commit first."""
@@ -182,51 +195,103 @@ class Run:
     def commit(self, checkpoint: Checkpoint, base: Base | None) -> tuple[CheckpointFile, Base]:
         """Writes a checkpoint against ``base`` (None: as a keyframe), verifies it, and makes it part of the run.
 
+        With a lossless copy both are written and verified first. Then the copy gets its name, then the checkpoint,
+        and the commit is done; then the copy of the checkpoint before goes.
+
         A checkpoint of the same step is replaced; the caller has made sure that no other needs it. Returns the file
         and the base for the next commit. On any error the run is as before.
         """
-        youngest = max((summary.sequence for summary in self.summaries()[0]), default=0)
         draft = Header(
             step=checkpoint.step,
-            sequence=youngest + 1,
+            sequence=self._next_sequence(),
             parent=base.parent if base else None,
             tree=checkpoint.tree,
             entries=(),
-            record=checkpoint.record,
+            record={**checkpoint.record, EXACT: None},
         )
-        path, twin = self.path(checkpoint.step), self._exact_path(checkpoint.step)
-        written = self._written(draft, checkpoint.tensors, checkpoint.labels, base, checkpoint.coder, path)
-        if checkpoint.exact is not None:  # in place first: without the other it is nothing, and does no harm
-            try:
-                self.write(replace(draft, parent=None), checkpoint.exact, checkpoint.labels, None, path=twin)
-            except BaseException:
-                written.path.unlink(missing_ok=True)
-                raise
-        file = self._placed(written, path)
-        self._summaries[_version(file.path)] = file.header.summary
-        for other in self.exact_paths():
-            if checkpoint.exact is None or other != twin:
-                other.unlink()
+        path, beside = self.path(checkpoint.step), self._exact_path(draft)
+        labels = checkpoint.labels
+        with ExitStack() as undo:
+            copy = None
+            if checkpoint.exact is not None:
+                plain = replace(draft, record=checkpoint.record, parent=None)
+                copy = self._written(plain, checkpoint.exact, labels, None, "conditional", beside)
+                undo.callback(copy.path.unlink, missing_ok=True)
+                draft.record[EXACT] = copy.header.identity
+            written = self._written(draft, checkpoint.tensors, labels, base, checkpoint.coder, path)
+            undo.callback(written.path.unlink, missing_ok=True)
+            if copy is not None:
+                # First, and beside that of the checkpoint before, which is the newest until the next renaming.
+                undo.callback(lambda: None if written.is_at(path) else beside.unlink(missing_ok=True))
+                self._placed(copy, beside)
+            file = self._placed(written, path)
+            undo.pop_all()
+        self._summaries[version_of(path.stat())] = file.header.summary
+        self._highest = draft.sequence
+        try:
+            for other in self.exact_paths():
+                if copy is None or other != beside:
+                    other.unlink()
+        except OSError as error:
+            error.add_note(f"step {checkpoint.step} is saved; removing the lossless copy of an older one failed")
+            raise
         return file, Base.written(file.header, checkpoint.tensors, base)
 
-    def exact_paths(self) -> list[Path]:
-        """The files of checkpoints with their tensors as they were, oldest step first."""
-        return sorted(self.folder.glob(f"exact-*{SUFFIX}"))
+    def _next_sequence(self) -> int:
+        """A number higher than that of any checkpoint that the run has had, of files that cannot be read as well.
 
-    def _exact_path(self, step: int) -> Path:
-        return self.folder / f"exact-{step:012d}{SUFFIX}"
+        Such a file may be whole again later. It must not count as newer then than what is committed now.
+        """
+        _, broken = self.summaries()
+        found = self._highest + (_UNKNOWN_COMMITS if broken else 1)
+        if found >= 2**63:
+            raise CheckpointError(
+                f"{self.folder}: a checkpoint has the sequence number {self._highest}, which leaves none for another; "
+                "branch off into a new folder"
+            )
+        return found
+
+    def exact_paths(self) -> list[Path]:
+        """The files of lossless copies, oldest step first."""
+        return self._files("exact-")
+
+    def _exact_path(self, header: Header) -> Path:
+        """Where the lossless copy of a checkpoint lies. Every commit has a name of its own for it."""
+        return self.folder / f"exact-{header.step:012d}-{header.sequence:012d}{SUFFIX}"
 
     def exact(self, file: CheckpointFile) -> CheckpointFile | None:
-        """The file of the same checkpoint with its tensors as they were, if it was kept.
+        """The lossless copy of a checkpoint: a file with its tensors as they were. None where none was kept.
 
-        Raises CheckpointError when it is not sound.
+        The next commit removes it. Raises CheckpointError when it is not sound, or when the newest checkpoint's is
+        missing.
         """
-        path = self._exact_path(file.header.step)
+        header = file.header
+        if EXACT not in header.record:
+            return self._exact_of_old(header)
+        identity = header.record[EXACT]
+        if identity is None:
+            return None
+        path = self._exact_path(header)
+        if path.exists():
+            copy = CheckpointFile(path)
+            if copy.header.identity != identity:
+                raise CheckpointError(f"{path}: is not the lossless copy that was saved with step {header.step}")
+            return copy
+        self.summaries()
+        if header.sequence < self._highest:
+            return None
+        raise CheckpointError(
+            f"checkpoint step {header.step}: its lossless copy, {path.name}, is not in {self.folder} (was it "
+            "deleted by hand?)"
+        )
+
+    def _exact_of_old(self, header: Header) -> CheckpointFile | None:
+        """``exact`` for a checkpoint of version 0.1: its name has the step alone, so it may be of another commit."""
+        path = self.folder / f"exact-{header.step:012d}{SUFFIX}"
         if not path.exists():
             return None
-        twin = CheckpointFile(path)
-        # One of another commit of that step: its writer was killed before it came to this one.
-        return twin if twin.header.sequence == file.header.sequence else None
+        copy = CheckpointFile(path)
+        return copy if copy.header.sequence == header.sequence else None
 
     def write(
         self,
@@ -285,13 +350,15 @@ class Run:
         sync(self.folder)
         return written.moved(path)
 
-    def recode(self, file: CheckpointFile, tensors: Tensors, base: Base | None) -> CheckpointFile:
+    def recode(
+        self, file: CheckpointFile, tensors: Tensors, base: Base | None, record: dict[str, Any] | None = None
+    ) -> CheckpointFile:
         """Writes a checkpoint, of this run or another one, anew: the same values, coded against ``base``.
 
-        tensors: as loaded from its file.
+        tensors: as loaded from its file. record: if not that of the file.
         """
         labels = {entry.name: entry.label for entry in file.header.entries}
-        draft = replace(file.header, parent=base.parent if base else None)
+        draft = replace(file.header, parent=base.parent if base else None, record=record or file.header.record)
         return self.write(draft, tensors, labels, base, coder_of(file), self.folder / file.path.name)
 
     def delete(self, step: int) -> None:
