@@ -96,7 +96,7 @@ def test_files_that_are_no_tags_are_passed_over(run):
 def test_a_tag_of_a_checkpoint_that_is_gone_is_an_error(run):
     set_tag(run, "best", run.file(3))
     run.delete(3)
-    with pytest.raises(dq.CheckpointError, match="no checkpoint of step 3"):
+    with pytest.raises(dq.CheckpointError, match="the checkpoint of step 3 is no longer there"):
         tagged_file(run, "best")
 
 

@@ -408,7 +408,7 @@ class Checkpointer:
     def records(self) -> list[Record]:
         """The records of the run's checkpoints, in the order of their commits."""
         self.wait()
-        return [record_of(self._run.file(summary.step)) for summary in self._run.summaries()[0]]
+        return [record_of(file) for file in self._run.files()[0]]
 
     def close(self) -> None:
         """Waits for the last write, raises what went wrong in it, and lets the run go. Safe to call twice."""

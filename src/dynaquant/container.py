@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import weakref
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,7 @@ import zstandard
 from blake3 import blake3
 
 from dynaquant.entry import Entry
-from dynaquant.errors import CheckpointError
+from dynaquant.errors import CheckpointError, MovedOnError
 
 FORMAT_VERSION = 2
 """What is written. Version 1 is read as well: it lacks some codings."""
@@ -29,6 +30,8 @@ MAGIC = b"\x89DQC\r\n\x1a\n"
 _PREAMBLE = struct.Struct("<8sQ")  # magic, format version
 _TRAILER = struct.Struct("<QQ16s8s")  # stored header size, header size, checksum, magic
 _MAX_HEADER_EXPANSION = 16
+_PIECE = 2**30
+"""Bytes read in one call; some systems refuse 2 GiB and more."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +131,47 @@ def _checksum(preamble: bytes, stored_header: bytes) -> bytes:
     return blake3(preamble + stored_header).digest(length=16)
 
 
-def version_of(status: os.stat_result) -> tuple[int, int, int, int]:
+Version = tuple[int, int, int, int]
+
+
+def version_of(status: os.stat_result) -> Version:
     """What tells a file from any other that has had its name, and from itself before a change."""
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
+def is_missing(error: BaseException) -> bool:
+    """Whether a file could not be read because there is none of that name."""
+    return isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError)
+
+
+class _Open:
+    """A descriptor, closed when nothing refers to this any more."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+
+def _read_at(descriptor: int, offset: int, size: int) -> bytes:
+    """The bytes from an offset on, fewer at the end of the file."""
+    parts = []
+    while size:
+        if hasattr(os, "pread"):  # forked processes share a position
+            part = os.pread(descriptor, min(size, _PIECE), offset)
+        else:
+            os.lseek(descriptor, offset, os.SEEK_SET)
+            part = os.read(descriptor, min(size, _PIECE))
+        if not part:
+            break
+        parts.append(part)
+        offset, size = offset + len(part), size - len(part)
+    return b"".join(parts)
+
+
 class CheckpointFile:
     """A checkpoint file whose header has been read and checked. Streams are read when asked for.
+
+    It stays open for as long as it is referred to, so it can be read even when it has been replaced or deleted since.
 
     Raises CheckpointError, naming the file and what is wrong with it, when it is no whole checkpoint file.
     """
@@ -146,6 +183,7 @@ class CheckpointFile:
                 status = os.fstat(file.fileno())
                 self.size, self._version = status.st_size, version_of(status)
                 plain, streams_end = self._read_header(file)
+                self._open: _Open | None = _Open(os.dup(file.fileno()))
             self.header = self._parse(plain)
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
@@ -219,6 +257,10 @@ class CheckpointFile:
             raise CheckpointError("altered: its identity is not the hash of its contents")
         return header
 
+    def close(self) -> None:
+        """Closes the file, for where many are held. Streams are then read from whatever has its name, if that is it."""
+        self._open = None
+
     def is_at(self, path: Path) -> bool:
         """Whether this file, and no other one, has that name. True as well where the system cannot tell just now."""
         try:
@@ -236,10 +278,15 @@ class CheckpointFile:
 
     def read(self, entry: Entry) -> bytes:
         """The stream of one tensor. Raises CheckpointError when the file cannot be read."""
+        offset = self._offsets[entry.name]
         try:
-            with self.path.open("rb") as file:
-                file.seek(self._offsets[entry.name])
-                stream = file.read(entry.size)
+            if self._open is not None:
+                stream = _read_at(self._open.descriptor, offset, entry.size)
+            else:
+                with self.path.open("rb") as file:
+                    if version_of(os.fstat(file.fileno())) != self._version:
+                        raise MovedOnError(f"{self.path}: was replaced while it was read")
+                    stream = _read_at(file.fileno(), offset, entry.size)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
         if len(stream) != entry.size:

@@ -9,6 +9,10 @@ class CheckpointError(DynaquantError):
     """A checkpoint file or run cannot be used: truncated, altered, of another version, or missing its parent."""
 
 
+class MovedOnError(CheckpointError):
+    """The run's writer has replaced or deleted what was being read. Readers begin again, so users hardly see it."""
+
+
 class StateError(DynaquantError):
     """A training state cannot be stored, or a stored one does not fit the objects it is restored into."""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from dynaquant import codings
+from dynaquant.chain import noticing_moves
 from dynaquant.coding.stream import StoredTensor, values_of
 from dynaquant.codings import Coding, Conditional, Rearranged, Units
 from dynaquant.container import CheckpointFile
@@ -18,7 +20,7 @@ from dynaquant.decoding import load_tensor, needed_entries
 from dynaquant.entry import Entry
 from dynaquant.quantized import FIRST_BIN, PROTECTED, PRUNED, QuantizedTensor
 from dynaquant.record import Size
-from dynaquant.run import Run
+from dynaquant.run import Run, opened
 from dynaquant.state import dtype_name
 
 
@@ -136,7 +138,8 @@ class Change:
 def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator[Change]:
     """How the tensors of two checkpoints of a run differ, in the order of the later one; removed ones come last.
 
-    Raises CheckpointError when a tensor that differs cannot be decoded.
+    Raises CheckpointError when a tensor that differs cannot be decoded, MovedOnError where a writer has deleted what it
+    was to be decoded from.
     """
     old, new = before.header.by_name, after.header.by_name
     chains: list[list[CheckpointFile]] = []  # read when the first tensor differs
@@ -150,7 +153,9 @@ def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator
             yield Change(name, "reshaped")
         else:
             chains = chains or [run.chain(before), run.chain(after)]
-            yield _change(name, *(load_tensor(chain, name) for chain in chains))
+            with noticing_moves([file for chain in chains for file in chain]):
+                both = [load_tensor(chain, name) for chain in chains]
+            yield _change(name, *both)
     yield from (Change(name, "removed") for name in old if name not in new)
 
 
@@ -183,14 +188,14 @@ class Use:
 
 def disk_use(run: Run, files: list[CheckpointFile]) -> list[Use]:
     """What a run takes: by kind of file, in all, and of the checkpoints by role. files: its sound checkpoints."""
-    exact = [CheckpointFile(path) for path in run.exact_paths()]
+    exact = [file for path in run.exact_paths() if (file := opened(path)) is not None]
     known = {file.path for file in [*files, *exact]}
-    others = [path for path in run.folder.rglob("*") if path.is_file() and path not in known]
+    others = [size for path in run.folder.rglob("*") if path not in known and (size := _size_of(path)) is not None]
     kinds = [
         _use("keyframes", [file for file in files if file.header.parent is None]),
         _use("deltas", [file for file in files if file.header.parent is not None]),
         _use("exact copies", exact),
-        Use("other files", len(others), Size(0, sum(path.stat().st_size for path in others))),
+        Use("other files", len(others), Size(0, sum(others))),
     ]
     roles: dict[str, Size] = {}
     for file in files:
@@ -205,6 +210,14 @@ def disk_use(run: Run, files: list[CheckpointFile]) -> list[Use]:
         *(Use(f"  {role}", None, size) for role, size in roles.items()),
         Use("  headers", None, headers),
     ]
+
+
+def _size_of(path: Path) -> int | None:
+    """The size of a file, None for anything else and for a file that has been deleted since it was listed."""
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except FileNotFoundError:
+        return None
 
 
 def _use(what: str, files: list[CheckpointFile]) -> Use:

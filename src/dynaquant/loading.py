@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from dynaquant.chain import load_all, noticing_moves, until_settled
 from dynaquant.coding.stream import values_of
 from dynaquant.container import CheckpointFile
 from dynaquant.decoding import Tensors, load_tensor
-from dynaquant.errors import CheckpointError, StateError
+from dynaquant.errors import CheckpointError, MovedOnError, StateError
 from dynaquant.lazily import Lazy
-from dynaquant.run import Run
+from dynaquant.run import EXACT, Run
 from dynaquant.state import model_in, names_in, state_dict_in, unflatten
 from dynaquant.tags import file_of
 
@@ -27,53 +29,85 @@ T = TypeVar("T")
 class Stored:
     """A checkpoint in a run, or a file that stands alone; opened, and its tensors decoded when they are asked for.
 
-    path: a run's folder, or a file. step: of a run, or a tag; the newest unless given. A checkpoint that was also kept
-    as it was (``exact="latest"``) is taken so. Raises CheckpointError when it is not there or not sound, ValueError for
-    a step of a file.
+    path: a run's folder, or a file. step: of a run, or a tag; the newest unless given. A checkpoint with a lossless
+    copy (``exact="latest"``) is taken from there. Its files stay open for as long as this is referred to, so a training
+    that goes on, and deletes them, does no harm. Raises CheckpointError when it is not there or not sound, ValueError
+    for a step of a file.
     """
 
     def __init__(self, path: str | os.PathLike[str], step: int | str | None = None) -> None:
-        path = Path(path)
-        self._small: tuple[Run, CheckpointFile] | None = None  # what can stand in, where the exact one is taken
-        self._damage: CheckpointError | None = None
-        if path.is_file():
-            if step is not None:
-                raise ValueError(f"{path} is one checkpoint; a step can be asked for of a run's folder")
-            file = CheckpointFile(path)
-            self.chain = [file] if file.header.parent is None else Run(path.parent).chain(file)
-        else:
-            run = Run(path)
-            file = file_of(run, step) if step is not None else _newest(run)
-            twin = _twin(run, file)
-            self.chain = [twin] if twin is not None else run.chain(file)
-            self._small = (run, file) if twin is not None else None
-        self._open()
+        self._path, self._step = Path(path), step
+        self._alone = self._path.is_file()
+        if self._alone and step is not None:
+            raise ValueError(f"{path} is one checkpoint; a step can be asked for of a run's folder")
+        self._run = Run(self._path.parent if self._alone else self._path)
+        until_settled(self._open)
 
     def _open(self) -> None:
-        self.file = self.chain[0]
-        self.tensors: Mapping[str, Tensor] = Lazy(self.file.header.by_name, self._values)
+        self._damage: CheckpointError | None = None
+        file = CheckpointFile(self._path) if self._alone else chosen(self._run, self._step)
+        copy = None if self._alone else _copy_of(self._run, file, self._step is None)
+        self._small = file if copy is not None else None  # what can stand in for its lossless copy
+        self._take(copy or file)
+
+    def _take(self, file: CheckpointFile) -> None:
+        self.chain = self._run.chain(file)
+        self.file = file
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
         """By name; each is decoded, and checked against its hash, whenever it is asked for."""
+        return Lazy(self.file.header.by_name, self._values)
 
     def _values(self, name: str) -> Tensor:
-        try:
+        with self._noting_damage(), noticing_moves(self.chain):
             return values_of(load_tensor(self.chain, name))
+
+    def state(self) -> dict[str, Any]:
+        """The whole state (``load``)."""
+        with self._noting_damage():
+            tensors = load_all(self.chain)
+        return state_of(self.file, {name: values_of(stored) for name, stored in tensors.items()})
+
+    def check(self, names: Iterable[str]) -> None:
+        """Decodes these tensors one by one and keeps none. Raises CheckpointError when one is damaged."""
+        for name in names:
+            with self._noting_damage(), noticing_moves(self.chain):
+                load_tensor(self.chain, name)
+
+    @contextmanager
+    def _noting_damage(self) -> Iterator[None]:
+        try:
+            yield
         except CheckpointError as error:
             self._damage = error
             raise
 
     def sound(self, use: Callable[[], T]) -> T:
-        """What ``use`` makes of the tensors. Where the exact form turns out to be damaged, ``use`` is called again, and
-        the tensors are those of the small form from then on, all of them: the two are not mixed.
+        """What ``use`` makes of the tensors. It is called again, with all tensors anew, in two cases: the lossless copy
+        turns out to be damaged, and the small form stands in for it; or the run has moved on, and files that were not
+        kept open are gone, and the checkpoint that is asked for is found again.
         """
+        found = True
+
+        def with_what_is_there() -> T:
+            nonlocal found
+            if not found:
+                self._open()
+            found = False
+            return self._with_either_form(use)
+
+        return until_settled(with_what_is_there)
+
+    def _with_either_form(self, use: Callable[[], T]) -> T:
         try:
             return use()
         except CheckpointError as error:
-            if self._small is None or error is not self._damage:
+            if self._small is None or error is not self._damage or isinstance(error, MovedOnError):
                 raise
-            run, file = self._small
-            _warn_of_exact(file, error)
-            self._small, self.chain = None, run.chain(file)
-            self._open()
+            _warn_of_exact(self._small, error)
+            small, self._small = self._small, None
+            self._take(small)
             return use()
 
     @property
@@ -107,21 +141,24 @@ class Stored:
             raise CheckpointError(f"{self.file.path}: {error}") from None
 
 
-def _newest(run: Run) -> CheckpointFile:
-    summaries, broken = run.summaries()
-    if not summaries:
-        what = "there are no checkpoints here" if run.folder.exists() else "there is no such file or folder"
-        raise broken[0] if broken else CheckpointError(f"{run.folder}: {what}")
-    return run.file(summaries[-1].step)
+def chosen(run: Run, step: int | str | None) -> CheckpointFile:
+    """The checkpoint of a step or a tag, or the newest."""
+    return run.newest() if step is None else file_of(run, step)
 
 
-def _twin(run: Run, file: CheckpointFile) -> CheckpointFile | None:
-    """The file of a checkpoint as it was; None where it was not kept, or is not sound, which a warning says."""
+def _copy_of(run: Run, file: CheckpointFile, newest: bool) -> CheckpointFile | None:
+    """The lossless copy of a checkpoint. None where it was not kept, or cannot be used, which a warning says.
+
+    newest: whether the checkpoint is to be the newest. Raises MovedOnError where another one is by now.
+    """
     try:
-        return run.exact(file)
+        copy = run.exact(file)
     except CheckpointError as error:
         _warn_of_exact(file, error)
         return None
+    if copy is None and newest and file.header.record.get(EXACT) is not None:
+        raise MovedOnError(f"{file.path}: its lossless copy has gone with the next checkpoint")
+    return copy
 
 
 def _warn_of_exact(file: CheckpointFile, error: CheckpointError) -> None:
@@ -142,32 +179,33 @@ def load(
 
     Raises CheckpointError when the checkpoint is not there or damaged, KeyError for a key that is not there.
     """
-    if keys is not None:
-        stored = Stored(path, step)
+    stored = Stored(path, step)
+
+    def some(keys: Collection[str]) -> dict[str, Any]:
         names = stored.state_dict
         if missing := [key for key in keys if key not in names]:
             raise KeyError(f"{stored.file.path}: there is no tensor {missing[0]!r}; there are {_some(names)}")
-        return stored.sound(lambda: {key: stored.tensors[names[key]] for key in keys})
-    if Path(path).is_file():
-        stored = Stored(path, step)
-        return state_of(stored.file, dict(stored.tensors))
-    run = Run(path)
-    file = file_of(run, step) if step is not None else _newest(run)
-    file, tensors = exact_of(run, file, []) or (file, run.load(file))
-    return state_of(file, {name: values_of(stored) for name, stored in tensors.items()})
+        return {key: stored.tensors[names[key]] for key in keys}
+
+    return stored.sound(stored.state if keys is None else lambda: some(keys))
 
 
 def load_into(model: nn.Module, path: str | os.PathLike[str], step: int | str | None = None) -> None:
-    """Puts the stored weights and buffers of a model into it, one tensor at a time.
+    """Puts the stored weights and buffers of a model into it.
 
-    path, step: as for ``load``. Everything is compared before anything is changed: raises StateError, listing what
-    differs, when names or shapes are not those of ``model.state_dict()``. Values are cast to the model's dtypes.
+    path, step: as for ``load``. Everything is compared, decoded and checked before anything is changed, one tensor at a
+    time, so that memory for one more tensor is enough. Raises StateError, listing what differs, when names or shapes
+    are not those of ``model.state_dict()``. Values are cast to the model's dtypes.
 
-    Raises CheckpointError when the checkpoint is not there or damaged. Damage of a tensor is found when its turn comes,
-    and the message says that tensors before it have been put in.
+    Raises CheckpointError when the checkpoint is not there or damaged; nothing is changed then. (Should the disk fail
+    between the check and the end, a note of the error says how many tensors have been put in.)
     """
     stored = Stored(path, step)
-    names, shapes, own = stored.state_dict, stored.shapes, model.state_dict(keep_vars=True)
+    stored.sound(lambda: _put(stored, model.state_dict(keep_vars=True)))
+
+
+def _put(stored: Stored, own: Mapping[str, Any]) -> None:
+    names, shapes = stored.state_dict, stored.shapes
     problems = [f"{name} is not in it" for name in own if name not in names]
     problems += [f"{name} is in it, and the model has no such tensor" for name in names if name not in own]
     for name in own.keys() & names.keys():
@@ -181,19 +219,16 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], step: int | str | 
         shown = "\n  ".join(sorted(problems)[:10] + ([f"… and {len(problems) - 10} more"] if problems[10:] else []))
         raise StateError(f"{stored.file.path} does not fit the model:\n  {shown}\nNothing was changed.")
     places = {(names[name], target.data_ptr()): target for name, target in own.items()}  # tied tensors are decoded once
-    changed: set[tuple[str, int]] = set()
-
-    def put() -> None:
-        for place, target in places.items():
-            value = stored.tensors[place[0]]
+    stored.check(dict.fromkeys(name for name, _ in places))
+    changed = 0
+    try:
+        for (name, _), target in places.items():
+            value = stored.tensors[name]
             with torch.no_grad():
                 target.copy_(value)
-            changed.add(place)
-
-    try:
-        stored.sound(put)
+            changed += 1
     except CheckpointError as error:
-        error.add_note(f"{len(changed)} tensors before it have been put into the model")
+        error.add_note(f"{changed} tensors before it have been put into the model")
         raise
 
 
@@ -214,8 +249,8 @@ def exact_of(run: Run, file: CheckpointFile, skipped: list[CheckpointError]) -> 
     Adds to skipped why they cannot be used.
     """
     try:
-        if (twin := run.exact(file)) is not None:
-            return twin, run.load(twin)
+        if (copy := run.exact(file)) is not None:
+            return copy, run.load(copy)
     except CheckpointError as error:
         _warn_of_exact(file, error)
         skipped.append(error)

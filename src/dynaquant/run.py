@@ -7,17 +7,27 @@ and verified, and only then renamed.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from dynaquant.chain import ATTEMPTS, chain_of, load_all, naming, parent_of, until_settled
 from dynaquant.coding.stream import Coder, StoredTensor
-from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary, version_of
-from dynaquant.decoding import Tensors, load_tensors
+from dynaquant.container import (
+    CheckpointFile,
+    CheckpointWriter,
+    Header,
+    Parent,
+    Summary,
+    Version,
+    is_missing,
+    version_of,
+)
+from dynaquant.decoding import Tensors
 from dynaquant.encoding import Base, Checkpoint, coder_of, encode_tensor, verify
-from dynaquant.errors import CheckpointError
+from dynaquant.errors import CheckpointError, MovedOnError
 from dynaquant.files import sync, tell_of_full_disk
 from dynaquant.lock import FolderLock, holding
 from dynaquant.roles import Label
@@ -32,16 +42,38 @@ _UNKNOWN_COMMITS = 2**32
 """More commits than a run ever has. Files whose numbers cannot be read may stand for so many."""
 
 
+T = TypeVar("T")
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    found = CheckpointError(f"{path}: cannot be read ({error.strerror})")
+    found.__cause__ = error
+    return found
+
+
+def opened(path: Path) -> CheckpointFile | None:
+    """A file that need not be there."""
+    try:
+        return CheckpointFile(path)
+    except CheckpointError as error:
+        if is_missing(error):
+            return None
+        raise
+
+
 class Run:
     """The checkpoints in a folder. Writing takes a lock, ``writer()``; reading takes none.
 
-    A reader may find a checkpoint that a writer deletes or re-codes in that moment damaged; it need only read again.
+    What is read may raise MovedOnError where a writer has replaced or deleted it meanwhile; ``chain.until_settled``
+    begins again then.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self._summaries: dict[tuple[int, int, int, int], Summary] = {}
-        self._highest = 0  # of all sequence numbers that were ever seen here
+        self._summaries: dict[Version, Summary] = {}
+        self._newest = 0  # the highest sequence number when the run was listed last
+        self._highest = 0  # and of all that were ever seen here
+        self._seen: set[int] = set()  # steps that were there
         self._lock: FolderLock | None = None
 
     @contextmanager
@@ -74,25 +106,57 @@ class Run:
 
     def summaries(self) -> tuple[list[Summary], list[CheckpointError]]:
         """All checkpoints whose headers are sound, oldest commit first, and what is wrong with the others."""
-        known, found, broken = self._summaries, {}, []
-        for path in self._files("step-"):
-            try:
-                key = version_of(path.stat())
-                summary = known.get(key) or CheckpointFile(path).header.summary
-                if self.path(summary.step) != path:
-                    raise CheckpointError(f"{path}: holds step {summary.step}; was it renamed?")
-                found[key] = summary
-            except FileNotFoundError:
-                continue  # deleted by its writer since it was listed
-            except OSError as error:
-                unreadable = CheckpointError(f"{path}: cannot be read ({error.strerror})")
-                unreadable.__cause__ = error
-                broken.append(unreadable)
-            except CheckpointError as error:
-                broken.append(error)
-        self._summaries = found
-        self._highest = max([self._highest, *(summary.sequence for summary in found.values())])
-        return sorted(found.values(), key=lambda summary: (summary.sequence, summary.step)), broken
+        known = self._summaries
+
+        def read(path: Path) -> tuple[Version, Summary]:
+            version = version_of(path.stat())
+            summary = known.get(version) or CheckpointFile(path).header.summary
+            self._check_name(path, summary.step)
+            return version, summary
+
+        found, broken = self._listed(read)
+        self._summaries = dict(found)
+        self._seen.update(summary.step for _, summary in found)
+        self._newest = max((summary.sequence for _, summary in found), default=0)
+        self._highest = max(self._highest, self._newest)
+        return sorted(self._summaries.values(), key=lambda summary: (summary.sequence, summary.step)), broken
+
+    def files(self) -> tuple[list[CheckpointFile], list[CheckpointError]]:
+        """The same with their whole headers. The files are closed, as there may be many."""
+
+        def read(path: Path) -> CheckpointFile:
+            file = CheckpointFile(path)
+            self._check_name(path, file.header.step)
+            file.close()
+            return file
+
+        found, broken = self._listed(read)
+        self._seen.update(file.header.step for file in found)
+        return sorted(found, key=lambda file: (file.header.sequence, file.header.step)), broken
+
+    def _check_name(self, path: Path, step: int) -> None:
+        if self.path(step) != path:
+            raise CheckpointError(f"{path}: holds step {step}; was it renamed?")
+
+    def _listed(self, read: Callable[[Path], T]) -> tuple[list[T], list[CheckpointError]]:
+        """What ``read`` makes of every checkpoint file, and what is wrong with the others.
+
+        The list is made anew where a file on it is deleted before it is read, or all could be gone.
+        """
+        for _ in range(ATTEMPTS):
+            found: list[T] = []
+            broken: list[CheckpointError] = []
+            gone: list[Path] = []
+            for path in self._files("step-"):
+                try:
+                    found.append(read(path))
+                except (OSError, CheckpointError) as error:
+                    if is_missing(error):
+                        gone.append(path)
+                    broken.append(error if isinstance(error, CheckpointError) else _unreadable(path, error))
+            if not gone or set(gone) & set(self._files("step-")):  # a link that leads nowhere is not deleted
+                break
+        return found, broken
 
     def _files(self, prefix: str) -> list[Path]:
         """The checkpoint files whose names begin so, by name. Raises CheckpointError when the folder cannot be read."""
@@ -111,71 +175,67 @@ class Run:
     def file(self, step: int) -> CheckpointFile:
         """The checkpoint of a step. Raises CheckpointError when it is not there or not sound."""
         path = self.path(step)
-        if not path.exists():
+        try:
+            file = CheckpointFile(path)
+        except CheckpointError as error:
+            if not is_missing(error):
+                raise
+            seen = step in self._seen
             steps = ", ".join(str(summary.step) for summary in self.summaries()[0]) or "none"
-            raise CheckpointError(f"{self.folder}: there is no checkpoint of step {step} (there are: {steps})")
-        file = CheckpointFile(path)
-        if file.header.step != step:
-            raise CheckpointError(f"{path}: holds step {file.header.step}; was it renamed?")
+            what = (
+                f"the checkpoint of step {step} is no longer there"
+                if seen
+                else f"there is no checkpoint of step {step}"
+            )
+            raise CheckpointError(f"{self.folder}: {what} (there are: {steps})") from None
+        self._check_name(path, file.header.step)
+        self._seen.add(step)
         return file
 
-    def parent_of(self, file: CheckpointFile) -> CheckpointFile | None:
-        """The parent of a delta, found and identified; None for a keyframe.
+    def newest(self) -> CheckpointFile:
+        """The checkpoint that was committed last. Raises CheckpointError when there is none that is sound."""
+        summaries, broken = self.summaries()
+        if not summaries:
+            what = "there are no checkpoints here" if self.folder.exists() else "there is no such file or folder"
+            raise broken[0] if broken else CheckpointError(f"{self.folder}: {what}")
+        step = summaries[-1].step
+        try:
+            return self.file(step)
+        except CheckpointError as error:
+            if self.path(step).exists():
+                raise
+            raise MovedOnError(str(error)) from error
 
-        Raises CheckpointError when the parent is missing or another checkpoint than the one it was coded against.
-        """
-        parent = file.header.parent
-        if parent is None:
-            return None
-        what = f"checkpoint step {file.header.step}: its parent, step {parent.step} ({parent.identity[:8]}…),"
-        path = self.path(parent.step)
-        if not path.exists():
-            raise CheckpointError(f"{what} is not in {self.folder} (was it deleted by hand?)")
-        found = CheckpointFile(path)
-        if found.header.identity != parent.identity:
-            raise CheckpointError(f"{what} has been replaced in {self.folder} by another checkpoint of that step")
-        # Sequence numbers fall along a chain, so every chain ends, whatever the files say.
-        if found.header.sequence >= file.header.sequence:
-            raise CheckpointError(f"{what} claims in {self.folder} to have been written after it")
-        return found
+    def parent_of(self, file: CheckpointFile) -> CheckpointFile | None:
+        """The parent of a delta (``chain.parent_of``); None for a keyframe."""
+        return parent_of(file, self.path)
 
     def chain(self, file: CheckpointFile) -> list[CheckpointFile]:
-        """The file, its parent, the parent's parent, …, up to the keyframe. Raises CheckpointError for a broken one."""
-        chain = [file]
-        while (parent := self.parent_of(chain[-1])) is not None:
-            chain.append(parent)
-        return chain
+        """The files that a checkpoint is decoded from, itself first (``chain.chain_of``)."""
+        return chain_of(file, self.path)
 
     def load(self, file: CheckpointFile) -> Tensors:
-        """Decodes the tensors of a checkpoint and checks each against its hash.
-
-        Raises CheckpointError, naming file and tensor, when one cannot be decoded or is not what was stored.
-        """
-        try:
-            return load_tensors(self.chain(file), [entry.name for entry in file.header.entries])
-        except CheckpointError as error:
-            itself = f"checkpoint step {file.header.step}: "
-            if str(error).startswith((itself, f"{file.path}: ")):
-                raise
-            raise CheckpointError(f"{itself}{error}") from error
+        """Decodes the tensors of a checkpoint and checks each against its hash (``chain.load_all``)."""
+        with naming(file):
+            return load_all(self.chain(file))
 
     def damage(self, step: int) -> CheckpointError | None:
-        """What is wrong with a checkpoint, by decoding it; twice, as a writer may have re-coded it in that moment."""
-        error = None
-        for _ in range(2):
-            try:
-                self.load(self.file(step))
-            except CheckpointError as found:
-                error = found
-            else:
-                return None
-        return error
+        """What is wrong with a checkpoint, by decoding it."""
+        try:
+            until_settled(lambda: self.load(self.file(step)))
+        except CheckpointError as error:
+            return error
+        return None
 
     def damage_of_exact(self, step: int) -> CheckpointError | None:
-        """What is wrong with the file of a checkpoint as it was, if it was kept."""
+        """What is wrong with the lossless copy of a checkpoint, if it was kept."""
+
+        def load() -> None:
+            if (copy := self.exact(self.file(step))) is not None:
+                self.load(copy)
+
         try:
-            if (twin := self.exact(self.file(step))) is not None:
-                self.load(twin)
+            until_settled(load)
         except CheckpointError as error:
             return error
         return None
@@ -227,7 +287,7 @@ class Run:
             file = self._placed(written, path)
             undo.pop_all()
         self._summaries[version_of(path.stat())] = file.header.summary
-        self._highest = draft.sequence
+        self._newest = self._highest = draft.sequence
         try:
             for other in self.exact_paths():
                 if copy is None or other != beside:
@@ -272,13 +332,13 @@ class Run:
         if identity is None:
             return None
         path = self._exact_path(header)
-        if path.exists():
-            copy = CheckpointFile(path)
+        if (copy := opened(path)) is not None:
             if copy.header.identity != identity:
                 raise CheckpointError(f"{path}: is not the lossless copy that was saved with step {header.step}")
             return copy
-        self.summaries()
-        if header.sequence < self._highest:
+        if header.sequence >= self._newest:
+            self.summaries()  # there may be a newer one by now
+        if header.sequence < self._newest:
             return None
         raise CheckpointError(
             f"checkpoint step {header.step}: its lossless copy, {path.name}, is not in {self.folder} (was it "
@@ -287,11 +347,8 @@ class Run:
 
     def _exact_of_old(self, header: Header) -> CheckpointFile | None:
         """``exact`` for a checkpoint of version 0.1: its name has the step alone, so it may be of another commit."""
-        path = self.folder / f"exact-{header.step:012d}{SUFFIX}"
-        if not path.exists():
-            return None
-        copy = CheckpointFile(path)
-        return copy if copy.header.sequence == header.sequence else None
+        copy = opened(self.folder / f"exact-{header.step:012d}{SUFFIX}")
+        return copy if copy is not None and copy.header.sequence == header.sequence else None
 
     def write(
         self,

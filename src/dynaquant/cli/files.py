@@ -158,8 +158,7 @@ def export(
     torch.distributed.checkpoint.
     """
     output.must_not_exist(out, force)
-    file = output.checkpoint(folder, step)
-    stored = Stored(folder, None if folder.is_file() else file.header.step)
+    stored = output.stored(folder, step)
     with output.telling() as tell:
         export_checkpoint(stored, to, out, tell)
     _say_written(stored, out, as_json)
@@ -177,7 +176,7 @@ def unpack(
     files = output.open_run(folder)[1]
     if step is not None:
         output.must_not_exist(out, force)
-        stored = Stored(folder, output.checkpoint(folder, step).header.step)
+        stored = output.stored(folder, step)
         with output.telling() as tell:
             export_checkpoint(stored, to or target_for(stored, out), out, tell)
         _say_written(stored, out, as_json)

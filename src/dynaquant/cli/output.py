@@ -18,8 +18,9 @@ from rich.text import Text
 
 from dynaquant.container import CheckpointFile
 from dynaquant.errors import CheckpointError
+from dynaquant.loading import Stored
 from dynaquant.run import Run
-from dynaquant.tags import tagged_file
+from dynaquant.tags import file_of
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of checkpoints.", show_default=False)]
 Step = Annotated[
@@ -43,16 +44,10 @@ def run_of(folder: Path) -> tuple[Run, list[CheckpointError]]:
 
 def open_run(folder: Path) -> tuple[Run, list[CheckpointFile]]:
     """The run and its sound checkpoints, of which there is one at least; the others are warned of."""
-    run, broken = run_of(folder)
+    run = run_of(folder)[0]
+    files, broken = run.files()
     for error in broken:
         print(f"dynaquant: passed over {error}", file=sys.stderr)
-    files = []
-    for summary in run.summaries()[0]:
-        try:
-            files.append(run.file(summary.step))
-        except CheckpointError:
-            if run.path(summary.step).exists():  # else its writer has deleted it since it was listed
-                raise
     if not files:
         raise CheckpointError(f"{folder}: no checkpoint of this run can be read")
     return run, files
@@ -65,9 +60,20 @@ def checkpoint(folder: Path, step: str | None) -> CheckpointFile:
             raise CheckpointError(f"{folder} is one checkpoint, and no run with steps")
         return CheckpointFile(folder)
     run, files = open_run(folder)
-    if step is None:
-        return files[-1]
-    return run.file(int(step)) if re.fullmatch(r"[0-9]{1,19}", step) else tagged_file(run, step)
+    return files[-1] if step is None else file_of(run, _step_or_tag(step))
+
+
+def stored(folder: Path, step: str | None) -> Stored:
+    """The same, opened for its tensors to be read."""
+    if folder.is_file():
+        checkpoint(folder, step)
+        return Stored(folder)
+    open_run(folder)
+    return Stored(folder, None if step is None else _step_or_tag(step))
+
+
+def _step_or_tag(step: str) -> int | str:
+    return int(step) if re.fullmatch(r"[0-9]{1,19}", step) else step
 
 
 def table(*columns: str) -> Table:

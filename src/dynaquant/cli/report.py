@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
+from dynaquant.chain import until_settled
 from dynaquant.cli import output
 from dynaquant.cli.output import AsJson, RunFolder
 from dynaquant.files import replacing
-from dynaquant.report.numbers import S3_STANDARD, numbers_of
+from dynaquant.report.numbers import S3_STANDARD, Numbers, numbers_of
 from dynaquant.text import in_bytes, plural
 
 
@@ -28,12 +29,15 @@ def report(
     One file that needs no network, for any browser.
     """
     output.must_not_exist(out, force)
-    run, files = output.open_run(folder)
+    run, _ = output.open_run(folder)
     # Imported here: plotly takes a second, and the other commands do not need it.
     from dynaquant.report.page import page_of  # noqa: PLC0415
 
-    read = output.with_progress(files, "reading headers", len(files))
-    numbers = numbers_of(run, read, run.summaries()[1], price)
+    def read() -> Numbers:
+        files, broken = run.files()
+        return numbers_of(run, output.with_progress(files, "reading headers", len(files)), broken, price)
+
+    numbers = until_settled(read)
     page = page_of(numbers).encode("utf-8", errors="replace")
     with replacing(out) as file:
         file.write(page)

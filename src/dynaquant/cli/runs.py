@@ -9,17 +9,19 @@ from typing import Annotated
 
 import typer
 
+from dynaquant.chain import noticing_moves, until_settled
 from dynaquant.cli import output
 from dynaquant.cli.output import AsJson, RunFolder, Step
+from dynaquant.coding.stream import StoredTensor
 from dynaquant.container import CheckpointFile
 from dynaquant.decoding import load_tensor
 from dynaquant.errors import CheckpointError
-from dynaquant.inspection import TensorInfo, changes, disk_use, level_counts, tensors_of
+from dynaquant.inspection import Change, TensorInfo, changes, disk_use, level_counts, tensors_of
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.knobs import in_short
 from dynaquant.quantized import QuantizedTensor
 from dynaquant.record import Record, Size, record_of
-from dynaquant.run import Run
+from dynaquant.run import Run, opened
 from dynaquant.tags import tags_of
 from dynaquant.text import in_bytes
 
@@ -59,7 +61,8 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
         f"their weights {_smaller(weights)} ({weights.ratio:.1f}×)"
     )
     for path in run.exact_paths():
-        output.print_(f"beside them {path.name}, a checkpoint as it was: {in_bytes(path.stat().st_size)}")
+        if (copy := opened(path)) is not None:
+            output.print_(f"beside them {path.name}, a checkpoint as it was: {in_bytes(copy.size)}")
 
 
 def show(
@@ -71,10 +74,10 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show one checkpoint: how it was made, and what each kind of tensor and each tensor takes."""
-    file = output.checkpoint(folder, step)
     if tensor is not None:
-        _show_tensor(file, tensor, as_json)
+        _show_tensor(folder, step, tensor, as_json)
         return
+    file = output.checkpoint(folder, step)
     record, tensors = record_of(file), tensors_of(file)
     if as_json:
         output.print_json({**record.to_json(), "tensors": [info.to_json() for info in tensors]})
@@ -150,8 +153,13 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
         yield "note", note
 
 
-def _show_tensor(file: CheckpointFile, name: str, as_json: bool) -> None:
-    stored = load_tensor(Run(file.path.parent).chain(file), name)
+def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> None:
+    def decoded() -> tuple[CheckpointFile, StoredTensor]:
+        chain = Run(folder if folder.is_dir() else folder.parent).chain(output.checkpoint(folder, step))
+        with noticing_moves(chain):
+            return chain[0], load_tensor(chain, name)
+
+    file, stored = until_settled(decoded)
     info = next(info for info in tensors_of(file) if info.name == name)
     counts = level_counts(stored) if isinstance(stored, QuantizedTensor) else []
     if as_json:
@@ -180,9 +188,13 @@ def diff(
 ) -> None:
     """Compare two checkpoints: which tensors moved, how far, and how many of their values changed level."""
     run, _ = output.open_run(folder)
-    old, new = output.checkpoint(folder, before), output.checkpoint(folder, after)
-    count = len(new.header.entries)
-    found = list(output.with_progress(changes(run, old, new), f"comparing {before} and {after}", count))
+
+    def compared() -> list[Change]:
+        old, new = output.checkpoint(folder, before), output.checkpoint(folder, after)
+        count = len(new.header.entries)
+        return list(output.with_progress(changes(run, old, new), f"comparing {before} and {after}", count))
+
+    found = until_settled(compared)
     if as_json:
         output.print_json([asdict(change) for change in found])
         return
@@ -221,7 +233,7 @@ def verify(folder: RunFolder, as_json: AsJson = False) -> None:
 
 def _damage_of_file(path: Path) -> CheckpointError | None:
     try:
-        Run(path.parent).load(CheckpointFile(path))
+        until_settled(lambda: Run(path.parent).load(CheckpointFile(path)))
     except CheckpointError as error:
         return error
     return None

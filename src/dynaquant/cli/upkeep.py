@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from dynaquant.chain import until_settled
 from dynaquant.cli import output
 from dynaquant.cli.output import AsJson, RunFolder, Step
 from dynaquant.recoding import branch as branch_run
@@ -54,7 +55,7 @@ def branch(
 ) -> None:
     """Begin a new run with a checkpoint of this one: train on from there with other settings, and keep both lines."""
     run, _ = output.open_run(folder)
-    written = branch_run(run, output.checkpoint(folder, step), new)
+    written = until_settled(lambda: branch_run(run, output.checkpoint(folder, step), new))
     text = f"{new}: begins with step {written.header.step}, {in_bytes(written.size)}"
     text += "; a Checkpointer for this folder goes on from there"
     output.report(as_json, text, run=str(new), step=written.header.step, bytes=written.size)
@@ -73,7 +74,7 @@ def compact(
     with run.writer():
         for _ in output.with_progress(compact_run(run, keyframe_every), "re-coding", len(files)):
             pass
-    left = [run.file(step) for step in run.steps()]
+    left = run.files()[0]
     keyframes = sum(file.header.parent is None for file in left)
     after = sum(file.size for file in left)
     text = f"{len(left)} checkpoints, {keyframes} of them keyframes: "
@@ -106,9 +107,10 @@ def prune(
         return
     with run.writer():
         notes = prune_run(run, retention, _damaged(run, retention))
-    left = run.steps()
+    files = run.files()[0]
+    left = [file.header.step for file in files]
     deleted = [step for step in known if step not in left]
-    after = sum(run.file(step).size for step in left)
+    after = sum(file.size for file in files)
     text = f"deleted {output.steps(deleted)}; kept {output.steps(left)}, "
     text += f"{in_bytes(after)} instead of {in_bytes(before)}"
     output.report(as_json, text, deleted=deleted, kept=left, bytes=after, before=before, notes=notes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dynaquant.container import CheckpointFile, Parent
-from dynaquant.errors import CheckpointError
+from dynaquant.errors import CheckpointError, MovedOnError
 from dynaquant.inspection import RestoreCost, TensorInfo, restore_cost, tensors_of
 from dynaquant.record import Record, Size, record_of
 from dynaquant.run import Run
@@ -90,6 +90,9 @@ def numbers_of(
     """The numbers of a run, whose sound files come parents first, as ``Run.summaries`` lists them.
 
     broken: what is wrong with the others. A file that cannot be understood, or that cannot be restored, adds to that.
+
+    Raises CheckpointError when no record can be understood, MovedOnError where a writer has deleted what others of the
+    files build on.
     """
     passed_over = [str(error) for error in broken]
     chains: dict[Parent, list[CheckpointFile]] = {}
@@ -104,6 +107,8 @@ def numbers_of(
             chain = run.chain(file) if above is None else [file, *above]
             restore = restore_cost(chain)
             chains[Parent(header.step, header.identity)] = chain
+        except MovedOnError:
+            raise
         except CheckpointError as error:
             passed_over.append(f"step {header.step} is listed, but cannot be restored: {error}")
         try:
