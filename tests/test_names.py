@@ -144,7 +144,7 @@ def test_parameters_of_other_saved_modules_have_names_and_others_their_place(tmp
 
 
 def test_pytorch_loads_the_state_as_it_is_stored_and_exported(tmp_path):
-    model, optimizer = saved(tmp_path)
+    _, optimizer = saved(tmp_path)
     out = tmp_path / "state.pt"
     export(Stored(tmp_path), Target.TORCH_STATE, out)
     for state in (dq.load(tmp_path), torch.load(out, weights_only=False)):

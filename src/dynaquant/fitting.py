@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dynaquant import optimizers
 from dynaquant import sources as state_sources
 from dynaquant.errors import StateError
-from dynaquant.sources import CLASSES, PARAMETERS, RNG, first_along, overlaps
+from dynaquant.sources import CLASSES, PARAMETERS, RNG, can_hold
 from dynaquant.state import dtype_name
 
 SHOWN = 10
@@ -114,7 +114,7 @@ def _fit_module(found: Fitting, name: str, own: Mapping[str, Any], stored: Any) 
             continue
         if before[key] != form:
             found.problems.append(f"{name}.{key} was {before[key]} and is {form}")
-        elif not _can_hold(own[key], stored[key]):
+        elif isinstance(own[key], Tensor) and not can_hold(own[key], stored[key]):
             found.problems.append(
                 f"{name}.{key} has the same memory for several elements (expand): build it with clone()"
             )
@@ -129,14 +129,6 @@ def _form(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{dtype_name(value.dtype)}{list(value.shape)}"
     return type(value).__qualname__
-
-
-def _can_hold(own: Any, stored: Any) -> bool:
-    """Whether the memory of a tensor can take the stored values: those that share a place have to be the same."""
-    if not isinstance(own, Tensor) or not (shared := overlaps(own)):
-        return True
-    alike = first_along(stored, shared).expand(stored.shape)
-    return torch.equal(alike.contiguous().view(torch.uint8), stored.contiguous().view(torch.uint8))
 
 
 def _fit_plain(found: Fitting, name: str, source: Any, stored: Any) -> None:

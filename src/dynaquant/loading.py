@@ -16,7 +16,9 @@ from dynaquant.container import CheckpointFile
 from dynaquant.decoding import Tensors, load_tensor
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.lazily import Lazy
+from dynaquant.names import bare, state_dict
 from dynaquant.run import Run
+from dynaquant.sources import can_hold, copy_into
 from dynaquant.state import model_in, names_in, state_dict_in, unflatten
 from dynaquant.tags import file_of
 
@@ -157,28 +159,39 @@ def load(
     return state_of(file, {name: values_of(stored) for name, stored in tensors.items()})
 
 
-def load_into(model: nn.Module, path: str | os.PathLike[str], step: int | str | None = None) -> None:
+def load_into(
+    model: nn.Module | Mapping[str, nn.Module],
+    path: str | os.PathLike[str],
+    step: int | str | None = None,
+    *,
+    strict: bool = True,
+) -> list[str]:
     """Puts the stored weights and buffers of a model into it, one tensor at a time.
 
-    path, step: as for ``load``. Everything is compared before anything is changed: raises StateError, listing what
-    differs, when names or shapes are not those of ``model.state_dict()``. Values are cast to the model's dtypes.
+    model: or several by name, of a checkpoint that holds several. Names are those of the bare model, whatever wraps it.
+    path, step: as for ``load``. Values are cast to the model's dtypes. strict: False leaves out what does not fit.
+
+    Returns what was left out, and why. Everything is compared before anything is changed: raises StateError, listing
+    what differs, when names or shapes are not those of the model's state dict, or, if not strict, when none are.
 
     Raises CheckpointError when the checkpoint is not there or damaged. Damage of a tensor is found when its turn comes,
     and the message says that tensors before it have been put in.
     """
     stored = Stored(path, step)
-    names, shapes, own = stored.state_dict, stored.shapes, model.state_dict(keep_vars=True)
-    problems = [f"{name} is not in it" for name in own if name not in names]
-    problems += [f"{name} is in it, and the model has no such tensor" for name in names if name not in own]
+    names, shapes, own = stored.state_dict, stored.shapes, _state_dict_of(model)
+    wrong = {name: f"{name} is not in it" for name in own if name not in names}
+    wrong |= {name: f"{name} is in it, and the model has no such tensor" for name in names if name not in own}
     for name in own.keys() & names.keys():
         if not isinstance(own[name], Tensor):
-            problems.append(f"{name} of the model is a {type(own[name]).__name__}, which is no tensor")
+            wrong[name] = f"{name} of the model is a {type(own[name]).__name__}, which is no tensor"
         elif own[name].is_meta:
-            problems.append(f"{name} of the model is on the meta device; give it memory with model.to_empty(device=…)")
+            wrong[name] = f"{name} of the model is on the meta device; give it memory with model.to_empty(device=…)"
         elif own[name].shape != (shape := shapes[names[name]].shape):
-            problems.append(f"{name} is {list(shape)} in it and {list(own[name].shape)} in the model")
-    if problems:
-        shown = "\n  ".join(sorted(problems)[:10] + ([f"… and {len(problems) - 10} more"] if problems[10:] else []))
+            wrong[name] = f"{name} is {list(shape)} in it and {list(own[name].shape)} in the model"
+    problems = sorted(wrong.values())
+    own = {name: target for name, target in own.items() if name not in wrong}
+    if problems and (strict or not own):
+        shown = "\n  ".join(problems[:10] + ([f"… and {len(problems) - 10} more"] if problems[10:] else []))
         raise StateError(f"{stored.file.path} does not fit the model:\n  {shown}\nNothing was changed.")
     places = {(names[name], target.data_ptr()): target for name, target in own.items()}  # tied tensors are decoded once
     changed: set[tuple[str, int]] = set()
@@ -186,8 +199,9 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], step: int | str | 
     def put() -> None:
         for place, target in places.items():
             value = stored.tensors[place[0]]
-            with torch.no_grad():
-                target.copy_(value)
+            if not can_hold(target, value):
+                raise StateError(f"the model has the same memory for several elements of {place[0]}: use clone() there")
+            copy_into(target, value)
             changed.add(place)
 
     try:
@@ -195,6 +209,14 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], step: int | str | 
     except CheckpointError as error:
         error.add_note(f"{len(changed)} tensors before it have been put into the model")
         raise
+    return problems
+
+
+def _state_dict_of(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, Any]:
+    """The tensors themselves by their names in the bare model, or models."""
+    if isinstance(model, nn.Module):
+        return dict(state_dict(bare(model), keep_vars=True))
+    return {f"{key}.{name}": tensor for key, each in model.items() for name, tensor in _state_dict_of(each).items()}
 
 
 def state_of(file: CheckpointFile, values: dict[str, Tensor]) -> dict[str, Any]:

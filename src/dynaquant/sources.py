@@ -156,12 +156,27 @@ def undo_of(source: Any) -> Callable[[], None]:
     return lambda: load(source, state)
 
 
-def overlaps(tensor: Tensor) -> list[int]:
-    """The dimensions along which all elements of a tensor are the same memory, as after ``expand``."""
+def can_hold(tensor: Tensor, values: Tensor) -> bool:
+    """Whether a tensor can take values of its shape: after ``expand`` those that share a place have to be the same."""
+    if not (shared := _shared(tensor)):
+        return True
+    alike = _first_along(values, shared).expand(values.shape)
+    return torch.equal(alike.contiguous().view(torch.uint8), values.contiguous().view(torch.uint8))
+
+
+def copy_into(tensor: Tensor, values: Tensor) -> None:
+    """Copies values that a tensor can hold, also where PyTorch refuses to since several elements share a place."""
+    shared = _shared(tensor)
+    with torch.no_grad():
+        _first_along(tensor, shared).copy_(_first_along(values, shared))
+
+
+def _shared(tensor: Tensor) -> list[int]:
+    """The dimensions along which all elements of a tensor are the same memory."""
     return [i for i, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if n > 1 and stride == 0]
 
 
-def first_along(tensor: Tensor, dimensions: Sequence[int]) -> Tensor:
+def _first_along(tensor: Tensor, dimensions: Sequence[int]) -> Tensor:
     """The first elements along the dimensions, which stay, with a length of 1."""
     for dimension in dimensions:
         tensor = tensor.narrow(dimension, 0, 1)
@@ -170,9 +185,9 @@ def first_along(tensor: Tensor, dimensions: Sequence[int]) -> Tensor:
 
 def _load_module(module: nn.Module, state: Any) -> None:
     own = names.state_dict(module)
-    expanded = {n: t for n, t in own.items() if n in state and isinstance(t, Tensor) and overlaps(t)}
-    for name, tensor in expanded.items():  # PyTorch refuses to copy into these
-        first_along(tensor, overlaps(tensor)).copy_(first_along(state[name], overlaps(tensor)))
+    expanded = {n: t for n, t in own.items() if n in state and isinstance(t, Tensor) and _shared(t)}
+    for name, tensor in expanded.items():
+        copy_into(tensor, state[name])
     if expanded:
         state = _like(state, {name: value for name, value in state.items() if name not in expanded})
     names.load_state_dict(module, state, strict=state.keys() == own.keys())
