@@ -31,6 +31,10 @@ def loss(model):
 
 def main(folder: Path) -> None:
     report = {}
+    try:
+        dq.Checkpointer(folder / "other", model_of(24 + 8 * dist.get_rank()))
+    except dq.StateError as error:
+        report["other shapes"] = str(error)
     for number, (name, wrap) in enumerate(WRAPPERS.items(), 1):
         torch.manual_seed(number)
         model = wrap(model_of())
