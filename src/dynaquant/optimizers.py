@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dynaquant.errors import StateError
-from dynaquant.state import flatten
-
 Key = str | int
 """What an optimizer's parameter is known by: its name, or its position if no saved module has it."""
 Keys = Sequence[Sequence[Key]]
@@ -117,17 +114,6 @@ def fit(name: str, optimizer: Optimizer, own_keys: Keys, stored: Any, stored_key
     return Fit({**stored, "state": state, "param_groups": groups}, problems, list(dict.fromkeys(notes)))
 
 
-def check_storable(name: str, optimizer: Optimizer) -> None:
-    """Raises StateError, with what to do, when an optimizer has a state that cannot be stored."""
-    try:
-        flatten({name: optimizer.state_dict()})
-    except StateError as error:
-        raise StateError(
-            f"{error}. Take an optimizer whose state is of plain tensors, as those of torch.optim, or save "
-            "without its state by leaving it out"
-        ) from None
-
-
 def _flat(groups: Sequence[Sequence[Any]]) -> list[Any]:
     return [each for group in groups for each in group]
 
@@ -159,7 +145,7 @@ def _problems(name: str, parameter: Tensor, before: Any, stored: Any, known: boo
         own = now.get(slot)
         shape = own.shape if isinstance(own, Tensor) else None
         if known and slot in _LIKE_PARAMETER:
-            shape = parameter.shape if isinstance(value, Tensor) or own is not None else None
+            shape = parameter.shape
         elif known and slot == "step":
             shape = torch.Size([])
         if shape is None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from dynaquant.distributed import Group
 from dynaquant.errors import StateError
-from dynaquant.optimizers import check_storable
+from dynaquant.state import flatten
 
 _REPLICAS = (
     "sharded training is not supported yet: train replicas (DistributedDataParallel), or save with "
@@ -71,7 +71,7 @@ def check_after_first_step(sources: Mapping[str, Any]) -> Callable[[], None]:
         def after_step(optimizer: Optimizer, *_: Any) -> None:
             if optimizer.state:
                 hooks.pop(name).remove()
-                check_storable(name, optimizer)
+                flatten({name: optimizer.state_dict()})  # raises StateError, saying what to do
 
         return after_step
 
@@ -102,8 +102,6 @@ def _check_optimizer(name: str, optimizer: Optimizer) -> None:
             f"{name}: {type(optimizer).__qualname__} was not initialised as a torch.optim.Optimizer is; give the "
             "optimizer that it wraps, or let its __init__ call that of Optimizer"
         ) from None
-    if optimizer.state:
-        check_storable(name, optimizer)
 
 
 def _check_other(name: str, source: Any) -> None:
