@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from training import bits, model_of, train
+from training import bits, model_of, named_state, train
 
 import dynaquant as dq
 from dynaquant.container import CheckpointFile
@@ -97,7 +97,7 @@ def test_the_restored_weights_are_the_evaluated_ones_and_the_rest_is_exact(tmp_p
     with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, **way) as ckpt:
         for step in range(1, 4):
             train(model, optimizer, 3)
-            original, optimizer_state = weights_of(model), bits(optimizer.state_dict())
+            original, optimizer_state = weights_of(model), bits(named_state(optimizer, model=model))
             seen.clear()
             record = ckpt.save(step).result()
             originals = len(seen) - len(record.trials)
@@ -114,8 +114,8 @@ def test_the_restored_weights_are_the_evaluated_ones_and_the_rest_is_exact(tmp_p
     restored = weights_of(model)
     assert bits(restored) == bits(scored)
     assert metric(model) == record.quality["restored"]
-    assert bits(optimizer.state_dict()) == bits(dq.load(tmp_path)["optimizer"])
-    assert (bits(optimizer.state_dict()) == optimizer_state) == bool(way)
+    assert bits(named_state(optimizer, model=model)) == bits(dq.load(tmp_path)["optimizer"])
+    assert (bits(named_state(optimizer, model=model)) == optimizer_state) == bool(way)
     changed = {name for name in original if bits(original[name]) != bits(restored[name])}
     assert changed == ({"0.weight", "1.weight", "4.weight"} if way else set(original))
 
@@ -205,14 +205,14 @@ def test_training_goes_on_from_a_restore_the_same_way_every_time(tmp_path, optim
         train(model, opt, 5)
         ckpt.save(5).result()
         state = bits(dq.load(tmp_path)["optimizer"])
-        assert state == bits(opt.state_dict()) or not way
+        assert state == bits(named_state(opt, model=model)) or not way
     ends = []
     for seed in (1, 2):
         model, opt = training_of(seed, optimizer)
         train(model, opt, seed)
         with dq.Checkpointer(tmp_path, model, opt, **way) as ckpt:
             assert ckpt.restore() == 5
-            assert bits(opt.state_dict()) == state
+            assert bits(named_state(opt, model=model)) == state
             train(model, opt, 5)
         ends.append(bits(collect({"model": model, "optimizer": opt})))
     assert ends[0] == ends[1]
@@ -229,14 +229,14 @@ def test_models_of_other_element_types_come_back(tmp_path, dtype, configuration)
         train(model, optimizer, 3)
         record = ckpt.save(1).result()
         state = bits(dq.load(tmp_path)["optimizer"])
-        assert (state == bits(optimizer.state_dict())) == (configuration == dq.Configuration())
+        assert (state == bits(named_state(optimizer, model=model))) == (configuration == dq.Configuration())
         assert record.roles["weight"].ratio > 2
     other = model_of().to(dtype)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
     with dq.Checkpointer(tmp_path, other, optimizer) as ckpt:
         ckpt.restore()
     assert bits(weights_of(other)) == bits(seen[-1])
-    assert bits(optimizer.state_dict()) == state
+    assert bits(named_state(optimizer, model=other)) == state
 
 
 class OddOptimizer(torch.optim.Optimizer):
@@ -264,14 +264,14 @@ def test_an_unknown_optimizer_comes_back_exactly(tmp_path):
     with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
         optimizer.step()
         optimizer.step()
-        state = bits(optimizer.state_dict())
+        state = bits(named_state(optimizer, model=model))
         record = ckpt.save(2).result()
     assert "first_moment" not in record.roles
     assert bits(dq.load(tmp_path)["optimizer"]) == state
     model, optimizer = training_of(1, lambda m: OddOptimizer(m.parameters()))
     with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
         ckpt.restore()
-    assert bits(optimizer.state_dict()) == state
+    assert bits(named_state(optimizer, model=model)) == state
 
 
 def test_a_second_model_is_exact_unless_roles_say_otherwise(tmp_path):
@@ -387,7 +387,7 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path):
         for step in (1, 1, 2, 2, 3, 1):
             train(model, optimizer)
             record = ckpt.save(step).result()
-            wanted = bits(optimizer.state_dict())
+            wanted = bits(named_state(optimizer, model=model))
             assert record.parent != step
             assert bits(dq.load(tmp_path, step)["optimizer"]) == wanted
         assert ckpt.restore() == 1
@@ -438,13 +438,13 @@ def test_a_new_line_from_an_old_step_is_the_newest_and_the_old_line_stays(tmp_pa
         train(model, optimizer)
         record = ckpt.save(3).result()
         assert record.parent == 2
-        wanted = bits(optimizer.state_dict())
+        wanted = bits(named_state(optimizer, model=model))
     for step in (1, 2, 4):
         assert bits(dq.load(tmp_path, step)) == states[step - 1]
     model, optimizer = training_of(2)
     with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
         assert ckpt.restore() == 3
-        assert bits(optimizer.state_dict()) == wanted
+        assert bits(named_state(optimizer, model=model)) == wanted
         assert [record.step for record in ckpt.records()] == [1, 2, 4, 3]
 
 
@@ -556,7 +556,7 @@ def test_a_failed_write_is_raised_once_at_the_next_save(tmp_path):
     assert ckpt.save(3).result().step == 3
     ckpt.close()
     assert sorted(os.listdir(folder)) == ["step-000000000001.dqc", "step-000000000003.dqc"]
-    assert bits(dq.load(folder)["optimizer"]) == bits(optimizer.state_dict())
+    assert bits(dq.load(folder)["optimizer"]) == bits(named_state(optimizer, model=model))
 
 
 def test_a_failed_write_is_raised_once_at_close(tmp_path):
@@ -627,7 +627,7 @@ def test_an_evaluation_that_fails_costs_no_checkpoint_and_leaves_training_as_bef
         exact = bits(dict(dq.load(tmp_path, 1)["model"])) == bits(weights_of(model))
         assert exact == (configuration is None)
         if way:
-            assert bits(dq.load(tmp_path, 1)["optimizer"]) == bits(optimizer.state_dict())
+            assert bits(dq.load(tmp_path, 1)["optimizer"]) == bits(named_state(optimizer, model=model))
         evaluate.fails = False
         train(model, optimizer)
         after = ckpt.save(2).result()
@@ -748,8 +748,8 @@ def test_a_state_that_cannot_be_stored_is_named(tmp_path):
 
     with pytest.raises(dq.StateError, match=r"loader\.source: a value of type builtins\.object cannot be stored"):
         dq.Checkpointer(tmp_path, *training_of(), extras={"loader": Loader()})
-    with pytest.raises(dq.StateError, match="loader: list has no state_dict"):
-        dq.Checkpointer(tmp_path, *training_of(), extras={"loader": [1, 2]})
+    with pytest.raises(dq.StateError, match="loader: range has no state_dict"):
+        dq.Checkpointer(tmp_path, *training_of(), extras={"loader": range(2)})
     with dq.Checkpointer(tmp_path, *training_of()):
         pass
 
@@ -902,16 +902,12 @@ def test_a_changed_model_is_refused_and_nothing_is_changed(tmp_path, change, sai
         ),
         (lambda m: Other(m.parameters()), ["optimizer was torch.optim.adamw.AdamW and is test_checkpointer.Other"]),
         (
-            lambda m: torch.optim.AdamW([{"params": [p]} for p in m.parameters()]),
-            ["optimizer had parameter groups of [7] tensors and has groups of [1, 1, 1, 1, 1, 1, 1]"],
-        ),
-        (
             lambda m: torch.optim.AdamW(list(m.parameters())[:5]),
-            ["optimizer had parameter groups of [7] tensors and has groups of [5]"],
+            ["optimizer had the parameter model.4.weight, which it does not have now"],
         ),
         (lambda _: None, ["it holds 'optimizer', which was not given"]),
     ],
-    ids=["class", "subclass", "groups", "fewer", "none"],
+    ids=["class", "subclass", "fewer", "none"],
 )
 def test_a_changed_optimizer_is_refused_and_nothing_is_changed(tmp_path, build, said):
     saved(tmp_path, [1, 2])
@@ -1108,7 +1104,7 @@ def test_training_may_go_on_while_a_checkpoint_is_written(tmp_path, way):
     with dq.Checkpointer(tmp_path, model, optimizer, **way) as ckpt:
         for step in range(1, 6):
             train(model, optimizer)
-            wanted = bits(optimizer.state_dict()), bits(weights_of(model)["2.weight"])
+            wanted = bits(named_state(optimizer, model=model)), bits(weights_of(model)["2.weight"])
             future = ckpt.save(step)
             with torch.no_grad():
                 for tensor in [*model.parameters(), *(v for s in optimizer.state.values() for v in s.values())]:
@@ -1170,20 +1166,6 @@ def test_the_record_is_that_of_the_file_with_keep_last_too(tmp_path):
             train(model, optimizer)
             record = ckpt.save(step).result()
             assert (record.keyframe, record.total.stored) == (True, Run(tmp_path).path(step).stat().st_size)
-
-
-def test_parameters_in_another_order_do_not_fit(tmp_path):
-    def training(order):
-        model = model_of()
-        return model, torch.optim.AdamW([model.get_submodule(name).weight for name in order])
-
-    with dq.Checkpointer(tmp_path, *training("14")) as ckpt:
-        ckpt.save(1).result()
-    with (
-        dq.Checkpointer(tmp_path, *training("41")) as ckpt,
-        pytest.raises(dq.StateError, match="optimizer had its parameters in another order"),
-    ):
-        ckpt.restore()
 
 
 def test_a_closed_checkpointer_says_so(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from training import bits, model_of
+from training import bits, model_of, named_state
 
 from dynaquant import Checkpointer, load
 from dynaquant.checkpointer import state_sources
@@ -312,4 +312,4 @@ def test_states_saved_again_and_again_come_back_as_they_were_when_saved(name, tm
         other, other_optimizer = fresh(name)
         with Checkpointer(tmp_path, other, other_optimizer, quality="high") as checkpointer:
             checkpointer.restore(step)
-        assert bits(other_optimizer.state_dict()["state"]) == bits(stored)
+        assert bits(named_state(other_optimizer, model=other)["state"]) == bits(stored)

@@ -144,7 +144,7 @@ def optimizer_labels(make):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     found = labels_of({"model": model, "optimizer": optimizer})
-    prefix = "optimizer.state.0."
+    prefix = "optimizer.state.model.weight."
     return {name.removeprefix(prefix): role for name, (role, _) in found.items() if name.startswith(prefix)}
 
 

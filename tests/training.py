@@ -27,6 +27,17 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) ->
         optimizer.step()
 
 
+def named_state(optimizer: torch.optim.Optimizer, **modules: nn.Module) -> dict:
+    """An optimizer's state with the names of its parameters for their numbers, as a checkpoint has it."""
+    name_of = {id(p): f"{module}.{name}" for module, of in modules.items() for name, p in of.named_parameters()}
+    names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    state = optimizer.state_dict()
+    return {
+        "state": {names[key] if isinstance(key, int) else key: of for key, of in state["state"].items()},
+        "param_groups": [{**g, "params": [names[i] for i in g["params"]]} for g in state["param_groups"]],
+    }
+
+
 def bits(value):
     """A state as plain values that are equal exactly when the states are: tensors by type, shape and bytes."""
     if isinstance(value, Tensor):

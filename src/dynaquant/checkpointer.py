@@ -6,73 +6,55 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from dynaquant import rng
 from dynaquant import sources as state_sources
-from dynaquant.coding.stream import StoredTensor
+from dynaquant import supported
 from dynaquant.compressor import Compressor, Loss
-from dynaquant.container import CheckpointFile
-from dynaquant.distributed import Group, unwrapped
+from dynaquant.distributed import Group
 from dynaquant.encoding import Base, Checkpoint
-from dynaquant.errors import CheckpointError, StateError
+from dynaquant.errors import CheckpointError
 from dynaquant.live import LogTo, logger_of
-from dynaquant.loading import exact_of, state_of
-from dynaquant.places import fill, new, places
 from dynaquant.presets import QualityName
 from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.record import Record, json_of, record_of, record_without_file
+from dynaquant.restoring import Restorer
 from dynaquant.retention import Retention, make_way, prune
 from dynaquant.roles import Label, labels
 from dynaquant.run import Run
 from dynaquant.schedule import Every, Schedule
 from dynaquant.search.manager import Decision
-from dynaquant.search.quality import Evaluate
+from dynaquant.search.quality import Evaluate, of_several
 from dynaquant.state import flatten
-from dynaquant.tags import file_of
 
 log = logging.getLogger("dynaquant")
+
+Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | Sequence[torch.optim.Optimizer]
 
 TYPICAL_TRIALS = 3
 """Candidates that a save scores once the search has settled; what an automatic schedule reckons with."""
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """A checkpoint that was decoded and fits.
-
-    tensors: as its file has them. state: the tensors of the model and the optimizer are their own where they can be
-    filled; fills: these, and what with. exact: whether the state is as it was before it was quantized.
-    """
-
-    file: CheckpointFile
-    tensors: Mapping[str, StoredTensor]
-    state: Mapping[str, Any]
-    fills: Sequence[tuple[Tensor, StoredTensor]]
-    exact: bool
-
-    @property
-    def step(self) -> int:
-        return self.file.header.step
-
-
 class Checkpointer:
     """Saves the whole state of a training into a run and restores it from there.
 
-    folder: the run's; made when it is not there. model: the module whose weights are quantized. optimizer: optional.
-    extras: anything else that must come back, by name: schedulers, scalers, loaders (whatever has ``state_dict()`` and
-    ``load_state_dict()``), ``torch.Generator``s and ``numpy.random.Generator``s. Modules among them are stored exactly,
-    unless ``roles`` says otherwise. The global random number generators are always part of the state.
+    folder: the run's; made when it is not there. model: the module whose weights are quantized; several by name.
+    optimizer: optional; several by name or in a sequence. extras: anything else that must come back, by name:
+    schedulers, scalers, loaders (whatever has ``state_dict()`` and ``load_state_dict()``), ``torch.Generator``s and
+    ``numpy.random.Generator``s, and dictionaries, lists and dataclasses, which are updated in place. Modules among them
+    are stored exactly, unless ``roles`` says otherwise. The global random number generators are always part of the
+    state. Names are those of the bare model: model and optimizer may be wrapped (DistributedDataParallel,
+    ``torch.compile``, Accelerate, …).
 
-    evaluate: a function of the model, or ``LossOn(batches, loss_fn)``; it leaves no trace on training. At every save
+    evaluate: a function of the bare model (of a dictionary of them, if several are given), or
+    ``LossOn(batches, loss_fn)``; it leaves no trace on training. At every save
     the most compact configuration is searched for whose metric is worse by at most max_degradation, as a fraction of
     the metric of the weights in training. higher_is_better: the direction of the metric. Without ``evaluate`` an
     estimate from the weights' movement stands in for it.
@@ -98,8 +80,7 @@ class Checkpointer:
 
     Where ``torch.distributed`` is initialised, all ranks are taken for replicas of one model: every rank makes a
     Checkpointer for the same folder, and calls ``restore`` and ``save`` at the same steps. They share the work of the
-    search, and rank 0 writes. ``model`` may be wrapped in DistributedDataParallel. Random number generators are stored
-    for each rank, everything else as it is on rank 0.
+    search, and rank 0 writes. Random number generators are stored for each rank, everything else as it is on rank 0.
 
     Use as a context manager, or call ``close``. Raises StateError for objects that cannot be saved, CheckpointError
     when another process writes to the folder, ValueError for numbers out of range.
@@ -108,8 +89,8 @@ class Checkpointer:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        model: nn.Module | Mapping[str, nn.Module],
+        optimizer: Optimizers | None = None,
         *,
         extras: Mapping[str, Any] | None = None,
         evaluate: Evaluate | None = None,
@@ -133,29 +114,22 @@ class Checkpointer:
         loss = Loss(quality, method, max_degradation, configuration)
         if exact not in (None, "latest"):
             raise ValueError(f'exact must be "latest" or None, not {exact!r}; for all, quality="lossless"')
-        if not isinstance(model, nn.Module):
-            raise StateError(f"model must be a torch.nn.Module, not a {type(model).__qualname__}")
         if extras is not None and not isinstance(extras, Mapping):
             raise TypeError(f"extras must be a dictionary of objects by name, not a {type(extras).__qualname__}")
         if evaluate is not None and not callable(evaluate):
             raise TypeError(f"evaluate must be a function of the model, not {evaluate!r}")
-        reserved = {"model", "optimizer", *state_sources.RESERVED} & set(extras or {})
-        if reserved:
-            raise ValueError(f"extras cannot be called {' or '.join(sorted(reserved))}; those names are taken")
+        self._sources = state_sources.sources_of(model, optimizer, extras or {})
+        supported.check(self._sources)
         self._schedule = Schedule(every, max_overhead, mean_time_between_failures)
         self._retention = Retention(keep_last, keep_every)
         self._group = Group()
-        model = unwrapped(model)
-        self._sources: dict[str, Any] = {"model": model}
-        if optimizer is not None:
-            self._sources["optimizer"] = optimizer
-        self._sources.update(extras or {})
-        state_sources.check(self._sources)
         self._roles = dict(roles or {})
         self._keyframe_every = keyframe_every
         self._log_to = None if log_to is None else logger_of(log_to)
         self.skipped: list[CheckpointError] = []
         """Why ``restore`` passed over checkpoints."""
+        self.not_restored: list[str] = []
+        """What the last ``restore(strict=False)`` left out, and why."""
         self._damaged: set[int] = set()
         self._has_line = False  # whether a checkpoint was saved or restored
         self._base: Base | None = None
@@ -167,7 +141,7 @@ class Checkpointer:
             self._compressor = Compressor(
                 self._sources,
                 self._roles,
-                evaluate,
+                evaluate if evaluate is None or isinstance(model, nn.Module) else of_several(evaluate),
                 higher_is_better,
                 loss,
                 exact == "latest",
@@ -175,9 +149,11 @@ class Checkpointer:
                 self._schedule.interval,
             )
             stack.callback(self._compressor.close)
+            stack.callback(supported.check_after_first_step(self._sources))
             # Mistakes are found now rather than at the first save. The optimizer's state is not there yet.
             early = {p: r for p, r in self._roles.items() if not p.startswith("optimizer.")}
             tensors = flatten(state_sources.collect(self._sources))[1]
+            supported.check_replicas(tensors, self._group)
             labels(tensors, self._sources, early, self._compressor.vectors)
             for name in state_sources.left_out(self._sources, tensors.values()):
                 log.warning(
@@ -219,84 +195,38 @@ class Checkpointer:
         """
         return self._schedule.due(step)
 
-    def restore(self, step: int | str | None = None) -> int | None:
+    def restore(
+        self, step: int | str | None = None, *, only: str | Collection[str] | None = None, strict: bool = True
+    ) -> int | None:
         """Puts the newest checkpoint that verifies (or that of a step or a tag) into the objects and returns its step.
 
         None when the run has no checkpoints. Checkpoints that are damaged are passed over; ``skipped`` and a logged
-        warning say why. Nothing is changed unless everything fits. (Should an extra's own ``load_state_dict`` raise,
-        extras before it are restored; model and optimizer come last and are as they were.) The tensors of both are
-        filled where they are in memory, if what was stored fits there.
+        warning say why. Everything is checked before anything is changed, and nothing is changed unless everything
+        fits. Should an extra's own ``load_state_dict`` raise, all is put back as it was. The tensors of the model and
+        the optimizer are filled where they are in memory, if what was stored fits there.
+
+        only: what to restore, e.g. ``"model"`` or ``("model", "optimizer")``: names of objects, and ``"rng"`` for the
+        global random number generators; the rest stays as it is. strict: False leaves out what does not fit, such as a
+        new head or another optimizer; ``not_restored`` and logged warnings list it.
 
         Raises CheckpointError when there are checkpoints but none verifies, or that of ``step`` doesn't; StateError
-        when the checkpoint does not fit the objects.
+        when the checkpoint does not fit the objects; ValueError for a name in ``only`` that does not occur.
         """
         self._check_open()
+        restorer = Restorer(self._run, self._sources, self._group, only, strict, damaged=self._damaged)
         self._group.together(self.wait)
-        # Rank 0 finds out which checkpoint it is, and the others take the same one. Nothing is changed anywhere before
-        # it fits everywhere.
-        first = self._group.rank == 0
-        loaded = self._group.together(lambda: self._load_newest(step) if first else None)
-        found = self._group.gather(loaded.step if loaded else None)[0]
-        if found is None:
+        self.skipped, self.not_restored = restorer.skipped, []
+        loaded = restorer.restore(step)
+        if loaded is None:
             return None
-        loaded = self._group.together(lambda: loaded or self._load_fitting(self._run.file(found)))
-        self._group.together(lambda: self._put(loaded))
-        return found
-
-    def _load_newest(self, step: int | str | None) -> _Loaded | None:
-        self.skipped = []
-        if step is not None:
-            return self._load_fitting(file_of(self._run, step))
-        summaries, broken = self._run.summaries()
-        self.skipped = broken
-        for summary in reversed(summaries):
-            try:
-                loaded = self._load_fitting(self._run.file(summary.step))
-            except CheckpointError as error:
-                self.skipped.append(error)
-                self._damaged.add(summary.step)
-                continue
-            for reason in self.skipped:
-                log.warning("restored step %d; passed over %s", loaded.step, reason)
-            return loaded
-        if not self.skipped:
-            return None
-        reasons = "\n  ".join(str(error) for error in self.skipped)
-        raise CheckpointError(
-            f"{self._run.folder}: no checkpoint of this run can be restored:\n  {reasons}\n"
-            "Nothing was changed. To train from the beginning, use an empty folder."
-        )
-
-    def _load_fitting(self, file: CheckpointFile) -> _Loaded:
-        """A checkpoint that fits the objects to restore."""
-        tensors = self._run.load(file)
-        source, stored = exact_of(self._run, file, self.skipped) or (file, tensors)
-        now = state_sources.collect_to_compare(self._sources)  # outside: an object's own error is no damage of a file
-        try:
-            own_memory = places(now, source.header.tree, stored)
-            values = {name: own_memory[name] if name in own_memory else new(stored[name]) for name in stored}
-            state = state_of(source, values)
-            if not set(state_sources.RESERVED) <= set(state):
-                raise KeyError(*set(state_sources.RESERVED) - set(state))
-            state_sources.check_fit(self._sources, now, state, f"{file.path} (step {file.header.step})")
-            own = state_sources.randomness_of(state, self._group.rank)
-            if own is not None:
-                rng.check(own)
-        except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{file.path}: it holds no state of a training ({error!r})") from error
-        if own is None:
-            log.warning("%s was saved by fewer ranks: rank %d keeps its random numbers", file.path, self._group.rank)
-        fills = [(place, stored[name]) for name, place in own_memory.items()]
-        return _Loaded(file, tensors, state, fills, source is not file)
-
-    def _put(self, loaded: _Loaded) -> None:
+        self.not_restored = list(loaded.problems)
         header = loaded.file.header
-        state_sources.restore(self._sources, loaded.state, self._group.rank, lambda: fill(loaded.fills))
         self._base = Base.loaded(header, loaded.tensors)
         self._has_line = True
-        self._compressor.resume(header, loaded.tensors, loaded.exact)
+        self._compressor.resume(header, {n: t for n, t in loaded.tensors.items() if n in loaded.taken}, loaded.exact)
         self._schedule.begin(header.step, header.record.get("interval"))
         self._compressor.expect(self._schedule.interval)
+        return loaded.step
 
     def save(self, step: int) -> Future[Record]:
         """Saves the state as the checkpoint of ``step`` (0 or more).

@@ -10,7 +10,7 @@ from numbers import Real
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dynaquant import kernels
 from dynaquant.codebook import Grid
@@ -19,6 +19,7 @@ from dynaquant.container import Header
 from dynaquant.distributed import Group
 from dynaquant.importance import GradientRecorder, moving_average, sum_of_squares
 from dynaquant.masters import masters
+from dynaquant.names import named_parameters
 from dynaquant.presets import PRESETS, QualityName
 from dynaquant.quantize.checkpoint import SketchedWeights, sketch_weights
 from dynaquant.quantize.grid import GridConfiguration, GridWeights, grid_weights
@@ -30,6 +31,7 @@ from dynaquant.roles import Label, quantizable
 from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.search.manager import ConfigurationManager, Decision
 from dynaquant.search.quality import Evaluate
+from dynaquant.sources import models_of
 
 SAMPLE = 1024
 """Values of a weight, about, by which most changes are told."""
@@ -110,7 +112,7 @@ class _Last:
 class Compressor:
     """Goes from the tensors of a state to what is stored of them, from one checkpoint to the next.
 
-    sources: the objects whose state it is, among them ``"model"``. patterns: over names of tensors of which the user
+    sources: the objects whose state it is, among them the model. patterns: over names of tensors of which the user
     has decided what they are. keep_exact: whether to hand out the tensors as they were, too. interval: steps to the
     first save, where known. Collective, like everything that takes a group.
     """
@@ -127,7 +129,7 @@ class Compressor:
         interval: int | None,
     ) -> None:
         self._sources, self._patterns, self._group = sources, patterns, group
-        self._model: nn.Module = sources["model"]
+        self._model = models_of(sources)
         self._optimizers = [source for source in sources.values() if isinstance(source, torch.optim.Optimizer)]
         self._preset = PRESETS[loss.quality]
         self._keep_exact = keep_exact
@@ -152,7 +154,7 @@ class Compressor:
         if self._uses_gradients(loss.configuration):
             parameters = {
                 f"model.{name}": parameter
-                for name, parameter in self._model.named_parameters()
+                for name, parameter in named_parameters(self._model)
                 if quantizable(parameter, self.vectors)
             }
             record = sum_of_squares if self.method == "grid" else moving_average
@@ -219,7 +221,7 @@ class Compressor:
         if self.max_degradation < self._quantized_for:  # what was good enough then need not be now
             self._last = {}
         samples = {name: _sample(tensor) for name, tensor in weights.items()} if self._preset else {}
-        at_rest = weights.keys() - {f"model.{n}" for n, p in self._model.named_parameters() if p.requires_grad}
+        at_rest = weights.keys() - {f"model.{n}" for n, p in named_parameters(self._model) if p.requires_grad}
         alike = {name for name, last in self._last.items() if name in samples and last.may_be(samples[name])}
         hashes = {name: tensor_hash(weights[name]) for name in samples if name in at_rest | alike}
         unchanged = {n: last.quantized for n, last in self._last.items() if n in hashes and last.hash == hashes[n]}
@@ -259,7 +261,7 @@ class Compressor:
     ) -> tuple[Decision, list[str]]:
         if self._preset is None:
             return Decision("lossless", None), []
-        parameters = {f"model.{name}": parameter for name, parameter in self._model.named_parameters()}
+        parameters = {f"model.{name}": parameter for name, parameter in named_parameters(self._model)}
 
         def measured() -> dict[str, float]:
             # Where there are master copies, the optimizer knows only these.

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from dynaquant.errors import DynaquantError
 
@@ -53,9 +51,3 @@ class Group:
         if failed:
             raise DynaquantError("; ".join(failed))
         return result  # type: ignore[return-value]
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside ``DistributedDataParallel``: its names are those of a single process, and calling it on one
-    rank alone waits for no other."""
-    return model.module if isinstance(model, DistributedDataParallel) else model

@@ -18,7 +18,9 @@ from dynaquant.container import CheckpointFile
 from dynaquant.decoding import Tensors, load_tensor
 from dynaquant.errors import CheckpointError, MovedOnError, StateError
 from dynaquant.lazily import Lazy
+from dynaquant.names import bare, state_dict
 from dynaquant.run import EXACT, Run
+from dynaquant.sources import can_hold, copy_into
 from dynaquant.state import model_in, names_in, state_dict_in, unflatten
 from dynaquant.tags import file_of
 
@@ -190,46 +192,67 @@ def load(
     return stored.sound(stored.state if keys is None else lambda: some(keys))
 
 
-def load_into(model: nn.Module, path: str | os.PathLike[str], step: int | str | None = None) -> None:
+def load_into(
+    model: nn.Module | Mapping[str, nn.Module],
+    path: str | os.PathLike[str],
+    step: int | str | None = None,
+    *,
+    strict: bool = True,
+) -> list[str]:
     """Puts the stored weights and buffers of a model into it.
 
-    path, step: as for ``load``. Everything is compared, decoded and checked before anything is changed, one tensor at a
-    time, so that memory for one more tensor is enough. Raises StateError, listing what differs, when names or shapes
-    are not those of ``model.state_dict()``. Values are cast to the model's dtypes.
+    model: or several by name, of a checkpoint that holds several. Names are those of the bare model, whatever wraps it.
+    path, step: as for ``load``. Values are cast to the model's dtypes. strict: False leaves out what does not fit.
+
+    Returns what was left out, and why. Everything is compared, decoded and checked before anything is changed, one
+    tensor at a time, so that memory for one more tensor is enough. Raises StateError, listing what differs, when names
+    or shapes are not those of the model's state dict, or, if not strict, when none are.
 
     Raises CheckpointError when the checkpoint is not there or damaged; nothing is changed then. (Should the disk fail
     between the check and the end, a note of the error says how many tensors have been put in.)
     """
     stored = Stored(path, step)
-    stored.sound(lambda: _put(stored, model.state_dict(keep_vars=True)))
+    own = _state_dict_of(model)
+    return stored.sound(lambda: _put(stored, own, strict))
 
 
-def _put(stored: Stored, own: Mapping[str, Any]) -> None:
+def _put(stored: Stored, own: Mapping[str, Any], strict: bool) -> list[str]:
     names, shapes = stored.state_dict, stored.shapes
-    problems = [f"{name} is not in it" for name in own if name not in names]
-    problems += [f"{name} is in it, and the model has no such tensor" for name in names if name not in own]
+    wrong = {name: f"{name} is not in it" for name in own if name not in names}
+    wrong |= {name: f"{name} is in it, and the model has no such tensor" for name in names if name not in own}
     for name in own.keys() & names.keys():
         if not isinstance(own[name], Tensor):
-            problems.append(f"{name} of the model is a {type(own[name]).__name__}, which is no tensor")
+            wrong[name] = f"{name} of the model is a {type(own[name]).__name__}, which is no tensor"
         elif own[name].is_meta:
-            problems.append(f"{name} of the model is on the meta device; give it memory with model.to_empty(device=…)")
+            wrong[name] = f"{name} of the model is on the meta device; give it memory with model.to_empty(device=…)"
         elif own[name].shape != (shape := shapes[names[name]].shape):
-            problems.append(f"{name} is {list(shape)} in it and {list(own[name].shape)} in the model")
-    if problems:
-        shown = "\n  ".join(sorted(problems)[:10] + ([f"… and {len(problems) - 10} more"] if problems[10:] else []))
+            wrong[name] = f"{name} is {list(shape)} in it and {list(own[name].shape)} in the model"
+    problems = sorted(wrong.values())
+    own = {name: target for name, target in own.items() if name not in wrong}
+    if problems and (strict or not own):
+        shown = "\n  ".join(problems[:10] + ([f"… and {len(problems) - 10} more"] if problems[10:] else []))
         raise StateError(f"{stored.file.path} does not fit the model:\n  {shown}\nNothing was changed.")
     places = {(names[name], target.data_ptr()): target for name, target in own.items()}  # tied tensors are decoded once
     stored.check(dict.fromkeys(name for name, _ in places))
+    for (name, _), target in places.items():
+        if not target.is_contiguous() and not can_hold(target, stored.tensors[name]):
+            raise StateError(f"the model has the same memory for several elements of {name}: use clone() there")
     changed = 0
     try:
         for (name, _), target in places.items():
-            value = stored.tensors[name]
-            with torch.no_grad():
-                target.copy_(value)
+            copy_into(target, stored.tensors[name])
             changed += 1
     except CheckpointError as error:
         error.add_note(f"{changed} tensors before it have been put into the model")
         raise
+    return problems
+
+
+def _state_dict_of(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, Any]:
+    """The tensors themselves by their names in the bare model, or models."""
+    if isinstance(model, nn.Module):
+        return dict(state_dict(bare(model), keep_vars=True))
+    return {f"{key}.{name}": tensor for key, each in model.items() for name, tensor in _state_dict_of(each).items()}
 
 
 def state_of(file: CheckpointFile, values: dict[str, Tensor]) -> dict[str, Any]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dynaquant.roles import Label
+from dynaquant.roles import Label, matches
 
 HALVES = (torch.bfloat16, torch.float16)
 _FIRST = 1024
@@ -43,7 +42,7 @@ def masters(
             tensor.dtype == torch.float32
             and labels[name].role == "exact"
             and (name.startswith(states) or tensor.data_ptr() in trained)
-            and not any(fnmatchcase(name, pattern) for pattern in decided)
+            and not any(matches(name, pattern, sources) for pattern in decided)
         ):
             candidates.setdefault(tensor.shape, []).append(name)
     found: dict[str, str] = {}

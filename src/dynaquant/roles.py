@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaquant.errors import StateError
+from dynaquant.names import bare_paths, named_parameters
 from dynaquant.sketch import SKETCHED
 from dynaquant.state import dtype_name
 
@@ -65,8 +66,8 @@ def labels(
     e.g. ``{"*.lm_head.weight": "exact"}``; of several patterns that match, the last counts. vectors: whether parameters
     of one dimension (biases, norms) are weights.
 
-    Only the weights of the source ``"model"`` are to be quantized, as only they are scored; those of other modules are
-    exact until a pattern says otherwise. A pattern may use any of the names of a tied parameter.
+    Only the weights of models (``"model"``, ``"model.G"``) are to be quantized, as only they are scored; those of other
+    modules are exact until a pattern says otherwise. A pattern may use any of the names of a tied parameter.
 
     Raises StateError for a pattern that matches no tensor, an unknown role, or a tensor that cannot have it.
     """
@@ -80,9 +81,18 @@ def labels(
             for name in tensors:
                 if name.startswith(f"{source}.state."):
                     result[name] = Label(optimizer_role(name, tensors))
+    named = {**{name: name for name in result}, **parameters}
     for pattern, role in (overrides or {}).items():
-        _override(result, tensors, parameters, pattern, role)
+        _override(result, tensors, parameters, pattern, role, [n for n in named if matches(n, pattern, sources)])
     return result
+
+
+def matches(name: str, pattern: str, sources: Mapping[str, Any]) -> bool:
+    """Whether a pattern means the tensor of that name. What is in an optimizer's state has the name of its parameter in
+    its own, so a pattern that means it has to begin with the optimizer."""
+    of = name.partition(".")[0]
+    optimizers = {n.partition(".")[0] for n, thing in sources.items() if isinstance(thing, torch.optim.Optimizer)}
+    return fnmatchcase(name, pattern) and (of not in optimizers or pattern.startswith(f"{of}."))
 
 
 def optimizer_role(name: str, tensors: Mapping[str, Tensor]) -> Role:
@@ -102,21 +112,23 @@ def quantizable(parameter: Tensor, vectors: bool = False) -> bool:
 def _parameter_names(source: str, module: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     names = {}
-    for name, parameter in module.named_parameters(prefix=source, remove_duplicate=False):
-        names[name] = first.setdefault(id(parameter), name)
+    for path, parameter in named_parameters(module, remove_duplicate=False):
+        names[f"{source}.{path}"] = first.setdefault(id(parameter), f"{source}.{path}")
     return names
 
 
 def _module_labels(source: str, module: nn.Module, tensors: Mapping[str, Tensor], vectors: bool) -> dict[str, Label]:
     found: dict[str, Label] = {}
+    paths = bare_paths(module)
     for path, child in module.named_modules():
-        prefix = f"{source}.{path}." if path else f"{source}."
+        prefix = f"{source}.{paths[path]}." if paths[path] else f"{source}."
         kind = layer_type(child)
         for name in child._parameters:
             tensor = tensors.get(prefix + name)
             # Of a tied tensor's names only the first is among the tensors; its module gives the layer type.
             if tensor is not None:
-                role: Role = "weight" if source == "model" and quantizable(tensor, vectors) else "exact"
+                of_model = source.partition(".")[0] == "model"
+                role: Role = "weight" if of_model and quantizable(tensor, vectors) else "exact"
                 found[prefix + name] = Label(role, kind)
         for name in child._buffers:
             if prefix + name in tensors:
@@ -125,12 +137,16 @@ def _module_labels(source: str, module: nn.Module, tensors: Mapping[str, Tensor]
 
 
 def _override(
-    result: dict[str, Label], tensors: Mapping[str, Tensor], parameters: Mapping[str, str], pattern: str, role: str
+    result: dict[str, Label],
+    tensors: Mapping[str, Tensor],
+    parameters: Mapping[str, str],
+    pattern: str,
+    role: str,
+    names: Iterable[str],
 ) -> None:
     if role not in get_args(Role):
         raise StateError(f"roles[{pattern!r}]: {role!r} is no role; the roles are {', '.join(get_args(Role))}")
-    names = {**{name: name for name in result}, **parameters}
-    matching = {first for name, first in names.items() if fnmatchcase(name, pattern) and first in result}
+    matching = {first for name in names if (first := parameters.get(name, name)) in result}
     if not matching:
         example = next(iter(result), "model.…")
         raise StateError(f"roles[{pattern!r}] matches no tensor; names look like {example!r}")

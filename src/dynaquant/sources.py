@@ -1,36 +1,68 @@
-"""The objects a state is collected from and restored into: modules, optimizers, schedulers, generators, …"""
+"""The objects a state is collected from and restored into: modules, optimizers, schedulers, generators, values."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dynaquant import rng
+from dynaquant import names, optimizers, rng
 from dynaquant.errors import StateError
-from dynaquant.state import dtype_name
+from dynaquant.state import flatten, unflatten
 
 LAST = ("model", "optimizer")
-"""Sources that are restored after the others."""
+"""Sources that are restored after the others. Several of them are called ``"model.<name>"``, and together stand in the
+state as a dictionary."""
 RNG, CLASSES, PARAMETERS = "rng", "classes", "parameters"
 RESERVED = (RNG, CLASSES, PARAMETERS)
 """Names in a state that are not sources: the random number generators; the classes of optimizers and generators; the
-names of the parameters in each group of an optimizer, which knows them only by their order."""
+names of the parameters in each group of an optimizer."""
+
+GENERATOR = torch.Generator | np.random.Generator
+CHECKED = nn.Module | torch.optim.Optimizer
+"""Sources of which it is known beforehand whether they can load a state."""
 
 
-def check(sources: Mapping[str, Any]) -> None:
-    """Raises StateError, naming it, for an object whose state cannot be taken or put back."""
-    for name, source in sources.items():
-        if isinstance(source, torch.Generator | np.random.Generator):
-            continue
-        if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
-            raise StateError(
-                f"{name}: {type(source).__qualname__} has no state_dict() and load_state_dict(); "
-                "wrap it in an object that has both"
-            )
+def sources_of(model: Any, optimizer: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
+    """The objects of a training by name, without their wrappers.
+
+    model, optimizer: one, or several by name (of optimizers a sequence, too). Raises ValueError for names that cannot
+    be used, StateError for what is no module or optimizer.
+    """
+    sources = _one_or_several("model", model)
+    for name, module in sources.items():
+        if not isinstance(module, nn.Module):
+            raise StateError(f"{name} must be a torch.nn.Module, not a {type(module).__qualname__}")
+    if optimizer is not None:
+        if isinstance(optimizer, Sequence):
+            optimizer = {str(i): one for i, one in enumerate(optimizer)}
+        sources.update(_one_or_several("optimizer", optimizer))
+    taken = {name for name in extras if name in RESERVED or str(name).partition(".")[0] in LAST}
+    if taken:
+        raise ValueError(f"extras cannot be called {' or '.join(sorted(taken))}; those names are taken")
+    return {name: names.bare(source) for name, source in {**sources, **extras}.items()}
+
+
+def models_of(sources: Mapping[str, Any]) -> nn.Module:
+    """The model among the sources, or several as a module of which each is a part."""
+    several = {name.partition(".")[2]: model for name, model in sources.items() if name.startswith("model.")}
+    return nn.ModuleDict(several) if several else sources["model"]
+
+
+def _one_or_several(kind: str, given: Any) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        return {kind: given}
+    if not given:
+        raise ValueError(f"{kind} is an empty dictionary")
+    for name in given:
+        if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict(), name):
+            raise ValueError(f"{kind}: {name!r} cannot be a name; take a word without dots")
+    return {f"{kind}.{name}": one for name, one in given.items()}
 
 
 def left_out(sources: Mapping[str, Any], tensors: Iterable[Tensor]) -> list[str]:
@@ -60,51 +92,30 @@ def collect(sources: Mapping[str, Any], other_ranks: Sequence[dict[str, Any]] = 
 
     other_ranks: the ``randomness`` of every rank but the first, in their order; kept in ``"rng"`` as ``"ranks"``.
     """
-    classes = {name: kind for name, source in sources.items() if (kind := _class(source)) is not None}
+    classes = {name: kind for name, source in sources.items() if (kind := class_of(source)) is not None}
+    parameters = _parameters(sources)
     return {
-        **{name: _state_of(source) for name, source in sources.items()},
+        **_together({name: _state_of(source, parameters.get(name)) for name, source in sources.items()}),
         CLASSES: classes,
-        PARAMETERS: _parameters(sources),
+        PARAMETERS: parameters,
         RNG: {**rng.get_state(), "ranks": list(other_ranks)} if other_ranks else rng.get_state(),
     }
 
 
 def collect_to_compare(sources: Mapping[str, Any]) -> dict[str, Any]:
     """As ``collect``, of what a stored state is compared with or put into: modules and optimizers."""
-    compared = nn.Module | torch.optim.Optimizer
-    return collect({name: source for name, source in sources.items() if name in LAST or isinstance(source, compared)})
+    return collect({name: source for name, source in sources.items() if isinstance(source, CHECKED)})
 
 
-def check_fit(sources: Mapping[str, Any], now: Mapping[str, Any], state: Mapping[str, Any], what: str) -> None:
-    """Raises StateError, listing what differs, when a stored state does not fit the sources. Changes nothing.
-
-    now: ``collect_to_compare`` of the sources. what: the checkpoint, for messages.
-    """
-    problems: list[str] = []
-    given, stored = set(sources), set(state) - set(RESERVED)
-    problems += [f"it holds no {name!r}" for name in sorted(given - stored)]
-    problems += [f"it holds {name!r}, which was not given" for name in sorted(stored - given)]
-    for name in sorted(given & stored):
-        source = sources[name]
-        before, kind = state[CLASSES].get(name), _class(source)
-        if before != kind:
-            problems.append(f"{name} was {before or 'something else'} and is {kind or type(source).__qualname__}")
-        elif isinstance(source, nn.Module):
-            problems += _module_differences(name, now[name], state[name])
-        elif isinstance(source, torch.optim.Optimizer):
-            groups_before = [len(group["params"]) for group in state[name]["param_groups"]]
-            groups = [len(group["params"]) for group in source.param_groups]
-            if groups_before != groups:
-                problems.append(f"{name} had parameter groups of {groups_before} tensors and has groups of {groups}")
-            elif state[PARAMETERS][name] != now[PARAMETERS][name]:
-                problems.append(f"{name} had its parameters in another order")
-    if problems:
-        shown = "\n  ".join(problems[:10] + ([f"… and {len(problems) - 10} more"] if len(problems) > 10 else []))
-        raise StateError(
-            f"{what} does not fit the objects to restore:\n  {shown}\n"
-            "Nothing was changed. Build the objects as they were when it was saved, use another folder for another "
-            "training, or take the parts you want from dynaquant.load(folder, step)."
-        )
+def parts(sources: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a state by the names of sources; several models or optimizers are taken apart as the sources are."""
+    found: dict[str, Any] = {}
+    for name, part in state.items():
+        if name in LAST and isinstance(part, Mapping) and any(source.startswith(f"{name}.") for source in sources):
+            found.update({f"{name}.{key}": of for key, of in part.items()})
+        elif name not in RESERVED:
+            found[name] = part
+    return found
 
 
 def randomness_of(state: Mapping[str, Any], rank: int) -> dict[str, Any] | None:
@@ -115,36 +126,96 @@ def randomness_of(state: Mapping[str, Any], rank: int) -> dict[str, Any] | None:
     return ranks[rank - 1] if rank <= len(ranks) else None
 
 
-def restore(
-    sources: Mapping[str, Any], state: Mapping[str, Any], rank: int = 0, fill: Callable[[], None] = lambda: None
-) -> None:
-    """Puts a state that fits into the sources and the global random number generators; model and optimizer last.
+def load(source: Any, part: Any) -> None:
+    """Puts a part of a state that fits (``fitting``) into its source."""
+    if isinstance(source, nn.Module):
+        _load_module(source, part)
+    elif isinstance(source, torch.optim.Optimizer):
+        source.load_state_dict(part)
+        # PyTorch casts an optimizer's tensors to the dtype of their parameter, float32 moments of a bfloat16 parameter
+        # as well as bytes of a float32 one. state_dict() copies no tensors and no parameter's dictionary, so this
+        # changes the optimizer. Where methods of its own convert both ways, it has the stored dtypes already.
+        _undo_casts(source.state_dict(), part)
+    elif isinstance(source, torch.Generator):
+        source.set_state(part)
+    elif isinstance(source, np.random.Generator):
+        source.bit_generator.state = part
+    elif hasattr(source, "load_state_dict"):
+        source.load_state_dict(part)
+    elif isinstance(source, dict | list):
+        _update(source, part)
+    else:
+        for name, value in part.items():
+            setattr(source, name, _updated(getattr(source, name, None), value))
 
-    fill: called just before these, to complete the tensors that are theirs already (``places``).
-    A rank that the checkpoint knows nothing of keeps its own random numbers.
-    """
-    own = randomness_of(state, rank)
-    set_generators(sources, state if rank == 0 else (own or {}).get("sources", {}))
-    stateful = [n for n, source in sources.items() if not isinstance(source, torch.Generator | np.random.Generator)]
-    for name in stateful:
-        if name not in LAST:
-            _load(sources[name], state[name])
-    fill()
-    for name in stateful:
-        if name in LAST:
-            _load(sources[name], state[name])
-    if own is not None:
-        rng.set_state(own)
+
+def undo_of(source: Any) -> Callable[[], None]:
+    """What puts a source back to its present state, of which it keeps a copy. Raises StateError where there is none."""
+    tree, tensors = flatten(_state_of(source, None))
+    state = unflatten(tree, {name: tensor.clone() for name, tensor in tensors.items()})
+    return lambda: load(source, state)
 
 
-def _load(source: Any, state: Any) -> None:
-    """Loads a state, that of an optimizer in the dtypes that it has: PyTorch casts an optimizer's tensors to the dtype
-    of their parameter, float32 moments of a bfloat16 parameter as well as bytes of a float32 one."""
-    source.load_state_dict(state)
-    if isinstance(source, torch.optim.Optimizer):
-        # state_dict() copies no tensors and no parameter's dictionary, so this changes the optimizer. Where methods of
-        # its own convert in both directions, it has the dtypes of what is stored already.
-        _undo_casts(source.state_dict(), state)
+def can_hold(tensor: Tensor, values: Tensor) -> bool:
+    """Whether a tensor can take values of its shape: after ``expand`` those that share a place have to be the same."""
+    if not (shared := _shared(tensor)):
+        return True
+    alike = _first_along(values, shared).expand(values.shape)
+    return torch.equal(alike.contiguous().view(torch.uint8), values.contiguous().view(torch.uint8))
+
+
+def copy_into(tensor: Tensor, values: Tensor) -> None:
+    """Copies values that a tensor can hold, also where PyTorch refuses to since several elements share a place."""
+    shared = _shared(tensor)
+    with torch.no_grad():
+        _first_along(tensor, shared).copy_(_first_along(values, shared))
+
+
+def _shared(tensor: Tensor) -> list[int]:
+    """The dimensions along which all elements of a tensor are the same memory."""
+    return [i for i, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if n > 1 and stride == 0]
+
+
+def _first_along(tensor: Tensor, dimensions: Sequence[int]) -> Tensor:
+    """The first elements along the dimensions, which stay, with a length of 1."""
+    for dimension in dimensions:
+        tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def _load_module(module: nn.Module, state: Any) -> None:
+    own = names.state_dict(module)
+    expanded = {n: t for n, t in own.items() if n in state and isinstance(t, Tensor) and _shared(t)}
+    for name, tensor in expanded.items():
+        copy_into(tensor, state[name])
+    if expanded:
+        state = _like(state, {name: value for name, value in state.items() if name not in expanded})
+    names.load_state_dict(module, state, strict=state.keys() == own.keys())
+
+
+def _like(state: Any, content: dict[str, Any]) -> Any:
+    """A state dict with some of the content of another, and all of its metadata."""
+    chosen = OrderedDict(content)
+    if hasattr(state, "_metadata"):
+        chosen._metadata = state._metadata  # type: ignore[attr-defined]
+    return chosen
+
+
+def _updated(own: Any, stored: Any) -> Any:
+    """The stored value: in place where dictionaries and lists are, as the training may hold them; else as it is."""
+    if type(own) is type(stored) and isinstance(own, dict | list):
+        _update(own, stored)
+        return own
+    return stored
+
+
+def _update(own: Any, stored: Any) -> None:
+    if isinstance(own, dict):
+        values = {key: _updated(own.get(key), value) for key, value in stored.items()}
+        own.clear()
+        own.update(values)
+    else:
+        own[:] = [_updated(own[i] if i < len(own) else None, value) for i, value in enumerate(stored)]
 
 
 def _undo_casts(loaded: Any, stored: Any) -> Any:
@@ -165,11 +236,7 @@ def _undo_casts(loaded: Any, stored: Any) -> Any:
 
 def generators(sources: Mapping[str, Any]) -> dict[str, Any]:
     """The states of the generators among the sources, by name."""
-    return {
-        name: _state_of(source)
-        for name, source in sources.items()
-        if isinstance(source, torch.Generator | np.random.Generator)
-    }
+    return {name: _state_of(source, None) for name, source in sources.items() if isinstance(source, GENERATOR)}
 
 
 def set_generators(sources: Mapping[str, Any], states: Mapping[str, Any]) -> None:
@@ -181,51 +248,51 @@ def set_generators(sources: Mapping[str, Any], states: Mapping[str, Any]) -> Non
             source.bit_generator.state = states[name]
 
 
-def _state_of(source: Any) -> Any:
+def _state_of(source: Any, parameters: Sequence[Sequence[str]] | None) -> Any:
+    """parameters: their names in each group of an optimizer; None: its state is to have numbers."""
     if isinstance(source, torch.Generator):
         return source.get_state()
     if isinstance(source, np.random.Generator):
         return source.bit_generator.state
-    return source.state_dict()
+    if isinstance(source, nn.Module):
+        return names.state_dict(source)
+    if hasattr(source, "state_dict"):
+        state = source.state_dict()
+        return state if parameters is None else optimizers.by_name(state, optimizers.keys_of(parameters))
+    if isinstance(source, dict | list):
+        return source
+    return {field.name: getattr(source, field.name) for field in fields(source) if hasattr(source, field.name)}
+
+
+def _together(states: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of sources by name, several models or optimizers as a dictionary. The inverse of ``parts``."""
+    state: dict[str, Any] = {}
+    for name, part in states.items():
+        kind, dot, key = name.partition(".")
+        if dot and kind in LAST:
+            state.setdefault(kind, {})[key] = part
+        else:
+            state[name] = part
+    return state
 
 
 def _parameters(sources: Mapping[str, Any]) -> dict[str, list[list[str]]]:
-    names = {
-        id(parameter): f"{name}.{path}"
-        for name, source in sources.items()
-        if isinstance(source, nn.Module)
-        for path, parameter in source.named_parameters()
-    }
+    named: dict[int, str] = {}
+    for name, source in sources.items():
+        if isinstance(source, nn.Module):
+            for path, parameter in names.named_parameters(source):
+                named.setdefault(id(parameter), f"{name}.{path}")
     return {
-        name: [[names.get(id(parameter), "") for parameter in group["params"]] for group in source.param_groups]
+        name: optimizers.names_of(source, named)
         for name, source in sources.items()
         if isinstance(source, torch.optim.Optimizer)
     }
 
 
-def _class(source: Any) -> str | None:
+def class_of(source: Any) -> str | None:
     """What an optimizer or generator is; None for other sources, whose state says all that is needed."""
     if isinstance(source, np.random.Generator):
         source = source.bit_generator
     elif not isinstance(source, torch.optim.Optimizer | torch.Generator):
         return None
     return f"{type(source).__module__}.{type(source).__qualname__}"
-
-
-def _module_differences(source: str, own: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
-    def form(value: Any) -> str:
-        if isinstance(value, Tensor):
-            return f"{dtype_name(value.dtype)}{list(value.shape)}"
-        return type(value).__qualname__
-
-    now = {name: form(value) for name, value in own.items()}
-    before = {name: form(value) for name, value in stored.items()}
-    return (
-        [f"{source}.{name} is not in it" for name in now if name not in before]
-        + [f"{source}.{name} is in it, and the model has no such tensor" for name in before if name not in now]
-        + [
-            f"{source}.{name} was {before[name]} and is {now[name]}"
-            for name in now
-            if name in before and now[name] != before[name]
-        ]
-    )

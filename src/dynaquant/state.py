@@ -85,11 +85,14 @@ def model_in(tree: Any) -> Any:
 
 
 def state_dict_in(tree: Any) -> dict[str, str]:
-    """Keys of a model's state dict in a tree, and the names of their tensors.
+    """Keys of a model's state dict in a tree, and the names of their tensors; of several models, ``<model>.<key>``.
 
     Raises StateError when there is none, or something in it is no tensor.
     """
-    found = {str(key): tensor_name(node) for key, node in pairs_of(model_in(tree))}
+    pairs = pairs_of(model_in(tree))
+    if all(pairs_of(node) and all(tensor_name(of) for _, of in pairs_of(node)) for _, node in pairs):
+        pairs = [(f"{model}.{key}", of) for model, node in pairs for key, of in pairs_of(node)]
+    found = {str(key): tensor_name(node) for key, node in pairs}
     if others := [key for key, name in found.items() if name is None]:
         raise StateError(f"{others[0]} of the model is no tensor; export it to torch, or load all")
     return {key: name for key, name in found.items() if name is not None}

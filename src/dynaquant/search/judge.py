@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
+from dynaquant.names import named_parameters
 from dynaquant.quantized import QuantizedTensor, dequantize
 from dynaquant.search.distortion import distortion
 from dynaquant.search.quality import Evaluate, Quality, degradation, score
@@ -52,7 +53,7 @@ class MetricJudge:
 
     def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
         """Scores the model with the weights as they would be restored."""
-        parameters = dict(self.model.named_parameters())
+        parameters = dict(named_parameters(self.model))
         names = {f"model.{name}": name for name in parameters}
         values = {
             names[name]: partial(dequantize, stored, parameters[names[name]].device)

@@ -13,8 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from dynaquant import rng
+from dynaquant.names import named_parameters
 
-Evaluate = Callable[[nn.Module], float]
+Evaluate = Callable[[Any], float]
+"""A metric of a bare model, or of a dictionary of several by name."""
+
+
+def of_several(evaluate: Evaluate) -> Evaluate:
+    """A metric of an ``nn.ModuleDict``, from one of a dictionary of its modules."""
+    return lambda modules: evaluate(dict(modules.items()))
 
 
 class LossOn:
@@ -25,16 +32,17 @@ class LossOn:
     count alike. Raises ValueError when there are no batches, TypeError for an iterator, which could be used only once.
     """
 
-    def __init__(self, batches: Sequence[Any], loss_fn: Callable[[nn.Module, Any], Tensor | float]) -> None:
+    def __init__(self, batches: Sequence[Any], loss_fn: Callable[[Any, Any], Tensor | float]) -> None:
         if not hasattr(batches, "__getitem__") or not hasattr(batches, "__len__"):
             raise TypeError("batches are gone through again and again: give a list, e.g. list(islice(loader, 20))")
         if len(batches) == 0:
             raise ValueError("LossOn needs at least one batch")
         self._batches, self._loss_fn = batches, loss_fn
 
-    def __call__(self, model: nn.Module) -> float:
+    def __call__(self, model: Any) -> float:
         """The mean loss of the model on the batches."""
-        model.eval()
+        for each in model.values() if isinstance(model, Mapping) else (model,):
+            each.eval()
         with torch.no_grad():
             return math.fsum(float(self._loss_fn(model, batch)) for batch in self._batches) / len(self._batches)
 
@@ -67,9 +75,9 @@ Value = Tensor | Callable[[], Tensor]
 def score(model: nn.Module, values: Mapping[str, Value], evaluate: Evaluate) -> float:
     """``evaluate`` of the model with ``values`` for the parameters of those names.
 
-    ``evaluate`` sees copies of the model's parameters and buffers; training mode and the global random number
-    generators are as before when it returns or raises. All scores from one state of the generators see the same random
-    numbers. Raises ValueError when the result is no number, and whatever ``evaluate`` raises.
+    Names are those of the bare model. ``evaluate`` sees copies of its parameters and buffers; training mode and the
+    global random number generators are as before when it returns or raises. All scores from one state of the generators
+    see the same random numbers. Raises ValueError when the result is no number, and whatever ``evaluate`` raises.
     """
     generators = rng.get_state()
     modes = [(module, module.training) for module in model.modules()]
@@ -89,7 +97,7 @@ def score(model: nn.Module, values: Mapping[str, Value], evaluate: Evaluate) -> 
 @contextmanager
 def _substituted(model: nn.Module, values: Mapping[str, Value]) -> Iterator[None]:
     """The model with other parameters and with copies of its buffers; its own are put back afterwards."""
-    named = dict(model.named_parameters())
+    named = dict(named_parameters(model))
     # By memory, as a state has one tensor for parameters that are tied by their data only.
     given = {_memory(named[name]): value for name, value in values.items()}
 

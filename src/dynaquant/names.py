@@ -1,0 +1,111 @@
+"""One name for every parameter, whatever wraps the model, and the model or the optimizer inside its wrappers."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Where ``torch.compile`` and PyTorch's wrappers for activation checkpointing keep the module inside them."""
+
+
+def bare(thing: Any) -> Any:
+    """The module or optimizer inside all wrappers; anything else as it is.
+
+    Wrappers of modules are DistributedDataParallel, DataParallel, ``torch.compile`` and activation checkpointing. A
+    wrapper of an optimizer has it as ``optimizer`` and passes on its groups and its state, as Accelerate's does.
+    """
+    while (inner := _inside(thing)) is not None:
+        thing = inner
+    return thing
+
+
+def named_parameters(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """As ``module.named_parameters``, with the names that they have in the bare model."""
+    paths = bare_paths(module)
+    for name, parameter in module.named_parameters(remove_duplicate=remove_duplicate):
+        yield _bare_name(name, paths), parameter
+
+
+def bare_paths(module: nn.Module) -> dict[str, str]:
+    """The path of every module inside a module, itself included, and the path that it has in the bare model."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    paths = {"": ""}
+    for path in modules:  # a module comes before those inside it
+        if path:
+            outer, _, name = path.rpartition(".")
+            inside = paths[outer]
+            paths[path] = inside if _attribute(modules[outer]) == name else _joined(inside, name)
+    return paths
+
+
+def state_dict(module: nn.Module, **options: Any) -> Any:
+    """``module.state_dict(**options)`` with the names of the bare model, also in its metadata."""
+    state, paths = module.state_dict(**options), bare_paths(module)
+    if all(path == inside for path, inside in paths.items()):
+        return state
+    renamed = OrderedDict((_bare_name(name, paths), value) for name, value in state.items())
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:  # of a wrapper and the module inside it, the latter's counts, which comes later
+        renamed._metadata = {_bare_name(path, paths): of for path, of in metadata.items()}  # type: ignore[attr-defined]
+    return renamed
+
+
+def load_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
+    """``module.load_state_dict`` of a state with the names of the bare model."""
+    paths = bare_paths(module)
+    if any(path != inside for path, inside in paths.items()):
+        named = OrderedDict((name, state[b]) for name in module.state_dict() if (b := _bare_name(name, paths)) in state)
+        metadata = getattr(state, "_metadata", None)
+        if metadata is not None:
+            versions = {path: metadata[inside] for path, inside in paths.items() if inside in metadata}
+            named._metadata = versions  # type: ignore[attr-defined]
+        state = named
+    if strict:
+        module.load_state_dict(state)
+    else:
+        module.load_state_dict(state, strict=False)
+
+
+def _inside(thing: Any) -> Any:
+    """What is directly inside a wrapper; None for what is none."""
+    if isinstance(thing, nn.Module):
+        name = _attribute(thing)
+        return None if name is None else thing._modules[name]
+    inner = getattr(thing, "optimizer", None)
+    if (
+        isinstance(inner, Optimizer)
+        and getattr(thing, "param_groups", None) is inner.param_groups
+        and getattr(thing, "state", None) is inner.state
+        and thing.state_dict().keys() == inner.state_dict().keys()
+    ):
+        return inner
+    return None
+
+
+def _attribute(module: nn.Module) -> str | None:
+    """The name under which a wrapper has the module inside it; None for a module that is no wrapper, or has anything
+    of its own to save."""
+    if len(module._modules) != 1 or module._parameters or module._buffers:
+        return None
+    (name,) = module._modules
+    wraps = name in _WRAPPED or (name == "module" and isinstance(module, DistributedDataParallel | DataParallel))
+    return name if wraps else None
+
+
+def _bare_name(name: str, paths: Mapping[str, str]) -> str:
+    """The name of a parameter or buffer in the bare model. (Some wrappers have taken their part out of it already.)"""
+    path = name
+    while path not in paths:
+        path = path.rpartition(".")[0]
+    inside = paths[path]
+    return name if inside == path else (inside + name[len(path) :]).removeprefix(".")
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

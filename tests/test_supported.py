@@ -1,0 +1,157 @@
+"""What cannot be saved is refused before training begins, with what to do instead; at the latest after one step."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from training import model_of, train
+
+import dynaquant as dq
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what shards warns of much, e.g. of running on a CPU
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory):
+    """A group of one, which is enough to shard."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def refused(folder, *objects, **options) -> str:
+    """The message of the constructor, which leaves nothing behind."""
+    with pytest.raises(dq.StateError) as caught:
+        dq.Checkpointer(folder / "run", *objects, **options)
+    assert not (folder / "run").exists()
+    return str(caught.value)
+
+
+def fsdp(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def fsdp_inside(model: nn.Module) -> nn.Module:
+    model[1] = fsdp(model[1])
+    return model
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+
+
+def over_devices(model: nn.Module) -> nn.Module:
+    from torch.distributed.tensor import distribute_module
+
+    return distribute_module(model, dist.init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.parametrize(
+    ("shard", "where"),
+    [
+        (fsdp, "model: FullyShardedDataParallel shards the model; "),
+        (fsdp_inside, "model.1: FullyShardedDataParallel shards the model; "),
+        (fsdp2, "model: FSDPSequential shards the model; "),
+        (over_devices, "model.0.weight: DTensor is a tensor over several devices; "),
+    ],
+    ids=["FSDP", "FSDP inside", "fully_shard", "DTensor"],
+)
+def test_sharded_models_are_refused_with_what_to_do_instead(tmp_path, shard, where):
+    said = refused(tmp_path, shard(model_of()))
+    assert said.startswith(where)
+    assert said.endswith("train replicas (DistributedDataParallel), or save with torch.distributed.checkpoint")
+
+
+def test_an_optimizer_that_shards_its_state_is_refused(tmp_path):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = model_of()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    assert "take the optimizer that it wraps, on every rank" in refused(tmp_path, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("deepspeed.runtime.engine", "DeepSpeedEngine"),
+        ("fairscale.nn.data_parallel.sharded_ddp", "ShardedDataParallel"),
+    ],
+)
+def test_engines_that_shard_are_known_by_where_they_come_from(tmp_path, module, name):
+    engine = type(name, (nn.Linear,), {"__module__": module})(2, 2)
+    assert refused(tmp_path, engine).startswith(f"model: {name} shards the training; ")
+
+
+def test_an_optimizer_that_was_not_initialised_is_refused(tmp_path):
+    class Around(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.param_groups, self.state, self.inner = inner.param_groups, {}, inner
+
+    model = model_of()
+    said = refused(tmp_path, model, Around(torch.optim.SGD(model.parameters())))
+    assert "Around was not initialised as a torch.optim.Optimizer is; give the optimizer that" in said
+
+
+class Codes(torch.Tensor):
+    """A tensor of a class of its own, as quantized optimizers have them."""
+
+
+class Quantized(torch.optim.SGD):
+    """Its state is made by its first step."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["codes"] = torch.zeros_like(parameter).as_subclass(Codes)
+
+
+def test_a_state_of_tensor_subclasses_is_found_after_the_first_step(tmp_path):
+    model = model_of()
+    optimizer = Quantized(model.parameters(), lr=0.1)
+    with dq.Checkpointer(tmp_path, model, optimizer):
+        with pytest.raises(
+            dq.StateError, match=r"optimizer\.state\..*Codes cannot be stored; wrap its owner, as an extra"
+        ):
+            train(model, optimizer)
+        train(model, optimizer)  # it says so once
+    with pytest.raises(dq.StateError, match="Codes cannot be stored"):
+        dq.Checkpointer(tmp_path, model, optimizer)
+
+
+def test_the_first_step_is_looked_at_once_and_no_hook_stays(tmp_path):
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless"):
+        assert len(optimizer._optimizer_step_post_hooks) == 1
+        train(model, optimizer)
+        assert len(optimizer._optimizer_step_post_hooks) == 0
+    with dq.Checkpointer(tmp_path, model, torch.optim.SGD(model.parameters()), quality="lossless") as ckpt:
+        optimizer = ckpt._sources["optimizer"]
+    assert len(optimizer._optimizer_step_post_hooks) == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    epoch: int
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (1, r"epoch is 1, a plain value.*give a dictionary.*extras=\{'progress': \{'epoch': 1\}\}"),
+        ("x", r"epoch is 'x', a plain value.*\{'progress': \{'epoch': 'x'\}\}"),
+        ((1, 2), r"epoch is \(1, 2\), a plain value"),
+        (Frozen(1), "epoch: Frozen is frozen, so a restore could not set its fields"),
+    ],
+)
+def test_plain_values_are_refused_with_what_holds_them(tmp_path, value, said):
+    with pytest.raises(dq.StateError, match=said):
+        dq.Checkpointer(tmp_path, model_of(), extras={"epoch": value})

@@ -1,0 +1,54 @@
+"""Replicas of a training whose model is wrapped otherwise after every restart, for torchrun. Usage: … FOLDER"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import model_of, train
+
+import dynaquant as dq
+
+
+def compiled(module):
+    return torch.compile(module, backend="eager")
+
+
+WRAPPERS = {
+    "DDP compile": lambda m: DistributedDataParallel(compiled(m)),
+    "compile DDP": lambda m: compiled(DistributedDataParallel(m)),
+    "DDP": DistributedDataParallel,
+}
+
+
+def loss(model):
+    assert type(model) is nn.Sequential
+    return nn.functional.cross_entropy(model.eval()(torch.arange(40)), torch.arange(40)).item()
+
+
+def main(folder: Path) -> None:
+    report = {}
+    try:
+        dq.Checkpointer(folder / "other", model_of(24 + 8 * dist.get_rank()))
+    except dq.StateError as error:
+        report["other shapes"] = str(error)
+    for number, (name, wrap) in enumerate(WRAPPERS.items(), 1):
+        torch.manual_seed(number)
+        model = wrap(model_of())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with dq.Checkpointer(folder / "run", model, optimizer, evaluate=loss) as ckpt:
+            step = ckpt.restore() or number
+            train(model, optimizer, 2)
+            ckpt.save(step + 1).result()
+        report[name] = [step, step + 1]
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    main(Path(sys.argv[1]))
+    dist.destroy_process_group()
