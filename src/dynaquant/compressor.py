@@ -79,7 +79,7 @@ class Loss:
 class Compressed:
     """The tensors of a state as they are to be stored, by name (on rank 0), their labels, and how it was decided.
 
-    exact: the tensors as they were, if they are to be kept as well.
+    exact: the tensors as they were, if they are to be kept as well. weights: what ``Compressor.saved`` remembers.
     """
 
     tensors: dict[str, StoredTensor]
@@ -87,6 +87,7 @@ class Compressed:
     labels: dict[str, Label]
     decision: Decision
     notes: list[str]
+    weights: dict[str, _Last]
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,10 @@ class Compressor:
     def compress(
         self, tensors: Mapping[str, Tensor], label_of: Mapping[str, Label], seconds: dict[str, float]
     ) -> Compressed:
-        """What to store. tensors, label_of: of the whole state, by name. Adds to seconds by stage."""
+        """What to store. tensors, label_of: of the whole state, by name. Adds to seconds by stage.
+
+        ``saved`` is to be called once it is sure to be written.
+        """
         start = time.perf_counter()
         tensors = {n: t if t.device.type in ("cpu", "cuda") else t.cpu() for n, t in tensors.items()}
         gradients = {name: kept for recorder in self._recorders for name, kept in recorder.average.items()}
@@ -228,8 +232,6 @@ class Compressor:
         start = time.perf_counter()
         changed = {name: tensor for name, tensor in weights.items() if name not in unchanged}
         decision, notes = self._decide(changed, unchanged, label_of, gradients)
-        for recorder in self._recorders:
-            recorder.collect()
         quantized = {} if decision.configuration is None else {**decision.quantized, **unchanged}
         seconds["search"] += time.perf_counter() - start
 
@@ -240,15 +242,22 @@ class Compressor:
             small.update({master: small.pop(name) for name, master in master_of.items() if name in small})
             stored = {n: small[n] if n in small else _copy(t) for n, t in tensors.items() if n not in master_of}
             stored.update({n: _rounded(tensors[n].dtype, stored[m], m) for n, m in master_of.items()})
-        self._quantized_for = self.max_degradation
-        self._last = {n: _Last(tensor, samples[n], hashes.get(n)) for n, tensor in quantized.items()}
+        last = {n: _Last(tensor, samples[n], hashes.get(n)) for n, tensor in quantized.items()}
         labels = {**label_of, **{master: label_of[name] for name, master in master_of.items()}}
         exact: dict[str, StoredTensor] | None = None
         if self._keep_exact and self._group.rank == 0:
             kept = {n: known if isinstance(known := stored[n], Tensor) else _copy(t) for n, t in tensors.items()}
             exact = {**kept, **{n: Rounded(tensors[n].dtype, kept[m], m) for n, m in master_of.items()}}
         seconds["capture"] += time.perf_counter() - start
-        return Compressed(stored, exact, labels, decision, notes)
+        return Compressed(stored, exact, labels, decision, notes, last)
+
+    def saved(self, compressed: Compressed, interval: int | None) -> None:
+        """Goes on from what was compressed last: it is sure to be written. interval: steps to the next save."""
+        self._last = compressed.weights
+        self._quantized_for = self.max_degradation
+        for recorder in self._recorders:
+            recorder.collect()
+        self.expect(interval)
 
     def _decide(
         self,
