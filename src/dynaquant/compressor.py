@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, get_args
@@ -148,7 +147,6 @@ class Compressor:
         self._last: dict[str, _Last] = {}  # weights of the last checkpoint, by name
         self._quantized_for = self.max_degradation
         self._restored_step = 0
-        self._stack = ExitStack()
         self._recorders: list[GradientRecorder] = []
         if self._uses_gradients(loss.configuration):
             parameters = {
@@ -159,7 +157,6 @@ class Compressor:
             record = sum_of_squares if self.method == "grid" else moving_average
             for optimizer in self._optimizers:
                 self._recorders.append(GradientRecorder(parameters, optimizer, GRADIENT_WINDOW, interval, record))
-                self._stack.callback(self._recorders[-1].close)
 
     def _uses_gradients(self, configuration: Knobs | None) -> bool:
         if isinstance(configuration, Configuration):
@@ -190,8 +187,9 @@ class Compressor:
             recorder.expect(interval)
 
     def close(self) -> None:
-        """Takes hooks off the optimizer."""
-        self._stack.close()
+        """Takes hooks off the optimizer. Safe to call again, also where it was interrupted."""
+        for recorder in self._recorders:
+            recorder.close()
 
     def resume(self, header: Header, tensors: Mapping[str, StoredTensor], exact: bool) -> None:
         """Goes on from a checkpoint that was restored. exact: whether from its tensors as they were before."""
