@@ -48,7 +48,7 @@ class Training:
         inputs = torch.zeros(8, 6).uniform_() * 0 + 1
         loss = model(inputs.requires_grad_()).square().mean() + 1
         loss.backward()
-        return float(loss)
+        return loss.item()
 
     def checkpointer(self, folder, **options) -> dq.Checkpointer:
         options = {"evaluate": self.evaluate, "extras": {"order": self.order}} | options
@@ -346,6 +346,9 @@ def test_a_call_from_another_thread_meanwhile_is_refused_and_changes_nothing(tmp
 
 # Interrupts
 
+# Python ignores what is raised in a generator that is being deleted, and says so.
+ANYWHERE = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_in_evaluate_leaves_training_as_it_was(tmp_path, error):
@@ -371,6 +374,7 @@ def test_an_interrupt_in_evaluate_leaves_training_as_it_was(tmp_path, error):
     assert Run(tmp_path).steps() == [1]
 
 
+@ANYWHERE
 def test_after_an_interrupted_save_the_next_one_saves_what_it_would_have(tmp_path):
     """Gradients that were recorded are not lost, and what was found does not count."""
     identities = []
@@ -397,6 +401,7 @@ def spread(count: int, total: int) -> list[int]:
     return sorted({*edges, *random.Random(0).sample(range(total), count)})
 
 
+@ANYWHERE
 def test_a_save_that_is_interrupted_anywhere_changes_nothing_in_training(tmp_path):
     training = Training()
     with training.checkpointer(tmp_path, exact="latest", keep_last=2) as ckpt:
@@ -417,6 +422,7 @@ def test_a_save_that_is_interrupted_anywhere_changes_nothing_in_training(tmp_pat
     assert [Run(tmp_path).damage(step) for step in Run(tmp_path).steps()] == [None, None]
 
 
+@ANYWHERE
 def test_the_first_save_and_the_close_may_be_interrupted_anywhere(tmp_path):
     before = writers()
     training = Training()
@@ -434,6 +440,7 @@ def test_the_first_save_and_the_close_may_be_interrupted_anywhere(tmp_path):
         assert not training.optimizer._optimizer_step_pre_hooks
 
 
+@ANYWHERE
 def test_a_constructor_that_is_interrupted_anywhere_lets_go_of_the_run(tmp_path):
     training, made = Training(), []
 
@@ -447,6 +454,7 @@ def test_a_constructor_that_is_interrupted_anywhere_lets_go_of_the_run(tmp_path)
         training.checkpointer(tmp_path).close()
 
 
+@ANYWHERE
 def test_a_restore_that_was_interrupted_anywhere_can_be_done_again(tmp_path):
     training = Training()
     with training.checkpointer(tmp_path, exact="latest") as ckpt:

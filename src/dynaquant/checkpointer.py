@@ -375,7 +375,7 @@ class Checkpointer:
         others = self._group.gather(state_sources.randomness(self._sources) if self._group.rank else None)[1:]
         tree, tensors, label_of = self._group.together(lambda: self._collect([other for other in others if other]))
         seconds.update(capture=time.perf_counter() - start, search=0.0)
-        before = Untouched(self._sources)
+        before = Untouched(self._sources["model"], self._sources)
         try:
             compressed = self._compressor.compress(tensors, label_of, seconds)
             self._group.together(self._turn.check)

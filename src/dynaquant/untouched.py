@@ -13,15 +13,12 @@ from dynaquant.sources import generators, set_generators
 
 
 class Untouched:
-    """A model's parameters and buffers (which tensors they are), its training modes, whether gradients are recorded,
-    the global random number generators, and those among the sources.
-
-    sources: the model as ``"model"``, and perhaps generators. The tensors' values are not kept.
+    """A model's parameters and buffers (which tensors they are, not their values), its training modes, whether
+    gradients are recorded, the global random number generators, and those among other objects of the training.
     """
 
-    def __init__(self, sources: Mapping[str, Any]) -> None:
-        model: nn.Module = sources["model"]
-        self._sources = sources
+    def __init__(self, model: nn.Module, sources: Mapping[str, Any] | None = None) -> None:
+        self._sources = sources = sources or {}
         self._modules = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
         self._recorded = torch.is_grad_enabled()
         self._generators, self._global = generators(sources), rng.get_state()

@@ -70,7 +70,7 @@ def score(model: nn.Module, values: Mapping[str, Value], evaluate: Evaluate) -> 
     generators are as before when it returns or raises. All scores from one state of the generators see the same random
     numbers. Raises ValueError when the result is no number, and whatever ``evaluate`` raises.
     """
-    before = Untouched({"model": model})
+    before = Untouched(model)
     try:
         with torch.no_grad():
             _substitute(model, values)
