@@ -147,17 +147,23 @@ class Ledger:
             if commit.step not in there:
                 yield f"step {commit.step} is lost"
         for step in there:
-            if (damage := run.damage(step)) is not None:
-                yield f"damaged: {damage}"
+            try:
+                run.load(run.file(step))
+            except dq.CheckpointError as error:
+                yield f"damaged: {error}"
         if not self.commits:
             return
         newest = self.commits[-1]
         if summaries and summaries[-1].step != newest.step:
             yield f"the newest is step {summaries[-1].step}, not {newest.step}"
-        if newest.step in there and run.exact(run.file(newest.step)) is None:
-            yield f"the lossless copy of step {newest.step} is lost"
-        if (damage := run.damage_of_exact(newest.step)) is not None:
-            yield f"the lossless copy is damaged: {damage}"
+        try:
+            copy = run.exact(run.file(newest.step)) if newest.step in there else None
+            if copy is None:
+                yield f"the lossless copy of step {newest.step} is lost"
+            else:
+                run.load(copy)
+        except dq.CheckpointError as error:
+            yield f"the lossless copy of step {newest.step}: {error}"
 
     def wrong_when_restored(self, folder: Path) -> Iterator[str]:
         """What is wrong with what a new training restores from a run that nobody holds."""
