@@ -6,18 +6,20 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
+from copy import copy
+from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from dynaquant import sources as state_sources
 from dynaquant import supported
-from dynaquant.compressor import Compressor, Loss
+from dynaquant.compressor import Compressed, Compressor, Loss
 from dynaquant.distributed import Group
 from dynaquant.encoding import Base, Checkpoint
 from dynaquant.errors import CheckpointError
@@ -30,11 +32,14 @@ from dynaquant.retention import Retention, make_way, prune
 from dynaquant.roles import Label, labels
 from dynaquant.run import Run
 from dynaquant.schedule import Every, Schedule
-from dynaquant.search.manager import Decision
 from dynaquant.search.quality import Evaluate, of_several
 from dynaquant.state import flatten
+from dynaquant.turn import Turn
+from dynaquant.untouched import Untouched
+from dynaquant.writer import BackgroundWriter, check_process
 
 log = logging.getLogger("dynaquant")
+T = TypeVar("T")
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | Sequence[torch.optim.Optimizer]
 
@@ -133,11 +138,12 @@ class Checkpointer:
         self._damaged: set[int] = set()
         self._has_line = False  # whether a checkpoint was saved or restored
         self._base: Base | None = None
-        self._pending: Future[Record] | None = None
+        self._turn = Turn()
         self._closed = False
         self._run = Run(folder)
-        with ExitStack() as stack:
-            self._group.together(lambda: stack.enter_context(self._run.writer()) if self._group.rank == 0 else None)
+        with ExitStack() as undo:
+            hold = undo.enter_context(ExitStack())  # on the run; the writer's thread lets go of it
+            self._group.together(lambda: hold.enter_context(self._run.writer()) if self._group.rank == 0 else None)
             self._compressor = Compressor(
                 self._sources,
                 self._roles,
@@ -148,8 +154,9 @@ class Checkpointer:
                 self._group,
                 self._schedule.interval,
             )
-            stack.callback(self._compressor.close)
-            stack.callback(supported.check_after_first_step(self._sources))
+            undo.callback(self._compressor.close)
+            self._end_first_step_check = supported.check_after_first_step(self._sources)
+            undo.callback(self._end_first_step_check)
             # Mistakes are found now rather than at the first save. The optimizer's state is not there yet.
             early = {p: r for p, r in self._roles.items() if not p.startswith("optimizer.")}
             tensors = flatten(state_sources.collect(self._sources))[1]
@@ -161,8 +168,8 @@ class Checkpointer:
                     "holds them as an extra, e.g. extras={'masters': torch.nn.ParameterList(masters)}",
                     name,
                 )
-            self._writer = stack.enter_context(ThreadPoolExecutor(max_workers=1, thread_name_prefix="dynaquant"))
-            self._stack = stack.pop_all()
+            self._writer = BackgroundWriter[Record](self, hold.close)
+            undo.pop_all()
 
     @property
     def max_degradation(self) -> float:
@@ -210,8 +217,12 @@ class Checkpointer:
         new head or another optimizer; ``not_restored`` and logged warnings list it.
 
         Raises CheckpointError when there are checkpoints but none verifies, or that of ``step`` doesn't; StateError
-        when the checkpoint does not fit the objects; ValueError for a name in ``only`` that does not occur.
+        when the checkpoint does not fit the objects; ValueError for a name in ``only`` that does not occur. When it is
+        interrupted, the objects may be restored in part: restore again.
         """
+        return self._alone("restore", lambda: self._restore(step, only, strict))
+
+    def _restore(self, step: int | str | None, only: str | Collection[str] | None, strict: bool) -> int | None:
         self._check_open()
         restorer = Restorer(self._run, self._sources, self._group, only, strict, damaged=self._damaged)
         self._group.together(self.wait)
@@ -237,31 +248,48 @@ class Checkpointer:
         A checkpoint of the same step is replaced. Raises what went wrong in the previous save's background write;
         StateError for a state that cannot be stored. When ``evaluate`` raises, the weights are stored exactly, which
         the record notes; but under ``torch.distributed`` EvaluateError is raised on all ranks.
+
+        Whatever it raises, KeyboardInterrupt and what a signal handler raises included, training is as if it had not
+        been called, and the checkpoint is saved whole or not at all.
         """
+        return self._alone("save", lambda: self._save(step))
+
+    def _save(self, step: int) -> Future[Record]:
         self._check_open()
         if not hasattr(step, "__index__") or step < 0:
             raise ValueError(f"step must be an integer from 0 on, not {step!r}")
         step = operator.index(step)
-        self._schedule.saving(step)
+        schedule = copy(self._schedule)  # a save that ends early has not been
+        schedule.saving(step)
         start = time.perf_counter()
         self._group.together(self._prepare)
         seconds = {"wait": time.perf_counter() - start}
-        checkpoint, decision, notes = self._capture(step, seconds)
-        self._has_line = True
+        tree, compressed = self._capture(seconds)
+        decision = compressed.decision
         evaluations = sum(trial.degradation is not None for trial in decision.trials)
         share = min(1.0, TYPICAL_TRIALS / max(evaluations, 1))
-        self._schedule.saved(seconds["wait"] + seconds["capture"] + share * seconds["search"])
-        self._schedule.interval = self._group.gather(self._schedule.interval)[0]
-        self._compressor.expect(self._schedule.interval)
-        checkpoint.record.update(
-            json_of(decision, self._compressor.manager.history, self._schedule.interval, seconds, notes)
-        )
+        schedule.saved(seconds["wait"] + seconds["capture"] + share * seconds["search"])
+        schedule.interval = self._group.gather(schedule.interval)[0]
+        record = json_of(decision, self._compressor.manager.history, schedule.interval, seconds, compressed.notes)
+        saving: Future[Record]
         if self._group.rank == 0:
-            self._pending = self._writer.submit(self._write, checkpoint, decision.predicted)
-            return self._pending
-        elsewhere: Future[Record] = Future()
-        elsewhere.set_result(record_without_file(step, checkpoint.record))
-        return elsewhere
+            checkpoint = Checkpoint(
+                step,
+                tree,
+                compressed.tensors,
+                compressed.labels,
+                record,
+                coder=self._compressor.coder,
+                exact=compressed.exact,
+            )
+            saving = self._writer.hand_over(partial(self._write, checkpoint, decision.predicted))
+        else:
+            saving = Future()
+            saving.set_result(record_without_file(step, record))
+        self._schedule = schedule
+        self._has_line = True
+        self._compressor.saved(compressed, schedule.interval)
+        return saving
 
     def _prepare(self) -> None:
         if not self._has_line and self._group.rank == 0 and (found := self._run.summaries()[0]):
@@ -272,18 +300,23 @@ class Checkpointer:
             )
         self.wait()
 
-    def _capture(self, step: int, seconds: dict[str, float]) -> tuple[Checkpoint, Decision, list[str]]:
+    def _capture(self, seconds: dict[str, float]) -> tuple[Any, Compressed]:
+        """The tree of the state, and its tensors as they are to be stored. Training is as before."""
         start = time.perf_counter()
         others = self._group.gather(state_sources.randomness(self._sources) if self._group.rank else None)[1:]
         tree, tensors, label_of = self._group.together(lambda: self._collect([other for other in others if other]))
-        generators = state_sources.generators(self._sources)
         seconds.update(capture=time.perf_counter() - start, search=0.0)
-        compressed = self._compressor.compress(tensors, label_of, seconds)
-        state_sources.set_generators(self._sources, generators)  # ``evaluate`` may have drawn from them
-        checkpoint = Checkpoint(
-            step, tree, compressed.tensors, compressed.labels, coder=self._compressor.coder, exact=compressed.exact
-        )
-        return checkpoint, compressed.decision, compressed.notes
+        before = Untouched(state_sources.models_of(self._sources), self._sources)
+        try:
+            compressed = self._compressor.compress(tensors, label_of, seconds)
+            self._group.together(self._turn.check)
+        finally:
+            try:
+                before.put_back()
+            except BaseException:  # a signal came just then
+                before.put_back()
+                raise
+        return tree, compressed
 
     def _collect(self, other_ranks: list[dict[str, Any]]) -> tuple[Any, dict[str, Tensor], dict[str, Label]]:
         tree, tensors = flatten(state_sources.collect(self._sources, other_ranks))
@@ -324,16 +357,19 @@ class Checkpointer:
         if self._closed:
             raise ValueError(f"{self._run.folder}: this Checkpointer has been closed; make another one")
 
+    def _alone(self, name: str, action: Callable[[], T]) -> T:
+        """The action's result, while no other call of this Checkpointer goes on."""
+        check_process(self._writer.process)
+        if self._writer.is_here:
+            raise RuntimeError(f"{name} was called in the thread that writes (by log_to?): call it in the training's")
+        return self._turn.take(name, action)
+
     def wait(self) -> None:
-        """Waits for the background write, if any, and raises what went wrong in it, once."""
-        pending = self._pending
-        if pending is None:
-            return
-        try:
-            pending.result()
-        finally:
-            if pending.done():  # not when a signal has ended the waiting
-                self._pending = None
+        """Waits for the background write, if any, and raises what went wrong in it, once.
+
+        In the thread that writes, where ``log_to`` is called, there is nothing to wait for.
+        """
+        self._writer.wait()
 
     def records(self) -> list[Record]:
         """The records of the run's checkpoints, in the order of their commits."""
@@ -341,9 +377,19 @@ class Checkpointer:
         return [record_of(file) for file in self._run.files()[0]]
 
     def close(self) -> None:
-        """Waits for the last write, raises what went wrong in it, and lets the run go. Safe to call twice."""
+        """Waits for the last write, raises what went wrong in it, and lets the run go. Safe to call twice.
+
+        When the waiting is interrupted, the write still goes on, and then lets the run go.
+        """
+        if os.getpid() != self._writer.process:  # the run, and what is being written, are the parent's
+            self._close(lambda: None)
+        else:
+            self._alone("close", lambda: self._close(self._writer.close))
+
+    def _close(self, close_writer: Callable[[], None]) -> None:
         self._closed = True
         try:
-            self.wait()
+            close_writer()
         finally:
-            self._stack.close()
+            self._end_first_step_check()
+            self._compressor.close()

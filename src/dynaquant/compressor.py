@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, get_args
@@ -81,7 +80,7 @@ class Loss:
 class Compressed:
     """The tensors of a state as they are to be stored, by name (on rank 0), their labels, and how it was decided.
 
-    exact: the tensors as they were, if they are to be kept as well.
+    exact: the tensors as they were, if they are to be kept as well. weights: what ``Compressor.saved`` remembers.
     """
 
     tensors: dict[str, StoredTensor]
@@ -89,6 +88,7 @@ class Compressed:
     labels: dict[str, Label]
     decision: Decision
     notes: list[str]
+    weights: dict[str, _Last]
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,6 @@ class Compressor:
         self._last: dict[str, _Last] = {}  # weights of the last checkpoint, by name
         self._quantized_for = self.max_degradation
         self._restored_step = 0
-        self._stack = ExitStack()
         self._recorders: list[GradientRecorder] = []
         if self._uses_gradients(loss.configuration):
             parameters = {
@@ -160,7 +159,6 @@ class Compressor:
             record = sum_of_squares if self.method == "grid" else moving_average
             for optimizer in self._optimizers:
                 self._recorders.append(GradientRecorder(parameters, optimizer, GRADIENT_WINDOW, interval, record))
-                self._stack.callback(self._recorders[-1].close)
 
     def _uses_gradients(self, configuration: Knobs | None) -> bool:
         if isinstance(configuration, Configuration):
@@ -191,8 +189,9 @@ class Compressor:
             recorder.expect(interval)
 
     def close(self) -> None:
-        """Takes hooks off the optimizer."""
-        self._stack.close()
+        """Takes hooks off the optimizer. Safe to call again, also where it was interrupted."""
+        for recorder in self._recorders:
+            recorder.close()
 
     def resume(self, header: Header, tensors: Mapping[str, StoredTensor], exact: bool) -> None:
         """Goes on from a checkpoint that was restored. exact: whether from its tensors as they were before."""
@@ -212,7 +211,10 @@ class Compressor:
     def compress(
         self, tensors: Mapping[str, Tensor], label_of: Mapping[str, Label], seconds: dict[str, float]
     ) -> Compressed:
-        """What to store. tensors, label_of: of the whole state, by name. Adds to seconds by stage."""
+        """What to store. tensors, label_of: of the whole state, by name. Adds to seconds by stage.
+
+        ``saved`` is to be called once it is sure to be written.
+        """
         start = time.perf_counter()
         tensors = {n: t if t.device.type in ("cpu", "cuda") else t.cpu() for n, t in tensors.items()}
         gradients = {name: kept for recorder in self._recorders for name, kept in recorder.average.items()}
@@ -230,8 +232,6 @@ class Compressor:
         start = time.perf_counter()
         changed = {name: tensor for name, tensor in weights.items() if name not in unchanged}
         decision, notes = self._decide(changed, unchanged, label_of, gradients)
-        for recorder in self._recorders:
-            recorder.collect()
         quantized = {} if decision.configuration is None else {**decision.quantized, **unchanged}
         seconds["search"] += time.perf_counter() - start
 
@@ -242,15 +242,22 @@ class Compressor:
             small.update({master: small.pop(name) for name, master in master_of.items() if name in small})
             stored = {n: small[n] if n in small else _copy(t) for n, t in tensors.items() if n not in master_of}
             stored.update({n: _rounded(tensors[n].dtype, stored[m], m) for n, m in master_of.items()})
-        self._quantized_for = self.max_degradation
-        self._last = {n: _Last(tensor, samples[n], hashes.get(n)) for n, tensor in quantized.items()}
+        last = {n: _Last(tensor, samples[n], hashes.get(n)) for n, tensor in quantized.items()}
         labels = {**label_of, **{master: label_of[name] for name, master in master_of.items()}}
         exact: dict[str, StoredTensor] | None = None
         if self._keep_exact and self._group.rank == 0:
             kept = {n: known if isinstance(known := stored[n], Tensor) else _copy(t) for n, t in tensors.items()}
             exact = {**kept, **{n: Rounded(tensors[n].dtype, kept[m], m) for n, m in master_of.items()}}
         seconds["capture"] += time.perf_counter() - start
-        return Compressed(stored, exact, labels, decision, notes)
+        return Compressed(stored, exact, labels, decision, notes, last)
+
+    def saved(self, compressed: Compressed, interval: int | None) -> None:
+        """Goes on from what was compressed last: it is sure to be written. interval: steps to the next save."""
+        self._last = compressed.weights
+        self._quantized_for = self.max_degradation
+        for recorder in self._recorders:
+            recorder.collect()
+        self.expect(interval)
 
     def _decide(
         self,

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dynaquant import rng
 from dynaquant.names import named_parameters
+from dynaquant.untouched import Untouched
 
 Evaluate = Callable[[Any], float]
 """A metric of a bare model, or of a dictionary of several by name."""
@@ -79,24 +78,21 @@ def score(model: nn.Module, values: Mapping[str, Value], evaluate: Evaluate) -> 
     global random number generators are as before when it returns or raises. All scores from one state of the generators
     see the same random numbers. Raises ValueError when the result is no number, and whatever ``evaluate`` raises.
     """
-    generators = rng.get_state()
-    modes = [(module, module.training) for module in model.modules()]
+    before = Untouched(model)
     try:
-        with torch.no_grad(), _substituted(model, values):
+        with torch.no_grad():
+            _substitute(model, values)
             result = evaluate(model)
             try:
                 return float(result)
             except (TypeError, ValueError, RuntimeError):
                 raise ValueError(f"evaluate returned {reprlib.repr(result)}; it must return one number") from None
     finally:
-        for module, training in modes:
-            module.training = training
-        rng.set_state(generators)
+        before.put_back()
 
 
-@contextmanager
-def _substituted(model: nn.Module, values: Mapping[str, Value]) -> Iterator[None]:
-    """The model with other parameters and with copies of its buffers; its own are put back afterwards."""
+def _substitute(model: nn.Module, values: Mapping[str, Value]) -> None:
+    """Gives the model other parameters and copies of its buffers."""
     named = dict(named_parameters(model))
     # By memory, as a state has one tensor for parameters that are tied by their data only.
     given = {_memory(named[name]): value for name, value in values.items()}
@@ -114,23 +110,14 @@ def _substituted(model: nn.Module, values: Mapping[str, Value]) -> Iterator[None
         return nn.Parameter(copied, requires_grad=False)
 
     replacements = {id(parameter): replacement(parameter) for parameter in named.values()}
-    modules = list(model.modules())
-    originals = [(dict(module._parameters), dict(module._buffers)) for module in modules]
     copies: dict[int, Tensor] = {}
-    try:
-        for module in modules:
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = replacements[id(parameter)]
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
-        yield
-    finally:
-        for module, (parameters, buffers) in zip(modules, originals, strict=True):
-            for own, before in ((module._parameters, parameters), (module._buffers, buffers)):
-                own.clear()  # and with it what ``evaluate`` has registered
-                own.update(before)  # type: ignore[arg-type]
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = replacements[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:

@@ -1,0 +1,56 @@
+"""One call at a time: what another call would find half done is refused rather than found."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class _Call:
+    name: str
+    thread: int = field(default_factory=threading.get_ident)
+    refused: RuntimeError | None = None
+
+
+class Turn:
+    """Lets calls go on one at a time."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._call: _Call | None = None
+
+    def take(self, name: str, action: Callable[[], T]) -> T:
+        """The action's result. Raises RuntimeError, naming both, while another call goes on."""
+        mine = _Call(name)
+        # Nothing may be left taken, wherever a signal interrupts this: so it is taken inside of the block, and given
+        # back without a call.
+        try:
+            with self._mutex:
+                if self._call is not None:
+                    raise _refusal(mine, self._call)
+                self._call = mine
+            return action()
+        finally:
+            if self._call is mine:
+                self._call = None
+
+    def check(self) -> None:
+        """Raises what was raised where a call was made from inside the one that goes on, and perhaps caught there."""
+        if self._call is not None and self._call.refused is not None:
+            raise self._call.refused
+
+
+def _refusal(call: _Call, going_on: _Call) -> RuntimeError:
+    if call.thread == going_on.thread:
+        where = f"from inside it (by evaluate, or an object's state_dict): call {call.name} when it has returned"
+    else:
+        where = "from another thread: use a Checkpointer from one thread"
+    error = RuntimeError(f"{call.name} was called while {going_on.name} of the same Checkpointer goes on, {where}")
+    if call.thread == going_on.thread:
+        going_on.refused = error
+    return error
