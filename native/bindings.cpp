@@ -6,15 +6,20 @@
 #include <nanobind/stl/pair.h>
 
 #include <cstring>
+#include <optional>
+#include <span>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "conditional.hpp"
-#include "grid.hpp"
 #include "exact.hpp"
+#include "grid.hpp"
 #include "levels.hpp"
 #include "nearest.hpp"
 #include "sums.hpp"
 #include "tables.hpp"
+#include "threads.hpp"
 
 namespace nb = nanobind;
 
@@ -168,6 +173,8 @@ void decode_exact(const nb::bytes& stream, const Array<const std::uint8_t>& pare
     dynaquant::decode_exact(bytes, view(parent), itemsize, view(data));
 }
 
+std::size_t threads() { return dynaquant::thread_limit(dynaquant::Processors::of_this_thread()); }
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -175,6 +182,10 @@ NB_MODULE(_native, m) {
     m.attr("LEVEL_PRUNED") = dynaquant::level_pruned;
     m.attr("LEVEL_PROTECTED") = dynaquant::level_protected;
     m.attr("NO_SAY") = dynaquant::no_say;
+
+    m.def("threads", &threads,
+          "How many threads a call may keep busy, the calling thread included (docs/guide.md, \"Threads\").\n"
+          "ValueError: DYNAQUANT_THREADS is no positive number.");
 
     const char* histogram_doc = "Adds to counts[b] the number of values whose top 16 bits are b.";
     m.def("log_histogram", &log_histogram<std::uint32_t>, "values"_a.noconvert(), "counts"_a.noconvert(),
