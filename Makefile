@@ -41,7 +41,7 @@ native-variants: native-debug native-lto $(if $(HAS_CLANG),native-clang,no-clang
 
 native-%: .venv/ready  # the native tests and those of the format, which read the golden files, with a build of its own
 	$(call build-native,$*,$(options-$*))
-	DYNAQUANT_NATIVE=$$(echo build/$*/_native*.so) $(BIN)/pytest $(NATIVE_TESTS) tests/test_format.py
+	DYNAQUANT_NATIVE=$$(echo build/$*/_native*.so) $(BIN)/pytest -n 2 $(NATIVE_TESTS) tests/test_format.py
 
 no-clang:
 	@echo "WARNING: no clang++ with libc++ here, so the native core is not built with it" >&2

@@ -5,6 +5,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 
+#include <cstdint>
 #include <cstring>
 #include <optional>
 #include <span>
@@ -32,14 +33,22 @@ using Table = nb::ndarray<T, nb::shape<65536>, nb::c_contig, nb::device::cpu>;
 
 using Contexts = nb::ndarray<const std::uint8_t, nb::shape<256>, nb::c_contig, nb::device::cpu>;
 
+// An array may begin anywhere in a file that is mapped into memory; numbers must not.
+template <class T>
+T* aligned(T* data) {
+    if (reinterpret_cast<std::uintptr_t>(data) % alignof(T) != 0)
+        throw std::invalid_argument("an array does not begin at a multiple of the size of its elements");
+    return data;
+}
+
 template <class T>
 std::span<T> view(const Array<T>& array) {
-    return {array.data(), array.size()};
+    return {aligned(array.data()), array.size()};
 }
 
 template <class T>
 std::span<T, dynaquant::bucket_count> view(const Table<T>& table) {
-    return std::span<T, dynaquant::bucket_count>(table.data(), dynaquant::bucket_count);
+    return std::span<T, dynaquant::bucket_count>(aligned(table.data()), dynaquant::bucket_count);
 }
 
 std::span<const std::uint8_t, 256> view(const Contexts& table) {

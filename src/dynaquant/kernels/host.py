@@ -26,7 +26,9 @@ def empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().reshape(-1).contiguous()
+    flat = tensor.detach().cpu().reshape(-1).contiguous()
+    # A tensor of a mapped file may begin at any byte.
+    return flat if flat.data_ptr() % flat.element_size() == 0 else flat.clone()
 
 
 def _float32(tensor: Tensor) -> NDArray[np.float32]:
