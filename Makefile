@@ -3,7 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test lint sanitize benchmark-setup bench clean
+NATIVE_TESTS := tests/test_native.py tests/test_native_exact.py tests/test_native_conditional.py \
+  tests/test_native_threads.py tests/test_kernels.py
+
+.PHONY: demo test lint sanitize native-variants no-clang benchmark-setup bench clean
 
 demo: .venv/ready  ## train, crash, restore, compare
 	$(BIN)/dynaquant demo --out build/demo
@@ -16,14 +19,32 @@ lint: .venv/ready  ## formatting, lint, types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-sanitize: .venv/ready  ## the native tests with AddressSanitizer and UndefinedBehaviorSanitizer
-	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DDYNAQUANT_SANITIZE=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+# $(call build-native,NAME,OPTIONS): the native core in build/NAME.
+define build-native
+	$(BIN)/cmake -S . -B build/$(1) -G Ninja $(2) -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
 	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja -Dnanobind_DIR=$$($(BIN)/python -m nanobind --cmake_dir) > /dev/null
-	$(BIN)/cmake --build build/sanitize
+	$(BIN)/cmake --build build/$(1)
+endef
+
+sanitize: .venv/ready  ## the native tests with AddressSanitizer and UndefinedBehaviorSanitizer
+	$(call build-native,sanitize,-DDYNAQUANT_SANITIZE=ON)
 	DYNAQUANT_NATIVE=$$(echo build/sanitize/_native*.so) ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
-	  $(BIN)/pytest --capture=sys tests/test_native.py tests/test_native_exact.py tests/test_native_conditional.py \
-	  tests/test_kernels.py
+	  $(BIN)/pytest --capture=sys $(NATIVE_TESTS)
+
+HAS_CLANG = $(shell clang++ -std=c++20 -stdlib=libc++ -include span -x c++ -fsyntax-only /dev/null 2> /dev/null && echo yes)
+options-debug := -DCMAKE_BUILD_TYPE=Debug
+options-lto := -DCMAKE_INTERPROCEDURAL_OPTIMIZATION=ON
+options-clang := -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_CXX_FLAGS=-stdlib=libc++
+
+native-variants: native-debug native-lto $(if $(HAS_CLANG),native-clang,no-clang)  ## the core built in other ways
+
+native-%: .venv/ready  # the native tests and those of the format, which read the golden files, with a build of its own
+	$(call build-native,$*,$(options-$*))
+	DYNAQUANT_NATIVE=$$(echo build/$*/_native*.so) $(BIN)/pytest -n 2 $(NATIVE_TESTS) tests/test_format.py
+
+no-clang:
+	@echo "WARNING: no clang++ with libc++ here, so the native core is not built with it" >&2
 
 benchmark-setup: .venv/ready  ## what only the benchmarks need
 	$(PIP) --group benchmark

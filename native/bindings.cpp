@@ -5,16 +5,22 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 
+#include <cstdint>
 #include <cstring>
+#include <optional>
+#include <span>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "conditional.hpp"
-#include "grid.hpp"
 #include "exact.hpp"
+#include "grid.hpp"
 #include "levels.hpp"
 #include "nearest.hpp"
 #include "sums.hpp"
 #include "tables.hpp"
+#include "threads.hpp"
 
 namespace nb = nanobind;
 
@@ -27,14 +33,22 @@ using Table = nb::ndarray<T, nb::shape<65536>, nb::c_contig, nb::device::cpu>;
 
 using Contexts = nb::ndarray<const std::uint8_t, nb::shape<256>, nb::c_contig, nb::device::cpu>;
 
+// An array may begin anywhere in a file that is mapped into memory; numbers must not.
+template <class T>
+T* aligned(T* data) {
+    if (reinterpret_cast<std::uintptr_t>(data) % alignof(T) != 0)
+        throw std::invalid_argument("an array does not begin at a multiple of the size of its elements");
+    return data;
+}
+
 template <class T>
 std::span<T> view(const Array<T>& array) {
-    return {array.data(), array.size()};
+    return {aligned(array.data()), array.size()};
 }
 
 template <class T>
 std::span<T, dynaquant::bucket_count> view(const Table<T>& table) {
-    return std::span<T, dynaquant::bucket_count>(table.data(), dynaquant::bucket_count);
+    return std::span<T, dynaquant::bucket_count>(aligned(table.data()), dynaquant::bucket_count);
 }
 
 std::span<const std::uint8_t, 256> view(const Contexts& table) {
@@ -168,6 +182,8 @@ void decode_exact(const nb::bytes& stream, const Array<const std::uint8_t>& pare
     dynaquant::decode_exact(bytes, view(parent), itemsize, view(data));
 }
 
+std::size_t threads() { return dynaquant::thread_limit(dynaquant::Processors::of_this_thread()); }
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -175,6 +191,10 @@ NB_MODULE(_native, m) {
     m.attr("LEVEL_PRUNED") = dynaquant::level_pruned;
     m.attr("LEVEL_PROTECTED") = dynaquant::level_protected;
     m.attr("NO_SAY") = dynaquant::no_say;
+
+    m.def("threads", &threads,
+          "How many threads a call may keep busy, the calling thread included (docs/guide.md, \"Threads\").\n"
+          "ValueError: DYNAQUANT_THREADS is no positive number.");
 
     const char* histogram_doc = "Adds to counts[b] the number of values whose top 16 bits are b.";
     m.def("log_histogram", &log_histogram<std::uint32_t>, "values"_a.noconvert(), "counts"_a.noconvert(),

@@ -1,14 +1,19 @@
 // Bit streams. Bits fill each byte from the lowest upwards, so a value's low bits come first.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <span>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 namespace dynaquant {
+
+// Streams are little-endian, and parts of them are read and written as whole words of the machine.
+static_assert(std::endian::native == std::endian::little);
 
 class BitWriter {
 public:

@@ -14,13 +14,15 @@
 
 #include "bits.hpp"
 #include "frequencies.hpp"
+#include "level_rans.hpp"
 #include "little_endian.hpp"
 #include "parallel.hpp"
-#include "level_rans.hpp"
 #include "tables.hpp"
 
 namespace dynaquant {
 namespace {
+
+using namespace level_rans;
 
 using Bytes = std::span<const std::uint8_t>;
 

@@ -10,7 +10,7 @@
 #include <cstring>
 
 #include "cpu.hpp"
-#include "rans.hpp"
+#include "plane_rans.hpp"
 
 namespace dynaquant {
 
@@ -140,7 +140,7 @@ template <class U>
 [[gnu::always_inline]] inline void classes_loop(const std::uint8_t* parent, std::size_t count, unsigned top,
                                                 std::uint8_t* classes) {
     for (std::size_t i = 0; i < count; ++i)
-        classes[i] = class_of(static_cast<int>(top), static_cast<int>(exponent_of(load<U>(parent, i))));
+        classes[i] = plane_rans::class_of(static_cast<int>(top), static_cast<int>(exponent_of(load<U>(parent, i))));
 }
 
 template <class U>

@@ -9,10 +9,12 @@
 #include "element_planes.hpp"
 #include "little_endian.hpp"
 #include "parallel.hpp"
-#include "rans.hpp"
+#include "plane_rans.hpp"
 
 namespace dynaquant {
 namespace {
+
+using namespace plane_rans;
 
 using Bytes = std::span<const std::uint8_t>;
 using Block = std::vector<std::uint8_t>;

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <stdexcept>
 
-namespace dynaquant {
+namespace dynaquant::level_rans {
 namespace {
 
 // A frequency is written as its number of bits and the highest of them: an error of 1/32 costs next to nothing.
@@ -168,4 +168,4 @@ double bits_of(const Counts& counts, const Frequencies& frequencies) {
     return bits;
 }
 
-}  // namespace dynaquant
+}  // namespace dynaquant::level_rans

@@ -7,7 +7,7 @@
 #include "bits.hpp"
 #include "level_rans.hpp"
 
-namespace dynaquant {
+namespace dynaquant::level_rans {
 
 using Counts = std::array<std::uint64_t, 256>;
 using Frequencies = std::array<std::uint32_t, 256>;
@@ -24,4 +24,4 @@ Frequencies get_frequencies(BitReader& in, std::size_t symbols);
 // Bits of the symbols when coded with these frequencies, and of the table.
 double bits_of(const Counts& counts, const Frequencies& frequencies);
 
-}  // namespace dynaquant
+}  // namespace dynaquant::level_rans

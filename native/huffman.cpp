@@ -3,7 +3,8 @@
 
 #include <algorithm>
 #include <array>
-#include <numeric>
+#include <stdexcept>
+#include <utility>
 
 namespace dynaquant {
 namespace {

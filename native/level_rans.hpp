@@ -12,7 +12,7 @@
 #include <stdexcept>
 #include <vector>
 
-namespace dynaquant {
+namespace dynaquant::level_rans {
 
 inline constexpr unsigned frequency_bits = 12;
 inline constexpr std::uint32_t frequency_total = 1u << frequency_bits;
@@ -152,4 +152,4 @@ private:
     bool missing_ = false;
 };
 
-}  // namespace dynaquant
+}  // namespace dynaquant::level_rans

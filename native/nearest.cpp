@@ -1,3 +1,4 @@
+// The table that tells a conditional coder how near levels are to those of the parent.
 #include "nearest.hpp"
 
 #include <algorithm>
@@ -52,7 +53,8 @@ void check(std::span<const double> positions, std::span<const double> sources) {
     if (positions.size() < 2 || positions.size() > row_size || sources.empty() || sources.size() > row_size)
         throw std::invalid_argument("there are too few or too many levels");
     const auto is_number = [](double position) { return std::isfinite(position); };
-    if (!std::ranges::all_of(positions, is_number) || !std::ranges::all_of(sources, is_number))
+    if (!std::all_of(positions.begin(), positions.end(), is_number) ||
+        !std::all_of(sources.begin(), sources.end(), is_number))
         throw std::invalid_argument("a level lies nowhere");
 }
 
@@ -61,17 +63,19 @@ void check(std::span<const double> positions, std::span<const double> sources) {
 void nearest_levels(std::span<const double> positions, std::span<const double> sources, bool is_parent,
                     std::span<std::uint8_t, 65536> level_of) {
     check(positions, sources);
-    std::ranges::fill(level_of, std::uint8_t{0});
+    std::fill(level_of.begin(), level_of.end(), std::uint8_t{0});
     std::vector<std::size_t> along(sources.size());
     std::iota(along.begin(), along.end(), std::size_t{0});
-    std::ranges::stable_sort(along, {}, [&](std::size_t source) { return sources[source]; });
+    std::stable_sort(along.begin(), along.end(),
+                     [&](std::size_t a, std::size_t b) { return sources[a] < sources[b]; });
     Nearest nearest(positions);
     for (const std::size_t source : along) {
         const auto row = level_of.subspan(source * row_size, positions.size());
         // What was protected before probably is again; of other levels, none is a protected value's.
         const bool first = is_parent && source == level_protected;
         row[first ? 0 : row.size() - 1] = level_protected;
-        std::ranges::copy(nearest.to(sources[source]), row.begin() + (first ? 1 : 0));
+        const auto& sorted = nearest.to(sources[source]);
+        std::copy(sorted.begin(), sorted.end(), row.begin() + (first ? 1 : 0));
     }
     for (std::size_t source = sources.size(); source < row_size; ++source) {
         const auto row = level_of.subspan(source * row_size, positions.size());
@@ -82,7 +86,7 @@ void nearest_levels(std::span<const double> positions, std::span<const double> s
 void symbols_of_levels(std::span<const std::uint8_t, 65536> level_of, std::size_t symbols,
                        std::span<std::uint8_t, 65536> symbol_of) {
     if (symbols > row_size) throw std::invalid_argument("there are too many symbols");
-    std::ranges::fill(symbol_of, std::uint8_t{0});
+    std::fill(symbol_of.begin(), symbol_of.end(), std::uint8_t{0});
     for (std::size_t row = 0; row < symbol_of.size(); row += row_size)
         for (std::size_t symbol = 0; symbol < symbols; ++symbol)
             symbol_of[row + level_of[row + symbol]] = static_cast<std::uint8_t>(symbol);

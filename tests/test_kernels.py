@@ -127,6 +127,15 @@ def test_sums_of_the_rows_and_columns_of_large_matrices(shape):
     assert columns == pytest.approx(matrix.double().sum(0).numpy(), rel=1e-12, abs=1e-9)
 
 
+def test_tensors_at_an_odd_address_count_as_any_others():
+    weight = some((64, 10), torch.float32)
+    odd = torch.frombuffer(bytearray(b"\0" + weight.numpy().tobytes()), dtype=torch.float32, offset=1)
+    assert odd.data_ptr() % 4 == 1  # as safetensors gives those that follow an odd number of bytes
+    assert host.sums(odd) == host.sums(weight)
+    assert torch.equal(host.grid_levels(odd, 3.0, None)[0], host.grid_levels(weight, 3.0, None)[0])
+    assert np.array_equal(host.log_histogram(odd), host.log_histogram(weight))
+
+
 @on_devices
 def test_roots_are_rounded_correctly(where):
     tensor = torch.cat((torch.rand(20_000), torch.rand(20_000) * 1e-38, torch.tensor([0.0, 1e-45, 3e38, math.inf])))

@@ -179,6 +179,14 @@ def test_a_parent_level_beyond_the_modulus_is_refused_when_decoding_plain_deltas
         decoded(stream, 4, np.array([0, 1, 18, 0], dtype=np.uint8), 18, 1)
 
 
+def test_numbers_at_an_odd_address_are_refused():
+    odd = np.zeros(4 * BLOCK + 1, dtype=np.uint8)[1:]
+    with pytest.raises(ValueError, match="does not begin at a multiple"):
+        _native.log_histogram(odd.view(np.uint32), np.zeros(65_536, dtype=np.int64))
+    with pytest.raises(ValueError, match="does not begin at a multiple"):
+        _native.sums(odd.view(np.float32))
+
+
 def test_arrays_of_the_wrong_kind_are_refused():
     floats, levels = np.zeros(4, dtype=np.float32), np.zeros(8, dtype=np.uint8)
     with pytest.raises(TypeError):

@@ -7,6 +7,7 @@ LEVEL_PRUNED: int
 LEVEL_PROTECTED: int
 NO_SAY: int
 
+def threads() -> int: ...
 def log_histogram(values: NDArray[uint32] | NDArray[uint16], counts: NDArray[int64]) -> None: ...
 def assign_levels(
     values: NDArray[uint32] | NDArray[uint16],

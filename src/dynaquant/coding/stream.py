@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import chain
 from typing import Literal
 
 import numpy as np
 import torch
-from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from dynaquant.codebook import Centres, Codebook, Grid, LogGrid
 from dynaquant.coding import conditional, exact, planes, rearrange
 from dynaquant.codings import Coding, Conditional, Exact, Planes, Product, Raw, Rearranged, Reference, Rounding, Units
 from dynaquant.entry import MAX_EXPANSION, Entry
-from dynaquant.kernels.host import CORES
+from dynaquant.hashing import hash_of
 from dynaquant.quantized import (
     FIRST_BIN,
     Quantized,
@@ -40,9 +40,6 @@ Coder = Literal["conditional", "rearranged"]
 _TRY_ALONE_BELOW = 65_536
 _TRY_ZSTD_BELOW = 65_536
 """Bytes of small tensors, such as generators and tables of integers, in which zstd may find what repeats itself."""
-
-_SHARED_FROM = 1 << 17
-"""Values of a tensor that several threads hash together: to wake them costs more than hashing a smaller one."""
 
 
 def values_of(stored: StoredTensor) -> Tensor:
@@ -77,11 +74,8 @@ def stored_hash(stored: StoredTensor) -> str:
 
 
 def _hash_of(dtype: torch.dtype, shape: torch.Size, parts: Iterable[Tensor]) -> str:
-    hasher = blake3(max_threads=blake3.AUTO if CORES > 1 and shape.numel() >= _SHARED_FROM else 1)
-    hasher.update(f"{dtype_name(dtype)}{list(shape)}".encode())
-    for part in parts:
-        hasher.update(bytes_of(part).data)
-    return hasher.hexdigest()
+    described = f"{dtype_name(dtype)}{list(shape)}".encode()
+    return hash_of(chain([described], (bytes_of(part).data for part in parts)), shape.numel() * dtype.itemsize)
 
 
 @lru_cache(maxsize=4096)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,8 +11,7 @@ from dynaquant import _native
 
 Sensitivity = tuple[Tensor, NDArray[np.uint8]]
 """Of each value, float32, and a table of 65,536 of what it says about the level."""
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-PIECE = (1 << 17) * CORES
+PIECE = (1 << 17) * _native.threads()
 """Values that stay in the caches of the processors from one pass over them to the next."""
 _BUCKETS = 65_536
 _NOTHING = np.zeros(0, dtype=np.uint32)
@@ -29,7 +26,9 @@ def empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().reshape(-1).contiguous()
+    flat = tensor.detach().cpu().reshape(-1).contiguous()
+    # A tensor of a mapped file may begin at any byte.
+    return flat if flat.data_ptr() % flat.element_size() == 0 else flat.clone()
 
 
 def _float32(tensor: Tensor) -> NDArray[np.float32]:

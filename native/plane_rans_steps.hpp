@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <span>
 
-#include "rans.hpp"
+#include "plane_rans.hpp"
 
-namespace dynaquant {
+namespace dynaquant::plane_rans {
 
 inline constexpr std::uint32_t probability_whole = 1u << probability_bits;
 inline constexpr std::uint32_t lowest_state = 1u << 15;
@@ -57,4 +57,4 @@ struct Words {
 void decode_symbols(States& states, Words& words, const Slot* slots, const Classes& classes,
                     std::span<std::uint8_t> symbols);
 
-}  // namespace dynaquant
+}  // namespace dynaquant::plane_rans

@@ -13,7 +13,7 @@
 
 #include "bits.hpp"
 
-namespace dynaquant {
+namespace dynaquant::plane_rans {
 
 inline constexpr unsigned probability_bits = 11;
 inline constexpr std::size_t rans_states = 32;
@@ -63,4 +63,4 @@ void encode_plane(std::span<const std::uint8_t> symbols, std::span<const std::ui
 void decode_plane(std::span<const std::uint8_t>& in, const Classes& classes, RansScratch& scratch,
                   std::span<std::uint8_t> symbols);
 
-}  // namespace dynaquant
+}  // namespace dynaquant::plane_rans

@@ -1,5 +1,5 @@
 // The inner loops of rANS, plain and with AVX2.
-#include "rans_steps.hpp"
+#include "plane_rans_steps.hpp"
 
 #include <bit>
 #include <cstring>
@@ -7,7 +7,7 @@
 
 #include "cpu.hpp"
 
-namespace dynaquant {
+namespace dynaquant::plane_rans {
 namespace {
 
 std::size_t class_at(const Classes& classes, const std::uint8_t* symbols, std::size_t i) {
@@ -240,4 +240,4 @@ void decode_symbols(States& states, Words& words, const Slot* slots, const Class
     decode_plain(states, words, slots, classes, symbols.data(), done, symbols.size());
 }
 
-}  // namespace dynaquant
+}  // namespace dynaquant::plane_rans

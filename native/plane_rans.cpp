@@ -1,5 +1,5 @@
 // Order-0 entropy coding of one plane of bytes, each under the statistics of its class.
-#include "rans.hpp"
+#include "plane_rans.hpp"
 
 #include <algorithm>
 #include <bit>
@@ -8,9 +8,9 @@
 #include <numeric>
 #include <stdexcept>
 
-#include "rans_steps.hpp"
+#include "plane_rans_steps.hpp"
 
-namespace dynaquant {
+namespace dynaquant::plane_rans {
 namespace {
 
 using Bytes = std::span<const std::uint8_t>;
@@ -162,4 +162,4 @@ void decode_plane(Bytes& in, const Classes& classes, RansScratch& scratch, std::
         if (state != lowest_state) throw std::invalid_argument("the exact values do not end where they began");
 }
 
-}  // namespace dynaquant
+}  // namespace dynaquant::plane_rans
