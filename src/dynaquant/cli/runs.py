@@ -46,7 +46,7 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
             in_bytes(record.total.stored),
             f"{record.ratio:.2f}×",
             _ratio(record.roles["weight"]) if "weight" in record.roles else "–",
-            f"{quality['degradation']:+.2%}" if quality else "–",
+            f"{quality.degradation:+.2%}" if quality else "–",
             f"{record.limit:.2%}" if record.limit is not None else "–",
             in_short(chosen) if chosen else "exact",
             record.search or "–",
@@ -142,8 +142,8 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
     if quality := record.quality:
         yield (
             "quality",
-            f"{quality['original']:.6g} in training, {quality['restored']:.6g} as restored: "
-            f"{quality['degradation']:+.2%}" + ("" if record.limit is None else f" ({record.limit:.2%} allowed)"),
+            f"{quality.original:.6g} in training, {quality.restored:.6g} as restored: "
+            f"{quality.degradation:+.2%}" + ("" if record.limit is None else f" ({record.limit:.2%} allowed)"),
         )
     yield "seconds", ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in record.seconds.items()) or "unknown"
     for note in record.notes:

@@ -62,7 +62,7 @@ class Numbers:
     @property
     def worst(self) -> float | None:
         """The largest measured loss of quality; None where nothing was measured."""
-        measured = [row.record.quality["degradation"] for row in self.rows if row.record.quality]
+        measured = [row.record.quality.degradation for row in self.rows if row.record.quality]
         return max((loss for loss in measured if not math.isnan(loss)), default=None)
 
     @property
