@@ -20,7 +20,7 @@ from dynaquant import rng
 from dynaquant import sources as state_sources
 from dynaquant.coding.stream import StoredTensor
 from dynaquant.compressor import Compressor, Loss
-from dynaquant.container import CheckpointFile
+from dynaquant.container import CheckpointFile, is_step
 from dynaquant.distributed import Group, unwrapped
 from dynaquant.encoding import Base, Checkpoint
 from dynaquant.errors import CheckpointError, StateError
@@ -299,7 +299,7 @@ class Checkpointer:
         self._compressor.expect(self._schedule.interval)
 
     def save(self, step: int) -> Future[Record]:
-        """Saves the state as the checkpoint of ``step`` (0 or more).
+        """Saves the state as the checkpoint of ``step`` (0 to 2**63 - 1).
 
         Returns once the state is captured and its configuration found; encoding, writing and verifying go on in the
         background. The returned future's ``result()`` waits for them and is the save's record.
@@ -312,6 +312,8 @@ class Checkpointer:
         if not hasattr(step, "__index__") or step < 0:
             raise ValueError(f"step must be an integer from 0 on, not {step!r}")
         step = operator.index(step)
+        if not is_step(step):
+            raise ValueError("step must be less than 2**63, which is what a checkpoint file has room for")
         self._schedule.saving(step)
         start = time.perf_counter()
         self._group.together(self._prepare)

@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
+from dynaquant.files import open_file
 
 FORMAT_VERSION = 2
 """What is written. Version 1 is read as well: it lacks some codings."""
@@ -137,12 +138,9 @@ class CheckpointFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 self.size = os.fstat(file.fileno()).st_size
-                plain, streams_end = self._read_header(file)
-            self.header = self._parse(plain)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
+                self.header, streams_end = self._checked(file)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
         self._offsets: dict[str, int] = {}
@@ -152,6 +150,15 @@ class CheckpointFile:
             position += entry.size
         if position != streams_end:
             raise CheckpointError(f"{path}: the sizes of its streams do not add up to the size of the file")
+
+    def _checked(self, file: BinaryIO) -> tuple[Header, int]:
+        try:
+            plain, streams_end = self._read_header(file)
+            return self._parse(plain), streams_end
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+        except MemoryError as error:
+            raise CheckpointError(f"{self.path}: its header needs more memory than there is") from error
 
     def _read_header(self, file: BinaryIO) -> tuple[bytes, int]:
         start = file.read(_PREAMBLE.size)
@@ -203,7 +210,7 @@ class CheckpointFile:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"altered: its header cannot be understood ({error!r})") from None
         numbers = [header.step, header.sequence] + ([parent.step] if parent else [])
-        if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or (parent and type(parent.identity) is not str):
+        if not all(map(is_step, numbers)) or (parent and type(parent.identity) is not str):
             raise CheckpointError("altered: its step, sequence number or parent is no such thing")
         if len(header.by_name) != len(header.entries):
             raise CheckpointError("altered: a tensor occurs twice")
@@ -222,7 +229,7 @@ class CheckpointFile:
     def read(self, entry: Entry) -> bytes:
         """The stream of one tensor. Raises CheckpointError when the file cannot be read."""
         try:
-            with self.path.open("rb") as file:
+            with open_file(self.path) as file:
                 file.seek(self._offsets[entry.name])
                 stream = file.read(entry.size)
         except OSError as error:
@@ -230,6 +237,11 @@ class CheckpointFile:
         if len(stream) != entry.size:
             raise CheckpointError(f"{self.path}: truncated while it was open")
         return stream
+
+
+def is_step(value: Any) -> bool:
+    """Whether something that stands in a file can be a step: an integer from 0 to 2**63 - 1."""
+    return type(value) is int and 0 <= value < 2**63
 
 
 def no_constant(constant: str) -> Any:

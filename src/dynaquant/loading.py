@@ -15,6 +15,7 @@ from dynaquant.coding.stream import values_of
 from dynaquant.container import CheckpointFile
 from dynaquant.decoding import Tensors, load_tensor
 from dynaquant.errors import CheckpointError, StateError
+from dynaquant.files import kind_of
 from dynaquant.lazily import Lazy
 from dynaquant.run import Run
 from dynaquant.state import model_in, names_in, state_dict_in, unflatten
@@ -110,7 +111,11 @@ class Stored:
 def _newest(run: Run) -> CheckpointFile:
     summaries, broken = run.summaries()
     if not summaries:
-        what = "there are no checkpoints here" if run.folder.exists() else "there is no such file or folder"
+        if not run.folder.is_dir():
+            kind = kind_of(run.folder)
+            what = f"it is {kind}; give a file or a folder" if kind else "there is no such file or folder"
+        else:
+            what = "there are no checkpoints here"
         raise broken[0] if broken else CheckpointError(f"{run.folder}: {what}")
     return run.file(summaries[-1].step)
 
@@ -173,6 +178,8 @@ def load_into(model: nn.Module, path: str | os.PathLike[str], step: int | str | 
     for name in own.keys() & names.keys():
         if not isinstance(own[name], Tensor):
             problems.append(f"{name} of the model is a {type(own[name]).__name__}, which is no tensor")
+        elif own[name].is_nested:
+            problems.append(f"{name} of the model is a nested tensor, which cannot be stored")
         elif own[name].is_meta:
             problems.append(f"{name} of the model is on the meta device; give it memory with model.to_empty(device=…)")
         elif own[name].shape != (shape := shapes[names[name]].shape):

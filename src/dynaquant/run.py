@@ -6,7 +6,6 @@ and verified, and only then renamed.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.decoding import Tensors, load_tensors
 from dynaquant.encoding import Base, Checkpoint, coder_of, encode_tensor, verify
 from dynaquant.errors import CheckpointError
-from dynaquant.files import sync, tell_of_full_disk
+from dynaquant.files import make_folder, sync, sync_name, tell_of_full_disk
 from dynaquant.roles import Label
 
 SUFFIX = ".dqc"
@@ -34,7 +33,8 @@ def _let_go_in_child() -> None:
     _locked.clear()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+if hasattr(os, "register_at_fork"):  # not on Windows, which does not fork
+    os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _version(path: Path) -> tuple[int, int, int]:
@@ -60,9 +60,12 @@ class Run:
         Raises CheckpointError when another process (or Checkpointer) is writing to the folder.
         """
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            raise CheckpointError(f"{self.folder} is a file; a run needs a folder") from None
+            import fcntl  # noqa: PLC0415  # Windows has none; runs can be read there
+        except ImportError:
+            raise CheckpointError(
+                f"{self.folder}: this system has no flock, so runs can be read here, but not written"
+            ) from None
+        make_folder(self.folder)
         descriptor = os.open(self.folder, os.O_RDONLY)
         _locked.add(descriptor)
         try:
@@ -74,7 +77,8 @@ class Run:
                     "close it or use another folder"
                 ) from None
             for stray in self.folder.glob(f"*{SUFFIX}{_TEMPORARY}"):
-                stray.unlink()
+                if not stray.is_dir():
+                    stray.unlink()
             yield
         finally:
             if descriptor in _locked:
@@ -113,6 +117,8 @@ class Run:
 
     def file(self, step: int) -> CheckpointFile:
         """The checkpoint of a step. Raises CheckpointError when it is not there or not sound."""
+        if not 0 <= step < 2**63:
+            raise CheckpointError(f"{self.folder}: a step is an integer from 0 to 2**63 - 1")
         path = self.path(step)
         if not path.exists():
             steps = ", ".join(str(summary.step) for summary in self.summaries()[0]) or "none"
@@ -296,7 +302,7 @@ class Run:
     def _placed(self, written: CheckpointFile, path: Path) -> CheckpointFile:
         """The file that was written, under its name from now on."""
         written.path.replace(path)
-        sync(self.folder)
+        sync_name(path)
         return written.moved(path)
 
     def recode(self, file: CheckpointFile, tensors: Tensors, base: Base | None) -> CheckpointFile:
