@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 
 from dynaquant.coding import stream
 from dynaquant.coding.stream import StoredTensor, stored_hash
@@ -24,7 +25,14 @@ def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
     return load_tensors(chain, [name])[name]
 
 
-def _dependent_last(entries: Iterable[Entry]) -> list[Entry]:
+def told_of(step: int, path: Path, text: str) -> CheckpointError:
+    """What is wrong with a checkpoint or with one that it builds on, as an error that names the checkpoint."""
+    itself = f"checkpoint step {step}: "
+    return CheckpointError(text if text.startswith((itself, f"{path}: ")) else f"{itself}{text}")
+
+
+def dependent_last(entries: Iterable[Entry]) -> list[Entry]:
+    """The entries, those last that are made of other tensors of the same checkpoint."""
     return sorted(entries, key=lambda entry: other_of(entry.coding) is not None)
 
 
@@ -44,7 +52,7 @@ def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[
         if missing := sorted(others - known.keys()):
             raise CheckpointError(f"{file.path}: a tensor is made of {missing[0]}, which is not in it")
         entries += [known[name] for name in others - wanted.keys()]
-        needed.append(_dependent_last(entries))
+        needed.append(dependent_last(entries))
         wanted = dict.fromkeys(entry.name for entry in entries if entry.needs_parent)
         if not wanted:
             break
@@ -63,7 +71,7 @@ def load_tensors(chain: list[CheckpointFile], names: Collection[str], all_: bool
         for entry in entries:
             tensors[entry.name] = decode_tensor(file, entry, parents.get(entry.name), tensors)
             if isinstance(entry.coding, Reference):
-                _check_reference(file, entry, chain[i + 1])
+                check_reference(file, entry, chain[i + 1])
         for entry in entries if i == 0 or all_ else []:
             try:
                 digest = stored_hash(tensors[entry.name])
@@ -78,7 +86,8 @@ def load_tensors(chain: list[CheckpointFile], names: Collection[str], all_: bool
     return {name: tensors[name] for name in names}
 
 
-def _check_reference(file: CheckpointFile, entry: Entry, parent: CheckpointFile) -> None:
+def check_reference(file: CheckpointFile, entry: Entry, parent: CheckpointFile) -> None:
+    """Raises CheckpointError where the parent's tensor is not the one that an entry refers to."""
     if parent.header.by_name[entry.name].hash != entry.hash:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is not the tensor of its parent that it refers to")
 

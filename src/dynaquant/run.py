@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dynaquant.coding.stream import Coder, StoredTensor
 from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary
-from dynaquant.decoding import Tensors, load_tensors
+from dynaquant.decoding import Tensors, load_tensors, told_of
 from dynaquant.encoding import Base, Checkpoint, coder_of, encode_tensor, verify
 from dynaquant.errors import CheckpointError
 from dynaquant.files import make_folder, sync, sync_name, tell_of_full_disk
@@ -163,10 +163,7 @@ class Run:
         try:
             return load_tensors(self.chain(file), [entry.name for entry in file.header.entries])
         except CheckpointError as error:
-            itself = f"checkpoint step {file.header.step}: "
-            if str(error).startswith((itself, f"{file.path}: ")):
-                raise
-            raise CheckpointError(f"{itself}{error}") from error
+            raise told_of(file.header.step, file.path, str(error)) from error
 
     def damage(self, step: int) -> CheckpointError | None:
         """What is wrong with a checkpoint, by decoding it; twice, as a writer may have re-coded it in that moment."""

@@ -22,6 +22,7 @@ from dynaquant.record import Record, Size, record_of
 from dynaquant.run import Run
 from dynaquant.tags import tags_of
 from dynaquant.text import in_bytes
+from dynaquant.verifying import verify_run
 
 
 def log(folder: RunFolder, as_json: AsJson = False) -> None:
@@ -208,15 +209,10 @@ def verify(folder: RunFolder, as_json: AsJson = False) -> None:
         return
     run, broken = output.run_of(folder)
     summaries = run.summaries()[0]
+    found = dict(output.with_progress(verify_run(run), "verifying", len(summaries)))
     damaged = [str(error) for error in broken]
-    sound = 0
-    for summary in output.with_progress(summaries, "verifying", len(summaries)):
-        error = run.damage(summary.step) or run.damage_of_exact(summary.step)
-        if error is None:
-            sound += 1
-        elif run.path(summary.step).exists():  # else its writer has deleted it since it was listed
-            damaged.append(str(error))
-    _print_verified(sound, damaged, as_json)
+    damaged += [str(error) for summary in summaries if (error := found.get(summary.step)) is not None]
+    _print_verified(sum(error is None for error in found.values()), damaged, as_json)
 
 
 def _damage_of_file(path: Path) -> CheckpointError | None:
