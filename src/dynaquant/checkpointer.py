@@ -21,6 +21,7 @@ from dynaquant import sources as state_sources
 from dynaquant.coding.stream import StoredTensor
 from dynaquant.compressor import Compressor, Loss
 from dynaquant.container import CheckpointFile, is_step
+from dynaquant.decoding import memory_for
 from dynaquant.distributed import Group, unwrapped
 from dynaquant.encoding import Base, Checkpoint
 from dynaquant.errors import CheckpointError, StateError
@@ -274,7 +275,8 @@ class Checkpointer:
         now = state_sources.collect_to_compare(self._sources)  # outside: an object's own error is no damage of a file
         try:
             own_memory = places(now, source.header.tree, stored)
-            values = {name: own_memory[name] if name in own_memory else new(stored[name]) for name in stored}
+            with memory_for(source, *source.header.entries):
+                values = {name: own_memory[name] if name in own_memory else new(stored[name]) for name in stored}
             state = state_of(source, values)
             if not set(state_sources.RESERVED) <= set(state):
                 raise KeyError(*set(state_sources.RESERVED) - set(state))

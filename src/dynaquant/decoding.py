@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from dynaquant.coding import stream
@@ -11,8 +12,26 @@ from dynaquant.codings import Reference, other_of
 from dynaquant.container import CheckpointFile
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
+from dynaquant.text import in_bytes, plural
 
 Tensors = dict[str, StoredTensor]
+
+
+@contextmanager
+def memory_for(file: CheckpointFile, *entries: Entry) -> Iterator[None]:
+    """A block that decodes these tensors of a file: where there is not enough memory, raises CheckpointError, which
+    says how much they would take. A small file can claim to decode to much."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):  # PyTorch's words
+            raise
+        what = f"tensor {entries[0].name}" if len(entries) == 1 else plural(len(entries), "tensor")
+        raw, stored = (sum(sizes) for sizes in zip(*((entry.raw_size, entry.size) for entry in entries), strict=True))
+        raise CheckpointError(
+            f"{file.path}: there is not enough memory to decode {what}: {in_bytes(raw)}, says the file, of which "
+            f"{in_bytes(stored)} are stored; use a machine with more memory"
+        ) from MemoryError(str(error))
 
 
 def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
@@ -73,11 +92,7 @@ def load_tensors(chain: list[CheckpointFile], names: Collection[str], all_: bool
             if isinstance(entry.coding, Reference):
                 check_reference(file, entry, chain[i + 1])
         for entry in entries if i == 0 or all_ else []:
-            try:
-                digest = stored_hash(tensors[entry.name])
-            except ValueError as error:
-                raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
-            if digest != entry.hash:
+            if hash_of(file, entry, tensors[entry.name]) != entry.hash:
                 if not all_:
                     load_tensors(chain, names, all_=True)
                 raise CheckpointError(
@@ -100,6 +115,16 @@ def decode_tensor(
         assert parent is not None
         return parent
     try:
-        return stream.decode(entry, file.read(entry), parent, others.get(other_of(entry.coding) or ""))
+        with memory_for(file, entry):
+            return stream.decode(entry, file.read(entry), parent, others.get(other_of(entry.coding) or ""))
+    except ValueError as error:
+        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
+
+
+def hash_of(file: CheckpointFile, entry: Entry, stored: StoredTensor) -> str:
+    """The hash of what a tensor was decoded to. Raises CheckpointError when its parts do not fit each other."""
+    try:
+        with memory_for(file, entry):
+            return stored_hash(stored)
     except ValueError as error:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error

@@ -14,7 +14,7 @@ from dynaquant import codings
 from dynaquant.coding.stream import StoredTensor, values_of
 from dynaquant.codings import Coding, Conditional, Rearranged, Units
 from dynaquant.container import CheckpointFile
-from dynaquant.decoding import load_tensor, needed_entries
+from dynaquant.decoding import load_tensor, memory_for, needed_entries
 from dynaquant.entry import Entry
 from dynaquant.quantized import FIRST_BIN, PROTECTED, PRUNED, QuantizedTensor
 from dynaquant.record import Size
@@ -150,7 +150,10 @@ def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator
             yield Change(name, "reshaped")
         else:
             chains = chains or [run.chain(before), run.chain(after)]
-            yield _change(name, *(load_tensor(chain, name) for chain in chains))
+            stored = [load_tensor(chain, name) for chain in chains]
+            with memory_for(after, entry):
+                change = _change(name, *stored)
+            yield change
     yield from (Change(name, "removed") for name in old if name not in new)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dynaquant.coding.stream import values_of
 from dynaquant.container import CheckpointFile
-from dynaquant.decoding import Tensors, load_tensor
+from dynaquant.decoding import Tensors, load_tensor, memory_for
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.files import kind_of
 from dynaquant.lazily import Lazy
@@ -57,7 +57,9 @@ class Stored:
 
     def _values(self, name: str) -> Tensor:
         try:
-            return values_of(load_tensor(self.chain, name))
+            stored = load_tensor(self.chain, name)
+            with memory_for(self.file, self.file.header.by_name[name]):
+                return values_of(stored)
         except CheckpointError as error:
             self._damage = error
             raise
@@ -159,7 +161,9 @@ def load(
     run = Run(path)
     file = file_of(run, step) if step is not None else _newest(run)
     file, tensors = exact_of(run, file, []) or (file, run.load(file))
-    return state_of(file, {name: values_of(stored) for name, stored in tensors.items()})
+    with memory_for(file, *file.header.entries):
+        values = {name: values_of(stored) for name, stored in tensors.items()}
+    return state_of(file, values)
 
 
 def load_into(model: nn.Module, path: str | os.PathLike[str], step: int | str | None = None) -> None:

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from dynaquant.coding.stream import StoredTensor, stored_hash
+from dynaquant.coding.stream import StoredTensor
 from dynaquant.codings import Reference, other_of
 from dynaquant.container import CheckpointFile, Summary
-from dynaquant.decoding import Tensors, check_reference, decode_tensor, dependent_last, told_of
+from dynaquant.decoding import Tensors, check_reference, decode_tensor, dependent_last, hash_of, told_of
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
 from dynaquant.run import Run
@@ -129,11 +129,7 @@ def _check(file: CheckpointFile, entry: Entry, above: _Decoded | None, stored: S
         if entry.name in above.wrong:
             raise CheckpointError(above.wrong[entry.name])
         return
-    try:
-        same = stored_hash(stored) == entry.hash
-    except ValueError as error:
-        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
-    if not same:
+    if hash_of(file, entry, stored) != entry.hash:
         own = f"{file.path}: tensor {entry.name} does not decode to the values that were stored"
         of_parent = above.wrong.get(entry.name) if above is not None and entry.needs_parent else None
         raise CheckpointError(of_parent or own)
