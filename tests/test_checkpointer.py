@@ -683,6 +683,18 @@ def test_a_score_of_the_training_that_is_not_finite_does_not_keep_it_from_being_
     assert exact == (configuration is None)
 
 
+@pytest.mark.parametrize("step", [2**63, 2**64, 10**400], ids=["2**63", "2**64", "10**400"])
+def test_a_step_that_a_file_has_no_room_for_is_refused_before_anything_is_done(tmp_path, step):
+    model, optimizer = training_of()
+    called = []
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=lambda _: called.append(1) or 1.0) as ckpt:
+        with pytest.raises(ValueError, match=r"step must be less than 2\*\*63"):
+            ckpt.save(step)
+        assert (called, os.listdir(tmp_path)) == ([], [])
+        assert ckpt.save(2**63 - 1).result().step == 2**63 - 1
+        assert ckpt.restore() == 2**63 - 1
+
+
 @pytest.mark.parametrize("score", [float("nan"), float("inf")])
 @pytest.mark.parametrize("original", [1.0, 0.0])
 @FIXED

@@ -42,7 +42,7 @@ def tags_of(run: Run) -> list[Tag]:
                 text = file.read(_LARGEST + 1)
             if len(text) > _LARGEST:
                 continue
-            content = json.loads(text)
+            content = json.loads(text.decode())
             tag = Tag(path.name, content["step"], content["identity"])
         except (CheckpointError, OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
