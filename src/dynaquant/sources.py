@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from dynaquant import rng
 from dynaquant.errors import StateError
@@ -21,16 +22,20 @@ RESERVED = (RNG, CLASSES, PARAMETERS)
 names of the parameters in each group of an optimizer, which knows them only by their order."""
 
 
+_LOADER = (
+    "give a loader that knows where it is, as torchdata's StatefulDataLoader (with Accelerate, "
+    "DataLoaderConfiguration(use_stateful_dataloader=True)), or the generator of its sampler"
+)
+
+
 def check(sources: Mapping[str, Any]) -> None:
     """Raises StateError, naming it, for an object whose state cannot be taken or put back."""
     for name, source in sources.items():
         if isinstance(source, torch.Generator | np.random.Generator):
             continue
         if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
-            raise StateError(
-                f"{name}: {type(source).__qualname__} has no state_dict() and load_state_dict(); "
-                "wrap it in an object that has both"
-            )
+            advice = _LOADER if isinstance(source, DataLoader) else "wrap it in an object that has both"
+            raise StateError(f"{name}: {type(source).__qualname__} has no state_dict() and load_state_dict(); {advice}")
 
 
 def left_out(sources: Mapping[str, Any], tensors: Iterable[Tensor]) -> list[str]:
@@ -62,7 +67,7 @@ def collect(sources: Mapping[str, Any], other_ranks: Sequence[dict[str, Any]] = 
     """
     classes = {name: kind for name, source in sources.items() if (kind := _class(source)) is not None}
     return {
-        **{name: _state_of(source) for name, source in sources.items()},
+        **{name: _taken(name, source) for name, source in sources.items()},
         CLASSES: classes,
         PARAMETERS: _parameters(sources),
         RNG: {**rng.get_state(), "ranks": list(other_ranks)} if other_ranks else rng.get_state(),
@@ -179,6 +184,19 @@ def set_generators(sources: Mapping[str, Any], states: Mapping[str, Any]) -> Non
             source.set_state(states[name])
         elif name in states and isinstance(source, np.random.Generator):
             source.bit_generator.state = states[name]
+
+
+def _taken(name: str, source: Any) -> Any:
+    """The state of a source. Raises StateError, naming it, where an extra has none to give."""
+    try:
+        return _state_of(source)
+    except Exception as error:
+        if name in LAST or isinstance(source, nn.Module | torch.optim.Optimizer):
+            raise  # a mistake of its own: these have a state from the beginning
+        raise StateError(
+            f"{name}: state_dict() of {type(source).__qualname__} failed ({type(error).__name__}: {error}); "
+            f"{_LOADER if isinstance(source, DataLoader) else 'prepare it before it is given as an extra'}"
+        ) from error
 
 
 def _state_of(source: Any) -> Any:
