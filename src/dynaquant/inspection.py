@@ -160,7 +160,11 @@ def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator
 def _change(name: str, before: StoredTensor, after: StoredTensor) -> Change:
     one, other = values_of(before), values_of(after)
     wide = torch.complex128 if one.is_complex() else torch.float64
-    a, b = one.to(wide).reshape(-1), other.to(wide).reshape(-1)
+    try:
+        a, b = one.to(wide).reshape(-1), other.to(wide).reshape(-1)
+        changed = float((one != other).double().mean())
+    except NotImplementedError:  # of dtypes that PyTorch cannot count with
+        return Change(name, "changed")
     distance, norm = float(torch.linalg.vector_norm(b - a)), float(torch.linalg.vector_norm(a))
     moved = distance / norm if norm else (0.0 if distance == 0 else math.inf)
     migrated = None
@@ -170,9 +174,7 @@ def _change(name: str, before: StoredTensor, after: StoredTensor) -> Change:
         and before.codebook.bins == after.codebook.bins
     ):
         migrated = float(np.mean(before.levels != after.levels))
-    return Change(
-        name, "changed", moved if math.isfinite(moved) else None, float((one != other).double().mean()), migrated
-    )
+    return Change(name, "changed", moved if math.isfinite(moved) else None, changed, migrated)
 
 
 @dataclass(frozen=True)

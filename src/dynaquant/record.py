@@ -90,16 +90,17 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON values, for logs; numbers that JSON does not have become text."""
-        return {
-            **asdict(self),
-            "quality": _quality_to_json(self.quality),
-            "progress": number_to_json(self.progress),
-            "trials": [trial.to_json() for trial in self.trials],
-        }
+        trials = [trial.to_json() for trial in self.trials]
+        return {key: _plain(value) for key, value in (asdict(self) | {"trials": trials}).items()}
 
 
-def _quality_to_json(quality: Quality | None) -> dict[str, Any] | None:
-    return None if quality is None else {key: number_to_json(value) for key, value in asdict(quality).items()}
+def _plain(value: Any) -> Any:
+    """A JSON value with text for the numbers that JSON does not have, wherever they are."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return number_to_json(value) if isinstance(value, float) else value
 
 
 def json_of(
@@ -108,7 +109,7 @@ def json_of(
     """What a checkpoint's header keeps of its save."""
     return {
         "configuration": knobs_to_json(decision.configuration),
-        "quality": _quality_to_json(decision.quality),
+        "quality": decision.quality and _plain(asdict(decision.quality)),
         "search": {
             "kind": decision.search,
             "judged_by": decision.judged_by,

@@ -93,18 +93,23 @@ def numbers_of(
     """
     passed_over = [str(error) for error in broken]
     chains: dict[Parent, list[CheckpointFile]] = {}
+    without_chain: dict[Parent, str] = {}
     rows: list[Row] = []
     exact = 0
     for file in files:
         header = file.header
+        itself = Parent(header.step, header.identity)
         above = [] if header.parent is None else chains.get(header.parent)
         restore = None
         try:
+            if header.parent in without_chain:
+                raise CheckpointError(without_chain[header.parent])
             # Where the parent is not known, Run.chain says what is wrong with it.
-            chain = run.chain(file) if above is None else [file, *above]
-            restore = restore_cost(chain)
-            chains[Parent(header.step, header.identity)] = chain
+            chains[itself] = run.chain(file) if above is None else [file, *above]
+            restore = restore_cost(chains[itself])
         except CheckpointError as error:
+            if itself not in chains:
+                without_chain[itself] = str(error)
             passed_over.append(f"step {header.step} is listed, but cannot be restored: {error}")
         try:
             if (twin := run.exact(file)) is not None:
