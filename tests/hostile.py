@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 import traceback
+import warnings
 from pathlib import Path
 
 import plotly.offline  # noqa: F401  # before memory is limited
@@ -94,6 +95,7 @@ def timed(function, *arguments, **options) -> dict:
 def main() -> None:
     signal.signal(signal.SIGALRM, too_long)
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # PyTorch's, on dtypes that it counts as experimental
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from crafted import entry, header, write
 from torch import nn
 from training import model_of, train
 
@@ -116,3 +117,27 @@ def test_no_more_than_a_checkpoint_and_its_parent_are_in_memory_along_a_chain(tm
     monkeypatch.setattr(CheckpointFile, "__init__", watched)
     assert sum(error is not None for error in verified(run).values()) == 5
     assert most <= 4  # with a file of each that is only looked at
+
+
+def test_a_chain_of_1500_is_verified_in_reads_of_each_file_that_do_not_grow(tmp_path, monkeypatch):
+    same = entry("w", b"\0" * 8, size=0, coding={"kind": "reference"})
+    plain = header(entry("w", b"\0" * 8))
+    write(tmp_path, plain, b"\0" * 8)
+    for step in range(2, 1501):
+        parent = {"step": plain["step"], "identity": plain["identity"]}
+        plain = header(same, step=step, sequence=step, parent=parent)
+        write(tmp_path, plain)
+    opened, opens = 0, CheckpointFile.__init__
+
+    def counted(file, path):
+        nonlocal opened
+        opened += 1
+        opens(file, path)
+
+    monkeypatch.setattr(CheckpointFile, "__init__", counted)
+    assert verified(Run(tmp_path)) == dict.fromkeys(range(1, 1501))
+    assert opened <= 3 * 1500
+    Run(tmp_path).path(700).unlink()
+    opened = 0
+    assert sum(error is not None for error in verified(Run(tmp_path)).values()) == 800
+    assert opened <= 6 * 1500
