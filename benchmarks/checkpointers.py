@@ -94,7 +94,7 @@ class Ours:
             record.step,
             (weights.raw, weights.stored),
             (record.total.raw, record.total.stored),
-            record.quality["degradation"] if record.quality else 0.0,
+            record.quality.degradation if record.quality else 0.0,
             record.evaluations,
             blocked,
             str(record.configuration),

@@ -250,7 +250,7 @@ def published(original: State, folder: Path) -> Compressed:
     ) as checkpointer:
         record = checkpointer.save(0).result()
     seconds = process_time() - start
-    good = record.quality is not None and record.quality["degradation"] <= LIMIT
+    good = record.quality is not None and record.quality.degradation <= LIMIT
     return Compressed(
         PUBLISHED, str(record.configuration), dq.load(folder)["model"], record.total.stored, seconds, good
     )

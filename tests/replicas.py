@@ -4,6 +4,7 @@ Usage: torchrun … replicas.py {two,four} FOLDER
 """
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -91,7 +92,9 @@ class Replica:
             return {"error": type(error).__name__, "says": str(error), "same files": before == after}
         finally:
             dist.barrier()
-        return {"record": record.to_json(), "calls": self.calls, "weights": plain(self.model)}
+        ratio = None if math.isnan(record.ratio) else record.ratio
+        file = {"ratio": ratio, "keyframe": record.keyframe, "ratios": [known.ratio for known in ckpt.records()]}
+        return {"record": record.to_json(), "file": file, "calls": self.calls, "weights": plain(self.model)}
 
     def draws(self) -> dict:
         """The next random numbers."""

@@ -17,6 +17,7 @@ import dynaquant as dq
 from dynaquant.container import CheckpointFile
 from dynaquant.record import record_of
 from dynaquant.run import Run
+from dynaquant.search.quality import Quality
 from dynaquant.sources import collect
 from dynaquant.state import flatten
 
@@ -106,14 +107,14 @@ def test_the_restored_weights_are_the_evaluated_ones_and_the_rest_is_exact(tmp_p
             tried = [trial.configuration for trial in record.trials]
             scored = seen[originals + tried.index(record.configuration)]
             with torch.no_grad():
-                assert record.quality["original"] == metric(model)
+                assert record.quality.original == metric(model)
                 model.train()
     model, optimizer = training_of(1)
     with dq.Checkpointer(tmp_path, model, optimizer) as other:
         assert other.restore() == 3
     restored = weights_of(model)
     assert bits(restored) == bits(scored)
-    assert metric(model) == record.quality["restored"]
+    assert metric(model) == record.quality.restored
     assert bits(named_state(optimizer, model=model)) == bits(dq.load(tmp_path)["optimizer"])
     assert (bits(named_state(optimizer, model=model)) == optimizer_state) == bool(way)
     changed = {name for name in original if bits(original[name]) != bits(restored[name])}
@@ -631,7 +632,7 @@ def test_an_evaluation_that_fails_costs_no_checkpoint_and_leaves_training_as_bef
         evaluate.fails = False
         train(model, optimizer)
         after = ckpt.save(2).result()
-        assert (after.quality["degradation"], after.notes) == (0, [])
+        assert (after.quality.degradation, after.notes) == (0, [])
         assert after.search == ("fixed" if configuration else "exhaustive" if way else "scale")
         assert configuration in (None, after.configuration)
     assert record == as_kept(tmp_path, record)
@@ -682,6 +683,18 @@ def test_a_score_of_the_training_that_is_not_finite_does_not_keep_it_from_being_
     assert exact == (configuration is None)
 
 
+@pytest.mark.parametrize("step", [2**63, 2**64, 10**400], ids=["2**63", "2**64", "10**400"])
+def test_a_step_that_a_file_has_no_room_for_is_refused_before_anything_is_done(tmp_path, step):
+    model, optimizer = training_of()
+    called = []
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=lambda _: called.append(1) or 1.0) as ckpt:
+        with pytest.raises(ValueError, match=r"step must be less than 2\*\*63"):
+            ckpt.save(step)
+        assert (called, os.listdir(tmp_path)) == ([], [])
+        assert ckpt.save(2**63 - 1).result().step == 2**63 - 1
+        assert ckpt.restore() == 2**63 - 1
+
+
 @pytest.mark.parametrize("score", [float("nan"), float("inf")])
 @pytest.mark.parametrize("original", [1.0, 0.0])
 @FIXED
@@ -690,9 +703,9 @@ def test_a_score_of_the_restored_weights_that_is_not_finite_is_in_the_record(tmp
     options = {"evaluate": only_restored(model, original, score), "configuration": configuration}
     with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         record = ckpt.save(1).result()
-        assert bits(record.quality) == bits({"original": original, "restored": score, "degradation": score})
+        assert repr(record.quality) == repr(Quality(original, score, score))  # as text, in which NaN is itself
         assert record.notes[-1] == "the metric is not finite: what this checkpoint costs is unknown"
-        assert bits(ckpt.records()[0].quality) == bits(record.quality)
+        assert repr(ckpt.records()[0].quality) == repr(record.quality)
         assert bits(ckpt.records()[0].trials[0].degradation) == bits(score)
 
 
@@ -713,8 +726,8 @@ def test_a_loss_that_was_zero_does_not_keep_a_checkpoint_from_being_saved(tmp_pa
     model, optimizer = training_of()
     options = {"evaluate": only_restored(model, 0.0, 0.5), "configuration": configuration}
     with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
-        assert ckpt.save(1).result().quality["degradation"] == float("inf")
-        assert ckpt.records()[0].quality["degradation"] == float("inf")
+        assert ckpt.save(1).result().quality.degradation == float("inf")
+        assert ckpt.records()[0].quality.degradation == float("inf")
 
 
 @pytest.mark.parametrize("method", ["grid", "published"])

@@ -229,7 +229,7 @@ def test_a_file_of_another_version_says_which(tmp_path):
 
 def test_a_folder_in_place_of_a_file_is_an_error(tmp_path):
     (tmp_path / "some.dqc").mkdir()
-    with pytest.raises(CheckpointError, match=r"some\.dqc: cannot be read \(Is a directory\)"):
+    with pytest.raises(CheckpointError, match=r"some\.dqc is a folder, and no file"):
         CheckpointFile(tmp_path / "some.dqc")
 
 

@@ -143,6 +143,14 @@ def test_all_ranks_come_to_the_same_decision(saves):
     assert "neighbourhood" in searches
 
 
+def test_ranks_that_write_no_file_do_not_say_how_small_it_is(two):
+    for first, other in zip(*(report["saves"] for report in two), strict=True):
+        assert first["file"]["ratio"] > 1
+        assert first["file"]["keyframe"] == (first["record"]["parent"] is None)
+        assert (other["file"]["ratio"], other["file"]["keyframe"]) == (None, None)
+    assert min(two[1]["saves"][-1]["file"]["ratios"]) > 1  # what the run holds can be read on every rank
+
+
 def test_after_a_restore_all_ranks_keep_the_same_progress(two):
     for outcomes in zip(*(report["later"] for report in two), strict=True):
         assert outcomes[0]["weights"] == outcomes[1]["weights"]

@@ -1,6 +1,9 @@
 """Files and folders that are there whole or not at all, after a power cut too."""
 
+import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ import dynaquant as dq
 from dynaquant.files import new_folder, replacing
 from dynaquant.packing import Packer, compress
 from dynaquant.run import Run
-from dynaquant.tags import set_tag
+from dynaquant.tags import remove_tag, set_tag, tags_of
 
 
 @pytest.fixture
@@ -83,3 +86,90 @@ def test_on_an_error_nothing_is_left_and_nothing_changed(tmp_path):
             half(place)
     assert os.listdir(tmp_path) == ["out"]
     assert (tmp_path / "out").read_text() == "precious"
+
+
+def test_new_folders_are_durable_in_those_that_they_lie_in(tmp_path, done, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with dq.Checkpointer("a/b/run", nn.Linear(4, 4)) as ckpt:
+        made = {path for what, path in done if what == "durable"}
+        assert made == {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")}
+        ckpt.save(1).result()
+    done.clear()
+    set_tag(Run("a/b/run"), "best", Run("a/b/run").file(1))
+    assert ("durable", str(tmp_path / "a" / "b" / "run")) in done
+    done.clear()
+    remove_tag(Run("a/b/run"), "best")
+    assert done == [("durable", str(tmp_path / "a" / "b" / "run" / "tags"))]
+
+
+@pytest.fixture
+def failing_sync(monkeypatch):
+    """Syncing a folder fails as on a disk that does, once something lies in it that begins with one of the names."""
+    names, fsync = set(), os.fsync
+
+    def failing(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if os.path.isdir(path) and any(name.startswith(tuple(names)) for name in os.listdir(path)):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    return names
+
+
+def test_a_folder_that_cannot_be_synced_is_named_and_the_checkpoint_is_there(tmp_path, failing_sync):
+    with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
+        ckpt.save(1).result()
+        failing_sync.add("step-000000000002")
+        ckpt.save(2)
+        with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}'") as caught:
+            ckpt.save(3)
+        path = tmp_path / "step-000000000002.dqc"
+        assert caught.value.__notes__ == [f"{path} is in place, but may be gone after a power cut; check the disk"]
+        failing_sync.clear()
+        assert ckpt.restore() == 2
+        ckpt.save(3).result()
+    assert Run(tmp_path).steps() == [1, 2, 3]
+    assert all(Run(tmp_path).damage(step) is None for step in (1, 2, 3))
+
+
+def test_so_is_that_of_any_other_file(tmp_path, failing_sync):
+    failing_sync.add("out")
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}'") as caught:  # noqa: SIM117
+        with replacing(tmp_path / "out") as file:
+            file.write(b"whole")
+    assert "out is in place" in caught.value.__notes__[0]
+    assert (tmp_path / "out").read_bytes() == b"whole"
+
+
+KILLED = """
+import os, signal, sys
+import dynaquant as dq
+from dynaquant import files, tags
+from dynaquant.run import Run
+run = Run(sys.argv[1])
+os.link = os.replace = lambda *_others, **_options: os.kill(os.getpid(), signal.SIGKILL)
+tags.set_tag(run, "killed", run.file(1))
+"""
+
+
+def test_what_a_killed_tag_has_left_is_cleared_away_by_the_next_one(tmp_path):
+    with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
+        ckpt.save(1).result()
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False, timeout=60)
+    assert done.returncode < 0
+    run = Run(tmp_path)
+    assert [path.suffix for path in (tmp_path / "tags").iterdir()] == [".tmp"]
+    assert tags_of(run) == []
+    set_tag(run, "best", run.file(1))
+    assert [path.name for path in (tmp_path / "tags").iterdir()] == ["best"]
+
+
+def test_what_a_killed_writer_has_left_is_cleared_away_by_the_next_one(tmp_path):
+    with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
+        ckpt.save(1).result()
+    for name in ("step-000000000002.dqc.tmp", "exact-000000000002.dqc.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    (tmp_path / "step-000000000003.dqc.tmp").mkdir()  # nothing that a writer leaves
+    with dq.Checkpointer(tmp_path, nn.Linear(4, 4)):
+        assert sorted(os.listdir(tmp_path)) == ["step-000000000001.dqc", "step-000000000003.dqc.tmp"]

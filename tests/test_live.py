@@ -42,7 +42,7 @@ def test_curves_show_the_numbers_of_the_records(tmp_path):
         assert at["bytes"] == record.total.stored
         assert at["ratio"] == record.ratio
         assert at["weight/ratio"] == record.roles["weight"].ratio
-        assert at["quality/degradation"] == record.quality["degradation"]
+        assert at["quality/degradation"] == record.quality.degradation
         assert at["seconds/write"] == record.seconds["write"]
         assert at["scale"] == record.configuration.scale
 

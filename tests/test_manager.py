@@ -73,9 +73,9 @@ def test_no_checkpoint_degrades_by_more_than_is_allowed(tmp_path, evaluate, max_
         assert record.limit == max_degradation
         assert record.judged_by == "evaluate"
         if record.search != "lossless":
-            assert record.quality["degradation"] <= record.limit
+            assert record.quality.degradation <= record.limit
             chosen = next(trial for trial in record.trials if trial.configuration == record.configuration)
-            assert chosen.degradation == record.quality["degradation"]
+            assert chosen.degradation == record.quality.degradation
             assert chosen.predicted == (None if method == "grid" else round(record.predicted))
 
 
@@ -98,9 +98,9 @@ def test_where_higher_is_better_a_higher_metric_is_no_degradation(tmp_path, meth
     ) as ckpt:
         record = ckpt.save(1).result()
     quality = record.quality
-    assert quality["original"] == pytest.approx(-loss(model))
-    assert quality["degradation"] == pytest.approx((quality["original"] - quality["restored"]) / loss(model))
-    assert quality["degradation"] <= record.limit
+    assert quality.original == pytest.approx(-loss(model))
+    assert quality.degradation == pytest.approx((quality.original - quality.restored) / loss(model))
+    assert quality.degradation <= record.limit
     assert len({trial.degradation > record.limit for trial in record.trials}) == 2
 
 
@@ -200,7 +200,7 @@ def test_a_model_without_embeddings_is_searched_too(tmp_path):
     with checkpointer(tmp_path, model, evaluate=Movement(model, 1.0)) as ckpt:
         record = ckpt.save(1).result()
     assert record.search == "exhaustive"
-    assert record.quality["degradation"] <= record.limit
+    assert record.quality.degradation <= record.limit
     assert {trial.configuration.embedding_bins for trial in record.trials} == {32}
 
 
@@ -230,7 +230,7 @@ def test_weights_that_have_not_changed_are_quantized_again_where_less_is_allowed
         for step, ckpt.max_degradation in enumerate((0.02, 0.001)):
             record = ckpt.save(step).result()
             assert record.search != "lossless"
-            assert record.quality["degradation"] <= ckpt.max_degradation
+            assert record.quality.degradation <= ckpt.max_degradation
 
 
 @pytest.mark.parametrize("configuration", [dq.Configuration(bins=4), dq.GridConfiguration(scale=-60)], ids=str)
@@ -239,7 +239,7 @@ def test_a_configuration_of_the_users_is_not_searched_for(tmp_path, configuratio
         assert record.search == "fixed"
         assert record.configuration == configuration
         assert record.limit is None
-        assert record.quality["degradation"] > 0.01
+        assert record.quality.degradation > 0.01
         assert [trial.configuration for trial in record.trials] == [configuration]
 
 
@@ -257,7 +257,7 @@ def test_a_lower_max_degradation_is_heeded_by_the_next_save(tmp_path, method):
             evaluate.remember()
             record = ckpt.save(step).result()
             assert record.limit == allowed
-            assert record.quality["degradation"] <= allowed
+            assert record.quality.degradation <= allowed
 
 
 def test_a_higher_max_degradation_is_searched_for_from_scratch(tmp_path):
@@ -340,8 +340,8 @@ def test_a_noisy_metric_leaves_less_room_and_is_noted(tmp_path, method):
             margin = 2 * math.sqrt(sum(d * d for d in differences) / len(differences))
             assert record.limit == pytest.approx(0.01 - margin)
             assert 0 < record.limit < 0.01
-            assert record.quality["original"] == pytest.approx((first + second) / 2)
-            assert record.quality["degradation"] <= record.limit
+            assert record.quality.original == pytest.approx((first + second) / 2)
+            assert record.quality.degradation <= record.limit
             assert [note for note in record.notes if "the metric is noisy" in note]
 
 
@@ -353,7 +353,7 @@ def test_noise_beyond_what_is_allowed_leaves_only_lossless(tmp_path, method):
     with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
         record = ckpt.save(1).result()
     assert record.limit < 0
-    assert record.search == "lossless" or record.quality["degradation"] < record.limit
+    assert record.search == "lossless" or record.quality.degradation < record.limit
     assert [note for note in record.notes if "evaluate on more batches" in note]
 
 
@@ -434,7 +434,7 @@ def test_a_candidate_on_which_the_metric_fails_is_not_good_enough(tmp_path, faul
     failed = [trial for trial in record.trials if not math.isfinite(trial.degradation)]
     assert failed
     assert record.configuration not in [trial.configuration for trial in failed]
-    assert record.quality["degradation"] == pytest.approx(0.001)
+    assert record.quality.degradation == pytest.approx(0.001)
     assert all((says is None) == (trial.error is None) for trial in failed)
     assert all(says is None or says in trial.error for trial in failed)
     noted = [note for note in record.notes if "evaluate failed on a candidate" in note]

@@ -177,12 +177,12 @@ def test_weights_lose_no_more_than_the_preset_allows(quality, trained, tmp_path)
     record, model, _ = saved(tmp_path, trained, quality=quality)
     limit = PRESETS[quality].max_degradation
     assert record.limit == limit
-    assert record.quality["degradation"] <= limit
-    assert record.quality["original"] == EVALUATE(model)
+    assert record.quality.degradation <= limit
+    assert record.quality.original == EVALUATE(model)
     other, other_optimizer = objects()
     with Checkpointer(tmp_path, other, other_optimizer, quality=quality) as checkpointer:
         checkpointer.restore()
-    assert EVALUATE(other) == pytest.approx(record.quality["restored"], rel=1e-6)
+    assert EVALUATE(other) == pytest.approx(record.quality.restored, rel=1e-6)
     assert EVALUATE(other) <= EVALUATE(model) * (1 + limit) * 1.000001
 
 
@@ -217,9 +217,7 @@ def test_a_configuration_of_the_user_is_taken_as_it_is(configuration, method, ki
     record, *_ = saved(tmp_path, trained, configuration=configuration, method=method)
     assert record.configuration == configuration
     assert (record.search, record.limit) == ("fixed", None)
-    assert record.quality["degradation"] == pytest.approx(
-        record.quality["restored"] / record.quality["original"] - 1, abs=1e-9
-    )
+    assert record.quality.degradation == pytest.approx(record.quality.restored / record.quality.original - 1, abs=1e-9)
     assert codings(tmp_path)["weight"] == {kind}
 
 

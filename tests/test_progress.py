@@ -192,7 +192,7 @@ def test_where_nothing_rounded_at_random_is_good_enough_what_keeps_most_is_taken
         exact.copy_(drift.model.weight)
         second = ckpt.save(1).result()
     assert {trial.degradation for trial in second.trials if trial.configuration.dithered} == {1.0}
-    assert second.quality["degradation"] == 0
+    assert second.quality.degradation == 0
     best = max(trial.progress for trial in second.trials if trial.degradation == 0)
     assert second.progress == best < LEAST
     assert any("of the way since the restore; with grid" in note for note in second.notes)
@@ -323,7 +323,7 @@ def test_what_keeps_enough_must_be_good_enough_too(tmp_path):
     first, second = saved_for(tmp_path, Fussy(9, 60))
     assert second.trials[0].configuration == first.configuration != second.configuration
     assert any(trial.degradation == 1 for trial in second.trials)
-    assert second.quality["degradation"] <= second.limit
+    assert second.quality.degradation <= second.limit
     assert second.progress >= LEAST
 
 
@@ -332,7 +332,7 @@ def test_where_nothing_keeps_enough_what_keeps_most_is_taken(tmp_path, monkeypat
     first, second = after_a_restore(tmp_path, 0.002)
     assert second.configuration != first.configuration
     assert second.progress == max(trial.progress for trial in second.trials)
-    assert second.quality["degradation"] == 0
+    assert second.quality.degradation == 0
 
 
 def test_where_nothing_finer_is_good_enough_quality_decides_and_a_note_says_what_is_lost(tmp_path):

@@ -273,6 +273,24 @@ def test_a_branch_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["old"]
 
 
+def test_a_branch_whose_folder_cannot_be_synced_leaves_nothing(tmp_path, monkeypatch):
+    """The file is in place by then; without its lossless copy it would be restored as the small form."""
+    save(tmp_path / "old", (1, 2), *training(), exact="latest")
+    run, fsync = Run(tmp_path / "old"), os.fsync
+    before = contents(tmp_path / "old")
+
+    def failing(descriptor):
+        if (tmp_path / "new" / "step-000000000002.dqc").exists():
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match=r"Input/output error: '.*new'"):
+        branch(run, run.file(2), tmp_path / "new")
+    assert os.listdir(tmp_path) == ["old"]
+    assert contents(tmp_path / "old") == before
+
+
 def test_runs_that_were_put_together_by_hand_are_compacted(tmp_path):
     for folder, steps in (("a", range(1, 4)), ("b", range(4, 7))):
         save(tmp_path / folder, steps, *training())

@@ -201,13 +201,13 @@ def test_while_a_header_cannot_be_read_nothing_is_deleted(run):
     run.commit(made[2], None)
     hidden = run.path(2).read_bytes()
     run.path(2).unlink()
-    run.path(2).mkdir()  # opening it is an OSError, as on a disk that fails for a moment
+    run.path(2).symlink_to(run.path(2))  # opening it is an OSError, as on a disk that fails for a moment
     notes = prune(run, Retention(keep_last=1))
     assert len(notes) == 1
     assert notes[0].startswith(f"nothing was deleted: {run.path(2)}: cannot be read")
     with pytest.raises(CheckpointError, match="cannot be read"):
         release(run, [1])  # nor is anything replaced
-    run.path(2).rmdir()
+    run.path(2).unlink()
     run.path(2).write_bytes(hidden)
     for checkpoint in made:
         assert_holds(run, checkpoint)

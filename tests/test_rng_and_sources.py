@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils.data import DataLoader
 from training import bits
 
+import dynaquant as dq
 from dynaquant import rng, sources, supported
 from dynaquant.errors import StateError
 from dynaquant.fitting import fitting, refuse
@@ -289,3 +291,43 @@ def test_another_optimizer_is_refused():
     state = sources.collect(things)
     things["optimizer"] = optim.AdamW(things["model"].parameters())
     assert "optimizer was torch.optim.sgd.SGD and is torch.optim.adamw.AdamW" in problems(things, state)
+
+
+class Unprepared(DataLoader):
+    """As one that Accelerate has prepared without a loader that keeps its state."""
+
+    def state_dict(self):
+        return self.dl_state_dict
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+class NotReady:
+    def state_dict(self):
+        raise RuntimeError("begin() comes first")
+
+    load_state_dict = state_dict
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (DataLoader([1]), r"batches: DataLoader has no state_dict\(\) .*; give a loader that knows where it is"),
+        (
+            Unprepared([1]),
+            r"batches: state_dict\(\) of Unprepared failed \(AttributeError: .*dl_state_dict.*\); give a loader that "
+            r".*use_stateful_dataloader=True",
+        ),
+        (
+            NotReady(),
+            r"batches: state_dict\(\) of NotReady failed \(RuntimeError: begin\(\) comes first\); prepare it before",
+        ),
+    ],
+    ids=["plain loader", "unprepared loader", "another"],
+)
+def test_an_extra_that_has_no_state_to_give_is_told_of_in_the_constructor(tmp_path, extra, said):
+    with pytest.raises(StateError, match=said):
+        dq.Checkpointer(tmp_path / "run", nn.Linear(2, 2), extras={"batches": extra})
+    with dq.Checkpointer(tmp_path / "run", nn.Linear(2, 2)) as ckpt:  # the run was let go
+        ckpt.save(1).result()

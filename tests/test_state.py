@@ -5,6 +5,7 @@ import enum
 import json
 import math
 import re
+import warnings
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 
 import numpy as np
@@ -19,6 +20,12 @@ from torch.optim import lr_scheduler, swa_utils
 from dynaquant import rng
 from dynaquant.errors import StateError
 from dynaquant.state import DTYPES, dtype_name, flatten, unflatten
+
+
+def nested_of(layout):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on what PyTorch thinks of its own prototype
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
 
 
 def round_trip(state):
@@ -398,6 +405,9 @@ def quantized_tensor():
         (bytearray(b"a"), "builtins.bytearray cannot be stored"),
         (range(3), "builtins.range cannot be stored"),
         (torch.Generator(), "Generator cannot be stored"),
+        (nested_of(torch.strided), "a nested tensor cannot be stored; store the tensors that it is made of"),
+        (nested_of(torch.jagged), "a nested tensor cannot be stored; store the tensors that it is made of"),
+        (nn.Parameter(nested_of(torch.strided)), "a nested tensor cannot be stored"),
         (torch.ones(2).to_sparse(), "sparse_coo tensor cannot be stored; make it dense first"),
         (torch.ones(2, device="meta"), "meta device has no values"),
         (nn.UninitializedParameter(), "UninitializedParameter cannot be stored"),

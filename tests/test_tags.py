@@ -1,5 +1,8 @@
 """Names of checkpoints."""
 
+import json
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -90,7 +93,34 @@ def test_files_that_are_no_tags_are_passed_over(run):
     ):
         (folder / name).write_bytes(content)
     (folder / "f").mkdir()
+    os.mkfifo(folder / "g")
+    (folder / "h").symlink_to("/dev/zero")
+    (folder / "i").write_bytes(b'{"step": 1, "identity": "' + b"0" * 10**7 + b'"}')
+    for i, step in enumerate((-1, 1.5, 2**63, int("9" * 400), "1", None)):
+        (folder / f"step{i}").write_text(json.dumps({"step": step, "identity": ""}))
+    (folder / "j").write_text('{"step": ' + "9" * 5000 + ', "identity": ""}')
+    (folder / "k").write_text("[" * 900)
+    (folder / "l").write_text('{"step": 1, "identity": "' + "\ud800" * 3 + '"}', errors="surrogatepass")
     assert names(run) == {"best": 2}
+    for name in ("g", "step3", "j", "k"):
+        with pytest.raises(dq.CheckpointError, match=f"there is no tag '{name}'"):
+            dq.load(run.folder, name)
+    with pytest.raises(dq.CheckpointError, match="there is no tag 'f'"):
+        remove_tag(run, "f")  # a folder
+    remove_tag(run, "step3")
+
+
+def test_a_file_where_the_tags_belong_is_an_error(run):
+    (run.folder / FOLDER).write_text("")
+    assert names(run) == {}
+    with pytest.raises(dq.CheckpointError, match=r"tags is a file"):
+        set_tag(run, "best", run.file(1))
+
+
+@pytest.mark.parametrize("step", [-1, 2**63, int("9" * 400), int("9" * 4000)], ids=["negative", "large", "400", "4000"])
+def test_a_step_that_no_checkpoint_can_have_is_an_error(run, step):
+    with pytest.raises(dq.CheckpointError, match=r"a step is an integer from 0 to 2\*\*63 - 1"):
+        dq.load(run.folder, step)
 
 
 def test_a_tag_of_a_checkpoint_that_is_gone_is_an_error(run):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dynaquant import sources as state_sources
 from dynaquant import supported
 from dynaquant.compressor import Compressed, Compressor, Loss
+from dynaquant.container import is_step
 from dynaquant.distributed import Group
 from dynaquant.encoding import Base, Checkpoint
 from dynaquant.errors import CheckpointError
@@ -240,7 +241,7 @@ class Checkpointer:
         return loaded.step
 
     def save(self, step: int) -> Future[Record]:
-        """Saves the state as the checkpoint of ``step`` (0 or more).
+        """Saves the state as the checkpoint of ``step`` (0 to 2**63 - 1).
 
         Returns once the state is captured and its configuration found; encoding, writing and verifying go on in the
         background. The returned future's ``result()`` waits for them and is the save's record.
@@ -259,6 +260,8 @@ class Checkpointer:
         if not hasattr(step, "__index__") or step < 0:
             raise ValueError(f"step must be an integer from 0 on, not {step!r}")
         step = operator.index(step)
+        if not is_step(step):
+            raise ValueError("step must be less than 2**63, which is what a checkpoint file has room for")
         schedule = copy(self._schedule)  # a save that ends early has not been
         schedule.saving(step)
         start = time.perf_counter()

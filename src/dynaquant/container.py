@@ -21,6 +21,7 @@ from blake3 import blake3
 
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError, MovedOnError
+from dynaquant.files import open_file
 
 FORMAT_VERSION = 2
 """What is written. Version 1 is read as well: it lacks some codings."""
@@ -179,14 +180,11 @@ class CheckpointFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 status = os.fstat(file.fileno())
                 self.size, self._version = status.st_size, version_of(status)
-                plain, streams_end = self._read_header(file)
+                self.header, streams_end = self._checked(file)
                 self._open: _Open | None = _Open(os.dup(file.fileno()))
-            self.header = self._parse(plain)
-        except CheckpointError as error:
-            raise CheckpointError(f"{path}: {error}") from None
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
         self._offsets: dict[str, int] = {}
@@ -196,6 +194,15 @@ class CheckpointFile:
             position += entry.size
         if position != streams_end:
             raise CheckpointError(f"{path}: the sizes of its streams do not add up to the size of the file")
+
+    def _checked(self, file: BinaryIO) -> tuple[Header, int]:
+        try:
+            plain, streams_end = self._read_header(file)
+            return self._parse(plain), streams_end
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+        except MemoryError as error:
+            raise CheckpointError(f"{self.path}: its header needs more memory than there is") from error
 
     def _read_header(self, file: BinaryIO) -> tuple[bytes, int]:
         start = file.read(_PREAMBLE.size)
@@ -247,7 +254,7 @@ class CheckpointFile:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"altered: its header cannot be understood ({error!r})") from None
         numbers = [header.step, header.sequence] + ([parent.step] if parent else [])
-        if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or (parent and type(parent.identity) is not str):
+        if not all(map(is_step, numbers)) or (parent and type(parent.identity) is not str):
             raise CheckpointError("altered: its step, sequence number or parent is no such thing")
         if len(header.by_name) != len(header.entries):
             raise CheckpointError("altered: a tensor occurs twice")
@@ -283,7 +290,7 @@ class CheckpointFile:
             if self._open is not None:
                 stream = _read_at(self._open.descriptor, offset, entry.size)
             else:
-                with self.path.open("rb") as file:
+                with open_file(self.path) as file:
                     if version_of(os.fstat(file.fileno())) != self._version:
                         raise MovedOnError(f"{self.path}: was replaced while it was read")
                     stream = _read_at(file.fileno(), offset, entry.size)
@@ -292,6 +299,11 @@ class CheckpointFile:
         if len(stream) != entry.size:
             raise CheckpointError(f"{self.path}: truncated while it was open")
         return stream
+
+
+def is_step(value: Any) -> bool:
+    """Whether something that stands in a file can be a step: an integer from 0 to 2**63 - 1."""
+    return type(value) is int and 0 <= value < 2**63
 
 
 def no_constant(constant: str) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 from dynaquant.coding import stream
 from dynaquant.coding.stream import StoredTensor, stored_hash
@@ -10,8 +12,26 @@ from dynaquant.codings import Reference, other_of
 from dynaquant.container import CheckpointFile
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
+from dynaquant.text import in_bytes, plural
 
 Tensors = dict[str, StoredTensor]
+
+
+@contextmanager
+def memory_for(file: CheckpointFile, *entries: Entry) -> Iterator[None]:
+    """A block that decodes these tensors of a file: where there is not enough memory, raises CheckpointError, which
+    says how much they would take. A small file can claim to decode to much."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):  # PyTorch's words
+            raise
+        what = f"tensor {entries[0].name}" if len(entries) == 1 else plural(len(entries), "tensor")
+        raw, stored = (sum(sizes) for sizes in zip(*((entry.raw_size, entry.size) for entry in entries), strict=True))
+        raise CheckpointError(
+            f"{file.path}: there is not enough memory to decode {what}: {in_bytes(raw)}, says the file, of which "
+            f"{in_bytes(stored)} are stored; use a machine with more memory"
+        ) from MemoryError(str(error))
 
 
 def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
@@ -24,7 +44,14 @@ def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
     return load_tensors(chain, [name])[name]
 
 
-def _dependent_last(entries: Iterable[Entry]) -> list[Entry]:
+def told_of(step: int, path: Path, text: str) -> CheckpointError:
+    """What is wrong with a checkpoint or with one that it builds on, as an error that names the checkpoint."""
+    itself = f"checkpoint step {step}: "
+    return CheckpointError(text if text.startswith((itself, f"{path}: ")) else f"{itself}{text}")
+
+
+def dependent_last(entries: Iterable[Entry]) -> list[Entry]:
+    """The entries, those last that are made of other tensors of the same checkpoint."""
     return sorted(entries, key=lambda entry: other_of(entry.coding) is not None)
 
 
@@ -44,7 +71,7 @@ def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[
         if missing := sorted(others - known.keys()):
             raise CheckpointError(f"{file.path}: a tensor is made of {missing[0]}, which is not in it")
         entries += [known[name] for name in others - wanted.keys()]
-        needed.append(_dependent_last(entries))
+        needed.append(dependent_last(entries))
         wanted = dict.fromkeys(entry.name for entry in entries if entry.needs_parent)
         if not wanted:
             break
@@ -63,13 +90,9 @@ def load_tensors(chain: list[CheckpointFile], names: Collection[str], all_: bool
         for entry in entries:
             tensors[entry.name] = decode_tensor(file, entry, parents.get(entry.name), tensors)
             if isinstance(entry.coding, Reference):
-                _check_reference(file, entry, chain[i + 1])
+                check_reference(file, entry, chain[i + 1])
         for entry in entries if i == 0 or all_ else []:
-            try:
-                digest = stored_hash(tensors[entry.name])
-            except ValueError as error:
-                raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
-            if digest != entry.hash:
+            if hash_of(file, entry, tensors[entry.name]) != entry.hash:
                 if not all_:
                     load_tensors(chain, names, all_=True)
                 raise CheckpointError(
@@ -78,7 +101,8 @@ def load_tensors(chain: list[CheckpointFile], names: Collection[str], all_: bool
     return {name: tensors[name] for name in names}
 
 
-def _check_reference(file: CheckpointFile, entry: Entry, parent: CheckpointFile) -> None:
+def check_reference(file: CheckpointFile, entry: Entry, parent: CheckpointFile) -> None:
+    """Raises CheckpointError where the parent's tensor is not the one that an entry refers to."""
     if parent.header.by_name[entry.name].hash != entry.hash:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is not the tensor of its parent that it refers to")
 
@@ -91,6 +115,16 @@ def decode_tensor(
         assert parent is not None
         return parent
     try:
-        return stream.decode(entry, file.read(entry), parent, others.get(other_of(entry.coding) or ""))
+        with memory_for(file, entry):
+            return stream.decode(entry, file.read(entry), parent, others.get(other_of(entry.coding) or ""))
+    except ValueError as error:
+        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
+
+
+def hash_of(file: CheckpointFile, entry: Entry, stored: StoredTensor) -> str:
+    """The hash of what a tensor was decoded to. Raises CheckpointError when its parts do not fit each other."""
+    try:
+        with memory_for(file, entry):
+            return stored_hash(stored)
     except ValueError as error:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error

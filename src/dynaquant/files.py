@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,13 +35,88 @@ def tell_of_full_disk(error: BaseException, out: Path) -> None:
         error.add_note(_FULL[error.errno])
 
 
+_FOLDERS_CAN_BE_OPENED = hasattr(os, "O_DIRECTORY")
+"""Not on Windows, which cannot sync a folder, and a file only through a descriptor that can be written to."""
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def kind_of(path: Path) -> str | None:
+    """What is there instead of a regular file; None for a regular file, or where nothing is."""
+    try:
+        return _kind(path.stat())
+    except OSError:
+        return None
+
+
+def _kind(status: os.stat_result) -> str | None:
+    return None if stat.S_ISREG(status.st_mode) else _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Opens a regular file to be read.
+
+    Raises CheckpointError for anything else: a FIFO would wait for a writer, and a device has no end. Raises OSError
+    when the file cannot be opened.
+    """
+    kind = kind_of(path)  # before it is opened, which does things to a device
+    if kind is None:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        kind = _kind(os.fstat(descriptor))
+        if kind is None:
+            return os.fdopen(descriptor, "rb")
+        os.close(descriptor)
+    raise CheckpointError(f"{path} is {kind}, and no file")
+
+
 def sync(path: Path) -> None:
-    """Makes what a file holds, or which files a folder has under which names, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
+    """Makes what a file holds, or which files a folder has under which names, durable.
+
+    Raises OSError, which names the file or the folder, when that cannot be done.
+    """
+    if not _FOLDERS_CAN_BE_OPENED and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY if _FOLDERS_CAN_BE_OPENED else os.O_RDWR)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         os.close(descriptor)
+
+
+def sync_name(path: Path) -> None:
+    """Makes the name durable that a file or a folder has just got.
+
+    Raises OSError, which names the folder that it lies in and says that the file is there, when that cannot be done.
+    """
+    try:
+        sync(path.parent)
+    except OSError as error:
+        error.add_note(f"{path} is in place, but may be gone after a power cut; check the disk")
+        raise
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those it lies in, where they are not there yet. Their names are durable.
+
+    Raises CheckpointError where a file is in the way, OSError when a folder cannot be made.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        there = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), folder)
+        raise CheckpointError(f"{there} is {kind_of(there) or 'a file'}; a run needs a folder") from None
+    for path in reversed(missing):
+        sync_name(path)
 
 
 @contextmanager
@@ -64,7 +140,7 @@ def replacing(out: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         tell_of_full_disk(error, out)
         raise
-    sync(out.parent)
+    sync_name(out)
 
 
 @contextmanager
@@ -89,7 +165,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         tell_of_full_disk(error, out)
         raise
-    sync(out.parent)
+    sync_name(out)
 
 
 @contextmanager
@@ -107,6 +183,28 @@ def nothing_empty(folder: Path) -> Iterator[None]:
 def _check_parent(out: Path) -> None:
     if not out.absolute().parent.is_dir():
         raise CheckpointError(f"{out.parent} is no folder; make it first, or give another name")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Holds a folder for this process alone, waiting for others; says whether the system can do so."""
+    try:
+        import fcntl  # noqa: PLC0415  # Windows has none
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except ImportError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError:  # of a file system without locks
+            yield False
+            return
+        yield True
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
+    finally:
+        os.close(descriptor)
 
 
 def is_file_name(text: Any) -> bool:

@@ -16,7 +16,7 @@ from dynaquant.chain import noticing_moves
 from dynaquant.coding.stream import StoredTensor, values_of
 from dynaquant.codings import Coding, Conditional, Rearranged, Units
 from dynaquant.container import CheckpointFile
-from dynaquant.decoding import load_tensor, needed_entries
+from dynaquant.decoding import load_tensor, memory_for, needed_entries
 from dynaquant.entry import Entry
 from dynaquant.quantized import FIRST_BIN, PROTECTED, PRUNED, QuantizedTensor
 from dynaquant.record import Size
@@ -154,15 +154,21 @@ def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator
         else:
             chains = chains or [run.chain(before), run.chain(after)]
             with noticing_moves([file for chain in chains for file in chain]):
-                both = [load_tensor(chain, name) for chain in chains]
-            yield _change(name, *both)
+                stored = [load_tensor(chain, name) for chain in chains]
+            with memory_for(after, entry):
+                change = _change(name, *stored)
+            yield change
     yield from (Change(name, "removed") for name in old if name not in new)
 
 
 def _change(name: str, before: StoredTensor, after: StoredTensor) -> Change:
     one, other = values_of(before), values_of(after)
     wide = torch.complex128 if one.is_complex() else torch.float64
-    a, b = one.to(wide).reshape(-1), other.to(wide).reshape(-1)
+    try:
+        a, b = one.to(wide).reshape(-1), other.to(wide).reshape(-1)
+        changed = float((one != other).double().mean())
+    except NotImplementedError:  # of dtypes that PyTorch cannot count with
+        return Change(name, "changed")
     distance, norm = float(torch.linalg.vector_norm(b - a)), float(torch.linalg.vector_norm(a))
     moved = distance / norm if norm else (0.0 if distance == 0 else math.inf)
     migrated = None
@@ -172,9 +178,7 @@ def _change(name: str, before: StoredTensor, after: StoredTensor) -> Change:
         and before.codebook.bins == after.codebook.bins
     ):
         migrated = float(np.mean(before.levels != after.levels))
-    return Change(
-        name, "changed", moved if math.isfinite(moved) else None, float((one != other).double().mean()), migrated
-    )
+    return Change(name, "changed", moved if math.isfinite(moved) else None, changed, migrated)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from dynaquant.quantize.grid import GridConfiguration
@@ -46,7 +47,7 @@ def scalars(record: Record) -> dict[str, float]:
         "progress": record.progress,
         **{f"{role}/ratio": size.ratio for role, size in record.roles.items()},
         **{f"seconds/{stage}": seconds for stage, seconds in record.seconds.items()},
-        **{f"quality/{name}": value for name, value in (record.quality or {}).items()},
+        **({f"quality/{name}": value for name, value in asdict(record.quality).items()} if record.quality else {}),
     }
     if isinstance(record.configuration, GridConfiguration):
         found["scale"] = record.configuration.scale

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dynaquant.chain import load_all, noticing_moves, until_settled
 from dynaquant.coding.stream import values_of
 from dynaquant.container import CheckpointFile
-from dynaquant.decoding import Tensors, load_tensor
+from dynaquant.decoding import Tensors, load_tensor, memory_for
 from dynaquant.errors import CheckpointError, MovedOnError, StateError
 from dynaquant.lazily import Lazy
 from dynaquant.names import bare, state_dict
@@ -63,13 +63,17 @@ class Stored:
 
     def _values(self, name: str) -> Tensor:
         with self._noting_damage(), noticing_moves(self.chain):
-            return values_of(load_tensor(self.chain, name))
+            stored = load_tensor(self.chain, name)
+            with memory_for(self.file, self.file.header.by_name[name]):
+                return values_of(stored)
 
     def state(self) -> dict[str, Any]:
         """The whole state (``load``)."""
         with self._noting_damage():
             tensors = load_all(self.chain)
-        return state_of(self.file, {name: values_of(stored) for name, stored in tensors.items()})
+            with memory_for(self.file, *self.file.header.entries):
+                values = {name: values_of(stored) for name, stored in tensors.items()}
+        return state_of(self.file, values)
 
     def check(self, names: Iterable[str]) -> None:
         """Decodes these tensors one by one and keeps none. Raises CheckpointError when one is damaged."""
@@ -223,6 +227,8 @@ def _put(stored: Stored, own: Mapping[str, Any], strict: bool) -> list[str]:
     for name in own.keys() & names.keys():
         if not isinstance(own[name], Tensor):
             wrong[name] = f"{name} of the model is a {type(own[name]).__name__}, which is no tensor"
+        elif own[name].is_nested:
+            wrong[name] = f"{name} of the model is a nested tensor, which cannot be stored"
         elif own[name].is_meta:
             wrong[name] = f"{name} of the model is on the meta device; give it memory with model.to_empty(device=…)"
         elif own[name].shape != (shape := shapes[names[name]].shape):

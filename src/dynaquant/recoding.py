@@ -26,11 +26,20 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
         if there or broken:
             raise CheckpointError(f"{folder}: there are checkpoints in it; give the branch a folder of its own")
         record = file.header.record
-        if (twin := run.exact(file)) is not None:  # first: without the other it is nothing, and does no harm
-            undo.callback(new.recode(twin, run.load(twin), None).path.unlink)
-        elif EXACT in record:
+        # The lossless copy goes first: without the other file it is nothing, and does no harm. What is put in place by
+        # a step that then fails, as syncing its name may, is taken away as well: never one of the two alone.
+        twin = run.exact(file)
+        if twin is None and EXACT in record:
             record = {**record, EXACT: None}
-        written = new.recode(file, tensors, None, record)
+        try:
+            if twin is not None:
+                undo.callback((folder / twin.path.name).unlink, missing_ok=True)
+                new.recode(twin, run.load(twin), None)
+            undo.callback((folder / file.path.name).unlink, missing_ok=True)
+            written = new.recode(file, tensors, None, record)
+        except BaseException as error:
+            error.add_note(f"nothing of the branch is left in {folder}")
+            raise
         undo.pop_all()
     return written
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -38,7 +39,9 @@ class Record:
     """A save, as ``Checkpointer.save`` reports it and as the run keeps it.
 
     parent: step of the parent, None for a keyframe. roles: tensor sizes by role. total: raw bytes of all tensors, and
-    the size of the file. On ranks other than 0, which write nothing, there is no identity and there are no sizes.
+    the size of the file. Ranks other than 0 write no file, and do not know it: their records have an empty identity,
+    no roles, no bytes in total, a ``ratio`` of NaN and None for ``keyframe``. ``Checkpointer.records`` reads the run,
+    so that it tells the sizes on every rank.
 
     configuration: the quantizer's, None when the weights are stored exactly. search: how it was found
     (``search.manager.Search``). judged_by: what its degradation was judged by (``search.judge.JudgedBy``), None where
@@ -62,7 +65,7 @@ class Record:
     search: str | None
     judged_by: str | None
     limit: float | None
-    quality: dict[str, float] | None
+    quality: Quality | None
     progress: float | None
     predicted: float | None
     trials: list[Trial]
@@ -76,34 +79,37 @@ class Record:
         return sum(trial.degradation is not None for trial in self.trials)
 
     @property
-    def keyframe(self) -> bool:
-        """Whether the checkpoint stands alone."""
-        return self.parent is None
+    def keyframe(self) -> bool | None:
+        """Whether the checkpoint stands alone; None where the file is not known."""
+        return self.parent is None if self.identity else None
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than its tensors the file is."""
-        return self.total.ratio
+        """How many times smaller than its tensors the file is; NaN where the file is not known."""
+        return self.total.ratio if self.identity else math.nan
 
     def to_json(self) -> dict[str, Any]:
         """The record as plain JSON values, for logs; numbers that JSON does not have become text."""
-        quality: dict[str, Any] | None = self.quality and {k: number_to_json(v) for k, v in self.quality.items()}
-        return {
-            **asdict(self),
-            "quality": quality,
-            "progress": number_to_json(self.progress),
-            "trials": [trial.to_json() for trial in self.trials],
-        }
+        trials = [trial.to_json() for trial in self.trials]
+        return {key: _plain(value) for key, value in (asdict(self) | {"trials": trials}).items()}
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value with text for the numbers that JSON does not have, wherever they are."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return number_to_json(value) if isinstance(value, float) else value
 
 
 def json_of(
     decision: Decision, history: History, interval: int | None, seconds: dict[str, float], notes: list[str]
 ) -> dict[str, Any]:
     """What a checkpoint's header keeps of its save."""
-    quality = decision.quality and {key: number_to_json(value) for key, value in asdict(decision.quality).items()}
     return {
         "configuration": knobs_to_json(decision.configuration),
-        "quality": quality,
+        "quality": decision.quality and _plain(asdict(decision.quality)),
         "search": {
             "kind": decision.search,
             "judged_by": decision.judged_by,
@@ -166,7 +172,7 @@ def _record(
         search=search.get("kind"),
         judged_by=search.get("judged_by"),
         limit=None if search.get("limit") is None else float(search["limit"]),
-        quality=quality and {field.name: float(quality[field.name]) for field in fields(Quality)},
+        quality=Quality(**{field.name: float(quality[field.name]) for field in fields(Quality)}) if quality else None,
         progress=None if search.get("progress") is None else float(search["progress"]),
         predicted=search.get("predicted"),
         trials=[Trial.from_json(trial) for trial in search.get("trials", [])],

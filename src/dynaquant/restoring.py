@@ -13,6 +13,7 @@ from dynaquant import rng
 from dynaquant import sources as state_sources
 from dynaquant.coding.stream import StoredTensor
 from dynaquant.container import CheckpointFile
+from dynaquant.decoding import memory_for
 from dynaquant.distributed import Group
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.fitting import fitting, refuse, selected
@@ -126,7 +127,8 @@ class Restorer:
         rank = self.group.rank
         try:
             own_memory = places(now, source.header.tree, stored)
-            values = {name: own_memory[name] if name in own_memory else new(stored[name]) for name in stored}
+            with memory_for(source, *source.header.entries):
+                values = {name: own_memory[name] if name in own_memory else new(stored[name]) for name in stored}
             state = state_of(source, values)
             if not set(state_sources.RESERVED) <= set(state):
                 raise KeyError(*set(state_sources.RESERVED) - set(state))

@@ -114,10 +114,10 @@ def _builds_on(summary: Summary, steps: Collection[int], by_step: Mapping[int, S
 
 
 def _raise_if_unreadable(error: CheckpointError) -> None:
-    """Raises an error that comes from the system and not from what a file holds."""
+    """Raises an error that comes from the system, or from too little memory, and not from what a file holds."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError):
+        if isinstance(cause, OSError | MemoryError):
             raise error
         cause = cause.__cause__
 

@@ -23,12 +23,13 @@ from dynaquant.container import (
     Summary,
     Version,
     is_missing,
+    is_step,
     version_of,
 )
 from dynaquant.decoding import Tensors
 from dynaquant.encoding import Base, Checkpoint, coder_of, encode_tensor, verify
 from dynaquant.errors import CheckpointError, MovedOnError
-from dynaquant.files import sync, tell_of_full_disk
+from dynaquant.files import kind_of, make_folder, sync, sync_name, tell_of_full_disk
 from dynaquant.lock import FolderLock, holding
 from dynaquant.roles import Label
 
@@ -82,13 +83,11 @@ class Run:
 
         Raises CheckpointError when another process (or Checkpointer) is writing to the folder.
         """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            raise CheckpointError(f"{self.folder} is a file; a run needs a folder") from None
+        make_folder(self.folder)
         with holding(self.folder) as lock:
             for stray in self.folder.glob(f"*{SUFFIX}{_TEMPORARY}"):
-                stray.unlink()
+                if not stray.is_dir():
+                    stray.unlink()
             self._lock = lock
             try:
                 yield
@@ -174,6 +173,8 @@ class Run:
 
     def file(self, step: int) -> CheckpointFile:
         """The checkpoint of a step. Raises CheckpointError when it is not there or not sound."""
+        if not is_step(step):
+            raise CheckpointError(f"{self.folder}: a step is an integer from 0 to 2**63 - 1")
         path = self.path(step)
         try:
             file = CheckpointFile(path)
@@ -196,7 +197,11 @@ class Run:
         """The checkpoint that was committed last. Raises CheckpointError when there is none that is sound."""
         summaries, broken = self.summaries()
         if not summaries:
-            what = "there are no checkpoints here" if self.folder.exists() else "there is no such file or folder"
+            if self.folder.is_dir():
+                what = "there are no checkpoints here"
+            else:
+                kind = kind_of(self.folder)
+                what = f"it is {kind}; give a file or a folder" if kind else "there is no such file or folder"
             raise broken[0] if broken else CheckpointError(f"{self.folder}: {what}")
         step = summaries[-1].step
         try:
@@ -404,7 +409,7 @@ class Run:
         """The file that was written, under its name from now on."""
         self._check_folder()
         written.path.replace(path)
-        sync(self.folder)
+        sync_name(path)
         return written.moved(path)
 
     def recode(

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from dynaquant import names, optimizers, rng
 from dynaquant.errors import StateError
 from dynaquant.state import flatten, unflatten
+from dynaquant.supported import LOADER_ADVICE
 
 LAST = ("model", "optimizer")
 """Sources that are restored after the others. Several of them are called ``"model.<name>"``, and together stand in the
@@ -95,7 +97,7 @@ def collect(sources: Mapping[str, Any], other_ranks: Sequence[dict[str, Any]] = 
     classes = {name: kind for name, source in sources.items() if (kind := class_of(source)) is not None}
     parameters = _parameters(sources)
     return {
-        **_together({name: _state_of(source, parameters.get(name)) for name, source in sources.items()}),
+        **_together({name: _taken(name, source, parameters.get(name)) for name, source in sources.items()}),
         CLASSES: classes,
         PARAMETERS: parameters,
         RNG: {**rng.get_state(), "ranks": list(other_ranks)} if other_ranks else rng.get_state(),
@@ -246,6 +248,19 @@ def set_generators(sources: Mapping[str, Any], states: Mapping[str, Any]) -> Non
             source.set_state(states[name])
         elif name in states and isinstance(source, np.random.Generator):
             source.bit_generator.state = states[name]
+
+
+def _taken(name: str, source: Any, parameters: Sequence[Sequence[str]] | None) -> Any:
+    """The state of a source. Raises StateError, naming it, where an extra has none to give."""
+    try:
+        return _state_of(source, parameters)
+    except Exception as error:
+        if isinstance(source, CHECKED):
+            raise  # a mistake of its own: these have a state from the beginning
+        raise StateError(
+            f"{name}: state_dict() of {type(source).__qualname__} failed ({type(error).__name__}: {error}); "
+            f"{LOADER_ADVICE if isinstance(source, DataLoader) else 'prepare it before it is given as an extra'}"
+        ) from error
 
 
 def _state_of(source: Any, parameters: Sequence[Sequence[str]] | None) -> Any:

@@ -212,10 +212,11 @@ def _plain(value: Any, path: str) -> Any:
     if kind is torch.device:
         return {"device": str(value)}
     if isinstance(value, Tensor):
-        raise StateError(
-            f"{path}: a tensor of class {kind.__module__}.{kind.__qualname__} cannot be stored; wrap its owner, as an "
+        problem = _nested_problem(value) or (
+            f"a tensor of class {kind.__module__}.{kind.__qualname__} cannot be stored; wrap its owner, as an "
             "extra, in an object whose state_dict() gives plain tensors and whose load_state_dict() takes them"
         )
+        raise StateError(f"{path}: {problem}")
     raise StateError(
         f"{path}: a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; "
         "make it a tensor, a plain value, or an object with state_dict() and load_state_dict()"
@@ -226,7 +227,16 @@ def _join(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
+def _nested_problem(tensor: Tensor) -> str | None:
+    """Those of the strided layout are plain tensors by their class and their layout, and have no shape."""
+    if not tensor.is_nested:
+        return None
+    return "a nested tensor cannot be stored; store the tensors that it is made of, or pad it to a dense one"
+
+
 def _tensor_problem(tensor: Tensor) -> str | None:
+    if (problem := _nested_problem(tensor)) is not None:
+        return problem
     if tensor.layout != torch.strided:
         return f"a {str(tensor.layout).removeprefix('torch.')} tensor cannot be stored; make it dense first"
     if tensor.device.type == "meta":

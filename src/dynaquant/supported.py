@@ -11,11 +11,17 @@ import torch
 from blake3 import blake3
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from dynaquant.distributed import Group
 from dynaquant.errors import StateError
 from dynaquant.state import flatten
 
+LOADER_ADVICE = (
+    "give a loader that knows where it is, as torchdata's StatefulDataLoader (with Accelerate, "
+    "DataLoaderConfiguration(use_stateful_dataloader=True)), or the generator of its sampler"
+)
+"""What to do about a loader that has no state."""
 _REPLICAS = (
     "sharded training is not supported yet: train replicas (DistributedDataParallel), or save with "
     "torch.distributed.checkpoint"
@@ -119,7 +125,7 @@ def _check_other(name: str, source: Any) -> None:
         )
     raise StateError(
         f"{name}: {type(source).__qualname__} has no state_dict() and load_state_dict(); "
-        "wrap it in an object that has both"
+        f"{LOADER_ADVICE if isinstance(source, DataLoader) else 'wrap it in an object that has both'}"
     )
 
 

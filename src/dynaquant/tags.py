@@ -7,13 +7,16 @@ import json
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from dynaquant.container import CheckpointFile
+from dynaquant.container import CheckpointFile, is_step
 from dynaquant.errors import CheckpointError
-from dynaquant.files import sync
+from dynaquant.files import locked, make_folder, open_file, sync, sync_name
 from dynaquant.run import Run
 
 FOLDER = "tags"
+_LARGEST = 1000
+"""Bytes of a tag's file at most."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.+-]{0,99}")
 
 
@@ -35,11 +38,15 @@ def tags_of(run: Run) -> list[Tag]:
     found = []
     for path in sorted((run.folder / FOLDER).glob("*")):
         try:
-            content = json.loads(path.read_text())
+            with open_file(path) as file:
+                text = file.read(_LARGEST + 1)
+            if len(text) > _LARGEST:
+                continue
+            content = json.loads(text.decode())
             tag = Tag(path.name, content["step"], content["identity"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (CheckpointError, OSError, ValueError, KeyError, TypeError, RecursionError):
             continue
-        if _NAME.fullmatch(tag.name) and type(tag.step) is int and type(tag.identity) is str:
+        if _NAME.fullmatch(tag.name) and is_step(tag.step) and type(tag.identity) is str:
             found.append(tag)
     return found
 
@@ -56,8 +63,18 @@ def set_tag(run: Run, name: str, file: CheckpointFile, force: bool = False) -> T
         )
     tag = Tag(name, file.header.step, file.header.identity)
     path = run.folder / FOLDER / name
-    path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".{name}.{os.getpid()}.tmp")
+    make_folder(path.parent)
+    with locked(path.parent) as alone:
+        if alone:  # what is still there is of a process that was killed
+            for stray in path.parent.glob(".*.tmp"):
+                stray.unlink()
+        _place(run, tag, path, force)
+    return tag
+
+
+def _place(run: Run, tag: Tag, path: Path, force: bool) -> None:
+    """Writes the file of a tag, whole or not at all."""
+    temporary = path.with_name(f".{tag.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps({"step": tag.step, "identity": tag.identity}) + "\n")
         sync(temporary)
@@ -66,24 +83,27 @@ def set_tag(run: Run, name: str, file: CheckpointFile, force: bool = False) -> T
         else:
             os.link(temporary, path)  # fails where it is there, even if another process came first
     except FileExistsError:
-        before = next((other for other in tags_of(run) if other.name == name), None)
+        before = next((other for other in tags_of(run) if other.name == tag.name), None)
         if before == tag:
-            return tag
+            return
         of = f"step {before.step}" if before else "something"
-        raise CheckpointError(f"{run.folder}: {name} is the tag of {of}; --force takes it from there") from None
+        raise CheckpointError(f"{run.folder}: {tag.name} is the tag of {of}; --force takes it from there") from None
     finally:
         temporary.unlink(missing_ok=True)
-    sync(path.parent)
-    sync(run.folder)  # which has not had a folder of tags for long, perhaps
-    return tag
+    sync_name(path)
 
 
 def remove_tag(run: Run, name: str) -> None:
     """Takes a name away. Raises CheckpointError when there is no such tag."""
     path = run.folder / FOLDER / name
-    if not _NAME.fullmatch(name) or not path.exists():
+    if not _NAME.fullmatch(name) or not path.exists() or path.is_dir():
         raise CheckpointError(f"{run.folder}: there is no tag {name!r} ({_listed(tags_of(run))})")
     path.unlink()
+    try:
+        sync(path.parent)
+    except OSError as error:
+        error.add_note(f"the tag {name} is gone, but may be back after a power cut; check the disk")
+        raise
 
 
 def tagged_file(run: Run, name: str) -> CheckpointFile:

@@ -72,3 +72,6 @@ def main() -> None:
         for note in getattr(error, "__notes__", []):
             print(f"  ({note})", file=sys.stderr)
         sys.exit(1)
+    except MemoryError:
+        print("dynaquant: there is not enough memory; use a machine that has more", file=sys.stderr)
+        sys.exit(1)

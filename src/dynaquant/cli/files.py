@@ -241,7 +241,7 @@ def _print_quality(record: Record) -> None:
         output.print_("nothing is lost")
     elif quality is not None:
         output.print_(
-            f"metric: {quality['original']:.6g} before, {quality['restored']:.6g} after: {quality['degradation']:+.2%} "
+            f"metric: {quality.original:.6g} before, {quality.restored:.6g} after: {quality.degradation:+.2%} "
             f"({record.limit:.2%} allowed)"
         )
     else:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from dynaquant.container import CheckpointFile
 from dynaquant.errors import CheckpointError
+from dynaquant.files import kind_of
 from dynaquant.loading import Stored
 from dynaquant.run import Run
 from dynaquant.tags import file_of
@@ -33,7 +34,7 @@ T = TypeVar("T")
 def run_of(folder: Path) -> tuple[Run, list[CheckpointError]]:
     """The run in a folder and what is wrong with files in it. Raises CheckpointError when it is no run."""
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
+        what = f"is {kind_of(folder) or 'a file'}" if folder.exists() else "does not exist"
         raise CheckpointError(f"{folder} {what}; give the folder that a Checkpointer writes to")
     run = Run(folder)
     summaries, broken = run.summaries()

@@ -24,6 +24,7 @@ from dynaquant.record import Record, Size, record_of
 from dynaquant.run import Run, opened
 from dynaquant.tags import tags_of
 from dynaquant.text import in_bytes
+from dynaquant.verifying import verify_run
 
 
 def log(folder: RunFolder, as_json: AsJson = False) -> None:
@@ -48,7 +49,7 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
             in_bytes(record.total.stored),
             f"{record.ratio:.2f}×",
             _ratio(record.roles["weight"]) if "weight" in record.roles else "–",
-            f"{quality['degradation']:+.2%}" if quality else "–",
+            f"{quality.degradation:+.2%}" if quality else "–",
             f"{record.limit:.2%}" if record.limit is not None else "–",
             in_short(chosen) if chosen else "exact",
             record.search or "–",
@@ -145,8 +146,8 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
     if quality := record.quality:
         yield (
             "quality",
-            f"{quality['original']:.6g} in training, {quality['restored']:.6g} as restored: "
-            f"{quality['degradation']:+.2%}" + ("" if record.limit is None else f" ({record.limit:.2%} allowed)"),
+            f"{quality.original:.6g} in training, {quality.restored:.6g} as restored: "
+            f"{quality.degradation:+.2%}" + ("" if record.limit is None else f" ({record.limit:.2%} allowed)"),
         )
     yield "seconds", ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in record.seconds.items()) or "unknown"
     for note in record.notes:
@@ -220,15 +221,10 @@ def verify(folder: RunFolder, as_json: AsJson = False) -> None:
         return
     run, broken = output.run_of(folder)
     summaries = run.summaries()[0]
+    found = dict(output.with_progress(verify_run(run), "verifying", len(summaries)))
     damaged = [str(error) for error in broken]
-    sound = 0
-    for summary in output.with_progress(summaries, "verifying", len(summaries)):
-        error = run.damage(summary.step) or run.damage_of_exact(summary.step)
-        if error is None:
-            sound += 1
-        elif run.path(summary.step).exists():  # else its writer has deleted it since it was listed
-            damaged.append(str(error))
-    _print_verified(sound, damaged, as_json)
+    damaged += [str(error) for summary in summaries if (error := found.get(summary.step)) is not None]
+    _print_verified(sum(error is None for error in found.values()), damaged, as_json)
 
 
 def _damage_of_file(path: Path) -> CheckpointError | None:

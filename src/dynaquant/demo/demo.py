@@ -135,7 +135,7 @@ def table_of(result: Result) -> Table:
 def summary_of(result: Result) -> str:
     """What happened to a workload, in a few lines."""
     crashed = result.crashed
-    worst = max((r.quality["degradation"] for r in result.records if r.quality), default=0.0)
+    worst = max((r.quality.degradation for r in result.records if r.quality), default=0.0)
     trials = sum(record.evaluations for record in result.records)
     return (
         f"  {len(crashed.crashes)} crashes (SIGKILL), {crashed.crashes_in_save} of them in a save, "

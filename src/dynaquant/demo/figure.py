@@ -44,8 +44,8 @@ def _quality(axes: Axes, result: Result) -> None:
     axes.plot(*zip(*undisturbed, strict=True), "-", color="tab:gray", linewidth=3, alpha=0.5, label="undisturbed")
     scored = [(record.step, record.quality) for record in result.records if record.quality]
     steps = [step for step, _ in scored]
-    axes.plot(steps, [quality["original"] for _, quality in scored], "-", label="with crashes, in training")
-    axes.plot(steps, [quality["restored"] for _, quality in scored], "x", label="with crashes, as stored")
+    axes.plot(steps, [quality.original for _, quality in scored], "-", label="with crashes, in training")
+    axes.plot(steps, [quality.restored for _, quality in scored], "x", label="with crashes, as stored")
     axes.set(title=f"{result.name}: {result.metric}", xlabel="step", ylabel=result.metric)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -94,7 +94,7 @@ def _ratios(numbers: Numbers) -> Chart:
 
 def _degradation(numbers: Numbers) -> Chart:
     rows, title = numbers.by_step, "Loss of quality, and what was allowed"
-    losses = [row.record.quality["degradation"] if row.record.quality else None for row in rows]
+    losses = [row.record.quality.degradation if row.record.quality else None for row in rows]
     unknown = [loss is None or not math.isfinite(loss) for loss in losses]
     if all(unknown):
         if any(row.record.quality for row in rows):
@@ -138,7 +138,7 @@ def _degradation(numbers: Numbers) -> Chart:
 
 def _why_unknown(row: Row) -> str:
     if row.record.quality:
-        return f"the metric is {percent(row.record.quality['degradation'])}"
+        return f"the metric is {percent(row.record.quality.degradation)}"
     return f"no metric; judged by {_escape(row.record.judged_by)}" if row.record.judged_by else "no metric"
 
 

@@ -62,7 +62,7 @@ class Numbers:
     @property
     def worst(self) -> float | None:
         """The largest measured loss of quality; None where nothing was measured."""
-        measured = [row.record.quality["degradation"] for row in self.rows if row.record.quality]
+        measured = [row.record.quality.degradation for row in self.rows if row.record.quality]
         return max((loss for loss in measured if not math.isnan(loss)), default=None)
 
     @property
@@ -96,20 +96,25 @@ def numbers_of(
     """
     passed_over = [str(error) for error in broken]
     chains: dict[Parent, list[CheckpointFile]] = {}
+    without_chain: dict[Parent, str] = {}
     rows: list[Row] = []
     exact = 0
     for file in files:
         header = file.header
+        itself = Parent(header.step, header.identity)
         above = [] if header.parent is None else chains.get(header.parent)
         restore = None
         try:
+            if header.parent in without_chain:
+                raise CheckpointError(without_chain[header.parent])
             # Where the parent is not known, Run.chain says what is wrong with it.
-            chain = run.chain(file) if above is None else [file, *above]
-            restore = restore_cost(chain)
-            chains[Parent(header.step, header.identity)] = chain
+            chains[itself] = run.chain(file) if above is None else [file, *above]
+            restore = restore_cost(chains[itself])
         except MovedOnError:
             raise
         except CheckpointError as error:
+            if itself not in chains:
+                without_chain[itself] = str(error)
             passed_over.append(f"step {header.step} is listed, but cannot be restored: {error}")
         try:
             if (twin := run.exact(file)) is not None:

@@ -124,7 +124,7 @@ def _table(numbers: Numbers) -> str:
 
 def _cells(record: Record) -> Iterator[str]:
     weights, quality, chosen = record.roles.get("weight"), record.quality, record.configuration
-    loss = quality["degradation"] if quality else None
+    loss = quality.degradation if quality else None
     yield _cell("step", record.step, f"{record.step:,}")
     yield _cell("parent", record.parent, "keyframe" if record.parent is None else f"{record.parent:,}")
     yield _cell("total.stored", record.total.stored, f"{record.total.stored:,}")

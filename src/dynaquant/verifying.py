@@ -1,0 +1,135 @@
+"""Verifies a whole run: every file is decoded once, while the tensors of its parent are still in memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from dynaquant.coding.stream import StoredTensor
+from dynaquant.codings import Reference, other_of
+from dynaquant.container import CheckpointFile, Summary
+from dynaquant.decoding import Tensors, check_reference, decode_tensor, dependent_last, hash_of, told_of
+from dynaquant.entry import Entry
+from dynaquant.errors import CheckpointError
+from dynaquant.run import Run
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """A checkpoint while its children are verified.
+
+    tensors: those that decode, to whatever values. wrong: what is wrong with tensors, by name; as text, since an error
+    would keep alive what it met on its way.
+    """
+
+    file: CheckpointFile
+    tensors: Tensors
+    wrong: dict[str, str]
+
+
+def verify_run(run: Run) -> Iterator[tuple[int, CheckpointError | None]]:
+    """Decodes every checkpoint of a run, and the exact copy of the newest one, and compares all values with their
+    hashes. Yields each step once, with what is wrong with it or None.
+
+    A checkpoint that its writer deletes meanwhile is left out, one that seems damaged is decoded a second time, as its
+    writer may have re-coded it in that moment. Memory: the tensors of two checkpoints, and of one more for each fork
+    that a checkpoint lies behind on a smaller branch, so of log2(n) + 2 of n checkpoints at most.
+    """
+    damaged: set[int] = set()
+    for step, error in _walk(run, run.steps()):
+        if error is None:
+            yield step, None
+        else:
+            damaged.add(step)
+    again = dict(_walk(run, damaged)) if damaged else {}
+    for step in damaged:
+        error = again[step] if step in again else run.damage(step)
+        if error is None or run.path(step).exists():
+            yield step, error
+
+
+def _walk(run: Run, steps: Collection[int]) -> Iterator[tuple[int, CheckpointError | None]]:
+    """The steps, parents before their children, each with what is wrong with it."""
+    summaries = run.summaries()[0]
+    by_step = {summary.step: summary for summary in summaries}
+    wanted, sizes = set(steps), dict.fromkeys(by_step, 0)
+    children: dict[int | None, list[int]] = defaultdict(list)
+    for summary in reversed(summaries):  # children come before their parents
+        parent = _parent(summary, by_step)
+        if summary.step in wanted or sizes[summary.step]:
+            sizes[summary.step] += 1
+            children[parent].append(summary.step)
+            if parent is not None:
+                sizes[parent] += sizes[summary.step]
+    waiting: list[tuple[int, _Decoded | str | None]] = [(step, None) for step in children[None]]
+    while waiting:
+        step, above = waiting.pop()
+        found = _decode(run, step, above)
+        # What is pushed first comes last, when nothing else needs the tensors above it any more.
+        waiting += [(child, found) for child in sorted(children[step], key=sizes.__getitem__, reverse=True)]
+        text = found if isinstance(found, str) else next(iter(found.wrong.values()), None)
+        del found, above
+        if step in wanted:
+            yield step, told_of(step, run.path(step), text) if text is not None else run.damage_of_exact(step)
+
+
+def _parent(summary: Summary, by_step: dict[int, Summary]) -> int | None:
+    """The step of the parent, if it is in the run. Sequence numbers fall along a chain, so that there is no circle."""
+    found = by_step.get(summary.parent.step) if summary.parent else None
+    if found is None or summary.parent is None or found.identity != summary.parent.identity:
+        return None
+    return found.step if found.sequence < summary.sequence else None
+
+
+def _decode(run: Run, step: int, above: _Decoded | str | None) -> _Decoded | str:
+    """A checkpoint, or why nothing of it can be decoded. above: the same of its parent."""
+    try:
+        file = run.file(step)
+        if isinstance(above, str):
+            return above
+        parent = file.header.parent
+        if (above and (above.file.header.step, above.file.header.identity)) != (
+            parent and (parent.step, parent.identity)
+        ):
+            # Its parent is not in the run, which the error says, or it was re-coded since the run was listed.
+            return _Decoded(file, run.load(file), {})
+    except CheckpointError as error:
+        return str(error)
+    tensors: Tensors = {}
+    wrong: dict[str, str] = {}
+    for entry in dependent_last(file.header.entries):
+        try:
+            tensors[entry.name] = _decode_entry(file, entry, above, tensors, wrong)
+            _check(file, entry, above, tensors[entry.name])
+        except CheckpointError as error:
+            wrong[entry.name] = str(error)
+    return _Decoded(file, tensors, wrong)
+
+
+def _decode_entry(
+    file: CheckpointFile, entry: Entry, above: _Decoded | None, tensors: Tensors, wrong: dict[str, str]
+) -> StoredTensor:
+    other = other_of(entry.coding)
+    if other is not None and other not in tensors:
+        raise CheckpointError(wrong.get(other, f"{file.path}: a tensor is made of {other}, which is not in it"))
+    parent = None
+    if above is not None and entry.needs_parent:
+        parent = above.tensors.get(entry.name)
+        if parent is None:
+            missing = f"{file.path}: tensor {entry.name} is not in its parent, {above.file.path.name}"
+            raise CheckpointError(above.wrong.get(entry.name, missing))
+    return decode_tensor(file, entry, parent, tensors)
+
+
+def _check(file: CheckpointFile, entry: Entry, above: _Decoded | None, stored: StoredTensor) -> None:
+    """Compares the values with their hash. Where those of the parent are wrong, too, that is what is wrong."""
+    if above is not None and isinstance(entry.coding, Reference):
+        check_reference(file, entry, above.file)
+        if entry.name in above.wrong:
+            raise CheckpointError(above.wrong[entry.name])
+        return
+    if hash_of(file, entry, stored) != entry.hash:
+        own = f"{file.path}: tensor {entry.name} does not decode to the values that were stored"
+        of_parent = above.wrong.get(entry.name) if above is not None and entry.needs_parent else None
+        raise CheckpointError(of_parent or own)
