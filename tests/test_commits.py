@@ -274,6 +274,6 @@ def test_damage_of_values_uses_up_no_numbers(tmp_path):
 
 def test_a_crafted_number_that_leaves_none_for_another_is_an_error(tmp_path):
     write(tmp_path, header(sequence=2**63 - 1))
-    with pytest.raises(CheckpointError, match="leaves none for another; branch off"):
+    with pytest.raises(CheckpointError, match=r"leaves none for another .* take its file out"):
         Run(tmp_path).commit(checkpoint_of(2, 2), None)
     assert os.listdir(tmp_path) == ["step-000000000001.dqc"]

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from faults import checkpoint_of as with_copy
 from test_run import checkpoint_of, series
 
 import dynaquant as dq
@@ -238,3 +239,22 @@ def test_without_fcntl_a_run_can_be_read_and_not_written(run, monkeypatch):
     assert run.load(run.file(1))
     with pytest.raises(CheckpointError, match="runs can be written on Linux and macOS only"), run.writer():
         pass
+
+
+def test_what_another_writer_has_in_the_new_folder_is_left_alone(run, monkeypatch):
+    names = ["step-000000000001.dqc.tmp", "exact-000000000001-000000000001.dqc"]
+    written = Run._written
+
+    def slow(self, *options):
+        found = written(self, *options)
+        if not run.folder.with_name("away").exists():
+            moved_away(run.folder, True)
+            for name in names:
+                (run.folder / name).write_text("of another writer")
+        return found
+
+    with run.writer():
+        monkeypatch.setattr(Run, "_written", slow)
+        with pytest.raises(CheckpointError, match="is another folder"):
+            run.commit(with_copy(1, 1), None)
+        assert sorted(contents(run.folder)) == sorted(names)

@@ -306,6 +306,16 @@ def is_step(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
+def opened(path: Path) -> CheckpointFile | None:
+    """A checkpoint file that need not be there."""
+    try:
+        return CheckpointFile(path)
+    except CheckpointError as error:
+        if is_missing(error):
+            return None
+        raise
+
+
 def no_constant(constant: str) -> Any:
     """For ``json.loads``, which would take what is not JSON: NaN and the infinities."""
     raise ValueError(f"{constant} is not JSON")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO
 
 from torch import Tensor
 
 from dynaquant.coding import stream
 from dynaquant.coding.stream import Coder, StoredTensor, stored_hash, values_of
 from dynaquant.codings import Exact, Planes, Raw, Rearranged, Reference
-from dynaquant.container import CheckpointFile, Header, Parent
+from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.decoding import decode_tensor
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
@@ -86,6 +86,24 @@ def encode_tensor(
         stored = values_of(stored)
     coding, coded = stream.encode(stored, parent, coder)
     return Entry(name, label, stored.dtype, stored.shape, digest, len(coded), coding), coded
+
+
+def encode(
+    out: BinaryIO,
+    draft: Header,
+    tensors: Mapping[str, StoredTensor],
+    labels: Mapping[str, Label],
+    base: Base | None,
+    coder: Coder,
+) -> None:
+    """Writes a checkpoint file: the streams of the tensors, then ``draft`` with its entries filled in."""
+    writer = CheckpointWriter(out)
+    entries = []
+    for name in tensors:
+        entry, coded = encode_tensor(name, tensors, labels[name], base, coder, bool(draft.entries))
+        entries.append(entry)
+        writer.add(coded)
+    writer.finish(replace(draft, entries=tuple(entries)))
 
 
 def _coded_alike(stored: StoredTensor, parent: StoredTensor | None) -> bool:

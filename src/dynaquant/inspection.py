@@ -15,12 +15,12 @@ from dynaquant import codings
 from dynaquant.chain import noticing_moves
 from dynaquant.coding.stream import StoredTensor, values_of
 from dynaquant.codings import Coding, Conditional, Rearranged, Units
-from dynaquant.container import CheckpointFile
+from dynaquant.container import CheckpointFile, opened
 from dynaquant.decoding import load_tensor, memory_for, needed_entries
 from dynaquant.entry import Entry
 from dynaquant.quantized import FIRST_BIN, PROTECTED, PRUNED, QuantizedTensor
 from dynaquant.record import Size
-from dynaquant.run import Run, opened
+from dynaquant.run import Run
 from dynaquant.state import dtype_name
 
 

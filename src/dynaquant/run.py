@@ -7,59 +7,38 @@ and verified, and only then renamed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from dynaquant.chain import ATTEMPTS, chain_of, load_all, naming, parent_of, until_settled
+from dynaquant.chain import chain_of, load_all, naming, parent_of, until_settled
 from dynaquant.coding.stream import Coder, StoredTensor
 from dynaquant.container import (
     CheckpointFile,
-    CheckpointWriter,
     Header,
     Parent,
     Summary,
     Version,
     is_missing,
     is_step,
+    opened,
     version_of,
 )
 from dynaquant.decoding import Tensors
-from dynaquant.encoding import Base, Checkpoint, coder_of, encode_tensor, verify
+from dynaquant.encoding import Base, Checkpoint, coder_of, encode, verify
 from dynaquant.errors import CheckpointError, MovedOnError
 from dynaquant.files import kind_of, make_folder, sync, sync_name, tell_of_full_disk
+from dynaquant.listing import SUFFIX, listed, paths
 from dynaquant.lock import FolderLock, holding
 from dynaquant.roles import Label
 
-SUFFIX = ".dqc"
 _TEMPORARY = ".tmp"
-
-
 EXACT = "exact"
 """In a record: the identity of the lossless copy, None where none was kept. Version 0.1 had no such key."""
 _UNKNOWN_COMMITS = 2**32
 """More commits than a run ever has. Files whose numbers cannot be read may stand for so many."""
-
-
-T = TypeVar("T")
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    found = CheckpointError(f"{path}: cannot be read ({error.strerror})")
-    found.__cause__ = error
-    return found
-
-
-def opened(path: Path) -> CheckpointFile | None:
-    """A file that need not be there."""
-    try:
-        return CheckpointFile(path)
-    except CheckpointError as error:
-        if is_missing(error):
-            return None
-        raise
 
 
 class Run:
@@ -113,7 +92,7 @@ class Run:
             self._check_name(path, summary.step)
             return version, summary
 
-        found, broken = self._listed(read)
+        found, broken = listed(self.folder, read)
         self._summaries = dict(found)
         self._seen.update(summary.step for _, summary in found)
         self._newest = max((summary.sequence for _, summary in found), default=0)
@@ -129,43 +108,13 @@ class Run:
             file.close()
             return file
 
-        found, broken = self._listed(read)
+        found, broken = listed(self.folder, read)
         self._seen.update(file.header.step for file in found)
         return sorted(found, key=lambda file: (file.header.sequence, file.header.step)), broken
 
     def _check_name(self, path: Path, step: int) -> None:
         if self.path(step) != path:
             raise CheckpointError(f"{path}: holds step {step}; was it renamed?")
-
-    def _listed(self, read: Callable[[Path], T]) -> tuple[list[T], list[CheckpointError]]:
-        """What ``read`` makes of every checkpoint file, and what is wrong with the others.
-
-        The list is made anew where a file on it is deleted before it is read, or all could be gone.
-        """
-        for _ in range(ATTEMPTS):
-            found: list[T] = []
-            broken: list[CheckpointError] = []
-            gone: list[Path] = []
-            for path in self._files("step-"):
-                try:
-                    found.append(read(path))
-                except (OSError, CheckpointError) as error:
-                    if is_missing(error):
-                        gone.append(path)
-                    broken.append(error if isinstance(error, CheckpointError) else _unreadable(path, error))
-            if not gone or set(gone) & set(self._files("step-")):  # a link that leads nowhere is not deleted
-                break
-        return found, broken
-
-    def _files(self, prefix: str) -> list[Path]:
-        """The checkpoint files whose names begin so, by name. Raises CheckpointError when the folder cannot be read."""
-        try:
-            names = os.listdir(self.folder)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise CheckpointError(f"{self.folder}: cannot be read ({error.strerror})") from error
-        return [self.folder / name for name in sorted(names) if name.startswith(prefix) and name.endswith(SUFFIX)]
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints whose headers are sound, oldest commit first."""
@@ -281,13 +230,13 @@ class Run:
             if checkpoint.exact is not None:
                 plain = replace(draft, record=checkpoint.record, parent=None)
                 copy = self._written(plain, checkpoint.exact, labels, None, "conditional", beside)
-                undo.callback(copy.path.unlink, missing_ok=True)
+                undo.callback(self._take_back, copy.path)
                 draft.record[EXACT] = copy.header.identity
             written = self._written(draft, checkpoint.tensors, labels, base, checkpoint.coder, path)
-            undo.callback(written.path.unlink, missing_ok=True)
+            undo.callback(self._take_back, written.path)
             if copy is not None:
                 # First, and beside that of the checkpoint before, which is the newest until the next renaming.
-                undo.callback(lambda: None if written.is_at(path) else beside.unlink(missing_ok=True))
+                undo.callback(lambda: None if written.is_at(path) else self._take_back(beside))
                 self._placed(copy, beside)
             file = self._placed(written, path)
             undo.pop_all()
@@ -311,14 +260,14 @@ class Run:
         found = self._highest + (_UNKNOWN_COMMITS if broken else 1)
         if found >= 2**63:
             raise CheckpointError(
-                f"{self.folder}: a checkpoint has the sequence number {self._highest}, which leaves none for another; "
-                "branch off into a new folder"
+                f"{self.folder}: a checkpoint has the sequence number {self._highest}, which leaves none for another "
+                "and which no training gets to; take its file out of the folder"
             )
         return found
 
     def exact_paths(self) -> list[Path]:
         """The files of lossless copies, oldest step first."""
-        return self._files("exact-")
+        return paths(self.folder, "exact-")
 
     def _exact_path(self, header: Header) -> Path:
         """Where the lossless copy of a checkpoint lies. Every commit has a name of its own for it."""
@@ -386,13 +335,7 @@ class Run:
         temporary = path.with_name(path.name + _TEMPORARY)
         try:
             with temporary.open("wb") as out:
-                writer = CheckpointWriter(out)
-                entries = []
-                for name in tensors:
-                    entry, coded = encode_tensor(name, tensors, labels[name], base, coder, bool(draft.entries))
-                    entries.append(entry)
-                    writer.add(coded)
-                writer.finish(replace(draft, entries=tuple(entries)))
+                encode(out, draft, tensors, labels, base, coder)
             written = CheckpointFile(temporary)
             if draft.entries and written.header.identity != draft.identity:
                 raise CheckpointError(f"{temporary}: re-coding would change the values of {path.name}")
@@ -401,9 +344,15 @@ class Run:
         except BaseException as error:
             error.add_note(f"while writing {temporary}; nothing else has changed")
             tell_of_full_disk(error, path)
-            temporary.unlink(missing_ok=True)
+            self._take_back(temporary)
             raise
         return written
+
+    def _take_back(self, path: Path) -> None:
+        """Deletes a file that has not become part of the run, but never in a folder that came in the place of it."""
+        with suppress(CheckpointError, OSError):  # the next writer clears away what stays
+            self._check_folder()
+            path.unlink(missing_ok=True)
 
     def _placed(self, written: CheckpointFile, path: Path) -> CheckpointFile:
         """The file that was written, under its name from now on."""

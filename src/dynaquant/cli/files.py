@@ -17,13 +17,14 @@ from dynaquant.errors import CheckpointError
 from dynaquant.export import Target, target_for
 from dynaquant.export import export as export_checkpoint
 from dynaquant.files import is_file_name
+from dynaquant.listing import SUFFIX
 from dynaquant.loading import Stored
 from dynaquant.packing import Packer, step_of
 from dynaquant.packing import compress as compress_file
 from dynaquant.packing import pack as pack_files
 from dynaquant.presets import QualityName
 from dynaquant.record import Record
-from dynaquant.run import SUFFIX, Run
+from dynaquant.run import Run
 from dynaquant.text import in_bytes, plural
 
 Quality = Annotated[str, typer.Option(help=f"One of {', '.join(get_args(QualityName))}.")]

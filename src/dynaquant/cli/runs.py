@@ -13,7 +13,7 @@ from dynaquant.chain import noticing_moves, until_settled
 from dynaquant.cli import output
 from dynaquant.cli.output import AsJson, RunFolder, Step
 from dynaquant.coding.stream import StoredTensor
-from dynaquant.container import CheckpointFile
+from dynaquant.container import CheckpointFile, opened
 from dynaquant.decoding import load_tensor
 from dynaquant.errors import CheckpointError
 from dynaquant.inspection import Change, TensorInfo, changes, disk_use, level_counts, tensors_of
@@ -21,7 +21,7 @@ from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.knobs import in_short
 from dynaquant.quantized import QuantizedTensor
 from dynaquant.record import Record, Size, record_of
-from dynaquant.run import Run, opened
+from dynaquant.run import Run
 from dynaquant.tags import tags_of
 from dynaquant.text import in_bytes
 from dynaquant.verifying import verify_run
