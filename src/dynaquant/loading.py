@@ -138,8 +138,8 @@ def load(
 
     Of a run that a Checkpointer has written the keys are ``"model"``, ``"optimizer"`` (of several a dictionary), the
     names of the extras, ``"rng"``, ``"classes"`` and ``"parameters"``. An optimizer's state has the names of its
-    parameters for keys; ``Optimizer.load_state_dict`` takes it as it is. What was compressed or packed from another program's file comes back
-    as that file had it: for weights, as their state dict.
+    parameters for keys; ``Optimizer.load_state_dict`` takes it as it is. What was compressed or packed from another
+    program's file comes back as that file had it: for weights, as their state dict.
 
     keys: names of tensors of the model; only they are decoded, and returned by those names.
 

@@ -81,9 +81,12 @@ def fit(name: str, optimizer: Optimizer, own_keys: Keys, stored: Any, stored_key
         raise ValueError(f"{name} has no state and groups of parameters")
     mine = dict(zip(_flat(own_keys), _flat(numbers), strict=True))
     theirs = set(_flat(stored_keys))
-    if any(isinstance(key, int) for key in mine.keys() | theirs) and own_keys != stored_keys:
-        what = "works on parameters that are in no saved module and are told by their order, which has changed"
-        return Fit(None, [f"{name} {what}"], [])
+    if own_keys != stored_keys:
+        if any(isinstance(key, int) for key in mine.keys() | theirs):
+            what = "works on parameters that are in no saved module and are told by their order, which has changed"
+            return Fit(None, [f"{name} {what}"], [])
+        if isinstance(optimizer, torch.optim.LBFGS):
+            return Fit(None, [f"{name} has one state for all its parameters in their order, which has changed"], [])
     problems = [f"{name} had no parameter {key}" for key in mine if key not in theirs]
     problems += [
         f"{name} had the parameter {key}, which it does not have now" for key in _flat(stored_keys) if key not in mine
