@@ -136,7 +136,8 @@ def _numbers(state: Any) -> list[list[Any]] | None:
 def _problems(name: str, parameter: Tensor, before: Any, stored: Any, known: bool) -> list[str]:
     """Why the next step could not use the stored state of a parameter.
 
-    before: what the optimizer has now. known: whether it is one of ``torch.optim``.
+    before: what the optimizer has now. known: whether it is one of ``torch.optim``. Of another one only tensors that have
+    the parameter's shape now are known to need it: those of a history may grow.
     """
     if stored is None:
         return []
@@ -146,7 +147,7 @@ def _problems(name: str, parameter: Tensor, before: Any, stored: Any, known: boo
     now = before if isinstance(before, dict) else {}
     for slot, value in stored.items():
         own = now.get(slot)
-        shape = own.shape if isinstance(own, Tensor) else None
+        shape = own.shape if isinstance(own, Tensor) and (known or own.shape == parameter.shape) else None
         if known and slot in _LIKE_PARAMETER:
             shape = parameter.shape
         elif known and slot == "step":
