@@ -136,8 +136,8 @@ def _numbers(state: Any) -> list[list[Any]] | None:
 def _problems(name: str, parameter: Tensor, before: Any, stored: Any, known: bool) -> list[str]:
     """Why the next step could not use the stored state of a parameter.
 
-    before: what the optimizer has now. known: whether it is one of ``torch.optim``. Of another one only tensors that have
-    the parameter's shape now are known to need it: those of a history may grow.
+    before: what the optimizer has now. known: whether it is one of ``torch.optim``. Of another one only tensors that
+    have the parameter's shape now are known to need it: those of a history may grow.
     """
     if stored is None:
         return []
