@@ -20,6 +20,7 @@ FLOATS = {"float32", "float64", "bfloat16", "float16"}
 LARGEST = {"float16": np.float32(65_504), "bfloat16": np.float32((2 - 2**-7) * 2.0**127)}
 KINDS = {1: {"raw", "planes", "reference", "quantized"}}
 KINDS[2] = KINDS[1] | {"exact", "conditional", "rank_one", "units", "rounding"}
+KINDS[3] = KINDS[2]
 
 
 @dataclass

@@ -143,6 +143,31 @@ def test_parameters_of_other_saved_modules_have_names_and_others_their_place(tmp
         ckpt.restore()
 
 
+def test_an_optimizer_with_one_state_for_all_parameters_needs_their_order(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(torch.ones(4, 3)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless") as ckpt:
+        ckpt.save(1)
+    state = bits(optimizer.state_dict())
+    for order, fits in ((1, True), (-1, False)):
+        other = torch.optim.LBFGS(list(model.parameters())[::order])
+        with dq.Checkpointer(tmp_path, model, other) as ckpt:
+            if fits:
+                assert ckpt.restore() == 1
+                assert bits(other.state_dict()) == state
+            else:
+                with pytest.raises(dq.StateError, match="one state for all its parameters in their order"):
+                    ckpt.restore()
+
+
 def test_pytorch_loads_the_state_as_it_is_stored_and_exported(tmp_path):
     _, optimizer = saved(tmp_path)
     out = tmp_path / "state.pt"

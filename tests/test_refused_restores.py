@@ -95,6 +95,41 @@ def test_a_group_keeps_hyperparameters_of_which_the_checkpoint_says_nothing(tmp_
     assert things["optimizer"].param_groups[0]["eps"] == 1e-8
 
 
+class WithHistory(torch.optim.SGD):
+    """An optimizer nobody knows, with a state that grows and one that does not."""
+
+    @torch.no_grad()
+    def step(self):
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            norms = state.get("norms", torch.empty(0))
+            state["norms"] = torch.cat([norms, parameter.norm()[None]])
+            state["slow"] = parameter.clone()
+
+
+def test_of_an_unknown_optimizer_only_what_has_its_parameters_shape_needs_it(tmp_path):
+    def things(seed):
+        torch.manual_seed(seed)
+        model = model_of()
+        return {"model": model, "optimizer": WithHistory(model.parameters(), lr=0.1)}
+
+    saved = things(0)
+    with dq.Checkpointer(tmp_path, *saved.values(), quality="lossless") as ckpt:
+        train(saved["model"], saved["optimizer"], 3)
+        ckpt.save(1).result()
+        train(saved["model"], saved["optimizer"], 2)
+        ckpt.restore()
+    first = saved["model"][0].weight
+    assert saved["optimizer"].state[first]["norms"].shape == (3,)
+    saved["optimizer"].state[first]["slow"] = torch.ones(2)
+    with dq.Checkpointer(tmp_path, *saved.values(), quality="lossless") as ckpt:
+        ckpt.save(2)
+    other = things(1)
+    train(other["model"], other["optimizer"])
+    assert_refused(tmp_path, other, dq.StateError, r"model\.0\.weight\.slow is \[2\] in it, where \[40, 24\] is needed")
+
+
 class WithMask(nn.Module):
     def __init__(self, mask):
         super().__init__()

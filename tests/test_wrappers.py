@@ -184,6 +184,7 @@ def test_two_ranks_save_and_restore_each_others_wrapped_trainings(tmp_path):
         report = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         said = report.pop("other shapes")
         assert said.startswith("the model of rank 1 has other names or shapes than that of rank 0; sharded training")
+        assert report.pop("failed") == [5, True]
         assert report == {"DDP compile": [1, 2], "compile DDP": [2, 3], "DDP": [3, 4]}
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -29,6 +29,35 @@ def loss(model):
     return nn.functional.cross_entropy(model.eval()(torch.arange(40)), torch.arange(40)).item()
 
 
+class Position:
+    """An extra that cannot be loaded on rank 1."""
+
+    at = 3
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+        if dist.get_rank() == 1 and self.at == 3:
+            raise RuntimeError("no")
+
+
+def where_it_stays_when_a_rank_fails(folder: Path) -> tuple[int, bool]:
+    """After a restore that raises on rank 1: where the extra is, and whether the model is as it was."""
+    model, position = DistributedDataParallel(model_of()), Position()
+    with dq.Checkpointer(folder, model, extras={"position": position}, quality="lossless") as ckpt:
+        ckpt.save(1).result()
+        position.at = 5
+        with torch.no_grad():
+            model.module[0].weight.fill_(1.0)
+        try:
+            ckpt.restore()
+        except (RuntimeError, dq.DynaquantError):
+            return position.at, bool((model.module[0].weight == 1).all())
+    raise AssertionError("it must have failed")
+
+
 def main(folder: Path) -> None:
     report = {}
     try:
@@ -44,6 +73,7 @@ def main(folder: Path) -> None:
             train(model, optimizer, 2)
             ckpt.save(step + 1).result()
         report[name] = [step, step + 1]
+    report["failed"] = where_it_stays_when_a_rank_fails(folder / "failing")
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(report))
 
 

@@ -23,8 +23,8 @@ from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError, MovedOnError
 from dynaquant.files import open_file
 
-FORMAT_VERSION = 2
-"""What is written. Version 1 is read as well: it lacks some codings."""
+FORMAT_VERSION = 3
+"""What is written. Versions 1 and 2 are read as well: their optimizers number their parameters."""
 MAGIC = b"\x89DQC\r\n\x1a\n"
 """First and last eight bytes of a file. As in PNG, they show a transfer that changed line ends."""
 

@@ -177,9 +177,10 @@ def load(
     """The state in a run's newest checkpoint, in that of a step or a tag, or in a file, as plain dictionaries and CPU
     tensors; as it was before it was quantized, where that was kept as well (``exact="latest"``).
 
-    Of a run that a Checkpointer has written the keys are ``"model"``, ``"optimizer"``, the names of the extras,
-    ``"rng"``, ``"classes"`` and ``"parameters"``. What was compressed or packed from another program's file comes back
-    as that file had it: for weights, as their state dict.
+    Of a run that a Checkpointer has written the keys are ``"model"``, ``"optimizer"`` (of several a dictionary), the
+    names of the extras, ``"rng"``, ``"classes"`` and ``"parameters"``. An optimizer's state has the names of its
+    parameters for keys; ``Optimizer.load_state_dict`` takes it as it is. What was compressed or packed from another
+    program's file comes back as that file had it: for weights, as their state dict.
 
     keys: names of tensors of the model; only they are decoded, and returned by those names.
 

@@ -81,9 +81,12 @@ def fit(name: str, optimizer: Optimizer, own_keys: Keys, stored: Any, stored_key
         raise ValueError(f"{name} has no state and groups of parameters")
     mine = dict(zip(_flat(own_keys), _flat(numbers), strict=True))
     theirs = set(_flat(stored_keys))
-    if any(isinstance(key, int) for key in mine.keys() | theirs) and own_keys != stored_keys:
-        what = "works on parameters that are in no saved module and are told by their order, which has changed"
-        return Fit(None, [f"{name} {what}"], [])
+    if own_keys != stored_keys:
+        if any(isinstance(key, int) for key in mine.keys() | theirs):
+            what = "works on parameters that are in no saved module and are told by their order, which has changed"
+            return Fit(None, [f"{name} {what}"], [])
+        if isinstance(optimizer, torch.optim.LBFGS):
+            return Fit(None, [f"{name} has one state for all its parameters in their order, which has changed"], [])
     problems = [f"{name} had no parameter {key}" for key in mine if key not in theirs]
     problems += [
         f"{name} had the parameter {key}, which it does not have now" for key in _flat(stored_keys) if key not in mine
@@ -133,7 +136,8 @@ def _numbers(state: Any) -> list[list[Any]] | None:
 def _problems(name: str, parameter: Tensor, before: Any, stored: Any, known: bool) -> list[str]:
     """Why the next step could not use the stored state of a parameter.
 
-    before: what the optimizer has now. known: whether it is one of ``torch.optim``.
+    before: what the optimizer has now. known: whether it is one of ``torch.optim``. Of another one only tensors that
+    have the parameter's shape now are known to need it: those of a history may grow.
     """
     if stored is None:
         return []
@@ -143,7 +147,7 @@ def _problems(name: str, parameter: Tensor, before: Any, stored: Any, known: boo
     now = before if isinstance(before, dict) else {}
     for slot, value in stored.items():
         own = now.get(slot)
-        shape = own.shape if isinstance(own, Tensor) else None
+        shape = own.shape if isinstance(own, Tensor) and (known or own.shape == parameter.shape) else None
         if known and slot in _LIKE_PARAMETER:
             shape = parameter.shape
         elif known and slot == "step":
