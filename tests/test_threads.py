@@ -96,6 +96,14 @@ def test_what_is_not_for_the_thread_that_writes_is_refused_there(tmp_path, name,
     assert Run(tmp_path).steps() == [1]
 
 
+def test_the_thread_outlives_whatever_is_called_in_it(tmp_path):
+    with Training().checkpointer(tmp_path) as ckpt:
+        ckpt.save(1).add_done_callback(lambda _: sys.exit())
+        ckpt.save(2)
+        ckpt.wait()
+    assert Run(tmp_path).steps() == [1, 2]
+
+
 def test_a_write_that_was_handed_over_cannot_be_cancelled(tmp_path):
     with Training().checkpointer(tmp_path) as ckpt:
         assert not ckpt.save(1).cancel()
@@ -170,7 +178,7 @@ def ended(child):
 
 def run_script(text: str, cwd) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", SCRIPT + textwrap.dedent(text)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_the_last_write_is_finished_when_a_process_ends_without_close(tmp_path):

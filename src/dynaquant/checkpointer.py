@@ -81,12 +81,15 @@ class Checkpointer:
     of deltas at most, the keyframe included.
 
     log_to: is told of every save once it is on the disk: a TensorBoard ``SummaryWriter`` (or whatever has its
-    ``add_scalar``), or a function of the ``Record``. It is called from the thread that writes; should it raise, a
-    warning says so, and the checkpoint is there all the same.
+    ``add_scalar``), or a function of the ``Record``. It is called from the thread that writes, where ``records`` may be
+    called; should it raise, a warning says so, and the checkpoint is there all the same.
 
     Where ``torch.distributed`` is initialised, all ranks are taken for replicas of one model: every rank makes a
     Checkpointer for the same folder, and calls ``restore`` and ``save`` at the same steps. They share the work of the
     search, and rank 0 writes. Random number generators are stored for each rank, everything else as it is on rank 0.
+
+    ``save``, ``restore`` and ``close`` raise RuntimeError while one of them goes on (called by ``evaluate``, or from
+    another thread), in the thread that writes, and, but for ``close``, in a forked child.
 
     Use as a context manager, or call ``close``. Raises StateError for objects that cannot be saved, CheckpointError
     when another process writes to the folder, ValueError for numbers out of range.
@@ -382,7 +385,8 @@ class Checkpointer:
     def close(self) -> None:
         """Waits for the last write, raises what went wrong in it, and lets the run go. Safe to call twice.
 
-        When the waiting is interrupted, the write still goes on, and then lets the run go.
+        When the waiting is interrupted, the write still goes on, and then lets the run go. In a forked child it does
+        neither: both are the parent's.
         """
         if os.getpid() != self._writer.process:  # the run, and what is being written, are the parent's
             self._close(lambda: None)

@@ -28,8 +28,9 @@ class Untouched:
         for module, training, parameters, buffers in self._modules:
             module.training = training
             for own, before in ((module._parameters, parameters), (module._buffers, buffers)):
-                own.clear()  # and with it what was registered since
-                own.update(before)  # type: ignore[arg-type]
+                if [*own] != [*before] or any(own[name] is not before[name] for name in before):
+                    own.clear()  # and with it what was registered since
+                    own.update(before)  # type: ignore[arg-type]
         torch.set_grad_enabled(self._recorded)
         set_generators(self._sources, self._generators)
         rng.set_state(self._global)

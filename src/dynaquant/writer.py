@@ -50,9 +50,14 @@ class Write(Future[T]):
         if action is None:
             return
         try:
-            self.set_result(action())
-        except BaseException as error:
-            self.set_exception(error)
+            try:
+                result = action()
+            except BaseException as error:
+                self.set_exception(error)
+            else:
+                self.set_result(result)
+        except BaseException as error:  # the thread outlives a callback that calls ``sys.exit``
+            log.warning("a callback of a save's future failed: %r", error)
         finally:
             self._done.release()
 
