@@ -26,7 +26,7 @@ from dynaquant.encoding import Base, Checkpoint
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.live import LogTo, logger_of
 from dynaquant.loading import exact_of, state_of
-from dynaquant.places import fill, new, places
+from dynaquant.places import already_there, fill, new, places
 from dynaquant.presets import QualityName
 from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.record import Record, json_of, record_of, record_without_file
@@ -36,7 +36,7 @@ from dynaquant.run import Run
 from dynaquant.schedule import Every, Schedule
 from dynaquant.search.manager import Decision
 from dynaquant.search.quality import Evaluate
-from dynaquant.state import flatten
+from dynaquant.state import flatten, without
 from dynaquant.tags import file_of
 
 log = logging.getLogger("dynaquant")
@@ -273,12 +273,16 @@ class Checkpointer:
         source, stored = exact_of(self._run, file, self.skipped) or (file, tensors)
         now = state_sources.collect_to_compare(self._sources)  # outside: an object's own error is no damage of a file
         try:
-            own_memory = places(now, source.header.tree, stored)
-            values = {name: own_memory[name] if name in own_memory else new(stored[name]) for name in stored}
-            state = state_of(source, values)
+            there = already_there(now, stored, self._compressor.hashes)
+            omitted = {entry.name for entry in source.header.entries if entry.omitted}
+            own_memory = places(now, source.header.tree, {n: s for n, s in stored.items() if n not in there})
+            values = {n: own_memory[n] if n in own_memory else new(stored[n]) for n in stored.keys() - there - omitted}
+            state = state_of(source, {**values, **there})
+            state_sources.fill_in_omitted(now, state, omitted)
             if not set(state_sources.RESERVED) <= set(state):
                 raise KeyError(*set(state_sources.RESERVED) - set(state))
-            state_sources.check_fit(self._sources, now, state, f"{file.path} (step {file.header.step})")
+            changed = omitted - there.keys()
+            state_sources.check_fit(self._sources, now, state, f"{file.path} (step {file.header.step})", changed)
             own = state_sources.randomness_of(state, self._group.rank)
             if own is not None:
                 rng.check(own)
@@ -346,12 +350,21 @@ class Checkpointer:
         start = time.perf_counter()
         others = self._group.gather(state_sources.randomness(self._sources) if self._group.rank else None)[1:]
         tree, tensors, label_of = self._group.together(lambda: self._collect([other for other in others if other]))
+        omitted = {name for name, label in label_of.items() if label.role == "omit"}
+        tree = without(tree, omitted) if omitted else tree
         generators = state_sources.generators(self._sources)
         seconds.update(capture=time.perf_counter() - start, search=0.0)
-        compressed = self._compressor.compress(tensors, label_of, seconds)
+        before, held = ({}, {}) if self._base is None else (self._base.hashes, self._run.held(self._base.tensors))
+        compressed = self._compressor.compress(tensors, label_of, before, held, seconds)
         state_sources.set_generators(self._sources, generators)  # ``evaluate`` may have drawn from them
         checkpoint = Checkpoint(
-            step, tree, compressed.tensors, compressed.labels, coder=self._compressor.coder, exact=compressed.exact
+            step,
+            tree,
+            compressed.tensors,
+            compressed.labels,
+            coder=self._compressor.coder,
+            exact=compressed.exact,
+            frozen=compressed.frozen,
         )
         return checkpoint, compressed.decision, compressed.notes
 

@@ -18,11 +18,12 @@ from typing import Any, BinaryIO
 import zstandard
 from blake3 import blake3
 
+from dynaquant.codings import Frozen
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
 
-FORMAT_VERSION = 2
-"""What is written. Version 1 is read as well: it lacks some codings."""
+FORMAT_VERSION = 3
+"""What is written. Versions 1 and 2 are read as well: they lack some codings."""
 MAGIC = b"\x89DQC\r\n\x1a\n"
 """First and last eight bytes of a file. As in PNG, they show a transfer that changed line ends."""
 
@@ -41,12 +42,16 @@ class Parent:
 
 @dataclass(frozen=True)
 class Summary:
-    """What one needs to know of a checkpoint to find its way in a run."""
+    """What one needs to know of a checkpoint to find its way in a run.
+
+    frozen: the identities of the files of frozen parameters that it needs.
+    """
 
     step: int
     sequence: int
     identity: str
     parent: Parent | None
+    frozen: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,12 @@ class Header:
     @property
     def summary(self) -> Summary:
         """The header without what is large."""
-        return Summary(self.step, self.sequence, self.identity, self.parent)
+        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen)
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The identities of the files of frozen parameters that the checkpoint needs."""
+        return frozenset(entry.coding.file for entry in self.entries if isinstance(entry.coding, Frozen))
 
     @cached_property
     def by_name(self) -> dict[str, Entry]:
@@ -136,6 +146,8 @@ class CheckpointFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.frozen: dict[str, CheckpointFile] = {}
+        """The files of frozen parameters that were opened for it, by identity (``frozen.opened``)."""
         try:
             with path.open("rb") as file:
                 self.size = os.fstat(file.fileno()).st_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from dynaquant import frozen
 from dynaquant.coding import stream
 from dynaquant.coding.stream import StoredTensor, stored_hash
 from dynaquant.codings import Reference, other_of
@@ -90,6 +91,8 @@ def decode_tensor(
     if isinstance(entry.coding, Reference):
         assert parent is not None
         return parent
+    if entry.external:
+        return frozen.external(file, entry)
     try:
         return stream.decode(entry, file.read(entry), parent, others.get(other_of(entry.coding) or ""))
     except ValueError as error:

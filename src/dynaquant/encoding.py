@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from dynaquant.coding import stream
 from dynaquant.coding.stream import Coder, StoredTensor, stored_hash, values_of
-from dynaquant.codings import Exact, Planes, Raw, Rearranged, Reference
+from dynaquant.codings import Exact, Frozen, Omitted, Planes, Raw, Rearranged, Reference
 from dynaquant.container import CheckpointFile, Header, Parent
 from dynaquant.decoding import decode_tensor
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
+from dynaquant.external import External
 from dynaquant.quantized import Rounded, Scaled
 from dynaquant.roles import Label
 
@@ -24,6 +25,7 @@ class Checkpoint:
     """A checkpoint in memory: the JSON tree of a state, and its tensors with their labels, by name.
 
     coder: of the levels of weights. exact: the same tensors as they were, where they are to be kept for a while.
+    frozen: names of tensors that belong into the run's file of frozen parameters.
     """
 
     step: int
@@ -33,6 +35,7 @@ class Checkpoint:
     record: dict[str, Any] = field(default_factory=dict)
     coder: Coder = "conditional"
     exact: Mapping[str, StoredTensor] | None = None
+    frozen: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,9 @@ def encode_tensor(
     """again: whether it is in a file already, and others may be coded against it as it is there."""
     stored = tensors[name]
     digest = stored_hash(stored)
+    if isinstance(stored, External):
+        where = Omitted() if stored.file is None else Frozen(stored.file)
+        return Entry(name, label, stored.dtype, stored.shape, digest, 0, where), b""
     parent = base.tensors.get(name) if base else None
     if base is not None and base.hashes.get(name) == digest and (not again or _coded_alike(stored, parent)):
         return Entry(name, label, stored.dtype, stored.shape, digest, 0, Reference()), b""

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynaquant import codings
+from dynaquant import codings, frozen
 from dynaquant.coding.stream import StoredTensor, values_of
 from dynaquant.codings import Coding, Conditional, Rearranged, Units
 from dynaquant.container import CheckpointFile
 from dynaquant.decoding import load_tensor, needed_entries
 from dynaquant.entry import Entry
 from dynaquant.quantized import FIRST_BIN, PROTECTED, PRUNED, QuantizedTensor
-from dynaquant.record import Size
+from dynaquant.record import Size, sizes_by_role
 from dynaquant.run import Run
 from dynaquant.state import dtype_name
 
@@ -68,7 +68,7 @@ def _info(entry: Entry) -> TensorInfo:
         tuple(entry.shape),
         codings.name_of(entry.coding),
         _bins(entry.coding),
-        Size(entry.raw_size, entry.size),
+        Size(0 if entry.external else entry.raw_size, entry.size),
     )
 
 
@@ -93,7 +93,9 @@ def restore_cost(chain: list[CheckpointFile]) -> RestoreCost:
     """
     headers = sum(file.size - sum(entry.size for entry in file.header.entries) for file in chain)
     needed = needed_entries(chain, [entry.name for entry in chain[0].header.entries])
-    return RestoreCost(len(chain), headers + sum(entry.size for entries in needed for entry in entries))
+    held = [frozen.opened(chain[0], identity).size for identity in chain[0].header.frozen]
+    streams = sum(entry.size for entries in needed for entry in entries)
+    return RestoreCost(len(chain) + len(held), headers + streams + sum(held))
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,8 @@ def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator
             yield Change(name, "added")
         elif known.hash == entry.hash:
             yield Change(name, "same", 0.0, 0.0)
+        elif known.omitted or entry.omitted:
+            yield Change(name, "changed")  # there are no values to compare
         elif (known.shape, known.dtype) != (entry.shape, entry.dtype):
             yield Change(name, "reshaped")
         else:
@@ -184,19 +188,17 @@ class Use:
 def disk_use(run: Run, files: list[CheckpointFile]) -> list[Use]:
     """What a run takes: by kind of file, in all, and of the checkpoints by role. files: its sound checkpoints."""
     exact = [CheckpointFile(path) for path in run.exact_paths()]
-    known = {file.path for file in [*files, *exact]}
+    held = [CheckpointFile(path) for path in frozen.paths(run.folder)]
+    known = {file.path for file in [*files, *exact, *held]}
     others = [path for path in run.folder.rglob("*") if path.is_file() and path not in known]
     kinds = [
         _use("keyframes", [file for file in files if file.header.parent is None]),
         _use("deltas", [file for file in files if file.header.parent is not None]),
         _use("exact copies", exact),
+        _use("frozen parameters", held),
         Use("other files", len(others), Size(0, sum(path.stat().st_size for path in others))),
     ]
-    roles: dict[str, Size] = {}
-    for file in files:
-        for entry in file.header.entries:
-            role = entry.label.role
-            roles[role] = roles.get(role, Size()) + Size(entry.raw_size, entry.size)
+    roles = sizes_by_role(entry for file in files for entry in file.header.entries)
     streams = sum(size.stored for size in roles.values())
     headers = Size(0, sum(file.size for file in files) - streams)
     return [
@@ -208,5 +210,5 @@ def disk_use(run: Run, files: list[CheckpointFile]) -> list[Use]:
 
 
 def _use(what: str, files: list[CheckpointFile]) -> Use:
-    raw = sum(entry.raw_size for file in files for entry in file.header.entries)
+    raw = sum(size.raw for size in sizes_by_role(entry for file in files for entry in file.header.entries).values())
     return Use(what, len(files), Size(raw, sum(file.size for file in files)))

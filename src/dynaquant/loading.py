@@ -51,7 +51,8 @@ class Stored:
 
     def _open(self) -> None:
         self.file = self.chain[0]
-        self.tensors: Mapping[str, Tensor] = Lazy(self.file.header.by_name, self._values)
+        names = [entry.name for entry in self.file.header.entries if not entry.omitted]
+        self.tensors: Mapping[str, Tensor] = Lazy(names, self._values)
         """By name; each is decoded, and checked against its hash, whenever it is asked for."""
 
     def _values(self, name: str) -> Tensor:
@@ -154,7 +155,8 @@ def load(
     run = Run(path)
     file = file_of(run, step) if step is not None else _newest(run)
     file, tensors = exact_of(run, file, []) or (file, run.load(file))
-    return state_of(file, {name: values_of(stored) for name, stored in tensors.items()})
+    kept = {name: stored for name, stored in tensors.items() if not file.header.by_name[name].omitted}
+    return state_of(file, {name: values_of(stored) for name, stored in kept.items()})
 
 
 def load_into(model: nn.Module, path: str | os.PathLike[str], step: int | str | None = None) -> None:

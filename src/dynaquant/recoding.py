@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+from dynaquant import frozen
 from dynaquant.container import CheckpointFile, Parent
 from dynaquant.encoding import Base
 from dynaquant.errors import CheckpointError
@@ -25,6 +26,8 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
         there, broken = new.summaries()
         if there or broken:
             raise CheckpointError(f"{folder}: there are checkpoints in it; give the branch a folder of its own")
+        for identity in file.header.frozen:
+            undo.callback(frozen.copy(frozen.opened(file, identity), new.folder).unlink)
         if (twin := run.exact(file)) is not None:  # first: without the other it is nothing, and does no harm
             undo.callback(new.recode(twin, run.load(twin), None).path.unlink)
         written = new.recode(file, tensors, None)

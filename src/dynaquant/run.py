@@ -13,16 +13,23 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
+from dynaquant import frozen
 from dynaquant.coding.stream import Coder, StoredTensor
 from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary
 from dynaquant.decoding import Tensors, load_tensors
 from dynaquant.encoding import Base, Checkpoint, coder_of, encode_tensor, verify
 from dynaquant.errors import CheckpointError
+from dynaquant.external import External
 from dynaquant.files import sync, tell_of_full_disk
 from dynaquant.roles import Label
+from dynaquant.state import tree_of
 
 SUFFIX = ".dqc"
 _TEMPORARY = ".tmp"
+FROZEN_FROM = 1 << 20
+"""Bytes of frozen parameters for which a file of their own is worth having; fewer are stored in each checkpoint."""
 
 _locked: set[int] = set()  # descriptors of the folders that this process holds for writing
 
@@ -52,6 +59,7 @@ class Run:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self._summaries: dict[tuple[int, int, int], Summary] = {}
+        self._sound_frozen: set[str] = set()  # files of frozen parameters that were decoded, by identity
 
     @contextmanager
     def writer(self) -> Iterator[None]:
@@ -167,12 +175,22 @@ class Run:
         error = None
         for _ in range(2):
             try:
-                self.load(self.file(step))
+                file = self.file(step)
+                self.load(file)
+                self._check_frozen(file)
             except CheckpointError as found:
                 error = found
             else:
                 return None
         return error
+
+    def _check_frozen(self, file: CheckpointFile) -> None:
+        """Decodes the files of frozen parameters that a checkpoint needs, each of them once for all checkpoints."""
+        for identity in file.header.frozen - self._sound_frozen:
+            holder = frozen.opened(file, identity)
+            for entry in holder.header.entries:
+                frozen.of_file(holder, entry).values()
+            self._sound_frozen.add(identity)
 
     def damage_of_exact(self, step: int) -> CheckpointError | None:
         """What is wrong with the file of a checkpoint as it was, if it was kept."""
@@ -211,10 +229,13 @@ class Run:
             record=checkpoint.record,
         )
         path, twin = self.path(checkpoint.step), self._exact_path(checkpoint.step)
-        written = self._written(draft, checkpoint.tensors, checkpoint.labels, base, checkpoint.coder, path)
+        aside = self._freeze(checkpoint)
+        tensors = {**checkpoint.tensors, **aside}
+        written = self._written(draft, tensors, checkpoint.labels, base, checkpoint.coder, path)
         if checkpoint.exact is not None:  # in place first: without the other it is nothing, and does no harm
             try:
-                self.write(replace(draft, parent=None), checkpoint.exact, checkpoint.labels, None, path=twin)
+                exact = {**checkpoint.exact, **aside}
+                self.write(replace(draft, parent=None), exact, checkpoint.labels, None, path=twin)
             except BaseException:
                 written.path.unlink(missing_ok=True)
                 raise
@@ -223,7 +244,37 @@ class Run:
         for other in self.exact_paths():
             if checkpoint.exact is None or other != twin:
                 other.unlink()
-        return file, Base.written(file.header, checkpoint.tensors, base)
+        self.drop_unneeded_frozen()
+        return file, Base.written(file.header, tensors, base)
+
+    def _freeze(self, checkpoint: Checkpoint) -> dict[str, External]:
+        """Writes frozen parameters that are in no file of their own yet into one; where they are from now on."""
+        given = {name: tensor for name, tensor in checkpoint.tensors.items() if name in checkpoint.frozen}
+        new = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)}
+        if sum(tensor.nbytes for tensor in new.values()) < FROZEN_FROM:
+            return {}
+        draft = Header(step=0, sequence=0, parent=None, tree=tree_of(new), entries=(), record={})
+        path = self.folder / f"frozen{SUFFIX}"
+        written = self._written(draft, new, checkpoint.labels, None, "conditional", path)
+        holder = self._placed(written, path.with_name(frozen.file_name(written.header.identity)))
+        return {entry.name: frozen.of_file(holder, entry) for entry in holder.header.entries}
+
+    def held(self, tensors: Mapping[str, StoredTensor]) -> dict[str, External]:
+        """Those of the tensors whose values lie in files of frozen parameters that are in the folder."""
+        there = {path.name for path in frozen.paths(self.folder)}
+        files = {name: stored for name, stored in tensors.items() if isinstance(stored, External) and stored.file}
+        return {name: stored for name, stored in files.items() if frozen.file_name(stored.file or "") in there}
+
+    def drop_unneeded_frozen(self) -> None:
+        """Deletes files of frozen parameters that no checkpoint needs any more.
+
+        None is deleted while a checkpoint cannot be read: it may need any of them.
+        """
+        summaries, broken = self.summaries()
+        needed = {frozen.file_name(identity) for summary in summaries for identity in summary.frozen}
+        for path in frozen.paths(self.folder):
+            if not broken and path.name not in needed:
+                path.unlink()
 
     def exact_paths(self) -> list[Path]:
         """The files of checkpoints with their tensors as they were, oldest step first."""

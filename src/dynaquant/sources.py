@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dynaquant import rng
 from dynaquant.errors import StateError
-from dynaquant.state import dtype_name
+from dynaquant.state import dtype_name, flatten, pairs_of, tensor_name
 
 LAST = ("model", "optimizer")
 """Sources that are restored after the others."""
@@ -75,12 +75,33 @@ def collect_to_compare(sources: Mapping[str, Any]) -> dict[str, Any]:
     return collect({name: source for name, source in sources.items() if name in LAST or isinstance(source, compared)})
 
 
-def check_fit(sources: Mapping[str, Any], now: Mapping[str, Any], state: Mapping[str, Any], what: str) -> None:
+def fill_in_omitted(now: Mapping[str, Any], state: dict[str, Any], omitted: Collection[str]) -> None:
+    """Puts the tensors that a stored state omits into it, as the modules have them.
+
+    now: ``collect_to_compare`` of the sources. omitted: names of tensors.
+    """
+    if not omitted:
+        return
+    for name, node in pairs_of(flatten(now)[0]):
+        if isinstance(state.get(name), dict) and any(tensor_name(value) in omitted for _, value in pairs_of(node)):
+            stored = state[name]
+            own = {key: now[name][key] for key, value in pairs_of(node) if tensor_name(value) in omitted}
+            stored.update({key: value for key, value in own.items() if key not in stored})
+
+
+def check_fit(
+    sources: Mapping[str, Any],
+    now: Mapping[str, Any],
+    state: Mapping[str, Any],
+    what: str,
+    changed: Collection[str] = (),
+) -> None:
     """Raises StateError, listing what differs, when a stored state does not fit the sources. Changes nothing.
 
-    now: ``collect_to_compare`` of the sources. what: the checkpoint, for messages.
+    now: ``collect_to_compare`` of the sources. what: the checkpoint, for messages. changed: the omitted tensors whose
+    values are not those that the model has.
     """
-    problems: list[str] = []
+    problems = [f"{name} was omitted when it was saved, and the model's is another one" for name in sorted(changed)]
     given, stored = set(sources), set(state) - set(RESERVED)
     problems += [f"it holds no {name!r}" for name in sorted(given - stored)]
     problems += [f"it holds {name!r}, which was not given" for name in sorted(stored - given)]

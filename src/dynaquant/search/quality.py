@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaquant import rng
+from dynaquant.errors import EvaluateError
 
 Evaluate = Callable[[nn.Module], float]
 
@@ -88,7 +89,10 @@ def score(model: nn.Module, values: Mapping[str, Value], evaluate: Evaluate) -> 
 
 @contextmanager
 def _substituted(model: nn.Module, values: Mapping[str, Value]) -> Iterator[None]:
-    """The model with other parameters and with copies of its buffers; its own are put back afterwards."""
+    """The model with other parameters and with copies of its buffers; its own are put back afterwards.
+
+    Frozen parameters are as large as the rest, and not copied. Raises EvaluateError when one was written to.
+    """
     named = dict(model.named_parameters())
     # By memory, as a state has one tensor for parameters that are tied by their data only.
     given = {_memory(named[name]): value for name, value in values.items()}
@@ -98,13 +102,14 @@ def _substituted(model: nn.Module, values: Mapping[str, Value]) -> Iterator[None
         # Copies of the others too: a backward pass must not reach their ``.grad``, and some layers write to weights
         # when they are called (``nn.Embedding(max_norm=…)``).
         if value is None:
-            copied = parameter.detach().clone()
+            copied = parameter.detach() if id(parameter) in versions else parameter.detach().clone()
         elif isinstance(value, Tensor):
             copied = value.to(parameter.device, parameter.dtype, copy=True)
         else:
             copied = value().to(parameter.device, parameter.dtype)
         return nn.Parameter(copied, requires_grad=False)
 
+    versions = _versions_of_frozen(model)
     replacements = {id(parameter): replacement(parameter) for parameter in named.values()}
     modules = list(model.modules())
     originals = [(dict(module._parameters), dict(module._buffers)) for module in modules]
@@ -123,6 +128,25 @@ def _substituted(model: nn.Module, values: Mapping[str, Value]) -> Iterator[None
             for own, before in ((module._parameters, parameters), (module._buffers, buffers)):
                 own.clear()  # and with it what ``evaluate`` has registered
                 own.update(before)  # type: ignore[arg-type]
+    if written := [name for name, own in named.items() if id(own) in versions and own._version != versions[id(own)]]:
+        raise EvaluateError(
+            f"evaluate has written to {written[0]}, a frozen parameter, which therefore is not what it was in training "
+            "any more; let evaluate work on a copy of what it writes to"
+        )
+
+
+def _versions_of_frozen(model: nn.Module) -> dict[int, int]:
+    """How often PyTorch has written to each frozen parameter, by its ``id``; not of those whose layer writes to it."""
+    read_only: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and not parameter.requires_grad and not parameter.is_inference():
+                read_only[id(parameter)] = parameter._version
+    for module in model.modules():
+        if getattr(module, "max_norm", None) is not None:
+            for parameter in module._parameters.values():
+                read_only.pop(id(parameter), None)
+    return read_only
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
