@@ -20,7 +20,7 @@ FLOATS = {"float32", "float64", "bfloat16", "float16"}
 LARGEST = {"float16": np.float32(65_504), "bfloat16": np.float32((2 - 2**-7) * 2.0**127)}
 KINDS = {1: {"raw", "planes", "reference", "quantized"}}
 KINDS[2] = KINDS[1] | {"exact", "conditional", "rank_one", "units", "rounding"}
-KINDS[3] = KINDS[2]
+KINDS[3] = KINDS[2] | {"frozen", "omitted"}
 
 
 @dataclass
@@ -42,7 +42,7 @@ def decode(folder, step, known=None):
 
 def decode_exact(folder, step):
     """The same of the exact file beside a checkpoint."""
-    header, tensors = decoded(next(Path(folder).glob(f"exact-{step:012}-*.dqc")).read_bytes(), step)
+    header, tensors = decoded(next(Path(folder).glob(f"exact-{step:012}-*.dqc")), step)
     check(header["parent"] is None, "a keyframe")
     beside = decode(folder, step)[0]
     check(header["sequence"] == beside["sequence"], "a copy of this commit")
@@ -56,14 +56,14 @@ def contents(tensors):
 
 def checkpoint(folder, step, known):
     if step not in known:
-        file = (folder / f"step-{step:012}.dqc").read_bytes()
+        file = folder / f"step-{step:012}.dqc"
         known[step] = decoded(file, step, lambda step: checkpoint(folder, step, known))
     return known[step]
 
 
-def decoded(file, step, checkpoint_of=None):
+def decoded(path, step, checkpoint_of=None):
     """The header and the tensors of a file; ``checkpoint_of``: the same for the step of the parent."""
-    header, streams, kinds = layout(file)
+    header, streams, kinds = layout(path.read_bytes())
     check(header["step"] == step, "step")
     parents = {}
     if header["parent"] is not None:
@@ -71,6 +71,7 @@ def decoded(file, step, checkpoint_of=None):
         check(parent["identity"] == header["parent"]["identity"], "the parent's identity")
         check(parent["sequence"] < header["sequence"], "the parent's sequence")
 
+    frozen = {}  # the tensors of files of frozen parameters, by identity
     entries = {entry["name"]: (entry, stream) for entry, stream in zip(header["tensors"], streams, strict=True)}
     check(len(entries) == len(streams), "unique names")
     tensors = {}
@@ -79,14 +80,33 @@ def decoded(file, step, checkpoint_of=None):
         if name not in tensors:
             entry, stream = entries[name]
             check(entry["coding"]["kind"] in kinds, "a kind of coding of this version")
-            tensors[name] = tensor_of(entry, stream, parents.get(name), tensor_named)
+            if entry["coding"]["kind"] == "frozen":
+                tensors[name] = frozen_tensor(path, entry, stream, frozen)
+            else:
+                tensors[name] = tensor_of(entry, stream, parents.get(name), tensor_named)
             check_tensor(entry, tensors[name])
         return tensors[name]
 
     with np.errstate(all="ignore"):
-        tensors = {name: tensor_named(name) for name in entries}
+        tensors = {name: tensor_named(name) for name in entries if not is_omitted(*entries[name])}
     check(identity(header) == header["identity"], "identity")
     return header, tensors
+
+
+def is_omitted(entry, stream):
+    omitted = entry["coding"]["kind"] == "omitted"
+    check(not (omitted and stream), "no stream of what is omitted")
+    return omitted
+
+
+def frozen_tensor(path, entry, stream, known):
+    identity = entry["coding"]["file"]
+    check(not stream, "no stream of what is frozen")
+    if identity not in known:
+        header, known[identity] = decoded(path.parent / f"frozen-{identity[:16]}.dqc", 0)
+        check(header["parent"] is None, "a file of frozen parameters that stands alone")
+        check(header["identity"] == identity, "the identity of the file of frozen parameters")
+    return known[identity][entry["name"]]
 
 
 def check_tensor(entry, tensor):

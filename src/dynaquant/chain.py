@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from dynaquant import frozen
 from dynaquant.container import CheckpointFile, is_missing
 from dynaquant.decoding import Tensors, load_tensors
 from dynaquant.errors import CheckpointError, MovedOnError
@@ -83,6 +84,8 @@ def chain_of(file: CheckpointFile, path_of: PathOf) -> list[CheckpointFile]:
     """
     chain = [file]
     with noticing_moves(chain):
+        for identity in file.header.frozen:
+            frozen.opened(file, identity)
         while (parent := parent_of(chain[-1], path_of)) is not None:
             if len(chain) >= _MOST_OPEN:
                 parent.close()

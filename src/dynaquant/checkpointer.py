@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dynaquant import frozen, supported
 from dynaquant import sources as state_sources
-from dynaquant import supported
 from dynaquant.compressor import Compressed, Compressor, Loss
 from dynaquant.container import is_step
 from dynaquant.distributed import Group
@@ -34,7 +34,7 @@ from dynaquant.roles import Label, labels
 from dynaquant.run import Run
 from dynaquant.schedule import Every, Schedule
 from dynaquant.search.quality import Evaluate, of_several
-from dynaquant.state import flatten
+from dynaquant.state import flatten, without
 from dynaquant.turn import Turn
 from dynaquant.untouched import Untouched
 from dynaquant.writer import BackgroundWriter, check_process
@@ -228,7 +228,8 @@ class Checkpointer:
 
     def _restore(self, step: int | str | None, only: str | Collection[str] | None, strict: bool) -> int | None:
         self._check_open()
-        restorer = Restorer(self._run, self._sources, self._group, only, strict, damaged=self._damaged)
+        hashes = self._compressor.hashes
+        restorer = Restorer(self._run, self._sources, self._group, hashes, only, strict, damaged=self._damaged)
         self._group.together(self.wait)
         self.skipped, self.not_restored = restorer.skipped, []
         loaded = restorer.restore(step)
@@ -287,6 +288,7 @@ class Checkpointer:
                 record,
                 coder=self._compressor.coder,
                 exact=compressed.exact,
+                frozen=compressed.frozen,
             )
             saving = self._writer.hand_over(partial(self._write, checkpoint, decision.predicted))
         else:
@@ -311,10 +313,14 @@ class Checkpointer:
         start = time.perf_counter()
         others = self._group.gather(state_sources.randomness(self._sources) if self._group.rank else None)[1:]
         tree, tensors, label_of = self._group.together(lambda: self._collect([other for other in others if other]))
+        omitted = {name for name, label in label_of.items() if label.role == "omit"}
+        tree = without(tree, omitted) if omitted else tree
+        hashes = {} if self._base is None else self._base.hashes
+        held = {} if self._base is None else frozen.held(self._base.tensors, self._run.folder)
         seconds.update(capture=time.perf_counter() - start, search=0.0)
         before = Untouched(state_sources.models_of(self._sources), self._sources)
         try:
-            compressed = self._compressor.compress(tensors, label_of, seconds)
+            compressed = self._compressor.compress(tensors, label_of, hashes, held, seconds)
             self._group.together(self._turn.check)
         finally:
             try:

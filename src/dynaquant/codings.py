@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
@@ -40,6 +41,22 @@ class Reference:
     """No stream: the tensor is the parent's tensor of the same name."""
 
     needs_parent = True
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """No stream: the values are those of the tensor of this name in ``file``, the identity of a file of frozen
+    parameters in the same folder."""
+
+    file: str
+    needs_parent = False
+
+
+@dataclass(frozen=True)
+class Omitted:
+    """No stream and no values: only the hash of the tensor is stored."""
+
+    needs_parent = False
 
 
 @dataclass(frozen=True)
@@ -109,12 +126,14 @@ class Units:
         return self.units.needs_parent
 
 
-Coding = Raw | Planes | Exact | Reference | Rounding | Rearranged | Conditional | Product | Units
+Coding = Raw | Planes | Exact | Reference | Frozen | Omitted | Rounding | Rearranged | Conditional | Product | Units
 KINDS: dict[str, type[Coding]] = {
     "raw": Raw,
     "planes": Planes,
     "exact": Exact,
     "reference": Reference,
+    "frozen": Frozen,
+    "omitted": Omitted,
     "rounding": Rounding,
     "quantized": Rearranged,
     "conditional": Conditional,
@@ -166,7 +185,10 @@ def _parse(kind: type, data: dict[str, Any]) -> Any:
     return kind(**values)
 
 
-_WITHOUT_STREAM = (Reference, Rounding)
+EXTERNAL = (Frozen, Omitted)
+"""Codings of tensors whose values are not in the checkpoint (``external``)."""
+_WITHOUT_STREAM = (Reference, Rounding, *EXTERNAL)
+_IDENTITY = re.compile("[0-9a-f]{64}")
 _ARRANGEMENTS, _CODEBOOKS = get_args(Arrangement), get_args(CodebookKind)
 
 
@@ -174,6 +196,8 @@ def check(coding: Coding, shape: tuple[int, ...], elements: int, size: int) -> N
     """Raises ValueError for a coding that no tensor of that shape has in a stream of that size."""
     if isinstance(coding, _WITHOUT_STREAM) and size != 0:
         raise ValueError(f"its size is {size}")
+    if isinstance(coding, Frozen) and not _IDENTITY.fullmatch(coding.file):
+        raise ValueError(f"its file is {coding.file!r}")
     if isinstance(coding, Rearranged):
         if coding.arrangement not in _ARRANGEMENTS:
             raise ValueError(f"its coding is {coding}")

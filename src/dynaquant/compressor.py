@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any, get_args
 
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor
 
 from dynaquant import kernels
+from dynaquant.changes import Hashes, sample_of
 from dynaquant.codebook import Grid
-from dynaquant.coding.stream import Coder, StoredTensor, bytes_of, tensor_hash, values_of
+from dynaquant.coding.stream import Coder, StoredTensor, tensor_hash
 from dynaquant.container import Header
 from dynaquant.distributed import Group
+from dynaquant.external import External, omitted
 from dynaquant.importance import GradientRecorder, moving_average, sum_of_squares
 from dynaquant.masters import masters
 from dynaquant.names import named_parameters
@@ -25,15 +28,13 @@ from dynaquant.quantize.grid import GridConfiguration, GridWeights, grid_weights
 from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.quantize.optimizer import quantize_moments
 from dynaquant.quantize.partition import Configuration
-from dynaquant.quantized import Quantized, QuantizedTensor, Rounded
-from dynaquant.roles import Label, quantizable
+from dynaquant.quantized import Quantized, QuantizedTensor, Rounded, dequantize
+from dynaquant.roles import Label, quantizable, untrained
 from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.search.manager import ConfigurationManager, Decision
 from dynaquant.search.quality import Evaluate
 from dynaquant.sources import models_of
 
-SAMPLE = 1024
-"""Values of a weight, about, by which most changes are told."""
 GRADIENT_WINDOW = 50
 """Optimizer steps before a checkpoint whose gradients are recorded (method 1.1)."""
 
@@ -80,11 +81,13 @@ class Loss:
 class Compressed:
     """The tensors of a state as they are to be stored, by name (on rank 0), their labels, and how it was decided.
 
-    exact: the tensors as they were, if they are to be kept as well. weights: what ``Compressor.saved`` remembers.
+    exact: the tensors as they were, if they are to be kept as well. frozen: names of parameters that do not train.
+    weights: what ``Compressor.saved`` remembers.
     """
 
     tensors: dict[str, StoredTensor]
     exact: dict[str, StoredTensor] | None
+    frozen: frozenset[str]
     labels: dict[str, Label]
     decision: Decision
     notes: list[str]
@@ -147,6 +150,8 @@ class Compressor:
         self.vectors = self.method == "grid"
         """Whether parameters of one dimension are quantized, too: they weigh where everything else is small."""
         self._last: dict[str, _Last] = {}  # weights of the last checkpoint, by name
+        self.hashes = Hashes()
+        """Of tensors that do not train."""
         self._quantized_for = self.max_degradation
         self._restored_step = 0
         self._recorders: list[GradientRecorder] = []
@@ -209,29 +214,47 @@ class Compressor:
             recorder.forget()
 
     def compress(
-        self, tensors: Mapping[str, Tensor], label_of: Mapping[str, Label], seconds: dict[str, float]
+        self,
+        tensors: Mapping[str, Tensor],
+        label_of: Mapping[str, Label],
+        before: Mapping[str, str],
+        held: Mapping[str, External],
+        seconds: dict[str, float],
     ) -> Compressed:
-        """What to store. tensors, label_of: of the whole state, by name. Adds to seconds by stage.
+        """What to store. tensors, label_of: of the whole state, by name. before: hashes of the tensors of the
+        checkpoint before. held: its frozen parameters, which lie in a file of the run. Adds to seconds by stage.
 
         ``saved`` is to be called once it is sure to be written.
         """
         start = time.perf_counter()
+        at_rest = untrained(self._sources)
+        exact_at_rest = {name for name in at_rest if name in tensors and label_of[name].role == "exact"}
+        hash_of = {n: self.hashes.of(n, tensors[n]) for n in exact_at_rest if n in before}
+        # What has changed although it does not train, as an average of weights, may change again.
+        frozen = frozenset(n for n in exact_at_rest if hash_of.get(n) == before.get(n))
+        external: dict[str, External] = {n: held[n] for n in frozen if n in held}
+        for name, label in label_of.items():
+            if label.role == "omit":
+                tensor = tensors[name]
+                external[name] = omitted(name, tensor.dtype, tensor.shape, self.hashes.of(name, tensor))
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in external}
         tensors = {n: t if t.device.type in ("cpu", "cuda") else t.cpu() for n, t in tensors.items()}
         gradients = {name: kept for recorder in self._recorders for name, kept in recorder.average.items()}
         master_of = masters(tensors, label_of, self._sources, self._patterns)
         weights = {name: tensors[master_of.get(name, name)] for name in tensors if label_of[name].role == "weight"}
         if self.max_degradation < self._quantized_for:  # what was good enough then need not be now
             self._last = {}
-        samples = {name: _sample(tensor) for name, tensor in weights.items()} if self._preset else {}
-        at_rest = weights.keys() - {f"model.{n}" for n, p in named_parameters(self._model) if p.requires_grad}
+        samples = {name: sample_of(tensor) for name, tensor in weights.items()} if self._preset else {}
         alike = {name for name, last in self._last.items() if name in samples and last.may_be(samples[name])}
-        hashes = {name: tensor_hash(weights[name]) for name in samples if name in at_rest | alike}
+        hashes = {name: self.hashes.of(name, weights[name]) for name in samples if name in at_rest}
+        hashes.update({name: tensor_hash(weights[name]) for name in alike if name not in at_rest})
         unchanged = {n: last.quantized for n, last in self._last.items() if n in hashes and last.hash == hashes[n]}
         seconds["capture"] += time.perf_counter() - start
 
         start = time.perf_counter()
         changed = {name: tensor for name, tensor in weights.items() if name not in unchanged}
         decision, notes = self._decide(changed, unchanged, label_of, gradients)
+        notes += self._note_on_idle(exact_at_rest)
         quantized = {} if decision.configuration is None else {**decision.quantized, **unchanged}
         seconds["search"] += time.perf_counter() - start
 
@@ -242,14 +265,16 @@ class Compressor:
             small.update({master: small.pop(name) for name, master in master_of.items() if name in small})
             stored = {n: small[n] if n in small else _copy(t) for n, t in tensors.items() if n not in master_of}
             stored.update({n: _rounded(tensors[n].dtype, stored[m], m) for n, m in master_of.items()})
+            stored.update(external)
+        stored = {name: stored[name] for name in label_of if name in stored}  # in the order of the state
         last = {n: _Last(tensor, samples[n], hashes.get(n)) for n, tensor in quantized.items()}
         labels = {**label_of, **{master: label_of[name] for name, master in master_of.items()}}
         exact: dict[str, StoredTensor] | None = None
         if self._keep_exact and self._group.rank == 0:
             kept = {n: known if isinstance(known := stored[n], Tensor) else _copy(t) for n, t in tensors.items()}
-            exact = {**kept, **{n: Rounded(tensors[n].dtype, kept[m], m) for n, m in master_of.items()}}
+            exact = {**kept, **{n: Rounded(tensors[n].dtype, kept[m], m) for n, m in master_of.items()}, **external}
         seconds["capture"] += time.perf_counter() - start
-        return Compressed(stored, exact, labels, decision, notes, last)
+        return Compressed(stored, exact, frozen, labels, decision, notes, last)
 
     def saved(self, compressed: Compressed, interval: int | None) -> None:
         """Goes on from what was compressed last: it is sure to be written. interval: steps to the next save."""
@@ -258,6 +283,13 @@ class Compressor:
         for recorder in self._recorders:
             recorder.collect()
         self.expect(interval)
+
+    def _note_on_idle(self, at_rest: Collection[str]) -> list[str]:
+        """What a user might not expect: parameters that could train are stored exactly."""
+        idle = [n for n, p in named_parameters(self._model) if p.requires_grad and f"model.{n}" in at_rest]
+        if not idle:
+            return []
+        return [f"{len(idle)} parameters are in no optimizer and therefore stored exactly, such as model.{idle[0]}"]
 
     def _decide(
         self,
@@ -289,7 +321,7 @@ class Compressor:
         notes = list(ready.notes)
         if self.method != "grid" and self._recorders and ready.weights and not gradients:
             notes.append("no gradients were recorded before this save: magnitude stood in for sensitivity")
-        known = {n.removeprefix("model."): values_of(stored) for n, stored in unchanged.items() if n in parameters}
+        known = {n.removeprefix("model."): partial(dequantize, q) for n, q in unchanged.items() if n in parameters}
         return self.manager.decide(ready, known, fisher), notes
 
     def _ready(
@@ -320,12 +352,6 @@ def _place(tensor: Tensor) -> tuple[int, torch.Size]:
 def _rounded(dtype: torch.dtype, master: StoredTensor, name: str) -> Rounded:
     assert isinstance(master, QuantizedTensor | Tensor)
     return Rounded(dtype, master, name)
-
-
-def _sample(tensor: Tensor) -> bytes:
-    """Some of the values: where they are as before, it may be worth asking whether all are."""
-    flat = tensor.detach().reshape(-1)
-    return bytes_of(flat[:: max(1, flat.numel() // SAMPLE)]).tobytes()
 
 
 def _copy(tensor: Tensor) -> Tensor:

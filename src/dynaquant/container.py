@@ -19,12 +19,14 @@ from typing import Any, BinaryIO
 import zstandard
 from blake3 import blake3
 
+from dynaquant.codings import Frozen
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError, MovedOnError
 from dynaquant.files import open_file
 
 FORMAT_VERSION = 3
-"""What is written. Versions 1 and 2 are read as well: their optimizers number their parameters."""
+"""What is written. Versions 1 and 2 are read as well: they lack some codings, and their optimizers number their
+parameters."""
 MAGIC = b"\x89DQC\r\n\x1a\n"
 """First and last eight bytes of a file. As in PNG, they show a transfer that changed line ends."""
 
@@ -45,12 +47,16 @@ class Parent:
 
 @dataclass(frozen=True)
 class Summary:
-    """What one needs to know of a checkpoint to find its way in a run."""
+    """What one needs to know of a checkpoint to find its way in a run.
+
+    frozen: the identities of the files of frozen parameters that it needs.
+    """
 
     step: int
     sequence: int
     identity: str
     parent: Parent | None
+    frozen: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,12 @@ class Header:
     @property
     def summary(self) -> Summary:
         """The header without what is large."""
-        return Summary(self.step, self.sequence, self.identity, self.parent)
+        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen)
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The identities of the files of frozen parameters that the checkpoint needs."""
+        return frozenset(entry.coding.file for entry in self.entries if isinstance(entry.coding, Frozen))
 
     @cached_property
     def by_name(self) -> dict[str, Entry]:
@@ -179,6 +190,8 @@ class CheckpointFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.frozen: dict[str, CheckpointFile] = {}
+        """The files of frozen parameters that were opened for it, by identity (``frozen.opened``)."""
         try:
             with open_file(path) as file:
                 status = os.fstat(file.fileno())

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+from dynaquant import frozen
 from dynaquant.coding import stream
 from dynaquant.coding.stream import StoredTensor, stored_hash
 from dynaquant.codings import Reference, other_of
 from dynaquant.container import CheckpointFile
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
-from dynaquant.text import in_bytes, plural
+from dynaquant.memory import memory_for
 
 Tensors = dict[str, StoredTensor]
-
-
-@contextmanager
-def memory_for(file: CheckpointFile, *entries: Entry) -> Iterator[None]:
-    """A block that decodes these tensors of a file: where there is not enough memory, raises CheckpointError, which
-    says how much they would take. A small file can claim to decode to much."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):  # PyTorch's words
-            raise
-        what = f"tensor {entries[0].name}" if len(entries) == 1 else plural(len(entries), "tensor")
-        raw, stored = (sum(sizes) for sizes in zip(*((entry.raw_size, entry.size) for entry in entries), strict=True))
-        raise CheckpointError(
-            f"{file.path}: there is not enough memory to decode {what}: {in_bytes(raw)}, says the file, of which "
-            f"{in_bytes(stored)} are stored; use a machine with more memory"
-        ) from MemoryError(str(error))
 
 
 def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
@@ -114,6 +97,8 @@ def decode_tensor(
     if isinstance(entry.coding, Reference):
         assert parent is not None
         return parent
+    if entry.external:
+        return frozen.external(file, entry)
     try:
         with memory_for(file, entry):
             return stream.decode(entry, file.read(entry), parent, others.get(other_of(entry.coding) or ""))

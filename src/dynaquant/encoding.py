@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
@@ -10,11 +10,12 @@ from torch import Tensor
 
 from dynaquant.coding import stream
 from dynaquant.coding.stream import Coder, StoredTensor, stored_hash, values_of
-from dynaquant.codings import Exact, Planes, Raw, Rearranged, Reference
+from dynaquant.codings import Exact, Frozen, Omitted, Planes, Raw, Rearranged, Reference
 from dynaquant.container import CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.decoding import decode_tensor
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
+from dynaquant.external import External
 from dynaquant.quantized import Rounded, Scaled
 from dynaquant.roles import Label
 
@@ -24,6 +25,7 @@ class Checkpoint:
     """A checkpoint in memory: the JSON tree of a state, and its tensors with their labels, by name.
 
     coder: of the levels of weights. exact: the same tensors as they were, where they are to be kept for a while.
+    frozen: names of tensors that belong into the run's file of frozen parameters.
     """
 
     step: int
@@ -33,6 +35,7 @@ class Checkpoint:
     record: dict[str, Any] = field(default_factory=dict)
     coder: Coder = "conditional"
     exact: Mapping[str, StoredTensor] | None = None
+    frozen: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,11 @@ def encode_tensor(
     """again: whether it is in a file already, and others may be coded against it as it is there."""
     stored = tensors[name]
     digest = stored_hash(stored)
+    if isinstance(stored, External):
+        where = Omitted() if stored.file is None else Frozen(stored.file)
+        return Entry(name, label, stored.dtype, stored.shape, digest, 0, where), b""
     parent = base.tensors.get(name) if base else None
-    if base is not None and base.hashes.get(name) == digest and (not again or _coded_alike(stored, parent)):
+    if base is not None and base.hashes.get(name) == digest and _can_stand_for(parent, stored, again):
         return Entry(name, label, stored.dtype, stored.shape, digest, 0, Reference()), b""
     if isinstance(stored, Scaled) and tensors.get(stored.second_name) is not stored.second:
         stored = values_of(stored)  # in units of what its second moment was when it last changed
@@ -104,6 +110,13 @@ def encode(
         entries.append(entry)
         writer.add(coded)
     writer.finish(replace(draft, entries=tuple(entries)))
+
+
+def _can_stand_for(parent: StoredTensor | None, stored: StoredTensor, again: bool) -> bool:
+    """Whether the parent's tensor, which has the same values, can be referred to."""
+    if isinstance(parent, External):  # its own values may be gone: only the file of frozen parameters has them
+        return False
+    return not again or _coded_alike(stored, parent)
 
 
 def _coded_alike(stored: StoredTensor, parent: StoredTensor | None) -> bool:

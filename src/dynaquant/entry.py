@@ -10,7 +10,7 @@ from typing import Any, cast, get_args
 import torch
 
 from dynaquant import codings
-from dynaquant.codings import Coding, Exact, Planes, Raw, Reference, Rounding
+from dynaquant.codings import EXTERNAL, Coding, Exact, Omitted, Planes, Raw, Reference, Rounding
 from dynaquant.errors import CheckpointError
 from dynaquant.roles import Label, Role
 from dynaquant.sketch import SKETCHED
@@ -25,7 +25,8 @@ No coder can exceed it: zstd spends 4 bytes on at most 128 KiB, coded levels 5 b
 # A header holds hundreds of entries, and a restore reads several headers.
 _ROLES = frozenset(get_args(Role))
 _HASH = re.compile("[0-9a-f]{64}")
-_OF_ANY_DTYPE = (Raw, Planes, Exact, Reference, Rounding)
+_OF_ANY_DTYPE = (Raw, Planes, Exact, Reference, Rounding, *EXTERNAL)
+_DECODED_FROM_OTHERS = (Rounding, *EXTERNAL)
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,16 @@ class Entry:
     def raw_size(self) -> int:
         """Bytes of the decoded tensor."""
         return self.elements * self.dtype.itemsize
+
+    @property
+    def external(self) -> bool:
+        """Whether the values are not in the checkpoint, which has only their hash (``external``)."""
+        return isinstance(self.coding, EXTERNAL)
+
+    @property
+    def omitted(self) -> bool:
+        """Whether the values are stored nowhere."""
+        return isinstance(self.coding, Omitted)
 
     @property
     def needs_parent(self) -> bool:
@@ -123,5 +134,9 @@ def _check(entry: Entry) -> None:
     codings.check(coding, entry.shape, elements, entry.size)
     if math.prod(max(n, 1) for n in entry.shape) >= 2**62 or len(entry.shape) > 64:
         raise ValueError("it has a shape that no tensor has")
-    if not entry.needs_parent and not isinstance(coding, Rounding) and raw_size > MAX_EXPANSION * entry.size:
+    if (
+        not entry.needs_parent
+        and not isinstance(coding, _DECODED_FROM_OTHERS)
+        and raw_size > MAX_EXPANSION * entry.size
+    ):
         raise ValueError("its stream is too small for its shape")

@@ -11,15 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynaquant import codings
+from dynaquant import codings, frozen
 from dynaquant.chain import noticing_moves
 from dynaquant.coding.stream import StoredTensor, values_of
 from dynaquant.codings import Coding, Conditional, Rearranged, Units
 from dynaquant.container import CheckpointFile, opened
-from dynaquant.decoding import load_tensor, memory_for, needed_entries
+from dynaquant.decoding import load_tensor, needed_entries
 from dynaquant.entry import Entry
+from dynaquant.listing import paths
+from dynaquant.memory import memory_for
 from dynaquant.quantized import FIRST_BIN, PROTECTED, PRUNED, QuantizedTensor
-from dynaquant.record import Size
+from dynaquant.record import Size, sizes_by_role
 from dynaquant.run import Run
 from dynaquant.state import dtype_name
 
@@ -70,7 +72,7 @@ def _info(entry: Entry) -> TensorInfo:
         tuple(entry.shape),
         codings.name_of(entry.coding),
         _bins(entry.coding),
-        Size(entry.raw_size, entry.size),
+        Size(0 if entry.external else entry.raw_size, entry.size),
     )
 
 
@@ -95,7 +97,9 @@ def restore_cost(chain: list[CheckpointFile]) -> RestoreCost:
     """
     headers = sum(file.size - sum(entry.size for entry in file.header.entries) for file in chain)
     needed = needed_entries(chain, [entry.name for entry in chain[0].header.entries])
-    return RestoreCost(len(chain), headers + sum(entry.size for entries in needed for entry in entries))
+    held = [frozen.opened(chain[0], identity).size for identity in chain[0].header.frozen]
+    streams = sum(entry.size for entries in needed for entry in entries)
+    return RestoreCost(len(chain) + len(held), headers + streams + sum(held))
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,8 @@ def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator
             yield Change(name, "added")
         elif known.hash == entry.hash:
             yield Change(name, "same", 0.0, 0.0)
+        elif known.omitted or entry.omitted:
+            yield Change(name, "changed")  # there are no values to compare
         elif (known.shape, known.dtype) != (entry.shape, entry.dtype):
             yield Change(name, "reshaped")
         else:
@@ -193,19 +199,17 @@ class Use:
 def disk_use(run: Run, files: list[CheckpointFile]) -> list[Use]:
     """What a run takes: by kind of file, in all, and of the checkpoints by role. files: its sound checkpoints."""
     exact = [file for path in run.exact_paths() if (file := opened(path)) is not None]
-    known = {file.path for file in [*files, *exact]}
+    held = [file for path in paths(run.folder, frozen.PREFIX) if (file := opened(path)) is not None]
+    known = {file.path for file in [*files, *exact, *held]}
     others = [size for path in run.folder.rglob("*") if path not in known and (size := _size_of(path)) is not None]
     kinds = [
         _use("keyframes", [file for file in files if file.header.parent is None]),
         _use("deltas", [file for file in files if file.header.parent is not None]),
         _use("exact copies", exact),
+        _use("frozen parameters", held),
         Use("other files", len(others), Size(0, sum(others))),
     ]
-    roles: dict[str, Size] = {}
-    for file in files:
-        for entry in file.header.entries:
-            role = entry.label.role
-            roles[role] = roles.get(role, Size()) + Size(entry.raw_size, entry.size)
+    roles = sizes_by_role(entry for file in files for entry in file.header.entries)
     streams = sum(size.stored for size in roles.values())
     headers = Size(0, sum(file.size for file in files) - streams)
     return [
@@ -225,5 +229,5 @@ def _size_of(path: Path) -> int | None:
 
 
 def _use(what: str, files: list[CheckpointFile]) -> Use:
-    raw = sum(entry.raw_size for file in files for entry in file.header.entries)
+    raw = sum(size.raw for size in sizes_by_role(entry for file in files for entry in file.header.entries).values())
     return Use(what, len(files), Size(raw, sum(file.size for file in files)))

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from dynaquant.chain import load_all, noticing_moves, until_settled
 from dynaquant.coding.stream import values_of
 from dynaquant.container import CheckpointFile
-from dynaquant.decoding import Tensors, load_tensor, memory_for
+from dynaquant.decoding import Tensors, load_tensor
 from dynaquant.errors import CheckpointError, MovedOnError, StateError
 from dynaquant.lazily import Lazy
+from dynaquant.memory import memory_for
 from dynaquant.names import bare, state_dict
 from dynaquant.run import EXACT, Run
 from dynaquant.sources import can_hold, copy_into
@@ -59,7 +60,7 @@ class Stored:
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """By name; each is decoded, and checked against its hash, whenever it is asked for."""
-        return Lazy(self.file.header.by_name, self._values)
+        return Lazy([entry.name for entry in self.file.header.entries if not entry.omitted], self._values)
 
     def _values(self, name: str) -> Tensor:
         with self._noting_damage(), noticing_moves(self.chain):
@@ -72,7 +73,8 @@ class Stored:
         with self._noting_damage():
             tensors = load_all(self.chain)
             with memory_for(self.file, *self.file.header.entries):
-                values = {name: values_of(stored) for name, stored in tensors.items()}
+                kept = {n: stored for n, stored in tensors.items() if not self.file.header.by_name[n].omitted}
+                values = {name: values_of(stored) for name, stored in kept.items()}
         return state_of(self.file, values)
 
     def check(self, names: Iterable[str]) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaquant.roles import Label, matches
+from dynaquant.roles import HALVES, Label, matches
 
-HALVES = (torch.bfloat16, torch.float16)
 _FIRST = 1024
 
 

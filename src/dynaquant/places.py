@@ -8,9 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from dynaquant import kernels
-from dynaquant.coding.stream import StoredTensor
+from dynaquant.changes import Hashes
+from dynaquant.coding.stream import StoredTensor, values_of
 from dynaquant.errors import StateError
-from dynaquant.quantized import dequantize, dequantize_into
+from dynaquant.external import External
+from dynaquant.quantized import dequantize_into
 from dynaquant.sources import LAST
 from dynaquant.state import flatten, names_in
 
@@ -35,11 +37,32 @@ def places(now: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTensor]
     return {name: own[name] for name in own if name in stored and name not in elsewhere and fits(name)}
 
 
+def already_there(now: Mapping[str, Any], stored: Mapping[str, StoredTensor], hashes: Hashes) -> dict[str, Tensor]:
+    """The tensors of modules that have the values that the stored external ones of their names have, by their hashes.
+
+    now: the states of the modules and optimizers, as they are.
+    """
+    external = {name: tensor for name, tensor in stored.items() if isinstance(tensor, External)}
+    if not external:
+        return {}
+    try:
+        own = flatten(now)[1]
+    except StateError:
+        return {}
+    return {
+        name: own[name]
+        for name, tensor in external.items()
+        if name in own
+        and (own[name].dtype, own[name].shape) == (tensor.dtype, tensor.shape)
+        and hashes.of(name, own[name]) == tensor.hash
+    }
+
+
 def fill(fills: Iterable[tuple[Tensor, StoredTensor]]) -> None:
     """Writes the values of stored tensors to where they fit."""
     for place, stored in fills:
-        if isinstance(stored, Tensor):
-            place.copy_(stored)
+        if isinstance(stored, Tensor | External):
+            place.copy_(values_of(stored))
         else:
             dequantize_into(place, stored)
 
@@ -48,4 +71,4 @@ def new(stored: StoredTensor) -> Tensor:
     """The values in memory of their own. They will be trained on, while what is stored has to stay as it is."""
     if isinstance(stored, Tensor):
         return kernels.empty(stored.shape, stored.dtype).copy_(stored)
-    return dequantize(stored)
+    return values_of(stored)

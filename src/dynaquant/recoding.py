@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+from dynaquant import frozen
 from dynaquant.container import CheckpointFile, Parent
 from dynaquant.encoding import Base
 from dynaquant.errors import CheckpointError
@@ -32,6 +33,9 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
         if twin is None and EXACT in record:
             record = {**record, EXACT: None}
         try:
+            for identity in file.header.frozen:
+                undo.callback((folder / frozen.file_name(identity)).unlink, missing_ok=True)
+                frozen.copy(frozen.opened(file, identity), folder)
             if twin is not None:
                 undo.callback((folder / twin.path.name).unlink, missing_ok=True)
                 new.recode(twin, run.load(twin), None)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from dynaquant.container import CheckpointFile
+from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
 from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.search.history import History
@@ -125,13 +126,20 @@ def json_of(
     }
 
 
+def sizes_by_role(entries: Iterable[Entry]) -> dict[str, Size]:
+    """Bytes of tensors by role. What is not in the checkpoint, as frozen parameters are not, does not count."""
+    roles: dict[str, Size] = {}
+    for entry in entries:
+        if not entry.external:
+            role = entry.label.role
+            roles[role] = roles.get(role, Size()) + Size(entry.raw_size, entry.size)
+    return roles
+
+
 def record_of(file: CheckpointFile, seconds: dict[str, float] | None = None, notes: list[str] | None = None) -> Record:
     """The record of a checkpoint file, with what is known beyond the file added to it."""
     header = file.header
-    roles: dict[str, Size] = {}
-    for entry in header.entries:
-        role = entry.label.role
-        roles[role] = roles.get(role, Size()) + Size(entry.raw_size, entry.size)
+    roles = sizes_by_role(header.entries)
     total = Size(sum(size.raw for size in roles.values()), file.size)
     try:
         return _record(

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from dynaquant import rng
 from dynaquant import sources as state_sources
+from dynaquant.changes import Hashes
 from dynaquant.coding.stream import StoredTensor
 from dynaquant.container import CheckpointFile
-from dynaquant.decoding import memory_for
 from dynaquant.distributed import Group
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.fitting import fitting, refuse, selected
 from dynaquant.loading import exact_of, state_of
-from dynaquant.places import fill, new, places
+from dynaquant.memory import memory_for
+from dynaquant.places import already_there, fill, new, places
 from dynaquant.run import Run
 from dynaquant.tags import file_of
 
@@ -66,6 +67,7 @@ class Restorer:
     run: Run
     sources: Mapping[str, Any]
     group: Group
+    hashes: Hashes
     only: str | Collection[str] | None = None
     strict: bool = True
     skipped: list[CheckpointError] = field(default_factory=list)
@@ -126,13 +128,21 @@ class Restorer:
         now = state_sources.collect_to_compare(self.sources)
         rank = self.group.rank
         try:
-            own_memory = places(now, source.header.tree, stored)
+            there = already_there(now, stored, self.hashes)
+            omitted = {entry.name for entry in source.header.entries if entry.omitted}
+            own_memory = places(now, source.header.tree, {n: t for n, t in stored.items() if n not in there})
             with memory_for(source, *source.header.entries):
-                values = {name: own_memory[name] if name in own_memory else new(stored[name]) for name in stored}
+                needed = [name for name in stored if name not in there and name not in omitted]
+                values = {name: own_memory[name] if name in own_memory else new(stored[name]) for name in needed}
+            values.update(there)
             state = state_of(source, values)
+            state_sources.fill_in_omitted(now, state, omitted)
             if not set(state_sources.RESERVED) <= set(state):
                 raise KeyError(*set(state_sources.RESERVED) - set(state))
             fit = fitting(self.sources, now, state, rank, None if self.only is None else self._selected)
+            restored = tuple(f"{name}." for name in self._selected)
+            changed = sorted(name for name in omitted - there.keys() if name.startswith(restored))
+            fit.problems.extend(f"{name} was omitted when it was saved, and the model has another" for name in changed)
             if self.strict:
                 refuse(fit.problems, f"{file.path} (step {file.header.step})", _ADVICE)
             own = state_sources.randomness_of(state, rank)

@@ -178,4 +178,5 @@ def prune(run: Run, retention: Retention, damaged: Collection[int] = ()) -> list
     for step in reversed(steps):  # children first: what is left by a crash in between can still be loaded
         if step not in needed:
             run.delete(step)
+    run.drop_unneeded_frozen()
     return notes

@@ -13,6 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from dynaquant import frozen
 from dynaquant.chain import chain_of, load_all, naming, parent_of, until_settled
 from dynaquant.coding.stream import Coder, StoredTensor
 from dynaquant.container import (
@@ -29,12 +32,16 @@ from dynaquant.container import (
 from dynaquant.decoding import Tensors
 from dynaquant.encoding import Base, Checkpoint, coder_of, encode, verify
 from dynaquant.errors import CheckpointError, MovedOnError
+from dynaquant.external import External
 from dynaquant.files import kind_of, make_folder, sync, sync_name, tell_of_full_disk
 from dynaquant.listing import SUFFIX, listed, paths
 from dynaquant.lock import FolderLock, holding
 from dynaquant.roles import Label
+from dynaquant.state import tree_of
 
 _TEMPORARY = ".tmp"
+FROZEN_FROM = 1 << 20
+"""Bytes of frozen parameters for which a file of their own is worth having; fewer are stored in each checkpoint."""
 EXACT = "exact"
 """In a record: the identity of the lossless copy, None where none was kept. Version 0.1 had no such key."""
 _UNKNOWN_COMMITS = 2**32
@@ -55,6 +62,7 @@ class Run:
         self._highest = 0  # and of all that were ever seen here
         self._seen: set[int] = set()  # steps that were there
         self._lock: FolderLock | None = None
+        self._sound_frozen: set[str] = set()  # files of frozen parameters that were decoded, by identity
 
     @contextmanager
     def writer(self) -> Iterator[None]:
@@ -175,11 +183,26 @@ class Run:
 
     def damage(self, step: int) -> CheckpointError | None:
         """What is wrong with a checkpoint, by decoding it."""
+
+        def load() -> None:
+            file = self.file(step)
+            self.load(file)
+            self.check_frozen(file)
+
         try:
-            until_settled(lambda: self.load(self.file(step)))
+            until_settled(load)
         except CheckpointError as error:
             return error
         return None
+
+    def check_frozen(self, file: CheckpointFile) -> None:
+        """Decodes the files of frozen parameters that a checkpoint needs, each of them once for all checkpoints.
+
+        Raises CheckpointError when one is damaged or missing.
+        """
+        for identity in file.header.frozen - self._sound_frozen:
+            frozen.check(frozen.opened(file, identity))
+            self._sound_frozen.add(identity)
 
     def damage_of_exact(self, step: int) -> CheckpointError | None:
         """What is wrong with the lossless copy of a checkpoint, if it was kept."""
@@ -224,15 +247,16 @@ class Run:
             record={**checkpoint.record, EXACT: None},
         )
         path, beside = self.path(checkpoint.step), self._exact_path(draft)
-        labels = checkpoint.labels
+        labels, aside = checkpoint.labels, self._freeze(checkpoint)
+        tensors = {**checkpoint.tensors, **aside}
         with ExitStack() as undo:
             copy = None
             if checkpoint.exact is not None:
                 plain = replace(draft, record=checkpoint.record, parent=None)
-                copy = self._written(plain, checkpoint.exact, labels, None, "conditional", beside)
+                copy = self._written(plain, {**checkpoint.exact, **aside}, labels, None, "conditional", beside)
                 undo.callback(self._take_back, copy.path)
                 draft.record[EXACT] = copy.header.identity
-            written = self._written(draft, checkpoint.tensors, labels, base, checkpoint.coder, path)
+            written = self._written(draft, tensors, labels, base, checkpoint.coder, path)
             undo.callback(self._take_back, written.path)
             if copy is not None:
                 # First, and beside that of the checkpoint before, which is the newest until the next renaming.
@@ -246,10 +270,35 @@ class Run:
             for other in self.exact_paths():
                 if copy is None or other != beside:
                     other.unlink()
+            self.drop_unneeded_frozen()
         except OSError as error:
-            error.add_note(f"step {checkpoint.step} is saved; removing the lossless copy of an older one failed")
+            error.add_note(f"step {checkpoint.step} is saved; removing what only older ones needed failed")
             raise
-        return file, Base.written(file.header, checkpoint.tensors, base)
+        return file, Base.written(file.header, tensors, base)
+
+    def _freeze(self, checkpoint: Checkpoint) -> dict[str, External]:
+        """Writes frozen parameters that are in no file of their own yet into one; where they are from now on."""
+        given = {name: tensor for name, tensor in checkpoint.tensors.items() if name in checkpoint.frozen}
+        new = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)}
+        if sum(tensor.nbytes for tensor in new.values()) < FROZEN_FROM:
+            return {}
+        draft = Header(step=0, sequence=0, parent=None, tree=tree_of(new), entries=(), record={})
+        path = self.folder / f"frozen{SUFFIX}"
+        written = self._written(draft, new, checkpoint.labels, None, "conditional", path)
+        holder = self._placed(written, path.with_name(frozen.file_name(written.header.identity)))
+        return {entry.name: frozen.of_file(holder, entry) for entry in holder.header.entries}
+
+    def drop_unneeded_frozen(self) -> None:
+        """Deletes files of frozen parameters that no checkpoint needs any more.
+
+        None is deleted while a checkpoint cannot be read: it may need any of them.
+        """
+        summaries, broken = self.summaries()
+        needed = {frozen.file_name(identity) for summary in summaries for identity in summary.frozen}
+        for path in paths(self.folder, frozen.PREFIX):
+            if not broken and path.name not in needed:
+                self._check_folder()
+                path.unlink()
 
     def _next_sequence(self) -> int:
         """A number higher than that of any checkpoint that the run has had, of files that cannot be read as well.

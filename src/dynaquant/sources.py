@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from dynaquant import names, optimizers, rng
 from dynaquant.errors import StateError
-from dynaquant.state import flatten, unflatten
+from dynaquant.state import flatten, pairs_of, tensor_name, unflatten
 from dynaquant.supported import LOADER_ADVICE
 
 LAST = ("model", "optimizer")
@@ -118,6 +118,24 @@ def parts(sources: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any
         elif name not in RESERVED:
             found[name] = part
     return found
+
+
+def fill_in_omitted(now: Mapping[str, Any], state: dict[str, Any], omitted: Collection[str]) -> None:
+    """Puts the tensors that a stored state omits into it, as the modules have them.
+
+    now: ``collect_to_compare`` of the modules. omitted: names of tensors.
+    """
+    if omitted:
+        _fill_in(flatten(now)[0], now, state, omitted)
+
+
+def _fill_in(node: Any, now: Any, state: Any, omitted: Collection[str]) -> None:
+    """node: of ``now`` in its tree."""
+    for key, value in pairs_of(node):
+        if tensor_name(value) in omitted:
+            state.setdefault(key, now[key])
+        elif isinstance(state.get(key), dict):
+            _fill_in(value, now[key], state[key], omitted)
 
 
 def randomness_of(state: Mapping[str, Any], rank: int) -> dict[str, Any] | None:

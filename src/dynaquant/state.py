@@ -10,7 +10,7 @@ import base64
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -126,6 +126,21 @@ def names_in(node: Any) -> Iterator[str]:
             yield name
         else:
             yield from names_in(list(node.values()))
+
+
+def without(tree: Any, names: Collection[str]) -> Any:
+    """A tree without the entries of its dictionaries that are the tensors of these names."""
+    if isinstance(tree, list):
+        return [without(value, names) for value in tree]
+    if not isinstance(tree, dict):
+        return tree
+    kinds = tree.keys() & {"dict", "ordered_dict"}
+    return {
+        key: [[k, without(v, names)] for k, v in value if tensor_name(v) not in names]
+        if key in kinds
+        else without(value, names)
+        for key, value in tree.items()
+    }
 
 
 class _Flattener:

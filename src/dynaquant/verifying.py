@@ -104,6 +104,10 @@ def _decode(run: Run, step: int, above: _Decoded | str | None) -> _Decoded | str
             _check(file, entry, above, tensors[entry.name])
         except CheckpointError as error:
             wrong[entry.name] = str(error)
+    try:
+        run.check_frozen(file)
+    except CheckpointError as error:
+        wrong.setdefault("", str(error))
     return _Decoded(file, tensors, wrong)
 
 

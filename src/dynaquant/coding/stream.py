@@ -15,8 +15,22 @@ from torch import Tensor
 
 from dynaquant.codebook import Centres, Codebook, Grid, LogGrid
 from dynaquant.coding import conditional, exact, planes, rearrange
-from dynaquant.codings import Coding, Conditional, Exact, Planes, Product, Raw, Rearranged, Reference, Rounding, Units
+from dynaquant.codings import (
+    Coding,
+    Conditional,
+    Exact,
+    Frozen,
+    Omitted,
+    Planes,
+    Product,
+    Raw,
+    Rearranged,
+    Reference,
+    Rounding,
+    Units,
+)
 from dynaquant.entry import MAX_EXPANSION, Entry
+from dynaquant.external import External
 from dynaquant.hashing import hash_of
 from dynaquant.quantized import (
     FIRST_BIN,
@@ -31,8 +45,8 @@ from dynaquant.quantized import (
 )
 from dynaquant.state import dtype_name
 
-StoredTensor = Quantized | Tensor
-"""A tensor as a checkpoint holds it: quantized, or its exact values."""
+StoredTensor = Quantized | Tensor | External
+"""A tensor as a checkpoint holds it: quantized, its exact values, or where these are."""
 Coder = Literal["conditional", "rearranged"]
 """How levels become bytes: by their conditional entropy (method 2.2), or as published (method 1.5)."""
 
@@ -43,7 +57,9 @@ _TRY_ZSTD_BELOW = 65_536
 
 
 def values_of(stored: StoredTensor) -> Tensor:
-    """The values a restore returns, bit for bit."""
+    """The values a restore returns, bit for bit. Raises CheckpointError for external ones that cannot be had."""
+    if isinstance(stored, External):
+        return stored.values()
     return stored if isinstance(stored, Tensor) else dequantize(stored)
 
 
@@ -66,6 +82,8 @@ def stored_hash(stored: StoredTensor) -> str:
 
     Raises ValueError as ``dequantize`` does.
     """
+    if isinstance(stored, External):
+        return stored.hash
     if isinstance(stored, Tensor):
         return tensor_hash(stored)
     if is_zero(stored):
@@ -83,7 +101,9 @@ def _hash_of_zeros(dtype: torch.dtype, shape: torch.Size) -> str:
     return tensor_hash(torch.from_numpy(np.zeros(shape, dtype=np.float32)).to(dtype))
 
 
-def encode(stored: StoredTensor, parent: StoredTensor | None, coder: Coder = "conditional") -> tuple[Coding, bytes]:
+def encode(
+    stored: Quantized | Tensor, parent: StoredTensor | None, coder: Coder = "conditional"
+) -> tuple[Coding, bytes]:
     """Coding and stream of a tensor. parent: the tensor of the same name in the parent, if there is one."""
     if isinstance(stored, Tensor):
         return _encode_exact(stored, parent)
@@ -175,6 +195,8 @@ def decode(entry: Entry, stream: bytes, parent: StoredTensor | None, other: Stor
         return _decode_product(entry, coding, stream, parent)
     if isinstance(coding, Reference):
         raise ValueError("a reference has no stream")
+    if isinstance(coding, Frozen | Omitted):
+        raise ValueError("its values are not in this file")
     return _decode_exact(entry, coding, stream, parent)
 
 
@@ -262,6 +284,8 @@ def same(a: StoredTensor, b: StoredTensor) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         fits = (a.dtype, a.shape) == (b.dtype, b.shape)
         return fits and np.array_equal(bytes_of(a), bytes_of(b))
+    if isinstance(a, External) and isinstance(b, External):
+        return (a.dtype, a.shape, a.hash, a.file) == (b.dtype, b.shape, b.hash, b.file)
     if isinstance(a, RankOne) and isinstance(b, RankOne):
         return (a.dtype, a.shape) == (b.dtype, b.shape) and same(a.rows, b.rows) and same(a.columns, b.columns)
     if isinstance(a, Rounded) and isinstance(b, Rounded):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dynaquant.names import named_parameters
 from dynaquant.quantized import QuantizedTensor, dequantize
 from dynaquant.search.distortion import distortion
-from dynaquant.search.quality import Evaluate, Quality, degradation, score
+from dynaquant.search.quality import Evaluate, Quality, Value, degradation, score
 
 JudgedBy = Literal["evaluate", "fisher distortion", "distortion"]
 
@@ -48,7 +48,7 @@ class MetricJudge:
     evaluate: Evaluate
     higher_is_better: bool
     original: float
-    known: Mapping[str, Tensor]
+    known: Mapping[str, Value]
     judged_by: JudgedBy = "evaluate"
 
     def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from dynaquant.distributed import Group
 from dynaquant.quantize.checkpoint import SketchedWeights
@@ -21,7 +21,7 @@ from dynaquant.search.history import History
 from dynaquant.search.judge import DISTORTION_SCALE, DistortionJudge, Judge, JudgedBy, MetricJudge, Noise
 from dynaquant.search.neighbourhood import delta_neighbourhood
 from dynaquant.search.progress import Progress
-from dynaquant.search.quality import Evaluate, Quality
+from dynaquant.search.quality import Evaluate, Quality, Value
 from dynaquant.search.scale import scale_search
 from dynaquant.search.size import ClusteredWeights, SizeModel
 from dynaquant.search.space import Candidate, Space
@@ -126,14 +126,14 @@ class ConfigurationManager:
     def decide(
         self,
         weights: SketchedWeights | GridWeights,
-        known: Mapping[str, Tensor],
+        known: Mapping[str, Value],
         fisher: Mapping[str, float],
     ) -> Decision:
         """The most compact configuration that is good enough. Collective.
 
-        weights: as the quantizer needs them. known: values of parameters whose quantization is not to be decided, by
-        their name in the model. fisher: the mean squared gradient of each tensor, as far as known and the same on all
-        ranks, for the distortion that judges where there is no ``evaluate``.
+        weights: as the quantizer needs them. known: values of parameters whose quantization is not to be decided, or
+        what makes them, by their name in the model. fisher: the mean squared gradient of each tensor, as far as known
+        and the same on all ranks, for the distortion that judges where there is no ``evaluate``.
 
         Raises EvaluateError when ``evaluate`` failed on a rank of a distributed training. In a single process such a
         candidate is not good enough; when it fails, or is not finite, on the weights in training, the decision is

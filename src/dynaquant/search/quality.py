@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynaquant.errors import EvaluateError
 from dynaquant.names import named_parameters
 from dynaquant.untouched import Untouched
 
@@ -78,7 +79,7 @@ def score(model: nn.Module, values: Mapping[str, Value], evaluate: Evaluate) -> 
     global random number generators are as before when it returns or raises. All scores from one state of the generators
     see the same random numbers. Raises ValueError when the result is no number, and whatever ``evaluate`` raises.
     """
-    before = Untouched(model)
+    before, frozen = Untouched(model), _frozen_versions(model)
     try:
         with torch.no_grad():
             _substitute(model, values)
@@ -89,10 +90,15 @@ def score(model: nn.Module, values: Mapping[str, Value], evaluate: Evaluate) -> 
                 raise ValueError(f"evaluate returned {reprlib.repr(result)}; it must return one number") from None
     finally:
         before.put_back()
+        if changed := [name for name, version in _frozen_versions(model).items() if version != frozen[name]]:
+            raise EvaluateError(
+                f"evaluate has written to {changed[0]}, a frozen parameter, which therefore is not what it was in "
+                "training any more; let evaluate work on a copy of what it writes to"
+            )
 
 
 def _substitute(model: nn.Module, values: Mapping[str, Value]) -> None:
-    """Gives the model other parameters and copies of its buffers."""
+    """Gives the model other parameters and copies of its buffers. Frozen parameters are large, and not copied."""
     named = dict(named_parameters(model))
     # By memory, as a state has one tensor for parameters that are tied by their data only.
     given = {_memory(named[name]): value for name, value in values.items()}
@@ -102,13 +108,14 @@ def _substitute(model: nn.Module, values: Mapping[str, Value]) -> None:
         # Copies of the others too: a backward pass must not reach their ``.grad``, and some layers write to weights
         # when they are called (``nn.Embedding(max_norm=…)``).
         if value is None:
-            copied = parameter.detach().clone()
+            copied = parameter.detach() if id(parameter) in shared else parameter.detach().clone()
         elif isinstance(value, Tensor):
             copied = value.to(parameter.device, parameter.dtype, copy=True)
         else:
             copied = value().to(parameter.device, parameter.dtype)
         return nn.Parameter(copied, requires_grad=False)
 
+    shared = {id(named[name]) for name in _frozen_versions(model)}
     replacements = {id(parameter): replacement(parameter) for parameter in named.values()}
     copies: dict[int, Tensor] = {}
     for module in model.modules():
@@ -118,6 +125,17 @@ def _substitute(model: nn.Module, values: Mapping[str, Value]) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
+
+
+def _frozen_versions(model: nn.Module) -> dict[str, int]:
+    """How often PyTorch has written to each frozen parameter, by name; not of those whose layer writes to it."""
+    writing = [m for m in model.modules() if getattr(m, "max_norm", None) is not None]
+    written = {id(parameter) for module in writing for parameter in module._parameters.values()}
+    return {
+        name: parameter._version
+        for name, parameter in named_parameters(model)
+        if not parameter.requires_grad and not parameter.is_inference() and id(parameter) not in written
+    }
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:

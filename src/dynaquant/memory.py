@@ -1,0 +1,28 @@
+"""Too little memory to decode a tensor, as an error that says how much it would take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dynaquant.container import CheckpointFile
+from dynaquant.entry import Entry
+from dynaquant.errors import CheckpointError
+from dynaquant.text import in_bytes, plural
+
+
+@contextmanager
+def memory_for(file: CheckpointFile, *entries: Entry) -> Iterator[None]:
+    """A block that decodes these tensors of a file: where there is not enough memory, raises CheckpointError, which
+    says how much they would take. A small file can claim to decode to much."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):  # PyTorch's words
+            raise
+        what = f"tensor {entries[0].name}" if len(entries) == 1 else plural(len(entries), "tensor")
+        raw, stored = (sum(sizes) for sizes in zip(*((entry.raw_size, entry.size) for entry in entries), strict=True))
+        raise CheckpointError(
+            f"{file.path}: there is not enough memory to decode {what}: {in_bytes(raw)}, says the file, of which "
+            f"{in_bytes(stored)} are stored; use a machine with more memory"
+        ) from MemoryError(str(error))
