@@ -1,6 +1,6 @@
 """Replicas of a data-parallel training, for torchrun: they save, fail and restore, and report what happened as JSON.
 
-Usage: torchrun … replicas.py {two,four} FOLDER
+Usage: torchrun … replicas.py {two,four,metrics} FOLDER
 """
 
 import json
@@ -8,6 +8,8 @@ import math
 import os
 import shutil
 import sys
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,9 +17,12 @@ import torch
 import torch.distributed as dist
 from movement import Movement
 from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import all_reduce as bound_early
 from torch.nn.parallel import DistributedDataParallel
 
 import dynaquant as dq
+from dynaquant.distributed import Group
 
 STEPS = 8
 """Between saves."""
@@ -57,6 +62,9 @@ class Replica:
         self.gradients: list[list[torch.Tensor]] = []
         self.calls = 0
         self.fails_at = 0
+        self.failure: type[Exception] = ZeroDivisionError
+        self.share: Callable[[float], float] = float
+        """What the metric makes of a rank's own number."""
 
     def checkpointer(self, folder: Path, **options) -> dq.Checkpointer:
         """One that searches among k-means configurations, as published, unless told otherwise."""
@@ -68,8 +76,8 @@ class Replica:
         assert not isinstance(model, DistributedDataParallel)
         self.calls += 1
         if self.calls == self.fails_at:
-            raise ZeroDivisionError(f"made to fail on rank {self.rank}")
-        return self.metric(model)
+            raise self.failure(f"made to fail on rank {self.rank}")
+        return self.share(self.metric(model))
 
     def train(self, steps: int = STEPS) -> None:
         self.model.train()
@@ -87,7 +95,7 @@ class Replica:
         before = sorted(path.name for path in ckpt._run.folder.iterdir())
         try:
             record = ckpt.save(step).result()
-        except dq.DynaquantError as error:
+        except (dq.DynaquantError, MemoryError) as error:
             after = sorted(path.name for path in ckpt._run.folder.iterdir())
             return {"error": type(error).__name__, "says": str(error), "same files": before == after}
         finally:
@@ -174,6 +182,83 @@ def saves_on_the_grid(replica: Replica, folder: Path) -> list[dict]:
     return saves
 
 
+def metrics(folder: Path) -> dict:
+    """Saves whose metric communicates: at every call, at late ones only, to rank 0 only, not at all; and one on which
+    memory runs out on rank 1."""
+    replica = Replica()
+    rank, generator = replica.rank, replica.generator
+
+    def mean(value: float) -> float:
+        total = torch.tensor(value * (1 + rank), dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total) / 3
+
+    def late(value: float) -> float:
+        return mean(value) if replica.calls > 5 else value  # not yet for the weights in training
+
+    def to_rank_0(value: float) -> float:
+        total = torch.tensor(value * (1 + rank), dtype=torch.float64)
+        dist.reduce(total, 0)
+        return float(total) / 3 if rank == 0 else -1.0
+
+    saves = {}
+    for share in (mean, late, to_rank_0, float):
+        replica.share = share
+        name = share.__name__
+        with replica.checkpointer(folder / name, method="grid") as ckpt:
+            replica.train()
+            saves[name] = [replica.save(ckpt, 1)]
+            if share is mean:
+                replica.train()
+                saves[name].append(replica.save(ckpt, 2))
+            if share is float:
+                replica.train()
+                replica.failure, replica.fails_at = MemoryError, 2 if rank == 1 else 0
+                drawn = generator.get_state()
+                saves["no memory"] = [replica.save(ckpt, 2) | {"same draws": generator.get_state().equal(drawn)}]
+    return {"seen": {name: seen(way) for name, way in ways().items()}, "saves": saves}
+
+
+def ways() -> dict[str, Callable[[nn.Module], object]]:
+    """Ways to communicate, and one not to."""
+    ones, group = torch.ones(2), dist.new_group(backend="gloo")
+    alone = [dist.new_group([rank], backend="gloo") for rank in range(2)][dist.get_rank()]
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+
+    def in_a_thread(_: nn.Module) -> None:
+        thread = threading.Thread(target=dist.all_reduce, args=(ones,))
+        thread.start()
+        thread.join()
+
+    def to_the_next(_: nn.Module) -> None:
+        (dist.send if dist.get_rank() == 0 else dist.recv)(ones, 1 - dist.get_rank())
+
+    return {
+        "all_reduce": lambda _: dist.all_reduce(ones),
+        "bound early": lambda _: bound_early(ones),
+        "all_reduce, not waited for": lambda _: dist.all_reduce(ones, async_op=True).wait(),
+        "all_gather": lambda _: dist.all_gather([torch.ones(2), torch.ones(2)], ones),
+        "all_gather_object": lambda _: dist.all_gather_object([None, None], 1),
+        "all_to_all": lambda _: dist.all_to_all_single(torch.ones(2), ones),
+        "broadcast": lambda _: dist.broadcast(ones, 0),
+        "barrier": lambda _: dist.barrier(),
+        "send and receive": to_the_next,
+        "functional": lambda _: functional.all_reduce(ones, "sum", dist.group.WORLD) + 1,
+        "another group": lambda _: dist.all_reduce(ones, group=group),
+        "a new group": lambda _: dist.new_group(backend="gloo"),
+        "buffers of DDP": lambda _: wrapped.eval()(torch.ones(3, 2)),
+        "in a thread": in_a_thread,
+        "nothing": lambda model: model.eval()(torch.arange(3)),
+        "of one's own": lambda _: dist.all_reduce(ones, group=alone),
+    }
+
+
+def seen(way: Callable[[nn.Module], object]) -> bool:
+    group = Group()
+    group.watched(way)(model_of())
+    return group.communicates()
+
+
 def four(folder: Path) -> dict:
     """A run of two ranks is restored, another one is begun; in the end ``evaluate`` fails, and nobody catches it."""
     replica = Replica()
@@ -201,8 +286,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     place = Path(sys.argv[2])
-    if sys.argv[1] == "two":
-        write(place, two(place))
+    if sys.argv[1] in ("two", "metrics"):
+        write(place, {"two": two, "metrics": metrics}[sys.argv[1]](place))
         dist.destroy_process_group()
     else:
         try:

@@ -1,7 +1,6 @@
-"""What decides whether a configuration is good enough: a metric, its noise, and what stands in for a metric."""
+"""What decides whether a configuration is good enough: a metric, and what stands in for it."""
 
 import math
-import random
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from dynaquant.quantize.checkpoint import SketchedWeights, quantize_weights, ske
 from dynaquant.quantized import dequantize
 from dynaquant.roles import labels
 from dynaquant.search.distortion import distortion, mean_squared_gradients
-from dynaquant.search.judge import DISTORTION_SCALE, DistortionJudge, MetricJudge, Noise
+from dynaquant.search.judge import DISTORTION_SCALE, DistortionJudge, MetricJudge
 
 
 def sketched(model: nn.Module) -> SketchedWeights:
@@ -37,99 +36,6 @@ def model() -> nn.Module:
     model = model_of()
     train(model, optim.AdamW(model.parameters(), lr=1e-2), 30)
     return model
-
-
-class Counted:
-    """A metric with random numbers of its own, which nobody puts back, and a count of its evaluations."""
-
-    def __init__(self, value: float = 2.0, noise: float = 0.0) -> None:
-        self.value, self.noise = value, noise
-        self.draw = random.Random(0)
-        self.calls = 0
-
-    def __call__(self, _: nn.Module) -> float:
-        self.calls += 1
-        return self.value * (1 + self.noise * self.draw.gauss(0, 1))
-
-
-# Noise
-
-
-def test_a_metric_that_repeats_itself_is_evaluated_twice_once(model):
-    noise, metric = Noise(), Counted()
-    for step, calls in enumerate((2, 3, 4, 5)):
-        metric.value = 2.0 + step
-        assert noise.original(model, metric) == metric.value
-        assert metric.calls == calls
-        assert noise.margin == 0
-
-
-def test_what_a_metric_draws_from_the_global_generators_is_not_noise(model):
-    noise = Noise()
-    for _ in range(3):
-        noise.original(model, lambda _: float(torch.rand(()) + random.random()))
-    assert noise.margin == 0
-
-
-def test_the_margin_is_twice_the_root_mean_square_of_the_differences(model):
-    noise, metric, same = Noise(), Counted(noise=0.03), Counted(noise=0.03)
-    differences = []
-    for _ in range(5):
-        first, second = same(model), same(model)
-        differences.append((second - first) / first)
-        assert noise.original(model, metric) == (first + second) / 2
-        assert metric.calls == same.calls
-        rms = math.sqrt(sum(d * d for d in differences) / len(differences))
-        assert noise.margin == pytest.approx(2 * rms)
-
-
-def test_the_margin_follows_the_noise_of_the_last_checkpoints(model):
-    noise, metric = Noise(), Counted(noise=0.1)
-    for _ in range(40):
-        noise.original(model, metric)
-    assert noise.margin == pytest.approx(
-        2 * math.sqrt(2) * 0.1, rel=0.5
-    )  # the difference of two has twice the variance
-    metric.noise = 0.001
-    for _ in range(8):
-        noise.original(model, metric)
-    assert noise.margin == pytest.approx(2 * math.sqrt(2) * 0.001, rel=0.7)
-
-
-def test_noise_is_relative_to_the_metric(model):
-    small, large = Noise(), Noise()
-    small.original(model, Counted(0.001, noise=0.02))
-    large.original(model, Counted(-1000.0, noise=0.02))
-    assert small.margin == pytest.approx(large.margin)
-
-
-def test_two_that_happen_to_agree_do_not_make_a_noisy_metric_exact(model):
-    noise, metric = Noise(), Counted(noise=0.02)
-    noise.original(model, metric)
-    margin = noise.margin
-    metric.noise = 0.0
-    noise.original(model, metric)
-    metric.calls, metric.noise = 0, 0.02
-    noise.original(model, metric)
-    assert metric.calls == 2
-    assert noise.margin != margin > 0
-
-
-@pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan), (math.inf, math.inf), (1.0, -math.inf)])
-def test_a_score_that_is_not_finite_is_returned_and_not_remembered(model, values):
-    noise, scores = Noise(), iter(values)
-    assert not math.isfinite(noise.original(model, lambda _: next(scores)))
-    assert noise.margin == 0
-    metric = Counted()
-    assert noise.original(model, metric) == 2.0
-    assert metric.calls == 2  # whether it repeats itself is still to be found out
-
-
-def test_from_zero_no_relative_noise_can_be_told(model):
-    noise, scores = Noise(), iter((0.0, 0.5, 0.0, 0.0))
-    assert math.isnan(noise.original(model, lambda _: next(scores)))
-    assert noise.original(model, lambda _: next(scores)) == 0
-    assert noise.margin == 0
 
 
 # Judges

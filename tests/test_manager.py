@@ -3,7 +3,9 @@
 import json
 import math
 import random
+import re
 import shutil
+import statistics
 from dataclasses import replace
 from itertools import pairwise
 
@@ -121,7 +123,7 @@ def test_no_configuration_is_evaluated_twice(tmp_path, method):
     model, optimizer = training_of()
     evaluate = Movement(model, 1.0)
     with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
-        for step, of_the_original in enumerate((2, 1, 1)):
+        for step, of_the_original in enumerate((5, 1, 1)):
             train(model, optimizer)
             evaluate.remember()
             evaluate.calls = 0
@@ -328,19 +330,21 @@ class Noisy(Movement):
 def test_a_noisy_metric_leaves_less_room_and_is_noted(tmp_path, method):
     model, optimizer = training_of()
     evaluate = Noisy(model, 0.1, noise=0.001)
-    differences = []
+    squares, freedom = 0.0, 0
     with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
-        for step in range(4):
+        for step, of_the_original in enumerate((5, 2, 2, 2)):
             train(model, optimizer)
             evaluate.remember()
             evaluate.returned.clear()
             record = ckpt.save(step).result()
-            first, second = evaluate.returned[:2]
-            differences.append((second - first) / first)
-            margin = 2 * math.sqrt(sum(d * d for d in differences) / len(differences))
-            assert record.limit == pytest.approx(0.01 - margin)
+            scores = evaluate.returned[:of_the_original]
+            mean = statistics.mean(scores)
+            squares += sum((score / mean - 1) ** 2 for score in scores)
+            freedom += of_the_original - 1
+            assert len(evaluate.returned) == of_the_original + len(record.trials)
+            assert record.limit == pytest.approx(0.01 - 2 * math.sqrt(2 * squares / freedom))
             assert 0 < record.limit < 0.01
-            assert record.quality.original == pytest.approx((first + second) / 2)
+            assert record.quality.original == pytest.approx(mean)
             assert record.quality.degradation <= record.limit
             assert [note for note in record.notes if "the metric is noisy" in note]
 
@@ -383,6 +387,7 @@ def fail(_: nn.Module) -> float:
     raise ZeroDivisionError("no tokens")
 
 
+FIXED = dq.GridConfiguration(scale=-60)
 RAISES = (fail, "ZeroDivisionError: no tokens")
 OTHER_FAULTS = [
     (lambda _: "high", "'high'; it must return one number"),
@@ -394,8 +399,8 @@ NAMES = ["raises", "no number", "nan", "infinite"]
 
 @pytest.mark.parametrize(
     ("fault", "says", "at"),
-    [(*RAISES, 1), *((*fault, 2) for fault in (RAISES, *OTHER_FAULTS))],
-    ids=["raises at first", *NAMES],
+    [(*OTHER_FAULTS[1], 1), *((*fault, 2) for fault in (RAISES, *OTHER_FAULTS))],
+    ids=["nan at first", *NAMES],
 )
 @BOTH_METHODS
 def test_a_metric_that_fails_on_the_weights_in_training_judges_nothing(tmp_path, caplog, fault, says, at, method):
@@ -418,6 +423,108 @@ def test_a_metric_that_fails_on_the_weights_in_training_judges_nothing(tmp_path,
     expected = ["scale", "scale"] if method == "grid" else ["exhaustive", "neighbourhood"]
     expected.insert(at - 1, "lossless")
     assert searches == expected
+
+
+@pytest.mark.parametrize(("fault", "says"), [RAISES, OTHER_FAULTS[0]], ids=NAMES[:2])
+@pytest.mark.parametrize("options", [{"method": "grid"}, {"method": "published"}, {"configuration": FIXED}], ids=str)
+def test_a_metric_that_has_never_worked_is_a_mistake(tmp_path, caplog, fault, says, options):
+    model, optimizer = training_of()
+    order = torch.Generator().manual_seed(3)
+
+    def evaluate(scored: nn.Module) -> float:
+        torch.rand(2, generator=order)
+        return fault(scored) if evaluate.broken else 1.0
+
+    evaluate.broken = True
+    options = {"evaluate": evaluate, "extras": {"order": order}} | options
+    with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
+        for step in (1, 2):  # also when it was caught
+            train(model, optimizer)
+            before = bits([model.state_dict(), optimizer.state_dict(), order.get_state(), torch.get_rng_state()])
+            files = sorted(tmp_path.iterdir())
+            with pytest.raises(dq.EvaluateError, match=re.escape(says)) as caught:
+                ckpt.save(step)
+            assert caught.value.__cause__ is not None
+            after = bits([model.state_dict(), optimizer.state_dict(), order.get_state(), torch.get_rng_state()])
+            assert after == before
+            assert sorted(tmp_path.iterdir()) == files
+        evaluate.broken = False
+        assert ckpt.save(3).result().quality.degradation == 0
+        evaluate.broken = True
+        record = ckpt.save(4).result()  # a training does not die of a metric that has worked
+        assert [note for note in record.notes if says in note]
+    assert len(caplog.messages) == ("configuration" not in options)
+
+
+OUT_OF_MEMORY = [
+    MemoryError("of the host"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: str(error)[:20])
+@pytest.mark.parametrize("at", [1, 6, 7], ids=["original", "first candidate", "second candidate"])
+def test_running_out_of_memory_is_no_verdict_on_a_candidate(tmp_path, error, at):
+    model, optimizer = training_of()
+    order = torch.Generator().manual_seed(3)
+    train(model, optimizer, 20)
+    metric = Movement(model, 1.0)
+
+    def evaluate(scored: nn.Module) -> float:
+        torch.rand(2, generator=order)
+        random.random()
+        if metric.calls == at - 1:
+            metric.calls += 1
+            raise error
+        return metric(scored)
+
+    def state() -> object:
+        tensors = [model.state_dict(), optimizer.state_dict(), order.get_state(), torch.get_rng_state()]
+        return bits(tensors), random.getstate(), [id(p) for p in model.parameters()], model.training
+
+    with dq.Checkpointer(tmp_path, model, optimizer, extras={"order": order}, evaluate=evaluate) as ckpt:
+        before, files = state(), sorted(tmp_path.iterdir())
+        with pytest.raises(type(error), match=re.escape(str(error))) as caught:
+            ckpt.save(1)
+        assert caught.value is error
+        assert "while it called evaluate; nothing was saved" in caught.value.__notes__[-1]
+        assert (state(), sorted(tmp_path.iterdir())) == (before, files)
+        assert ckpt.save(1).result().search == "scale"  # it was a moment's shortage
+
+
+def test_memory_of_the_host_that_runs_out_for_real_is_told_from_other_errors(tmp_path):
+    model, optimizer = training_of()
+
+    def evaluate(scored: nn.Module) -> float:
+        return float(torch.empty(10**16).sum()) if evaluate.greedy else loss(scored)
+
+    evaluate.greedy = False
+    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method="grid") as ckpt:
+        ckpt.save(1).result()
+        evaluate.greedy = True
+        with pytest.raises(RuntimeError, match="memory"):
+            ckpt.save(2)
+
+
+def test_an_interrupt_in_evaluate_ends_the_save_and_puts_the_generators_back(tmp_path):
+    model, optimizer = training_of()
+    order = torch.Generator().manual_seed(3)
+    calls = []
+
+    def evaluate(_: nn.Module) -> float:
+        torch.rand(2, generator=order)
+        calls.append(1)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return 1.0
+
+    with dq.Checkpointer(tmp_path, model, optimizer, extras={"order": order}, evaluate=evaluate) as ckpt:
+        before = bits([model.state_dict(), order.get_state()])
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(1)
+        assert bits([model.state_dict(), order.get_state()]) == before
 
 
 @pytest.mark.parametrize(("fault", "says"), [RAISES, *OTHER_FAULTS], ids=NAMES)
@@ -454,6 +561,65 @@ def test_a_metric_that_fails_on_every_candidate_leaves_lossless(tmp_path, method
         assert record.trials[-1].configuration.bins == 254
     else:
         assert record.trials[-1].configuration.scale == min(trial.configuration.scale for trial in record.trials)
+
+
+# Lossless, and why
+
+
+def strict(model: nn.Module) -> Movement:
+    return Movement(model, 1e9)
+
+
+def noisy(model: nn.Module) -> Movement:
+    return Noisy(model, 0.1, noise=0.2)
+
+
+def zero_in_training(model: nn.Module):
+    return Movement(model, 1.0).moved
+
+
+def not_a_number_elsewhere(model: nn.Module) -> Movement:
+    return Faulty(model, lambda _: math.nan, on_the_original=False)
+
+
+@pytest.mark.parametrize(
+    ("metric_of", "allowed", "says"),
+    [
+        (strict, 0.01, r"the best of \d+ tried makes the metric worse by \d\S+, beyond the 0.01 allowed; allow more"),
+        (noisy, 0.01, r"the noise of the metric takes all of the 0.01 allowed; evaluate on more batches"),
+        (zero_in_training, 0.01, r"the metric is exactly 0 with the weights in training or"),
+        (not_a_number_elsewhere, 0.01, r"evaluate fails, or is not finite, on every candidate"),
+        (
+            None,
+            1e-12,
+            r"the best of \d+ tried is estimated to be worse by \d\S+, beyond the 1e-12 allowed; .*give evaluate",
+        ),
+    ],
+    ids=["strict", "noisy", "zero", "not finite", "no metric"],
+)
+@BOTH_METHODS
+def test_a_lossless_checkpoint_is_told_of_once_with_the_reason(tmp_path, caplog, metric_of, allowed, says, method):
+    model, optimizer = training_of()
+    train(model, optimizer, 5)
+    evaluate = None if metric_of is None else metric_of(model)
+    options = {"evaluate": evaluate, "max_degradation": allowed, "method": method}
+    with checkpointer(tmp_path, model, optimizer, **options) as ckpt:
+        for step in (1, 2):
+            record = ckpt.save(step).result()
+            told = [note for note in record.notes if "stored exactly, in many times the room: " in note]
+            assert record.search == "lossless"
+            assert caplog.messages == told
+            assert len(told) == 1
+            assert re.search(says, told[0])
+            caplog.clear()
+
+
+def test_noise_that_leaves_too_little_is_told_of(tmp_path):
+    model, optimizer = training_of()
+    train(model, optimizer)
+    with checkpointer(tmp_path, model, optimizer, evaluate=Noisy(model, 1e9, noise=0.001), method="grid") as ckpt:
+        record = ckpt.save(1).result()
+    assert [note for note in record.notes if f"beyond the {record.limit:.3g} left by its noise" in note]
 
 
 # Without a metric

@@ -157,6 +157,20 @@ def test_a_metric_leaves_no_trace(tmp_path):
     assert bits(torch.load(tmp_path / "state.pt")) == bits(state)
 
 
+def test_whether_a_metric_repeats_itself_is_found_out_once_for_a_series(tmp_path):
+    states = {step: tensors_of(step) for step in (1, 2, 3)}
+    for step, state in states.items():
+        torch.save(state, tmp_path / f"{step}.pt")
+    of_originals = []
+
+    def metric(found) -> float:
+        of_originals.extend(step for step, state in states.items() if bits(found) == bits(state))
+        return 1.0 + float(found["a.weight"].square().mean())
+
+    list(pack({step: tmp_path / f"{step}.pt" for step in states}, tmp_path / "run", Packer(metric=metric)))
+    assert [of_originals.count(step) for step in states] == [6, 2, 2]
+
+
 @pytest.mark.parametrize("with_moments", [False, True])
 def test_a_metric_that_fails_on_the_original_is_an_error_and_nothing_is_written(tmp_path, with_moments):
     linear = nn.Linear(8, 8)

@@ -173,7 +173,7 @@ def test_several_models_and_optimizers_are_one_training(tmp_path, method):
         record = ckpt.save(4).result()
         train_both(models, optimizers, 2)
         assert ckpt.save(6).result().parent == 4
-    assert record.quality["degradation"] <= 0.01
+    assert record.quality.degradation <= 0.01
     entries = {entry.name: entry.label.role for entry in Stored(tmp_path).file.header.entries}
     assert entries["model.G.0.weight"] == entries["model.D.1.weight"] == "weight"
     assert entries["optimizer.G.state.model.G.0.weight.exp_avg_sq"] == "second_moment"

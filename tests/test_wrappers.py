@@ -83,7 +83,7 @@ def test_a_wrapped_training_is_saved_and_evaluated_as_the_bare_one_and_restores_
         bare, model, optimizer = training(WRAPPERS[name])
         with dq.Checkpointer(tmp_path / name, model, optimizer, evaluate=evaluate) as ckpt:
             train(model, optimizer, 4)
-            assert ckpt.save(4).result().quality["degradation"] <= 0.01
+            assert ckpt.save(4).result().quality.degradation <= 0.01
         states[name] = dq.load(tmp_path / name)
     assert list(states[wrapper]["model"]) == list(model_of().state_dict())
     assert bits(states[wrapper]) == bits(states["bare"])

@@ -251,8 +251,10 @@ class Checkpointer:
         background. The returned future's ``result()`` waits for them and is the save's record.
 
         A checkpoint of the same step is replaced. Raises what went wrong in the previous save's background write;
-        StateError for a state that cannot be stored. When ``evaluate`` raises, the weights are stored exactly, which
-        the record notes; but under ``torch.distributed`` EvaluateError is raised on all ranks.
+        StateError for a state that cannot be stored. Raises EvaluateError when ``evaluate`` raises or returns no number
+        before it has ever worked, and under ``torch.distributed`` whenever it does so, on all ranks; otherwise the
+        weights are stored exactly, which a warning and the record say. When memory runs out in ``evaluate``, or the
+        device fails, that error is raised as it is.
 
         Whatever it raises, KeyboardInterrupt and what a signal handler raises included, training is as if it had not
         been called, and the checkpoint is saved whole or not at all.

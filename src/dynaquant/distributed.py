@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
 from dynaquant.errors import DynaquantError
 
@@ -15,16 +16,36 @@ T = TypeVar("T")
 class Group:
     """All processes of the training, over the CPU; a single process is a group of one.
 
-    Made on every rank at once. Its methods are collective: every rank calls them in the same order.
+    Made on every rank at once. Its methods but ``watched`` are collective: every rank calls them in the same order.
     """
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
+        self._communicated = False
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # Its own group: the default one may be NCCL's, which moves only CUDA tensors.
             self._group = dist.new_group(backend="gloo")
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def watched(self, function: Callable[[nn.Module], float]) -> Callable[[nn.Module], float]:
+        """The function, watched for communication between ranks, which ``communicates`` tells of."""
+        if self._group is None:
+            return function
+
+        def watch(model: nn.Module) -> float:
+            before = _operations()
+            try:
+                return function(model)
+            finally:
+                self._communicated |= before is None or _operations() != before
+
+        return watch
+
+    def communicates(self) -> bool:
+        """Whether anything that was watched has communicated, on any rank, or may have. Collective."""
+        self._communicated = any(self.gather(self._communicated))
+        return self._communicated
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in their order, on every rank."""
@@ -51,3 +72,23 @@ class Group:
         if failed:
             raise DynaquantError("; ".join(failed))
         return result  # type: ignore[return-value]
+
+
+def _operations() -> dict[str, list[int]] | None:
+    """How many operations the backends of each group with other ranks have begun, by the group's name.
+
+    None where a backend cannot tell, as MPI's. Backends count what is called from Python and C++, from any thread and
+    by compiled code. NCCL's does not count ``send`` and ``recv``. PyTorch has no public way to ask.
+    """
+    try:
+        return {
+            name: [_begun(group._get_backend(device)) for device in group._device_types]
+            for group, name in dist.distributed_c10d._world.pg_names.items()
+            if group.size() > 1
+        }
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _begun(backend: Any) -> int:
+    return int(backend._get_sequence_number_for_group())

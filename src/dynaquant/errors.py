@@ -27,4 +27,4 @@ class StateError(DynaquantError):
 
 
 class EvaluateError(DynaquantError):
-    """``evaluate`` failed on some rank of a distributed training, so no rank has saved."""
+    """``evaluate`` failed, so nothing was saved: on the first weights that it was given, or on some rank of several."""

@@ -34,6 +34,7 @@ from dynaquant.run import Run
 from dynaquant.search.history import History
 from dynaquant.search.judge import MetricJudge
 from dynaquant.search.manager import ConfigurationManager, Decision
+from dynaquant.search.noise import Noise
 from dynaquant.search.probe import probe
 from dynaquant.search.quality import Evaluate, score
 from dynaquant.state import unflatten
@@ -97,7 +98,7 @@ class Packer:
             max_degradation if max_degradation is not None or not self._preset else self._preset.max_degradation
         )
         self._metric, self._higher_is_better, self._tell = metric, higher_is_better, tell
-        self._history = History()
+        self._history, self._noise = History(), Noise()
         self._last: dict[str, int] = {}  # rungs of the checkpoint before
         self._probed: dict[str, float] = {}
 
@@ -148,7 +149,9 @@ class Packer:
             grid = replace(grid, fisher=effective_fisher(grid.weights, grid.squares, prior))
         streamed = _streamed(grid)
         assert self._limit is not None
-        manager = ConfigurationManager(holder, evaluate, self._higher_is_better, self._limit, None, Group())
+        manager = ConfigurationManager(
+            holder, evaluate, self._higher_is_better, self._limit, None, Group(), self._noise
+        )
         manager.history = self._history
         decision = manager.decide(streamed, {}, measured)
         if isinstance(decision.configuration, GridConfiguration):

@@ -19,9 +19,6 @@ JudgedBy = Literal["evaluate", "fisher distortion", "distortion"]
 
 DISTORTION_SCALE = 3.0
 """Degradation per unit of distortion. Measured, see docs/architecture.md, "Without evaluate"."""
-NOISE_MARGIN = 2.0
-"""How many standard deviations of the metric's noise a degradation must stay below what is allowed."""
-REMEMBERED_NOISE = 8
 
 
 class Judge(Protocol):
@@ -80,37 +77,3 @@ class DistortionJudge:
     def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
         """The estimated degradation; there are no scores."""
         return Quality(math.nan, math.nan, DISTORTION_SCALE * distortion(self.weights, quantized, self.fisher))
-
-
-class Noise:
-    """How much the metric differs between two evaluations of the same weights, relative to its value.
-
-    A metric is evaluated twice at first. When both agree it is taken to be exact from then on; when not, every
-    checkpoint evaluates the original weights twice, and their mean is what others are compared to.
-    """
-
-    def __init__(self) -> None:
-        self._exact = False
-        self._differences: list[float] = []
-
-    @property
-    def margin(self) -> float:
-        """How much a measured degradation may be too low by. 0 for a metric that repeats itself."""
-        if not self._differences:
-            return 0.0
-        return NOISE_MARGIN * math.hypot(*self._differences) / math.sqrt(len(self._differences))
-
-    def original(self, model: nn.Module, evaluate: Evaluate) -> float:
-        """The score of the weights in training, measured as often as it takes; NaN when nothing can be made of it."""
-        first = score(model, {}, evaluate)
-        if self._exact or not math.isfinite(first):
-            return first
-        second = score(model, {}, evaluate)
-        difference = degradation(first, second, False)
-        if not math.isfinite(difference):
-            return math.nan
-        if difference == 0 and not self._differences:
-            self._exact = True
-            return first
-        self._differences = [*self._differences, difference][-REMEMBERED_NOISE:]
-        return first / 2 + second / 2

@@ -18,14 +18,16 @@ from dynaquant.quantize.partition import Configuration
 from dynaquant.quantized import QuantizedTensor
 from dynaquant.search.exhaustive import guided_exhaustive
 from dynaquant.search.history import History
-from dynaquant.search.judge import DISTORTION_SCALE, DistortionJudge, Judge, JudgedBy, MetricJudge, Noise
+from dynaquant.search.judge import DISTORTION_SCALE, DistortionJudge, Judge, JudgedBy, MetricJudge
+from dynaquant.search.metric import UserMetric
 from dynaquant.search.neighbourhood import delta_neighbourhood
+from dynaquant.search.noise import Noise
 from dynaquant.search.progress import Progress
 from dynaquant.search.quality import Evaluate, Quality, Value
 from dynaquant.search.scale import scale_search
 from dynaquant.search.size import ClusteredWeights, SizeModel
 from dynaquant.search.space import Candidate, Space
-from dynaquant.search.trials import Quantizer, Trial, Trials, raise_on_every_rank
+from dynaquant.search.trials import Mixed, Quantizer, Trial, Trials, shortfall
 
 log = logging.getLogger("dynaquant")
 
@@ -84,7 +86,8 @@ class ConfigurationManager:
 
     max_degradation: ε, the largest relative loss of quality of one checkpoint; it may be changed at any time.
     fixed: a configuration of the user's, which is not searched for; the metric only takes note of it. group: the ranks
-    that score candidates in parallel; all of them call ``decide``, with the same weights.
+    that score candidates in parallel; all of them call ``decide``, with the same weights. noise: what is known of that
+    of ``evaluate``, from another manager.
     """
 
     def __init__(
@@ -95,11 +98,12 @@ class ConfigurationManager:
         max_degradation: float,
         fixed: Knobs | None,
         group: Group,
+        noise: Noise | None = None,
     ) -> None:
         self.max_degradation = max_degradation
-        self._model, self._evaluate, self._higher_is_better = model, evaluate, higher_is_better
+        self._noise = noise or Noise()
+        self._metric = None if evaluate is None else UserMetric(model, evaluate, higher_is_better, self._noise, group)
         self._fixed, self._group = fixed, group
-        self._noise = Noise()
         self.history = History()
         """What ``resume`` needs to know."""
         self._restored: Mapping[str, QuantizedTensor] = {}
@@ -109,7 +113,7 @@ class ConfigurationManager:
     @property
     def judges_by_distortion(self) -> bool:
         """Whether a stand-in decides, as there is no metric."""
-        return self._evaluate is None and self._fixed is None
+        return self._metric is None and self._fixed is None
 
     def resume(self, record: Mapping[str, Any], restored: Mapping[str, QuantizedTensor]) -> None:
         """Goes on from a checkpoint that was restored: its record, in which anything may stand, and its weights."""
@@ -117,6 +121,7 @@ class ConfigurationManager:
         self.history = History.from_json(search.get("history") if isinstance(search, Mapping) else None)
         self._restored = restored
         self._gave_up = False
+        self._noise.look_again()
 
     def learn_size(self, predicted: float | None, stored: int) -> None:
         """Takes note that the weights of a delta took ``stored`` bytes."""
@@ -136,70 +141,65 @@ class ConfigurationManager:
         and the same on all ranks, for the distortion that judges where there is no ``evaluate``.
 
         Raises EvaluateError when ``evaluate`` failed on a rank of a distributed training. In a single process such a
-        candidate is not good enough; when it fails, or is not finite, on the weights in training, the decision is
-        lossless.
+        candidate is not good enough. When ``evaluate`` fails on the weights in training, EvaluateError is raised where
+        it has never worked; else, and where it is not finite, the decision is lossless.
         """
         quantizer: Quantizer = weights if isinstance(weights, GridWeights) else self._clustered(weights)
-        if self._evaluate is None:
+        if self._metric is None:
             if self._fixed is not None:
                 return Decision("fixed", self._fixed, quantizer.quantize(self._fixed))
             # What decides has to be the same on every rank.
             limit = self._group.gather(self.max_degradation)[0]
-            if isinstance(weights, GridWeights):
-                weighting = weights.fisher
-            else:
-                weighting = fisher if fisher.keys() >= weights.weights.keys() else {}
-            judged_by: JudgedBy = "fisher distortion" if fisher and weighting else "distortion"
-            return self._choose(quantizer, DistortionJudge(weights.weights, weighting, judged_by), limit, [])
-        original, error = math.nan, None
+            return self._choose(quantizer, self._distortion(weights, fisher), limit, 0.0, [])
         try:
-            original = self._noise.original(self._model, self._evaluate)
-        except Exception as raised:
-            error = f"{type(raised).__name__}: {raised}"
-        everywhere = self._group.gather((original, error, self.max_degradation, self._noise.margin))
-        if self._group.size > 1:
-            raise_on_every_rank([error for _, error, _, _ in everywhere])
-        if error or not all(
-            math.isfinite(number) for original, _, _, margin in everywhere for number in (original, margin)
-        ):
-            return self._without_quality(
-                quantizer,
-                f"evaluate failed ({error})" if error else "the metric of the weights in training is not finite",
-            )
-        judge = MetricJudge(self._model, self._evaluate, self._higher_is_better, original, known)
-        limit, margin = min(limit for _, _, limit, _ in everywhere), max(margin for _, _, _, margin in everywhere)
-        notes = []
-        if margin > 0:
-            notes.append(
-                f"the metric is noisy: twice the same weights differ by {margin / 2:.2g} (relative, root mean square); "
-                + (
-                    f"nothing of the {limit:.2g} allowed is left; evaluate on more batches"
-                    if margin >= limit
-                    else f"{limit - margin:.2g} of the {limit:.2g} allowed are left"
-                )
-            )
-        return self._choose(quantizer, judge, limit - margin, notes)
+            return self._by_metric(self._metric, quantizer, known)
+        except Mixed:  # from here on all ranks score together
+            self._warn("evaluate communicates between ranks, and did not at first: what it scored is scored again")
+            return self._by_metric(self._metric, quantizer, known)
+
+    def _distortion(self, weights: SketchedWeights | GridWeights, fisher: Mapping[str, float]) -> DistortionJudge:
+        if isinstance(weights, GridWeights):
+            weighting = weights.fisher
+        else:
+            weighting = fisher if fisher.keys() >= weights.weights.keys() else {}
+        judged_by: JudgedBy = "fisher distortion" if fisher and weighting else "distortion"
+        return DistortionJudge(weights.weights, weighting, judged_by)
+
+    def _by_metric(self, metric: UserMetric, quantizer: Quantizer, known: Mapping[str, Value]) -> Decision:
+        original = metric.original()
+        allowed = min(self._group.gather(self.max_degradation))
+        if original.problem is not None:
+            return self._without_quality(quantizer, allowed, original.problem)
+        judge = metric.judge(original.score, known)
+        return self._choose(quantizer, judge, allowed, original.margin, metric.notes(original, allowed))
 
     def _clustered(self, sketched: SketchedWeights) -> ClusteredWeights:
         self._size_factor = self._group.gather(self._size_factor)[0]  # only rank 0 learns it
         return ClusteredWeights(sketched, SizeModel(sketched), self._size_factor)
 
-    def _without_quality(self, quantizer: Quantizer, reason: str) -> Decision:
+    def _without_quality(self, quantizer: Quantizer, allowed: float, reason: str) -> Decision:
         if self._fixed is None:
             note = f"{reason}: nothing can be judged, the weights are stored exactly"
-            log.warning(note)  # a file many times as large as it should be, checkpoint after checkpoint
-            return Decision("lossless", None, limit=self.max_degradation, notes=[note])
+            self._warn(note)
+            return Decision("lossless", None, limit=allowed, notes=[note])
         note = f"{reason}: what this checkpoint costs is unknown"
         return Decision("fixed", self._fixed, quantizer.quantize(self._fixed), notes=[note])
 
-    def _choose(self, quantizer: Quantizer, judge: Judge, limit: float, notes: list[str]) -> Decision:
+    def _warn(self, note: str) -> None:
+        """Says at once what a note in the record might say too late."""
+        if self._group.rank == 0:
+            log.warning(note)
+
+    def _choose(self, quantizer: Quantizer, judge: Judge, allowed: float, margin: float, notes: list[str]) -> Decision:
+        """allowed: degradation. margin: how much of it the noise of the metric takes."""
+        limit = allowed - margin
         progress = Progress(quantizer.weights, self._restored)
-        trials = Trials(quantizer, judge, progress, limit, self._group)
+        trials = Trials(quantizer, judge, progress, limit, self._group, self._group.communicates())
         if self._fixed is not None:
             return self._take_note_of_fixed(trials, judge, notes)
         if not quantizer.weights:
-            return self._take_note_of_unchanged(quantizer, trials, judge, limit, notes)
-        if isinstance(quantizer, GridWeights):
+            search, configuration = self._choose_nothing(quantizer, trials, limit)
+        elif isinstance(quantizer, GridWeights):
             search, configuration = self._choose_scale(quantizer, trials, limit, notes)
         else:
             assert isinstance(quantizer, ClusteredWeights)
@@ -207,6 +207,11 @@ class ConfigurationManager:
         failures = dict.fromkeys(trial.error for trial in trials.done if trial.error)
         notes += [f"evaluate failed on a candidate ({error})" for error in failures]
         if configuration is None:
+            notes.append(
+                "nothing is good enough, and the weights are stored exactly, in many times the room: "
+                + shortfall(trials.done, judge.judged_by, limit, margin)
+            )
+            self._warn(notes[-1])
             return Decision("lossless", None, {}, None, limit, judge.judged_by, trials.done, notes)
         quantized, quality = trials.result(configuration)
         if not isinstance(judge, MetricJudge):
@@ -226,7 +231,7 @@ class ConfigurationManager:
             return "lossless", None
         guess = weights.scale_for(max(limit, 0) / DISTORTION_SCALE) if limit > 0 else lowest
         start, settled = self.history.scale(limit) or (guess, False)
-        found = scale_search(start, lowest, highest, score, limit, settled, self._group.size)
+        found = scale_search(start, lowest, highest, score, limit, settled, trials.width)
         self._gave_up = found is None
         if found is None:
             return "lossless", None
@@ -235,9 +240,7 @@ class ConfigurationManager:
         if self._keeps_enough(trials, by_quality):
             return "scale", by_quality
         # Rounded at random, weights keep their way in the mean; a second search finds what that costs.
-        dithered = scale_search(
-            found, lowest, highest, lambda scales: score(scales, True), limit, True, self._group.size
-        )
+        dithered = scale_search(found, lowest, highest, lambda scales: score(scales, True), limit, True, trials.width)
         # Even the finest may fail by chance where little is allowed: what lies beyond its levels is rounded to 16 bits.
         chosen = _keeping_most(trials, limit) if dithered is None else GridConfiguration(dithered, True)
         notes.append(
@@ -290,7 +293,7 @@ class ConfigurationManager:
             lambda step: sizes.predict(finer(step)),
             lambda steps: trials.score([finer(step) for step in steps], LEAST_PROGRESS),
             limit,
-            self._group.size,
+            trials.width,
         )
         chosen = _keeping_most(trials, limit) if best is None else finer(best)
         notes.append(
@@ -300,18 +303,14 @@ class ConfigurationManager:
         )
         return chosen
 
-    def _take_note_of_unchanged(
-        self, quantizer: Quantizer, trials: Trials, judge: Judge, limit: float, notes: list[str]
-    ) -> Decision:
+    def _choose_nothing(self, quantizer: Quantizer, trials: Trials, limit: float) -> tuple[Search, Knobs | None]:
         """No weight is to be quantized: there is nothing to choose, and nothing to learn for the next checkpoint."""
         on_grid = isinstance(quantizer, GridWeights)
         last = self.history.scale(limit) or (0, False)
         configuration = GridConfiguration(last[0]) if on_grid else self.history.nearest(limit) or Configuration()
         if not trials.score([configuration])[0] <= limit:
-            return Decision("lossless", None, {}, None, limit, judge.judged_by, trials.done, notes)
-        quality = trials.result(configuration)[1] if isinstance(judge, MetricJudge) else None
-        search: Search = "scale" if on_grid else "neighbourhood"
-        return Decision(search, configuration, {}, quality, limit, judge.judged_by, trials.done, notes)
+            return "lossless", None
+        return "scale" if on_grid else "neighbourhood", configuration
 
     def _take_note_of_fixed(self, trials: Trials, judge: Judge, notes: list[str]) -> Decision:
         assert self._fixed is not None
@@ -333,7 +332,7 @@ class ConfigurationManager:
         # Where nothing was good enough last time, the most that can be tried says whether a search is worth its cost.
         if self._gave_up and not score(space.more_bins[-1:])[0] <= limit:
             return "lossless", None
-        width = self._group.size
+        width = trials.width
         beyond = 0  # how many of the steps to more bins are known not to be enough
         if (start := self.history.nearest(limit)) is not None:
             last = space.candidate(start)

@@ -11,6 +11,7 @@ import torch
 
 from dynaquant.quantize.grid import GridConfiguration, GridWeights
 from dynaquant.quantized import QuantizedTensor, dequantize
+from dynaquant.search.failures import attempt
 
 PROBE = 0.02
 """The share of a tensor, by squares, that is lost when it is tried: about what a checkpoint of 4 bits a value loses."""
@@ -49,7 +50,8 @@ def probe(
     """F of every weight, up to a common factor: how much worse the metric gets for a squared movement of its values.
 
     weights: with steps by the size of each tensor (no F known). degradation: of the metric with some weights quantized
-    and the others as they are; what it raises counts as not known. tell: is told how far it has come.
+    and the others as they are; what it raises counts as not known, unless it
+    is no matter of the weights (``failures.ended_by``). tell: is told how far it has come.
 
     A group that the metric does not depend on, or which cannot be told, counts as the median does.
     """
@@ -69,9 +71,8 @@ def _sensitivity(
     degradation: Callable[[Mapping[str, QuantizedTensor]], float],
 ) -> float | None:
     """Degradation for a relative squared movement of 1 of every tensor of a group; None where it cannot be told."""
-    try:
-        worse = degradation(quantized)
-    except Exception:
+    worse, _ = attempt(lambda: degradation(quantized))
+    if worse is None:
         return None
     moved = 0.0
     for name, stored in quantized.items():

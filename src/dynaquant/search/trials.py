@@ -11,10 +11,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from dynaquant.distributed import Group
-from dynaquant.errors import EvaluateError
 from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.quantized import QuantizedTensor
-from dynaquant.search.judge import Judge
+from dynaquant.search.failures import attempt, raise_on_every_rank, said
+from dynaquant.search.judge import Judge, JudgedBy
 from dynaquant.search.progress import Progress
 from dynaquant.search.quality import Quality
 
@@ -82,10 +82,15 @@ def number_to_json(value: float | None) -> float | str | None:
     return value if value is None or math.isfinite(value) else repr(value)
 
 
+class Mixed(Exception):  # noqa: N818
+    """Ranks have communicated while each scored another configuration, so that no score is what it seems."""
+
+
 class Trials:
     """Scores configurations.
 
-    progress: of the weights since a restore. limit: the degradation that is good enough.
+    progress: of the weights since a restore. limit: the degradation that is good enough. together: whether all ranks
+    score the same configuration, as the metric communicates; then the number of rank 0 counts.
     """
 
     def __init__(
@@ -95,7 +100,10 @@ class Trials:
         progress: Progress,
         limit: float,
         group: Group,
+        together: bool,
     ) -> None:
+        self.width = 1 if together else group.size
+        """How many configurations are scored in one round."""
         self._quantizer, self._judge, self._progress = quantizer, judge, progress
         self._limit, self._group = limit, group
         self._known: dict[Knobs, tuple[Trial, Quality | None]] = {}
@@ -107,21 +115,26 @@ class Trials:
         return [trial for trial, _ in self._known.values()]
 
     def score(self, configurations: Sequence[Knobs], least_progress: float = 0.0) -> list[float]:
-        """Degradations of at most as many configurations as there are ranks. Collective.
+        """Degradations of at most ``width`` configurations. Collective.
 
-        One that keeps less than ``least_progress`` is infinitely bad, and not evaluated.
+        One that keeps less than ``least_progress`` is infinitely bad, and not evaluated. Where there are more ranks
+        than configurations, several ranks score the same: were one to communicate unexpectedly, none would wait for a
+        rank that does not evaluate.
+
+        Raises EvaluateError on every rank of several when ``evaluate`` failed on one, and Mixed.
         """
         new = [c for c in dict.fromkeys(configurations) if not self._is_known(c, least_progress)]
         if new:
-            mine = new[self._group.rank] if self._group.rank < len(new) else None
-            outcome = self._group.together(lambda: None if mine is None else self._try(mine, least_progress))
+            assert len(new) <= self.width
+            mine = new[self._group.rank % len(new)]
+            outcome = self._group.together(lambda: self._try(mine, least_progress))
+            if self.width > 1 and self._group.communicates():
+                raise Mixed
             outcomes = self._group.gather(outcome)
-            outcomes = outcomes[: len(new)]
             if self._group.size > 1:
-                raise_on_every_rank([outcome[0].error if outcome else None for outcome in outcomes])
-            for outcome in outcomes:
-                assert outcome is not None
-                self._known[outcome[0].configuration] = outcome
+                raise_on_every_rank([trial.error for trial, _ in outcomes], None)
+            for trial, quality in outcomes[: len(new)]:
+                self._known[trial.configuration] = trial, quality
         trials = [self._known[configuration][0] for configuration in configurations]
         return [
             trial.degradation if trial.degradation is not None and _keeps(trial, least_progress) else math.inf
@@ -140,12 +153,9 @@ class Trials:
         progress = self._progress.kept(quantized) if self._progress else None
         degradation, quality, error = None, None, None
         if progress is None or progress >= least_progress:
-            degradation = math.nan
-            try:
-                quality = self._judge(quantized)
-                degradation = quality.degradation
-            except Exception as raised:
-                error = f"{type(raised).__name__}: {raised}"
+            quality, raised = attempt(lambda: self._judge(quantized))
+            error = said(raised)
+            degradation = math.nan if quality is None else quality.degradation
             if degradation <= self._limit:
                 self._kept = configuration, quantized  # the last good one is mostly the one that is chosen
         seconds = time.perf_counter() - start
@@ -167,8 +177,30 @@ def _keeps(trial: Trial, least_progress: float) -> bool:
     return trial.progress is None or trial.progress >= least_progress
 
 
-def raise_on_every_rank(errors: Sequence[str | None]) -> None:
-    """Raises EvaluateError naming the ranks that failed, if any did. errors: by rank."""
-    failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
-    if failed:
-        raise EvaluateError("evaluate failed, so nothing was saved; " + "; ".join(failed))
+def shortfall(trials: Sequence[Trial], judged_by: JudgedBy, limit: float, margin: float) -> str:
+    """Why none of the trials is good enough, and what would help.
+
+    limit: what was allowed, less margin, which the noise of the metric takes.
+    """
+    told = [
+        trial.degradation for trial in trials if trial.degradation is not None and not math.isnan(trial.degradation)
+    ]
+    if limit <= 0 < margin:
+        return f"the noise of the metric takes all of the {limit + margin:.3g} allowed; evaluate on more batches"
+    if not told:
+        return "evaluate fails, or is not finite, on every candidate"
+    if math.isinf(best := min(told)):
+        return (
+            "every candidate counts as infinitely worse, as the metric is exactly 0 with the weights in training or "
+            "infinite with those of the candidates; use another metric, as a loss"
+        )
+    left = f"{limit:.3g} left by its noise" if margin > 0 else f"{limit:.3g} allowed"
+    if judged_by != "evaluate":
+        return (
+            f"the best of {len(told)} tried is estimated to be worse by {best:.3g}, beyond the {left}; allow more "
+            "(max_degradation), or give evaluate"
+        )
+    return (
+        f"the best of {len(told)} tried makes the metric worse by {best:.3g}, beyond the {left}; allow more "
+        "(max_degradation), or use a metric that resolves smaller changes, as a loss on more data"
+    )

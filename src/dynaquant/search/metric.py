@@ -1,0 +1,97 @@
+"""The user's metric in a training: its score of the weights as they are, and what a record must say of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from dynaquant.distributed import Group
+from dynaquant.errors import EvaluateError
+from dynaquant.search.failures import attempt, raise_on_every_rank, said
+from dynaquant.search.judge import MetricJudge
+from dynaquant.search.noise import MARGIN, Noise, mean
+from dynaquant.search.quality import Evaluate, Value, score
+
+
+@dataclass(frozen=True)
+class Original:
+    """What the metric says of the weights in training.
+
+    score: this rank's. margin: how much a degradation that is measured may be too low by. problem: why nothing can be
+    judged, None where it can.
+    """
+
+    score: float
+    margin: float
+    problem: str | None = None
+
+
+class UserMetric:
+    """``evaluate`` of one training, from save to save.
+
+    noise: what is known of its own, which is added to. group: the ranks; every method but ``judge`` is collective.
+    """
+
+    def __init__(
+        self, model: nn.Module, evaluate: Evaluate, higher_is_better: bool, noise: Noise, group: Group
+    ) -> None:
+        self._model, self._evaluate, self._higher_is_better = model, evaluate, higher_is_better
+        self._noise, self._group = noise, group
+        self._worked = False  # whether it has ever returned a number
+
+    def original(self) -> Original:
+        """Evaluates the weights in training, as often as its noise asks for.
+
+        Raises EvaluateError when ``evaluate`` fails: on any rank of a distributed training, or in a single process
+        before it has ever worked. Errors that end a save (``failures.ended_by``) are raised as they are.
+        """
+
+        def scores() -> list[float]:
+            watched = self._group.watched(self._evaluate)
+            return [score(self._model, {}, watched) for _ in range(self._noise.evaluations)]
+
+        found, error = self._group.together(lambda: attempt(scores))
+        everywhere = self._group.gather((found, said(error)))
+        communicates = self._group.communicates()
+        if self._group.size > 1:
+            raise_on_every_rank([text for _, text in everywhere], error)
+        if error is not None and not self._worked:
+            raise EvaluateError(
+                f"evaluate failed on the weights in training, and has never worked ({said(error)}); nothing was saved. "
+                "It must take the model and return one number"
+            ) from error
+        if found is None:
+            return Original(math.nan, 0.0, f"evaluate failed ({said(error)})")
+        self._worked = True
+        # Where all ranks evaluate together, the number of rank 0 counts.
+        counted = [own for own, _ in everywhere if own is not None][: 1 if communicates else None]
+        if not all(math.isfinite(number) for own in counted for number in own):
+            return Original(math.nan, 0.0, "the metric of the weights in training is not finite")
+        if not self._noise.learn(counted):
+            return Original(math.nan, 0.0, "the metric is noisy around 0, so that no relative loss can be told")
+        return Original(mean(found), self._noise.margin)
+
+    def notes(self, original: Original, allowed: float) -> list[str]:
+        """What a record must say of the metric. allowed: degradation."""
+        notes = []
+        if self._group.communicates():
+            notes.append("evaluate communicates between ranks: all of them score the same candidate at a time")
+        if original.margin > 0:
+            left = (
+                f"nothing of the {allowed:.2g} allowed is left; evaluate on more batches"
+                if original.margin >= allowed
+                else f"{allowed - original.margin:.2g} of the {allowed:.2g} allowed are left"
+            )
+            notes.append(
+                f"the metric is noisy: twice the same weights differ by {original.margin / MARGIN:.2g} (relative, root "
+                f"mean square); {left}"
+            )
+        return notes
+
+    def judge(self, original: float, known: Mapping[str, Value]) -> MetricJudge:
+        """Judges candidates by it."""
+        watched = self._group.watched(self._evaluate)
+        return MetricJudge(self._model, watched, self._higher_is_better, original, known)
