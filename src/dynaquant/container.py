@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
+from dynaquant.state import MAX_DEPTH, is_too_deep
 
 FORMAT_VERSION = 2
 """What is written. Version 1 is read as well: it lacks some codings."""
@@ -207,6 +208,8 @@ class CheckpointFile:
             raise CheckpointError("altered: its step, sequence number or parent is no such thing")
         if len(header.by_name) != len(header.entries):
             raise CheckpointError("altered: a tensor occurs twice")
+        if is_too_deep(header.tree):
+            raise CheckpointError(f"altered: its tree is nested more than {MAX_DEPTH} levels deep")
         if header.parent is None and any(entry.needs_parent for entry in header.entries):
             raise CheckpointError("altered: a tensor needs a parent, and the checkpoint has none")
         if not matches:

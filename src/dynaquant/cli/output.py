@@ -18,8 +18,10 @@ from rich.text import Text
 
 from dynaquant.container import CheckpointFile
 from dynaquant.errors import CheckpointError
+from dynaquant.record import Size
 from dynaquant.run import Run
 from dynaquant.tags import tagged_file
+from dynaquant.text import in_bytes
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of checkpoints.", show_default=False)]
 Step = Annotated[
@@ -115,6 +117,11 @@ def steps(listed: Iterable[int]) -> str:
     """How many steps, and which."""
     listed = sorted(listed)
     return f"{len(listed)} ({', '.join(map(str, listed))})" if listed else "none"
+
+
+def smaller(size: Size) -> str:
+    """How much smaller something is than the tensors, and the files carried along, that are in it."""
+    return f"{in_bytes(size.stored)} instead of {in_bytes(size.raw)} ({size.ratio:.2f}×)"
 
 
 def must_not_exist(path: Path, force: bool) -> None:
