@@ -116,7 +116,7 @@ _KINDS = {
 
 
 def kind_of(path: Path) -> str:
-    """What a path leads to: ``a file``, ``a folder``, ``a FIFO``, … Ask before opening: to open a FIFO can take for ever.
+    """What a path leads to: ``a file``, ``a folder``, ``a FIFO``, … Ask before opening, as opening a FIFO can hang.
 
     Raises OSError when there is nothing, or it cannot be asked.
     """

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dynaquant import kernels
@@ -64,52 +62,31 @@ def optimizers_in(tree: Any) -> list[dict[str, Any]]:
     return _look_through(tree).optimizers
 
 
-def mean_squared_gradients(
-    tree: Any, tensors: Mapping[str, Tensor], labels: Mapping[str, Label], in_order: bool = True
-) -> dict[str, float]:
-    """F of the weights of a state, by the second moments of optimizers in it; not of weights that cannot be matched.
+def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Mapping[str, Label]) -> dict[str, float]:
+    """F of the weights of a state, by the second moments of an optimizer in it; empty where they cannot be matched.
 
     An optimizer numbers its parameters in the order of the model, or of its groups: matrices before vectors, say. A
     match is one in which all shapes agree; weights may be left over, as frozen ones are, or the copy of a tied one.
-    in_order: whether weights are in the order of the model. Where they are not, or do not match so, all weights of a
-    shape have the mean F of that shape.
     """
     found = _look_through(tree)
-    fisher: dict[str, float] = {}
     for optimizer in found.optimizers:
         moments = [tensors[name] for name in _second_moments(optimizer)]
-        for state_dict in found.state_dicts if moments else []:
-            names = [n for n in dict.fromkeys(state_dict.values()) if labels[n].role == "weight" and n not in fisher]
-            matched = _matched(names, tensors, moments, in_order)
-            if matched:
-                fisher |= matched
-                break
-    return fisher
+        if not moments:
+            continue
+        for state_dict in found.state_dicts:
+            names = [name for name in dict.fromkeys(state_dict.values()) if labels[name].role == "weight"]
+            for order in (names, sorted(names, key=lambda name: tensors[name].ndim < 2)):
+                if matched := _matched(order, tensors, moments):
+                    sums = (kernels.at(moment.device).sums(moment)[0] / moment.numel() for moment in moments)
+                    return dict(zip(matched, sums, strict=True))
+    return {}
 
 
-def _matched(
-    names: list[str], tensors: Mapping[str, Tensor], moments: list[Tensor], in_order: bool
-) -> dict[str, float]:
-    """F of the weights that the moments belong to; empty where no weights have the shape of one of the moments."""
-    shapes = {name: tensors[name].shape for name in names}
-    if not {moment.shape for moment in moments} <= set(shapes.values()):
-        return {}
-    means = [kernels.at(moment.device).sums(moment)[0] / moment.numel() for moment in moments]
-    orders = (names, sorted(names, key=lambda name: len(shapes[name]) < 2)) if in_order else ()
-    for order in orders:
-        if matched := _in_turn(order, shapes, moments):
-            return dict(zip(matched, means, strict=True))
-    of_shape: dict[torch.Size, list[float]] = {}
-    for moment, mean in zip(moments, means, strict=True):
-        of_shape.setdefault(moment.shape, []).append(mean)
-    return {name: fmean(of_shape[shape]) for name, shape in shapes.items() if shape in of_shape}
-
-
-def _in_turn(names: list[str], shapes: Mapping[str, torch.Size], moments: list[Tensor]) -> list[str]:
+def _matched(names: list[str], tensors: Mapping[str, Tensor], moments: list[Tensor]) -> list[str]:
     """The weights that the moments belong to, in their order; weights between them may have none. Empty if it fails."""
     matched: list[str] = []
     for name in names:
-        if len(matched) < len(moments) and shapes[name] == moments[len(matched)].shape:
+        if len(matched) < len(moments) and tensors[name].shape == moments[len(matched)].shape:
             matched.append(name)
     return matched if len(matched) == len(moments) else []
 

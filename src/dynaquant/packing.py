@@ -132,10 +132,11 @@ class Packer:
         self._tell("looking through the weights")
         names = {_PREFIX + name: name for name, label in labels.items() if label.role == "weight"}
         weights = Lazy(names, lambda inside: file.tensors[names[inside]])
-        fisher = guess.mean_squared_gradients(file.tree, file.tensors, labels, file.in_order)
+        # Matched with weights in another order than the model's, moments would be taken for those of other weights.
+        fisher = guess.mean_squared_gradients(file.tree, file.tensors, labels) if file.in_order else {}
         measured = {_PREFIX + name: value for name, value in fisher.items()}
         holder = _Holder(Lazy(names.values(), file.tensors.__getitem__) if self._metric else {})
-        evaluate = self._evaluate_on(file, labels) if self._metric else None
+        evaluate = self._evaluate_on(file) if self._metric else None
         prior = measured
         if evaluate is not None:
             original = _score_of_original(holder, evaluate)
@@ -155,7 +156,7 @@ class Packer:
             self._last = streamed.steps(decision.configuration)
         return decision, [note.removeprefix(_PREFIX) for note in grid.notes]
 
-    def _evaluate_on(self, file: ModelFile, labels: Mapping[str, Label]) -> Evaluate:
+    def _evaluate_on(self, file: ModelFile) -> Evaluate:
         """The metric of a state with the parameters of a ``_Holder`` for its weights."""
         metric, tensors = self._metric, file.tensors
         assert metric is not None

@@ -16,7 +16,7 @@ if sys.platform != "win32":
 
 
 def temporary_beside(out: Path) -> Path:
-    """A name beside ``out`` for this process to write under. Deletes what killed processes have left of the same output.
+    """A name beside ``out`` for this process to write under. Deletes what killed processes have left there for ``out``.
 
     A process holds what it writes (``held``), and the system lets go of it when the process dies, however that happens.
     """

@@ -118,6 +118,8 @@ def _first_cause(error: BaseException) -> BaseException:
 
 def _place_of(entry: TensorStorageMetadata | BytesStorageMetadata) -> Any:
     if isinstance(entry, TensorStorageMetadata):
+        if sum(chunk.sizes.numel() for chunk in entry.chunks) < entry.size.numel():
+            raise ValueError("parts of a tensor are missing")  # DCP would leave there whatever the memory holds
         return torch.empty(entry.size, dtype=entry.properties.dtype)
     return io.BytesIO()
 

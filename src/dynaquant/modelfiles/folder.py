@@ -27,7 +27,7 @@ from dynaquant.text import in_bytes
 CARRIED_BYTES = 64 << 20
 """Of a file that is carried along, at most."""
 READ_FROM = 64 << 10
-"""Bytes from which on a file of ``torch.save`` is read; a smaller one is if it holds weights or an optimizer's state."""
+"""Bytes from which on a file of ``torch.save`` is taken apart; smaller ones are if they are weights or an optimizer."""
 MODEL = "model"
 _WEIGHTS = re.compile(r"(pytorch|adapter)_model.*\.bin")
 """Names of the files of ``torch.save`` that hold weights, in older folders."""
