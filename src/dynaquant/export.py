@@ -152,8 +152,8 @@ def _beside(stored: Stored) -> _Beside:
     source, entries = _source(stored), stored.file.header.by_name
     nodes = {key: node for key, node in pairs_of(stored.file.header.tree) if type(key) is str}
     try:
-        more, files = dict(source.get("more", {})), dict(source.get("torch", {}))
-        carried: dict[str, str] = dict(source.get("files", {}))
+        more, files = {**source.get("more", {})}, {**source.get("torch", {})}
+        carried: dict[str, str] = {**source.get("files", {})}
         models = [
             ({key: entries[tensor_name(node) or ""].name for key, node in pairs_of(nodes[name])}, dict(more[name]))
             for name in more
