@@ -79,7 +79,7 @@ def model_in(tree: Any) -> Any:
     state itself, if there are tensors in it. Raises StateError when there is none."""
     pairs = pairs_of(tree)
     within = next((node for key in _MODEL_KEYS for k, node in pairs if k == key and pairs_of(node)), None)
-    if within is None and not any(tensor_name(node) for _, node in pairs):
+    if within is None and all(tensor_name(node) is None for _, node in pairs):
         parts = ", ".join(str(key) for key, _ in pairs)
         raise StateError(f"there is no model in it; it has {parts or 'no parts'}")
     return tree if within is None else within
@@ -121,7 +121,7 @@ def names_in(node: Any) -> Iterator[str]:
         if isinstance(node, list):
             waiting.extend(reversed(node))
         elif isinstance(node, dict):
-            name = tensor_name(node) or node.get("ndarray")
+            name = node.get("ndarray") if tensor_name(node) is None else tensor_name(node)
             if isinstance(name, str):
                 yield name
             else:

@@ -34,7 +34,7 @@ MaxDegradation = Annotated[
 ]
 MetricName = Annotated[
     str | None,
-    typer.Option("--metric", help="module:function, called with what dynaquant.load returns; returns a number.", metavar="NAME"),
+    typer.Option("--metric", help="module:function of what dynaquant.load returns; gives a number.", metavar="NAME"),
 ]
 HigherIsBetter = Annotated[bool, typer.Option("--higher-is-better", help="Of the metric; else lower is.")]
 To = Annotated[Target | None, typer.Option(help="Format.", show_default="by the suffix of OUT, else as it was")]
