@@ -96,6 +96,16 @@ def test_moments_in_a_folder_are_quantized_as_in_a_training(tmp_path):
     assert record.roles["second_moment"].ratio > 8
 
 
+def test_moments_of_which_it_is_not_known_whose_they_are_decide_nothing(tmp_path):
+    """safetensors sorts weights by name; the optimizer numbers them in the order of the model."""
+    trainers(tmp_path / "checkpoint-3")
+    with_optimizer = compress(tmp_path / "checkpoint-3", tmp_path / "c.dqc", Packer())
+    (tmp_path / "checkpoint-3" / "optimizer.pt").unlink()
+    alone = compress(tmp_path / "checkpoint-3", tmp_path / "d.dqc", Packer())
+    assert with_optimizer.configuration == alone.configuration
+    assert with_optimizer.roles["weight"] == alone.roles["weight"]
+
+
 def test_lossless_keeps_every_bit_of_a_folder(tmp_path):
     model, optimizer = trainers(tmp_path / "checkpoint-3")
     back = back_of(tmp_path / "checkpoint-3", tmp_path / "c.dqc", "lossless")
