@@ -38,7 +38,7 @@ def done(monkeypatch):
 def test_a_file_is_durable_before_it_gets_its_name_and_the_name_after_that(tmp_path, done):
     with replacing(tmp_path / "out") as file:
         file.write(b"whole")
-    temporary = str(tmp_path / f"out.{os.getpid()}.tmp")
+    temporary = str(tmp_path / f"out.dynaquant-{os.getpid()}.tmp")
     assert done == [("durable", temporary), ("named", temporary), ("durable", str(tmp_path))]
     assert (tmp_path / "out").read_bytes() == b"whole"
 
@@ -48,7 +48,7 @@ def test_so_is_all_of_a_folder(tmp_path, done):
         (folder / "deep").mkdir()
         (folder / "deep" / "file").write_bytes(b"whole")
         (folder / "index").write_text("{}")
-    temporary = str(tmp_path / f"out.{os.getpid()}.tmp")
+    temporary = str(tmp_path / f"out.dynaquant-{os.getpid()}.tmp")
     assert sorted(done[:-2]) == [
         ("durable", f"{temporary}{inside}") for inside in ("", "/deep", "/deep/file", "/index")
     ]
@@ -65,9 +65,10 @@ def test_so_are_checkpoints_compressed_files_and_tags(tmp_path, done):
     assert len(names) == 4  # the compressed file has one of its own before it is complete
     for i in names:
         assert done[i - 1][0] == "durable"
-        assert done[i + 1] == ("durable", os.path.dirname(done[i][1]))
     for i in names[:3]:
         assert done[i - 1] == ("durable", done[i][1])
+        assert done[i + 1] == ("durable", os.path.dirname(done[i][1]))
+    assert done[names[3] + 1] == ("durable", str(tmp_path))
 
 
 def half(place) -> None:

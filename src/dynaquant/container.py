@@ -23,6 +23,7 @@ from dynaquant.codings import Frozen
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError, MovedOnError
 from dynaquant.files import open_file
+from dynaquant.state import MAX_DEPTH, is_too_deep
 
 FORMAT_VERSION = 3
 """What is written. Versions 1 and 2 are read as well: they lack some codings, and their optimizers number their
@@ -271,6 +272,8 @@ class CheckpointFile:
             raise CheckpointError("altered: its step, sequence number or parent is no such thing")
         if len(header.by_name) != len(header.entries):
             raise CheckpointError("altered: a tensor occurs twice")
+        if is_too_deep(header.tree):
+            raise CheckpointError(f"altered: its tree is nested more than {MAX_DEPTH} levels deep")
         if header.parent is None and any(entry.needs_parent for entry in header.entries):
             raise CheckpointError("altered: a tensor needs a parent, and the checkpoint has none")
         if not matches:

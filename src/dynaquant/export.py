@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor
 
+from dynaquant.coding.stream import bytes_of
+from dynaquant.errors import CheckpointError
 from dynaquant.files import is_file_name, new_folder, replacing
 from dynaquant.lazily import Lazy
 from dynaquant.loading import Stored, state_of
 from dynaquant.modelfiles import dcp, safetensors, torchfile
+from dynaquant.state import names_in, pairs_of, tensor_name
 
 
 class Target(StrEnum):
@@ -62,18 +67,31 @@ def _write(stored: Stored, target: Target, out: Path, tell: Callable[[str], None
     if target in (Target.HF, Target.DCP):
         with new_folder(out) as folder:
             if target is Target.HF:
-                _write_shards(stored, folder, tell)
+                _write_folder(stored, folder, tell)
             else:
-                dcp.write(folder, state_of(stored.file, dict(_told(stored.tensors, tell))))
+                beside = _beside(stored)
+                dcp.write(folder, _state(stored, tell))
+                if _source(stored).get("format") == "dcp":
+                    _write_carried(stored, folder, beside)
         return
     with replacing(out) as file:
         if target is Target.SAFETENSORS:
-            names, ties = _untied(stored)
+            names, ties = _untied(stored.state_dict)
             _write_safetensors(stored, file, names, _metadata(stored) | ties, tell)
         elif target is Target.TORCH:
             torchfile.write(file, stored.model(_told(stored.tensors, tell)))
         else:
-            torchfile.write(file, state_of(stored.file, dict(_told(stored.tensors, tell))))
+            torchfile.write(file, _state(stored, tell))
+
+
+def _state(stored: Stored, tell: Callable[[str], None]) -> dict[str, Any]:
+    return state_of(stored.file, _tensors_of(stored, stored.file.header.tree, tell))
+
+
+def _tensors_of(stored: Stored, node: Any, tell: Callable[[str], None]) -> dict[str, Tensor]:
+    """The tensors that a node of the tree names, decoded."""
+    names = [name for name in dict.fromkeys(names_in(node)) if name in stored.tensors]
+    return dict(_told(Lazy(names, stored.tensors.__getitem__), tell))
 
 
 def _source(stored: Stored) -> dict[str, Any]:
@@ -95,12 +113,12 @@ def _texts(metadata: Any) -> dict[str, str]:
     return {key: text for key, text in pairs if isinstance(text, str)}
 
 
-def _untied(stored: Stored) -> tuple[dict[str, str], dict[str, str]]:
-    """The model's tensors by the first of their names, and metadata with the other names."""
+def _untied(state_dict: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The tensors of a state dict by the first of their names, and metadata with the other names."""
     first_names: dict[str, str] = {}
     names: dict[str, str] = {}
     metadata: dict[str, str] = {}
-    for key, name in stored.state_dict.items():
+    for key, name in state_dict.items():
         first = first_names.setdefault(name, key)
         if first == key:
             names[key] = name
@@ -118,9 +136,68 @@ def _write_safetensors(
     safetensors.write(file, _told(tensors, tell), like, metadata or None)
 
 
-def _write_shards(stored: Stored, folder: Path, tell: Callable[[str], None]) -> None:
-    names, ties = _untied(stored)
-    source = _source(stored)
+@dataclass(frozen=True)
+class _Beside:
+    """What a folder held besides its model. models: state dicts, and what the record says of their files. states: nodes
+    by the files of ``torch.save`` that they go into. carried: tensors by the files whose bytes they are."""
+
+    model: bool
+    models: list[tuple[dict[str, str], dict[str, Any]]]
+    states: dict[str, Any]
+    carried: dict[str, str]
+
+
+def _beside(stored: Stored) -> _Beside:
+    """As the record has it, which may say anything. Raises CheckpointError when the checkpoint is not like that."""
+    source, entries = _source(stored), stored.file.header.by_name
+    nodes = {key: node for key, node in pairs_of(stored.file.header.tree) if type(key) is str}
+    try:
+        more, files = {**source.get("more", {})}, {**source.get("torch", {})}
+        carried: dict[str, str] = {**source.get("files", {})}
+        models = [
+            ({key: entries[tensor_name(node) or ""].name for key, node in pairs_of(nodes[name])}, dict(more[name]))
+            for name in more
+        ]
+        states = {file: nodes[key] for file, key in files.items()}
+        kinds = {(entries[name].dtype, len(entries[name].shape)) for name in carried.values()}
+        sound = all(map(is_file_name, (*states, *carried))) and kinds <= {(torch.uint8, 1)}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise CheckpointError(
+            f"{stored.file.path}: its record of the files that were in the folder is broken; export the model alone, "
+            "e.g. to safetensors"
+        )
+    return _Beside(bool(nodes.keys() - more.keys() - set(files.values())), models, states, carried)
+
+
+def _write_folder(stored: Stored, folder: Path, tell: Callable[[str], None]) -> None:
+    """The model as a Hugging Face folder; and where a folder was compressed, all else that was in it."""
+    beside = _beside(stored)
+    try:
+        if beside.model:
+            _write_shards(stored, stored.state_dict, _source(stored), folder, tell)
+        for state_dict, source in beside.models:
+            _write_shards(stored, state_dict, source, folder, tell)
+        for file, node in beside.states.items():
+            with (folder / file).open("xb") as out:
+                torchfile.write(out, stored.part(node, _tensors_of(stored, node, tell)))
+        _write_carried(stored, folder, beside)
+    except FileExistsError as error:
+        raise CheckpointError(f"{stored.file.path}: its record names the file {error.filename} twice") from None
+
+
+def _write_carried(stored: Stored, folder: Path, beside: _Beside) -> None:
+    for file, name in beside.carried.items():
+        with (folder / file).open("xb") as out:
+            out.write(bytes_of(stored.tensors[name]).data)
+
+
+def _write_shards(
+    stored: Stored, state_dict: Mapping[str, str], source: Mapping[str, Any], folder: Path, tell: Callable[[str], None]
+) -> None:
+    """A state dict as the files that it was in. source: what the record says of them."""
+    names, ties = _untied(state_dict)
     shapes = stored.shapes
     index = source.get("index")
     try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dynaquant.errors import CheckpointError
+from dynaquant.temporaries import held, temporary_beside
 
 _FULL = {
     errno.ENOSPC: "the disk is full: make room there and try again, or give a place on another disk",
@@ -124,18 +125,17 @@ def replacing(out: Path) -> Iterator[BinaryIO]:
     """A file to write into, which becomes ``out`` at the end of the block or, on any error, leaves nothing behind.
 
     After a power cut, too, ``out`` is what it was or whole: the file is durable before it gets its name.
-    Raises CheckpointError when ``out`` is a folder, OSError when the file cannot be written.
+    Raises CheckpointError when ``out`` cannot be a file, OSError when the file cannot be written.
     """
-    if out.is_dir():
-        raise CheckpointError(f"{out} is a folder; give the name of a file in it")
-    _check_parent(out)
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    check_output(out)
+    temporary = temporary_beside(out)
     file = temporary.open("xb")  # before the try: a file that is there already is not ours to delete
     try:
-        with file:
-            yield file
-        sync(temporary)
-        temporary.replace(out)
+        with held(temporary):
+            with file:
+                yield file
+            sync(temporary)
+            temporary.replace(out)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         tell_of_full_disk(error, out)
@@ -154,13 +154,14 @@ def new_folder(out: Path) -> Iterator[Path]:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise CheckpointError(f"{out} is there already, and not an empty folder; give another name")
     _check_parent(out)
-    temporary = out.with_name(f"{out.name}.{os.getpid()}.tmp")
+    temporary = temporary_beside(out)
     temporary.mkdir()
     try:
-        yield temporary
-        for path in (*temporary.rglob("*"), temporary):
-            sync(path)
-        temporary.replace(out)
+        with held(temporary):
+            yield temporary
+            for path in (*temporary.rglob("*"), temporary):
+                sync(path)
+            temporary.replace(out)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         tell_of_full_disk(error, out)
@@ -178,6 +179,13 @@ def nothing_empty(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # as it is when there is something in it
             for path in missing:
                 path.rmdir()
+
+
+def check_output(out: Path) -> None:
+    """Raises CheckpointError where no file can be written: for a folder, a FIFO, a device, a folder that is missing."""
+    if (kind := kind_of(out)) is not None:
+        raise CheckpointError(f"{out} is {kind}; give the name of a file" + (" in it" if kind == "a folder" else ""))
+    _check_parent(out)
 
 
 def _check_parent(out: Path) -> None:

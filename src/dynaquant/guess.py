@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,8 +29,9 @@ class _Found:
     optimizers: list[dict[str, Any]] = field(default_factory=list)
 
 
-def labels(tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, Label]:
-    """The label of every tensor. tree, tensors: of a state, as from ``state.flatten``.
+def labels(tree: Any, tensors: Mapping[str, Tensor], weights: Collection[str] | None = None) -> dict[str, Label]:
+    """The label of every tensor. tree, tensors: of a state, as from ``state.flatten``. weights: names of those that can
+    be weights, None for all.
 
     Floating-point tensors in dictionaries of nothing but tensors are weights, unless they are called like a buffer;
     moments are known by their keys in the state of an optimizer (a dictionary of ``state`` and ``param_groups``).
@@ -40,6 +41,8 @@ def labels(tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, Label]:
     result = {name: Label("exact") for name in tensors}
     for state_dict in found.state_dicts:
         for name in state_dict.values():
+            if weights is not None and name not in weights:
+                continue
             tensor = tensors[name]
             kind = _layer_type(name, tensor, tensors)
             if name.rpartition(".")[2] in BUFFERS:
@@ -52,6 +55,11 @@ def labels(tree: Any, tensors: Mapping[str, Tensor]) -> dict[str, Label]:
         for name in names_in(optimizer["state"]):
             result[name] = Label(optimizer_role(name, tensors))
     return result
+
+
+def optimizers_in(tree: Any) -> list[dict[str, Any]]:
+    """The nodes of the states of optimizers in a tree, by their keys."""
+    return _look_through(tree).optimizers
 
 
 def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Mapping[str, Label]) -> dict[str, float]:

@@ -144,6 +144,13 @@ class Stored:
         """The model's state dict with these tensors of the checkpoint. Raises CheckpointError when there is none."""
         try:
             node = model_in(self.file.header.tree)
+        except StateError as error:
+            raise CheckpointError(f"{self.file.path}: {error}") from None
+        return self.part(node, tensors)
+
+    def part(self, node: Any, tensors: Mapping[str, Tensor]) -> Any:
+        """What a node of the tree stands for, with these tensors. Raises CheckpointError when it is broken."""
+        try:
             return unflatten(node, {name: tensors[name] for name in names_in(node) if name in tensors})
         except StateError as error:
             raise CheckpointError(f"{self.file.path}: {error}") from None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
@@ -21,7 +21,7 @@ from dynaquant.container import CheckpointFile, Header
 from dynaquant.distributed import Group
 from dynaquant.encoding import Base, Checkpoint
 from dynaquant.errors import CheckpointError, EvaluateError
-from dynaquant.files import nothing_empty, sync
+from dynaquant.files import check_output, nothing_empty, sync
 from dynaquant.lazily import Lazy
 from dynaquant.modelfiles import ModelFile
 from dynaquant.presets import PRESETS, QualityName
@@ -37,7 +37,8 @@ from dynaquant.search.manager import ConfigurationManager, Decision
 from dynaquant.search.noise import Noise
 from dynaquant.search.probe import probe
 from dynaquant.search.quality import Evaluate, score
-from dynaquant.state import unflatten
+from dynaquant.state import names_in, unflatten
+from dynaquant.temporaries import held, temporary_beside
 
 VECTORS = 64.0
 """How much more a squared movement of a vector (bias, norm) counts than that of a matrix, where nothing is known of
@@ -108,7 +109,7 @@ class Packer:
         Raises EvaluateError when the metric fails on the state as it is.
         """
         start = time.perf_counter()
-        labels = guess.labels(file.tree, file.tensors)
+        labels = guess.labels(file.tree, file.tensors, file.weights)
         decision = Decision("lossless", None)
         moments: Mapping[str, Quantized] = {}
         notes: list[str] = []
@@ -126,17 +127,18 @@ class Packer:
             inside = _PREFIX + name
             return weights[inside] if inside in weights else moments.get(name) or file.tensors[name]
 
-        record = {**json_of(decision, self._history, None, seconds, notes), "source": file.source}
+        record = {**json_of(decision, self._history, None, seconds, [*file.notes, *notes]), "source": file.source}
         return Checkpoint(step, file.tree, Lazy(labels, stored), labels, record)
 
     def _decide(self, file: ModelFile, labels: Mapping[str, Label]) -> tuple[Decision, list[str]]:
         self._tell("looking through the weights")
         names = {_PREFIX + name: name for name, label in labels.items() if label.role == "weight"}
         weights = Lazy(names, lambda inside: file.tensors[names[inside]])
-        fisher = guess.mean_squared_gradients(file.tree, file.tensors, labels)
+        # Matched with weights in another order than the model's, moments would be taken for those of other weights.
+        fisher = guess.mean_squared_gradients(file.tree, file.tensors, labels) if file.in_order else {}
         measured = {_PREFIX + name: value for name, value in fisher.items()}
         holder = _Holder(Lazy(names.values(), file.tensors.__getitem__) if self._metric else {})
-        evaluate = self._evaluate_on(file, labels) if self._metric else None
+        evaluate = self._evaluate_on(file) if self._metric else None
         prior = measured
         if evaluate is not None:
             original = _score_of_original(holder, evaluate)
@@ -158,7 +160,7 @@ class Packer:
             self._last = streamed.steps(decision.configuration)
         return decision, [note.removeprefix(_PREFIX) for note in grid.notes]
 
-    def _evaluate_on(self, file: ModelFile, labels: Mapping[str, Label]) -> Evaluate:
+    def _evaluate_on(self, file: ModelFile) -> Evaluate:
         """The metric of a state with the parameters of a ``_Holder`` for its weights."""
         metric, tensors = self._metric, file.tensors
         assert metric is not None
@@ -168,7 +170,7 @@ class Packer:
             self._tell(f"evaluating: {next(count)}")
             weights = {name: parameter.detach() for name, parameter in holder.named_parameters(remove_duplicate=False)}
             # Copies, as the metric may write to them; those of the weights are.
-            others = {name: tensors[name].clone() for name in labels if name not in weights}
+            others = {name: tensors[name].clone() for name in names_in(file.tree) if name not in weights}
             return metric(unflatten(file.tree, {**others, **weights}))
 
         return evaluate
@@ -204,18 +206,24 @@ def compress(source: Path, out: Path, packer: Packer) -> Record:
 
     Raises CheckpointError when the source cannot be used, OSError when ``out`` cannot be written.
     """
-    if out.is_dir():
-        raise CheckpointError(f"{out} is a folder; give the name of a file in it")
-    if not out.parent.is_dir():
-        raise CheckpointError(f"{out.parent} is no folder; make it first, or give another name")
+    check_output(out)
     if out.exists() and source.exists() and out.samefile(source):
         raise CheckpointError(f"{out} is the file to be compressed; give another name")
     file = modelfiles.read(source)
     checkpoint = packer.checkpoint(file, 0)
     draft = Header(0, 1, None, checkpoint.tree, (), checkpoint.record)
-    own = out.with_name(f"{out.name}.{os.getpid()}")  # a file next to it may be somebody else's
-    Run(out.parent).write(draft, checkpoint.tensors, checkpoint.labels, None, path=own)
-    own.replace(out)
+    aside = temporary_beside(out)  # a file next to it may be somebody else's
+    aside.mkdir()
+    try:
+        with held(aside):
+            written = Run(aside).write(draft, checkpoint.tensors, checkpoint.labels, None, path=aside / out.name)
+            written.path.replace(out)
+    except OSError as error:
+        if error.filename == str(aside / out.name):
+            error.filename = str(out)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     sync(out.parent)
     return record_of(CheckpointFile(out))
 

@@ -30,7 +30,8 @@ Not among them: PyTorch's old quantized types, and types of less than a byte, wh
 """
 
 _NUMPY_KINDS = "biufc"
-_MAX_DEPTH = 100
+MAX_DEPTH = 100
+"""Containers of a state within one another, at most (docs/format.md, "Tree")."""
 _MAX_INT_BITS = 14_000  # Python refuses to read integers of more than 4,300 digits
 
 
@@ -78,7 +79,7 @@ def model_in(tree: Any) -> Any:
     state itself, if there are tensors in it. Raises StateError when there is none."""
     pairs = pairs_of(tree)
     within = next((node for key in _MODEL_KEYS for k, node in pairs if k == key and pairs_of(node)), None)
-    if within is None and not any(tensor_name(node) for _, node in pairs):
+    if within is None and all(tensor_name(node) is None for _, node in pairs):
         parts = ", ".join(str(key) for key, _ in pairs)
         raise StateError(f"there is no model in it; it has {parts or 'no parts'}")
     return tree if within is None else within
@@ -116,16 +117,44 @@ def tensor_name(node: Any) -> str | None:
 
 
 def names_in(node: Any) -> Iterator[str]:
-    """The names of the tensors and arrays anywhere below a node."""
+    """The names of the tensors and arrays anywhere below a node, in its order."""
+    waiting = [node]  # no recursion: what a file has in the place of a tree may be of any depth
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, list):
+            waiting.extend(reversed(node))
+        elif isinstance(node, dict):
+            name = node.get("ndarray") if tensor_name(node) is None else tensor_name(node)
+            if isinstance(name, str):
+                yield name
+            else:
+                waiting.extend(reversed(node.values()))
+
+
+def is_too_deep(tree: Any) -> bool:
+    """Whether a tree has more than ``MAX_DEPTH`` containers within one another: ``flatten`` makes no such tree, and to
+    put one together could end in a RecursionError."""
+    level = [tree]
+    for _ in range(MAX_DEPTH + 1):
+        containers = [inner for node in level if (inner := _within(node)) is not None]
+        level = [node for inner in containers for node in inner]
+    return bool(containers)
+
+
+def _within(node: Any) -> list[Any] | None:
+    """The nodes in that of a container; None for other nodes. Malformed ones are left to ``unflatten``."""
     if isinstance(node, list):
-        for value in node:
-            yield from names_in(value)
-    elif isinstance(node, dict):
-        name = tensor_name(node) or node.get("ndarray")
-        if isinstance(name, str):
-            yield name
-        else:
-            yield from names_in(list(node.values()))
+        return node
+    kinds = node.keys() & set(_CONTAINERS.values()) if isinstance(node, dict) else set()
+    if not kinds:
+        return None
+    inner = [node["metadata"]] if "metadata" in node else []
+    for kind in kinds:
+        content = node[kind] if isinstance(node[kind], list) else []
+        if kind in ("dict", "ordered_dict", "counter"):
+            content = [part for pair in content if isinstance(pair, list) for part in pair]
+        inner += content
+    return inner
 
 
 def without(tree: Any, names: Collection[str]) -> Any:
@@ -193,8 +222,8 @@ class _Flattener:
     def _container(self, value: Any, path: str) -> Any:
         if id(value) in self._inside:
             raise StateError(f"{path}: the state contains itself here")
-        if len(self._inside) >= _MAX_DEPTH:
-            raise StateError(f"{path}: the state is nested too deeply to store (more than {_MAX_DEPTH} levels)")
+        if len(self._inside) >= MAX_DEPTH:
+            raise StateError(f"{path}: the state is nested too deeply to store (more than {MAX_DEPTH} levels)")
         self._inside.add(id(value))
         kind = _CONTAINERS[type(value)]
         if isinstance(value, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -13,6 +14,7 @@ import typer
 
 from dynaquant.cli import output
 from dynaquant.cli.output import AsJson
+from dynaquant.container import CheckpointFile
 from dynaquant.errors import CheckpointError
 from dynaquant.export import Target, target_for
 from dynaquant.export import export as export_checkpoint
@@ -23,7 +25,7 @@ from dynaquant.packing import Packer, step_of
 from dynaquant.packing import compress as compress_file
 from dynaquant.packing import pack as pack_files
 from dynaquant.presets import QualityName
-from dynaquant.record import Record
+from dynaquant.record import Record, Size, record_of
 from dynaquant.run import Run
 from dynaquant.text import in_bytes, plural
 
@@ -33,7 +35,7 @@ MaxDegradation = Annotated[
 ]
 MetricName = Annotated[
     str | None,
-    typer.Option("--metric", help="module:function, called with the state dict; returns a number.", metavar="NAME"),
+    typer.Option("--metric", help="module:function of what dynaquant.load returns; gives a number.", metavar="NAME"),
 ]
 HigherIsBetter = Annotated[bool, typer.Option("--higher-is-better", help="Of the metric; else lower is.")]
 To = Annotated[Target | None, typer.Option(help="Format.", show_default="by the suffix of OUT, else as it was")]
@@ -44,7 +46,8 @@ def compress(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A safetensors or torch.save file, a Hugging Face folder, a DCP folder.", show_default=False
+            help="A safetensors or torch.save file; a folder of Hugging Face, a trainer's checkpoint, or DCP.",
+            show_default=False,
         ),
     ],
     out: Annotated[
@@ -59,20 +62,21 @@ def compress(
 ) -> None:
     """Make one small file of a model's weights, or of a whole training state.
 
+    Of a folder, the weights and the optimizer are taken apart, and other files carried along byte for byte.
+
     With --metric the most compact form is searched for that makes the metric worse by at most what the quality allows,
     and each tensor is stored as precisely as the metric minds; without, an estimate from how far the weights move
     decides. No code in the source is run.
     """
     out = out if out is not None else source.with_name(source.name + SUFFIX)
     output.must_not_exist(out, force)
-    before = output.size_of(source)
     with output.telling() as tell:
         record = compress_file(source, out, _packer(quality, max_degradation, metric, higher_is_better, tell))
     if as_json:
-        output.print_json({**record.to_json(), "out": str(out), "before": before})
+        output.print_json({**record.to_json(), "out": str(out), "before": record.total.raw})
         return
-    ratio = f"{before / max(record.total.stored, 1):.2f}×"
-    output.print_(f"{out}: {in_bytes(record.total.stored)} instead of {in_bytes(before)} ({ratio})")
+    output.print_(f"{out}: {output.smaller(record.total)}")
+    _print_carried(CheckpointFile(out))
     _print_quality(record)
 
 
@@ -132,13 +136,12 @@ def pack(
     if as_json:
         output.print_json([record.to_json() for record in records])
         return
-    before = sum(output.size_of(file) for file in by_step.values())
-    stored = sum(Run(out).file(step).size for step in by_step)
+    files_of_run = [Run(out).file(step) for step in by_step]
     text = f"{out}: {plural(len(records), 'checkpoint')} packed"
     if there:
         text += f", {there} were there already and stay as they are"
-    sizes = f"{in_bytes(stored)} instead of {in_bytes(before)} ({before / max(stored, 1):.2f}×)"
-    output.print_(f"{text}; {sizes}")
+    output.print_(f"{text}; {output.smaller(sum((record_of(file).total for file in files_of_run), Size()))}")
+    _print_notes(records)
     order = Run(out).steps()
     if order[-1] != max(order):
         output.print_(f"note: step {order[-1]} was packed last and counts as the newest, though there is {max(order)}")
@@ -236,6 +239,22 @@ def _function(name: str) -> Callable[[Any], float]:
     return checked
 
 
+def _print_carried(file: CheckpointFile) -> None:
+    """Which files are in a checkpoint that was just written, byte for byte."""
+    source = file.header.record["source"]
+    if files := source.get("files"):
+        size = sum(file.header.by_name[tensor].raw_size for tensor in files.values())
+        output.print_(
+            f"carried along byte for byte: {plural(len(files), 'file')}, {in_bytes(size)} ({', '.join(files)})"
+        )
+
+
+def _print_notes(records: list[Record]) -> None:
+    notes = Counter(note for record in records for note in record.notes)
+    for note, count in notes.items():
+        output.print_(f"note: {note}" + (f" ({count} of {len(records)} checkpoints)" if len(records) > 1 else ""))
+
+
 def _print_quality(record: Record) -> None:
     quality = record.quality
     if record.search == "lossless":
@@ -247,5 +266,4 @@ def _print_quality(record: Record) -> None:
         )
     else:
         output.print_("quality: an estimate from how far the weights move; --metric measures it")
-    for note in record.notes:
-        output.print_(f"note: {note}")
+    _print_notes([record])

@@ -20,8 +20,10 @@ from dynaquant.container import CheckpointFile
 from dynaquant.errors import CheckpointError
 from dynaquant.files import kind_of
 from dynaquant.loading import Stored
+from dynaquant.record import Size
 from dynaquant.run import Run
 from dynaquant.tags import file_of
+from dynaquant.text import in_bytes
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of checkpoints.", show_default=False)]
 Step = Annotated[
@@ -122,6 +124,11 @@ def steps(listed: Iterable[int]) -> str:
     """How many steps, and which."""
     listed = sorted(listed)
     return f"{len(listed)} ({', '.join(map(str, listed))})" if listed else "none"
+
+
+def smaller(size: Size) -> str:
+    """How much smaller something is than the tensors, and the files carried along, that are in it."""
+    return f"{in_bytes(size.stored)} instead of {in_bytes(size.raw)} ({size.ratio:.2f}×)"
 
 
 def must_not_exist(path: Path, force: bool) -> None:

@@ -58,8 +58,7 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
     whole = sum((record.total for record in records), Size())
     weights = sum((record.roles.get("weight", Size()) for record in records), Size())
     output.print_(
-        f"{len(records)} checkpoints, {_smaller(whole)} ({whole.ratio:.2f}×); "
-        f"their weights {_smaller(weights)} ({weights.ratio:.1f}×)"
+        f"{len(records)} checkpoints, {output.smaller(whole)}; their weights {_smaller(weights)} ({weights.ratio:.1f}×)"
     )
     for path in run.exact_paths():
         if (copy := opened(path)) is not None:
@@ -129,7 +128,7 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
     yield "step", str(record.step)
     yield "identity", record.identity
     yield "parent", "none, it is a keyframe" if record.parent is None else f"step {record.parent}"
-    yield "size", f"{_smaller(record.total)} ({record.ratio:.2f}×)"
+    yield "size", output.smaller(record.total)
     chosen = record.configuration
     if chosen is None:
         yield "configuration", "none, weights are exact"

@@ -23,10 +23,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dynaquant.errors import CheckpointError
-from dynaquant.files import system_error
+from dynaquant.files import kind_of, system_error
 from dynaquant.modelfiles.modelfile import ModelFile
-from dynaquant.modelfiles.torchfile import BROKEN, check_version, problem
-from dynaquant.state import flatten
+from dynaquant.modelfiles.torchfile import BROKEN, check_version, flatten_file, problem
 
 METADATA = ".metadata"
 _RECORDS = "torch.distributed.checkpoint.metadata"
@@ -79,10 +78,14 @@ class _Planner(DefaultLoadPlanner):
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
 
-def read(folder: Path) -> ModelFile:
-    """A folder. Raises CheckpointError when it holds other objects than tensors and plain values, or is not whole."""
+def read(folder: Path) -> tuple[ModelFile, set[str]]:
+    """A folder, and the names of the files in it that it is made of.
+
+    Raises CheckpointError when it holds other objects than tensors and plain values, or is not whole.
+    """
     check_version(folder)
     path = folder / METADATA
+    used = {METADATA}
     try:
         with path.open("rb") as file:
             metadata = _Unpickler(file).load()
@@ -91,6 +94,10 @@ def read(folder: Path) -> ModelFile:
         for place in metadata.storage_data.values():
             if PurePosixPath(place.relative_path).name != place.relative_path:
                 raise CheckpointError(f"{path}: it leads to {place.relative_path!r}, which is not a file beside it")
+            used.add(place.relative_path)
+        for name in used:
+            if (kind := kind_of(folder / name)) is not None:
+                raise CheckpointError(f"{folder / name} is {kind} and no file")
         flat = {name: _place_of(entry) for name, entry in metadata.state_dict_metadata.items()}
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _as_one_process():
@@ -99,8 +106,8 @@ def read(folder: Path) -> ModelFile:
     except (CheckpointException, *BROKEN) as error:
         what = problem(_first_cause(error), "a whole folder of torch.distributed.checkpoint")
         raise CheckpointError(f"{folder}: {what}") from None
-    tree, tensors = flatten(state)
-    return ModelFile("dcp", tree, tensors, {})
+    tree, tensors = flatten_file(folder, state)
+    return ModelFile("dcp", tree, tensors, {}), used
 
 
 def _first_cause(error: BaseException) -> BaseException:
@@ -111,6 +118,8 @@ def _first_cause(error: BaseException) -> BaseException:
 
 def _place_of(entry: TensorStorageMetadata | BytesStorageMetadata) -> Any:
     if isinstance(entry, TensorStorageMetadata):
+        if sum(chunk.sizes.numel() for chunk in entry.chunks) < entry.size.numel():
+            raise ValueError("parts of a tensor are missing")  # DCP would leave there whatever the memory holds
         return torch.empty(entry.size, dtype=entry.properties.dtype)
     return io.BytesIO()
 

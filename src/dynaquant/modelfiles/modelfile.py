@@ -16,13 +16,20 @@ class ModelFile:
     """A state as another program has written it.
 
     tree, tensors: as from ``state.flatten``; tensors may be read when they are asked for, so that a file need not fit
-    into memory. format: of the file. details: what else it takes to write the same file again, as JSON values.
+    into memory. Tensors that the tree does not name are the bytes of files that are carried along. format: of the file.
+    details: what else it takes to write the same file again, as JSON values.
+
+    weights: names of the tensors that can be weights, None for all. in_order: whether weights are in the order of the
+    model; safetensors sorts them by name. notes: what of a folder is left out, or could not be read.
     """
 
     format: Format
     tree: Any
     tensors: Mapping[str, Tensor]
     details: dict[str, Any]
+    weights: frozenset[str] | None = None
+    in_order: bool = True
+    notes: tuple[str, ...] = ()
 
     @property
     def source(self) -> dict[str, Any]:

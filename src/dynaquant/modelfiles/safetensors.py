@@ -1,10 +1,11 @@
-"""safetensors: one file, or a Hugging Face folder of several and an index. Tensors are read and written one by one."""
+"""safetensors: one file, or several and an index, as Hugging Face has it. Tensors are read and written one by one."""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +21,8 @@ from dynaquant.lazily import Lazy
 from dynaquant.modelfiles.modelfile import ModelFile
 from dynaquant.state import dtype_name, tree_of
 
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 5_000_000_000
@@ -54,6 +57,8 @@ _TYPES = {
     },
 }
 _METADATA = "__metadata__"
+_INDEX_BYTES = 1 << 30
+"""Of an index, at most: it is read into memory, and has a line for each tensor."""
 _ALIGNMENT = 8
 
 
@@ -63,37 +68,50 @@ def read(path: Path) -> ModelFile:
     return ModelFile("safetensors", tree_of(tensors), tensors, {"metadata": metadata})
 
 
-def read_folder(folder: Path) -> ModelFile:
-    """A folder: the files that its index names, or all that are there. Raises CheckpointError for anything else."""
-    indices = sorted(folder.glob("*.safetensors.index.json"))
-    if len(indices) > 1:
-        raise CheckpointError(f"{folder} has several indices ({', '.join(i.name for i in indices)}); give one file")
-    if indices:
-        index = _read_index(indices[0])
-        files = sorted(set(index["weight_map"].values()))
-    else:
-        index, files = {}, sorted(path.name for path in folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder}: there is no *.safetensors file in it, and no .metadata of a DCP folder")
+@dataclass(frozen=True)
+class Shards:
+    """A model in files of one folder. details: what it takes to write them again, as JSON values."""
+
+    tensors: Mapping[str, Tensor]
+    details: dict[str, Any]
+
+    @property
+    def files(self) -> set[str]:
+        """The names of its files, the index among them."""
+        index = self.details["index"]
+        return {*self.details["shards"], *([index] if index is not None else [])}
+
+
+def read_indexed(folder: Path, index: str, names: Collection[str]) -> Shards:
+    """The model of an index. names: of the files in the folder. Raises CheckpointError when it is not all there."""
+    content = _read_index(folder / index)
+    files = sorted(set(content["weight_map"].values()))
+    if missing := [file for file in files if file not in names]:
+        raise CheckpointError(f"{folder}: {missing[0]} is missing, which {index} names")
+    model = read_shards(folder, files)
+    if unknown := sorted(content["weight_map"].keys() - model.tensors.keys()):
+        raise CheckpointError(f"{folder}: {unknown[0]} is in no file, and {index} names it")
+    return Shards(model.tensors, {**model.details, "index": index, "metadata": content.get("metadata")})
+
+
+def read_shards(folder: Path, files: Iterable[str]) -> Shards:
+    """The model in files of a folder. Raises CheckpointError when one is no sound one, or two have the same tensor."""
     shards: dict[str, Any] = {}
     parts: dict[str, Mapping[str, Tensor]] = {}
     for file in files:
-        if not (folder / file).exists():
-            raise CheckpointError(f"{folder}: {file} is missing, which {indices[0].name} names")
         part, metadata = _open(folder / file)
         if twice := sorted(part.keys() & parts.keys()):
             raise CheckpointError(f"{folder}: {twice[0]} is in two files")
         parts.update(dict.fromkeys(part, part))
         shards[file] = {"metadata": metadata, "tensors": list(part)}
-    if missing := sorted(index.get("weight_map", {}).keys() - parts.keys()):
-        raise CheckpointError(f"{folder}: {missing[0]} is in no file, and {indices[0].name} names it")
-    tensors = Lazy(parts, lambda name: parts[name][name])
-    details = {"index": indices[0].name if indices else None, "metadata": index.get("metadata"), "shards": shards}
-    return ModelFile("huggingface", tree_of(tensors), tensors, details)
+    details = {"index": None, "metadata": None, "shards": shards}
+    return Shards(Lazy(parts, lambda name: parts[name][name]), details)
 
 
 def _read_index(path: Path) -> dict[str, Any]:
     try:
+        if path.stat().st_size > _INDEX_BYTES:
+            raise ValueError(f"it has more than {_INDEX_BYTES:,} bytes")
         index = json.loads(path.read_text(), parse_constant=no_constant)
         names, files = set(index["weight_map"].keys()), set(index["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -12,17 +12,23 @@ from zipfile import BadZipFile, is_zipfile
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.files import system_error
 from dynaquant.modelfiles.modelfile import ModelFile
 from dynaquant.state import flatten
+from dynaquant.text import in_bytes
 
 SAFE = (2, 10)
 """The first version of PyTorch whose weights_only keeps what it promises."""
+STARTS = (b"PK\x03\x04", b"\x80")
+"""How the files begin: a zip archive, or a bare pickle."""
+REPEATED_BYTES = 1 << 30
+"""Of a tensor that repeats its values (``expand``), at most, if it takes more than what is stored of it."""
 BROKEN = (
     *(pickle.UnpicklingError, struct.error, EOFError, RuntimeError, OSError, ImportError, MemoryError, BadZipFile),
-    *(ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, OverflowError),
+    *(ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, OverflowError, RecursionError),
     SafetensorError,  # of torch.load, by the name of a file
 )
 """What is raised while something is unpickled that is no whole pickle, or no harmless one."""
@@ -32,6 +38,12 @@ _NAMES_CODE = re.compile(r"(?:GLOBAL |^)([\w.]+)(?: was not an allowed global| w
 def read(path: Path) -> ModelFile:
     """A file. Raises CheckpointError when it holds other objects than tensors and plain values, or is not whole;
     StateError for values that a checkpoint cannot hold."""
+    tree, tensors = flatten_file(path, load(path))
+    return ModelFile("torch", tree, tensors, {})
+
+
+def load(path: Path) -> dict[Any, Any]:
+    """The dictionary in a file, with its tensors mapped from the file. Raises CheckpointError as ``read`` does."""
     check_version(path)
     try:
         with warnings.catch_warnings():
@@ -41,11 +53,29 @@ def read(path: Path) -> ModelFile:
         raise CheckpointError(f"{path}: {problem(error, 'a whole file of torch.save')}") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: it holds a {type(state).__name__} and no dictionary, such as a state dict")
+    return state
+
+
+def flatten_file(path: Path, state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """``state.flatten`` of what was read from a file or folder; errors name it.
+
+    Raises CheckpointError for tensors that claim far more memory than what is stored of them, as ones that repeat the
+    same values over and over can.
+    """
     try:
         tree, tensors = flatten(state)
     except StateError as error:
         raise StateError(f"{path}: {error}") from None
-    return ModelFile("torch", tree, tensors, {})
+    except (MemoryError, RuntimeError) as error:  # some views are copied
+        raise CheckpointError(f"{path}: a tensor in it takes more memory than there is ({error})") from None
+    for name, tensor in tensors.items():
+        size, held = tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()
+        if size > max(held, REPEATED_BYTES):
+            raise CheckpointError(
+                f"{path}: {name} claims {in_bytes(size)}, of which {in_bytes(held)} are there, repeated; save the "
+                "values that it repeats instead"
+            )
+    return tree, tensors
 
 
 def check_version(path: Path) -> None:

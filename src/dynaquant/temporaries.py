@@ -1,0 +1,57 @@
+"""Temporary files and folders beside an output, and how those of killed processes are cleared away."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+if sys.platform != "win32":
+    import fcntl
+
+
+def temporary_beside(out: Path) -> Path:
+    """A name beside ``out`` for this process to write under. Deletes what killed processes have left there for ``out``.
+
+    A process holds what it writes (``held``), and the system lets go of it when the process dies, however that happens.
+    """
+    names = re.compile(re.escape(out.name) + r"\.dynaquant-\d+\.tmp")
+    for stray in out.absolute().parent.iterdir():
+        if names.fullmatch(stray.name):
+            _delete_unless_held(stray)
+    return out.with_name(f"{out.name}.dynaquant-{os.getpid()}.tmp")
+
+
+@contextmanager
+def held(temporary: Path) -> Iterator[None]:
+    """Holds a temporary file or folder for the block, so that no other process takes it for what a kill has left."""
+    if sys.platform == "win32":
+        yield
+        return
+    descriptor = os.open(temporary, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks: nobody can take one there, so nothing is deleted
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _delete_unless_held(stray: Path) -> None:
+    if sys.platform == "win32":
+        return
+    with suppress(OSError):
+        descriptor = os.open(stray, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                shutil.rmtree(stray)
+            else:
+                stray.unlink()
+        finally:
+            os.close(descriptor)
