@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from training import bits, model_of, named_state, train
 
 import dynaquant as dq
+from dynaquant import verifying
 from dynaquant.container import CheckpointFile
 from dynaquant.record import record_of
 from dynaquant.run import Run
@@ -416,7 +417,7 @@ def test_a_step_is_not_replaced_while_another_depends_on_it(tmp_path, monkeypatc
         assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
         monkeypatch.setattr(Run, "recode", recode)
         ckpt.save(2).result()
-    assert Run(tmp_path).damage(3) is None
+    assert verifying.damage(Run(tmp_path), 3) is None
 
 
 def test_training_goes_on_over_damaged_checkpoints_that_build_on_one_another(tmp_path):

@@ -15,6 +15,7 @@ from dynaquant.files import new_folder, replacing
 from dynaquant.packing import Packer, compress
 from dynaquant.run import Run
 from dynaquant.tags import remove_tag, set_tag, tags_of
+from dynaquant.verifying import damage
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def test_a_folder_that_cannot_be_synced_is_named_and_the_checkpoint_is_there(tmp
         assert ckpt.restore() == 2
         ckpt.save(3).result()
     assert Run(tmp_path).steps() == [1, 2, 3]
-    assert all(Run(tmp_path).damage(step) is None for step in (1, 2, 3))
+    assert all(damage(Run(tmp_path), step) is None for step in (1, 2, 3))
 
 
 def test_so_is_that_of_any_other_file(tmp_path, failing_sync):

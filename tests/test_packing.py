@@ -21,6 +21,7 @@ from dynaquant.modelfiles import dcp
 from dynaquant.packing import KEYFRAME_EVERY, Packer, compress, pack, step_of
 from dynaquant.run import Run
 from dynaquant.state import DTYPES, unflatten
+from dynaquant.verifying import damage
 
 LOSSLESS = "lossless"
 
@@ -280,7 +281,7 @@ def test_packing_again_mends_a_half_copied_run(tmp_path):
     list(pack(files, tmp_path / "run", Packer()))
     Run(tmp_path / "run").delete(1)
     assert [record.step for record in pack(files, tmp_path / "run", Packer())] == [1, 2, 3]
-    assert all(Run(tmp_path / "run").damage(step) is None for step in files)
+    assert all(damage(Run(tmp_path / "run"), step) is None for step in files)
 
 
 def test_what_cannot_be_packed_leaves_no_run(tmp_path):

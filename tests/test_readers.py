@@ -22,6 +22,7 @@ from dynaquant.errors import CheckpointError, MovedOnError
 from dynaquant.loading import Stored
 from dynaquant.report.numbers import numbers_of
 from dynaquant.run import Run
+from dynaquant.verifying import damage
 
 
 class Training:
@@ -209,7 +210,7 @@ def test_damage_is_found_at_once(tmp_path, monkeypatch, gone):
     for read in (lambda: dq.load(tmp_path), lambda: dq.load(tmp_path, keys=[])):
         with suppress(CheckpointError):
             read()
-    assert isinstance(run.damage(3), CheckpointError)
+    assert isinstance(damage(run, 3), CheckpointError)
     assert len(opened) == 3
 
 

@@ -20,6 +20,7 @@ from training import bits
 
 import dynaquant as dq
 from dynaquant.run import Run
+from dynaquant.verifying import damage
 
 
 class Training:
@@ -427,7 +428,7 @@ def test_a_save_that_is_interrupted_anywhere_changes_nothing_in_training(tmp_pat
         assert writers() == 1
         ckpt.save(3)
     assert not held(tmp_path)
-    assert [Run(tmp_path).damage(step) for step in Run(tmp_path).steps()] == [None, None]
+    assert [damage(Run(tmp_path), step) for step in Run(tmp_path).steps()] == [None, None]
 
 
 @ANYWHERE

@@ -12,7 +12,7 @@ from training import model_of, train
 import dynaquant as dq
 from dynaquant.container import CheckpointFile
 from dynaquant.run import Run
-from dynaquant.verifying import verify_run
+from dynaquant.verifying import damage, verify_run
 
 
 def run_with_forks(folder) -> Run:
@@ -37,7 +37,7 @@ def run_with_forks(folder) -> Run:
 
 def damaged_one_by_one(run: Run) -> dict[int, str | None]:
     """By decoding the chain of every checkpoint."""
-    return {step: error and str(error) for step in run.steps() for error in [run.damage(step)]}
+    return {step: error and str(error) for step in run.steps() for error in [damage(run, step)]}
 
 
 def verified(run: Run) -> dict[int, str | None]:

@@ -29,7 +29,7 @@ from dynaquant.presets import QualityName
 from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.record import Record, json_of, record_of, record_without_file
 from dynaquant.restoring import Restorer
-from dynaquant.retention import Retention, make_way, prune
+from dynaquant.retention import Retention, can_be_parent, make_way, prune
 from dynaquant.roles import Label, labels
 from dynaquant.run import Run
 from dynaquant.schedule import Every, Schedule
@@ -123,8 +123,6 @@ class Checkpointer:
         loss = Loss(quality, method, max_degradation, configuration)
         if exact not in (None, "latest"):
             raise ValueError(f'exact must be "latest" or None, not {exact!r}; for all, quality="lossless"')
-        if extras is not None and not isinstance(extras, Mapping):
-            raise TypeError(f"extras must be a dictionary of objects by name, not a {type(extras).__qualname__}")
         if evaluate is not None and not callable(evaluate):
             raise TypeError(f"evaluate must be a function of the model, not {evaluate!r}")
         self._sources = state_sources.sources_of(model, optimizer, extras or {})
@@ -166,12 +164,7 @@ class Checkpointer:
             tensors = flatten(state_sources.collect(self._sources))[1]
             supported.check_replicas(tensors, self._group)
             labels(tensors, self._sources, early, self._compressor.vectors)
-            for name in state_sources.left_out(self._sources, tensors.values()):
-                log.warning(
-                    "%s works on tensors that are in no state to be saved, so they would not be restored; give what "
-                    "holds them as an extra, e.g. extras={'masters': torch.nn.ParameterList(masters)}",
-                    name,
-                )
+            supported.warn_of_left_out(self._sources, tensors.values())
             self._writer = BackgroundWriter[Record](self, hold.close)
             undo.pop_all()
 
@@ -338,16 +331,20 @@ class Checkpointer:
 
     def _write(self, checkpoint: Checkpoint, predicted: float | None) -> Record:
         start = time.perf_counter()
-        base = self._base if self._base is not None and self._can_be_parent(self._base, checkpoint.step) else None
+        base, step = self._base, checkpoint.step
+        if base is not None and not can_be_parent(
+            self._run, base, step, self._retention, self._keyframe_every, self._damaged
+        ):
+            base = None
         notes: list[str] = []
-        if self._run.path(checkpoint.step).exists():
-            notes += make_way(self._run, checkpoint.step)
+        if self._run.path(step).exists():
+            notes += make_way(self._run, step)
         file, self._base = self._run.commit(checkpoint, base)
-        self._damaged.discard(checkpoint.step)
+        self._damaged.discard(step)
         try:
             notes += prune(self._run, self._retention, self._damaged)
         except Exception as error:
-            error.add_note(f"step {checkpoint.step} is saved; clearing away older checkpoints failed")
+            error.add_note(f"step {step} is saved; clearing away older checkpoints failed")
             raise
         record = record_of(file, {"write": time.perf_counter() - start}, notes)
         if not record.keyframe and "weight" in record.roles:
@@ -356,16 +353,8 @@ class Checkpointer:
             try:
                 self._log_to(record)
             except Exception as error:
-                log.warning("step %d is saved, but log_to failed: %r", checkpoint.step, error)
+                log.warning("step %d is saved, but log_to failed: %r", step, error)
         return record
-
-    def _can_be_parent(self, base: Base, step: int) -> bool:
-        """Whether ``step`` can be coded against ``base``: its chain is whole and short, and it is there to stay."""
-        lengths = self._run.chain_lengths(self._damaged)
-        steps = [summary.step for summary in self._run.summaries()[0] if summary.step != step] + [step]
-        usable = {checkpoint.step for checkpoint in lengths} | {step}
-        leaves = base.parent.step == step or base.parent.step in self._retention.superfluous(steps, usable)
-        return lengths.get(base.parent, self._keyframe_every) < self._keyframe_every and not leaves
 
     def _check_open(self) -> None:
         if self._closed:

@@ -13,6 +13,7 @@ from dynaquant.encoding import Base
 from dynaquant.errors import CheckpointError
 from dynaquant.run import Run
 from dynaquant.tags import tags_of
+from dynaquant.verifying import damage
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def make_way(run: Run, step: int) -> list[str]:
             _recode_without(run, summary.step, going)
         except CheckpointError as error:
             _raise_if_unreadable(error)
-            if run.damage(summary.step) is None:
+            if damage(run, summary.step) is None:
                 raise CheckpointError(
                     f"{run.folder}: step {step} was not replaced, as step {summary.step} depends on it and could not "
                     f"be re-coded ({error}); save under another step, or run 'dynaquant verify {run.folder}'"
@@ -149,6 +150,20 @@ def superfluous(run: Run, retention: Retention, damaged: Collection[int] = ()) -
     return [step for step in steps if step not in tagged]
 
 
+def can_be_parent(
+    run: Run, base: Base, step: int, retention: Retention, keyframe_every: int, damaged: Collection[int]
+) -> bool:
+    """Whether ``step`` can be coded against ``base``: its chain is whole and short, and it is there to stay.
+
+    keyframe_every: the most checkpoints in a chain. damaged: steps whose files are known not to decode.
+    """
+    lengths = run.chain_lengths(damaged)
+    steps = [summary.step for summary in run.summaries()[0] if summary.step != step] + [step]
+    usable = {checkpoint.step for checkpoint in lengths} | {step}
+    leaves = base.parent.step == step or base.parent.step in retention.superfluous(steps, usable)
+    return lengths.get(base.parent, keyframe_every) < keyframe_every and not leaves
+
+
 def damaged_among_kept(
     run: Run, retention: Retention, shown: Callable[[list[int]], Iterable[int]] = lambda steps: steps
 ) -> set[int]:
@@ -161,7 +176,7 @@ def damaged_among_kept(
     while new := [s for s in run.steps() if s not in {*checked, *superfluous(run, retention, damaged)}]:
         for step in shown(new):
             checked.add(step)
-            if run.damage(step) is not None:
+            if damage(run, step) is not None:
                 damaged.add(step)
     return damaged
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from dynaquant import frozen
-from dynaquant.chain import chain_of, load_all, naming, parent_of, until_settled
+from dynaquant.chain import chain_of, load_all, naming, parent_of
 from dynaquant.coding.stream import Coder, StoredTensor
 from dynaquant.container import (
     CheckpointFile,
@@ -62,7 +62,6 @@ class Run:
         self._highest = 0  # and of all that were ever seen here
         self._seen: set[int] = set()  # steps that were there
         self._lock: FolderLock | None = None
-        self._sound_frozen: set[str] = set()  # files of frozen parameters that were decoded, by identity
 
     @contextmanager
     def writer(self) -> Iterator[None]:
@@ -180,42 +179,6 @@ class Run:
         """Decodes the tensors of a checkpoint and checks each against its hash (``chain.load_all``)."""
         with naming(file):
             return load_all(self.chain(file))
-
-    def damage(self, step: int) -> CheckpointError | None:
-        """What is wrong with a checkpoint, by decoding it."""
-
-        def load() -> None:
-            file = self.file(step)
-            self.load(file)
-            self.check_frozen(file)
-
-        try:
-            until_settled(load)
-        except CheckpointError as error:
-            return error
-        return None
-
-    def check_frozen(self, file: CheckpointFile) -> None:
-        """Decodes the files of frozen parameters that a checkpoint needs, each of them once for all checkpoints.
-
-        Raises CheckpointError when one is damaged or missing.
-        """
-        for identity in file.header.frozen - self._sound_frozen:
-            frozen.check(frozen.opened(file, identity))
-            self._sound_frozen.add(identity)
-
-    def damage_of_exact(self, step: int) -> CheckpointError | None:
-        """What is wrong with the lossless copy of a checkpoint, if it was kept."""
-
-        def load() -> None:
-            if (copy := self.exact(self.file(step))) is not None:
-                self.load(copy)
-
-        try:
-            until_settled(load)
-        except CheckpointError as error:
-            return error
-        return None
 
     def chain_lengths(self, damaged: Collection[int] = ()) -> dict[Parent, int]:
         """Every checkpoint that can be decoded, with the length of its chain: 1 for a keyframe.

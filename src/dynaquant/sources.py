@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -33,9 +33,11 @@ CHECKED = nn.Module | torch.optim.Optimizer
 def sources_of(model: Any, optimizer: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
     """The objects of a training by name, without their wrappers.
 
-    model, optimizer: one, or several by name (of optimizers a sequence, too). Raises ValueError for names that cannot
-    be used, StateError for what is no module or optimizer.
+    model, optimizer: one, or several by name (of optimizers a sequence, too). Raises TypeError for extras that are no
+    dictionary, ValueError for names that cannot be used, StateError for what is no module or optimizer.
     """
+    if not isinstance(extras, Mapping):
+        raise TypeError(f"extras must be a dictionary of objects by name, not a {type(extras).__qualname__}")
     sources = _one_or_several("model", model)
     for name, module in sources.items():
         if not isinstance(module, nn.Module):
@@ -65,20 +67,6 @@ def _one_or_several(kind: str, given: Any) -> dict[str, Any]:
         if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict(), name):
             raise ValueError(f"{kind}: {name!r} cannot be a name; take a word without dots")
     return {f"{kind}.{name}": one for name, one in given.items()}
-
-
-def left_out(sources: Mapping[str, Any], tensors: Iterable[Tensor]) -> list[str]:
-    """The optimizers among the sources that work on memory in which none of the tensors lies.
-
-    tensors: all that is saved. What else an optimizer works on does not come back with a restore.
-    """
-    saved = {tensor.data_ptr() for tensor in tensors}
-    return [
-        name
-        for name, source in sources.items()
-        if isinstance(source, torch.optim.Optimizer)
-        and any(place not in saved for group in source.param_groups for p in group["params"] if (place := p.data_ptr()))
-    ]
 
 
 def randomness(sources: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from dynaquant.distributed import Group
 from dynaquant.errors import StateError
 from dynaquant.state import flatten
 
+log = logging.getLogger("dynaquant")
 LOADER_ADVICE = (
     "give a loader that knows where it is, as torchdata's StatefulDataLoader (with Accelerate, "
     "DataLoaderConfiguration(use_stateful_dataloader=True)), or the generator of its sampler"
@@ -64,6 +66,22 @@ def check_replicas(tensors: Mapping[str, Tensor], group: Group) -> None:
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise StateError(f"the model of rank {other} has other names or shapes than that of rank 0; {_REPLICAS}")
+
+
+def warn_of_left_out(sources: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
+    """Logs a warning for every optimizer that works on memory in which none of the tensors lies.
+
+    tensors: all that is saved. What else an optimizer works on does not come back with a restore.
+    """
+    saved = {tensor.data_ptr() for tensor in tensors}
+    for name, source in sources.items():
+        groups = source.param_groups if isinstance(source, Optimizer) else []
+        if any(place not in saved for group in groups for p in group["params"] if (place := p.data_ptr())):
+            log.warning(
+                "%s works on tensors that are in no state to be saved, so they would not be restored; give what "
+                "holds them as an extra, e.g. extras={'masters': torch.nn.ParameterList(masters)}",
+                name,
+            )
 
 
 def check_after_first_step(sources: Mapping[str, Any]) -> Callable[[], None]:

@@ -1,11 +1,13 @@
-"""Verifies a whole run: every file is decoded once, while the tensors of its parent are still in memory."""
+"""Finds out what does not decode, of a checkpoint or of a run. In a run each file is decoded once, after its parent."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
+from dynaquant import frozen
+from dynaquant.chain import until_settled
 from dynaquant.coding.stream import StoredTensor
 from dynaquant.codings import Reference, other_of
 from dynaquant.container import CheckpointFile, Summary
@@ -28,6 +30,36 @@ class _Decoded:
     wrong: dict[str, str]
 
 
+def damage(run: Run, step: int) -> CheckpointError | None:
+    """What is wrong with a checkpoint, by decoding it and the files of frozen parameters that it needs."""
+
+    def load() -> None:
+        file = run.file(step)
+        run.load(file)
+        for identity in file.header.frozen:
+            frozen.check(frozen.opened(file, identity))
+
+    return _error_of(load)
+
+
+def _damage_of_copy(run: Run, step: int) -> CheckpointError | None:
+    """What is wrong with the lossless copy of a checkpoint, if it was kept."""
+
+    def load() -> None:
+        if (copy := run.exact(run.file(step))) is not None:
+            run.load(copy)
+
+    return _error_of(load)
+
+
+def _error_of(load: Callable[[], None]) -> CheckpointError | None:
+    try:
+        until_settled(load)
+    except CheckpointError as error:
+        return error
+    return None
+
+
 def verify_run(run: Run) -> Iterator[tuple[int, CheckpointError | None]]:
     """Decodes every checkpoint of a run, and the exact copy of the newest one, and compares all values with their
     hashes. Yields each step once, with what is wrong with it or None.
@@ -44,7 +76,7 @@ def verify_run(run: Run) -> Iterator[tuple[int, CheckpointError | None]]:
             damaged.add(step)
     again = dict(_walk(run, damaged)) if damaged else {}
     for step in damaged:
-        error = again[step] if step in again else run.damage(step)
+        error = again[step] if step in again else damage(run, step)
         if error is None or run.path(step).exists():
             yield step, error
 
@@ -62,16 +94,17 @@ def _walk(run: Run, steps: Collection[int]) -> Iterator[tuple[int, CheckpointErr
             children[parent].append(summary.step)
             if parent is not None:
                 sizes[parent] += sizes[summary.step]
+    sound: set[str] = set()
     waiting: list[tuple[int, _Decoded | str | None]] = [(step, None) for step in children[None]]
     while waiting:
         step, above = waiting.pop()
-        found = _decode(run, step, above)
+        found = _decode(run, step, above, sound)
         # What is pushed first comes last, when nothing else needs the tensors above it any more.
         waiting += [(child, found) for child in sorted(children[step], key=sizes.__getitem__, reverse=True)]
         text = found if isinstance(found, str) else next(iter(found.wrong.values()), None)
         del found, above
         if step in wanted:
-            yield step, told_of(step, run.path(step), text) if text is not None else run.damage_of_exact(step)
+            yield step, told_of(step, run.path(step), text) if text is not None else _damage_of_copy(run, step)
 
 
 def _parent(summary: Summary, by_step: dict[int, Summary]) -> int | None:
@@ -82,8 +115,9 @@ def _parent(summary: Summary, by_step: dict[int, Summary]) -> int | None:
     return found.step if found.sequence < summary.sequence else None
 
 
-def _decode(run: Run, step: int, above: _Decoded | str | None) -> _Decoded | str:
-    """A checkpoint, or why nothing of it can be decoded. above: the same of its parent."""
+def _decode(run: Run, step: int, above: _Decoded | str | None, sound: set[str]) -> _Decoded | str:
+    """A checkpoint, or why nothing of it can be decoded. above: the same of its parent. sound: the files of frozen
+    parameters that have been decoded, by identity; added to."""
     try:
         file = run.file(step)
         if isinstance(above, str):
@@ -104,10 +138,12 @@ def _decode(run: Run, step: int, above: _Decoded | str | None) -> _Decoded | str
             _check(file, entry, above, tensors[entry.name])
         except CheckpointError as error:
             wrong[entry.name] = str(error)
-    try:
-        run.check_frozen(file)
-    except CheckpointError as error:
-        wrong.setdefault("", str(error))
+    for identity in file.header.frozen - sound:
+        try:
+            frozen.check(frozen.opened(file, identity))
+            sound.add(identity)
+        except CheckpointError as error:
+            wrong[identity] = str(error)
     return _Decoded(file, tensors, wrong)
 
 
