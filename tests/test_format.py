@@ -116,9 +116,11 @@ def test_every_coding_of_version_1_occurs_in_its_golden_files():
     assert changes == {-1, 0, 1}
 
 
-def test_every_coding_of_version_2_occurs_in_its_golden_files():
-    entries, above = entries_of("v2")
-    assert {entry["coding"]["kind"] for entry in entries.values()} == set(KINDS) - {"frozen", "omitted"}
+@pytest.mark.parametrize("version", ["v2", "v3"])
+def test_every_coding_since_version_2_occurs_in_its_golden_files(version):
+    entries, above = entries_of(version)
+    new = {"frozen", "omitted"} if version == "v2" else set()
+    assert {entry["coding"]["kind"] for entry in entries.values()} == set(KINDS) - new
     seen = {entry["coding"]["kind"]: set() for entry in entries.values()}
     for key, entry in entries.items():
         coding, parent = entry["coding"], above.get(key, {})

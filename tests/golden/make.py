@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dynaquant as dq
+from dynaquant import run
 from dynaquant.quantize.grid import GridConfiguration
 
 STEPS = range(10, 121, 10)
@@ -112,15 +113,18 @@ def make(folder):
     """A training that is stored in one manner after the other."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    run.FROZEN_FROM = 0  # a golden file is small
     model = Model()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, eps=1e-4)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, max(STEPS))
     masters = Masters(model.bfloat16_layer.weight)
     objects = {"scheduler": scheduler, "order": np.random.default_rng(0), "extra": Extra(), "masters": masters}
+    objects["of_masters"] = torch.optim.SGD(masters.copies)  # what an optimizer works on may be master weights
     model.slow[0, :2] = torch.tensor([300.0, -700.0])  # far outside every grid
     step = 0
     for manner in MANNERS:
-        with dq.Checkpointer(folder, model, optimizer, extras=objects, keyframe_every=5, **manner) as ckpt:
+        roles = {"model.slow": "weight", "model.sparse": "weight", "model.spectrum": "omit"}
+        with dq.Checkpointer(folder, model, optimizer, extras=objects, roles=roles, keyframe_every=5, **manner) as ckpt:
             ckpt.restore()
             for _ in range(20):
                 step += 1
