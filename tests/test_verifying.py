@@ -136,7 +136,7 @@ def test_a_chain_of_1500_is_verified_in_reads_of_each_file_that_do_not_grow(tmp_
 
     monkeypatch.setattr(CheckpointFile, "__init__", counted)
     assert verified(Run(tmp_path)) == dict.fromkeys(range(1, 1501))
-    assert opened <= 3 * 1500
+    assert opened <= 4 * 1500  # to list, to decode, and to look for a lossless copy by either name
     Run(tmp_path).path(700).unlink()
     opened = 0
     assert sum(error is not None for error in verified(Run(tmp_path)).values()) == 800

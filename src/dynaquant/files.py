@@ -193,28 +193,6 @@ def _check_parent(out: Path) -> None:
         raise CheckpointError(f"{out.parent} is no folder; make it first, or give another name")
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[bool]:
-    """Holds a folder for this process alone, waiting for others; says whether the system can do so."""
-    try:
-        import fcntl  # noqa: PLC0415  # Windows has none
-
-        descriptor = os.open(folder, os.O_RDONLY)
-    except ImportError:
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        except OSError:  # of a file system without locks
-            yield False
-            return
-        yield True
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor, too
-    finally:
-        os.close(descriptor)
-
-
 def is_file_name(text: Any) -> bool:
     """Whether something that stands in a file is a name that leads nowhere but into the folder it is used in."""
     return isinstance(text, str) and text not in ("", "..") and Path(text).name == text and text.isprintable()

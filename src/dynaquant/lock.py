@@ -6,22 +6,21 @@ have no ``flock``. There a file in the folder names the process that holds it.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from dynaquant import flock
 from dynaquant.errors import CheckpointError
+from dynaquant.files import make_folder
 
 LOCK_FILE = "writer.lock"
 """The file that stands for a lock where there is no ``flock``."""
-
-_NO_FLOCK = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 
 _locked: set[int] = set()  # descriptors of the folders that this process holds for writing
 _tokens: set[str] = set()  # of the lock files that this process holds
@@ -73,31 +72,24 @@ class FolderLock:
 
 @contextmanager
 def holding(folder: Path) -> Iterator[FolderLock]:
-    """Holds a folder that exists for writing.
+    """Holds a folder for writing, and makes it where it is not there.
 
-    Raises CheckpointError when another process, or another part of this one, holds it.
+    Raises CheckpointError when another process, or another part of this one, holds it, or a file is in the way.
     """
-    try:
-        import fcntl  # noqa: PLC0415  (Windows has none; runs can be read there)
-    except ImportError:
-        raise CheckpointError(
-            f"{folder}: runs can be written on Linux and macOS only; this system reads them"
-        ) from None
-
+    if not flock.AVAILABLE:
+        raise CheckpointError(f"{folder}: runs can be written on Linux and macOS only; this system reads them")
+    make_folder(folder)
     descriptor = os.open(folder, os.O_RDONLY)
     _locked.add(descriptor)
     file = None
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        held = flock.lock(descriptor)
+        if held is False:
             raise CheckpointError(
                 f"{folder}: another Checkpointer, here or in another process, is writing to this run; "
                 "close it or use another folder"
-            ) from None
-        except OSError as error:
-            if error.errno not in _NO_FLOCK:
-                raise
+            )
+        if held is None:
             file = _LockFile(folder)
         yield FolderLock(folder, descriptor, file)
     finally:
@@ -105,8 +97,7 @@ def holding(folder: Path) -> Iterator[FolderLock]:
             file.release()
         if descriptor in _locked:
             _locked.remove(descriptor)
-            with suppress(OSError):  # where there is no flock there is nothing to let go
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked just now may not have let go yet
+            flock.unlock(descriptor)  # a child forked just now may not have let go yet
             os.close(descriptor)
 
 

@@ -33,7 +33,7 @@ from dynaquant.decoding import Tensors
 from dynaquant.encoding import Base, Checkpoint, coder_of, encode, verify
 from dynaquant.errors import CheckpointError, MovedOnError
 from dynaquant.external import External
-from dynaquant.files import kind_of, make_folder, sync, sync_name, tell_of_full_disk
+from dynaquant.files import kind_of, sync, sync_name, tell_of_full_disk
 from dynaquant.listing import SUFFIX, listed, paths
 from dynaquant.lock import FolderLock, holding
 from dynaquant.roles import Label
@@ -69,7 +69,6 @@ class Run:
 
         Raises CheckpointError when another process (or Checkpointer) is writing to the folder.
         """
-        make_folder(self.folder)
         with holding(self.folder) as lock:
             for stray in self.folder.glob(f"*{SUFFIX}{_TEMPORARY}"):
                 if not stray.is_dir():

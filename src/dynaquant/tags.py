@@ -11,7 +11,8 @@ from pathlib import Path
 
 from dynaquant.container import CheckpointFile, is_step
 from dynaquant.errors import CheckpointError
-from dynaquant.files import locked, make_folder, open_file, sync, sync_name
+from dynaquant.files import make_folder, open_file, sync, sync_name
+from dynaquant.flock import alone_in
 from dynaquant.run import Run
 
 FOLDER = "tags"
@@ -64,7 +65,7 @@ def set_tag(run: Run, name: str, file: CheckpointFile, force: bool = False) -> T
     tag = Tag(name, file.header.step, file.header.identity)
     path = run.folder / FOLDER / name
     make_folder(path.parent)
-    with locked(path.parent) as alone:
+    with alone_in(path.parent) as alone:
         if alone:  # what is still there is of a process that was killed
             for stray in path.parent.glob(".*.tmp"):
                 stray.unlink()

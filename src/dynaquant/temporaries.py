@@ -6,13 +6,11 @@ import os
 import re
 import shutil
 import stat
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-if sys.platform != "win32":
-    import fcntl
+from dynaquant import flock
 
 
 def temporary_beside(out: Path) -> Path:
@@ -30,25 +28,25 @@ def temporary_beside(out: Path) -> Path:
 @contextmanager
 def held(temporary: Path) -> Iterator[None]:
     """Holds a temporary file or folder for the block, so that no other process takes it for what a kill has left."""
-    if sys.platform == "win32":
+    if not flock.AVAILABLE:
         yield
         return
     descriptor = os.open(temporary, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file system without locks: nobody can take one there, so nothing is deleted
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        flock.lock(descriptor)  # where there are no locks nobody can take one, so nothing is deleted
         yield
     finally:
         os.close(descriptor)
 
 
 def _delete_unless_held(stray: Path) -> None:
-    if sys.platform == "win32":
+    if not flock.AVAILABLE:
         return
     with suppress(OSError):
         descriptor = os.open(stray, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not flock.lock(descriptor):
+                return
             if stat.S_ISDIR(os.fstat(descriptor).st_mode):
                 shutil.rmtree(stray)
             else:
