@@ -128,8 +128,9 @@ class Ledger:
     def settle(self, run: Run, begun: Commit | None) -> bool:
         """Whether a save that was begun and did not come to its end is there; it is added then."""
         newest = run.summaries()[0][-1:]
-        known = {commit.identity for commit in self.commits[-1:]}
-        if begun is None or not newest or newest[0].identity in known or newest[0].step != begun.step:
+        # Two steps may be saved with the same state, which have the same identity.
+        known = {(commit.step, commit.identity) for commit in self.commits[-1:]}
+        if begun is None or not newest or newest[0].step != begun.step or (begun.step, newest[0].identity) in known:
             return False
         self.add(replace(begun, identity=newest[0].identity))
         return True

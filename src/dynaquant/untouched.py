@@ -28,7 +28,7 @@ class Untouched:
         for module, training, parameters, buffers in self._modules:
             module.training = training
             for own, before in ((module._parameters, parameters), (module._buffers, buffers)):
-                if [*own] != [*before] or any(own[name] is not before[name] for name in before):
+                if [(name, id(t)) for name, t in own.items()] != [(name, id(t)) for name, t in before.items()]:
                     own.clear()  # and with it what was registered since
                     own.update(before)  # type: ignore[arg-type]
         torch.set_grad_enabled(self._recorded)
