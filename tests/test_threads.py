@@ -105,6 +105,31 @@ def test_the_thread_outlives_whatever_is_called_in_it(tmp_path):
     assert Run(tmp_path).steps() == [1, 2]
 
 
+def test_a_callback_of_a_save_may_ask_for_its_result(tmp_path):
+    training, told = Training(), []
+    with training.checkpointer(tmp_path) as ckpt:
+        for step in (1, 2):
+            training.step()
+            saved = ckpt.save(step)
+            saved.add_done_callback(lambda done: told.append((done.exception(), done.result().step)))
+    assert told == [(None, 1), (None, 2)]
+
+
+def test_what_is_told_of_a_save_may_not_wait_for_it(tmp_path, caplog):
+    training, saved = Training(), []
+    go_on = threading.Event()
+
+    def told(_record):
+        go_on.wait(30)
+        saved[0].result()
+
+    with training.checkpointer(tmp_path, log_to=told) as ckpt:
+        saved.append(ckpt.save(1))
+        go_on.set()
+        assert saved[0].result().step == 1
+    assert "was asked for in the thread that writes" in caplog.text
+
+
 def test_a_write_that_was_handed_over_cannot_be_cancelled(tmp_path):
     with Training().checkpointer(tmp_path) as ckpt:
         assert not ckpt.save(1).cancel()

@@ -41,6 +41,7 @@ class Write(Future[T]):
         self.set_running_or_notify_cancel()
         self._action: Callable[[], T] | None = action
         self._process = os.getpid()
+        self._runner: int | None = None  # the thread that does it
         self._done = threading.Lock()
         self._done.acquire()
 
@@ -49,6 +50,7 @@ class Write(Future[T]):
         action, self._action = self._action, None
         if action is None:
             return
+        self._runner = threading.get_ident()
         try:
             try:
                 result = action()
@@ -62,8 +64,15 @@ class Write(Future[T]):
             self._done.release()
 
     def wait(self) -> None:
-        """Waits until it is done."""
+        """Waits until it is done. In the thread that does it, as in a callback of ``add_done_callback``, it is by then.
+
+        Raises RuntimeError there before it is done.
+        """
         check_process(self._process)
+        if self._runner == threading.get_ident():
+            if not self.done():
+                raise RuntimeError("the result of a write was asked for in the thread that writes (by log_to?)")
+            return
         # Not by the future's own lock: interrupted while it takes that, it would keep it, and the writer wait for ever.
         with self._done:
             pass
