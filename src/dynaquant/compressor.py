@@ -287,7 +287,7 @@ class Compressor:
     def _note_on_idle(self, at_rest: Collection[str]) -> list[str]:
         """What a user might not expect: parameters that could train are stored exactly."""
         idle = [n for n, p in named_parameters(self._model) if p.requires_grad and f"model.{n}" in at_rest]
-        if not idle:
+        if not idle or self._preset is None:
             return []
         return [f"{len(idle)} parameters are in no optimizer and therefore stored exactly, such as model.{idle[0]}"]
 
