@@ -500,7 +500,7 @@ def test_frozen_weights_are_stored_once(tmp_path, way):
 
 
 @pytest.mark.parametrize("method", ["grid", "published"])
-def test_frozen_weights_keep_their_values_whatever_is_found_for_the_others(tmp_path, method):
+def test_frozen_weights_that_are_to_be_quantized_keep_their_values_whatever_is_found_for_the_others(tmp_path, method):
     model, _ = training_of()
     model[0].weight.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
@@ -510,7 +510,8 @@ def test_frozen_weights_keep_their_values_whatever_is_found_for_the_others(tmp_p
         seen.append(bits(scored[0].weight.detach()))
         return 1.0 if len(scored[1].weight.unique()) >= wanted else 2.0
 
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
+    roles = {"model.0.weight": "weight"}
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method, roles=roles) as ckpt:
         for step, wanted in enumerate((2, 12, 40)):
             train(model, optimizer)
             configurations.append(ckpt.save(step).result().configuration)

@@ -189,7 +189,7 @@ def test_a_metric_gets_what_load_returns(tmp_path):
         return 1 + sum(float((state["model"][name] - p).square().mean()) for name, p in model.state_dict().items())
 
     record = compress(tmp_path / "checkpoint-3", tmp_path / "c.dqc", Packer(metric=distance))
-    assert 0 < record.quality["degradation"] <= 0.01
+    assert 0 < record.quality.degradation <= 0.01
 
 
 def test_several_models_with_the_same_names_are_kept_apart(tmp_path):

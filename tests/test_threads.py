@@ -23,6 +23,14 @@ from dynaquant.run import Run
 from dynaquant.verifying import damage
 
 
+@pytest.fixture(autouse=True)
+def interrupts():
+    """Ctrl-C raises KeyboardInterrupt, also where the tests run in the background of a shell, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Training:
     """A small one with all that a save could disturb: batch norm, dropout, gradients, a generator of its own."""
 

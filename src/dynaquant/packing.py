@@ -66,7 +66,7 @@ class _Holder(nn.Module):
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self._parameters = {name: nn.Parameter(weights[name], requires_grad=False) for name in weights}
+        self._parameters = {name: nn.Parameter(weights[name]) for name in weights}
 
 
 class Packer:
