@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 NATIVE_TESTS := tests/test_native.py tests/test_native_exact.py tests/test_native_conditional.py \
   tests/test_native_threads.py tests/test_kernels.py
 
-.PHONY: demo test lint sanitize native-variants no-clang benchmark-setup bench clean
+.PHONY: demo test lint sanitize native-variants has-clang no-clang benchmark-setup bench clean
 
 demo: .venv/ready  ## train, crash, restore, compare
 	$(BIN)/dynaquant demo --out build/demo
@@ -42,6 +42,9 @@ native-variants: native-debug native-lto $(if $(HAS_CLANG),native-clang,no-clang
 native-%: .venv/ready  # the native tests and those of the format, which read the golden files, with a build of its own
 	$(call build-native,$*,$(options-$*))
 	DYNAQUANT_NATIVE=$$(echo build/$*/_native*.so) $(BIN)/pytest -n 2 $(NATIVE_TESTS) tests/test_format.py
+
+has-clang:  # whether clang++ and libc++ are there
+	@echo $(HAS_CLANG)
 
 no-clang:
 	@echo "WARNING: no clang++ with libc++ here, so the native core is not built with it" >&2

@@ -283,3 +283,74 @@ def test_a_plain_value_of_another_kind_or_field_does_not_fit(tmp_path):
         assert ckpt.restore(strict=False) == 1
     assert "progress had a field 'best', which it does not have now" in ckpt.not_restored
     assert (counts, less) == ([], Less(5))
+
+
+# What is left out stays as it is
+
+
+def test_state_that_is_left_out_is_not_overwritten(tmp_path):
+    model, optimizer = training()
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        train(model, optimizer, 5)
+        ckpt.save(5)
+    torch.manual_seed(1)
+    other = nn.Sequential(*list(model_of())[:-1], nn.Linear(24, 50))  # a new head
+    its_own = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    for _ in range(2):
+        other(torch.randint(0, 40, (8,))).sum().backward()
+        its_own.step()
+    before = bits(its_own.state[other[-1].weight])
+    with dq.Checkpointer(tmp_path, other, its_own) as ckpt:
+        assert ckpt.restore(strict=False) == 5
+    assert bits(its_own.state[other[-1].weight]) == before
+    assert float(its_own.state[other[1].weight]["step"]) == 5
+
+
+def test_a_group_that_comes_of_two_keeps_its_own_learning_rate_also_where_that_is_a_tensor(tmp_path, caplog):
+    model, _ = training()
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[:2], "lr": torch.tensor(0.5)}, {"params": parameters[2:], "lr": torch.tensor(0.02)}]
+    with dq.Checkpointer(tmp_path, model, torch.optim.AdamW(groups)) as ckpt:
+        ckpt.save(1)
+    merged = torch.optim.AdamW(parameters, lr=torch.tensor(0.01))
+    with dq.Checkpointer(tmp_path, model, merged) as ckpt:
+        ckpt.restore()
+    assert float(merged.param_groups[0]["lr"]) == pytest.approx(0.01)
+    assert "keep their own lr" in caplog.text
+
+
+class Stubborn:
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, _state):
+        raise RuntimeError("not today")
+
+
+def test_extras_are_put_back_although_one_of_them_cannot_be(tmp_path):
+    model, optimizer = training()
+    progress = {"epoch": 1}
+    with dq.Checkpointer(tmp_path, model, optimizer, extras={"progress": progress, "z": Stubborn()}) as ckpt:
+        ckpt.save(1)
+        progress["epoch"] = 2
+        with pytest.raises(RuntimeError, match="not today"):
+            ckpt.restore()
+    assert progress == {"epoch": 2}
+
+
+def test_tensors_in_a_dictionary_are_restored_in_place(tmp_path):
+    model, optimizer = training()
+    total = torch.ones(3)
+    statistics = {"total": total}
+    with dq.Checkpointer(tmp_path, model, optimizer, extras={"statistics": statistics}) as ckpt:
+        ckpt.save(1)
+        total += 1
+        ckpt.restore()
+    assert statistics["total"] is total
+    assert total.tolist() == [1, 1, 1]
+
+
+def test_what_is_no_optimizer_is_refused(tmp_path):
+    model, optimizer = training()
+    with pytest.raises(dq.StateError, match="optimizer must be an optimizer, not a StepLR"):
+        dq.Checkpointer(tmp_path, model, torch.optim.lr_scheduler.StepLR(optimizer, 3))

@@ -60,7 +60,7 @@ def set_in(part, **values):
         (set_in(lambda s: s, optimizer=7), "holds no state of a training"),
         (set_in(lambda s: s, model=[torch.ones(2)]), "holds no state of a training"),
         (set_in(lambda s: s, parameters={"optimizer": [[1]]}), "holds no state of a training"),
-        (set_in(lambda s: s, order=torch.zeros(3, dtype=torch.uint8)), "holds no state of a training"),
+        (set_in(lambda s: s, order=torch.zeros(3, dtype=torch.uint8)), "order cannot take the state of the generator"),
         (set_in(lambda s: s["optimizer"]["state"], **{"model.0.weight": 1}), "model.0.weight is a int"),
         (set_in(first, exp_avg=torch.ones(3)), r"model\.0\.weight\.exp_avg is \[3\] in it, where \[40, 24\] is needed"),
         (set_in(first, exp_avg="x"), r"exp_avg is a str, not a tensor of \[40, 24\]"),

@@ -49,13 +49,16 @@ class Hashes:
         self._seen: dict[str, _Seen] = {}
         self._unreliable: set[str] = set()  # names of tensors whose version counter has missed a change
 
-    def of(self, name: str, tensor: Tensor) -> str:
-        """The hash of a tensor's dtype, shape and values, as ``coding.stream.tensor_hash`` has it."""
+    def of(self, name: str, tensor: Tensor, anew: bool = False) -> str:
+        """The hash of a tensor's dtype, shape and values, as ``coding.stream.tensor_hash`` has it.
+
+        anew: whether all values are to be read, whatever is known.
+        """
         place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         version, sample = _version_of(tensor), sample_of(tensor)
         seen = self._seen.get(name)
         alike = seen is not None and (seen.place, seen.version, seen.sample) == (place, version, sample)
-        if seen is not None and alike and seen.used < HASH_AFTER and name not in self._unreliable:
+        if seen is not None and alike and not anew and seen.used < HASH_AFTER and name not in self._unreliable:
             seen.used += 1
             return seen.hash
         digest = tensor_hash(tensor)
@@ -63,9 +66,9 @@ class Hashes:
             self._unreliable.add(name)
             log.warning(
                 "%s does not train, but a write through .data or by another program has changed it unseen: some of the "
-                "%d checkpoints before this one may hold its earlier values; write to it under torch.no_grad() instead",
+                "last %d checkpoints may hold its earlier values; write to it under torch.no_grad() instead",
                 name,
-                seen.used,
+                HASH_AFTER,
             )
         if version is not None:
             # Not all tensors are due at the same checkpoint.

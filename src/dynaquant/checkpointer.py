@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dynaquant import frozen, supported
 from dynaquant import sources as state_sources
+from dynaquant import supported
 from dynaquant.compressor import Compressed, Compressor, Loss
 from dynaquant.container import is_step
 from dynaquant.distributed import Group
@@ -161,7 +161,7 @@ class Checkpointer:
             undo.callback(self._end_first_step_check)
             # Mistakes are found now rather than at the first save. The optimizer's state is not there yet.
             early = {p: r for p, r in self._roles.items() if not p.startswith("optimizer.")}
-            tensors = flatten(state_sources.collect(self._sources))[1]
+            tensors = self._group.together(lambda: flatten(state_sources.collect(self._sources))[1])
             supported.check_replicas(tensors, self._group)
             labels(tensors, self._sources, early, self._compressor.vectors)
             supported.warn_of_left_out(self._sources, tensors.values())
@@ -295,13 +295,13 @@ class Checkpointer:
         return saving
 
     def _prepare(self) -> None:
+        self.wait()
         if not self._has_line and self._group.rank == 0 and (found := self._run.summaries()[0]):
             log.warning(
                 "%s holds %d checkpoints, and none was restored: this save begins another line of training in it",
                 self._run.folder,
                 len(found),
             )
-        self.wait()
 
     def _capture(self, seconds: dict[str, float]) -> tuple[Any, Compressed]:
         """The tree of the state, and its tensors as they are to be stored. Training is as before."""
@@ -311,7 +311,7 @@ class Checkpointer:
         omitted = {name for name, label in label_of.items() if label.role == "omit"}
         tree = without(tree, omitted) if omitted else tree
         hashes = {} if self._base is None else self._base.hashes
-        held = {} if self._base is None else frozen.held(self._base.tensors, self._run.folder)
+        held = {} if self._base is None else self._run.frozen.held(self._base.tensors)
         seconds.update(capture=time.perf_counter() - start, search=0.0)
         before = Untouched(state_sources.models_of(self._sources), self._sources)
         try:

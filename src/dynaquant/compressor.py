@@ -259,22 +259,39 @@ class Compressor:
         seconds["search"] += time.perf_counter() - start
 
         start = time.perf_counter()
-        stored: dict[str, StoredTensor] = {}
-        if self._group.rank == 0:
-            small = {**quantized, **self._moments(tensors, label_of)}
-            small.update({master: small.pop(name) for name, master in master_of.items() if name in small})
-            stored = {n: small[n] if n in small else _copy(t) for n, t in tensors.items() if n not in master_of}
-            stored.update({n: _rounded(tensors[n].dtype, stored[m], m) for n, m in master_of.items()})
-            stored.update(external)
-        stored = {name: stored[name] for name in label_of if name in stored}  # in the order of the state
+        stored, exact = self._group.together(lambda: self._stored(tensors, label_of, quantized, master_of, external))
         last = {n: _Last(tensor, samples[n], hashes.get(n)) for n, tensor in quantized.items()}
         labels = {**label_of, **{master: label_of[name] for name, master in master_of.items()}}
-        exact: dict[str, StoredTensor] | None = None
-        if self._keep_exact and self._group.rank == 0:
-            kept = {n: known if isinstance(known := stored[n], Tensor) else _copy(t) for n, t in tensors.items()}
-            exact = {**kept, **{n: Rounded(tensors[n].dtype, kept[m], m) for n, m in master_of.items()}, **external}
         seconds["capture"] += time.perf_counter() - start
         return Compressed(stored, exact, frozen, labels, decision, notes, last)
+
+    def _stored(
+        self,
+        tensors: Mapping[str, Tensor],
+        label_of: Mapping[str, Label],
+        quantized: Mapping[str, QuantizedTensor],
+        master_of: Mapping[str, str],
+        external: Mapping[str, External],
+    ) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor] | None]:
+        """What rank 0 is to write, and the tensors as they were if they are kept; nothing on other ranks."""
+        if self._group.rank > 0:
+            return {}, None
+        small: dict[str, Quantized] = {**quantized, **self._moments(tensors, label_of)}
+        small.update({master: small.pop(name) for name, master in master_of.items() if name in small})
+        stored: dict[str, StoredTensor] = {
+            n: small[n] if n in small else _copy(t) for n, t in tensors.items() if n not in master_of
+        }
+        stored.update({n: _rounded(tensors[n].dtype, stored[m], m) for n, m in master_of.items()})
+        stored.update(external)
+        stored = {name: stored[name] for name in label_of if name in stored}  # in the order of the state
+        if not self._keep_exact:
+            return stored, None
+        kept = {n: known if isinstance(known := stored[n], Tensor) else _copy(t) for n, t in tensors.items()}
+        return stored, {
+            **kept,
+            **{n: Rounded(tensors[n].dtype, kept[m], m) for n, m in master_of.items()},
+            **external,
+        }
 
     def saved(self, compressed: Compressed, interval: int | None) -> None:
         """Goes on from what was compressed last: it is sure to be written. interval: steps to the next save."""

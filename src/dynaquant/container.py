@@ -293,6 +293,12 @@ class CheckpointFile:
         except OSError:
             return True
 
+    def content(self) -> bytes:
+        """The whole file, also where it has been replaced or deleted since it was opened."""
+        if self._open is None:
+            return self.path.read_bytes()
+        return _read_at(self._open.descriptor, 0, self.size)
+
     def moved(self, path: Path) -> CheckpointFile:
         """The same file after it was given another name."""
         found = copy(self)

@@ -189,8 +189,11 @@ def _write_folder(stored: Stored, folder: Path, tell: Callable[[str], None]) -> 
 
 def _write_carried(stored: Stored, folder: Path, beside: _Beside) -> None:
     for file, name in beside.carried.items():
-        with (folder / file).open("xb") as out:
-            out.write(bytes_of(stored.tensors[name]).data)
+        try:
+            with (folder / file).open("xb") as out:
+                out.write(bytes_of(stored.tensors[name]).data)
+        except FileExistsError:
+            raise CheckpointError(f"{stored.file.path}: its record names the file {file} twice") from None
 
 
 def _write_shards(

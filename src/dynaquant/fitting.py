@@ -75,8 +75,8 @@ def fitting(
         elif isinstance(source, nn.Module):
             _fit_module(found, name, present[name], part)
         elif isinstance(source, torch.optim.Optimizer):
-            keys = (optimizers.keys_of(of[PARAMETERS][name]) for of in (now, state))
-            fit = optimizers.fit(name, source, next(keys), part, next(keys))
+            own_keys, stored_keys = (optimizers.keys_of(of[PARAMETERS][name]) for of in (now, state))
+            fit = optimizers.fit(name, source, own_keys, part, stored_keys)
             found.problems += fit.problems
             found.notes += fit.notes
             if fit.state is not None:
@@ -85,8 +85,11 @@ def fitting(
             if rank > 0:
                 part = (random or {}).get("sources", {}).get(name)
             if part is not None:
-                _check_generator(source, part)
-                found.parts[name] = part
+                try:
+                    _check_generator(source, part)
+                    found.parts[name] = part
+                except RuntimeError as error:  # of PyTorch, for the state of another device's generator
+                    found.problems.append(f"{name} cannot take the state of the generator that was saved ({error})")
         elif hasattr(source, "load_state_dict"):
             found.parts[name] = part
         else:

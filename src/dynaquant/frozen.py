@@ -6,24 +6,28 @@ same parameters make the same file.
 
 from __future__ import annotations
 
-import shutil
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
 
 from dynaquant.coding import stream
 from dynaquant.coding.stream import StoredTensor
-from dynaquant.codings import Frozen
+from dynaquant.codings import Exact, Frozen, Planes, Raw
 from dynaquant.container import CheckpointFile, is_missing
 from dynaquant.entry import Entry
 from dynaquant.errors import CheckpointError
 from dynaquant.external import External, omitted
-from dynaquant.files import replacing
+from dynaquant.files import sync, sync_name
 from dynaquant.memory import memory_for
 
 PREFIX = "frozen-"
 """How the names of such files begin."""
+_NAME = re.compile(r"frozen-[0-9a-f]{16}\.dqc")
+_CODINGS = (Raw, Planes, Exact)
+"""Of tensors in such files."""
 _IDENTITY_DIGITS = 16
 """Of the identity, in a file's name. The whole identity is compared when the file is opened."""
 
@@ -31,6 +35,11 @@ _IDENTITY_DIGITS = 16
 def file_name(identity: str) -> str:
     """The name of the file of frozen parameters with this identity."""
     return f"{PREFIX}{identity[:_IDENTITY_DIGITS]}.dqc"
+
+
+def is_name(name: str) -> bool:
+    """Whether a file of this name can be one of frozen parameters. Others are somebody else's."""
+    return _NAME.fullmatch(name) is not None
 
 
 def opened(file: CheckpointFile, identity: str) -> CheckpointFile:
@@ -60,20 +69,56 @@ def check(holder: CheckpointFile) -> None:
         of_file(holder, entry).values()
 
 
-def held(tensors: Mapping[str, StoredTensor], folder: Path) -> dict[str, External]:
-    """Those of the tensors whose values lie in files of frozen parameters that are in a folder."""
-    files = {name: stored for name, stored in tensors.items() if isinstance(stored, External)}
-    identities = {stored.file for stored in files.values() if stored.file is not None}
-    there = {identity for identity in identities if (folder / file_name(identity)).exists()}
-    return {name: stored for name, stored in files.items() if stored.file in there}
+class Files:
+    """The files of frozen parameters in the folder of a run, and which of them are known to decode."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._decodes: dict[str, bool] = {}  # by identity
+
+    def held(self, tensors: Mapping[str, StoredTensor]) -> dict[str, External]:
+        """Those of the tensors whose values lie in files that are there and not known to be damaged."""
+        files = {name: stored for name, stored in tensors.items() if isinstance(stored, External)}
+        there: set[str] = set()
+        for identity in {stored.file for stored in files.values() if stored.file is not None}:
+            if self._decodes.get(identity, True):
+                with suppress(CheckpointError):
+                    CheckpointFile(self._folder / file_name(identity))
+                    there.add(identity)
+        return {name: stored for name, stored in files.items() if stored.file in there}
+
+    def wrote(self, holder: CheckpointFile) -> None:
+        """Takes note of a file that was just written and read back."""
+        self._decodes[holder.header.identity] = True
+
+    def check(self, file: CheckpointFile) -> None:
+        """Decodes the files that a checkpoint needs, each of them once.
+
+        Raises CheckpointError when one is damaged. ``held`` leaves it out from then on, so that it is written anew.
+        """
+        for identity in file.header.frozen:
+            if not self._decodes.get(identity, False):
+                self._decodes[identity] = False
+                check(opened(file, identity))
+                self._decodes[identity] = True
 
 
-def copy(holder: CheckpointFile, folder: Path) -> Path:
-    """Copies a file of frozen parameters into the folder of another run."""
+def copy(holder: CheckpointFile, folder: Path) -> None:
+    """Copies a file of frozen parameters, once it is known to be sound, into the folder of another run.
+
+    Raises CheckpointError when a tensor is damaged.
+    """
+    check(holder)
     path = folder / holder.path.name
-    with holder.path.open("rb") as source, replacing(path) as out:
-        shutil.copyfileobj(source, out)
-    return path
+    temporary = path.with_name(path.name + ".tmp")  # the writer of a run clears such names away
+    try:
+        temporary.write_bytes(holder.content())
+        sync(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_name(path)
 
 
 def external(file: CheckpointFile, entry: Entry) -> External:
@@ -84,10 +129,11 @@ def external(file: CheckpointFile, entry: Entry) -> External:
     coding = entry.coding
     if isinstance(coding, Frozen):
         holder = opened(file, coding.file)
-        held = holder.header.by_name.get(entry.name)
-        if held is None or held.hash != entry.hash or held.external or held.needs_parent:
+        found = holder.header.by_name.get(entry.name)
+        fits = found is not None and (found.dtype, found.shape, found.hash) == (entry.dtype, entry.shape, entry.hash)
+        if found is None or not fits or not isinstance(found.coding, _CODINGS) or found.needs_parent:
             raise CheckpointError(f"{file.path}: {entry.name} is not in {holder.path.name}, where it should be")
-        return of_file(holder, held)
+        return of_file(holder, found)
 
     return omitted(entry.name, entry.dtype, entry.shape, entry.hash)
 

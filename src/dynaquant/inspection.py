@@ -15,9 +15,10 @@ from dynaquant import codings, frozen
 from dynaquant.chain import noticing_moves
 from dynaquant.coding.stream import StoredTensor, values_of
 from dynaquant.codings import Coding, Conditional, Rearranged, Units
-from dynaquant.container import CheckpointFile, opened
+from dynaquant.container import CheckpointFile
 from dynaquant.decoding import load_tensor, needed_entries
 from dynaquant.entry import Entry
+from dynaquant.errors import CheckpointError
 from dynaquant.listing import paths
 from dynaquant.memory import memory_for
 from dynaquant.quantized import FIRST_BIN, PROTECTED, PRUNED, QuantizedTensor
@@ -198,8 +199,8 @@ class Use:
 
 def disk_use(run: Run, files: list[CheckpointFile]) -> list[Use]:
     """What a run takes: by kind of file, in all, and of the checkpoints by role. files: its sound checkpoints."""
-    exact = [file for path in run.exact_paths() if (file := opened(path)) is not None]
-    held = [file for path in paths(run.folder, frozen.PREFIX) if (file := opened(path)) is not None]
+    exact = [file for path in run.exact_paths() if (file := _sound(path)) is not None]
+    held = [file for path in paths(run.folder, frozen.PREFIX) if (file := _sound(path)) is not None]
     known = {file.path for file in [*files, *exact, *held]}
     others = [size for path in run.folder.rglob("*") if path not in known and (size := _size_of(path)) is not None]
     kinds = [
@@ -218,6 +219,14 @@ def disk_use(run: Run, files: list[CheckpointFile]) -> list[Use]:
         *(Use(f"  {role}", None, size) for role, size in roles.items()),
         Use("  headers", None, headers),
     ]
+
+
+def _sound(path: Path) -> CheckpointFile | None:
+    """A file that can be opened; others count as what they are, files."""
+    try:
+        return CheckpointFile(path)
+    except CheckpointError:
+        return None
 
 
 def _size_of(path: Path) -> int | None:

@@ -56,11 +56,9 @@ class Stored:
     def _take(self, file: CheckpointFile) -> None:
         self.chain = self._run.chain(file)
         self.file = file
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
+        names = [entry.name for entry in file.header.entries if not entry.omitted]
+        self.tensors: Mapping[str, Tensor] = Lazy(names, self._values)
         """By name; each is decoded, and checked against its hash, whenever it is asked for."""
-        return Lazy([entry.name for entry in self.file.header.entries if not entry.omitted], self._values)
 
     def _values(self, name: str) -> Tensor:
         with self._noting_damage(), noticing_moves(self.chain):
@@ -80,8 +78,7 @@ class Stored:
     def check(self, names: Iterable[str]) -> None:
         """Decodes these tensors one by one and keeps none. Raises CheckpointError when one is damaged."""
         for name in names:
-            with self._noting_damage(), noticing_moves(self.chain):
-                load_tensor(self.chain, name)
+            self._values(name)
 
     @contextmanager
     def _noting_damage(self) -> Iterator[None]:

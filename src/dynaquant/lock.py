@@ -79,6 +79,7 @@ def holding(folder: Path) -> Iterator[FolderLock]:
     if not flock.AVAILABLE:
         raise CheckpointError(f"{folder}: runs can be written on Linux and macOS only; this system reads them")
     make_folder(folder)
+    process = os.getpid()
     descriptor = os.open(folder, os.O_RDONLY)
     _locked.add(descriptor)
     file = None
@@ -95,7 +96,7 @@ def holding(folder: Path) -> Iterator[FolderLock]:
     finally:
         if file is not None:
             file.release()
-        if descriptor in _locked:
+        if descriptor in _locked and os.getpid() == process:  # a forked child may have the number for another file
             _locked.remove(descriptor)
             flock.unlock(descriptor)  # a child forked just now may not have let go yet
             os.close(descriptor)
@@ -117,7 +118,12 @@ class _LockFile:
             self._path.unlink(missing_ok=True)
         try:
             with self._path.open("x") as file:
-                json.dump(self._owner, file)
+                try:
+                    json.dump(self._owner, file)
+                    file.flush()
+                except BaseException:  # nobody could take a lock that names no owner
+                    self._path.unlink(missing_ok=True)
+                    raise
         except FileExistsError:
             raise CheckpointError(
                 f"{folder}: {_in_words(owner)} is writing to this run, or was killed while it did; close it or use "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +101,7 @@ def fit(name: str, optimizer: Optimizer, own_keys: Keys, stored: Any, stored_key
             wrong = _problems(f"{name}.state.{key}", parameter_of[key], before, of, known)
             problems += wrong
             if not wrong or before is not None:
-                state[mine[key]] = before if wrong else of
+                state[mine[key]] = deepcopy(before) if wrong else of  # a copy: what is its own is filled
         elif key not in theirs:
             state[key] = of
     state.update({n: own["state"][n] for key, n in mine.items() if key not in theirs and n in own["state"]})
@@ -112,9 +113,19 @@ def fit(name: str, optimizer: Optimizer, own_keys: Keys, stored: Any, stored_key
             if key in group and not _alike(group[key], value)
         ]
         problems += wrong
-        groups.append(group if wrong else {**merged, "params": group["params"]})
+        groups.append(deepcopy(group) if wrong else {**_where(group, merged), "params": group["params"]})
         notes += [f"{name} has other groups than were saved, which keep their own {key}" for key in chosen]
     return Fit({**stored, "state": state, "param_groups": groups}, problems, list(dict.fromkeys(notes)))
+
+
+def _where(own: Mapping[str, Any], merged: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters to be, tensors on the devices and in the dtypes of those that a group has."""
+    return {
+        key: value.to(before.device, before.dtype)
+        if isinstance(value, Tensor) and isinstance(before := own.get(key), Tensor)
+        else value
+        for key, value in merged.items()
+    }
 
 
 def _flat(groups: Sequence[Sequence[Any]]) -> list[Any]:

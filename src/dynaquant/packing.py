@@ -21,7 +21,7 @@ from dynaquant.container import CheckpointFile, Header
 from dynaquant.distributed import Group
 from dynaquant.encoding import Base, Checkpoint
 from dynaquant.errors import CheckpointError, EvaluateError
-from dynaquant.files import check_output, nothing_empty, sync
+from dynaquant.files import check_output, nothing_empty, sync_name
 from dynaquant.lazily import Lazy
 from dynaquant.modelfiles import ModelFile
 from dynaquant.presets import PRESETS, QualityName
@@ -224,7 +224,7 @@ def compress(source: Path, out: Path, packer: Packer) -> Record:
         raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    sync(out.parent)
+    sync_name(out)
     return record_of(CheckpointFile(out))
 
 

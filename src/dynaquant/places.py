@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,9 @@ from dynaquant.external import External
 from dynaquant.quantized import dequantize_into
 from dynaquant.sources import LAST
 from dynaquant.state import flatten, names_in
+
+_HYPERPARAMETER = re.compile(r"optimizer(\.[^.]+)?\.param_groups\.")
+"""Names of tensors that are compared before it is decided whether they are restored, so they are not filled."""
 
 
 def places(now: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
@@ -34,7 +38,11 @@ def places(now: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTensor]
         same = (place.dtype, place.shape, place.device) == (tensor.dtype, tensor.shape, kernels.HOST)
         return same and place.is_contiguous()
 
-    return {name: own[name] for name in own if name in stored and name not in elsewhere and fits(name)}
+    return {
+        name: own[name]
+        for name in own
+        if name in stored and name not in elsewhere and fits(name) and not _HYPERPARAMETER.match(name)
+    }
 
 
 def already_there(now: Mapping[str, Any], stored: Mapping[str, StoredTensor], hashes: Hashes) -> dict[str, Tensor]:
@@ -54,7 +62,7 @@ def already_there(now: Mapping[str, Any], stored: Mapping[str, StoredTensor], ha
         for name, tensor in external.items()
         if name in own
         and (own[name].dtype, own[name].shape) == (tensor.dtype, tensor.shape)
-        and hashes.of(name, own[name]) == tensor.hash
+        and hashes.of(name, own[name], anew=True) == tensor.hash
     }
 
 

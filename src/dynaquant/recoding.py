@@ -34,8 +34,9 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
             record = {**record, EXACT: None}
         try:
             for identity in file.header.frozen:
-                undo.callback((folder / frozen.file_name(identity)).unlink, missing_ok=True)
-                frozen.copy(frozen.opened(file, identity), folder)
+                holder = frozen.opened(file, identity)
+                undo.callback((folder / holder.path.name).unlink, missing_ok=True)
+                frozen.copy(holder, folder)
             if twin is not None:
                 undo.callback((folder / twin.path.name).unlink, missing_ok=True)
                 new.recode(twin, run.load(twin), None)

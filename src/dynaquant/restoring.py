@@ -16,6 +16,7 @@ from dynaquant.coding.stream import StoredTensor
 from dynaquant.container import CheckpointFile
 from dynaquant.distributed import Group
 from dynaquant.errors import CheckpointError, StateError
+from dynaquant.external import External
 from dynaquant.fitting import fitting, refuse, selected
 from dynaquant.loading import exact_of, state_of
 from dynaquant.memory import memory_for
@@ -130,10 +131,13 @@ class Restorer:
         try:
             there = already_there(now, stored, self.hashes)
             omitted = {entry.name for entry in source.header.entries if entry.omitted}
-            own_memory = places(now, source.header.tree, {n: t for n, t in stored.items() if n not in there})
+            own_memory = places(now, source.header.tree, {n: stored[n] for n in stored.keys() - there - omitted})
             with memory_for(source, *source.header.entries):
                 needed = [name for name in stored if name not in there and name not in omitted]
                 values = {name: own_memory[name] if name in own_memory else new(stored[name]) for name in needed}
+                for name in own_memory:
+                    if isinstance(tensor := stored[name], External):
+                        tensor.values()  # raises while nothing has been changed
             values.update(there)
             state = state_of(source, values)
             state_sources.fill_in_omitted(now, state, omitted)
@@ -142,11 +146,12 @@ class Restorer:
             fit = fitting(self.sources, now, state, rank, None if self.only is None else self._selected)
             restored = tuple(f"{name}." for name in self._selected)
             changed = sorted(name for name in omitted - there.keys() if name.startswith(restored))
-            fit.problems.extend(f"{name} was omitted when it was saved, and the model has another" for name in changed)
+            what = "is not stored (role 'omit'), and the model has other values; load the same base first"
+            fit.problems.extend(f"{name} {what}" for name in changed)
             if self.strict:
                 refuse(fit.problems, f"{file.path} (step {file.header.step})", _ADVICE)
             own = state_sources.randomness_of(state, rank)
-            if own is not None:
+            if own is not None and self._with_randomness:
                 rng.check(own)
         except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{file.path}: it holds no state of a training ({error!r})") from error
@@ -167,7 +172,10 @@ class Restorer:
             self.group.together(lambda: put_unchecked(self.sources, loaded.parts, undo))
         except BaseException:
             for put_back in reversed(undo):
-                put_back()
+                try:
+                    put_back()
+                except Exception as error:  # the others are put back all the same
+                    log.warning("an extra could not be put back as it was: %r", error)
             raise
         self.group.together(lambda: put_checked(self.sources, loaded.parts, loaded.fills, loaded.randomness))
 

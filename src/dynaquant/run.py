@@ -7,6 +7,7 @@ and verified, and only then renamed.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -40,6 +41,7 @@ from dynaquant.roles import Label
 from dynaquant.state import tree_of
 
 _TEMPORARY = ".tmp"
+_COPY = re.compile(r"exact-\d{12,}(-\d{12,})?\.dqc")
 FROZEN_FROM = 1 << 20
 """Bytes of frozen parameters for which a file of their own is worth having; fewer are stored in each checkpoint."""
 EXACT = "exact"
@@ -62,6 +64,7 @@ class Run:
         self._highest = 0  # and of all that were ever seen here
         self._seen: set[int] = set()  # steps that were there
         self._lock: FolderLock | None = None
+        self.frozen = frozen.Files(self.folder)
 
     @contextmanager
     def writer(self) -> Iterator[None]:
@@ -198,7 +201,8 @@ class Run:
         and the commit is done; then the copy of the checkpoint before goes.
 
         A checkpoint of the same step is replaced; the caller has made sure that no other needs it. Returns the file
-        and the base for the next commit. On any error the run is as before.
+        and the base for the next commit. On any error the run is as before, but for one from syncing the folder:
+        the checkpoint is in place then, as a note of the error says.
         """
         draft = Header(
             step=checkpoint.step,
@@ -210,7 +214,7 @@ class Run:
         )
         path, beside = self.path(checkpoint.step), self._exact_path(draft)
         labels, aside = checkpoint.labels, self._freeze(checkpoint)
-        tensors = {**checkpoint.tensors, **aside}
+        tensors = {**checkpoint.tensors, **aside} if aside else checkpoint.tensors
         with ExitStack() as undo:
             copy = None
             if checkpoint.exact is not None:
@@ -220,6 +224,7 @@ class Run:
                 draft.record[EXACT] = copy.header.identity
             written = self._written(draft, tensors, labels, base, checkpoint.coder, path)
             undo.callback(self._take_back, written.path)
+            self.frozen.check(written)
             if copy is not None:
                 # First, and beside that of the checkpoint before, which is the newest until the next renaming.
                 undo.callback(lambda: None if written.is_at(path) else self._take_back(beside))
@@ -240,6 +245,8 @@ class Run:
 
     def _freeze(self, checkpoint: Checkpoint) -> dict[str, External]:
         """Writes frozen parameters that are in no file of their own yet into one; where they are from now on."""
+        if not checkpoint.frozen:
+            return {}
         given = {name: tensor for name, tensor in checkpoint.tensors.items() if name in checkpoint.frozen}
         new = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)}
         if sum(tensor.nbytes for tensor in new.values()) < FROZEN_FROM:
@@ -248,6 +255,7 @@ class Run:
         path = self.folder / f"frozen{SUFFIX}"
         written = self._written(draft, new, checkpoint.labels, None, "conditional", path)
         holder = self._placed(written, path.with_name(frozen.file_name(written.header.identity)))
+        self.frozen.wrote(holder)
         return {entry.name: frozen.of_file(holder, entry) for entry in holder.header.entries}
 
     def drop_unneeded_frozen(self) -> None:
@@ -258,7 +266,7 @@ class Run:
         summaries, broken = self.summaries()
         needed = {frozen.file_name(identity) for summary in summaries for identity in summary.frozen}
         for path in paths(self.folder, frozen.PREFIX):
-            if not broken and path.name not in needed:
+            if not broken and frozen.is_name(path.name) and path.name not in needed:
                 self._check_folder()
                 path.unlink()
 
@@ -278,7 +286,7 @@ class Run:
 
     def exact_paths(self) -> list[Path]:
         """The files of lossless copies, oldest step first."""
-        return paths(self.folder, "exact-")
+        return [path for path in paths(self.folder, "exact-") if _COPY.fullmatch(path.name)]
 
     def _exact_path(self, header: Header) -> Path:
         """Where the lossless copy of a checkpoint lies. Every commit has a name of its own for it."""

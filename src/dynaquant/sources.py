@@ -45,7 +45,11 @@ def sources_of(model: Any, optimizer: Any, extras: Mapping[str, Any]) -> dict[st
     if optimizer is not None:
         if isinstance(optimizer, Sequence):
             optimizer = {str(i): one for i, one in enumerate(optimizer)}
-        sources.update(_one_or_several("optimizer", optimizer))
+        given = _one_or_several("optimizer", optimizer)
+        for name, one in given.items():
+            if not hasattr(one, "param_groups"):
+                raise StateError(f"{name} must be an optimizer, not a {type(one).__qualname__}; give it as an extra")
+        sources.update(given)
     taken = {name for name in extras if name in RESERVED or str(name).partition(".")[0] in LAST}
     if taken:
         raise ValueError(f"extras cannot be called {' or '.join(sorted(taken))}; those names are taken")
@@ -210,9 +214,15 @@ def _like(state: Any, content: dict[str, Any]) -> Any:
 
 
 def _updated(own: Any, stored: Any) -> Any:
-    """The stored value: in place where dictionaries and lists are, as the training may hold them; else as it is."""
+    """The stored value: in place where dictionaries, lists and tensors are, as the training may hold them; else as it
+    is, tensors on the device where one was."""
     if type(own) is type(stored) and isinstance(own, dict | list):
         _update(own, stored)
+        return own
+    if isinstance(own, Tensor) and isinstance(stored, Tensor):
+        if (own.shape, own.dtype) != (stored.shape, stored.dtype) or not can_hold(own, stored.to(own.device)):
+            return stored.to(own.device)
+        copy_into(own, stored)
         return own
     return stored
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from dynaquant import frozen
 from dynaquant.chain import until_settled
@@ -33,13 +34,18 @@ class _Decoded:
 def damage(run: Run, step: int) -> CheckpointError | None:
     """What is wrong with a checkpoint, by decoding it and the files of frozen parameters that it needs."""
 
-    def load() -> None:
-        file = run.file(step)
-        run.load(file)
-        for identity in file.header.frozen:
-            frozen.check(frozen.opened(file, identity))
+    return _error_of(lambda: _decode_whole(run, run.file(step)))
 
-    return _error_of(load)
+
+def damage_of_file(path: Path) -> CheckpointError | None:
+    """The same of a file, which may need others beside it."""
+    return _error_of(lambda: _decode_whole(Run(path.parent), CheckpointFile(path)))
+
+
+def _decode_whole(run: Run, file: CheckpointFile) -> None:
+    run.load(file)
+    for identity in file.header.frozen:
+        frozen.check(frozen.opened(file, identity))
 
 
 def _damage_of_copy(run: Run, step: int) -> CheckpointError | None:
@@ -127,7 +133,7 @@ def _decode(run: Run, step: int, above: _Decoded | str | None, sound: set[str]) 
             parent and (parent.step, parent.identity)
         ):
             # Its parent is not in the run, which the error says, or it was re-coded since the run was listed.
-            return _Decoded(file, run.load(file), {})
+            return _with_frozen(_Decoded(file, run.load(file), {}), sound)
     except CheckpointError as error:
         return str(error)
     tensors: Tensors = {}
@@ -138,13 +144,18 @@ def _decode(run: Run, step: int, above: _Decoded | str | None, sound: set[str]) 
             _check(file, entry, above, tensors[entry.name])
         except CheckpointError as error:
             wrong[entry.name] = str(error)
-    for identity in file.header.frozen - sound:
+    return _with_frozen(_Decoded(file, tensors, wrong), sound)
+
+
+def _with_frozen(found: _Decoded, sound: set[str]) -> _Decoded:
+    """The same with what is wrong with the files of frozen parameters that it needs. sound: as for ``_decode``."""
+    for identity in found.file.header.frozen - sound:
         try:
-            frozen.check(frozen.opened(file, identity))
+            frozen.check(frozen.opened(found.file, identity))
             sound.add(identity)
         except CheckpointError as error:
-            wrong[identity] = str(error)
-    return _Decoded(file, tensors, wrong)
+            found.wrong[identity] = str(error)
+    return found
 
 
 def _decode_entry(

@@ -15,7 +15,6 @@ from dynaquant.cli.output import AsJson, RunFolder, Step
 from dynaquant.coding.stream import StoredTensor
 from dynaquant.container import CheckpointFile, opened
 from dynaquant.decoding import load_tensor
-from dynaquant.errors import CheckpointError
 from dynaquant.inspection import Change, TensorInfo, changes, disk_use, level_counts, tensors_of
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.knobs import in_short
@@ -24,7 +23,7 @@ from dynaquant.record import Record, Size, record_of
 from dynaquant.run import Run
 from dynaquant.tags import tags_of
 from dynaquant.text import in_bytes
-from dynaquant.verifying import verify_run
+from dynaquant.verifying import damage_of_file, verify_run
 
 
 def log(folder: RunFolder, as_json: AsJson = False) -> None:
@@ -168,7 +167,8 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
         return
     output.print_(f"{name}: {info.dtype}, {_shape(info)}, {info.coding}, {info.bits:.3f} bits per value")
     if not isinstance(stored, QuantizedTensor):
-        output.print_("its values are exact; there is no codebook")
+        where = "not in this file" if info.coding in ("frozen", "omitted") else "exact"
+        output.print_(f"its values are {where}; there is no codebook")
         return
     table = output.table("level", "value", "count", "share", "")
     most = max((found.count for found in counts), default=0)
@@ -215,7 +215,7 @@ def verify(folder: RunFolder, as_json: AsJson = False) -> None:
     Exit code 1 if any is damaged.
     """
     if folder.is_file():
-        error = _damage_of_file(folder)
+        error = damage_of_file(folder)
         _print_verified(int(error is None), [] if error is None else [str(error)], as_json)
         return
     run, broken = output.run_of(folder)
@@ -224,14 +224,6 @@ def verify(folder: RunFolder, as_json: AsJson = False) -> None:
     damaged = [str(error) for error in broken]
     damaged += [str(error) for summary in summaries if (error := found.get(summary.step)) is not None]
     _print_verified(sum(error is None for error in found.values()), damaged, as_json)
-
-
-def _damage_of_file(path: Path) -> CheckpointError | None:
-    try:
-        until_settled(lambda: Run(path.parent).load(CheckpointFile(path)))
-    except CheckpointError as error:
-        return error
-    return None
 
 
 def _print_verified(sound: int, damaged: list[str], as_json: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynaquant.changes import sample_of
 from dynaquant.errors import EvaluateError
 from dynaquant.names import named_parameters
 from dynaquant.untouched import Untouched
@@ -79,22 +80,32 @@ def score(model: nn.Module, values: Mapping[str, Value], evaluate: Evaluate) -> 
     global random number generators are as before when it returns or raises. All scores from one state of the generators
     see the same random numbers. Raises ValueError when the result is no number, and whatever ``evaluate`` raises.
     """
-    before, frozen = Untouched(model), _frozen_versions(model)
+    before, frozen = Untouched(model), _frozen(model)
     try:
         with torch.no_grad():
             _substitute(model, values)
             result = evaluate(model)
             try:
-                return float(result)
+                number = float(result)
             except (TypeError, ValueError, RuntimeError):
                 raise ValueError(f"evaluate returned {reprlib.repr(result)}; it must return one number") from None
+    except Exception as error:
+        before.put_back()
+        _check_untouched(model, frozen, error)
+        raise
     finally:
         before.put_back()
-        if changed := [name for name, version in _frozen_versions(model).items() if version != frozen[name]]:
-            raise EvaluateError(
-                f"evaluate has written to {changed[0]}, a frozen parameter, which therefore is not what it was in "
-                "training any more; let evaluate work on a copy of what it writes to"
-            )
+    _check_untouched(model, frozen)
+    return number
+
+
+def _check_untouched(model: nn.Module, frozen: Mapping[str, Any], cause: Exception | None = None) -> None:
+    """Raises EvaluateError where a frozen parameter is not what it was."""
+    if changed := [name for name, found in _frozen(model).items() if found != frozen[name]]:
+        raise EvaluateError(
+            f"evaluate has written to {changed[0]}, a frozen parameter, which therefore is not what it was in "
+            "training any more; let evaluate work on a copy of what it writes to"
+        ) from cause
 
 
 def _substitute(model: nn.Module, values: Mapping[str, Value]) -> None:
@@ -115,7 +126,7 @@ def _substitute(model: nn.Module, values: Mapping[str, Value]) -> None:
             copied = value().to(parameter.device, parameter.dtype)
         return nn.Parameter(copied, requires_grad=False)
 
-    shared = {id(named[name]) for name in _frozen_versions(model)}
+    shared = {id(named[name]) for name in _frozen(model)}
     replacements = {id(parameter): replacement(parameter) for parameter in named.values()}
     copies: dict[int, Tensor] = {}
     for module in model.modules():
@@ -127,12 +138,13 @@ def _substitute(model: nn.Module, values: Mapping[str, Value]) -> None:
                 module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
 
 
-def _frozen_versions(model: nn.Module) -> dict[str, int]:
-    """How often PyTorch has written to each frozen parameter, by name; not of those whose layer writes to it."""
+def _frozen(model: nn.Module) -> dict[str, tuple[int, bytes]]:
+    """How often PyTorch has written to each frozen parameter, and a sample of its values, as writes through ``.data``
+    do not count. By name; without those to which their layer writes."""
     writing = [m for m in model.modules() if getattr(m, "max_norm", None) is not None]
     written = {id(parameter) for module in writing for parameter in module._parameters.values()}
     return {
-        name: parameter._version
+        name: (parameter._version, sample_of(parameter))
         for name, parameter in named_parameters(model)
         if not parameter.requires_grad and not parameter.is_inference() and id(parameter) not in written
     }
