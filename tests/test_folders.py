@@ -240,7 +240,7 @@ def test_a_large_file_that_names_code_is_carried_with_a_note_and_the_code_not_ru
     back = back_of(source, tmp_path / "c.dqc")
     assert contents(back)["optimizer.pt"] == contents(source)["optimizer.pt"]
     (note,) = Stored(tmp_path / "c.dqc").file.header.record["notes"]
-    assert note.startswith("optimizer.pt is carried along as it is: refused, as reading it would run code")
+    assert note.startswith("optimizer.pt is stored byte for byte: refused, as reading it would run code")
     assert not made.exists()
 
 

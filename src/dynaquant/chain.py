@@ -1,8 +1,8 @@
-"""The files that a checkpoint is decoded from: found, kept open, and found anew when the run has moved on.
+"""Opens the files that a checkpoint is decoded from, and retries if the writer changes the run meanwhile.
 
-A reader takes no lock. A writer may delete a checkpoint, or put a re-coded one in its place, while a reader looks for
-the parents of another. Files that are open can be read to their end whatever becomes of their names. So a reader opens
-the whole chain first, and begins again where that fails because the writer was faster.
+A reader takes no lock. While it looks for the parents of a checkpoint, a writer may delete or re-code them. An open
+file can be read to its end even if its name is deleted or replaced. So a reader opens the whole chain first, and
+retries if the writer was faster.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dynaquant.decoding import Tensors, load_tensors
 from dynaquant.errors import CheckpointError, MovedOnError
 
 _MOST_OPEN = 64
-"""Files of one chain that are kept open. The rest of a longer one is opened whenever it is read."""
+"""How many files of one chain are kept open. The others are opened each time they are read."""
 ATTEMPTS = 100
-"""To read a run while it is written. One fails only where the writer has come a checkpoint further meanwhile."""
+"""How often a read is retried. A retry is needed only if the writer committed during the read."""
 
 T = TypeVar("T")
 PathOf = Callable[[int], Path]
@@ -28,7 +28,7 @@ PathOf = Callable[[int], Path]
 
 
 def until_settled(read: Callable[[], T]) -> T:
-    """What ``read`` returns. It is called again for as long as the run moves on while it reads, up to 100 times."""
+    """Returns what ``read`` returns. Calls it again while it raises MovedOnError, up to 100 times in all."""
     for _ in range(ATTEMPTS - 1):
         try:
             return read()
@@ -39,9 +39,9 @@ def until_settled(read: Callable[[], T]) -> T:
 
 @contextmanager
 def noticing_moves(chain: list[CheckpointFile]) -> Iterator[None]:
-    """Raises MovedOnError instead of an error where a file of the chain has been replaced or deleted since it was read.
+    """Turns a CheckpointError of the block into MovedOnError if a file of the chain was replaced or deleted.
 
-    Any other error is one of files that are still there, and is there the next time as well.
+    If all files are unchanged, the error is real, and a retry would not help.
     """
     try:
         yield
@@ -54,9 +54,9 @@ def noticing_moves(chain: list[CheckpointFile]) -> Iterator[None]:
 
 
 def parent_of(file: CheckpointFile, path_of: PathOf) -> CheckpointFile | None:
-    """The parent of a delta, found and identified; None for a keyframe.
+    """Returns the opened parent of a delta; None for a keyframe.
 
-    Raises CheckpointError when the parent is missing or another checkpoint than the one it was coded against.
+    Raises CheckpointError if the parent is missing, or is not the checkpoint that the delta was coded against.
     """
     parent = file.header.parent
     if parent is None:
@@ -78,9 +78,9 @@ def parent_of(file: CheckpointFile, path_of: PathOf) -> CheckpointFile | None:
 
 
 def chain_of(file: CheckpointFile, path_of: PathOf) -> list[CheckpointFile]:
-    """The file, its parent, the parent's parent, …, up to the keyframe.
+    """Returns the file, its parent, the parent's parent, …, up to the keyframe.
 
-    Raises CheckpointError for a broken chain, MovedOnError where the writer has changed it meanwhile.
+    Raises CheckpointError for a broken chain, MovedOnError if the writer has changed the chain meanwhile.
     """
     chain = [file]
     with noticing_moves(chain):
@@ -105,7 +105,7 @@ def load_all(chain: list[CheckpointFile]) -> Tensors:
 
 @contextmanager
 def naming(file: CheckpointFile) -> Iterator[None]:
-    """Has errors of other files of a chain say which checkpoint needs them."""
+    """Adds the name of the checkpoint to errors of other files in its chain."""
     try:
         yield
     except MovedOnError:

@@ -1,4 +1,4 @@
-"""Which tensors have not changed since the last checkpoint, found without reading all of them."""
+"""Finds which tensors have changed since the last checkpoint, without reading all of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dynaquant.coding.stream import bytes_of, tensor_hash
 log = logging.getLogger("dynaquant")
 
 SAMPLE = 1024
-"""Values of a tensor, about, by which most changes are found."""
+"""Roughly how many values of a tensor are compared to find changes."""
 HASH_AFTER = 16
-"""Checkpoints after which a tensor that seems unchanged is hashed all the same: writes through ``.data`` and by other
-programs do not count as changes in PyTorch."""
+"""Checkpoints after which even a tensor that seems unchanged is hashed. PyTorch does not count writes through ``.data``
+and by other programs as changes."""
 
 
 def sample_of(tensor: Tensor) -> bytes:
-    """Some of the values, spread evenly: where they differ, the tensor has changed."""
+    """Returns some of the values, spread evenly. If they differ, the tensor has changed."""
     flat = tensor.detach().reshape(-1)
     return bytes_of(flat[:: max(1, flat.numel() // SAMPLE)]).tobytes()
 
@@ -38,11 +38,11 @@ class _Seen:
 
 
 class Hashes:
-    """Hashes of tensors that hardly ever change, each taken again only where its values may have changed.
+    """Hashes of tensors that hardly ever change. A tensor is hashed again only if its values may have changed.
 
-    A tensor counts as unchanged while it has the same memory, the same version counter and the same sample of values.
-    Every ``HASH_AFTER`` times it is hashed all the same; what is found changed then was written behind PyTorch's
-    back, and a warning says so.
+    A tensor counts as unchanged while its memory, its version counter and a sample of its values stay the same. After
+    ``HASH_AFTER`` checkpoints it is hashed nevertheless. If it has changed then, PyTorch did not count the write, and a
+    warning says so.
     """
 
     def __init__(self) -> None:
@@ -50,10 +50,7 @@ class Hashes:
         self._unreliable: set[str] = set()  # names of tensors whose version counter has missed a change
 
     def of(self, name: str, tensor: Tensor, anew: bool = False) -> str:
-        """The hash of a tensor's dtype, shape and values, as ``coding.stream.tensor_hash`` has it.
-
-        anew: whether all values are to be read, whatever is known.
-        """
+        """Returns ``coding.stream.tensor_hash`` of a tensor. anew: whether to read all values, whatever is known."""
         place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         version, sample = _version_of(tensor), sample_of(tensor)
         seen = self._seen.get(name)
@@ -71,12 +68,12 @@ class Hashes:
                 HASH_AFTER,
             )
         if version is not None:
-            # Not all tensors are due at the same checkpoint.
+            # So that not all tensors are hashed at the same checkpoint.
             used = zlib.crc32(name.encode(errors="surrogatepass")) % HASH_AFTER if seen is None else 0
             self._seen[name] = _Seen(place, version, sample, digest, used)
         return digest
 
 
 def _version_of(tensor: Tensor) -> int | None:
-    """How often PyTorch has written to the memory of a tensor; None for those of inference mode, which do not count."""
+    """Returns PyTorch's count of writes to a tensor; None for tensors of inference mode, which have no counter."""
     return None if tensor.is_inference() else tensor._version

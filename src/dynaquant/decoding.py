@@ -28,20 +28,20 @@ def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
 
 
 def told_of(step: int, path: Path, text: str) -> CheckpointError:
-    """What is wrong with a checkpoint or with one that it builds on, as an error that names the checkpoint."""
+    """Returns a CheckpointError with ``text``, prefixed by the step unless the text names the checkpoint already."""
     itself = f"checkpoint step {step}: "
     return CheckpointError(text if text.startswith((itself, f"{path}: ")) else f"{itself}{text}")
 
 
 def dependent_last(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries, those last that are made of other tensors of the same checkpoint."""
+    """Returns the entries; those that depend on other tensors of the same checkpoint come last."""
     return sorted(entries, key=lambda entry: other_of(entry.coding) is not None)
 
 
 def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[list[Entry]]:
-    """The entries that have to be decoded in each file of a chain so that those of ``names`` in the first one can be.
+    """Returns, for each file of a chain, the entries to decode so that ``names`` can be decoded in the first file.
 
-    What is made of another tensor comes after it.
+    An entry that depends on another one of its file comes after it.
     """
     needed = []
     wanted = dict.fromkeys(names)
@@ -62,9 +62,9 @@ def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[
 
 
 def load_tensors(chain: list[CheckpointFile], names: Collection[str], all_: bool = False) -> Tensors:
-    """Decodes tensors of the first file of a chain, from where they stand alone downwards, in the order of ``names``.
+    """Decodes tensors of the first file of a chain, and of its ancestors as far as needed.
 
-    all_: whether ancestors are checked against their hashes too, to find out which of them is damaged.
+    Returns them in the order of ``names``. all_: also check ancestors against their hashes, to find the damaged file.
     """
     needed = needed_entries(chain, names)
     tensors: Tensors = {}
@@ -85,7 +85,7 @@ def load_tensors(chain: list[CheckpointFile], names: Collection[str], all_: bool
 
 
 def check_reference(file: CheckpointFile, entry: Entry, parent: CheckpointFile) -> None:
-    """Raises CheckpointError where the parent's tensor is not the one that an entry refers to."""
+    """Raises CheckpointError if the parent's tensor is not the one that an entry refers to."""
     if parent.header.by_name[entry.name].hash != entry.hash:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is not the tensor of its parent that it refers to")
 
@@ -93,7 +93,10 @@ def check_reference(file: CheckpointFile, entry: Entry, parent: CheckpointFile) 
 def decode_tensor(
     file: CheckpointFile, entry: Entry, parent: StoredTensor | None, others: Mapping[str, StoredTensor]
 ) -> StoredTensor:
-    """others: tensors of the same file that were decoded before."""
+    """Decodes one entry. parent: the tensor in the parent. others: tensors of the same file that are decoded already.
+
+    Raises CheckpointError if it is damaged.
+    """
     if isinstance(entry.coding, Reference):
         assert parent is not None
         return parent
@@ -107,7 +110,7 @@ def decode_tensor(
 
 
 def hash_of(file: CheckpointFile, entry: Entry, stored: StoredTensor) -> str:
-    """The hash of what a tensor was decoded to. Raises CheckpointError when its parts do not fit each other."""
+    """Returns the hash of a decoded tensor. Raises CheckpointError if its parts do not fit together."""
     try:
         with memory_for(file, entry):
             return stored_hash(stored)

@@ -29,7 +29,7 @@ class Group:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def watched(self, function: Callable[[nn.Module], float]) -> Callable[[nn.Module], float]:
-        """The function, watched for communication between ranks, which ``communicates`` tells of."""
+        """Wraps the function to record whether it communicates between ranks; ``communicates`` returns that."""
         if self._group is None:
             return function
 
@@ -43,7 +43,7 @@ class Group:
         return watch
 
     def communicates(self) -> bool:
-        """Whether anything that was watched has communicated, on any rank, or may have. Collective."""
+        """Whether a watched function has, or may have, communicated on any rank. Collective."""
         self._communicated = any(self.gather(self._communicated))
         return self._communicated
 
@@ -75,10 +75,10 @@ class Group:
 
 
 def _operations() -> dict[str, list[int]] | None:
-    """How many operations the backends of each group with other ranks have begun, by the group's name.
+    """Returns how many operations the backends of each group of several ranks have begun, by the group's name.
 
-    None where a backend cannot tell, as MPI's. Backends count what is called from Python and C++, from any thread and
-    by compiled code. NCCL's does not count ``send`` and ``recv``. PyTorch has no public way to ask.
+    None if a backend does not count, as with MPI. Backends count operations of Python, C++ and compiled code, from any
+    thread. NCCL does not count ``send`` and ``recv``. PyTorch has no public function for this.
     """
     try:
         return {

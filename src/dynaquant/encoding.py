@@ -1,4 +1,4 @@
-"""What is written: a checkpoint in memory, the base of a delta, tensors to streams, and the check of a file written."""
+"""Encodes a checkpoint in memory to a file, against the base of a delta, and verifies the written file."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from dynaquant.roles import Label
 class Checkpoint:
     """A checkpoint in memory: the JSON tree of a state, and its tensors with their labels, by name.
 
-    coder: of the levels of weights. exact: the same tensors as they were, where they are to be kept for a while.
-    frozen: names of tensors that belong into the run's file of frozen parameters.
+    coder: for the levels of weights. exact: the tensors before quantization, if a lossless copy is kept. frozen: names
+    of tensors that go into the run's file of frozen parameters.
     """
 
     step: int
@@ -40,7 +40,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Base:
-    """What the next delta is coded against: a checkpoint of the run, the hashes of its tensors, and they as stored."""
+    """What the next delta is coded against: a checkpoint of the run, its tensors as stored, and their hashes."""
 
     parent: Parent
     hashes: Mapping[str, str]
@@ -48,16 +48,16 @@ class Base:
 
     @classmethod
     def loaded(cls, header: Header, tensors: Mapping[str, StoredTensor]) -> Base:
-        """The base that a checkpoint makes whose tensors have been decoded from its file."""
+        """Returns the base for a checkpoint whose tensors were decoded from its file."""
         return cls(Parent(header.step, header.identity), _hashes(header), tensors)
 
     @classmethod
     def written(cls, header: Header, tensors: Mapping[str, StoredTensor], before: Base | None) -> Base:
-        """The base that a checkpoint makes that was just written against ``before``: what its file decodes to."""
+        """Returns the base for a checkpoint that was just written against ``before``: what its file decodes to."""
         found = dict(tensors)
         for entry in header.entries:
             if isinstance(entry.coding, Reference):
-                # The same values, but what they were quantized to may be another codebook with other levels.
+                # The values are the same, but they may have been quantized with another codebook to other levels.
                 found.pop(entry.name)
                 if before and entry.name in before.tensors:
                     found[entry.name] = before.tensors[entry.name]
@@ -69,7 +69,7 @@ def _hashes(header: Header) -> dict[str, str]:
 
 
 def coder_of(file: CheckpointFile) -> Coder:
-    """What the levels of a checkpoint were coded with, to code them again."""
+    """Returns the coder that a checkpoint's levels were coded with, to re-code them."""
     published = any(isinstance(entry.coding, Rearranged) for entry in file.header.entries)
     return "rearranged" if published else "conditional"
 
@@ -77,7 +77,10 @@ def coder_of(file: CheckpointFile) -> Coder:
 def encode_tensor(
     name: str, tensors: Mapping[str, StoredTensor], label: Label, base: Base | None, coder: Coder, again: bool
 ) -> tuple[Entry, bytes]:
-    """again: whether it is in a file already, and others may be coded against it as it is there."""
+    """Returns the entry and the stream of a tensor.
+
+    again: True when re-coding. Other files may depend on its levels, so these must not change.
+    """
     stored = tensors[name]
     digest = stored_hash(stored)
     if isinstance(stored, External):
@@ -87,7 +90,7 @@ def encode_tensor(
     if base is not None and base.hashes.get(name) == digest and _can_stand_for(parent, stored, again):
         return Entry(name, label, stored.dtype, stored.shape, digest, 0, Reference()), b""
     if isinstance(stored, Scaled) and tensors.get(stored.second_name) is not stored.second:
-        stored = values_of(stored)  # in units of what its second moment was when it last changed
+        stored = values_of(stored)  # in units of a second moment that has changed since
     elif isinstance(stored, Rounded) and tensors.get(stored.of_name) is not stored.of:
         stored = values_of(stored)
     coding, coded = stream.encode(stored, parent, coder)
@@ -113,14 +116,14 @@ def encode(
 
 
 def _can_stand_for(parent: StoredTensor | None, stored: StoredTensor, again: bool) -> bool:
-    """Whether the parent's tensor, which has the same values, can be referred to."""
-    if isinstance(parent, External):  # its own values may be gone: only the file of frozen parameters has them
+    """Whether a tensor can be stored as a reference to the parent's, which has the same values."""
+    if isinstance(parent, External):  # the parent has no values, and its file of frozen parameters may be deleted
         return False
     return not again or _coded_alike(stored, parent)
 
 
 def _coded_alike(stored: StoredTensor, parent: StoredTensor | None) -> bool:
-    """Whether a tensor that has the parent's values has its levels, too, so that one can stand for the other."""
+    """Whether a tensor with the parent's values also has the parent's levels."""
     if isinstance(stored, Tensor):
         return isinstance(parent, Tensor)
     if isinstance(stored, Scaled) and isinstance(parent, Scaled):
@@ -129,13 +132,13 @@ def _coded_alike(stored: StoredTensor, parent: StoredTensor | None) -> bool:
 
 
 def verify(file: CheckpointFile, tensors: Mapping[str, StoredTensor], base: Base | None) -> None:
-    """Decodes a file just written and compares it with what was to be stored, whose hashes it holds.
+    """Decodes a file that was just written and compares it with the tensors that were to be stored.
 
     Raises CheckpointError for the first wrong tensor.
     """
     parents = base.tensors if base else {}
     for entry in file.header.entries:
-        # The hash of a reference is that of the base, which was verified when it was written or loaded.
+        # A reference has the hash of the base, which was verified when it was written or loaded.
         if isinstance(entry.coding, Reference):
             continue
         wanted = tensors[entry.name]

@@ -1,13 +1,13 @@
 """The errors that dynaquant raises on purpose. Their texts say what is wrong, where, and what to do."""
 
 _BEGIN, _END = 1200, 400
-"""Characters of a text that is longer. A file may hold a name of a million letters."""
+"""Characters that are kept of a longer text. A file may hold a name of a million letters."""
 
 
 class DynaquantError(Exception):
     """Base of the errors below; catches everything dynaquant raises on purpose except ``TypeError``/``ValueError``.
 
-    text: is cut in its middle where it is longer than 1,600 characters.
+    text: cut in the middle if it is longer than 1,600 characters.
     """
 
     def __init__(self, text: str) -> None:
@@ -19,7 +19,7 @@ class CheckpointError(DynaquantError):
 
 
 class MovedOnError(CheckpointError):
-    """The run's writer has replaced or deleted what was being read. Readers begin again, so users hardly see it."""
+    """The writer replaced or deleted a file during a read. Readers catch this and retry."""
 
 
 class StateError(DynaquantError):
@@ -27,4 +27,7 @@ class StateError(DynaquantError):
 
 
 class EvaluateError(DynaquantError):
-    """``evaluate`` failed, so nothing was saved: on the first weights that it was given, or on some rank of several."""
+    """``evaluate`` failed before it had ever worked, failed on a rank of several, or changed a frozen parameter.
+
+    Nothing was saved.
+    """

@@ -15,9 +15,8 @@ from dynaquant.errors import CheckpointError
 class External:
     """A tensor of which a checkpoint holds only the hash.
 
-    file: the identity of the run's file of frozen parameters that holds the values; None where nothing does, as the
-    tensor was omitted. values: reads them from there and compares them with the hash; raises CheckpointError where they
-    cannot be had.
+    file: the identity of the file of frozen parameters that holds the values; None for an omitted tensor. values: reads
+    the values and compares them with the hash; raises CheckpointError if that fails.
     """
 
     dtype: torch.dtype
@@ -28,7 +27,7 @@ class External:
 
 
 def omitted(name: str, dtype: torch.dtype, shape: torch.Size, digest: str) -> External:
-    """A tensor that is not stored. digest: the hash of its values."""
+    """Returns an omitted tensor: one whose values are not stored. digest: their hash."""
 
     def values() -> Tensor:
         raise CheckpointError(f"{name} was omitted when the checkpoint was saved: only its hash is stored")

@@ -1,4 +1,4 @@
-"""What of a stored state fits the objects of a training, found out before any of them is changed."""
+"""Finds what of a stored state fits the objects of a training, before any of them is changed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from dynaquant.sources import CLASSES, PARAMETERS, RNG, can_hold
 from dynaquant.state import dtype_name
 
 SHOWN = 10
-"""Differences that a message lists at most."""
+"""Most differences that a message lists."""
 
 
 @dataclass
 class Fitting:
-    """What each source is to load, by its name; what does not fit, and what a user should know, in words."""
+    """The result of a comparison.
+
+    parts: what each source is to load, by its name. problems: what does not fit. notes: what a user should know.
+    """
 
     parts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -30,10 +33,10 @@ class Fitting:
 
 
 def selected(sources: Mapping[str, Any], only: str | Collection[str] | None) -> tuple[list[str], bool]:
-    """The names of the sources that are to be restored, and whether the global random number generators are.
+    """Returns the names of the sources to restore, and whether to restore the global random number generators.
 
     only: names; ``"model"`` stands for all models, ``"optimizer"`` for all optimizers; None: everything. Raises
-    ValueError for one that does not occur.
+    ValueError for an unknown name.
     """
     if only is None:
         return list(sources), True
@@ -55,8 +58,8 @@ def fitting(
 ) -> Fitting:
     """Compares a stored state with the sources. Changes nothing.
 
-    now: ``sources.collect_to_compare`` of them. rank: whose generators count. only: names of the sources to restore;
-    None: all. Raises ValueError, TypeError, KeyError or the like when the state is none that a training can have.
+    now: ``sources.collect_to_compare`` of them. rank: whose generators to take. only: names of the sources to restore;
+    None: all. Raises ValueError, TypeError, KeyError or the like if the state is not that of a training.
     """
     found = Fitting()
     stored = state_sources.parts(sources, state)
@@ -98,7 +101,7 @@ def fitting(
 
 
 def refuse(problems: list[str], what: str, advice: str) -> None:
-    """Raises StateError with a list of what does not fit, if there is anything. what: the checkpoint."""
+    """Raises StateError with the list of problems, if there are any. what: the checkpoint, in words."""
     if problems:
         more = [f"… and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
         shown = "\n  ".join(problems[:SHOWN] + more)
@@ -150,7 +153,7 @@ def _fit_plain(found: Fitting, name: str, source: Any, stored: Any) -> None:
 
 
 def _check_generator(source: Any, state: Any) -> None:
-    """Raises what putting the generator into the state would raise."""
+    """Raises the error that setting the generator's state would raise."""
     if isinstance(source, torch.Generator):
         torch.Generator(source.device).set_state(state)
     else:

@@ -1,4 +1,4 @@
-"""Locks on open files and folders that the system drops when a process dies, where the system has them."""
+"""Locks files and folders. The system drops the lock when the process dies."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ try:
     AVAILABLE = True
 except ImportError:  # Windows has none
     AVAILABLE = False
-"""Whether this system has such locks at all. Some of its file systems may have none."""
+"""Whether this system has such locks. Some of its file systems may still have none."""
 _NOT_THERE = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
 
 
 def lock(descriptor: int, wait: bool = False) -> bool | None:
-    """Locks what a descriptor has open, for this process alone.
+    """Locks the open file or folder for this process alone. Returns whether it got the lock.
 
-    wait: until nobody else holds it. Returns False where somebody does, and None where the file system has no locks.
-    Raises OSError for any other fault.
+    wait: until no other process holds it. Returns None if the file system has no locks. Raises OSError for any other
+    fault.
     """
     if not AVAILABLE:
         return None
@@ -38,15 +38,15 @@ def lock(descriptor: int, wait: bool = False) -> bool | None:
 
 
 def unlock(descriptor: int) -> None:
-    """Lets go, also for forked processes that have the descriptor as well."""
+    """Unlocks, also for forked processes that share the descriptor."""
     if AVAILABLE:
-        with suppress(OSError):  # where there are no locks there is nothing to let go
+        with suppress(OSError):  # the file system may have no locks
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[bool]:
-    """Waits until no other process is in such a block for the same folder; says whether the system can tell."""
+    """Locks the folder for the block. Yields False if the file system has no locks."""
     if not AVAILABLE:
         yield False
         return

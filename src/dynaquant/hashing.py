@@ -1,4 +1,4 @@
-"""BLAKE3 hashes, of large data on as many threads as the native core may use."""
+"""BLAKE3 hashes. Large data is hashed on as many threads as the native core may use."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from blake3 import blake3
 from dynaquant import _native
 
 _SHARED_FROM = 1 << 19
-"""Bytes that several threads hash together: to wake them costs more than to hash fewer."""
+"""Bytes from which on several threads hash together. For fewer, waking the threads costs more than hashing."""
 
 
 def hash_of(parts: Iterable[bytes | memoryview], size: int) -> str:
-    """Return the hash of parts that follow each other, 64 hexadecimal digits. size: their bytes, roughly."""
+    """Returns the hash of the concatenated parts, 64 hexadecimal digits. size: their bytes, roughly."""
     threads = _native.threads()
     if threads > 1 and size >= _SHARED_FROM:
         shared = _shared(os.getpid(), threads)
-        # While another thread uses these threads, this one works alone, so that no more of them are busy.
+        # If the shared hasher is in use, hash on this thread alone.
         if shared.free.acquire(blocking=False):
             try:
                 shared.hasher.reset()
@@ -34,7 +34,7 @@ def hash_of(parts: Iterable[bytes | memoryview], size: int) -> str:
 @dataclass(frozen=True)
 class _Shared:
     hasher: blake3
-    """Its threads live as long as it does. (Those of ``blake3.AUTO`` are as many as there are processors.)"""
+    """Its threads live as long as it does. (``blake3.AUTO`` would start one for each processor.)"""
     free: threading.Lock = field(default_factory=threading.Lock)
 
 

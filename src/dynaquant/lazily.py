@@ -12,7 +12,7 @@ class Lazy(Mapping[str, T]):
     """Names and what makes the value of one of them. Nothing is kept: who asks twice has it made twice."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], T]) -> None:
-        self._names, self._make = dict.fromkeys(names), make
+        self._names, self._make = names if isinstance(names, dict) else dict.fromkeys(names), make
 
     def __getitem__(self, name: str) -> T:
         if name not in self._names:

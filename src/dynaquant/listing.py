@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 def paths(folder: Path, prefix: str) -> list[Path]:
-    """The checkpoint files whose names begin so, by name. Raises CheckpointError when the folder cannot be read."""
+    """Returns the checkpoint files whose names begin with ``prefix``, by name.
+
+    Raises CheckpointError if the folder cannot be read.
+    """
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -27,9 +30,9 @@ def paths(folder: Path, prefix: str) -> list[Path]:
 
 
 def listed(folder: Path, read: Callable[[Path], T]) -> tuple[list[T], list[CheckpointError]]:
-    """What ``read`` makes of the file of every step, and what is wrong with the others.
+    """Returns what ``read`` makes of the file of each step, and the errors of the files that cannot be read.
 
-    The list is made anew where a file on it is deleted before it is read, or all could be gone.
+    Lists the folder again if a listed file was deleted before it was read.
     """
     for _ in range(ATTEMPTS):
         found: list[T] = []
@@ -42,7 +45,7 @@ def listed(folder: Path, read: Callable[[Path], T]) -> tuple[list[T], list[Check
                 if is_missing(error):
                     gone.append(path)
                 broken.append(error if isinstance(error, CheckpointError) else _unreadable(path, error))
-        if not gone or set(gone) & set(paths(folder, "step-")):  # a link that leads nowhere is not deleted
+        if not gone or set(gone) & set(paths(folder, "step-")):  # a link to nothing is missing, but was not deleted
             break
     return found, broken
 

@@ -56,9 +56,12 @@ class Stored:
     def _take(self, file: CheckpointFile) -> None:
         self.chain = self._run.chain(file)
         self.file = file
-        names = [entry.name for entry in file.header.entries if not entry.omitted]
-        self.tensors: Mapping[str, Tensor] = Lazy(names, self._values)
+        self._names = dict.fromkeys(entry.name for entry in file.header.entries if not entry.omitted)
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
         """By name; each is decoded, and checked against its hash, whenever it is asked for."""
+        return Lazy(self._names, self._values)  # kept, it would keep this alive, and with it the open files
 
     def _values(self, name: str) -> Tensor:
         with self._noting_damage(), noticing_moves(self.chain):

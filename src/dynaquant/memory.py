@@ -1,4 +1,4 @@
-"""Too little memory to decode a tensor, as an error that says how much it would take."""
+"""Turns a lack of memory into an error that says how much a tensor would take."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from dynaquant.text import in_bytes, plural
 
 @contextmanager
 def memory_for(file: CheckpointFile, *entries: Entry) -> Iterator[None]:
-    """A block that decodes these tensors of a file: where there is not enough memory, raises CheckpointError, which
-    says how much they would take. A small file can claim to decode to much."""
+    """Wraps a block that decodes these tensors of a file. A small file can claim to decode to much.
+
+    Raises CheckpointError, with the memory they would take, if there is not enough.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -23,6 +25,6 @@ def memory_for(file: CheckpointFile, *entries: Entry) -> Iterator[None]:
         what = f"tensor {entries[0].name}" if len(entries) == 1 else plural(len(entries), "tensor")
         raw, stored = (sum(sizes) for sizes in zip(*((entry.raw_size, entry.size) for entry in entries), strict=True))
         raise CheckpointError(
-            f"{file.path}: there is not enough memory to decode {what}: {in_bytes(raw)}, says the file, of which "
-            f"{in_bytes(stored)} are stored; use a machine with more memory"
+            f"{file.path}: there is not enough memory to decode {what}: the file claims {in_bytes(raw)} and stores "
+            f"{in_bytes(stored)}; use a machine with more memory"
         ) from MemoryError(str(error))

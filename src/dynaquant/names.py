@@ -1,4 +1,4 @@
-"""One name for every parameter, whatever wraps the model, and the model or the optimizer inside its wrappers."""
+"""Names of parameters in the bare model; takes wrappers off models and optimizers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Where ``torch.compile`` and PyTorch's wrappers for activation checkpointing keep the module inside them."""
+"""Attributes in which ``torch.compile`` and PyTorch's activation checkpointing keep the wrapped module."""
 
 
 def bare(thing: Any) -> Any:
-    """The module or optimizer inside all wrappers; anything else as it is.
+    """Returns the module or optimizer inside all wrappers; anything else as it is.
 
     Wrappers of modules are DistributedDataParallel, DataParallel, ``torch.compile`` and activation checkpointing. A
-    wrapper of an optimizer has it as ``optimizer`` and passes on its groups and its state, as Accelerate's does.
+    wrapper of an optimizer has the attribute ``optimizer`` and shares its groups and state, as Accelerate's does.
     """
     while (inner := _inside(thing)) is not None:
         thing = inner
@@ -26,14 +26,14 @@ def bare(thing: Any) -> Any:
 
 
 def named_parameters(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """As ``module.named_parameters``, with the names that they have in the bare model."""
+    """Yields what ``module.named_parameters`` does, with the names in the bare model."""
     paths = bare_paths(module)
     for name, parameter in module.named_parameters(remove_duplicate=remove_duplicate):
         yield _bare_name(name, paths), parameter
 
 
 def bare_paths(module: nn.Module) -> dict[str, str]:
-    """The path of every module inside a module, itself included, and the path that it has in the bare model."""
+    """Maps the path of every module inside a module, itself included, to its path in the bare model."""
     modules = dict(module.named_modules(remove_duplicate=False))
     paths = {"": ""}
     for path in modules:  # a module comes before those inside it
@@ -45,19 +45,19 @@ def bare_paths(module: nn.Module) -> dict[str, str]:
 
 
 def state_dict(module: nn.Module, **options: Any) -> Any:
-    """``module.state_dict(**options)`` with the names of the bare model, also in its metadata."""
+    """Returns ``module.state_dict(**options)`` with the names of the bare model, also in its metadata."""
     state, paths = module.state_dict(**options), bare_paths(module)
     if all(path == inside for path, inside in paths.items()):
         return state
     renamed = OrderedDict((_bare_name(name, paths), value) for name, value in state.items())
     metadata = getattr(state, "_metadata", None)
-    if metadata is not None:  # of a wrapper and the module inside it, the latter's counts, which comes later
+    if metadata is not None:  # the wrapped module comes after its wrapper, so its metadata wins
         renamed._metadata = {_bare_name(path, paths): of for path, of in metadata.items()}  # type: ignore[attr-defined]
     return renamed
 
 
 def load_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-    """``module.load_state_dict`` of a state with the names of the bare model."""
+    """Calls ``module.load_state_dict`` with a state that has the names of the bare model."""
     paths = bare_paths(module)
     if any(path != inside for path, inside in paths.items()):
         named = OrderedDict((name, state[b]) for name in module.state_dict() if (b := _bare_name(name, paths)) in state)
@@ -73,7 +73,7 @@ def load_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = 
 
 
 def _inside(thing: Any) -> Any:
-    """What is directly inside a wrapper; None for what is none."""
+    """Returns what is directly inside a wrapper; None if this is no wrapper."""
     if isinstance(thing, nn.Module):
         name = _attribute(thing)
         return None if name is None else thing._modules[name]
@@ -89,8 +89,10 @@ def _inside(thing: Any) -> Any:
 
 
 def _attribute(module: nn.Module) -> str | None:
-    """The name under which a wrapper has the module inside it; None for a module that is no wrapper, or has anything
-    of its own to save."""
+    """Returns the attribute in which a wrapper keeps the wrapped module.
+
+    None if the module is no wrapper, or has parameters, buffers or modules of its own.
+    """
     if len(module._modules) != 1 or module._parameters or module._buffers:
         return None
     (name,) = module._modules
@@ -99,7 +101,7 @@ def _attribute(module: nn.Module) -> str | None:
 
 
 def _bare_name(name: str, paths: Mapping[str, str]) -> str:
-    """The name of a parameter or buffer in the bare model. (Some wrappers have taken their part out of it already.)"""
+    """Returns the name of a parameter or buffer in the bare model. (Some wrappers already give that name.)"""
     path = name
     while path not in paths:
         path = path.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""What cannot be saved is refused before training begins, or at the latest after an optimizer's first step."""
+"""Refuses what cannot be saved before training begins, or at the latest after an optimizer's first step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOADER_ADVICE = (
     "give a loader that knows where it is, as torchdata's StatefulDataLoader (with Accelerate, "
     "DataLoaderConfiguration(use_stateful_dataloader=True)), or the generator of its sampler"
 )
-"""What to do about a loader that has no state."""
+"""What a user can do about a loader that has no state."""
 _REPLICAS = (
     "sharded training is not supported yet: train replicas (DistributedDataParallel), or save with "
     "torch.distributed.checkpoint"
@@ -49,7 +49,7 @@ _OTHERS = {
 
 
 def check(sources: Mapping[str, Any]) -> None:
-    """Raises StateError, saying what to do instead, for an object whose state cannot be taken or put back."""
+    """Raises StateError, with advice, for an object whose state cannot be saved or restored."""
     for name, source in sources.items():
         if isinstance(source, nn.Module):
             _check_module(name, source)
@@ -60,7 +60,7 @@ def check(sources: Mapping[str, Any]) -> None:
 
 
 def check_replicas(tensors: Mapping[str, Tensor], group: Group) -> None:
-    """Raises StateError when ranks have models of other names or shapes, as in pipeline parallelism. Collective."""
+    """Raises StateError if names or shapes of the ranks' models differ, as in pipeline parallelism. Collective."""
     own = sorted((n, str(t.dtype), tuple(t.shape)) for n, t in tensors.items() if n.partition(".")[0] == "model")
     digests = group.gather(blake3(repr(own).encode()).hexdigest())
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -69,9 +69,9 @@ def check_replicas(tensors: Mapping[str, Tensor], group: Group) -> None:
 
 
 def warn_of_left_out(sources: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
-    """Logs a warning for every optimizer that works on memory in which none of the tensors lies.
+    """Logs a warning for every optimizer that updates a tensor that is not saved.
 
-    tensors: all that is saved. What else an optimizer works on does not come back with a restore.
+    tensors: everything that is saved. A restore cannot bring back any other tensor.
     """
     saved = {tensor.data_ptr() for tensor in tensors}
     for name, source in sources.items():
@@ -85,9 +85,9 @@ def warn_of_left_out(sources: Mapping[str, Any], tensors: Iterable[Tensor]) -> N
 
 
 def check_after_first_step(sources: Mapping[str, Any]) -> Callable[[], None]:
-    """Lets the first step of every optimizer raise StateError when the state that it has made cannot be stored.
+    """Makes the first step of every optimizer raise StateError if the state that it has made cannot be stored.
 
-    Returns what takes the hooks off again.
+    Returns a function that removes the hooks.
     """
     hooks: dict[str, Any] = {}
 
@@ -95,7 +95,7 @@ def check_after_first_step(sources: Mapping[str, Any]) -> Callable[[], None]:
         def after_step(optimizer: Optimizer, *_: Any) -> None:
             if optimizer.state:
                 hooks.pop(name).remove()
-                flatten({name: optimizer.state_dict()})  # raises StateError, saying what to do
+                flatten({name: optimizer.state_dict()})  # raises StateError, with advice
 
         return after_step
 

@@ -1,4 +1,4 @@
-"""Temporary files and folders beside an output, and how those of killed processes are cleared away."""
+"""Temporary files and folders beside an output; deletes those that killed processes left."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dynaquant import flock
 
 
 def temporary_beside(out: Path) -> Path:
-    """A name beside ``out`` for this process to write under. Deletes what killed processes have left there for ``out``.
+    """Returns a temporary name beside ``out``. Deletes what killed processes have left there for ``out``.
 
-    A process holds what it writes (``held``), and the system lets go of it when the process dies, however that happens.
+    A process locks what it writes (``held``), and the system drops the lock when the process dies.
     """
     names = re.compile(re.escape(out.name) + r"\.dynaquant-\d+\.tmp")
     for stray in out.absolute().parent.iterdir():
@@ -27,13 +27,13 @@ def temporary_beside(out: Path) -> Path:
 
 @contextmanager
 def held(temporary: Path) -> Iterator[None]:
-    """Holds a temporary file or folder for the block, so that no other process takes it for what a kill has left."""
+    """Locks a temporary file or folder for the block, so that no other process takes it for a stray."""
     if not flock.AVAILABLE:
         yield
         return
     descriptor = os.open(temporary, os.O_RDONLY)
     try:
-        flock.lock(descriptor)  # where there are no locks nobody can take one, so nothing is deleted
+        flock.lock(descriptor)  # without locks, strays are never deleted
         yield
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""One call at a time: what another call would find half done is refused rather than found."""
+"""Lets one call of a Checkpointer run at a time and refuses others."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class _Call:
 
 
 class Turn:
-    """Lets calls go on one at a time."""
+    """Lets one call run at a time."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._call: _Call | None = None
 
     def take(self, name: str, action: Callable[[], T]) -> T:
-        """The action's result. Raises RuntimeError, naming both, while another call goes on."""
+        """Returns the action's result. Raises RuntimeError, naming both calls, if another call is running."""
         mine = _Call(name)
-        # Nothing may be left taken, wherever a signal interrupts this: so it is taken inside of the block, and given
-        # back without a call.
+        # The turn must be given back wherever a signal interrupts. So it is taken inside the ``try``, and given back
+        # without a function call.
         try:
             with self._mutex:
                 if self._call is not None:
@@ -40,14 +40,14 @@ class Turn:
                 self._call = None
 
     def check(self) -> None:
-        """Raises what was raised where a call was made from inside the one that goes on, and perhaps caught there."""
+        """Raises the error of a call that was made from inside the current one, even if the caller has caught it."""
         if self._call is not None and self._call.refused is not None:
             raise self._call.refused
 
 
 def _refusal(call: _Call, going_on: _Call) -> RuntimeError:
     if call.thread == going_on.thread:
-        where = f"from inside it (by evaluate, or an object's state_dict): call {call.name} when it has returned"
+        where = f"from inside it (by evaluate, or an object's state_dict): call {call.name} after it has returned"
     else:
         where = "from another thread: use a Checkpointer from one thread"
     error = RuntimeError(f"{call.name} was called while {going_on.name} of the same Checkpointer goes on, {where}")

@@ -1,4 +1,4 @@
-"""Finds out what does not decode, of a checkpoint or of a run. In a run each file is decoded once, after its parent."""
+"""Finds damage in a checkpoint or a run. In a run each file is decoded once, after its parent."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dynaquant.run import Run
 class _Decoded:
     """A checkpoint while its children are verified.
 
-    tensors: those that decode, to whatever values. wrong: what is wrong with tensors, by name; as text, since an error
-    would keep alive what it met on its way.
+    tensors: those that could be decoded, even if their hash is wrong. wrong: what is wrong with tensors, by name. It is
+    text, because an error would keep the tensors in its traceback alive.
     """
 
     file: CheckpointFile
@@ -32,7 +32,7 @@ class _Decoded:
 
 
 def damage(run: Run, step: int) -> CheckpointError | None:
-    """What is wrong with a checkpoint, by decoding it and the files of frozen parameters that it needs."""
+    """Decodes a checkpoint and the files of frozen parameters that it needs. Returns what is wrong, or None."""
 
     return _error_of(lambda: _decode_whole(run, run.file(step)))
 
@@ -49,7 +49,7 @@ def _decode_whole(run: Run, file: CheckpointFile) -> None:
 
 
 def _damage_of_copy(run: Run, step: int) -> CheckpointError | None:
-    """What is wrong with the lossless copy of a checkpoint, if it was kept."""
+    """Decodes the lossless copy of a checkpoint, if there is one. Returns what is wrong, or None."""
 
     def load() -> None:
         if (copy := run.exact(run.file(step))) is not None:
@@ -67,12 +67,11 @@ def _error_of(load: Callable[[], None]) -> CheckpointError | None:
 
 
 def verify_run(run: Run) -> Iterator[tuple[int, CheckpointError | None]]:
-    """Decodes every checkpoint of a run, and the exact copy of the newest one, and compares all values with their
-    hashes. Yields each step once, with what is wrong with it or None.
+    """Decodes every checkpoint of a run and the lossless copy of the newest one, and compares values with their hashes.
 
-    A checkpoint that its writer deletes meanwhile is left out, one that seems damaged is decoded a second time, as its
-    writer may have re-coded it in that moment. Memory: the tensors of two checkpoints, and of one more for each fork
-    that a checkpoint lies behind on a smaller branch, so of log2(n) + 2 of n checkpoints at most.
+    Yields each step once, with what is wrong with it, or None. Leaves out a checkpoint that the writer deletes
+    meanwhile. Decodes a checkpoint that seems damaged a second time, because the writer may have re-coded it just then.
+    At most log2(n) + 2 of n checkpoints are in memory.
     """
     damaged: set[int] = set()
     for step, error in _walk(run, run.steps()):
@@ -88,7 +87,7 @@ def verify_run(run: Run) -> Iterator[tuple[int, CheckpointError | None]]:
 
 
 def _walk(run: Run, steps: Collection[int]) -> Iterator[tuple[int, CheckpointError | None]]:
-    """The steps, parents before their children, each with what is wrong with it."""
+    """Yields steps, parents before their children, each with what is wrong with it, or None."""
     summaries = run.summaries()[0]
     by_step = {summary.step: summary for summary in summaries}
     wanted, sizes = set(steps), dict.fromkeys(by_step, 0)
@@ -105,7 +104,7 @@ def _walk(run: Run, steps: Collection[int]) -> Iterator[tuple[int, CheckpointErr
     while waiting:
         step, above = waiting.pop()
         found = _decode(run, step, above, sound)
-        # What is pushed first comes last, when nothing else needs the tensors above it any more.
+        # The largest branch is pushed first and so comes last: by then nothing else needs the tensors above it.
         waiting += [(child, found) for child in sorted(children[step], key=sizes.__getitem__, reverse=True)]
         text = found if isinstance(found, str) else next(iter(found.wrong.values()), None)
         del found, above
@@ -114,7 +113,7 @@ def _walk(run: Run, steps: Collection[int]) -> Iterator[tuple[int, CheckpointErr
 
 
 def _parent(summary: Summary, by_step: dict[int, Summary]) -> int | None:
-    """The step of the parent, if it is in the run. Sequence numbers fall along a chain, so that there is no circle."""
+    """Returns the parent's step, if it is in the run. Sequence numbers fall along a chain, so there is no cycle."""
     found = by_step.get(summary.parent.step) if summary.parent else None
     if found is None or summary.parent is None or found.identity != summary.parent.identity:
         return None
@@ -122,8 +121,11 @@ def _parent(summary: Summary, by_step: dict[int, Summary]) -> int | None:
 
 
 def _decode(run: Run, step: int, above: _Decoded | str | None, sound: set[str]) -> _Decoded | str:
-    """A checkpoint, or why nothing of it can be decoded. above: the same of its parent. sound: the files of frozen
-    parameters that have been decoded, by identity; added to."""
+    """Returns a decoded checkpoint, or why nothing of it can be decoded.
+
+    above: the same for its parent. sound: identities of the files of frozen parameters that are known to be sound;
+    it is added to.
+    """
     try:
         file = run.file(step)
         if isinstance(above, str):
@@ -132,7 +134,7 @@ def _decode(run: Run, step: int, above: _Decoded | str | None, sound: set[str]) 
         if (above and (above.file.header.step, above.file.header.identity)) != (
             parent and (parent.step, parent.identity)
         ):
-            # Its parent is not in the run, which the error says, or it was re-coded since the run was listed.
+            # Its parent is not in the run (``load`` says so), or it was re-coded since the run was listed.
             return _with_frozen(_Decoded(file, run.load(file), {}), sound)
     except CheckpointError as error:
         return str(error)
@@ -174,7 +176,7 @@ def _decode_entry(
 
 
 def _check(file: CheckpointFile, entry: Entry, above: _Decoded | None, stored: StoredTensor) -> None:
-    """Compares the values with their hash. Where those of the parent are wrong, too, that is what is wrong."""
+    """Compares the values with their hash. If those of the parent are wrong too, raises the parent's error."""
     if above is not None and isinstance(entry.coding, Reference):
         check_reference(file, entry, above.file)
         if entry.name in above.wrong:

@@ -1,9 +1,9 @@
-"""The thread that writes checkpoints while training goes on: one write at a time, sound wherever a signal interrupts.
+"""The thread that writes checkpoints while training goes on, one at a time. A signal may interrupt at any point.
 
-Python runs signal handlers in the main thread, between any two of its operations, and that of Ctrl-C raises
-KeyboardInterrupt there. What ``threading`` and ``concurrent.futures`` do in Python can be left half done by it: an
-executor may start a second thread, ``Thread.join`` may take a running thread for an ended one. So what other threads do
-here with the writer is one assignment, ``put`` of a ``SimpleQueue``, or ``with`` of a plain lock: done or not done.
+Python runs signal handlers in the main thread, between any two of its operations. The handler of Ctrl-C raises
+KeyboardInterrupt there. That can leave Python code of ``threading`` and ``concurrent.futures`` half done: an executor
+may start a second thread, and ``Thread.join`` may take a running thread for an ended one. So other threads touch the
+writer only by one assignment, one ``put``, or ``with`` on a plain lock. An interrupt cannot leave these half done.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def check_process(process: int) -> None:
-    """Raises RuntimeError in any process but the given one: a forked child has no thread that writes."""
+    """Raises RuntimeError in any other process: a forked child has no thread that writes."""
     if os.getpid() != process:
         raise RuntimeError(
             f"this Checkpointer belongs to process {process}, and this is process {os.getpid()}, a fork of it: use it "
@@ -31,7 +31,7 @@ def check_process(process: int) -> None:
 
 
 class Write(Future[T]):
-    """A write that was handed over, and the future of its result. It cannot be cancelled.
+    """A write, and the future of its result. It cannot be cancelled.
 
     ``result`` and ``exception`` raise RuntimeError in a forked child.
     """
@@ -41,12 +41,12 @@ class Write(Future[T]):
         self.set_running_or_notify_cancel()
         self._action: Callable[[], T] | None = action
         self._process = os.getpid()
-        self._runner: int | None = None  # the thread that does it
+        self._runner: int | None = None  # the thread that runs it
         self._done = threading.Lock()
         self._done.acquire()
 
     def run(self) -> None:
-        """Does it, in the writer's thread; once, however often it was handed over."""
+        """Runs the write, in the writer's thread. Does nothing when called again."""
         action, self._action = self._action, None
         if action is None:
             return
@@ -64,16 +64,16 @@ class Write(Future[T]):
             self._done.release()
 
     def wait(self) -> None:
-        """Waits until it is done. In the thread that does it, as in a callback of ``add_done_callback``, it is by then.
+        """Waits until the write is done. Raises RuntimeError if the write itself calls this, as it would never return.
 
-        Raises RuntimeError there before it is done.
+        A callback of ``add_done_callback`` may call it: the write is done by then.
         """
         check_process(self._process)
         if self._runner == threading.get_ident():
             if not self.done():
                 raise RuntimeError("the result of a write was asked for in the thread that writes (by log_to?)")
             return
-        # Not by the future's own lock: interrupted while it takes that, it would keep it, and the writer wait for ever.
+        # Not the future's own lock: an interrupt while taking it would leave it locked, and the writer would hang.
         with self._done:
             pass
 
@@ -95,8 +95,8 @@ class Write(Future[T]):
 class BackgroundWriter(Generic[T]):
     """Runs writes in a thread of its own, in the order in which they are handed over.
 
-    owner: when it is garbage-collected or the process ends, the thread ends after the last write. at_end: called in the
-    thread when it ends.
+    owner: the thread ends, after the last write, when this is garbage-collected or the process ends. at_end: called in
+    the thread when it ends.
     """
 
     def __init__(self, owner: object, at_end: Callable[[], Any]) -> None:
@@ -105,22 +105,22 @@ class BackgroundWriter(Generic[T]):
         self._writes: SimpleQueue[Write[T] | None] = SimpleQueue()
         self._ended = threading.Lock()
         self._ended.acquire()
-        # A daemon, as others are joined before ``_finish`` is called, and this one waits for its next write.
+        # A daemon: Python joins other threads before it calls ``_finish``, and this one waits for its next write.
         self._thread = threading.Thread(target=self._work, name="dynaquant", daemon=True)
         try:
             self._thread.start()
         except BaseException:
-            self._writes.put(None)  # it may have started all the same
+            self._writes.put(None)  # it may have started nevertheless
             raise
         self.process = os.getpid()
-        # Unlike ``atexit`` it is also called in processes of ``multiprocessing``, and not in forks of this one.
+        # Unlike ``atexit``, this is also called in processes of ``multiprocessing``, but not in forks of this one.
         Finalize(owner, self._finish, exitpriority=0)
 
     def _work(self) -> None:
         try:
             for write in iter(self._writes.get, None):
                 write.run()
-                del write  # what it was about is not kept until the next one
+                del write  # frees its tensors before the next write comes
         finally:
             try:
                 self._at_end()
@@ -129,13 +129,13 @@ class BackgroundWriter(Generic[T]):
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller is in the writer's thread."""
+        """Whether the caller runs in the writer's thread."""
         return threading.current_thread() is self._thread
 
     def hand_over(self, action: Callable[[], T]) -> Write[T]:
         """Begins a write. The one before must be done (``wait``).
 
-        When this is interrupted, the write is begun, will be by the next call of ``wait``, or was not handed over.
+        If interrupted, the write has begun, or begins with the next ``wait``, or was not handed over.
         """
         write = Write(action)
         self._last = write
@@ -143,7 +143,7 @@ class BackgroundWriter(Generic[T]):
         return write
 
     def wait(self) -> None:
-        """Waits for the last write and raises what went wrong in it, once. In the writer's thread it does nothing.
+        """Waits for the last write and raises its error, once. In the writer's thread it does nothing.
 
         Raises RuntimeError in a forked child.
         """
@@ -155,13 +155,13 @@ class BackgroundWriter(Generic[T]):
         try:
             write.result()
         finally:
-            if write.done():  # not when a signal has ended the waiting
+            if write.done():  # not if a signal has interrupted the wait
                 self._last = None
 
     def close(self) -> None:
-        """Has the thread end after the last write, waits for that, and raises what went wrong in it.
+        """Ends the thread after the last write, waits for that, and raises the write's error.
 
-        When the waiting is interrupted, the thread still ends after the last write. Safe to call again.
+        If the wait is interrupted, the thread still ends after the last write. Safe to call again.
         """
         check_process(self.process)
         if self._last is not None:
@@ -172,8 +172,8 @@ class BackgroundWriter(Generic[T]):
         self.wait()
 
     def _finish(self) -> None:
-        """What ``close`` does, where nobody has called it."""
-        if self.is_here:  # it had the last reference to the owner
+        """Does what ``close`` does, if it was not called."""
+        if self.is_here:  # this thread had the last reference to the owner
             self._writes.put(None)
             return
         try:

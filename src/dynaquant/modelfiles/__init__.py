@@ -1,4 +1,4 @@
-"""The files of other programs: read as the tree and the tensors of a state, and written from them."""
+"""Reads files of other programs as the tree and the tensors of a state, and writes them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dynaquant.modelfiles.modelfile import ModelFile
 
 
 def read(path: Path) -> ModelFile:
-    """What a file or folder holds: safetensors, ``torch.save``, a folder of Hugging Face or a trainer, or one of
-    ``torch.distributed.checkpoint``. It is told by its content, not by its name.
+    """Reads a file of safetensors or ``torch.save``, or a folder of Hugging Face, a trainer or
+    ``torch.distributed.checkpoint``. The format is detected by content, not by name.
 
     No code in it is run. Raises CheckpointError, naming it and what is wrong, for anything else.
     """
@@ -29,7 +29,7 @@ def read(path: Path) -> ModelFile:
         raise CheckpointError(f"{error.filename or path}: cannot be read ({error.strerror})") from error
     if start.startswith(MAGIC):
         raise CheckpointError(f"{path} is compressed already; `dynaquant decompress` is the way back")
-    if start[8:9] == b"{":  # asked first: before it is a length, which may begin like anything
+    if start[8:9] == b"{":  # checked first: the 8 bytes before it are a length, which may look like any other magic
         return safetensors.read(path)
     if start.startswith(torchfile.STARTS):
         return torchfile.read(path)

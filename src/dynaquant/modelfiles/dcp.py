@@ -79,9 +79,9 @@ class _Planner(DefaultLoadPlanner):
 
 
 def read(folder: Path) -> tuple[ModelFile, set[str]]:
-    """A folder, and the names of the files in it that it is made of.
+    """Reads a folder. Returns its content and the names of the files that belong to it.
 
-    Raises CheckpointError when it holds other objects than tensors and plain values, or is not whole.
+    Raises CheckpointError if it holds other objects than tensors and plain values, or is not complete.
     """
     check_version(folder)
     path = folder / METADATA
@@ -119,7 +119,7 @@ def _first_cause(error: BaseException) -> BaseException:
 def _place_of(entry: TensorStorageMetadata | BytesStorageMetadata) -> Any:
     if isinstance(entry, TensorStorageMetadata):
         if sum(chunk.sizes.numel() for chunk in entry.chunks) < entry.size.numel():
-            raise ValueError("parts of a tensor are missing")  # DCP would leave there whatever the memory holds
+            raise ValueError("parts of a tensor are missing")  # DCP would leave uninitialized memory there
         return torch.empty(entry.size, dtype=entry.properties.dtype)
     return io.BytesIO()
 

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint, as trainers write it: weights, states of optimizers, and files that belong to them."""
+"""Reads a trainer's checkpoint folder: weights, states of optimizers, and the other files in it."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from dynaquant.state import flatten, names_in, pairs_of, tree_of
 from dynaquant.text import in_bytes
 
 CARRIED_BYTES = 64 << 20
-"""Of a file that is carried along, at most."""
+"""Most bytes of a file that is stored byte for byte."""
 READ_FROM = 64 << 10
-"""Bytes from which on a file of ``torch.save`` is taken apart; smaller ones are if they are weights or an optimizer."""
+"""Bytes from which on a file of ``torch.save`` is read. Smaller ones are read if they hold weights or an optimizer."""
 MODEL = "model"
 _WEIGHTS = re.compile(r"(pytorch|adapter)_model.*\.bin")
 """Names of the files of ``torch.save`` that hold weights, in older folders."""
 
 
 def read(folder: Path) -> ModelFile:
-    """A folder of ``torch.distributed.checkpoint``, or one that has a model's weights; and the other files in it.
+    """Reads a folder of ``torch.distributed.checkpoint``, or one with a model's weights, and the other files in it.
 
-    Where there are weights alone, the state is their state dict. Otherwise it is a dictionary: the state dict under
-    ``"model"``, and what files of ``torch.save`` hold under their names without suffix, e.g. ``"optimizer"``.
+    If the folder holds only weights, the state is their state dict. Otherwise it is a dictionary: the state dict under
+    ``"model"``, and each file of ``torch.save`` under its name without suffix, e.g. ``"optimizer"``.
 
-    All that cannot be read, and what is small, is carried along byte for byte. Left out are folders in the folder, what
-    is no file, links out of it, and files of more than 64 MiB that cannot be read; ``notes`` names them.
+    Files that cannot be read, and small files, are stored byte for byte. Sub-folders, special files, links out of the
+    folder, and files of more than 64 MiB that cannot be read are left out; ``notes`` names them.
 
-    Raises CheckpointError when there are no weights in it, or they cannot be read.
+    Raises CheckpointError if the folder has no weights, or they cannot be read.
     """
     names, left_out = _files_in(folder)
     if dcp.METADATA in names:
@@ -52,7 +52,7 @@ def read(folder: Path) -> ModelFile:
     used = {file for shards in models.values() for file in shards.files}
     others = [name for name in names if name not in used]
     states: dict[str, Any] = {}
-    files: dict[str, str] = {}  # of torch.save, and the keys of their states
+    files: dict[str, str] = {}  # names of files of torch.save, with the keys of their states
     reasons: dict[str, str] = {}
     for name in others:
         if name in left_out or (state := _state_in(folder / name, reasons)) is None:
@@ -68,9 +68,9 @@ def read(folder: Path) -> ModelFile:
 
 
 def _files_in(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Names of the files in a folder; and what is not to be carried along, files or not, with the reason."""
+    """Returns the names of the files in a folder, and everything that is left out, with the reason."""
     here = folder.resolve()
-    hub = here.parent.parent / "blobs"  # where the cache of the Hugging Face hub keeps what a snapshot links to
+    hub = here.parent.parent / "blobs"  # the cache of the Hugging Face hub: files of a snapshot are links to here
     inside = (here, hub) if here.parent.name == "snapshots" else (here,)
     names: list[str] = []
     left_out: dict[str, str] = {}
@@ -95,8 +95,11 @@ def _start(path: Path) -> bytes:
 
 
 def _models(folder: Path, names: list[str]) -> dict[str, Shards]:
-    """The models in safetensors, by their keys. Files that no index names are shards of one, unless they have a tensor
-    in common or there is an index."""
+    """Returns the models in safetensors, by their keys in the state.
+
+    Without an index, all files are shards of one model, unless two of them have a tensor of the same name. Otherwise
+    each file that no index names is a model of its own.
+    """
     indices = [name for name in names if name.endswith(safetensors.INDEX_SUFFIX)]
     if len(indices) > 1:
         raise CheckpointError(f"{folder} has several indices ({', '.join(indices)}); give one file")
@@ -113,8 +116,10 @@ def _models(folder: Path, names: list[str]) -> dict[str, Shards]:
 
 
 def _state_in(path: Path, reasons: dict[str, str]) -> Any:
-    """What is in a file of ``torch.save`` that is worth to be read; None for all others. Adds to reasons why a large
-    one cannot be read."""
+    """Returns the state of a file that holds weights, an optimizer, or at least 64 KiB; otherwise None.
+
+    Adds to ``reasons`` why a large file cannot be read.
+    """
     if not _start(path).startswith(torchfile.STARTS):
         return None
     large = path.stat().st_size >= READ_FROM
@@ -132,7 +137,10 @@ def _state_in(path: Path, reasons: dict[str, str]) -> Any:
 def _put_together(
     models: Mapping[str, Shards], states: dict[str, Any], weights: Collection[str], files: dict[str, str]
 ) -> ModelFile:
-    """One state of all that was read. weights: keys of the states that are weights. files: keys by name of a file."""
+    """Puts everything that was read into one state.
+
+    weights: keys of the states that are weights. files: the key of each file's state, by name of the file.
+    """
     main = models.get(MODEL)
     if main is not None and len(models) == 1 and not states:
         return ModelFile("huggingface", tree_of(main.tensors), main.tensors, main.details, in_order=False)
@@ -159,7 +167,10 @@ def _put_together(
 def _with_carried(
     folder: Path, whole: ModelFile, names: list[str], left_out: dict[str, str], reasons: dict[str, str]
 ) -> ModelFile:
-    """With the bytes of files as further tensors. reasons: why files of ``torch.save`` among them were not read."""
+    """Adds the bytes of files to a state, as further tensors.
+
+    names: of the files. reasons: why files of ``torch.save`` among them were not read.
+    """
     files: dict[str, str] = {}
     notes = []
     missing = {name: why for name, why in left_out.items() if name in names or not (folder / name).is_file()}
@@ -171,7 +182,7 @@ def _with_carried(
             missing[name] = f"{in_bytes(size)}; {reasons.get(name, f'more than {in_bytes(CARRIED_BYTES)}')}"
         else:
             files[name] = _unused(f"files.{name}", {*whole.tensors, *files.values()})
-            notes += [f"{name} is carried along as it is: {reasons[name]}"] if name in reasons else []
+            notes += [f"{name} is stored byte for byte: {reasons[name]}"] if name in reasons else []
     notes = [f"left out: {name} ({why})" for name, why in sorted(missing.items())] + notes
     by_tensor = {tensor: folder / name for name, tensor in files.items()}
 
@@ -190,7 +201,7 @@ def _bytes_of(path: Path) -> Tensor:
 
 
 def _key(name: str, taken: Collection[str]) -> str:
-    """What the state in a file is called: the file's name, without its suffix unless another one is called so."""
+    """Returns the key of a file's state: the file's name without suffix, or with it if the first is taken."""
     stem = Path(name).stem
     return stem if stem not in taken else _unused(name, taken)
 

@@ -15,12 +15,12 @@ Format = Literal["safetensors", "huggingface", "torch", "dcp"]
 class ModelFile:
     """A state as another program has written it.
 
-    tree, tensors: as from ``state.flatten``; tensors may be read when they are asked for, so that a file need not fit
-    into memory. Tensors that the tree does not name are the bytes of files that are carried along. format: of the file.
-    details: what else it takes to write the same file again, as JSON values.
+    tree, tensors: as from ``state.flatten``. Tensors may be read only when they are asked for, so a file need not fit
+    into memory. Tensors that the tree does not name are the bytes of files that are stored byte for byte. format: of
+    the file. details: what else is needed to write the same file again, as JSON values.
 
     weights: names of the tensors that can be weights, None for all. in_order: whether weights are in the order of the
-    model; safetensors sorts them by name. notes: what of a folder is left out, or could not be read.
+    model; safetensors sorts them by name. notes: what of a folder is left out or could not be read.
     """
 
     format: Format

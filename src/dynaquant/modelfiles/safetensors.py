@@ -58,32 +58,32 @@ _TYPES = {
 }
 _METADATA = "__metadata__"
 _INDEX_BYTES = 1 << 30
-"""Of an index, at most: it is read into memory, and has a line for each tensor."""
+"""Most bytes of an index, which is read into memory and has a line for each tensor."""
 _ALIGNMENT = 8
 
 
 def read(path: Path) -> ModelFile:
-    """A file. Raises CheckpointError when it is no sound one."""
+    """Reads a file. Raises CheckpointError if it is damaged."""
     tensors, metadata = _open(path)
     return ModelFile("safetensors", tree_of(tensors), tensors, {"metadata": metadata})
 
 
 @dataclass(frozen=True)
 class Shards:
-    """A model in files of one folder. details: what it takes to write them again, as JSON values."""
+    """A model in files of one folder. details: what is needed to write them again, as JSON values."""
 
     tensors: Mapping[str, Tensor]
     details: dict[str, Any]
 
     @property
     def files(self) -> set[str]:
-        """The names of its files, the index among them."""
+        """The names of its files, including the index."""
         index = self.details["index"]
         return {*self.details["shards"], *([index] if index is not None else [])}
 
 
 def read_indexed(folder: Path, index: str, names: Collection[str]) -> Shards:
-    """The model of an index. names: of the files in the folder. Raises CheckpointError when it is not all there."""
+    """Reads the model of an index. names: of the files in the folder. Raises CheckpointError if a part is missing."""
     content = _read_index(folder / index)
     files = sorted(set(content["weight_map"].values()))
     if missing := [file for file in files if file not in names]:
@@ -95,7 +95,10 @@ def read_indexed(folder: Path, index: str, names: Collection[str]) -> Shards:
 
 
 def read_shards(folder: Path, files: Iterable[str]) -> Shards:
-    """The model in files of a folder. Raises CheckpointError when one is no sound one, or two have the same tensor."""
+    """Reads a model from files of a folder.
+
+    Raises CheckpointError if one is damaged, or if two of them have a tensor of the same name.
+    """
     shards: dict[str, Any] = {}
     parts: dict[str, Mapping[str, Tensor]] = {}
     for file in files:

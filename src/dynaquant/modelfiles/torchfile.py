@@ -23,9 +23,9 @@ from dynaquant.text import in_bytes
 SAFE = (2, 10)
 """The first version of PyTorch whose weights_only keeps what it promises."""
 STARTS = (b"PK\x03\x04", b"\x80")
-"""How the files begin: a zip archive, or a bare pickle."""
+"""The first bytes of these files: a zip archive, or a bare pickle."""
 REPEATED_BYTES = 1 << 30
-"""Of a tensor that repeats its values (``expand``), at most, if it takes more than what is stored of it."""
+"""Most bytes of a tensor that repeats its values (``expand``), if that is more than is stored of it."""
 BROKEN = (
     *(pickle.UnpicklingError, struct.error, EOFError, RuntimeError, OSError, ImportError, MemoryError, BadZipFile),
     *(ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, OverflowError, RecursionError),
@@ -43,7 +43,7 @@ def read(path: Path) -> ModelFile:
 
 
 def load(path: Path) -> dict[Any, Any]:
-    """The dictionary in a file, with its tensors mapped from the file. Raises CheckpointError as ``read`` does."""
+    """Returns the dictionary in a file, with memory-mapped tensors. Raises CheckpointError as ``read`` does."""
     check_version(path)
     try:
         with warnings.catch_warnings():
@@ -57,23 +57,22 @@ def load(path: Path) -> dict[Any, Any]:
 
 
 def flatten_file(path: Path, state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """``state.flatten`` of what was read from a file or folder; errors name it.
+    """Returns ``state.flatten`` of what was read from a file or folder; errors name it.
 
-    Raises CheckpointError for tensors that claim far more memory than what is stored of them, as ones that repeat the
-    same values over and over can.
+    Raises CheckpointError for a tensor that claims far more memory than is stored of it, because it repeats values.
     """
     try:
         tree, tensors = flatten(state)
     except StateError as error:
         raise StateError(f"{path}: {error}") from None
-    except (MemoryError, RuntimeError) as error:  # some views are copied
+    except (MemoryError, RuntimeError) as error:  # ``flatten`` copies some views
         raise CheckpointError(f"{path}: a tensor in it takes more memory than there is ({error})") from None
     for name, tensor in tensors.items():
         size, held = tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()
         if size > max(held, REPEATED_BYTES):
             raise CheckpointError(
-                f"{path}: {name} claims {in_bytes(size)}, of which {in_bytes(held)} are there, repeated; save the "
-                "values that it repeats instead"
+                f"{path}: {name} claims {in_bytes(size)}, but repeats {in_bytes(held)} of stored values; save "
+                "only the values that it repeats"
             )
     return tree, tensors
 

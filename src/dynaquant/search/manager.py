@@ -86,8 +86,8 @@ class ConfigurationManager:
 
     max_degradation: ε, the largest relative loss of quality of one checkpoint; it may be changed at any time.
     fixed: a configuration of the user's, which is not searched for; the metric only takes note of it. group: the ranks
-    that score candidates in parallel; all of them call ``decide``, with the same weights. noise: what is known of that
-    of ``evaluate``, from another manager.
+    that score candidates in parallel; all of them call ``decide``, with the same weights. noise: the noise of
+    ``evaluate`` as another manager knows it.
     """
 
     def __init__(
@@ -140,9 +140,9 @@ class ConfigurationManager:
         what makes them, by their name in the model. fisher: the mean squared gradient of each tensor, as far as known
         and the same on all ranks, for the distortion that judges where there is no ``evaluate``.
 
-        Raises EvaluateError when ``evaluate`` failed on a rank of a distributed training. In a single process such a
-        candidate is not good enough. When ``evaluate`` fails on the weights in training, EvaluateError is raised where
-        it has never worked; else, and where it is not finite, the decision is lossless.
+        Raises EvaluateError if ``evaluate`` fails on a rank of a distributed training. In a single process, a candidate
+        on which it fails is not good enough. If it fails on the weights in training, EvaluateError is raised if it has
+        never worked. Otherwise, and if it is not finite there, the decision is lossless.
         """
         quantizer: Quantizer = weights if isinstance(weights, GridWeights) else self._clustered(weights)
         if self._metric is None:
@@ -153,8 +153,8 @@ class ConfigurationManager:
             return self._choose(quantizer, self._distortion(weights, fisher), limit, 0.0, [])
         try:
             return self._by_metric(self._metric, quantizer, known)
-        except Mixed:  # from here on all ranks score together
-            self._warn("evaluate communicates between ranks, and did not at first: what it scored is scored again")
+        except Mixed:  # from now on all ranks score the same candidate
+            self._warn("evaluate communicates between ranks, but did not at first: all candidates are scored again")
             return self._by_metric(self._metric, quantizer, known)
 
     def _distortion(self, weights: SketchedWeights | GridWeights, fisher: Mapping[str, float]) -> DistortionJudge:
@@ -179,19 +179,19 @@ class ConfigurationManager:
 
     def _without_quality(self, quantizer: Quantizer, allowed: float, reason: str) -> Decision:
         if self._fixed is None:
-            note = f"{reason}: nothing can be judged, the weights are stored exactly"
+            note = f"{reason}: candidates cannot be judged, so the weights are stored exactly"
             self._warn(note)
             return Decision("lossless", None, limit=allowed, notes=[note])
         note = f"{reason}: what this checkpoint costs is unknown"
         return Decision("fixed", self._fixed, quantizer.quantize(self._fixed), notes=[note])
 
     def _warn(self, note: str) -> None:
-        """Says at once what a note in the record might say too late."""
+        """Logs a note at once, as the record comes later."""
         if self._group.rank == 0:
             log.warning(note)
 
     def _choose(self, quantizer: Quantizer, judge: Judge, allowed: float, margin: float, notes: list[str]) -> Decision:
-        """allowed: degradation. margin: how much of it the noise of the metric takes."""
+        """allowed: the degradation. margin: the part of it that the noise of the metric takes."""
         limit = allowed - margin
         progress = Progress(quantizer.weights, self._restored)
         trials = Trials(quantizer, judge, progress, limit, self._group, self._group.communicates())
@@ -208,7 +208,7 @@ class ConfigurationManager:
         notes += [f"evaluate failed on a candidate ({error})" for error in failures]
         if configuration is None:
             notes.append(
-                "nothing is good enough, and the weights are stored exactly, in many times the room: "
+                "no candidate is good enough: weights are stored exactly and the file is many times larger; "
                 + shortfall(trials.done, judge.judged_by, limit, margin)
             )
             self._warn(notes[-1])

@@ -1,4 +1,4 @@
-"""The user's metric in a training: its score of the weights as they are, and what a record must say of it."""
+"""Evaluates the user's metric with the weights in training, and notes in the record what a user must know of it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dynaquant.search.quality import Evaluate, Value, score
 
 @dataclass(frozen=True)
 class Original:
-    """What the metric says of the weights in training.
+    """The metric of the weights in training.
 
-    score: this rank's. margin: how much a degradation that is measured may be too low by. problem: why nothing can be
-    judged, None where it can.
+    score: this rank's. margin: how far noise can make a measured degradation too low. problem: why candidates cannot be
+    judged; None if they can.
     """
 
     score: float
@@ -32,7 +32,7 @@ class Original:
 class UserMetric:
     """``evaluate`` of one training, from save to save.
 
-    noise: what is known of its own, which is added to. group: the ranks; every method but ``judge`` is collective.
+    noise: what is known of its noise; saves add to it. group: the ranks; every method but ``judge`` is collective.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class UserMetric:
         self._worked = False  # whether it has ever returned a number
 
     def original(self) -> Original:
-        """Evaluates the weights in training, as often as its noise asks for.
+        """Evaluates the weights in training, as often as ``noise`` says.
 
-        Raises EvaluateError when ``evaluate`` fails: on any rank of a distributed training, or in a single process
-        before it has ever worked. Errors that end a save (``failures.ended_by``) are raised as they are.
+        Raises EvaluateError if ``evaluate`` fails on any rank of several, or in a single process before it has ever
+        worked. Errors that end a save (``failures.ended_by``) are raised as they are.
         """
 
         def scores() -> list[float]:
@@ -66,32 +66,32 @@ class UserMetric:
         if found is None:
             return Original(math.nan, 0.0, f"evaluate failed ({said(error)})")
         self._worked = True
-        # Where all ranks evaluate together, the number of rank 0 counts.
+        # If the ranks evaluate together, the number of rank 0 counts.
         counted = [own for own, _ in everywhere if own is not None][: 1 if communicates else None]
         if not all(math.isfinite(number) for own in counted for number in own):
             return Original(math.nan, 0.0, "the metric of the weights in training is not finite")
         if not self._noise.learn(counted):
-            return Original(math.nan, 0.0, "the metric is noisy around 0, so that no relative loss can be told")
+            return Original(math.nan, 0.0, "the metric is noisy around 0, so no relative degradation can be measured")
         return Original(mean(found), self._noise.margin)
 
     def notes(self, original: Original, allowed: float) -> list[str]:
-        """What a record must say of the metric. allowed: degradation."""
+        """Returns the notes on the metric for a record. allowed: the degradation."""
         notes = []
         if self._group.communicates():
-            notes.append("evaluate communicates between ranks: all of them score the same candidate at a time")
+            notes.append("evaluate communicates between ranks: all of them score the same candidate together")
         if original.margin > 0:
             left = (
-                f"nothing of the {allowed:.2g} allowed is left; evaluate on more batches"
+                f"that takes all of the {allowed:.2g} allowed; evaluate on more batches"
                 if original.margin >= allowed
                 else f"{allowed - original.margin:.2g} of the {allowed:.2g} allowed are left"
             )
             notes.append(
-                f"the metric is noisy: twice the same weights differ by {original.margin / MARGIN:.2g} (relative, root "
-                f"mean square); {left}"
+                f"the metric is noisy: two evaluations of the same weights differ by {original.margin / MARGIN:.2g} "
+                f"(relative, root mean square); {left}"
             )
         return notes
 
     def judge(self, original: float, known: Mapping[str, Value]) -> MetricJudge:
-        """Judges candidates by it."""
+        """Returns a judge of candidates by this metric."""
         watched = self._group.watched(self._evaluate)
         return MetricJudge(self._model, watched, self._higher_is_better, original, known)

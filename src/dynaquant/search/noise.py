@@ -7,26 +7,26 @@ from collections import deque
 from collections.abc import Sequence
 
 MARGIN = 2.0
-"""How many standard deviations of the noise a degradation must stay below what is allowed."""
+"""A degradation must stay below the limit by this many standard deviations of the noise."""
 FIRST = 5
-"""Evaluations that tell whether a metric repeats itself. Measured, see docs/architecture.md, "A noisy metric"."""
+"""Evaluations at the first save. Why five: docs/architecture.md, "A noisy metric"."""
 AGAIN = 10
-"""A metric that has repeated itself is evaluated twice at one in so many saves, to see whether it still does."""
+"""A metric without noise is evaluated twice at one in this many saves, to find out whether that is still so."""
 REMEMBERED = 8
 
 
 class Noise:
     """The noise of a metric, relative to its value, from all evaluations of the weights in training.
 
-    The first save evaluates them five times. Two are not enough: an accuracy moves in steps of one example, so that two
+    The first save evaluates them five times. Twice is not enough: an accuracy moves in steps of one example, so two
     evaluations often agree by chance. A metric that repeats itself is evaluated twice at every tenth save from then on.
     A noisy one is evaluated twice at every save. Saves that evaluate once say nothing.
     """
 
     def __init__(self) -> None:
-        # Of the last saves that evaluated more than once: squared deviations from the mean, and degrees of freedom.
+        # Of each of the last saves that evaluated more than once: squared deviations from the mean, degrees of freedom.
         self._looks: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
-        self._unseen = 0  # saves since the last of these
+        self._unseen = 0  # saves since then
 
     @property
     def evaluations(self) -> int:
@@ -37,7 +37,7 @@ class Noise:
 
     @property
     def margin(self) -> float:
-        """How much a measured degradation may be too low by. 0 for a metric that repeats itself.
+        """How far noise can make a measured degradation too low. 0 for a metric that repeats itself.
 
         Two standard deviations of the difference of two evaluations.
         """
@@ -45,13 +45,13 @@ class Noise:
         return MARGIN * math.sqrt(2 * sum(squares for squares, _ in self._looks) / freedom) if freedom else 0.0
 
     def look_again(self) -> None:
-        """The next save evaluates at least twice."""
+        """Makes the next save evaluate at least twice."""
         self._unseen = AGAIN
 
     def learn(self, scores: Sequence[Sequence[float]]) -> bool:
-        """Takes note of one save's scores of the weights in training, by rank. The noisiest rank counts.
+        """Adds one save's scores of the weights in training, by rank. The noisiest rank counts.
 
-        False where relative noise cannot be told: a score is not finite, or the mean is 0. Nothing is noted then.
+        Returns False, and adds nothing, if the relative noise is undefined: a score is not finite, or the mean is 0.
         """
         squares = [_squares(own) for own in scores]
         if not all(map(math.isfinite, squares)):
@@ -65,12 +65,12 @@ class Noise:
 
 
 def mean(scores: Sequence[float]) -> float:
-    """The mean; that of equal scores is that score, bit for bit."""
+    """Returns the mean. The mean of equal scores is that score, bit for bit."""
     return scores[0] if len(set(scores)) == 1 else math.fsum(score / len(scores) for score in scores)
 
 
 def _squares(scores: Sequence[float]) -> float:
-    """The sum of the squared deviations from the mean, relative to it; NaN or infinite where that cannot be told."""
+    """Returns the sum of squared deviations, relative to the mean; NaN or infinite if that is undefined."""
     if not all(map(math.isfinite, scores)):
         return math.nan
     if len(set(scores)) == 1:

@@ -83,14 +83,14 @@ def number_to_json(value: float | None) -> float | str | None:
 
 
 class Mixed(Exception):  # noqa: N818
-    """Ranks have communicated while each scored another configuration, so that no score is what it seems."""
+    """Ranks communicated while they scored different configurations, so their scores are mixed up."""
 
 
 class Trials:
     """Scores configurations.
 
-    progress: of the weights since a restore. limit: the degradation that is good enough. together: whether all ranks
-    score the same configuration, as the metric communicates; then the number of rank 0 counts.
+    progress: of the weights since a restore. limit: the largest degradation that is good enough. together: whether all
+    ranks score the same configuration, because the metric communicates; then the number of rank 0 counts.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Trials:
         together: bool,
     ) -> None:
         self.width = 1 if together else group.size
-        """How many configurations are scored in one round."""
+        """Most configurations that are scored in one round."""
         self._quantizer, self._judge, self._progress = quantizer, judge, progress
         self._limit, self._group = limit, group
         self._known: dict[Knobs, tuple[Trial, Quality | None]] = {}
@@ -115,13 +115,14 @@ class Trials:
         return [trial for trial, _ in self._known.values()]
 
     def score(self, configurations: Sequence[Knobs], least_progress: float = 0.0) -> list[float]:
-        """Degradations of at most ``width`` configurations. Collective.
+        """Returns the degradations of at most ``width`` configurations. Collective.
 
-        One that keeps less than ``least_progress`` is infinitely bad, and not evaluated. Where there are more ranks
-        than configurations, several ranks score the same: were one to communicate unexpectedly, none would wait for a
-        rank that does not evaluate.
+        A configuration that keeps less than ``least_progress`` is infinitely bad, and not evaluated. With more ranks
+        than configurations, several ranks score the same one. So if the metric unexpectedly communicates, no rank waits
+        for one that does not evaluate.
 
-        Raises EvaluateError on every rank of several when ``evaluate`` failed on one, and Mixed.
+        Raises EvaluateError on every rank of several if ``evaluate`` failed on one. Raises Mixed if the metric
+        communicated while ranks scored different configurations.
         """
         new = [c for c in dict.fromkeys(configurations) if not self._is_known(c, least_progress)]
         if new:
@@ -178,9 +179,9 @@ def _keeps(trial: Trial, least_progress: float) -> bool:
 
 
 def shortfall(trials: Sequence[Trial], judged_by: JudgedBy, limit: float, margin: float) -> str:
-    """Why none of the trials is good enough, and what would help.
+    """Returns why no trial is good enough, and what would help.
 
-    limit: what was allowed, less margin, which the noise of the metric takes.
+    limit: the degradation that was allowed, less ``margin``, which the noise of the metric takes.
     """
     told = [
         trial.degradation for trial in trials if trial.degradation is not None and not math.isnan(trial.degradation)
@@ -191,8 +192,8 @@ def shortfall(trials: Sequence[Trial], judged_by: JudgedBy, limit: float, margin
         return "evaluate fails, or is not finite, on every candidate"
     if math.isinf(best := min(told)):
         return (
-            "every candidate counts as infinitely worse, as the metric is exactly 0 with the weights in training or "
-            "infinite with those of the candidates; use another metric, as a loss"
+            "every candidate counts as infinitely worse: the metric is exactly 0 in training, or infinite for every "
+            "candidate; use another metric, such as a loss"
         )
     left = f"{limit:.3g} left by its noise" if margin > 0 else f"{limit:.3g} allowed"
     if judged_by != "evaluate":
@@ -202,5 +203,5 @@ def shortfall(trials: Sequence[Trial], judged_by: JudgedBy, limit: float, margin
         )
     return (
         f"the best of {len(told)} tried makes the metric worse by {best:.3g}, beyond the {left}; allow more "
-        "(max_degradation), or use a metric that resolves smaller changes, as a loss on more data"
+        "(max_degradation), or use a metric that resolves smaller changes, such as a loss on more data"
     )
