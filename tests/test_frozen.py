@@ -235,6 +235,28 @@ def test_omitted_parameters_are_not_stored_and_compared_when_restored(tmp_path):
     assert bits(other.state_dict()) == before
 
 
+def test_what_is_omitted_and_changes_is_not_lost_without_a_word(tmp_path):
+    model = adapted_model()
+    with dq.Checkpointer(tmp_path, model, adamw(model), roles={"*.base.*": "omit"}) as ckpt:
+        ckpt.save(1)
+        with torch.no_grad():
+            model[0].base.weight[0, 0] += 1
+        with pytest.raises(StateError, match=r"model\.0\.base\.weight is not stored \(role 'omit'\), and has changed"):
+            ckpt.save(2)
+
+
+def test_adapters_are_loaded_into_a_model_with_the_same_base_only(tmp_path):
+    model, _ = saved_run(tmp_path, roles={"*.base.*": "omit"})
+    same, other = adapted_model(), adapted_model()
+    assert dq.load_into(same, tmp_path) == []
+    assert bits(same[0].a.weight) == bits(dq.load(tmp_path)["model"]["0.a.weight"])
+    assert bits(base_of(same)) == bits(base_of(model))
+    with torch.no_grad():
+        other[2].base.bias[3] += 1
+    with pytest.raises(StateError, match=r"2\.base\.bias is not stored"):
+        dq.load_into(other, tmp_path)
+
+
 def test_an_adapter_only_checkpoint_is_exported_without_its_base(tmp_path):
     saved_run(tmp_path / "run", roles={"*.base.*": "omit"})
     result = CliRunner().invoke(app, ["export", str(tmp_path / "run"), "-o", str(tmp_path / "adapter.safetensors")])

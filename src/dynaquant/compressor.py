@@ -18,6 +18,7 @@ from dynaquant.codebook import Grid
 from dynaquant.coding.stream import Coder, StoredTensor, tensor_hash
 from dynaquant.container import Header
 from dynaquant.distributed import Group
+from dynaquant.errors import StateError
 from dynaquant.external import External, omitted
 from dynaquant.importance import GradientRecorder, moving_average, sum_of_squares
 from dynaquant.masters import masters
@@ -222,7 +223,8 @@ class Compressor:
         seconds: dict[str, float],
     ) -> Compressed:
         """What to store. tensors, label_of: of the whole state, by name. before: hashes of the tensors of the
-        checkpoint before. held: its frozen parameters, which lie in a file of the run. Adds to seconds by stage.
+        checkpoint before. held: its tensors that were omitted, and those that
+        lie in a file of the run. Adds to seconds by stage.
 
         ``saved`` is to be called once it is sure to be written.
         """
@@ -232,11 +234,8 @@ class Compressor:
         hash_of = {n: self.hashes.of(n, tensors[n]) for n in exact_at_rest if n in before}
         # What has changed although it does not train, as an average of weights, may change again.
         frozen = frozenset(n for n in exact_at_rest if hash_of.get(n) == before.get(n))
-        external: dict[str, External] = {n: held[n] for n in frozen if n in held}
-        for name, label in label_of.items():
-            if label.role == "omit":
-                tensor = tensors[name]
-                external[name] = omitted(name, tensor.dtype, tensor.shape, self.hashes.of(name, tensor))
+        external: dict[str, External] = {n: held[n] for n in frozen if n in held and held[n].file is not None}
+        external.update(self._group.together(lambda: self._omitted(tensors, label_of, held)))
         tensors = {name: tensor for name, tensor in tensors.items() if name not in external}
         tensors = {n: t if t.device.type in ("cpu", "cuda") else t.cpu() for n, t in tensors.items()}
         gradients = {name: kept for recorder in self._recorders for name, kept in recorder.average.items()}
@@ -264,6 +263,21 @@ class Compressor:
         labels = {**label_of, **{master: label_of[name] for name, master in master_of.items()}}
         seconds["capture"] += time.perf_counter() - start
         return Compressed(stored, exact, frozen, labels, decision, notes, last)
+
+    def _omitted(
+        self, tensors: Mapping[str, Tensor], label_of: Mapping[str, Label], held: Mapping[str, External]
+    ) -> dict[str, External]:
+        """The tensors that are not to be stored. Raises StateError for one that has changed, as it would be lost."""
+        found = {}
+        for name in (name for name, label in label_of.items() if label.role == "omit"):
+            digest = self.hashes.of(name, tensors[name])
+            if name in held and held[name].file is None and held[name].hash != digest:
+                raise StateError(
+                    f"{name} is not stored (role 'omit'), and has changed since the last checkpoint: a restore could "
+                    f"not bring it back, so nothing was saved; store it, with {name!r}: 'exact' as the last role"
+                )
+            found[name] = omitted(name, tensors[name].dtype, tensors[name].shape, digest)
+        return found
 
     def _stored(
         self,

@@ -162,7 +162,8 @@ class _Open:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
+        # Not when the process ends: the last checkpoint may still be written then, and read back.
+        weakref.finalize(self, os.close, descriptor).atexit = False
 
 
 def _read_at(descriptor: int, offset: int, size: int) -> bytes:

@@ -77,7 +77,8 @@ class Files:
         self._decodes: dict[str, bool] = {}  # by identity
 
     def held(self, tensors: Mapping[str, StoredTensor]) -> dict[str, External]:
-        """Those of the tensors whose values lie in files that are there and not known to be damaged."""
+        """Those of the tensors that were omitted, or whose values lie in files that are there and not known to be
+        damaged."""
         files = {name: stored for name, stored in tensors.items() if isinstance(stored, External)}
         there: set[str] = set()
         for identity in {stored.file for stored in files.values() if stored.file is not None}:
@@ -85,7 +86,7 @@ class Files:
                 with suppress(CheckpointError):
                     CheckpointFile(self._folder / file_name(identity))
                     there.add(identity)
-        return {name: stored for name, stored in files.items() if stored.file in there}
+        return {name: stored for name, stored in files.items() if stored.file is None or stored.file in there}
 
     def wrote(self, holder: CheckpointFile) -> None:
         """Takes note of a file that was just written and read back."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaquant.chain import load_all, noticing_moves, until_settled
-from dynaquant.coding.stream import values_of
+from dynaquant.coding.stream import tensor_hash, values_of
 from dynaquant.container import CheckpointFile
 from dynaquant.decoding import Tensors, load_tensor
 from dynaquant.errors import CheckpointError, MovedOnError, StateError
@@ -232,7 +232,7 @@ def load_into(
 
 def _put(stored: Stored, own: Mapping[str, Any], strict: bool) -> list[str]:
     names, shapes = stored.state_dict, stored.shapes
-    wrong = {name: f"{name} is not in it" for name in own if name not in names}
+    wrong = {name: what for name in own if name not in names and (what := _missing(stored, name, own[name]))}
     wrong |= {name: f"{name} is in it, and the model has no such tensor" for name in names if name not in own}
     for name in own.keys() & names.keys():
         if not isinstance(own[name], Tensor):
@@ -244,7 +244,7 @@ def _put(stored: Stored, own: Mapping[str, Any], strict: bool) -> list[str]:
         elif own[name].shape != (shape := shapes[names[name]].shape):
             wrong[name] = f"{name} is {list(shape)} in it and {list(own[name].shape)} in the model"
     problems = sorted(wrong.values())
-    own = {name: target for name, target in own.items() if name not in wrong}
+    own = {name: target for name, target in own.items() if name in names and name not in wrong}
     if problems and (strict or not own):
         shown = "\n  ".join(problems[:10] + ([f"… and {len(problems) - 10} more"] if problems[10:] else []))
         raise StateError(f"{stored.file.path} does not fit the model:\n  {shown}\nNothing was changed.")
@@ -262,6 +262,16 @@ def _put(stored: Stored, own: Mapping[str, Any], strict: bool) -> list[str]:
         error.add_note(f"{changed} tensors before it have been put into the model")
         raise
     return problems
+
+
+def _missing(stored: Stored, name: str, own: Any) -> str | None:
+    """What is wrong with a model's tensor of which no values are stored; None where the hash says it is the same."""
+    entry = stored.file.header.by_name.get(f"model.{name}")
+    if entry is None or not entry.omitted:
+        return f"{name} is not in it"
+    if isinstance(own, Tensor) and not own.is_meta and tensor_hash(own) == entry.hash:
+        return None
+    return f"{name} is not stored (role 'omit'), and the model has other values; load the same base first"
 
 
 def _state_dict_of(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from dynaquant.cli.output import AsJson, RunFolder, Step
 from dynaquant.coding.stream import StoredTensor
 from dynaquant.container import CheckpointFile, opened
 from dynaquant.decoding import load_tensor
+from dynaquant.frozen import PREFIX
 from dynaquant.inspection import Change, TensorInfo, changes, disk_use, level_counts, tensors_of
+from dynaquant.listing import paths
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.knobs import in_short
 from dynaquant.quantized import QuantizedTensor
@@ -62,6 +64,8 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
     for path in run.exact_paths():
         if (copy := opened(path)) is not None:
             output.print_(f"beside them {path.name}, a checkpoint as it was: {in_bytes(copy.size)}")
+    for path in paths(run.folder, PREFIX):
+        output.print_(f"beside them {path.name}, frozen parameters: {in_bytes(path.stat().st_size)}")
 
 
 def show(
