@@ -489,7 +489,7 @@ def test_running_out_of_memory_is_no_verdict_on_a_candidate(tmp_path, error, at)
         with pytest.raises(type(error), match=re.escape(str(error))) as caught:
             ckpt.save(1)
         assert caught.value is error
-        assert "while it called evaluate; nothing was saved" in caught.value.__notes__[-1]
+        assert "while dynaquant called evaluate; nothing was saved" in caught.value.__notes__[-1]
         assert (state(), sorted(tmp_path.iterdir())) == (before, files)
         assert ckpt.save(1).result().search == "scale"  # it was a moment's shortage
 
