@@ -17,6 +17,7 @@ if path := os.environ.get("DYNAQUANT_NATIVE"):
     spec.loader.exec_module(sys.modules["dynaquant._native"])
 
 import torch
+import torch.distributed as dist
 
 settings.register_profile("tests", deadline=None, derandomize=True)  # machines are shared and noisy
 settings.load_profile("tests")
@@ -25,3 +26,12 @@ settings.load_profile("tests")
 @pytest.fixture(autouse=True)
 def _same_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def process_group(tmp_path_factory):
+    """A group of one process, which is enough for DistributedDataParallel and to shard."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -10,16 +10,10 @@ from training import model_of, train
 
 import dynaquant as dq
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what shards warns of much, e.g. of running on a CPU
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group(tmp_path_factory):
-    """A group of one, which is enough to shard."""
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = [
+    pytest.mark.usefixtures("process_group"),
+    pytest.mark.filterwarnings("ignore"),  # what shards warns of much, e.g. of running on a CPU
+]
 
 
 def refused(folder, *objects, **options) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
@@ -153,16 +154,22 @@ def held(folder) -> bool:
         return True
 
 
-def test_an_interrupted_close_lets_go_of_the_run_when_the_write_is_done_and_not_before(tmp_path):
-    training, writing, go_on = Training(), threading.Event(), threading.Event()
+def while_it_writes(training, folder) -> tuple[dq.Checkpointer, Future, threading.Event]:
+    """A checkpointer whose first save is being written, until the event is set."""
+    writing, go_on = threading.Event(), threading.Event()
 
     def log_to(_) -> None:
         writing.set()
         go_on.wait()
 
-    ckpt = training.checkpointer(tmp_path, log_to=log_to)
+    ckpt = training.checkpointer(folder, log_to=log_to)
     saving = ckpt.save(1)
     writing.wait()
+    return ckpt, saving, go_on
+
+
+def test_an_interrupted_close_lets_go_of_the_run_when_the_write_is_done_and_not_before(tmp_path):
+    ckpt, saving, go_on = while_it_writes(Training(), tmp_path)
     for _ in range(2):
         timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
@@ -267,15 +274,8 @@ def in_fork(action) -> str:
 
 @pytest.mark.parametrize("busy", [False, True], ids=["at rest", "while writing"])
 def test_a_forked_child_is_told_whose_checkpointer_it_is_and_nothing_hangs(tmp_path, busy):
-    training, writing, go_on = Training(), threading.Event(), threading.Event()
-
-    def log_to(_) -> None:
-        writing.set()
-        go_on.wait()
-
-    ckpt = training.checkpointer(tmp_path, log_to=log_to)
-    saving = ckpt.save(1)
-    writing.wait()
+    training = Training()
+    ckpt, saving, go_on = while_it_writes(training, tmp_path)
     calls = [ckpt.wait, ckpt.records, ckpt.restore, lambda: ckpt.save(2)]
     if busy:
         calls.append(saving.result)

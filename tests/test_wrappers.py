@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -20,7 +19,10 @@ import dynaquant as dq
 from dynaquant import names
 from dynaquant.search.quality import score
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of dynamo
+pytestmark = [
+    pytest.mark.usefixtures("process_group"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # of dynamo
+]
 
 
 def compiled(module: nn.Module) -> nn.Module:
@@ -49,15 +51,6 @@ WRAPPERS = {
     "layers": with_wrapped_layers,
     "DDP layers": lambda m: DistributedDataParallel(with_wrapped_layers(m)),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group(tmp_path_factory):
-    """For DistributedDataParallel: a group of one."""
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def training(wrap, seed=0) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:

@@ -223,8 +223,7 @@ class Compressor:
         seconds: dict[str, float],
     ) -> Compressed:
         """What to store. tensors, label_of: of the whole state, by name. before: hashes of the tensors of the
-        checkpoint before. held: its tensors that were omitted, and those that
-        lie in a file of the run. Adds to seconds by stage.
+        checkpoint before. held: its tensors that were omitted or lie in a file of the run. Adds to seconds by stage.
 
         ``saved`` is to be called once it is sure to be written.
         """
