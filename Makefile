@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-NATIVE_TESTS := tests/test_native.py tests/test_native_exact.py tests/test_native_conditional.py \
-  tests/test_native_threads.py tests/test_kernels.py
+NATIVE_TESTS := tests/kernels/test_native.py tests/kernels/test_native_lossless.py tests/kernels/test_native_conditional.py \
+  tests/kernels/test_native_threads.py tests/kernels/test_kernels.py
 
 .PHONY: demo test lint sanitize native-variants has-clang no-clang benchmark-setup bench clean
 
@@ -41,7 +41,7 @@ native-variants: native-debug native-lto $(if $(HAS_CLANG),native-clang,no-clang
 
 native-%: .venv/ready  # the native tests and those of the format, which read the golden files, with a build of its own
 	$(call build-native,$*,$(options-$*))
-	DYNAQUANT_NATIVE=$$(echo build/$*/_native*.so) $(BIN)/pytest -n 2 $(NATIVE_TESTS) tests/test_format.py
+	DYNAQUANT_NATIVE=$$(echo build/$*/_native*.so) $(BIN)/pytest -n 2 $(NATIVE_TESTS) tests/store/test_format.py
 
 has-clang:  # whether clang++ and libc++ are there
 	@echo $(HAS_CLANG)

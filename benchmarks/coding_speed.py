@@ -46,10 +46,10 @@ from workloads import gpt_snapshots, new_gpt
 from zipnn import ZipNN
 
 from dynaquant.coding import conditional, rearrange
-from dynaquant.quantize.checkpoint import quantize_weights, sketch_weights
+from dynaquant.quantize.clustered_weights import quantize_weights, sketch_weights
 from dynaquant.quantize.partition import Configuration
-from dynaquant.quantized import QuantizedTensor
-from dynaquant.roles import Label
+from dynaquant.state.roles import Label
+from dynaquant.tensors.stored import QuantizedTensor
 
 REPEATS, ENOUGH = 7, 2.0
 """Turns of every method; one that has taken ENOUGH seconds gets no further turn."""

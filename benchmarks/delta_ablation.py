@@ -25,13 +25,16 @@ from rich.progress import track
 from torch import nn
 from workloads import gpt_validation, new_gpt, shakespeare, snapshots
 
-from dynaquant.coding import conditional, rearrange, stream
-from dynaquant.entry import Entry
-from dynaquant.quantize.checkpoint import quantize_weights, sketch_weights
+from dynaquant.coding import conditional, rearrange
+from dynaquant.coding.decoder import decode
+from dynaquant.coding.encoder import encode
+from dynaquant.quantize.clustered_weights import quantize_weights, sketch_weights
 from dynaquant.quantize.partition import Configuration
-from dynaquant.quantized import Levels, QuantizedTensor, dequantize
-from dynaquant.roles import Label, labels
 from dynaquant.search.quality import score
+from dynaquant.state.roles import Label, labels
+from dynaquant.store.entry import Entry
+from dynaquant.tensors.dequantize import dequantize, values_of
+from dynaquant.tensors.stored import Levels, QuantizedTensor
 
 CODINGS: dict[str, tuple[rearrange.Arrangement, bool]] = {
     "Huffman": ("alone", False),
@@ -101,9 +104,9 @@ def coded_sizes(tensor: QuantizedTensor, before: QuantizedTensor | None) -> dict
 
 def stored_size(name: str, tensor: QuantizedTensor, parent: QuantizedTensor | None) -> int:
     """Bytes of a tensor in a checkpoint file, decoded to see that they hold its values."""
-    coding, coded = stream.encode(tensor, parent, "rearranged")
-    entry = Entry(name, Label("weight"), tensor.dtype, tensor.shape, "", len(coded), coding)
-    restored = stream.values_of(stream.decode(entry, coded, parent))
+    scheme, coded = encode(tensor, parent, "rearranged")
+    entry = Entry(name, Label("weight"), tensor.dtype, tensor.shape, "", len(coded), scheme)
+    restored = values_of(decode(entry.scheme, entry.dtype, entry.shape, coded, parent))
     assert torch.equal(restored, dequantize(tensor)), f"{name} does not decode"
     return len(coded)
 
@@ -139,8 +142,8 @@ def checkpoints(
         for name, tensor in quantized.items():
             levels = tensor.parent_levels
             parent = parents[name].parent_levels if parents else None
-            for coding, size in coded_sizes(tensor, parents.get(name)).items():
-                coded[coding] = coded.get(coding, 0) + size
+            for scheme, size in coded_sizes(tensor, parents.get(name)).items():
+                coded[scheme] = coded.get(scheme, 0) + size
             whole = stored_size(name, tensor, parents.get(name))
             side += whole - len(rearrange.encode(levels, parent)[1])
             stored += whole

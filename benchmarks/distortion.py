@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.progress import track
 
 from dynaquant.demo.workloads import WORKLOADS
-from dynaquant.importance import GradientRecorder
-from dynaquant.quantize.checkpoint import quantize_weights, sketch_weights
+from dynaquant.quantize.clustered_weights import quantize_weights, sketch_weights
 from dynaquant.quantize.partition import Configuration
-from dynaquant.roles import labels
 from dynaquant.search.distortion import distortion, mean_squared_gradients
 from dynaquant.search.judge import DISTORTION_SCALE, MetricJudge
 from dynaquant.search.quality import score
+from dynaquant.state.roles import labels
+from dynaquant.training.gradients import GradientRecorder
 
 STEPS, AT = 400, (50, 100, 200, 400)
 BINS, PRUNED = (4, 8, 16, 32, 64), (0.0, 0.3)

@@ -20,10 +20,9 @@ from options import RESULTS
 from results import Table, show
 
 from dynaquant.coding import conditional
-from dynaquant.coding.stream import StoredTensor
-from dynaquant.codings import Coding, Conditional, Product, Units
-from dynaquant.quantized import QuantizedTensor, RankOne, Scaled
-from dynaquant.run import Run
+from dynaquant.coding.schemes import Conditional, Product, Scheme, Units
+from dynaquant.store.run import Run
+from dynaquant.tensors.stored import QuantizedTensor, RankOne, Scaled, StoredTensor
 
 LARGE = 65_536
 """Values of a tensor whose tables hardly count."""
@@ -42,14 +41,14 @@ class Row:
     entropy: float
 
 
-def parts(coding: Coding, stored: StoredTensor) -> Iterator[tuple[Conditional, QuantizedTensor]]:
+def parts(scheme: Scheme, stored: StoredTensor) -> Iterator[tuple[Conditional, QuantizedTensor]]:
     """The levels of a tensor that are conditionally coded: its own, those of its rows and columns, or of its units."""
-    if isinstance(coding, Conditional) and isinstance(stored, QuantizedTensor):
-        yield coding, stored
-    elif isinstance(coding, Product) and isinstance(stored, RankOne):
-        yield from ((coding.rows, stored.rows), (coding.columns, stored.columns))
-    elif isinstance(coding, Units) and isinstance(stored, Scaled):
-        yield coding.units, stored.units
+    if isinstance(scheme, Conditional) and isinstance(stored, QuantizedTensor):
+        yield scheme, stored
+    elif isinstance(scheme, Product) and isinstance(stored, RankOne):
+        yield from ((scheme.rows, stored.rows), (scheme.columns, stored.columns))
+    elif isinstance(scheme, Units) and isinstance(stored, Scaled):
+        yield scheme.units, stored.units
 
 
 def levels_of(stored: StoredTensor | None) -> list[QuantizedTensor]:
@@ -81,8 +80,8 @@ def measure(folder: Path) -> list[Row]:
         checkpoints = "keyframes" if summary.parent is None else "deltas"
         for entry in file.header.entries:
             parents = levels_of(before.get(entry.name))
-            for i, (coding, quantized) in enumerate(parts(entry.coding, tensors[entry.name])):
-                parent = parents[i] if coding.needs_parent else None
+            for i, (scheme, quantized) in enumerate(parts(entry.scheme, tensors[entry.name])):
+                parent = parents[i] if scheme.needs_parent else None
                 kind = entry.label.role.replace("_", " ") + (
                     "s" if quantized.levels.size >= LARGE else "s, small tensors"
                 )

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import track
 from zipnn import ZipNN
 
-from dynaquant.coding import exact
+from dynaquant.coding import lossless
 
 REPEATS, ENOUGH = 7, 2.0
 """Turns of every method on a pair of checkpoints; one that has taken ENOUGH seconds gets no further turn."""
@@ -163,13 +163,13 @@ def methods(cores: int) -> list[Method]:
     return [
         Method(
             "dynaquant, given the parent",
-            lambda t: exact.encode(t.data, t.dtype.itemsize, t.parent),
-            lambda stream, t: exact.decode(stream, t.data.size, t.dtype.itemsize, t.parent),
+            lambda t: lossless.encode(t.data, t.dtype.itemsize, t.parent),
+            lambda stream, t: lossless.decode(stream, t.data.size, t.dtype.itemsize, t.parent),
         ),
         Method(
             "dynaquant, alone",
-            lambda t: exact.encode(t.data, t.dtype.itemsize, None),
-            lambda stream, t: exact.decode(stream, t.data.size, t.dtype.itemsize, None),
+            lambda t: lossless.encode(t.data, t.dtype.itemsize, None),
+            lambda stream, t: lossless.decode(stream, t.data.size, t.dtype.itemsize, None),
         ),
         zipnn_method(cores),
         pcodec_method(),

@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 import dynaquant as dq
-from dynaquant.packing import Packer, compress
+from dynaquant.interop.packing import Packer, compress
 
 WEIGHTS = Path(get_model_path()) / "model.safetensors"
 BATCH, CALIBRATION, TEST = 32, 16, 200

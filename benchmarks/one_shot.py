@@ -34,18 +34,19 @@ from rich.progress import track
 from torch import Tensor
 from workloads import WORKLOADS, Workload, key_of, snapshots
 
-from dynaquant.coding import stream
-from dynaquant.coding.stream import Coder, tensor_hash
-from dynaquant.quantize.checkpoint import SketchedWeights, quantize_weights, sketch_weights
+from dynaquant.coding.encoder import Coder, encode
+from dynaquant.quantize.clustered_weights import SketchedWeights, quantize_weights, sketch_weights
 from dynaquant.quantize.grid import GridConfiguration, grid_weights
 from dynaquant.quantize.partition import Configuration
-from dynaquant.quantized import MAX_BINS, QuantizedTensor, dequantize
-from dynaquant.roles import labels
 from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.search.judge import DISTORTION_SCALE
 from dynaquant.search.manager import LEAST_DISTORTION, MOST_DISTORTION
 from dynaquant.search.quality import degradation, score
-from dynaquant.search.scale import scale_search
+from dynaquant.search.scale_search import scale_search
+from dynaquant.state.roles import labels
+from dynaquant.tensors.dequantize import dequantize
+from dynaquant.tensors.hashing import tensor_hash
+from dynaquant.tensors.stored import MAX_BINS, QuantizedTensor
 
 LIMITS = (0.05, 0.01, 0.001)
 BINS = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -157,7 +158,7 @@ def _candidate(bins: float, snapshot: Snapshot, quantized: dict[str, QuantizedTe
 
     def size() -> int:
         rest = {name: tensor for name, tensor in snapshot.weights.items() if name not in values}
-        return len(exact(rest)) + sum(len(stream.encode(tensor, None, coder)[1]) for tensor in quantized.values())
+        return len(exact(rest)) + sum(len(encode(tensor, None, coder)[1]) for tensor in quantized.values())
 
     return Candidate(bins, values, size)
 

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import track
 
 import dynaquant as dq
-from dynaquant.packing import KEYFRAME_EVERY, Packer, pack
-from dynaquant.run import Run
+from dynaquant.interop.packing import KEYFRAME_EVERY, Packer, pack
+from dynaquant.store.run import Run
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ import torch
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.run import Run
-from dynaquant.state import flatten
+from dynaquant.state.tree import flatten
+from dynaquant.store.run import Run
 
 KEEP_LAST = 3
 HANGS_AFTER = 60.0
@@ -158,7 +158,7 @@ class Ledger:
         if summaries and summaries[-1].step != newest.step:
             yield f"the newest is step {summaries[-1].step}, not {newest.step}"
         try:
-            copy = run.exact(run.file(newest.step)) if newest.step in there else None
+            copy = run.lossless_copy(run.file(newest.step)) if newest.step in there else None
             if copy is None:
                 yield f"the lossless copy of step {newest.step} is lost"
             else:

@@ -43,8 +43,8 @@ from torch.nn import functional as F
 from workloads import key_of
 
 import dynaquant as dq
-from dynaquant.coding.stream import tensor_hash
-from dynaquant.packing import Packer, compress
+from dynaquant.interop.packing import Packer, compress
+from dynaquant.tensors.hashing import tensor_hash
 
 LIMIT = 0.01
 SPEAKERS, TRAINING = 8, 888

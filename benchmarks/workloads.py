@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from dynaquant import LossOn
 from dynaquant.demo.models import GPT
-from dynaquant.importance import GradientRecorder
+from dynaquant.training.gradients import GradientRecorder
 
 Evaluate = Callable[[nn.Module], float]
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from training import bits
 
 import dynaquant as dq
-from dynaquant.container import FORMAT_VERSION
-from dynaquant.run import Run
+from dynaquant.store.container import FORMAT_VERSION
+from dynaquant.store.run import Run
 
 FIXED = dq.Configuration()
 EITHER_QUANTIZER = pytest.mark.parametrize("fixed", [FIXED, dq.GridConfiguration(scale=-40)], ids=["kmeans", "grid"])

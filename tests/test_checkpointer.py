@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from training import bits, model_of, named_state, train
 
 import dynaquant as dq
-from dynaquant import verifying
-from dynaquant.container import CheckpointFile
-from dynaquant.record import record_of
-from dynaquant.run import Run
+from dynaquant.save.record import record_of
 from dynaquant.search.quality import Quality
-from dynaquant.sources import collect
-from dynaquant.state import flatten
+from dynaquant.state.tree import flatten
+from dynaquant.store import verifying
+from dynaquant.store.container import CheckpointFile
+from dynaquant.store.run import Run
+from dynaquant.training.objects import collect
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

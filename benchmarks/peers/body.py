@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant.coding import rearrange
-from dynaquant.quantized import Levels
-from dynaquant.state import dtype_name
+from dynaquant.tensors.dtypes import dtype_name
+from dynaquant.tensors.stored import Levels
 
 _LENGTH = 8
 """Bytes of the header's length."""

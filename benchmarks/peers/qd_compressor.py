@@ -36,7 +36,7 @@ from torch import Tensor
 
 from dynaquant.coding.rearrange import Arrangement, encode_as
 from dynaquant.coding.rearrange import decode as decode_levels
-from dynaquant.quantized import Levels
+from dynaquant.tensors.stored import Levels
 
 HISTOGRAM = 256
 """Bins of the histogram that a layer's entropy is taken of."""

@@ -4,10 +4,10 @@ from importlib.metadata import version
 
 from dynaquant.checkpointer import Checkpointer
 from dynaquant.errors import CheckpointError, DynaquantError, EvaluateError, StateError
-from dynaquant.loading import load, load_into
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.partition import Configuration
-from dynaquant.record import Record
+from dynaquant.restore.load import load, load_into
+from dynaquant.save.record import Record
 from dynaquant.search.quality import LossOn
 
 __all__ = [

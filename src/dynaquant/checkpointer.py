@@ -17,27 +17,27 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dynaquant import sources as state_sources
-from dynaquant import supported
-from dynaquant.compressor import Compressed, Compressor, Loss
-from dynaquant.container import is_step
-from dynaquant.distributed import Group
-from dynaquant.encoding import Base, Checkpoint
 from dynaquant.errors import CheckpointError
-from dynaquant.live import LogTo, logger_of
-from dynaquant.presets import QualityName
 from dynaquant.quantize.knobs import Knobs, Method
-from dynaquant.record import Record, json_of, record_of, record_without_file
-from dynaquant.restoring import Restorer
-from dynaquant.retention import Retention, can_be_parent, make_way, prune
-from dynaquant.roles import Label, labels
-from dynaquant.run import Run
-from dynaquant.schedule import Every, Schedule
+from dynaquant.restore.restorer import Restorer
+from dynaquant.save.background import BackgroundWriter, check_process
+from dynaquant.save.compressor import Allowance, Compressed, Compressor
+from dynaquant.save.log_to import LogTo, logger_of
+from dynaquant.save.presets import QualityName
+from dynaquant.save.record import Record, json_of, record_of, record_without_file
+from dynaquant.save.schedule import Every, Schedule
+from dynaquant.save.turn import Turn
 from dynaquant.search.quality import Evaluate, of_several
-from dynaquant.state import flatten, without
-from dynaquant.turn import Turn
-from dynaquant.untouched import Untouched
-from dynaquant.writer import BackgroundWriter, check_process
+from dynaquant.state.roles import Label, labels
+from dynaquant.state.tree import flatten, without
+from dynaquant.store.container import is_step
+from dynaquant.store.retention import Retention, can_be_parent, make_way, prune
+from dynaquant.store.run import Run
+from dynaquant.store.writing import Base, Checkpoint
+from dynaquant.training import objects as state_sources
+from dynaquant.training import supported
+from dynaquant.training.ranks import Group
+from dynaquant.training.snapshot import Snapshot
 
 log = logging.getLogger("dynaquant")
 T = TypeVar("T")
@@ -120,7 +120,7 @@ class Checkpointer:
     ) -> None:
         if keyframe_every < 1:
             raise ValueError(f"keyframe_every must be at least 1, not {keyframe_every}")
-        loss = Loss(quality, method, max_degradation, configuration)
+        loss = Allowance(quality, method, max_degradation, configuration)
         if exact not in (None, "latest"):
             raise ValueError(f'exact must be "latest" or None, not {exact!r}; for all, quality="lossless"')
         if evaluate is not None and not callable(evaluate):
@@ -232,7 +232,9 @@ class Checkpointer:
         header = loaded.file.header
         self._base = Base.loaded(header, loaded.tensors)
         self._has_line = True
-        self._compressor.resume(header, {n: t for n, t in loaded.tensors.items() if n in loaded.taken}, loaded.exact)
+        self._compressor.resume(
+            header, {n: t for n, t in loaded.tensors.items() if n in loaded.taken}, loaded.from_lossless_copy
+        )
         self._schedule.begin(header.step, header.record.get("interval"))
         self._compressor.expect(self._schedule.interval)
         return loaded.step
@@ -282,7 +284,7 @@ class Checkpointer:
                 compressed.labels,
                 record,
                 coder=self._compressor.coder,
-                exact=compressed.exact,
+                lossless_copy=compressed.lossless_copy,
                 frozen=compressed.frozen,
             )
             saving = self._writer.hand_over(partial(self._write, checkpoint, decision.predicted))
@@ -313,7 +315,7 @@ class Checkpointer:
         hashes = {} if self._base is None else self._base.hashes
         held = {} if self._base is None else self._run.frozen.held(self._base.tensors)
         seconds.update(capture=time.perf_counter() - start, search=0.0)
-        before = Untouched(state_sources.models_of(self._sources), self._sources)
+        before = Snapshot(state_sources.models_of(self._sources), self._sources)
         try:
             compressed = self._compressor.compress(tensors, label_of, hashes, held, seconds)
             self._group.together(self._turn.check)

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import dynaquant as dq
-from dynaquant import run
 from dynaquant.quantize.grid import GridConfiguration
+from dynaquant.store import run
 
 STEPS = range(10, 121, 10)
 

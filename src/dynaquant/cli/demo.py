@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from dynaquant.presets import BALANCED
+from dynaquant.save.presets import BALANCED
 
 
 def demo(

@@ -14,20 +14,20 @@ import typer
 
 from dynaquant.cli import output
 from dynaquant.cli.output import AsJson
-from dynaquant.container import CheckpointFile
 from dynaquant.errors import CheckpointError
-from dynaquant.export import Target, target_for
-from dynaquant.export import export as export_checkpoint
-from dynaquant.files import is_file_name
-from dynaquant.listing import SUFFIX
-from dynaquant.loading import Stored
-from dynaquant.packing import Packer, step_of
-from dynaquant.packing import compress as compress_file
-from dynaquant.packing import pack as pack_files
-from dynaquant.presets import QualityName
-from dynaquant.record import Record, Size, record_of
-from dynaquant.run import Run
-from dynaquant.text import in_bytes, plural
+from dynaquant.formatting import in_bytes, plural
+from dynaquant.interop.export import Target, target_for
+from dynaquant.interop.export import export as export_checkpoint
+from dynaquant.interop.packing import Packer, step_of
+from dynaquant.interop.packing import compress as compress_file
+from dynaquant.interop.packing import pack as pack_files
+from dynaquant.restore.load import Stored
+from dynaquant.save.presets import QualityName
+from dynaquant.save.record import Record, Size, record_of
+from dynaquant.store.container import CheckpointFile
+from dynaquant.store.files import is_file_name
+from dynaquant.store.listing import SUFFIX
+from dynaquant.store.run import Run
 
 Quality = Annotated[str, typer.Option(help=f"One of {', '.join(get_args(QualityName))}.")]
 MaxDegradation = Annotated[

@@ -16,14 +16,14 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from dynaquant.container import CheckpointFile
 from dynaquant.errors import CheckpointError
-from dynaquant.files import kind_of
-from dynaquant.loading import Stored
-from dynaquant.record import Size
-from dynaquant.run import Run
-from dynaquant.tags import file_of
-from dynaquant.text import in_bytes
+from dynaquant.formatting import in_bytes
+from dynaquant.restore.load import Stored
+from dynaquant.save.record import Size
+from dynaquant.store.container import CheckpointFile
+from dynaquant.store.files import kind_of
+from dynaquant.store.run import Run
+from dynaquant.store.tags import file_of
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of checkpoints.", show_default=False)]
 Step = Annotated[

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from dynaquant.chain import until_settled
 from dynaquant.cli import output
 from dynaquant.cli.output import AsJson, RunFolder
-from dynaquant.files import replacing
-from dynaquant.report.numbers import S3_STANDARD, Numbers, numbers_of
-from dynaquant.text import in_bytes, plural
+from dynaquant.formatting import in_bytes, plural
+from dynaquant.report.statistics import S3_STANDARD, Numbers, numbers_of
+from dynaquant.store.chain import until_settled
+from dynaquant.store.files import replacing
 
 
 def report(

@@ -9,23 +9,22 @@ from typing import Annotated
 
 import typer
 
-from dynaquant.chain import noticing_moves, until_settled
 from dynaquant.cli import output
 from dynaquant.cli.output import AsJson, RunFolder, Step
-from dynaquant.coding.stream import StoredTensor
-from dynaquant.container import CheckpointFile, opened
-from dynaquant.decoding import load_tensor
-from dynaquant.frozen import PREFIX
-from dynaquant.inspection import Change, TensorInfo, changes, disk_use, level_counts, tensors_of
-from dynaquant.listing import paths
+from dynaquant.formatting import in_bytes
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.knobs import in_short
-from dynaquant.quantized import QuantizedTensor
-from dynaquant.record import Record, Size, record_of
-from dynaquant.run import Run
-from dynaquant.tags import tags_of
-from dynaquant.text import in_bytes
-from dynaquant.verifying import damage_of_file, verify_run
+from dynaquant.report.inspection import Change, TensorInfo, changes, disk_use, level_counts, tensors_of
+from dynaquant.save.record import Record, Size, record_of
+from dynaquant.store.chain import noticing_moves, until_settled
+from dynaquant.store.container import CheckpointFile, opened
+from dynaquant.store.frozen import PREFIX
+from dynaquant.store.listing import paths
+from dynaquant.store.reading import load_tensor
+from dynaquant.store.run import Run
+from dynaquant.store.tags import tags_of
+from dynaquant.store.verifying import damage_of_file, verify_run
+from dynaquant.tensors.stored import QuantizedTensor, StoredTensor
 
 
 def log(folder: RunFolder, as_json: AsJson = False) -> None:
@@ -61,7 +60,7 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
     output.print_(
         f"{len(records)} checkpoints, {output.smaller(whole)}; their weights {_smaller(weights)} ({weights.ratio:.1f}×)"
     )
-    for path in run.exact_paths():
+    for path in run.lossless_copy_paths():
         if (copy := opened(path)) is not None:
             output.print_(f"beside them {path.name}, a checkpoint as it was: {in_bytes(copy.size)}")
     for path in paths(run.folder, PREFIX):
@@ -114,7 +113,7 @@ def show(
             info.name,
             info.dtype,
             _shape(info),
-            info.coding,
+            info.scheme,
             str(info.bins) if info.bins is not None else "–",
             in_bytes(info.size.stored),
             _ratio(info.size),
@@ -169,9 +168,9 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
         levels = [{"level": found.level, "value": found.value, "count": found.count} for found in counts]
         output.print_json({**info.to_json(), "levels": levels})
         return
-    output.print_(f"{name}: {info.dtype}, {_shape(info)}, {info.coding}, {info.bits:.3f} bits per value")
+    output.print_(f"{name}: {info.dtype}, {_shape(info)}, {info.scheme}, {info.bits:.3f} bits per value")
     if not isinstance(stored, QuantizedTensor):
-        where = "not in this file" if info.coding in ("frozen", "omitted") else "exact"
+        where = "not in this file" if info.scheme in ("frozen", "omitted") else "exact"
         output.print_(f"its values are {where}; there is no codebook")
         return
     table = output.table("level", "value", "count", "share", "")

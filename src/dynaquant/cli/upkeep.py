@@ -9,16 +9,16 @@ from typing import Annotated
 
 import typer
 
-from dynaquant.chain import until_settled
 from dynaquant.cli import output
 from dynaquant.cli.output import AsJson, RunFolder, Step
-from dynaquant.recoding import branch as branch_run
-from dynaquant.recoding import compact as compact_run
-from dynaquant.retention import Retention, damaged_among_kept, superfluous
-from dynaquant.retention import prune as prune_run
-from dynaquant.run import Run
-from dynaquant.tags import remove_tag, set_tag, tags_of
-from dynaquant.text import in_bytes
+from dynaquant.formatting import in_bytes
+from dynaquant.store.chain import until_settled
+from dynaquant.store.recoding import branch as branch_run
+from dynaquant.store.recoding import compact as compact_run
+from dynaquant.store.retention import Retention, damaged_among_kept, superfluous
+from dynaquant.store.retention import prune as prune_run
+from dynaquant.store.run import Run
+from dynaquant.store.tags import remove_tag, set_tag, tags_of
 
 
 def tag(

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynaquant import _native
-from dynaquant.codebook import Centres, Codebook, Grid, LogGrid
-from dynaquant.quantized import FIRST_BIN, PROTECTED, QuantizedTensor
+from dynaquant.tensors.codebook import Centres, Codebook, Grid, LogGrid
+from dynaquant.tensors.stored import FIRST_BIN, PROTECTED, QuantizedTensor
 
 _BLOCK = 131_072
 _FARTHEST = 80

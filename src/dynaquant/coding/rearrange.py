@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from dynaquant import _native
-from dynaquant.quantized import Levels
+from dynaquant.tensors.stored import Levels
 
 Arrangement = Literal["alone", "delta", "rearranged"]
 """How levels are coded: without the parent; as deltas in their own order; as deltas grouped by source level."""

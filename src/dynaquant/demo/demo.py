@@ -11,9 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dynaquant.demo.crashes import Story, arguments_for, run_training
-from dynaquant.listing import SUFFIX
-from dynaquant.record import Record, Size, record_of
-from dynaquant.run import Run
+from dynaquant.save.record import Record, Size, record_of
+from dynaquant.store.listing import SUFFIX
+from dynaquant.store.run import Run
 
 
 @dataclass(frozen=True)

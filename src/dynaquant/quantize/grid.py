@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from dynaquant import kernels
-from dynaquant.codebook import HIGHEST_STEP, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, rung_value
-from dynaquant.lazily import Lazy
-from dynaquant.quantized import FIRST_BIN, MAX_BINS, QuantizedTensor, protected_values
+from dynaquant.tensors.codebook import HIGHEST_STEP, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, rung_value
+from dynaquant.tensors.dequantize import protected_values
+from dynaquant.tensors.lazy import Lazy
+from dynaquant.tensors.stored import FIRST_BIN, MAX_BINS, QuantizedTensor
 
 SCALES_PER_OCTAVE = 16
 """A scale is finer than a rung, so that from one to the next only a part of the tensors change their step."""

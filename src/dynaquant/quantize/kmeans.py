@@ -8,10 +8,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant import kernels
-from dynaquant.codebook import Centres
 from dynaquant.quantize.partition import NO_THRESHOLDS, Thresholds, magnitude_table, sensitivity_table
-from dynaquant.quantized import FIRST_BIN, PRUNED, QuantizedTensor, protected_values
-from dynaquant.sketch import BUCKETS, LogHistogram, bucket_values, table_for
+from dynaquant.tensors.codebook import Centres
+from dynaquant.tensors.dequantize import protected_values
+from dynaquant.tensors.sketch import BUCKETS, LogHistogram, bucket_values, table_for
+from dynaquant.tensors.stored import FIRST_BIN, PRUNED, QuantizedTensor
 
 SIGMA = 0.2
 """Share of the frequency in a bucket's sample weight; the rest is its magnitude (method 1.3)."""

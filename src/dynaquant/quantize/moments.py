@@ -12,11 +12,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant import kernels
-from dynaquant.codebook import HIGHEST_RUNG, HIGHEST_STEP, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, LogGrid, rung_value
 from dynaquant.kernels.host import bits_of
 from dynaquant.quantize.grid import quantize
-from dynaquant.quantized import FIRST_BIN, MAX_BINS, PRUNED, QuantizedTensor, RankOne, Scaled, dequantize, finite
-from dynaquant.sketch import MAGNITUDES, bucket_values, table_for
+from dynaquant.tensors.codebook import (
+    HIGHEST_RUNG,
+    HIGHEST_STEP,
+    LOWEST_RUNG,
+    RUNGS_PER_OCTAVE,
+    Grid,
+    LogGrid,
+    rung_value,
+)
+from dynaquant.tensors.dequantize import dequantize, finite
+from dynaquant.tensors.sketch import MAGNITUDES, bucket_values, table_for
+from dynaquant.tensors.stored import FIRST_BIN, MAX_BINS, PRUNED, QuantizedTensor, RankOne, Scaled
 
 FACTOR_PACE = 1
 """Rungs between the values of a rank-one tensor's rows and columns."""

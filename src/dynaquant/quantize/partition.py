@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynaquant import _native
-from dynaquant.quantized import MAX_BINS, PROTECTED, PRUNED
-from dynaquant.sketch import MAGNITUDES, LogHistogram
+from dynaquant.tensors.sketch import MAGNITUDES, LogHistogram
+from dynaquant.tensors.stored import MAX_BINS, PROTECTED, PRUNED
 
 Metric = Literal["magnitude", "sensitivity"]
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from dynaquant.formatting import dollars, in_bytes, in_seconds, percent, plural, times, unit_of
 from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.quantize.partition import Configuration
-from dynaquant.report.numbers import S3_STANDARD, Numbers, Row
-from dynaquant.text import dollars, in_bytes, in_seconds, percent, plural, times, unit_of
+from dynaquant.report.statistics import S3_STANDARD, Numbers, Row
 
 BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#3b82c4", "#d9822b", "#2e9e6b", "#9b6cd1", "#d9534f", "#8a8f98"
 """Visible on white and on near-black."""

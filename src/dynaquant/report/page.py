@@ -12,12 +12,12 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from dynaquant.formatting import NONE, dollars, in_bytes, in_seconds, percent, plural, times
 from dynaquant.quantize.knobs import in_short, knobs_to_json
-from dynaquant.record import Record
 from dynaquant.report.charts import Chart, charts
-from dynaquant.report.numbers import Numbers
+from dynaquant.report.statistics import Numbers
+from dynaquant.save.record import Record
 from dynaquant.search.trials import number_to_json
-from dynaquant.text import NONE, dollars, in_bytes, in_seconds, percent, plural, times
 
 COLUMNS = (
     "step",

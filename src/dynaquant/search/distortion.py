@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dynaquant import kernels
-from dynaquant.quantized import QuantizedTensor, pieces
+from dynaquant.tensors.dequantize import pieces
+from dynaquant.tensors.stored import QuantizedTensor
 
 
 def distortion(

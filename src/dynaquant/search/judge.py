@@ -10,10 +10,11 @@ from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
-from dynaquant.names import named_parameters
-from dynaquant.quantized import QuantizedTensor, dequantize
 from dynaquant.search.distortion import distortion
 from dynaquant.search.quality import Evaluate, Quality, Value, degradation, score
+from dynaquant.state.names import named_parameters
+from dynaquant.tensors.dequantize import dequantize
+from dynaquant.tensors.stored import QuantizedTensor
 
 JudgedBy = Literal["evaluate", "fisher distortion", "distortion"]
 

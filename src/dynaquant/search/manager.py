@@ -10,24 +10,24 @@ from typing import Any, Literal
 
 from torch import nn
 
-from dynaquant.distributed import Group
-from dynaquant.quantize.checkpoint import SketchedWeights
+from dynaquant.quantize.clustered_weights import SketchedWeights
 from dynaquant.quantize.grid import GridConfiguration, GridWeights
 from dynaquant.quantize.knobs import Knobs, in_short
 from dynaquant.quantize.partition import Configuration
-from dynaquant.quantized import QuantizedTensor
+from dynaquant.search.displacement import Progress
 from dynaquant.search.exhaustive import guided_exhaustive
 from dynaquant.search.history import History
 from dynaquant.search.judge import DISTORTION_SCALE, DistortionJudge, Judge, JudgedBy, MetricJudge
 from dynaquant.search.metric import UserMetric
 from dynaquant.search.neighbourhood import delta_neighbourhood
 from dynaquant.search.noise import Noise
-from dynaquant.search.progress import Progress
 from dynaquant.search.quality import Evaluate, Quality, Value
-from dynaquant.search.scale import scale_search
+from dynaquant.search.scale_search import scale_search
 from dynaquant.search.size import ClusteredWeights, SizeModel
 from dynaquant.search.space import Candidate, Space
 from dynaquant.search.trials import Mixed, Quantizer, Trial, Trials, shortfall
+from dynaquant.tensors.stored import QuantizedTensor
+from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dynaquant.distributed import Group
 from dynaquant.errors import EvaluateError
 from dynaquant.search.failures import attempt, raise_on_every_rank, said
 from dynaquant.search.judge import MetricJudge
 from dynaquant.search.noise import MARGIN, Noise, mean
 from dynaquant.search.quality import Evaluate, Value, score
+from dynaquant.training.ranks import Group
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynaquant.changes import sample_of
 from dynaquant.errors import EvaluateError
-from dynaquant.names import named_parameters
-from dynaquant.untouched import Untouched
+from dynaquant.state.names import named_parameters
+from dynaquant.training.changes import sample_of
+from dynaquant.training.snapshot import Snapshot
 
 Evaluate = Callable[[Any], float]
 """A metric of a bare model, or of a dictionary of several by name."""
@@ -80,7 +80,7 @@ def score(model: nn.Module, values: Mapping[str, Value], evaluate: Evaluate) -> 
     global random number generators are as before when it returns or raises. All scores from one state of the generators
     see the same random numbers. Raises ValueError when the result is no number, and whatever ``evaluate`` raises.
     """
-    before, frozen = Untouched(model), _frozen(model)
+    before, frozen = Snapshot(model), _frozen(model)
     try:
         with torch.no_grad():
             _substitute(model, values)

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant.quantize.checkpoint import SketchedWeights, quantize_weights
+from dynaquant.quantize.clustered_weights import SketchedWeights, quantize_weights
 from dynaquant.quantize.kmeans import bins_table, codebook
 from dynaquant.quantize.partition import Configuration, Thresholds, thresholds
-from dynaquant.quantized import PROTECTED, PRUNED, QuantizedTensor
-from dynaquant.sketch import MAGNITUDES
+from dynaquant.tensors.sketch import MAGNITUDES
+from dynaquant.tensors.stored import PROTECTED, PRUNED, QuantizedTensor
 
 
 class SizeModel:

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from dynaquant.distributed import Group
 from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
-from dynaquant.quantized import QuantizedTensor
+from dynaquant.search.displacement import Progress
 from dynaquant.search.failures import attempt, raise_on_every_rank, said
 from dynaquant.search.judge import Judge, JudgedBy
-from dynaquant.search.progress import Progress
 from dynaquant.search.quality import Quality
+from dynaquant.tensors.stored import QuantizedTensor
+from dynaquant.training.ranks import Group
 
 
 class Quantizer(Protocol):

@@ -1,0 +1,148 @@
+"""One scheme and stream of bytes -> the stored tensor. The inverse of ``encoder``."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaquant.coding import conditional, lossless, planes, rearrange
+from dynaquant.coding.encoder import exact_parent
+from dynaquant.coding.schemes import (
+    Conditional,
+    Frozen,
+    Lossless,
+    Omitted,
+    Planes,
+    Product,
+    Raw,
+    Rearranged,
+    Reference,
+    Rounding,
+    Scheme,
+    Units,
+)
+from dynaquant.tensors.codebook import Centres, Codebook, Grid, LogGrid
+from dynaquant.tensors.stored import FIRST_BIN, QuantizedTensor, RankOne, Rounded, Scaled, StoredTensor
+
+
+def decode(
+    scheme: Scheme,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    stream: bytes,
+    parent: StoredTensor | None,
+    other: StoredTensor | None = None,
+) -> StoredTensor:
+    """The tensor that ``encode`` made a stream of.
+
+    parent: the same tensor that ``encode`` was given, where needed. other: the tensor of ``schemes.other_of``.
+    Raises ValueError when the stream is not that, or parent or other do not fit.
+    """
+    if isinstance(scheme, Rearranged):
+        return _decode_rearranged(scheme, dtype, shape, stream, parent)
+    if isinstance(scheme, Conditional):
+        return _decode_part(scheme, dtype, shape, stream, parent)
+    if isinstance(scheme, Units):
+        if not isinstance(other, QuantizedTensor | RankOne):
+            raise ValueError(f"it is in units of {scheme.second}, which is no such tensor")
+        before = parent.units if isinstance(parent, Scaled) else None
+        units = _decode_part(scheme.units, torch.float32, shape, stream, before)
+        return Scaled(dtype, units, other, scheme.second)
+    if isinstance(scheme, Rounding):
+        if not isinstance(other, QuantizedTensor | Tensor) or other.shape != shape:
+            raise ValueError(f"it is rounded from {scheme.of}, which is no such tensor")
+        return Rounded(dtype, other, scheme.of)
+    if isinstance(scheme, Product):
+        return _decode_product(scheme, dtype, shape, stream, parent)
+    if isinstance(scheme, Reference):
+        raise ValueError("a reference has no stream")
+    if isinstance(scheme, Frozen | Omitted):
+        raise ValueError("its values are not in this file")
+    return _decode_exact(scheme, dtype, shape, stream, parent)
+
+
+def _decode_exact(
+    scheme: Raw | Planes | Lossless, dtype: torch.dtype, shape: torch.Size, stream: bytes, parent: StoredTensor | None
+) -> Tensor:
+    if isinstance(scheme, Lossless):
+        before = exact_parent(parent, dtype, shape) if scheme.needs_parent else None
+        if scheme.needs_parent and before is None:
+            raise ValueError("the parent has no exact values of its dtype and shape")
+        data = lossless.decode(stream, shape.numel() * dtype.itemsize, dtype.itemsize, before)
+    elif isinstance(scheme, Planes):
+        data = planes.decode(stream, shape.numel() * dtype.itemsize, dtype.itemsize)
+    else:
+        data = np.frombuffer(stream, dtype=np.uint8).copy()
+    if dtype == torch.bool and data.size and int(data.max()) > 1:
+        raise ValueError("a bool is neither 0 nor 1")
+    if shape.numel() == 0:
+        return torch.empty(shape, dtype=dtype)  # the strides of an empty array do not allow the view below
+    return torch.from_numpy(data).view(dtype).reshape(shape)
+
+
+def _decode_product(
+    scheme: Product, dtype: torch.dtype, shape: torch.Size, stream: bytes, parent: StoredTensor | None
+) -> RankOne:
+    before = parent if isinstance(parent, RankOne) else None
+    middle, end = scheme.rows.size, scheme.rows.size + scheme.columns.size
+    if any(stream[end:]):
+        raise ValueError("something follows its rows and columns")
+    rows, columns = torch.Size([shape[0]]), torch.Size([math.prod(shape[1:])])
+    return RankOne(
+        dtype,
+        shape,
+        _decode_part(scheme.rows, torch.float32, rows, stream[:middle], before.rows if before else None),
+        _decode_part(scheme.columns, torch.float32, columns, stream[middle:end], before.columns if before else None),
+    )
+
+
+def _decode_part(
+    scheme: Conditional, dtype: torch.dtype, shape: torch.Size, stream: bytes, parent: StoredTensor | None
+) -> QuantizedTensor:
+    codebook: Codebook
+    head = 0
+    if scheme.codebook == "grid":
+        codebook = Grid(scheme.first, scheme.bins)
+    elif scheme.codebook == "log_grid":
+        codebook = LogGrid(scheme.pace, scheme.first, scheme.bins)
+    else:
+        head = 4 * scheme.bins
+        codebook = Centres(np.frombuffer(stream[:head], dtype="<f4").astype(np.float32))
+    before = _parent_of(parent, shape.numel()) if scheme.needs_parent else None
+    if before and not conditional.comparable(codebook, before.codebook):
+        raise ValueError("the parent has another kind of levels")
+    middle = head + scheme.protected_size
+    levels = conditional.decode(stream[middle:], shape.numel(), codebook, before)
+    return QuantizedTensor(dtype, shape, levels, codebook, _decode_protected(stream[head:middle], scheme.protected))
+
+
+def _decode_rearranged(
+    scheme: Rearranged, dtype: torch.dtype, shape: torch.Size, stream: bytes, parent: StoredTensor | None
+) -> QuantizedTensor:
+    before = _parent_of(parent, shape.numel()).parent_levels if scheme.needs_parent else None
+    head = 4 * scheme.bins
+    middle = head + scheme.protected_size
+    count = FIRST_BIN + scheme.bins
+    return QuantizedTensor(
+        dtype=dtype,
+        shape=shape,
+        levels=rearrange.decode(stream[middle:], shape.numel(), count, scheme.arrangement, before).values,
+        codebook=Centres(np.frombuffer(stream[:head], dtype="<f4").astype(np.float32)),
+        protected=planes.decode(stream[head:middle], 2 * scheme.protected, 2).view("<u2"),
+    )
+
+
+def _parent_of(parent: StoredTensor | None, elements: int) -> QuantizedTensor:
+    if not isinstance(parent, QuantizedTensor) or parent.levels.size != elements:
+        raise ValueError("the parent has no levels of so many values for it")
+    return parent
+
+
+def _decode_protected(stream: bytes, count: int) -> NDArray[np.uint16]:
+    if count == 0 and not stream:
+        return np.zeros(0, dtype=np.uint16)
+    return planes.decode(stream, 2 * count, 2).view("<u2")

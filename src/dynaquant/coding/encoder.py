@@ -1,0 +1,105 @@
+"""One stored tensor -> its scheme and its stream of bytes, conditioned on the parent's tensor."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaquant.coding import conditional, lossless, planes, rearrange
+from dynaquant.coding.schemes import (
+    MAX_EXPANSION,
+    Conditional,
+    Lossless,
+    Planes,
+    Product,
+    Raw,
+    Rearranged,
+    Rounding,
+    Scheme,
+    Units,
+)
+from dynaquant.tensors.codebook import Centres, Grid, LogGrid
+from dynaquant.tensors.dtypes import bytes_of
+from dynaquant.tensors.stored import Quantized, QuantizedTensor, RankOne, Rounded, Scaled, StoredTensor
+
+Coder = Literal["conditional", "rearranged"]
+"""How levels become bytes: by their conditional entropy (method 2.2), or as published (method 1.5)."""
+
+
+_TRY_ALONE_BELOW = 65_536
+_TRY_ZSTD_BELOW = 65_536
+"""Bytes of small tensors, such as generators and tables of integers, in which zstd may find what repeats itself."""
+
+
+def exact_parent(parent: StoredTensor | None, dtype: torch.dtype, shape: torch.Size) -> NDArray[np.uint8] | None:
+    """The bytes of the parent's values, if it has exact values of this dtype and shape."""
+    fits = isinstance(parent, Tensor) and (parent.dtype, parent.shape) == (dtype, shape)
+    return bytes_of(parent) if fits and isinstance(parent, Tensor) else None
+
+
+def encode(
+    stored: Quantized | Tensor, parent: StoredTensor | None, coder: Coder = "conditional"
+) -> tuple[Scheme, bytes]:
+    """Coding and stream of a tensor. parent: the tensor of the same name in the parent, if there is one."""
+    if isinstance(stored, Tensor):
+        return _encode_exact(stored, parent)
+    if isinstance(stored, Rounded):
+        return Rounding(stored.of_name), b""
+    if isinstance(stored, RankOne):
+        factors = parent if isinstance(parent, RankOne) else None
+        rows, coded_rows = _encode_part(stored.rows, factors.rows if factors else None)
+        columns, coded_columns = _encode_part(stored.columns, factors.columns if factors else None)
+        coded = coded_rows + coded_columns
+        smallest = -(-stored.shape.numel() * stored.dtype.itemsize // MAX_EXPANSION)
+        return Product(rows, columns), coded.ljust(smallest, b"\0")
+    if isinstance(stored, Scaled):
+        units, coded = _encode_part(stored.units, parent.units if isinstance(parent, Scaled) else None)
+        return Units(units, stored.second_name), coded
+    before = parent if isinstance(parent, QuantizedTensor) else None
+    return _encode_rearranged(stored, before) if coder == "rearranged" else _encode_part(stored, before)
+
+
+def _encode_exact(stored: Tensor, parent: StoredTensor | None) -> tuple[Scheme, bytes]:
+    data, itemsize = bytes_of(stored), stored.dtype.itemsize
+    coded = lossless.encode(data, itemsize, exact_parent(parent, stored.dtype, stored.shape))
+    best: tuple[Scheme, bytes] = Lossless(lossless.needs_parent(coded)), coded
+    if data.size < _TRY_ZSTD_BELOW and len(frames := planes.encode(data, itemsize)) < len(coded):
+        best = Planes(), frames
+    return best if len(best[1]) < data.size else (Raw(), data.tobytes())
+
+
+def _encode_rearranged(stored: QuantizedTensor, parent: QuantizedTensor | None) -> tuple[Rearranged, bytes]:
+    levels = stored.parent_levels
+    before = parent.parent_levels if parent and parent.levels.size == levels.values.size else None
+    arrangement, coded = rearrange.encode(levels, before)
+    protected = planes.encode(stored.protected.view(np.uint8), 2)
+    scheme = Rearranged(stored.codebook.bins, len(stored.protected), len(protected), arrangement)
+    return scheme, stored.centres.astype("<f4").tobytes() + protected + coded
+
+
+def _encode_part(stored: QuantizedTensor, parent: QuantizedTensor | None) -> tuple[Conditional, bytes]:
+    codebook = stored.codebook
+    if parent and (parent.levels.size != stored.levels.size or not conditional.comparable(codebook, parent.codebook)):
+        parent = None
+    coded = conditional.encode(stored, parent)
+    # With the same codebook the parent is hardly ever worse than nothing, but for the tables that a small tensor needs.
+    doubtful = parent and (parent.codebook != codebook or stored.levels.size < _TRY_ALONE_BELOW)
+    if doubtful and len(alone := conditional.encode(stored, None)) <= len(coded):
+        parent, coded = None, alone
+    head = codebook.values.astype("<f4").tobytes() if isinstance(codebook, Centres) else b""
+    protected = planes.encode(stored.protected.view(np.uint8), 2) if len(stored.protected) else b""
+    scheme = Conditional(
+        codebook="grid" if isinstance(codebook, Grid) else "log_grid" if isinstance(codebook, LogGrid) else "centres",
+        bins=codebook.bins,
+        first=codebook.rung if isinstance(codebook, Grid) else codebook.first if isinstance(codebook, LogGrid) else 0,
+        pace=codebook.pace if isinstance(codebook, LogGrid) else 0,
+        protected=len(stored.protected),
+        protected_size=len(protected),
+        needs_parent=parent is not None,
+        size=len(head) + len(protected) + len(coded),
+    )
+    return scheme, head + protected + coded

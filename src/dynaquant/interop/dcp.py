@@ -1,0 +1,164 @@
+"""Folders of ``torch.distributed.checkpoint`` (DCP), read and written by one process.
+
+Their metadata is a pickle, and so are the values in them that are no tensors. They are read by unpicklers that know
+tensors, plain values and DCP's own records, and refuse all else.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from dynaquant.errors import CheckpointError
+from dynaquant.interop.model_file import ModelFile
+from dynaquant.interop.torchfile import BROKEN, check_version, flatten_file, problem
+from dynaquant.store.files import kind_of, system_error
+
+METADATA = ".metadata"
+_RECORDS = "torch.distributed.checkpoint.metadata"
+_PLAIN = {
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}
+
+
+_InPython: Any = pickle._Unpickler
+
+
+class _Unpickler(_InPython):  # type: ignore[misc]
+    """In Python, as the other one does not let itself be told not to give attributes to a class."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type) or callable(self.stack[-2]):
+            raise pickle.UnpicklingError("attributes of a class or a function")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
+            return PurePosixPath  # where the folder once was; that of another system cannot be made here
+        if (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        found = super().find_class(module, name) if module in (_RECORDS, "torch") else None
+        own = isinstance(found, type) and found.__module__ == _RECORDS
+        if own or isinstance(found, torch.dtype | torch.layout | torch.memory_format):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+class _Reader(FileSystemReader):
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+
+
+def read(folder: Path) -> tuple[ModelFile, set[str]]:
+    """Reads a folder. Returns its content and the names of the files that belong to it.
+
+    Raises CheckpointError if it holds other objects than tensors and plain values, or is not complete.
+    """
+    check_version(folder)
+    path = folder / METADATA
+    used = {METADATA}
+    try:
+        with path.open("rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path}: not the metadata of torch.distributed.checkpoint")
+        for place in metadata.storage_data.values():
+            if PurePosixPath(place.relative_path).name != place.relative_path:
+                raise CheckpointError(f"{path}: it leads to {place.relative_path!r}, which is not a file beside it")
+            used.add(place.relative_path)
+        for name in used:
+            if (kind := kind_of(folder / name)) is not None:
+                raise CheckpointError(f"{folder / name} is {kind} and no file")
+        flat = {name: _place_of(entry) for name, entry in metadata.state_dict_metadata.items()}
+        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with _as_one_process():
+            load(flat, storage_reader=_Reader(folder, metadata), planner=planner, no_dist=True)
+        state = _nested(flat, metadata.planner_data or {})
+    except (CheckpointException, *BROKEN) as error:
+        what = problem(_first_cause(error), "a whole folder of torch.distributed.checkpoint")
+        raise CheckpointError(f"{folder}: {what}") from None
+    tree, tensors = flatten_file(folder, state)
+    return ModelFile("dcp", tree, tensors, {}), used
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """What DCP has wrapped."""
+    causes = error.failures.values() if isinstance(error, CheckpointException) else []
+    return next((cause[0] for cause in causes), error)
+
+
+def _place_of(entry: TensorStorageMetadata | BytesStorageMetadata) -> Any:
+    if isinstance(entry, TensorStorageMetadata):
+        if sum(chunk.sizes.numel() for chunk in entry.chunks) < entry.size.numel():
+            raise ValueError("parts of a tensor are missing")  # DCP would leave uninitialized memory there
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+    return io.BytesIO()
+
+
+def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> Any:
+    """The state that DCP has flattened. paths: of what has been, by its name; integers are places in lists."""
+    root: dict[Any, Any] = {}
+    for name, value in flat.items():
+        *inner, last = paths.get(name, (name,))
+        node = root
+        for key in inner:
+            node = node.setdefault(key, {})
+        node[last] = value
+
+    def lists(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        values = {key: lists(value) for key, value in node.items()}
+        if values and all(type(key) is int for key in values) and sorted(values) == list(range(len(values))):
+            return [values[i] for i in range(len(values))]
+        return values
+
+    return {key: lists(value) for key, value in root.items()}
+
+
+def write(folder: Path, state: dict[str, Any]) -> None:
+    """Writes a state into a folder that is new or empty. Raises OSError when it cannot be written."""
+    try:
+        with _as_one_process():
+            save(state, checkpoint_id=folder, no_dist=True)
+    except CheckpointException as error:
+        if cause := system_error(_first_cause(error)):
+            raise OSError(cause.errno, cause.strerror, str(folder)) from error
+        raise OSError(f"torch.distributed.checkpoint could not write to {folder} ({_first_cause(error)})") from error
+
+
+@contextmanager
+def _as_one_process() -> Iterator[None]:
+    """DCP warns of what is wanted here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

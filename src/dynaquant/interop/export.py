@@ -1,0 +1,240 @@
+"""A checkpoint's model, or its whole state, as files that other programs read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from dynaquant.errors import CheckpointError
+from dynaquant.interop import dcp, safetensors, torchfile
+from dynaquant.restore.load import Stored, state_of
+from dynaquant.state.tree import names_in, pairs_of, tensor_name
+from dynaquant.store.files import is_file_name, new_folder, replacing
+from dynaquant.tensors.dtypes import bytes_of
+from dynaquant.tensors.lazy import Lazy
+
+
+class Target(StrEnum):
+    """What to write: the model as safetensors, as a Hugging Face folder of such, or as ``torch.save`` does; the whole
+    state as ``torch.save`` does, or as a folder of ``torch.distributed.checkpoint``."""
+
+    SAFETENSORS = "safetensors"
+    HF = "hf"
+    TORCH = "torch"
+    TORCH_STATE = "torch-state"
+    DCP = "dcp"
+
+
+_OF_FORMAT = {
+    "safetensors": Target.SAFETENSORS,
+    "huggingface": Target.HF,
+    "torch": Target.TORCH_STATE,
+    "dcp": Target.DCP,
+}
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def target_for(stored: Stored, out: Path) -> Target:
+    """What is meant by the name of a file: its suffix says, else where the checkpoint comes from, else safetensors."""
+    if out.suffix == ".safetensors":
+        return Target.SAFETENSORS
+    if out.suffix in _TORCH_SUFFIXES:
+        return Target.TORCH_STATE
+    return _OF_FORMAT.get(str(_source(stored).get("format")), Target.SAFETENSORS)
+
+
+def export(stored: Stored, target: Target, out: Path, tell: Callable[[str], None] = lambda _text: None) -> None:
+    """Writes a checkpoint to ``out``, a file or a folder, which is there at once or, on any error, not at all.
+
+    Of a model only one tensor at a time is in memory, but for ``torch.save``. A tensor that has several names is
+    written under the first of them to safetensors, which has no shared tensors; the file's metadata maps the others to
+    it, as ``safetensors.torch.save_model`` does. Where the exact form of the checkpoint is damaged, all is written anew
+    from the small one. tell: is told how far it has come.
+
+    Raises CheckpointError when the checkpoint cannot be decoded or the format has no place for it, OSError when ``out``
+    cannot be written.
+    """
+    stored.sound(lambda: _write(stored, target, out, tell))
+
+
+def _write(stored: Stored, target: Target, out: Path, tell: Callable[[str], None]) -> None:
+    if target in (Target.HF, Target.DCP):
+        with new_folder(out) as folder:
+            if target is Target.HF:
+                _write_folder(stored, folder, tell)
+            else:
+                beside = _beside(stored)
+                dcp.write(folder, _state(stored, tell))
+                if _source(stored).get("format") == "dcp":
+                    _write_carried(stored, folder, beside)
+        return
+    with replacing(out) as file:
+        if target is Target.SAFETENSORS:
+            names, ties = _untied(stored.state_dict)
+            _write_safetensors(stored, file, names, _metadata(stored) | ties, tell)
+        elif target is Target.TORCH:
+            torchfile.write(file, stored.model(_told(stored.tensors, tell)))
+        else:
+            torchfile.write(file, _state(stored, tell))
+
+
+def _state(stored: Stored, tell: Callable[[str], None]) -> dict[str, Any]:
+    return state_of(stored.file, _tensors_of(stored, stored.file.header.tree, tell))
+
+
+def _tensors_of(stored: Stored, node: Any, tell: Callable[[str], None]) -> dict[str, Tensor]:
+    """The tensors that a node of the tree names, decoded."""
+    names = [name for name in dict.fromkeys(names_in(node)) if name in stored.tensors]
+    return dict(_told(Lazy(names, stored.tensors.__getitem__), tell))
+
+
+def _source(stored: Stored) -> dict[str, Any]:
+    source = stored.file.header.record.get("source")
+    return source if isinstance(source, dict) else {}
+
+
+def _metadata(stored: Stored) -> dict[str, str]:
+    """Of a safetensors file: as it was where there was one, else what readers look for."""
+    source = _source(stored)
+    if source.get("format") == "safetensors":
+        return _texts(source.get("metadata"))
+    return {"format": "pt"} if source else {"format": "pt", "step": str(stored.file.header.step)}
+
+
+def _texts(metadata: Any) -> dict[str, str]:
+    """What of a record can be the metadata of a safetensors file."""
+    pairs = metadata.items() if isinstance(metadata, dict) else ()
+    return {key: text for key, text in pairs if isinstance(text, str)}
+
+
+def _untied(state_dict: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The tensors of a state dict by the first of their names, and metadata with the other names."""
+    first_names: dict[str, str] = {}
+    names: dict[str, str] = {}
+    metadata: dict[str, str] = {}
+    for key, name in state_dict.items():
+        first = first_names.setdefault(name, key)
+        if first == key:
+            names[key] = name
+        else:
+            metadata[key] = first
+    return names, metadata
+
+
+def _write_safetensors(
+    stored: Stored, file: BinaryIO, names: Mapping[str, str], metadata: Any, tell: Callable[[str], None]
+) -> None:
+    shapes = stored.shapes
+    tensors = Lazy(names, lambda key: stored.tensors[names[key]])
+    like = {key: shapes[name] for key, name in names.items()}
+    safetensors.write(file, _told(tensors, tell), like, metadata or None)
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What a folder held besides its model. models: state dicts, and what the record says of their files. states: nodes
+    by the files of ``torch.save`` that they go into. carried: tensors by the files whose bytes they are."""
+
+    model: bool
+    models: list[tuple[dict[str, str], dict[str, Any]]]
+    states: dict[str, Any]
+    carried: dict[str, str]
+
+
+def _beside(stored: Stored) -> _Beside:
+    """As the record has it, which may say anything. Raises CheckpointError when the checkpoint is not like that."""
+    source, entries = _source(stored), stored.file.header.by_name
+    nodes = {key: node for key, node in pairs_of(stored.file.header.tree) if type(key) is str}
+    try:
+        more, files = {**source.get("more", {})}, {**source.get("torch", {})}
+        carried: dict[str, str] = {**source.get("files", {})}
+        models = [
+            ({key: entries[tensor_name(node) or ""].name for key, node in pairs_of(nodes[name])}, dict(more[name]))
+            for name in more
+        ]
+        states = {file: nodes[key] for file, key in files.items()}
+        kinds = {(entries[name].dtype, len(entries[name].shape)) for name in carried.values()}
+        sound = all(map(is_file_name, (*states, *carried))) and kinds <= {(torch.uint8, 1)}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise CheckpointError(
+            f"{stored.file.path}: its record of the files that were in the folder is broken; export the model alone, "
+            "e.g. to safetensors"
+        )
+    return _Beside(bool(nodes.keys() - more.keys() - set(files.values())), models, states, carried)
+
+
+def _write_folder(stored: Stored, folder: Path, tell: Callable[[str], None]) -> None:
+    """The model as a Hugging Face folder; and where a folder was compressed, all else that was in it."""
+    beside = _beside(stored)
+    try:
+        if beside.model:
+            _write_shards(stored, stored.state_dict, _source(stored), folder, tell)
+        for state_dict, source in beside.models:
+            _write_shards(stored, state_dict, source, folder, tell)
+        for file, node in beside.states.items():
+            with (folder / file).open("xb") as out:
+                torchfile.write(out, stored.part(node, _tensors_of(stored, node, tell)))
+        _write_carried(stored, folder, beside)
+    except FileExistsError as error:
+        raise CheckpointError(f"{stored.file.path}: its record names the file {error.filename} twice") from None
+
+
+def _write_carried(stored: Stored, folder: Path, beside: _Beside) -> None:
+    for file, name in beside.carried.items():
+        try:
+            with (folder / file).open("xb") as out:
+                out.write(bytes_of(stored.tensors[name]).data)
+        except FileExistsError:
+            raise CheckpointError(f"{stored.file.path}: its record names the file {file} twice") from None
+
+
+def _write_shards(
+    stored: Stored, state_dict: Mapping[str, str], source: Mapping[str, Any], folder: Path, tell: Callable[[str], None]
+) -> None:
+    """A state dict as the files that it was in. source: what the record says of them."""
+    names, ties = _untied(state_dict)
+    shapes = stored.shapes
+    index = source.get("index")
+    try:
+        known = {file: (list(shard["tensors"]), shard["metadata"]) for file, shard in source.get("shards", {}).items()}
+    except (AttributeError, KeyError, TypeError):
+        known = {}
+    # A record may say anything: its files are to lie in this folder, and to hold each tensor once.
+    listed = [key for keys, _ in known.values() for key in keys]
+    files = [*known, index] if index is not None else list(known)
+    if (
+        all(type(key) is str for key in listed)
+        and sorted(listed) == sorted(names)
+        and all(map(is_file_name, files))
+        and len(set(files)) == len(files)
+    ):
+        shards = {file: keys for file, (keys, _) in known.items()}
+        metadata = {file: _texts(texts) for file, (_, texts) in known.items()}
+    else:
+        shards = safetensors.shards_of({key: shapes[name] for key, name in names.items()})
+        metadata = {file: {"format": "pt", **ties} for file in shards}
+        index = safetensors.INDEX if len(shards) > 1 else None
+    for file, keys in shards.items():
+        with (folder / file).open("xb") as out:
+            _write_safetensors(stored, out, {key: names[key] for key in keys}, metadata[file], tell)
+    if index is not None:
+        total = sum(shapes[name].numel() * shapes[name].dtype.itemsize for name in names.values())
+        (folder / index).write_text(safetensors.index_of(shards, source.get("metadata"), total))
+
+
+def _told(tensors: Mapping[str, Tensor], tell: Callable[[str], None]) -> Mapping[str, Tensor]:
+    order = {name: i for i, name in enumerate(tensors, 1)}
+
+    def tensor(name: str) -> Tensor:
+        tell(f"decoding and writing: tensor {order[name]} of {len(order)}")
+        return tensors[name]
+
+    return Lazy(tensors, tensor)

@@ -1,0 +1,279 @@
+"""Files of other programs become checkpoints: one alone, or a series in a run."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from dynaquant.errors import CheckpointError, EvaluateError
+from dynaquant.interop import any_format, inferred_roles
+from dynaquant.interop.model_file import ModelFile
+from dynaquant.quantize.all_moments import quantize_moments
+from dynaquant.quantize.grid import GridConfiguration, GridWeights, effective_fisher, grid_weights, quantize
+from dynaquant.save.compressor import Allowance
+from dynaquant.save.presets import PRESETS, QualityName
+from dynaquant.save.record import Record, json_of, record_of
+from dynaquant.search.history import History
+from dynaquant.search.judge import MetricJudge
+from dynaquant.search.manager import ConfigurationManager, Decision
+from dynaquant.search.noise import Noise
+from dynaquant.search.quality import Evaluate, score
+from dynaquant.search.sensitivity import probe
+from dynaquant.state.roles import Label
+from dynaquant.state.tree import names_in, unflatten
+from dynaquant.store.container import CheckpointFile, Header
+from dynaquant.store.files import check_output, nothing_empty, sync_name
+from dynaquant.store.run import Run
+from dynaquant.store.temporaries import held, temporary_beside
+from dynaquant.store.writing import Base, Checkpoint
+from dynaquant.tensors.lazy import Lazy
+from dynaquant.tensors.stored import Quantized, QuantizedTensor, StoredTensor
+from dynaquant.training.ranks import Group
+
+VECTORS = 64.0
+"""How much more a squared movement of a vector (bias, norm) counts than that of a matrix, where nothing is known of
+either: one value of a norm multiplies a whole channel, and all vectors together are hardly a percent of a model."""
+KEYFRAME_EVERY = 8
+"""Half of a training's: old checkpoints are opened more than they are written."""
+_PREFIX = "model."  # what the configuration manager calls a model's own weights by
+
+Metric = Callable[[Any], float]
+"""A number of a state, as ``dynaquant.load`` returns it: for a file of weights, the state dict."""
+Tell = Callable[[str], None]
+
+
+class StreamedWeights(GridWeights):
+    """Weights that are quantized when they are asked for, one by one, so that they need not fit into memory."""
+
+    def quantize(self, configuration: GridConfiguration) -> Mapping[str, QuantizedTensor]:
+        """The weights with the steps of a scale, by name; made anew each time."""
+        steps = self.steps(configuration)
+        return Lazy(self.weights, lambda name: quantize(self.weights[name], steps[name]))
+
+
+class _Holder(nn.Module):
+    """The weights of a state as the parameters of a module, whose names may have dots in them."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._parameters = {name: nn.Parameter(weights[name]) for name in weights}
+
+
+class Packer:
+    """Makes a checkpoint of each of a series of states, or of one.
+
+    quality, max_degradation: as for ``Checkpointer``. metric: what decides, on the state as it would be restored;
+    without it an estimate from the weights' movement does. tell: is told what goes on, for people.
+
+    How much a tensor matters is known from the optimizer's second moments, where the state has them; else it is
+    measured by the metric (``search.probe``); else it goes by the tensor's size.
+
+    Raises ValueError for what does not go together.
+    """
+
+    def __init__(
+        self,
+        quality: QualityName = "balanced",
+        max_degradation: float | None = None,
+        metric: Metric | None = None,
+        higher_is_better: bool = False,
+        tell: Tell = lambda _text: None,
+    ) -> None:
+        Allowance(quality, None, max_degradation, None)
+        if max_degradation is not None and not 0 <= max_degradation < math.inf:
+            raise ValueError(f"max_degradation must be a number from 0 on, e.g. 0.01, not {max_degradation}")
+        self._preset = PRESETS[quality]
+        if self._preset is None and metric is not None:
+            raise ValueError("a lossless checkpoint needs no metric")
+        self._limit = (
+            max_degradation if max_degradation is not None or not self._preset else self._preset.max_degradation
+        )
+        self._metric, self._higher_is_better, self._tell = metric, higher_is_better, tell
+        self._history, self._noise = History(), Noise()
+        self._last: dict[str, int] = {}  # rungs of the checkpoint before
+        self._probed: dict[str, float] = {}
+
+    def checkpoint(self, file: ModelFile, step: int) -> Checkpoint:
+        """The checkpoint of a state. Its tensors are made when they are asked for, and not kept.
+
+        Raises EvaluateError when the metric fails on the state as it is.
+        """
+        start = time.perf_counter()
+        labels = inferred_roles.labels(file.tree, file.tensors, file.weights)
+        decision = Decision("lossless", None)
+        moments: Mapping[str, Quantized] = {}
+        notes: list[str] = []
+        if self._preset is not None:
+            decision, notes = self._decide(file, labels)
+            self._tell("looking at the optimizer's state")
+            first, second = self._preset.first_tolerance, self._preset.second_tolerance
+            moments = quantize_moments(file.tensors, labels, first, second)
+        seconds = {"search": time.perf_counter() - start}
+        weights = decision.quantized if decision.configuration is not None else {}
+        count = itertools.count(1)
+
+        def stored(name: str) -> StoredTensor:
+            self._tell(f"writing and reading back: {min(next(count), 2 * len(labels)) * 50 // len(labels)} %")
+            inside = _PREFIX + name
+            return weights[inside] if inside in weights else moments.get(name) or file.tensors[name]
+
+        record = {**json_of(decision, self._history, None, seconds, [*file.notes, *notes]), "source": file.source}
+        return Checkpoint(step, file.tree, Lazy(labels, stored), labels, record)
+
+    def _decide(self, file: ModelFile, labels: Mapping[str, Label]) -> tuple[Decision, list[str]]:
+        self._tell("looking through the weights")
+        names = {_PREFIX + name: name for name, label in labels.items() if label.role == "weight"}
+        weights = Lazy(names, lambda inside: file.tensors[names[inside]])
+        # Matched with weights in another order than the model's, moments would be taken for those of other weights.
+        fisher = inferred_roles.mean_squared_gradients(file.tree, file.tensors, labels) if file.in_order else {}
+        measured = {_PREFIX + name: value for name, value in fisher.items()}
+        holder = _Holder(Lazy(names.values(), file.tensors.__getitem__) if self._metric else {})
+        evaluate = self._evaluate_on(file) if self._metric else None
+        prior = measured
+        if evaluate is not None:
+            original = _score_of_original(holder, evaluate)
+            if not measured:
+                judge = MetricJudge(holder, evaluate, self._higher_is_better, original, {})
+                measured = prior = self._probe(_streamed(grid_weights(weights, {}, {}, 0)), judge)
+        grid = grid_weights(weights, prior, self._last, 0)
+        if not prior:
+            prior = {name: _by_size(grid, name) for name in grid.weights}
+            grid = replace(grid, fisher=effective_fisher(grid.weights, grid.squares, prior))
+        streamed = _streamed(grid)
+        assert self._limit is not None
+        manager = ConfigurationManager(
+            holder, evaluate, self._higher_is_better, self._limit, None, Group(), self._noise
+        )
+        manager.history = self._history
+        decision = manager.decide(streamed, {}, measured)
+        if isinstance(decision.configuration, GridConfiguration):
+            self._last = streamed.steps(decision.configuration)
+        return decision, [note.removeprefix(_PREFIX) for note in grid.notes]
+
+    def _evaluate_on(self, file: ModelFile) -> Evaluate:
+        """The metric of a state with the parameters of a ``_Holder`` for its weights."""
+        metric, tensors = self._metric, file.tensors
+        assert metric is not None
+        count = itertools.count(1)
+
+        def evaluate(holder: nn.Module) -> float:
+            self._tell(f"evaluating: {next(count)}")
+            weights = {name: parameter.detach() for name, parameter in holder.named_parameters(remove_duplicate=False)}
+            # Copies, as the metric may write to them; those of the weights are.
+            others = {name: tensors[name].clone() for name in names_in(file.tree) if name not in weights}
+            return metric(unflatten(file.tree, {**others, **weights}))
+
+        return evaluate
+
+    def _probe(self, weights: GridWeights, judge: MetricJudge) -> dict[str, float]:
+        """What the metric says of each tensor; for a series, what it said of the first state of the same tensors."""
+        if self._probed.keys() != weights.weights.keys():
+            self._probed = probe(weights, lambda quantized: judge(quantized).degradation, self._tell)
+        return self._probed
+
+
+def _score_of_original(holder: nn.Module, evaluate: Evaluate) -> float:
+    try:
+        found = score(holder, {}, evaluate)
+    except Exception as error:
+        raise EvaluateError(f"the metric failed on the weights as they are ({error!r})") from error
+    if not math.isfinite(found):
+        raise EvaluateError(f"the metric of the weights as they are is {found}, by which nothing can be judged")
+    return found
+
+
+def _streamed(grid: GridWeights) -> StreamedWeights:
+    return StreamedWeights(**{field.name: getattr(grid, field.name) for field in fields(grid)})
+
+
+def _by_size(grid: GridWeights, name: str) -> float:
+    tensor = grid.weights[name]
+    return (VECTORS if tensor.ndim < 2 else 1.0) / (grid.squares[name] / tensor.numel())
+
+
+def compress(source: Path, out: Path, packer: Packer) -> Record:
+    """Makes one small file of a model's, or of a whole training state's. It is written at once or not at all.
+
+    Raises CheckpointError when the source cannot be used, OSError when ``out`` cannot be written.
+    """
+    check_output(out)
+    if out.exists() and source.exists() and out.samefile(source):
+        raise CheckpointError(f"{out} is the file to be compressed; give another name")
+    file = any_format.read(source)
+    checkpoint = packer.checkpoint(file, 0)
+    draft = Header(0, 1, None, checkpoint.tree, (), checkpoint.record)
+    aside = temporary_beside(out)  # a file next to it may be somebody else's
+    aside.mkdir()
+    try:
+        with held(aside):
+            written = Run(aside).write(draft, checkpoint.tensors, checkpoint.labels, None, path=aside / out.name)
+            written.path.replace(out)
+    except OSError as error:
+        if error.filename == str(aside / out.name):
+            error.filename = str(out)
+        raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    sync_name(out)
+    return record_of(CheckpointFile(out))
+
+
+def step_of(path: Path) -> int | None:
+    """The last number in a file's name, e.g. 4000 for ``ckpt-4000.safetensors``, or else in that of the folder it is
+    in, as for ``checkpoint-500/model.safetensors``; None where there is none."""
+    path = path.absolute()
+    suffix = path.suffix if path.is_file() and not path.suffix[1:].isdecimal() else ""
+    names = [path.name.removesuffix(suffix), *([path.parent.name] if path.is_file() else [])]
+    found = (re.findall(r"\d+", name) for name in names)
+    return next((int(numbers[-1]) for numbers in found if numbers), None)
+
+
+def _check_packed(run: Run) -> None:
+    """Raises CheckpointError for a run that files cannot be packed into: a training's own, or an unreadable one."""
+    summaries, broken = run.summaries()
+    for error in broken:
+        if isinstance(error.__cause__, OSError):
+            raise error
+    own = next((s.step for s in summaries if "source" not in run.file(s.step).header.record), None)
+    if own is not None:
+        raise CheckpointError(f"{run.folder}: step {own} is a training's own checkpoint; pack into another folder")
+
+
+def pack(files: Mapping[int, Path], folder: Path, packer: Packer) -> Iterator[Record | None]:
+    """Makes a run of existing checkpoints in the order of their steps; yields a record for each, None for those that
+    are there already.
+
+    files: by step. Raises CheckpointError when a file cannot be used or another process writes to the run; what was
+    packed before stays.
+    """
+    for step, path in files.items():
+        if step >= 2**63:
+            raise CheckpointError(f"{path}: {step} is too large for a step; rename it")
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist")
+    run = Run(folder)
+    with nothing_empty(folder), run.writer():
+        _check_packed(run)
+        there = {known.step for known in run.chain_lengths()}  # not those whose parents are gone
+        base: Base | None = None
+        chain = 0
+        for step, path in sorted(files.items()):
+            if step in there:
+                yield None
+                continue
+            file = any_format.read(path)
+            checkpoint = packer.checkpoint(replace(file, details={**file.details, "name": path.name}), step)
+            if chain == KEYFRAME_EVERY:
+                base, chain = None, 0
+            written, base = run.commit(checkpoint, base)
+            chain += 1
+            yield record_of(written)

@@ -1,0 +1,200 @@
+"""safetensors: one file, or several and an index, as Hugging Face has it. Tensors are read and written one by one."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dynaquant.errors import CheckpointError
+from dynaquant.interop.model_file import ModelFile
+from dynaquant.state.tree import tree_of
+from dynaquant.store.container import no_constant
+from dynaquant.store.files import is_file_name
+from dynaquant.tensors.dtypes import bytes_of, dtype_name
+from dynaquant.tensors.lazy import Lazy
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SHARD_BYTES = 5_000_000_000
+"""Of a file of a folder at most, as Hugging Face has it."""
+
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    **{
+        getattr(torch, name): code  # that a PyTorch of today has
+        for name, code in (
+            ("float8_e4m3fnuz", "F8_E4M3FNUZ"),
+            ("float8_e5m2fnuz", "F8_E5M2FNUZ"),
+            ("float8_e8m0fnu", "F8_E8M0"),
+            ("float4_e2m1fn_x2", "F4"),
+        )
+        if hasattr(torch, name)
+    },
+}
+_METADATA = "__metadata__"
+_INDEX_BYTES = 1 << 30
+"""Most bytes of an index, which is read into memory and has a line for each tensor."""
+_ALIGNMENT = 8
+
+
+def read(path: Path) -> ModelFile:
+    """Reads a file. Raises CheckpointError if it is damaged."""
+    tensors, metadata = _open(path)
+    return ModelFile("safetensors", tree_of(tensors), tensors, {"metadata": metadata})
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A model in files of one folder. details: what is needed to write them again, as JSON values."""
+
+    tensors: Mapping[str, Tensor]
+    details: dict[str, Any]
+
+    @property
+    def files(self) -> set[str]:
+        """The names of its files, including the index."""
+        index = self.details["index"]
+        return {*self.details["shards"], *([index] if index is not None else [])}
+
+
+def read_indexed(folder: Path, index: str, names: Collection[str]) -> Shards:
+    """Reads the model of an index. names: of the files in the folder. Raises CheckpointError if a part is missing."""
+    content = _read_index(folder / index)
+    files = sorted(set(content["weight_map"].values()))
+    if missing := [file for file in files if file not in names]:
+        raise CheckpointError(f"{folder}: {missing[0]} is missing, which {index} names")
+    model = read_shards(folder, files)
+    if unknown := sorted(content["weight_map"].keys() - model.tensors.keys()):
+        raise CheckpointError(f"{folder}: {unknown[0]} is in no file, and {index} names it")
+    return Shards(model.tensors, {**model.details, "index": index, "metadata": content.get("metadata")})
+
+
+def read_shards(folder: Path, files: Iterable[str]) -> Shards:
+    """Reads a model from files of a folder.
+
+    Raises CheckpointError if one is damaged, or if two of them have a tensor of the same name.
+    """
+    shards: dict[str, Any] = {}
+    parts: dict[str, Mapping[str, Tensor]] = {}
+    for file in files:
+        part, metadata = _open(folder / file)
+        if twice := sorted(part.keys() & parts.keys()):
+            raise CheckpointError(f"{folder}: {twice[0]} is in two files")
+        parts.update(dict.fromkeys(part, part))
+        shards[file] = {"metadata": metadata, "tensors": list(part)}
+    details = {"index": None, "metadata": None, "shards": shards}
+    return Shards(Lazy(parts, lambda name: parts[name][name]), details)
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _INDEX_BYTES:
+            raise ValueError(f"it has more than {_INDEX_BYTES:,} bytes")
+        index = json.loads(path.read_text(), parse_constant=no_constant)
+        names, files = set(index["weight_map"].keys()), set(index["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not the index of a model ({error!r})") from None
+    if not all(type(text) is str for text in names | files) or not all(map(is_file_name, files)):
+        raise CheckpointError(f"{path}: its weight_map does not lead from tensors to files beside it")
+    return dict(index)
+
+
+def _open(path: Path) -> tuple[Lazy[Tensor], dict[str, str] | None]:
+    try:
+        file = safe_open(path, "pt")
+        names, metadata = list(file.keys()), file.metadata()  # type: ignore[no-untyped-call]
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file ({error})") from None
+
+    def tensor(name: str) -> Tensor:
+        try:
+            found: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
+        except (SafetensorError, OSError, AttributeError) as error:
+            raise CheckpointError(f"{path}: {name} cannot be read ({error})") from None
+        return found
+
+    return Lazy(names, tensor), metadata
+
+
+def write(file: BinaryIO, tensors: Mapping[str, Tensor], shapes: Mapping[str, Tensor], metadata: Any) -> None:
+    """Writes a file, asking for one tensor at a time.
+
+    shapes: tensors of the same names, dtypes and shapes, whose values do not count (meta tensors). metadata: text by
+    text, or None. Raises CheckpointError for a dtype or a name that the format does not have.
+    """
+    header: dict[str, Any] = {} if metadata is None else {_METADATA: metadata}
+    names = sorted(shapes, key=lambda name: -shapes[name].dtype.itemsize)  # aligned, as readers like it
+    offset = 0
+    for name in names:
+        like = shapes[name]
+        if like.dtype not in _TYPES:
+            raise CheckpointError(
+                f"safetensors has no {dtype_name(like.dtype)} tensors, such as {name}; export to torch instead"
+            )
+        if name == _METADATA or not _is_unicode(name):
+            raise CheckpointError(f"safetensors has no tensors called {name!r}; export to torch instead")
+        size = like.numel() * like.dtype.itemsize
+        shape = list(like.shape)
+        if _TYPES[like.dtype] == "F4":  # which counts values, where PyTorch counts pairs
+            shape[-1] *= 2
+        header[name] = {"dtype": _TYPES[like.dtype], "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    try:
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError("safetensors cannot hold names that are no text; export to torch instead") from None
+    text += b" " * (-len(text) % _ALIGNMENT)
+    file.write(struct.pack("<Q", len(text)) + text)
+    for name in names:
+        file.write(bytes_of(tensors[name]).data)
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def shards_of(shapes: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """The files that a Hugging Face folder gets, and the tensors in each of them."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name, like in shapes.items():
+        bytes_ = like.numel() * like.dtype.itemsize
+        if parts[-1] and size + bytes_ > SHARD_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += bytes_
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
+
+
+def index_of(shards: Mapping[str, Iterable[str]], metadata: Any, total: int) -> str:
+    """The text of an index. metadata: as it was, or None; total: bytes of all tensors."""
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    return json.dumps({"metadata": metadata or {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"

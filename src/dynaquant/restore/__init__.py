@@ -1,0 +1,1 @@
+"""One restore: which parts fit, and filling the live objects or plain tensors."""

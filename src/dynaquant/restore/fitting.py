@@ -1,0 +1,160 @@
+"""Finds what of a stored state fits the objects of a training, before any of them is changed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynaquant.errors import StateError
+from dynaquant.tensors.dtypes import dtype_name
+from dynaquant.training import objects as state_sources
+from dynaquant.training import optimizers
+from dynaquant.training.objects import CLASSES, PARAMETERS, RNG, can_hold
+
+SHOWN = 10
+"""Most differences that a message lists."""
+
+
+@dataclass
+class Fitting:
+    """The result of a comparison.
+
+    parts: what each source is to load, by its name. problems: what does not fit. notes: what a user should know.
+    """
+
+    parts: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def selected(sources: Mapping[str, Any], only: str | Collection[str] | None) -> tuple[list[str], bool]:
+    """Returns the names of the sources to restore, and whether to restore the global random number generators.
+
+    only: names; ``"model"`` stands for all models, ``"optimizer"`` for all optimizers; None: everything. Raises
+    ValueError for an unknown name.
+    """
+    if only is None:
+        return list(sources), True
+    wanted = {only} if isinstance(only, str) else set(only)
+    chosen = [name for name in sources if name in wanted or name.partition(".")[0] in wanted & set(state_sources.LAST)]
+    unknown = wanted - set(chosen) - {name.partition(".")[0] for name in chosen} - {RNG}
+    if unknown or not wanted:
+        what = f"there is no {sorted(map(str, unknown))[0]!r} to restore" if unknown else "only names nothing"
+        raise ValueError(f"{what}; there are {', '.join([*sources, RNG])}")
+    return chosen, RNG in wanted
+
+
+def fitting(
+    sources: Mapping[str, Any],
+    now: Mapping[str, Any],
+    state: Mapping[str, Any],
+    rank: int = 0,
+    only: Collection[str] | None = None,
+) -> Fitting:
+    """Compares a stored state with the sources. Changes nothing.
+
+    now: ``sources.collect_to_compare`` of them. rank: whose generators to take. only: names of the sources to restore;
+    None: all. Raises ValueError, TypeError, KeyError or the like if the state is not that of a training.
+    """
+    found = Fitting()
+    stored = state_sources.parts(sources, state)
+    present = state_sources.parts(sources, now)
+    random = state_sources.randomness_of(state, rank)
+    wanted = sources.keys() if only is None else only
+    found.problems += [f"it holds no {name!r}" for name in sorted(set(wanted) - set(stored))]
+    if only is None:
+        found.problems += [f"it holds {name!r}, which was not given" for name in sorted(set(stored) - set(sources))]
+    for name in sorted(set(wanted) & set(stored)):
+        source, part = sources[name], stored[name]
+        before, kind = state[CLASSES].get(name), state_sources.class_of(source)
+        if before != kind:
+            was = f"{name} was {before or 'something else'} and is {kind or type(source).__qualname__}"
+            found.problems.append(was)
+        elif isinstance(source, nn.Module):
+            _fit_module(found, name, present[name], part)
+        elif isinstance(source, torch.optim.Optimizer):
+            own_keys, stored_keys = (optimizers.keys_of(of[PARAMETERS][name]) for of in (now, state))
+            fit = optimizers.fit(name, source, own_keys, part, stored_keys)
+            found.problems += fit.problems
+            found.notes += fit.notes
+            if fit.state is not None:
+                found.parts[name] = fit.state
+        elif isinstance(source, state_sources.GENERATOR):
+            if rank > 0:
+                part = (random or {}).get("sources", {}).get(name)
+            if part is not None:
+                try:
+                    _check_generator(source, part)
+                    found.parts[name] = part
+                except RuntimeError as error:  # of PyTorch, for the state of another device's generator
+                    found.problems.append(f"{name} cannot take the state of the generator that was saved ({error})")
+        elif hasattr(source, "load_state_dict"):
+            found.parts[name] = part
+        else:
+            _fit_plain(found, name, source, part)
+    return found
+
+
+def refuse(problems: list[str], what: str, advice: str) -> None:
+    """Raises StateError with the list of problems, if there are any. what: the checkpoint, in words."""
+    if problems:
+        more = [f"… and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
+        shown = "\n  ".join(problems[:SHOWN] + more)
+        raise StateError(f"{what} does not fit the objects to restore:\n  {shown}\nNothing was changed. {advice}")
+
+
+def _fit_module(found: Fitting, name: str, own: Mapping[str, Any], stored: Any) -> None:
+    if not isinstance(stored, Mapping) or not isinstance(getattr(stored, "_metadata", {}), Mapping):
+        raise TypeError(f"{name} has no state dict")
+    now, before = ({key: _form(value) for key, value in of.items()} for of in (own, stored))
+    found.problems += [f"{name}.{key} is not in it" for key in now if key not in before]
+    found.problems += [f"{name}.{key} is in it, and the model has no such tensor" for key in before if key not in now]
+    part: OrderedDict[str, Any] = OrderedDict()
+    for key, form in now.items():
+        if key not in before:
+            continue
+        if before[key] != form:
+            found.problems.append(f"{name}.{key} was {before[key]} and is {form}")
+        elif isinstance(own[key], Tensor) and not can_hold(own[key], stored[key]):
+            found.problems.append(
+                f"{name}.{key} has the same memory for several elements (expand): build it with clone()"
+            )
+        else:
+            part[key] = stored[key]
+    if hasattr(stored, "_metadata"):
+        part._metadata = stored._metadata  # type: ignore[attr-defined]
+    found.parts[name] = part
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{dtype_name(value.dtype)}{list(value.shape)}"
+    return type(value).__qualname__
+
+
+def _fit_plain(found: Fitting, name: str, source: Any, stored: Any) -> None:
+    if isinstance(source, dict | list):
+        if type(stored) is not type(source):
+            found.problems.append(f"{name} was a {type(stored).__name__} and is a {type(source).__name__}")
+            return
+        found.parts[name] = stored
+        return
+    if not isinstance(stored, dict):
+        found.problems.append(f"{name} was a {type(stored).__name__} and is a {type(source).__name__}")
+        return
+    known = {each.name for each in fields(source)}
+    found.problems += [f"{name} had a field {key!r}, which it does not have now" for key in stored if key not in known]
+    found.parts[name] = {key: value for key, value in stored.items() if key in known}
+
+
+def _check_generator(source: Any, state: Any) -> None:
+    """Raises the error that setting the generator's state would raise."""
+    if isinstance(source, torch.Generator):
+        torch.Generator(source.device).set_state(state)
+    else:
+        type(source.bit_generator)().state = state

@@ -1,0 +1,1 @@
+"""One save: what each tensor is stored as, the background write, the record."""

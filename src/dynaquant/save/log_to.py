@@ -1,0 +1,54 @@
+"""Records of saves, told to TensorBoard or anything else while training goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from dynaquant.quantize.grid import GridConfiguration
+from dynaquant.save.record import Record
+
+
+class ScalarWriter(Protocol):
+    """What ``torch.utils.tensorboard.SummaryWriter`` has, and other writers like it."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
+        """Adds a number to a curve."""
+        ...
+
+
+LogTo = ScalarWriter | Callable[[Record], Any]
+
+
+def logger_of(log_to: LogTo) -> Callable[[Record], Any]:
+    """What to call with each record. Raises TypeError for what can be told nothing."""
+    add_scalar = getattr(log_to, "add_scalar", None)
+    if callable(add_scalar):
+
+        def log(record: Record) -> None:
+            for name, value in scalars(record).items():
+                add_scalar(f"dynaquant/{name}", value, record.step)
+
+        return log
+    if not callable(log_to):
+        raise TypeError(f"log_to must be a function of a record, or have add_scalar; it is a {type(log_to).__name__}")
+    return log_to
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The numbers of a record that make curves, by name."""
+    found: dict[str, float | None] = {
+        "bytes": record.total.stored,
+        "ratio": record.ratio,
+        "evaluations": record.evaluations,
+        "allowed": record.limit,
+        "progress": record.progress,
+        **{f"{role}/ratio": size.ratio for role, size in record.roles.items()},
+        **{f"seconds/{stage}": seconds for stage, seconds in record.seconds.items()},
+        **({f"quality/{name}": value for name, value in asdict(record.quality).items()} if record.quality else {}),
+    }
+    if isinstance(record.configuration, GridConfiguration):
+        found["scale"] = record.configuration.scale
+    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}

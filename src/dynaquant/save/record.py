@@ -1,0 +1,190 @@
+"""What is known of a save: sizes by role, quality, configuration, time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from dynaquant.errors import CheckpointError
+from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
+from dynaquant.search.history import History
+from dynaquant.search.manager import Decision
+from dynaquant.search.quality import Quality
+from dynaquant.search.trials import Trial, number_to_json
+from dynaquant.store.container import CheckpointFile
+from dynaquant.store.entry import Entry
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes of tensors before and after; a plain copy of their memory is ``raw``."""
+
+    raw: int = 0
+    stored: int = 0
+
+    def __add__(self, other: Size) -> Size:
+        return Size(self.raw + other.raw, self.stored + other.stored)
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller, infinite for tensors that cost nothing, 1 when there are none."""
+        if self.raw == 0:
+            return 1.0
+        return self.raw / self.stored if self.stored else float("inf")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A save, as ``Checkpointer.save`` reports it and as the run keeps it.
+
+    parent: step of the parent, None for a keyframe. roles: tensor sizes by role. total: raw bytes of all tensors, and
+    the size of the file. Ranks other than 0 write no file, and do not know it: their records have an empty identity,
+    no roles, no bytes in total, a ``ratio`` of NaN and None for ``keyframe``. ``Checkpointer.records`` reads the run,
+    so that it tells the sizes on every rank.
+
+    configuration: the quantizer's, None when the weights are stored exactly. search: how it was found
+    (``search.manager.Search``). judged_by: what its degradation was judged by (``search.judge.JudgedBy``), None where
+    nothing was. limit: the degradation that was allowed; it can lie below ``max_degradation``. quality: of the weights
+    as restored (``search.quality.Quality``), None without ``evaluate``. progress: the share that they keep of the way
+    since the last restore (``search.progress``); None where nothing was restored, where it no longer matters, and where
+    weights are exact. predicted: bytes that the weights were
+    expected to take; what they took is ``roles["weight"].stored``. trials: every configuration that was tried.
+
+    interval: steps to the next checkpoint as planned. seconds: wall time by stage. ``wait`` (for the write before),
+    ``capture`` and ``search`` block training; ``write`` does not, and is only in the record that ``save`` hands out, as
+    the file cannot know it. notes: what was out of the ordinary.
+    """
+
+    step: int
+    identity: str
+    parent: int | None
+    roles: dict[str, Size]
+    total: Size
+    configuration: Knobs | None
+    search: str | None
+    judged_by: str | None
+    limit: float | None
+    quality: Quality | None
+    progress: float | None
+    predicted: float | None
+    trials: list[Trial]
+    interval: int | None
+    seconds: dict[str, float]
+    notes: list[str]
+
+    @property
+    def evaluations(self) -> int:
+        """How many configurations were scored."""
+        return sum(trial.degradation is not None for trial in self.trials)
+
+    @property
+    def keyframe(self) -> bool | None:
+        """Whether the checkpoint stands alone; None where the file is not known."""
+        return self.parent is None if self.identity else None
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than its tensors the file is; NaN where the file is not known."""
+        return self.total.ratio if self.identity else math.nan
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain JSON values, for logs; numbers that JSON does not have become text."""
+        trials = [trial.to_json() for trial in self.trials]
+        return {key: _plain(value) for key, value in (asdict(self) | {"trials": trials}).items()}
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value with text for the numbers that JSON does not have, wherever they are."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return number_to_json(value) if isinstance(value, float) else value
+
+
+def json_of(
+    decision: Decision, history: History, interval: int | None, seconds: dict[str, float], notes: list[str]
+) -> dict[str, Any]:
+    """What a checkpoint's header keeps of its save."""
+    return {
+        "configuration": knobs_to_json(decision.configuration),
+        "quality": decision.quality and _plain(asdict(decision.quality)),
+        "search": {
+            "kind": decision.search,
+            "judged_by": decision.judged_by,
+            "limit": number_to_json(decision.limit),
+            "history": history.to_json(),
+            "predicted": decision.predicted,
+            "progress": decision.progress,
+            "trials": [trial.to_json() for trial in decision.trials],
+        },
+        "interval": interval,
+        "seconds": seconds,
+        "notes": [*notes, *decision.notes],
+    }
+
+
+def sizes_by_role(entries: Iterable[Entry]) -> dict[str, Size]:
+    """Bytes of tensors by role. What is not in the checkpoint, as frozen parameters are not, does not count."""
+    roles: dict[str, Size] = {}
+    for entry in entries:
+        if not entry.external:
+            role = entry.label.role
+            roles[role] = roles.get(role, Size()) + Size(entry.raw_size, entry.size)
+    return roles
+
+
+def record_of(file: CheckpointFile, seconds: dict[str, float] | None = None, notes: list[str] | None = None) -> Record:
+    """The record of a checkpoint file, with what is known beyond the file added to it."""
+    header = file.header
+    roles = sizes_by_role(header.entries)
+    total = Size(sum(size.raw for size in roles.values()), file.size)
+    try:
+        return _record(
+            header.step,
+            header.identity,
+            header.parent.step if header.parent else None,
+            roles,
+            total,
+            {**header.record, "seconds": {**header.record.get("seconds", {}), **(seconds or {})}},
+            notes or [],
+        )
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file.path}: its record of the save cannot be understood ({error})") from None
+
+
+def record_without_file(step: int, record: Mapping[str, Any]) -> Record:
+    """The record of a save that another rank writes."""
+    return _record(step, "", None, {}, Size(), record, [])
+
+
+def _record(
+    step: int,
+    identity: str,
+    parent: int | None,
+    roles: dict[str, Size],
+    total: Size,
+    record: Mapping[str, Any],
+    notes: list[str],
+) -> Record:
+    quality, search, configuration = record.get("quality"), record.get("search") or {}, record.get("configuration")
+    return Record(
+        step=step,
+        identity=identity,
+        parent=parent,
+        roles=roles,
+        total=total,
+        configuration=knobs_from_json(configuration) if configuration else None,
+        search=search.get("kind"),
+        judged_by=search.get("judged_by"),
+        limit=None if search.get("limit") is None else float(search["limit"]),
+        quality=Quality(**{field.name: float(quality[field.name]) for field in fields(Quality)}) if quality else None,
+        progress=None if search.get("progress") is None else float(search["progress"]),
+        predicted=search.get("predicted"),
+        trials=[Trial.from_json(trial) for trial in search.get("trials", [])],
+        interval=record.get("interval"),
+        seconds={stage: float(seconds) for stage, seconds in record.get("seconds", {}).items()},
+        notes=[*record.get("notes", []), *notes],
+    )

@@ -1,0 +1,208 @@
+"""Role and layer type of every tensor of a state, and the user's overrides by pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from dynaquant.errors import StateError
+from dynaquant.state.names import bare_paths, named_parameters
+from dynaquant.tensors.dtypes import dtype_name
+from dynaquant.tensors.sketch import SKETCHED
+
+Role = Literal["weight", "first_moment", "second_moment", "buffer", "exact", "omit"]
+"""What a tensor is. Weights are quantized, moments too unless they are to be exact. Of what is omitted only the hash is
+stored. The rest is stored exactly."""
+
+HALVES = (torch.bfloat16, torch.float16)
+"""The dtypes of weights that may have master weights."""
+_MOMENTS: dict[str, Role] = {
+    "exp_avg": "first_moment",
+    "momentum_buffer": "first_moment",
+    "exp_avg_sq": "second_moment",
+    "max_exp_avg_sq": "second_moment",
+    "square_avg": "second_moment",
+    "sum": "second_moment",
+}
+"""Keys of the state of the optimizers of ``torch.optim``. What another key holds is ``exact``."""
+
+_LAYER_TYPES: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = (
+    ((nn.Embedding, nn.EmbeddingBag), "embedding"),
+    (nn.modules.conv._ConvNd, "conv"),
+    ((nn.Linear, nn.Bilinear, nn.MultiheadAttention), "linear"),
+    (nn.RNNBase, "recurrent"),
+    (
+        (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm),
+        "norm",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Label:
+    """Role and layer type. Tensors of one layer type share thresholds; outside modules the layer type is ``""``."""
+
+    role: Role
+    layer_type: str = ""
+
+
+def layer_type(module: nn.Module) -> str:
+    """The layer type of a module's own parameters: ``embedding``, ``conv``, ``linear``, …, or ``other``."""
+    return next((name for kinds, name in _LAYER_TYPES if isinstance(module, kinds)), "other")
+
+
+def labels(
+    tensors: Mapping[str, Tensor],
+    sources: Mapping[str, Any],
+    overrides: Mapping[str, str] | None = None,
+    vectors: bool = False,
+) -> dict[str, Label]:
+    """The label of every tensor of a state.
+
+    tensors: as ``state.flatten`` names them. sources: the objects whose states they are, by the first part of the
+    names; modules and optimizers among them are looked into. overrides: role by glob pattern over tensor names,
+    e.g. ``{"*.lm_head.weight": "exact"}``; of several patterns that match, the last counts. vectors: whether parameters
+    of one dimension (biases, norms) are weights.
+
+    Only the weights of models (``"model"``, ``"model.G"``) are to be quantized, as only they are scored, and of them
+    those that train; the others are exact until a pattern says otherwise. A pattern may use any of the names of a tied
+    parameter.
+
+    Raises StateError for a pattern that matches no tensor, an unknown role, or a tensor that cannot have it.
+    """
+    result = {name: Label("exact") for name in tensors}
+    at_rest = untrained(sources)
+    parameters: dict[str, str] = {}  # every name of a parameter, and the first one, which is among the tensors
+    for source, thing in sources.items():
+        if isinstance(thing, nn.Module):
+            result.update(_module_labels(source, thing, tensors, vectors, at_rest))
+            parameters.update(_parameter_names(source, thing))
+        elif isinstance(thing, torch.optim.Optimizer):
+            for name in tensors:
+                if name.startswith(f"{source}.state."):
+                    result[name] = Label(optimizer_role(name, tensors))
+    named = {**{name: name for name in result}, **parameters}
+    for pattern, role in (overrides or {}).items():
+        _override(result, tensors, parameters, pattern, role, [n for n in named if matches(n, pattern, sources)])
+    omitted = (name for name, label in result.items() if label.role == "omit")
+    if changing := sorted(name for name in omitted if name in parameters and name not in at_rest):
+        raise StateError(
+            f"{changing[0]} is to be omitted, but it trains: a restore could not bring it back; freeze it with "
+            f"requires_grad_(False), or add a pattern behind the one that omits it, e.g. {{{changing[0]!r}: 'weight'}}"
+        )
+    return result
+
+
+def matches(name: str, pattern: str, sources: Mapping[str, Any]) -> bool:
+    """Whether a pattern means the tensor of that name. What is in an optimizer's state has the name of its parameter in
+    its own, so a pattern that means it has to begin with the optimizer."""
+    of = name.partition(".")[0]
+    optimizers = {n.partition(".")[0] for n, thing in sources.items() if isinstance(thing, torch.optim.Optimizer)}
+    return fnmatchcase(name, pattern) and (of not in optimizers or pattern.startswith(f"{of}."))
+
+
+def untrained(sources: Mapping[str, Any]) -> frozenset[str]:
+    """The parameters of modules that do not train, by their first names.
+
+    They are those without ``requires_grad``, and those of models that no optimizer works on although optimizers work on
+    others of them. Half-precision ones count as trained where an optimizer works on tensors outside the models: these
+    may be their master weights.
+    """
+    optimizers = [source for source in sources.values() if isinstance(source, torch.optim.Optimizer)]
+    trained = {_memory(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    modules = {source: module for source, module in sources.items() if isinstance(module, nn.Module)}
+    own = {f"{s}.{path}": parameter for s, module in modules.items() for path, parameter in named_parameters(module)}
+    of_models = {name: parameter for name, parameter in own.items() if _is_of_model(name)}
+    known = trained & {_memory(parameter) for parameter in of_models.values()}
+
+    def is_idle(parameter: Tensor) -> bool:
+        may_have_master = trained != known and parameter.dtype in HALVES
+        return bool(known) and not may_have_master and _memory(parameter) not in known
+
+    idle = {name for name, parameter in of_models.items() if is_idle(parameter)}
+    return frozenset(name for name, parameter in own.items() if name in idle or not parameter.requires_grad)
+
+
+def _is_of_model(name: str) -> bool:
+    return name.partition(".")[0] == "model"
+
+
+def _memory(tensor: Tensor) -> tuple[int, torch.Size]:
+    """Where a tensor lies. By its address alone, the first part of a tensor is that tensor."""
+    return tensor.data_ptr(), tensor.shape
+
+
+def optimizer_role(name: str, tensors: Mapping[str, Tensor]) -> Role:
+    """Of a tensor of an optimizer's state."""
+    state, _, key = name.rpartition(".")
+    # RMSprop takes the square of one from the other here, and the root of that: rounding could make it negative.
+    if key == "square_avg" and f"{state}.grad_avg" in tensors:
+        return "exact"
+    return _MOMENTS.get(key, "exact") if tensors[name].dtype in SKETCHED else "exact"
+
+
+def quantizable(parameter: Tensor, vectors: bool = False) -> bool:
+    """Whether a parameter is quantized unless the user decides otherwise."""
+    return parameter.ndim >= (1 if vectors else 2) and parameter.dtype in SKETCHED
+
+
+def _parameter_names(source: str, module: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    names = {}
+    for path, parameter in named_parameters(module, remove_duplicate=False):
+        names[f"{source}.{path}"] = first.setdefault(id(parameter), f"{source}.{path}")
+    return names
+
+
+def _module_labels(
+    source: str, module: nn.Module, tensors: Mapping[str, Tensor], vectors: bool, at_rest: Collection[str]
+) -> dict[str, Label]:
+    found: dict[str, Label] = {}
+    paths = bare_paths(module)
+    for path, child in module.named_modules():
+        prefix = f"{source}.{paths[path]}." if paths[path] else f"{source}."
+        kind = layer_type(child)
+        for name in child._parameters:
+            tensor = tensors.get(prefix + name)
+            # Of a tied tensor's names only the first is among the tensors; its module gives the layer type.
+            if tensor is not None:
+                trains = _is_of_model(source) and prefix + name not in at_rest
+                role: Role = "weight" if trains and quantizable(tensor, vectors) else "exact"
+                found[prefix + name] = Label(role, kind)
+        for name in child._buffers:
+            if prefix + name in tensors:
+                found[prefix + name] = Label("buffer", kind)
+    return found
+
+
+def _override(
+    result: dict[str, Label],
+    tensors: Mapping[str, Tensor],
+    parameters: Mapping[str, str],
+    pattern: str,
+    role: str,
+    names: Iterable[str],
+) -> None:
+    if role not in get_args(Role):
+        raise StateError(f"roles[{pattern!r}]: {role!r} is no role; the roles are {', '.join(get_args(Role))}")
+    matching = {first for name in names if (first := parameters.get(name, name)) in result}
+    if not matching:
+        example = next(iter(result), "model.…")
+        raise StateError(f"roles[{pattern!r}] matches no tensor; names look like {example!r}")
+    for name in matching:
+        if role == "weight" and name not in parameters:
+            raise StateError(f"roles[{pattern!r}]: {name} is no parameter of a module, so it cannot be a weight")
+        if role == "omit" and not result[name].layer_type:
+            raise StateError(
+                f"roles[{pattern!r}]: {name} is no parameter or buffer of a module, so it cannot be omitted"
+            )
+        if role == "weight" and tensors[name].dtype not in SKETCHED:
+            raise StateError(
+                f"roles[{pattern!r}]: {name} is {dtype_name(tensors[name].dtype)}, which cannot be quantized"
+            )
+        result[name] = replace(result[name], role=role)  # type: ignore[arg-type]

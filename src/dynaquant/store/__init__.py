@@ -1,0 +1,1 @@
+"""Checkpoint files and runs: writing, reading, atomic commits, locks, retention."""

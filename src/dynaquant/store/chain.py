@@ -1,0 +1,117 @@
+"""Opens the files that a checkpoint is decoded from, and retries if the writer changes the run meanwhile.
+
+A reader takes no lock. While it looks for the parents of a checkpoint, a writer may delete or re-code them. An open
+file can be read to its end even if its name is deleted or replaced. So a reader opens the whole chain first, and
+retries if the writer was faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from dynaquant.errors import CheckpointError, MovedOnError
+from dynaquant.store import frozen
+from dynaquant.store.container import CheckpointFile, is_missing
+from dynaquant.store.reading import Tensors, load_tensors
+
+_MOST_OPEN = 64
+"""How many files of one chain are kept open. The others are opened each time they are read."""
+ATTEMPTS = 100
+"""How often a read is retried. A retry is needed only if the writer committed during the read."""
+
+T = TypeVar("T")
+PathOf = Callable[[int], Path]
+"""The file of a step."""
+
+
+def until_settled(read: Callable[[], T]) -> T:
+    """Returns what ``read`` returns. Calls it again while it raises MovedOnError, up to 100 times in all."""
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return read()
+        except MovedOnError:
+            continue
+    return read()
+
+
+@contextmanager
+def noticing_moves(chain: list[CheckpointFile]) -> Iterator[None]:
+    """Turns a CheckpointError of the block into MovedOnError if a file of the chain was replaced or deleted.
+
+    If all files are unchanged, the error is real, and a retry would not help.
+    """
+    try:
+        yield
+    except MovedOnError:
+        raise
+    except CheckpointError as error:
+        if all(file.is_at(file.path) for file in chain):
+            raise
+        raise MovedOnError(str(error)) from error
+
+
+def parent_of(file: CheckpointFile, path_of: PathOf) -> CheckpointFile | None:
+    """Returns the opened parent of a delta; None for a keyframe.
+
+    Raises CheckpointError if the parent is missing, or is not the checkpoint that the delta was coded against.
+    """
+    parent = file.header.parent
+    if parent is None:
+        return None
+    path = path_of(parent.step)
+    what = f"checkpoint step {file.header.step}: its parent, step {parent.step} ({parent.identity[:8]}…),"
+    try:
+        found = CheckpointFile(path)
+    except CheckpointError as error:
+        if not is_missing(error):
+            raise
+        raise CheckpointError(f"{what} is not in {path.parent} (was it deleted by hand?)") from None
+    if found.header.identity != parent.identity:
+        raise CheckpointError(f"{what} has been replaced in {path.parent} by another checkpoint of that step")
+    # Sequence numbers fall along a chain, so every chain ends, whatever the files say.
+    if found.header.sequence >= file.header.sequence:
+        raise CheckpointError(f"{what} claims in {path.parent} to have been written after it")
+    return found
+
+
+def chain_of(file: CheckpointFile, path_of: PathOf) -> list[CheckpointFile]:
+    """Returns the file, its parent, the parent's parent, …, up to the keyframe.
+
+    Raises CheckpointError for a broken chain, MovedOnError if the writer has changed the chain meanwhile.
+    """
+    chain = [file]
+    with noticing_moves(chain):
+        for identity in file.header.frozen:
+            frozen.opened(file, identity)
+        while (parent := parent_of(chain[-1], path_of)) is not None:
+            if len(chain) >= _MOST_OPEN:
+                parent.close()
+            chain.append(parent)
+    return chain
+
+
+def load_all(chain: list[CheckpointFile]) -> Tensors:
+    """Decodes the tensors of the first file of a chain and checks each against its hash.
+
+    Raises CheckpointError, naming file and tensor, when one cannot be decoded or is not what was stored.
+    """
+    file = chain[0]
+    with naming(file), noticing_moves(chain):
+        return load_tensors(chain, [entry.name for entry in file.header.entries])
+
+
+@contextmanager
+def naming(file: CheckpointFile) -> Iterator[None]:
+    """Adds the name of the checkpoint to errors of other files in its chain."""
+    try:
+        yield
+    except MovedOnError:
+        raise
+    except CheckpointError as error:
+        itself = f"checkpoint step {file.header.step}: "
+        if str(error).startswith((itself, f"{file.path}: ")):
+            raise
+        raise CheckpointError(f"{itself}{error}") from error

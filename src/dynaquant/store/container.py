@@ -1,0 +1,344 @@
+"""One checkpoint file: preamble, streams, header, trailer (docs/format.md).
+
+The header comes after the streams, so a writer never holds more than one stream. A reader believes nothing: every
+length and count is checked against the file's real size before anything is allocated by it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import weakref
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import zstandard
+from blake3 import blake3
+
+from dynaquant.coding.schemes import Frozen
+from dynaquant.errors import CheckpointError, MovedOnError
+from dynaquant.state.tree import MAX_DEPTH, is_too_deep
+from dynaquant.store.entry import Entry
+from dynaquant.store.files import open_file
+
+FORMAT_VERSION = 3
+"""What is written. Versions 1 and 2 are read as well: they lack some codings, and their optimizers number their
+parameters."""
+MAGIC = b"\x89DQC\r\n\x1a\n"
+"""First and last eight bytes of a file. As in PNG, they show a transfer that changed line ends."""
+
+_PREAMBLE = struct.Struct("<8sQ")  # magic, format version
+_TRAILER = struct.Struct("<QQ16s8s")  # stored header size, header size, checksum, magic
+_MAX_HEADER_EXPANSION = 16
+_PIECE = 2**30
+"""Bytes read in one call; some systems refuse 2 GiB and more."""
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The checkpoint that a delta was coded against."""
+
+    step: int
+    identity: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What one needs to know of a checkpoint to find its way in a run.
+
+    frozen: the identities of the files of frozen parameters that it needs.
+    """
+
+    step: int
+    sequence: int
+    identity: str
+    parent: Parent | None
+    frozen: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Header:
+    """Everything a checkpoint file says besides its streams.
+
+    sequence: grows with every checkpoint committed to a run; the newest has the highest. parent: None for a keyframe.
+    tree: the JSON tree of the state (``state.flatten``). record: what is known of the save and cannot be derived.
+    """
+
+    step: int
+    sequence: int
+    parent: Parent | None
+    tree: Any
+    entries: tuple[Entry, ...]
+    record: dict[str, Any]
+
+    @cached_property
+    def identity(self) -> str:
+        """The hash of what the checkpoint decodes to: a Merkle root over its tensors and its tree, 64 hex digits."""
+        leaves = sorted((entry.name, entry.hash) for entry in self.entries)
+        return blake3(_json([self.tree, leaves])).hexdigest()
+
+    @property
+    def summary(self) -> Summary:
+        """The header without what is large."""
+        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen)
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The identities of the files of frozen parameters that the checkpoint needs."""
+        return frozenset(entry.scheme.file for entry in self.entries if isinstance(entry.scheme, Frozen))
+
+    @cached_property
+    def by_name(self) -> dict[str, Entry]:
+        """The entries by the names of their tensors."""
+        return {entry.name: entry for entry in self.entries}
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
+        "utf-8", errors="surrogatepass"
+    )
+
+
+class CheckpointWriter:
+    """Writes one checkpoint into an open binary file: the streams in turn, then the header."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        file.write(_PREAMBLE.pack(MAGIC, FORMAT_VERSION))
+
+    def add(self, stream: bytes) -> None:
+        """Appends the stream of the next of the header's entries."""
+        self._file.write(stream)
+
+    def finish(self, header: Header) -> None:
+        """Appends the header and makes the file durable."""
+        parent = header.parent and {"step": header.parent.step, "identity": header.parent.identity}
+        plain = _json(
+            {
+                "step": header.step,
+                "sequence": header.sequence,
+                "identity": header.identity,
+                "parent": parent,
+                "tree": header.tree,
+                "tensors": [entry.to_json() for entry in header.entries],
+                "record": header.record,
+            }
+        )
+        stored = zstandard.ZstdCompressor(level=9).compress(plain)
+        # Equal sizes in the trailer say that the header is not compressed.
+        if len(stored) >= len(plain) or len(plain) > _MAX_HEADER_EXPANSION * len(stored):
+            stored = plain
+        self._file.write(stored)
+        self._file.write(
+            _TRAILER.pack(len(stored), len(plain), _checksum(_PREAMBLE.pack(MAGIC, FORMAT_VERSION), stored), MAGIC)
+        )
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _checksum(preamble: bytes, stored_header: bytes) -> bytes:
+    return blake3(preamble + stored_header).digest(length=16)
+
+
+Version = tuple[int, int, int, int]
+
+
+def version_of(status: os.stat_result) -> Version:
+    """What tells a file from any other that has had its name, and from itself before a change."""
+    return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether a file could not be read because there is none of that name."""
+    return isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError)
+
+
+class _Open:
+    """A descriptor, closed when nothing refers to this any more."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        # Not when the process ends: the last checkpoint may still be written then, and read back.
+        weakref.finalize(self, os.close, descriptor).atexit = False
+
+
+def _read_at(descriptor: int, offset: int, size: int) -> bytes:
+    """The bytes from an offset on, fewer at the end of the file."""
+    parts = []
+    while size:
+        if hasattr(os, "pread"):  # forked processes share a position
+            part = os.pread(descriptor, min(size, _PIECE), offset)
+        else:
+            os.lseek(descriptor, offset, os.SEEK_SET)
+            part = os.read(descriptor, min(size, _PIECE))
+        if not part:
+            break
+        parts.append(part)
+        offset, size = offset + len(part), size - len(part)
+    return b"".join(parts)
+
+
+class CheckpointFile:
+    """A checkpoint file whose header has been read and checked. Streams are read when asked for.
+
+    It stays open for as long as it is referred to, so it can be read even when it has been replaced or deleted since.
+
+    Raises CheckpointError, naming the file and what is wrong with it, when it is no whole checkpoint file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.frozen: dict[str, CheckpointFile] = {}
+        """The files of frozen parameters that were opened for it, by identity (``frozen.opened``)."""
+        try:
+            with open_file(path) as file:
+                status = os.fstat(file.fileno())
+                self.size, self._version = status.st_size, version_of(status)
+                self.header, streams_end = self._checked(file)
+                self._open: _Open | None = _Open(os.dup(file.fileno()))
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        self._offsets: dict[str, int] = {}
+        position = _PREAMBLE.size
+        for entry in self.header.entries:
+            self._offsets[entry.name] = position
+            position += entry.size
+        if position != streams_end:
+            raise CheckpointError(f"{path}: the sizes of its streams do not add up to the size of the file")
+
+    def _checked(self, file: BinaryIO) -> tuple[Header, int]:
+        try:
+            plain, streams_end = self._read_header(file)
+            return self._parse(plain), streams_end
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
+        except MemoryError as error:
+            raise CheckpointError(f"{self.path}: its header needs more memory than there is") from error
+
+    def _read_header(self, file: BinaryIO) -> tuple[bytes, int]:
+        start = file.read(_PREAMBLE.size)
+        if start[:8] != MAGIC:
+            raise CheckpointError("not a dynaquant checkpoint (or damaged in its first bytes)")
+        if len(start) < _PREAMBLE.size or self.size < _PREAMBLE.size + _TRAILER.size:
+            raise CheckpointError("truncated: only a beginning of a checkpoint is there")
+        _, version = _PREAMBLE.unpack(start)
+        if not 1 <= version <= FORMAT_VERSION:
+            raise CheckpointError(
+                f"format version {version}, and this dynaquant reads up to {FORMAT_VERSION}; install a newer one"
+            )
+        file.seek(self.size - _TRAILER.size)
+        stored_size, plain_size, checksum, magic = _TRAILER.unpack(file.read(_TRAILER.size))
+        if magic != MAGIC:
+            raise CheckpointError("truncated, or damaged at its end")
+        streams_end = self.size - _TRAILER.size - stored_size
+        if streams_end < _PREAMBLE.size:
+            raise CheckpointError("altered: its header would be larger than the file")
+        file.seek(streams_end)
+        stored = file.read(stored_size)
+        if _checksum(start, stored) != checksum:
+            raise CheckpointError("altered: its header does not have the checksum that was written with it")
+        if plain_size == stored_size:
+            return stored, streams_end
+        if plain_size > _MAX_HEADER_EXPANSION * stored_size:
+            raise CheckpointError("altered: its header claims to expand beyond the limit")
+        try:
+            if zstandard.frame_content_size(stored) != plain_size:
+                raise CheckpointError("altered: its header has another size than it claims")
+            return zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False), streams_end
+        except zstandard.ZstdError as error:
+            raise CheckpointError(f"altered: its header cannot be decompressed ({error})") from None
+
+    @staticmethod
+    def _parse(plain: bytes) -> Header:
+        try:
+            data = json.loads(plain.decode("utf-8", errors="surrogatepass"), parse_constant=no_constant)
+            parent = None if data["parent"] is None else Parent(data["parent"]["step"], data["parent"]["identity"])
+            header = Header(
+                step=data["step"],
+                sequence=data["sequence"],
+                parent=parent,
+                tree=data["tree"],
+                entries=tuple(Entry.from_json(entry) for entry in data["tensors"]),
+                record=dict(data["record"]),
+            )
+            matches = data["identity"] == header.identity
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"altered: its header cannot be understood ({error!r})") from None
+        numbers = [header.step, header.sequence] + ([parent.step] if parent else [])
+        if not all(map(is_step, numbers)) or (parent and type(parent.identity) is not str):
+            raise CheckpointError("altered: its step, sequence number or parent is no such thing")
+        if len(header.by_name) != len(header.entries):
+            raise CheckpointError("altered: a tensor occurs twice")
+        if is_too_deep(header.tree):
+            raise CheckpointError(f"altered: its tree is nested more than {MAX_DEPTH} levels deep")
+        if header.parent is None and any(entry.needs_parent for entry in header.entries):
+            raise CheckpointError("altered: a tensor needs a parent, and the checkpoint has none")
+        if not matches:
+            raise CheckpointError("altered: its identity is not the hash of its contents")
+        return header
+
+    def close(self) -> None:
+        """Closes the file, for where many are held. Streams are then read from whatever has its name, if that is it."""
+        self._open = None
+
+    def is_at(self, path: Path) -> bool:
+        """Whether this file, and no other one, has that name. True as well where the system cannot tell just now."""
+        try:
+            return version_of(path.stat()) == self._version
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+
+    def content(self) -> bytes:
+        """The whole file, also where it has been replaced or deleted since it was opened."""
+        if self._open is None:
+            return self.path.read_bytes()
+        return _read_at(self._open.descriptor, 0, self.size)
+
+    def moved(self, path: Path) -> CheckpointFile:
+        """The same file after it was given another name."""
+        found = copy(self)
+        found.path = path
+        return found
+
+    def read(self, entry: Entry) -> bytes:
+        """The stream of one tensor. Raises CheckpointError when the file cannot be read."""
+        offset = self._offsets[entry.name]
+        try:
+            if self._open is not None:
+                stream = _read_at(self._open.descriptor, offset, entry.size)
+            else:
+                with open_file(self.path) as file:
+                    if version_of(os.fstat(file.fileno())) != self._version:
+                        raise MovedOnError(f"{self.path}: was replaced while it was read")
+                    stream = _read_at(file.fileno(), offset, entry.size)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
+        if len(stream) != entry.size:
+            raise CheckpointError(f"{self.path}: truncated while it was open")
+        return stream
+
+
+def is_step(value: Any) -> bool:
+    """Whether something that stands in a file can be a step: an integer from 0 to 2**63 - 1."""
+    return type(value) is int and 0 <= value < 2**63
+
+
+def opened(path: Path) -> CheckpointFile | None:
+    """A checkpoint file that need not be there."""
+    try:
+        return CheckpointFile(path)
+    except CheckpointError as error:
+        if is_missing(error):
+            return None
+        raise
+
+
+def no_constant(constant: str) -> Any:
+    """For ``json.loads``, which would take what is not JSON: NaN and the infinities."""
+    raise ValueError(f"{constant} is not JSON")

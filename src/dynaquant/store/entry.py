@@ -1,0 +1,146 @@
+"""What a checkpoint's header says about one tensor, checked on reading (docs/format.md, "Tensor entries")."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, cast, get_args
+
+import torch
+
+from dynaquant.coding import schemes
+from dynaquant.coding.schemes import (
+    EXTERNAL,
+    MAX_EXPANSION,
+    Lossless,
+    Omitted,
+    Planes,
+    Raw,
+    Reference,
+    Rounding,
+    Scheme,
+)
+from dynaquant.errors import CheckpointError
+from dynaquant.state.roles import Label, Role
+from dynaquant.tensors.dtypes import DTYPES, dtype_name
+from dynaquant.tensors.sketch import SKETCHED
+
+# A header holds hundreds of entries, and a restore reads several headers.
+_ROLES = frozenset(get_args(Role))
+_HASH = re.compile("[0-9a-f]{64}")
+_OF_ANY_DTYPE = (Raw, Planes, Lossless, Reference, Rounding, *EXTERNAL)
+_DECODED_FROM_OTHERS = (Rounding, *EXTERNAL)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a checkpoint: what it is, the hash of its values, and how its stream of ``size`` bytes is coded."""
+
+    name: str
+    label: Label
+    dtype: torch.dtype
+    shape: torch.Size
+    hash: str
+    size: int
+    scheme: Scheme
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def raw_size(self) -> int:
+        """Bytes of the decoded tensor."""
+        return self.elements * self.dtype.itemsize
+
+    @property
+    def external(self) -> bool:
+        """Whether the values are not in the checkpoint, which has only their hash (``external``)."""
+        return isinstance(self.scheme, EXTERNAL)
+
+    @property
+    def omitted(self) -> bool:
+        """Whether the values are stored nowhere."""
+        return isinstance(self.scheme, Omitted)
+
+    @property
+    def needs_parent(self) -> bool:
+        """Whether the parent's tensor of the same name is needed to decode this one."""
+        return self.scheme.needs_parent
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as it stands in the header."""
+        return {
+            "name": self.name,
+            "role": self.label.role,
+            "layer_type": self.label.layer_type,
+            "dtype": dtype_name(self.dtype),
+            "shape": list(self.shape),
+            "hash": self.hash,
+            "size": self.size,
+            "coding": {"kind": schemes.name_of(self.scheme), **asdict(self.scheme)},
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Entry:
+        """The inverse of ``to_json``. Raises CheckpointError for anything that ``to_json`` would not have written."""
+        name = data.get("name") if isinstance(data, dict) else None
+        try:
+            entry = _parse(data)
+            _check(entry)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the entry of tensor {name!r} is broken ({error})") from None
+        return entry
+
+
+def _typed(data: dict[str, Any], key: str, kind: type) -> Any:
+    value = data[key]
+    if type(value) is not kind:
+        raise TypeError(f"{key} is {value!r}")
+    return value
+
+
+def _parse(data: Any) -> Entry:
+    if type(data) is not dict:
+        raise TypeError("it is no object")
+    shape = _typed(data, "shape", list)
+    if not all(type(n) is int and 0 <= n < 2**62 for n in shape):
+        raise ValueError(f"shape is {shape!r}")
+    return Entry(
+        name=_typed(data, "name", str),
+        label=Label(cast(Role, _typed(data, "role", str)), _typed(data, "layer_type", str)),
+        dtype=DTYPES[_typed(data, "dtype", str)],
+        shape=torch.Size(shape),
+        hash=_typed(data, "hash", str),
+        size=_typed(data, "size", int),
+        scheme=schemes.parse(_typed(data, "coding", dict)),
+    )
+
+
+def _check(entry: Entry) -> None:
+    scheme = entry.scheme
+    elements = entry.elements
+    raw_size = elements * entry.dtype.itemsize
+    if entry.label.role not in _ROLES:
+        raise ValueError(f"its role is {entry.label.role!r}")
+    if not _HASH.fullmatch(entry.hash):
+        raise ValueError(f"its hash is {entry.hash!r}")
+    if raw_size >= 2**62:
+        raise ValueError("it is larger than any tensor")
+    if entry.size < 0:
+        raise ValueError(f"its size is {entry.size}")
+    if isinstance(scheme, Raw) and entry.size != raw_size:
+        raise ValueError("its stream has another size than its values")
+    if not isinstance(scheme, _OF_ANY_DTYPE) and entry.dtype not in SKETCHED:
+        raise ValueError(f"{dtype_name(entry.dtype)} cannot be quantized")
+    schemes.check(scheme, entry.shape, elements, entry.size)
+    if math.prod(max(n, 1) for n in entry.shape) >= 2**62 or len(entry.shape) > 64:
+        raise ValueError("it has a shape that no tensor has")
+    if (
+        not entry.needs_parent
+        and not isinstance(scheme, _DECODED_FROM_OTHERS)
+        and raw_size > MAX_EXPANSION * entry.size
+    ):
+        raise ValueError("its stream is too small for its shape")

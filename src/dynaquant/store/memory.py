@@ -1,0 +1,30 @@
+"""Turns a lack of memory into an error that says how much a tensor would take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from dynaquant.errors import CheckpointError
+from dynaquant.formatting import in_bytes, plural
+from dynaquant.store.container import CheckpointFile
+from dynaquant.store.entry import Entry
+
+
+@contextmanager
+def memory_for(file: CheckpointFile, *entries: Entry) -> Iterator[None]:
+    """Wraps a block that decodes these tensors of a file. A small file can claim to decode to much.
+
+    Raises CheckpointError, with the memory they would take, if there is not enough.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):  # PyTorch's words
+            raise
+        what = f"tensor {entries[0].name}" if len(entries) == 1 else plural(len(entries), "tensor")
+        raw, stored = (sum(sizes) for sizes in zip(*((entry.raw_size, entry.size) for entry in entries), strict=True))
+        raise CheckpointError(
+            f"{file.path}: there is not enough memory to decode {what}: the file claims {in_bytes(raw)} and stores "
+            f"{in_bytes(stored)}; use a machine with more memory"
+        ) from MemoryError(str(error))

@@ -1,0 +1,120 @@
+"""Decoding tensors of a checkpoint from its file and those of its ancestors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+
+from dynaquant.coding.decoder import decode
+from dynaquant.coding.schemes import Reference, other_of
+from dynaquant.errors import CheckpointError
+from dynaquant.store import frozen
+from dynaquant.store.container import CheckpointFile
+from dynaquant.store.entry import Entry
+from dynaquant.store.memory import memory_for
+from dynaquant.tensors.hashing import stored_hash
+from dynaquant.tensors.stored import StoredTensor
+
+Tensors = dict[str, StoredTensor]
+
+
+def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
+    """Decodes one tensor of a checkpoint and what it needs, and checks it against its hash.
+
+    chain: ``Run.chain`` of it. Raises CheckpointError when it is not there or does not decode to what was stored.
+    """
+    if name not in chain[0].header.by_name:
+        raise CheckpointError(f"{chain[0].path}: there is no tensor {name!r}")
+    return load_tensors(chain, [name])[name]
+
+
+def told_of(step: int, path: Path, text: str) -> CheckpointError:
+    """Returns a CheckpointError with ``text``, prefixed by the step unless the text names the checkpoint already."""
+    itself = f"checkpoint step {step}: "
+    return CheckpointError(text if text.startswith((itself, f"{path}: ")) else f"{itself}{text}")
+
+
+def dependent_last(entries: Iterable[Entry]) -> list[Entry]:
+    """Returns the entries; those that depend on other tensors of the same checkpoint come last."""
+    return sorted(entries, key=lambda entry: other_of(entry.scheme) is not None)
+
+
+def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[list[Entry]]:
+    """Returns, for each file of a chain, the entries to decode so that ``names`` can be decoded in the first file.
+
+    An entry that depends on another one of its file comes after it.
+    """
+    needed = []
+    wanted = dict.fromkeys(names)
+    for i, file in enumerate(chain):
+        known = file.header.by_name
+        if missing := sorted(wanted.keys() - known.keys()):
+            raise CheckpointError(f"{chain[i - 1].path}: tensor {missing[0]} is not in its parent, {file.path.name}")
+        entries = [known[name] for name in wanted]
+        others = {other for entry in entries if (other := other_of(entry.scheme)) is not None}
+        if missing := sorted(others - known.keys()):
+            raise CheckpointError(f"{file.path}: a tensor is made of {missing[0]}, which is not in it")
+        entries += [known[name] for name in others - wanted.keys()]
+        needed.append(dependent_last(entries))
+        wanted = dict.fromkeys(entry.name for entry in entries if entry.needs_parent)
+        if not wanted:
+            break
+    return needed
+
+
+def load_tensors(chain: list[CheckpointFile], names: Collection[str], all_: bool = False) -> Tensors:
+    """Decodes tensors of the first file of a chain, and of its ancestors as far as needed.
+
+    Returns them in the order of ``names``. all_: also check ancestors against their hashes, to find the damaged file.
+    """
+    needed = needed_entries(chain, names)
+    tensors: Tensors = {}
+    for i, (file, entries) in reversed(list(enumerate(zip(chain, needed, strict=False)))):
+        parents, tensors = tensors, {}
+        for entry in entries:
+            tensors[entry.name] = decode_entry(file, entry, parents.get(entry.name), tensors)
+            if isinstance(entry.scheme, Reference):
+                check_reference(file, entry, chain[i + 1])
+        for entry in entries if i == 0 or all_ else []:
+            if hash_of_entry(file, entry, tensors[entry.name]) != entry.hash:
+                if not all_:
+                    load_tensors(chain, names, all_=True)
+                raise CheckpointError(
+                    f"{file.path}: tensor {entry.name} does not decode to the values that were stored"
+                )
+    return {name: tensors[name] for name in names}
+
+
+def check_reference(file: CheckpointFile, entry: Entry, parent: CheckpointFile) -> None:
+    """Raises CheckpointError if the parent's tensor is not the one that an entry refers to."""
+    if parent.header.by_name[entry.name].hash != entry.hash:
+        raise CheckpointError(f"{file.path}: tensor {entry.name} is not the tensor of its parent that it refers to")
+
+
+def decode_entry(
+    file: CheckpointFile, entry: Entry, parent: StoredTensor | None, others: Mapping[str, StoredTensor]
+) -> StoredTensor:
+    """Decodes one entry. parent: the tensor in the parent. others: tensors of the same file that are decoded already.
+
+    Raises CheckpointError if it is damaged.
+    """
+    if isinstance(entry.scheme, Reference):
+        assert parent is not None
+        return parent
+    if entry.external:
+        return frozen.external(file, entry)
+    try:
+        with memory_for(file, entry):
+            other = others.get(other_of(entry.scheme) or "")
+            return decode(entry.scheme, entry.dtype, entry.shape, file.read(entry), parent, other)
+    except ValueError as error:
+        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
+
+
+def hash_of_entry(file: CheckpointFile, entry: Entry, stored: StoredTensor) -> str:
+    """Returns the hash of a decoded tensor. Raises CheckpointError if its parts do not fit together."""
+    try:
+        with memory_for(file, entry):
+            return stored_hash(stored)
+    except ValueError as error:
+        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error

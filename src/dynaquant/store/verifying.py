@@ -1,0 +1,188 @@
+"""Finds damage in a checkpoint or a run. In a run each file is decoded once, after its parent."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dynaquant.coding.schemes import Reference, other_of
+from dynaquant.errors import CheckpointError
+from dynaquant.store import frozen
+from dynaquant.store.chain import until_settled
+from dynaquant.store.container import CheckpointFile, Summary
+from dynaquant.store.entry import Entry
+from dynaquant.store.reading import Tensors, check_reference, decode_entry, dependent_last, hash_of_entry, told_of
+from dynaquant.store.run import Run
+from dynaquant.tensors.stored import StoredTensor
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """A checkpoint while its children are verified.
+
+    tensors: those that could be decoded, even if their hash is wrong. wrong: what is wrong with tensors, by name. It is
+    text, because an error would keep the tensors in its traceback alive.
+    """
+
+    file: CheckpointFile
+    tensors: Tensors
+    wrong: dict[str, str]
+
+
+def damage(run: Run, step: int) -> CheckpointError | None:
+    """Decodes a checkpoint and the files of frozen parameters that it needs. Returns what is wrong, or None."""
+
+    return _error_of(lambda: _decode_whole(run, run.file(step)))
+
+
+def damage_of_file(path: Path) -> CheckpointError | None:
+    """The same of a file, which may need others beside it."""
+    return _error_of(lambda: _decode_whole(Run(path.parent), CheckpointFile(path)))
+
+
+def _decode_whole(run: Run, file: CheckpointFile) -> None:
+    run.load(file)
+    for identity in file.header.frozen:
+        frozen.check(frozen.opened(file, identity))
+
+
+def _damage_of_copy(run: Run, step: int) -> CheckpointError | None:
+    """Decodes the lossless copy of a checkpoint, if there is one. Returns what is wrong, or None."""
+
+    def load() -> None:
+        if (copy := run.lossless_copy(run.file(step))) is not None:
+            run.load(copy)
+
+    return _error_of(load)
+
+
+def _error_of(load: Callable[[], None]) -> CheckpointError | None:
+    try:
+        until_settled(load)
+    except CheckpointError as error:
+        return error
+    return None
+
+
+def verify_run(run: Run) -> Iterator[tuple[int, CheckpointError | None]]:
+    """Decodes every checkpoint of a run and the lossless copy of the newest one, and compares values with their hashes.
+
+    Yields each step once, with what is wrong with it, or None. Leaves out a checkpoint that the writer deletes
+    meanwhile. Decodes a checkpoint that seems damaged a second time, because the writer may have re-coded it just then.
+    At most log2(n) + 2 of n checkpoints are in memory.
+    """
+    damaged: set[int] = set()
+    for step, error in _walk(run, run.steps()):
+        if error is None:
+            yield step, None
+        else:
+            damaged.add(step)
+    again = dict(_walk(run, damaged)) if damaged else {}
+    for step in damaged:
+        error = again[step] if step in again else damage(run, step)
+        if error is None or run.path(step).exists():
+            yield step, error
+
+
+def _walk(run: Run, steps: Collection[int]) -> Iterator[tuple[int, CheckpointError | None]]:
+    """Yields steps, parents before their children, each with what is wrong with it, or None."""
+    summaries = run.summaries()[0]
+    by_step = {summary.step: summary for summary in summaries}
+    wanted, sizes = set(steps), dict.fromkeys(by_step, 0)
+    children: dict[int | None, list[int]] = defaultdict(list)
+    for summary in reversed(summaries):  # children come before their parents
+        parent = _parent(summary, by_step)
+        if summary.step in wanted or sizes[summary.step]:
+            sizes[summary.step] += 1
+            children[parent].append(summary.step)
+            if parent is not None:
+                sizes[parent] += sizes[summary.step]
+    sound: set[str] = set()
+    waiting: list[tuple[int, _Decoded | str | None]] = [(step, None) for step in children[None]]
+    while waiting:
+        step, above = waiting.pop()
+        found = _decode(run, step, above, sound)
+        # The largest branch is pushed first and so comes last: by then nothing else needs the tensors above it.
+        waiting += [(child, found) for child in sorted(children[step], key=sizes.__getitem__, reverse=True)]
+        text = found if isinstance(found, str) else next(iter(found.wrong.values()), None)
+        del found, above
+        if step in wanted:
+            yield step, told_of(step, run.path(step), text) if text is not None else _damage_of_copy(run, step)
+
+
+def _parent(summary: Summary, by_step: dict[int, Summary]) -> int | None:
+    """Returns the parent's step, if it is in the run. Sequence numbers fall along a chain, so there is no cycle."""
+    found = by_step.get(summary.parent.step) if summary.parent else None
+    if found is None or summary.parent is None or found.identity != summary.parent.identity:
+        return None
+    return found.step if found.sequence < summary.sequence else None
+
+
+def _decode(run: Run, step: int, above: _Decoded | str | None, sound: set[str]) -> _Decoded | str:
+    """Returns a decoded checkpoint, or why nothing of it can be decoded.
+
+    above: the same for its parent. sound: identities of the files of frozen parameters that are known to be sound;
+    it is added to.
+    """
+    try:
+        file = run.file(step)
+        if isinstance(above, str):
+            return above
+        parent = file.header.parent
+        if (above and (above.file.header.step, above.file.header.identity)) != (
+            parent and (parent.step, parent.identity)
+        ):
+            # Its parent is not in the run (``load`` says so), or it was re-coded since the run was listed.
+            return _with_frozen(_Decoded(file, run.load(file), {}), sound)
+    except CheckpointError as error:
+        return str(error)
+    tensors: Tensors = {}
+    wrong: dict[str, str] = {}
+    for entry in dependent_last(file.header.entries):
+        try:
+            tensors[entry.name] = _decode_entry(file, entry, above, tensors, wrong)
+            _check(file, entry, above, tensors[entry.name])
+        except CheckpointError as error:
+            wrong[entry.name] = str(error)
+    return _with_frozen(_Decoded(file, tensors, wrong), sound)
+
+
+def _with_frozen(found: _Decoded, sound: set[str]) -> _Decoded:
+    """The same with what is wrong with the files of frozen parameters that it needs. sound: as for ``_decode``."""
+    for identity in found.file.header.frozen - sound:
+        try:
+            frozen.check(frozen.opened(found.file, identity))
+            sound.add(identity)
+        except CheckpointError as error:
+            found.wrong[identity] = str(error)
+    return found
+
+
+def _decode_entry(
+    file: CheckpointFile, entry: Entry, above: _Decoded | None, tensors: Tensors, wrong: dict[str, str]
+) -> StoredTensor:
+    other = other_of(entry.scheme)
+    if other is not None and other not in tensors:
+        raise CheckpointError(wrong.get(other, f"{file.path}: a tensor is made of {other}, which is not in it"))
+    parent = None
+    if above is not None and entry.needs_parent:
+        parent = above.tensors.get(entry.name)
+        if parent is None:
+            missing = f"{file.path}: tensor {entry.name} is not in its parent, {above.file.path.name}"
+            raise CheckpointError(above.wrong.get(entry.name, missing))
+    return decode_entry(file, entry, parent, tensors)
+
+
+def _check(file: CheckpointFile, entry: Entry, above: _Decoded | None, stored: StoredTensor) -> None:
+    """Compares the values with their hash. If those of the parent are wrong too, raises the parent's error."""
+    if above is not None and isinstance(entry.scheme, Reference):
+        check_reference(file, entry, above.file)
+        if entry.name in above.wrong:
+            raise CheckpointError(above.wrong[entry.name])
+        return
+    if hash_of_entry(file, entry, stored) != entry.hash:
+        own = f"{file.path}: tensor {entry.name} does not decode to the values that were stored"
+        of_parent = above.wrong.get(entry.name) if above is not None and entry.needs_parent else None
+        raise CheckpointError(of_parent or own)

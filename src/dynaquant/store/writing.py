@@ -1,0 +1,149 @@
+"""Encodes a checkpoint in memory to a file, against the base of a delta, and verifies the written file."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, BinaryIO
+
+from torch import Tensor
+
+from dynaquant.coding.encoder import Coder, encode
+from dynaquant.coding.schemes import Frozen, Lossless, Omitted, Planes, Raw, Rearranged, Reference
+from dynaquant.errors import CheckpointError
+from dynaquant.state.roles import Label
+from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent
+from dynaquant.store.entry import Entry
+from dynaquant.store.reading import decode_entry
+from dynaquant.tensors.dequantize import values_of
+from dynaquant.tensors.hashing import stored_hash
+from dynaquant.tensors.stored import External, Rounded, Scaled, StoredTensor, same
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint in memory: the JSON tree of a state, and its tensors with their labels, by name.
+
+    coder: for the levels of weights. lossless_copy: the tensors before quantization, if one is kept. frozen: names
+    of tensors that go into the run's file of frozen parameters.
+    """
+
+    step: int
+    tree: Any
+    tensors: Mapping[str, StoredTensor]
+    labels: Mapping[str, Label]
+    record: dict[str, Any] = field(default_factory=dict)
+    coder: Coder = "conditional"
+    lossless_copy: Mapping[str, StoredTensor] | None = None
+    frozen: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class Base:
+    """What the next delta is coded against: a checkpoint of the run, its tensors as stored, and their hashes."""
+
+    parent: Parent
+    hashes: Mapping[str, str]
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def loaded(cls, header: Header, tensors: Mapping[str, StoredTensor]) -> Base:
+        """Returns the base for a checkpoint whose tensors were decoded from its file."""
+        return cls(Parent(header.step, header.identity), _hashes(header), tensors)
+
+    @classmethod
+    def written(cls, header: Header, tensors: Mapping[str, StoredTensor], before: Base | None) -> Base:
+        """Returns the base for a checkpoint that was just written against ``before``: what its file decodes to."""
+        found = dict(tensors)
+        for entry in header.entries:
+            if isinstance(entry.scheme, Reference):
+                # The values are the same, but they may have been quantized with another codebook to other levels.
+                found.pop(entry.name)
+                if before and entry.name in before.tensors:
+                    found[entry.name] = before.tensors[entry.name]
+        return cls(Parent(header.step, header.identity), _hashes(header), found)
+
+
+def _hashes(header: Header) -> dict[str, str]:
+    return {entry.name: entry.hash for entry in header.entries}
+
+
+def coder_of(file: CheckpointFile) -> Coder:
+    """Returns the coder that a checkpoint's levels were coded with, to re-code them."""
+    published = any(isinstance(entry.scheme, Rearranged) for entry in file.header.entries)
+    return "rearranged" if published else "conditional"
+
+
+def encode_entry(
+    name: str, tensors: Mapping[str, StoredTensor], label: Label, base: Base | None, coder: Coder, again: bool
+) -> tuple[Entry, bytes]:
+    """Returns the entry and the stream of a tensor.
+
+    again: True when re-coding. Other files may depend on its levels, so these must not change.
+    """
+    stored = tensors[name]
+    digest = stored_hash(stored)
+    if isinstance(stored, External):
+        where = Omitted() if stored.file is None else Frozen(stored.file)
+        return Entry(name, label, stored.dtype, stored.shape, digest, 0, where), b""
+    parent = base.tensors.get(name) if base else None
+    if base is not None and base.hashes.get(name) == digest and _can_stand_for(parent, stored, again):
+        return Entry(name, label, stored.dtype, stored.shape, digest, 0, Reference()), b""
+    if isinstance(stored, Scaled) and tensors.get(stored.second_name) is not stored.second:
+        stored = values_of(stored)  # in units of a second moment that has changed since
+    elif isinstance(stored, Rounded) and tensors.get(stored.of_name) is not stored.of:
+        stored = values_of(stored)
+    scheme, coded = encode(stored, parent, coder)
+    return Entry(name, label, stored.dtype, stored.shape, digest, len(coded), scheme), coded
+
+
+def write_checkpoint(
+    out: BinaryIO,
+    draft: Header,
+    tensors: Mapping[str, StoredTensor],
+    labels: Mapping[str, Label],
+    base: Base | None,
+    coder: Coder,
+) -> None:
+    """Writes a checkpoint file: the streams of the tensors, then ``draft`` with its entries filled in."""
+    writer = CheckpointWriter(out)
+    entries = []
+    for name in tensors:
+        entry, coded = encode_entry(name, tensors, labels[name], base, coder, bool(draft.entries))
+        entries.append(entry)
+        writer.add(coded)
+    writer.finish(replace(draft, entries=tuple(entries)))
+
+
+def _can_stand_for(parent: StoredTensor | None, stored: StoredTensor, again: bool) -> bool:
+    """Whether a tensor can be stored as a reference to the parent's, which has the same values."""
+    if isinstance(parent, External):  # the parent has no values, and its file of frozen parameters may be deleted
+        return False
+    return not again or _coded_alike(stored, parent)
+
+
+def _coded_alike(stored: StoredTensor, parent: StoredTensor | None) -> bool:
+    """Whether a tensor with the parent's values also has the parent's levels."""
+    if isinstance(stored, Tensor):
+        return isinstance(parent, Tensor)
+    if isinstance(stored, Scaled) and isinstance(parent, Scaled):
+        return same(stored.units, parent.units)
+    return parent is not None and same(stored, parent)
+
+
+def verify_written(file: CheckpointFile, tensors: Mapping[str, StoredTensor], base: Base | None) -> None:
+    """Decodes a file that was just written and compares it with the tensors that were to be stored.
+
+    Raises CheckpointError for the first wrong tensor.
+    """
+    parents = base.tensors if base else {}
+    for entry in file.header.entries:
+        # A reference has the hash of the base, which was verified when it was written or loaded.
+        if isinstance(entry.scheme, Reference):
+            continue
+        wanted = tensors[entry.name]
+        if isinstance(entry.scheme, Lossless | Planes | Raw):
+            wanted = values_of(wanted)
+        stored = decode_entry(file, entry, parents.get(entry.name), tensors)
+        if not same(stored, wanted):
+            raise CheckpointError(f"{file.path}: tensor {entry.name} does not decode to the values that were stored")

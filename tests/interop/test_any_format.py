@@ -1,0 +1,277 @@
+"""Files of other programs: what is read from them, and that no file can do harm or end in a traceback."""
+
+import json
+import pickle
+import shutil
+import struct
+
+import pytest
+import torch
+import torch.distributed.checkpoint as distributed
+from foreign_files import INDEX, SHARDS, Code, hf_folder, refuses, with_metadata
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from training import bits, model_of, train
+
+import dynaquant as dq
+from dynaquant.interop import any_format, dcp, inferred_roles, safetensors
+from dynaquant.state.tree import unflatten
+
+
+def state_of(path):
+    file = any_format.read(path)
+    return unflatten(file.tree, dict(file.tensors))
+
+
+def test_a_torch_file_is_read_as_torch_load_does(tmp_path):
+    shared = torch.randn(4, 4)
+    state = {"w": shared, "tied": shared, "half": shared[:2], 3: {"x": (1, None, 2.5)}, "": torch.tensor(7)}
+    for zipped in (True, False):
+        torch.save(state, tmp_path / "model.pt", _use_new_zipfile_serialization=zipped)
+        found = state_of(tmp_path / "model.pt")
+        assert bits(found) == bits(state)
+        assert found["w"] is found["tied"]
+
+
+def test_the_versions_of_a_state_dict_are_kept(tmp_path):
+    state = nn.BatchNorm1d(4).state_dict()
+    torch.save(state, tmp_path / "model.pt")
+    assert state_of(tmp_path / "model.pt")._metadata == state._metadata
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_torch_file_with_code_is_refused_by_its_name_and_the_code_not_run(tmp_path, zipped):
+    torch.save(
+        {"w": torch.ones(2), "x": Code(tmp_path / "made")}, tmp_path / "m.pt", _use_new_zipfile_serialization=zipped
+    )
+    refuses(tmp_path / "m.pt", "refused", "posix.system", "weights_only=False")
+    torch.save(nn.Linear(2, 2), tmp_path / "m.pt", _use_new_zipfile_serialization=zipped)
+    refuses(tmp_path / "m.pt", "refused", "torch.nn.modules.linear.Linear")
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_torch_file_that_is_cut_off_anywhere_is_refused(tmp_path, zipped):
+    torch.save({"weight": torch.randn(20, 20)}, tmp_path / "whole.pt", _use_new_zipfile_serialization=zipped)
+    whole = (tmp_path / "whole.pt").read_bytes()
+    for size in [*range(0, 400, 7), len(whole) // 2, len(whole) - 3]:
+        (tmp_path / "cut.pt").write_bytes(whole[:size])
+        refuses(tmp_path / "cut.pt")
+
+
+def test_what_torch_saved_but_a_checkpoint_cannot_hold_is_refused(tmp_path):
+    path = tmp_path / "model.pt"
+    for thing, reason in (
+        ([torch.ones(2)], "a list and no dictionary"),
+        (torch.ones(2), "a Tensor and no dictionary"),
+        ({"w": torch.ones(2, 2).to_sparse()}, "sparse_coo"),
+    ):
+        torch.save(thing, path)
+        refuses(path, reason)
+    path.write_bytes(pickle.dumps({"a": 1}))  # of the protocol of today, which torch.save does not use
+    refuses(path, "not a whole file of torch.save")
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    path = tmp_path / "file"
+    for content in (b"", b"{}", b"hello world", b"PK\x03\x04garbage", b"\x80\x02garbage", b"\x93NUMPY garbage"):
+        path.write_bytes(content)
+        refuses(path)
+    refuses(tmp_path / "nowhere", "No such file")
+    (tmp_path / "empty").mkdir()
+    refuses(tmp_path / "empty", "no *.safetensors file")
+    path.write_bytes(b"\x89DQC\r\n\x1a\n")
+    refuses(path, "compressed already")
+
+
+def test_a_safetensors_file_is_known_whatever_the_length_of_its_header(tmp_path):
+    """It comes first: of 128 bytes it begins as a pickle does."""
+    path = tmp_path / "model.safetensors"
+    for length in (0x80, 0x04034B50 & 0xFFFF, 0x180):
+        tensor = {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+        path.write_bytes(struct.pack("<Q", length) + json.dumps(tensor).encode().ljust(length) + bytes(8))
+        assert any_format.read(path).format == "safetensors"
+
+
+def lying(path, header, data: bytes = bytes(8)):
+    plain = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(plain)) + plain + data)
+    return path
+
+
+def test_a_pickle_that_is_called_safetensors_is_refused(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"\x80\x02garbage")
+    refuses(tmp_path / "model.safetensors", "not a whole file")
+
+
+def test_a_safetensors_header_that_lies_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    sound = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    for wrong in ({"shape": [4]}, {"shape": [2**62, 4]}, {"dtype": "X"}, {"data_offsets": [0, 80]}):
+        refuses(lying(path, {"x": sound | wrong}), "not a whole safetensors file")
+    refuses(lying(path, {"x": sound, "y": sound}))
+    refuses(lying(path, {"x": sound}, bytes(7)))
+    path.write_bytes(struct.pack("<Q", 2**60) + b"{}")
+    refuses(path)
+
+
+DTYPES = sorted(set(safetensors._TYPES) - {getattr(torch, "float4_e2m1fn_x2", None)}, key=str)
+
+
+def test_safetensors_of_every_dtype_come_back_as_they_were(tmp_path):
+    tensors = {str(dtype): torch.randint(0, 2, (3, 5)).to(dtype) for dtype in DTYPES}
+    tensors |= {"": torch.ones(2), "../x": torch.tensor(1.5), "ü/ñ.b": torch.empty(0, 3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = state_of(tmp_path / "model.safetensors")
+    assert {name: bits(tensor) for name, tensor in found.items()} == {n: bits(t) for n, t in tensors.items()}
+    with (tmp_path / "again.safetensors").open("wb") as out:
+        safetensors.write(out, tensors, {name: tensor.to("meta") for name, tensor in tensors.items()}, {"a": "b"})
+    assert {n: bits(t) for n, t in load_file(tmp_path / "again.safetensors").items()} == {
+        n: bits(t) for n, t in tensors.items()
+    }
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="of a newer PyTorch")
+def test_pairs_of_four_bit_floats_are_counted_as_safetensors_does(tmp_path):
+    tensors = {"x": torch.randint(0, 256, (2, 4), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with (tmp_path / "again.safetensors").open("wb") as out:
+        safetensors.write(out, tensors, {"x": tensors["x"].to("meta")}, None)
+    assert json.loads((tmp_path / "again.safetensors").read_bytes()[8:].partition(b"}}")[0] + b"}}")["x"]["shape"] == [
+        2,
+        8,
+    ]
+    again = state_of(tmp_path / "again.safetensors")["x"]
+    assert torch.equal(again.view(torch.uint8), tensors["x"].view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
+def test_names_that_safetensors_cannot_have_are_refused(tmp_path, name):
+    with (tmp_path / "x").open("wb") as out, pytest.raises(dq.CheckpointError, match="export to torch instead"):
+        safetensors.write(out, {name: torch.ones(1)}, {name: torch.ones(1, device="meta")}, None)
+
+
+def test_a_hugging_face_folder_is_read_with_and_without_its_index(tmp_path):
+    hf_folder(tmp_path / "hf")
+    expected = load_file(tmp_path / "hf" / SHARDS[0]) | load_file(tmp_path / "hf" / SHARDS[1])
+    assert bits(state_of(tmp_path / "hf")) == bits(expected)
+    (tmp_path / "hf" / INDEX).unlink()
+    assert bits(state_of(tmp_path / "hf")) == bits(expected)
+
+
+def test_a_hugging_face_folder_that_is_not_whole_is_refused(tmp_path):
+    folder = tmp_path / "hf"
+    index = hf_folder(folder)
+    for wrong in (
+        *("{", "[]", "3", '{"weight_map": 3}', '{"weight_map": {"a": ["x"]}}', "[" * 100_000),
+        *(json.dumps({"weight_map": index["weight_map"] | {"a": name}}) for name in ("../x", "..", "", "/etc/passwd")),
+        json.dumps({"weight_map": index["weight_map"] | {"d": SHARDS[0]}}),
+        json.dumps({"weight_map": index["weight_map"] | {"d": "model-3.safetensors"}}),
+    ):
+        (folder / INDEX).write_text(wrong)
+        with pytest.raises(dq.CheckpointError, match="index"):
+            any_format.read(folder)
+    (folder / INDEX).write_text(json.dumps(index))
+    save_file({"a": torch.ones(2), "c": torch.ones(2)}, folder / SHARDS[1])
+    refuses(folder, "a is in two files")
+    (folder / SHARDS[1]).unlink()
+    refuses(folder, SHARDS[1], "is missing")
+    shutil.copy(folder / INDEX, folder / "other.safetensors.index.json")
+    refuses(folder, "several indices")
+
+
+def training_state():
+    model = model_of(8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, 3)
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "steps": [1, {"a": torch.ones(2)}]}
+
+
+def test_a_dcp_folder_is_read_with_its_plain_values(tmp_path):
+    state = training_state()
+    dcp.write(tmp_path / "dcp", state)
+    found = state_of(tmp_path / "dcp")
+    assert bits(found["model"]) == bits(dict(state["model"]))
+    assert bits(found["steps"]) == bits(state["steps"])
+    assert found["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    assert bits(found["optimizer"]["state"]["0"]["exp_avg"]) == bits(state["optimizer"]["state"][0]["exp_avg"])
+    file = any_format.read(tmp_path / "dcp")
+    labels = inferred_roles.labels(file.tree, file.tensors)
+    assert inferred_roles.mean_squared_gradients(file.tree, file.tensors, labels).keys() == {
+        f"model.{name}" for name in state["model"]
+    }
+
+
+def test_a_dcp_folder_with_code_is_refused_and_the_code_not_run(tmp_path):
+    made = tmp_path / "made"
+    dcp.write(tmp_path / "dcp", {"w": torch.ones(4), "step": 3})
+    call = b"(S'touch " + str(made).encode() + b"'\ntR."
+    refuses(with_metadata(tmp_path / "dcp", lambda _: Code(made)), "posix.system")
+    refuses(with_metadata(tmp_path / "dcp", lambda m: setattr(m, "planner_data", Code(made))), "posix.system")
+    for name in (b"os\nsystem", b"torch\nos.system", b"builtins\neval", b"torch.serialization\nload"):
+        refuses(with_metadata(tmp_path / "dcp", lambda _, name=name: b"\x80\x04c" + name + b"\n" + call), "refused")
+    dcp.write(tmp_path / "values", {"w": torch.ones(4), "x": Code(made)})
+    made.unlink(missing_ok=True)
+    refuses(tmp_path / "values", "refused", "posix.system")
+    assert not made.exists()
+
+
+def test_a_dcp_folder_does_not_change_classes(tmp_path):
+    dcp.write(tmp_path / "dcp", {"w": torch.randn(3)})
+    name = b"torch.distributed.checkpoint.metadata\nMetadata\n"
+    attribute = pickle.dumps((None, {"poison": 1}))[2:-1]
+    refuses(with_metadata(tmp_path / "dcp", lambda _: b"\x80\x04c" + name + attribute + b"b."), "not a whole folder")
+    assert not hasattr(Metadata, "poison")
+
+
+def test_a_dcp_folder_whose_metadata_lies_is_refused(tmp_path):
+    dcp.write(tmp_path / "dcp", training_state())
+
+    def each_place(**values):
+        def change(metadata):
+            for place in metadata.storage_data.values():
+                vars(place).update(values)
+
+        return change
+
+    def each_tensor(size):
+        def change(metadata):
+            for entry in metadata.state_dict_metadata.values():
+                if hasattr(entry, "size"):
+                    entry.size = size
+
+        return change
+
+    for change in (
+        lambda m: setattr(m, "planner_data", 5),
+        lambda m: setattr(m, "planner_data", dict.fromkeys(m.state_dict_metadata, ())),
+        lambda m: setattr(m, "planner_data", dict.fromkeys(m.state_dict_metadata, ([],))),
+        lambda m: setattr(m, "state_dict_metadata", 5),
+        lambda m: setattr(m, "storage_data", {}),
+        lambda _: {"a": 1},
+        lambda _: b"",
+        lambda m: pickle.dumps(m)[:-50],
+        each_place(relative_path="../dcp/__0_0.distcp"),
+        each_place(offset=10**12),
+        each_tensor(torch.Size([2**40, 2**20])),
+        each_tensor(torch.Size([3])),
+    ):
+        refuses(with_metadata(tmp_path / "dcp", change))
+
+
+def test_a_dcp_folder_that_is_not_whole_is_refused(tmp_path):
+    dcp.write(tmp_path / "dcp", {"w": torch.ones(4)})
+    part = next((tmp_path / "dcp").glob("*.distcp"))
+    part.write_bytes(part.read_bytes()[:100])
+    refuses(tmp_path / "dcp", "not a whole folder")
+    part.unlink()
+    refuses(tmp_path / "dcp", "not a whole folder")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_is_written_as_dcp_is_what_dcp_loads(tmp_path):
+    dcp.write(tmp_path / "dcp", {"w": torch.randn(4, 4), "step": 3})
+    place = {"w": torch.zeros(4, 4), "step": 0}
+    distributed.load(place, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert bits(place) == bits(state_of(tmp_path / "dcp"))

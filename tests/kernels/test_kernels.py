@@ -1,0 +1,241 @@
+"""Passes over tensors: plain tensor operations, on every device there is, give what the native core gives."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from training import bits, model_of, train
+
+import dynaquant as dq
+from dynaquant import _native, kernels
+from dynaquant.kernels import device, host
+from dynaquant.quantize.grid import begin, quantize
+from dynaquant.quantize.moments import first_moment, log_quantize, momentum, second_moment
+from dynaquant.store.run import Run
+from dynaquant.tensors.codebook import rung_value
+from dynaquant.tensors.dequantize import dequantize, protected_values
+from dynaquant.tensors.sketch import SKETCHED
+from dynaquant.tensors.stored import PROTECTED, QuantizedTensor, RankOne, Scaled
+
+DEVICES = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+SHAPES = [(), (0,), (1,), (5,), (3, 0), (7, 9), (2, 3, 4, 5), (401, 101)]
+
+on_devices = pytest.mark.parametrize("where", DEVICES)
+of_dtypes = pytest.mark.parametrize("dtype", SKETCHED, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch):
+    monkeypatch.setattr(device, "PIECE", 1000)
+
+
+def some(shape, dtype, scale=1.0):
+    """With zeros of both signs, values between two steps, and far ones."""
+    flat = torch.randn(math.prod(shape)) * scale
+    special = torch.tensor([0.0, -0.0, 0.5, -0.5, 1.5, -2.5, 127.0, -127.5, 128.0, 3e4]) * scale
+    flat[: len(special)] = special[: len(flat)]
+    return flat.reshape(shape).to(dtype)
+
+
+@on_devices
+@of_dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("seed", [None, 0, 12345, 2**32 - 1])
+def test_levels_of_a_grid(where, dtype, shape, seed):
+    tensor = some(shape, dtype, 0.02)
+    for rung in (-40, -22, -8):
+        inverse = float(np.float32(1) / rung_value(rung))
+        wanted, highest = host.grid_levels(tensor, inverse, seed)
+        found, found_highest = device.grid_levels(tensor.to(where), inverse, seed)
+        assert found.device == torch.device(where)
+        assert torch.equal(found.cpu(), wanted)
+        assert min(int(found_highest), 256) == highest
+
+
+@on_devices
+@pytest.mark.parametrize("seed", [None, 5])
+def test_levels_of_a_tensor_of_many_blocks(where, seed, monkeypatch):
+    monkeypatch.setattr(device, "PIECE", 1 << 17)
+    tensor = some((300_001,), torch.float32)
+    assert torch.equal(device.grid_levels(tensor.to(where), 3.0, seed)[0].cpu(), host.grid_levels(tensor, 3.0, seed)[0])
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=40), st.integers(-100, 100))
+def test_levels_of_any_floats(values, rung):
+    tensor, inverse = torch.tensor(values, dtype=torch.float32), float(np.float32(1) / rung_value(rung))
+    for seed in (None, 7):
+        assert torch.equal(device.grid_levels(tensor, inverse, seed)[0], host.grid_levels(tensor, inverse, seed)[0])
+
+
+@on_devices
+@of_dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_histograms_and_levels_by_table(where, dtype, shape):
+    tensor, other = some(shape, dtype), some(shape, torch.float32).abs()
+    there, other_there = tensor.to(where), other.to(where)
+    assert np.array_equal(device.log_histogram(there), host.log_histogram(tensor))
+    random = np.random.default_rng(0)
+    table = random.integers(0, 256, 65_536, dtype=np.uint8)
+    say = random.choice(np.array([0, 1, _native.NO_SAY], dtype=np.uint8), 65_536)
+    assert torch.equal(device.table_levels(there, table).cpu(), host.table_levels(tensor, table))
+    found = device.table_levels(there, table, (other_there, say))
+    assert torch.equal(found.cpu(), host.table_levels(tensor, table, (other, say)))
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [0, 1, 999, 5000])
+def test_values_of_levels(where, dtype, size):
+    random = np.random.default_rng(size)
+    levels = random.integers(0, 30, size, dtype=np.uint8)
+    table, count = torch.randn(30).to(dtype), int((levels == PROTECTED).sum())
+    protected = torch.randn(count).to(torch.bfloat16 if dtype == torch.float32 else dtype).view(torch.uint16).numpy()
+    found = device.values(levels, table, protected, torch.device(where))
+    assert found.device == torch.device(where)
+    assert bits(found.cpu()) == bits(host.values(levels, table, protected, kernels.HOST))
+    for kernel in (host, device):
+        if size:
+            with pytest.raises(ValueError, match="outside the codebook"):
+                kernel.values(np.full_like(levels, 30), table, protected[:0], torch.device("cpu"))
+        with pytest.raises(ValueError, match="number of protected values"):
+            kernel.values(levels, table, np.append(protected, np.uint16(1)), torch.device("cpu"))
+
+
+@on_devices
+@of_dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums(where, dtype, shape):
+    tensor = some(shape, dtype)
+    values = tensor.double().reshape(-1).tolist()
+    for total, squares in (host.sums(tensor), device.sums(tensor.to(where))):
+        assert total == pytest.approx(math.fsum(values), rel=1e-12, abs=1e-9)
+        assert squares == pytest.approx(math.fsum(value**2 for value in values), rel=1e-12)
+    if len(shape) >= 2 and tensor.numel():
+        matrix = tensor.reshape(shape[0], -1)
+        for rows, columns in (host.row_and_column_sums(matrix), device.row_and_column_sums(matrix.to(where))):
+            assert rows == pytest.approx(matrix.double().sum(1).numpy(), rel=1e-12, abs=1e-9)
+            assert columns == pytest.approx(matrix.double().sum(0).numpy(), rel=1e-12, abs=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 2049), (1025, 3), (2500, 5000), (1, 100_000), (100_000, 1)], ids=str)
+def test_sums_of_the_rows_and_columns_of_large_matrices(shape):
+    matrix = torch.randn(shape)
+    rows, columns = host.row_and_column_sums(matrix)
+    assert rows == pytest.approx(matrix.double().sum(1).numpy(), rel=1e-12, abs=1e-9)
+    assert columns == pytest.approx(matrix.double().sum(0).numpy(), rel=1e-12, abs=1e-9)
+
+
+def test_tensors_at_an_odd_address_count_as_any_others():
+    weight = some((64, 10), torch.float32)
+    odd = torch.frombuffer(bytearray(b"\0" + weight.numpy().tobytes()), dtype=torch.float32, offset=1)
+    assert odd.data_ptr() % 4 == 1  # as safetensors gives those that follow an odd number of bytes
+    assert host.sums(odd) == host.sums(weight)
+    assert torch.equal(host.grid_levels(odd, 3.0, None)[0], host.grid_levels(weight, 3.0, None)[0])
+    assert np.array_equal(host.log_histogram(odd), host.log_histogram(weight))
+
+
+@on_devices
+def test_roots_are_rounded_correctly(where):
+    tensor = torch.cat((torch.rand(20_000), torch.rand(20_000) * 1e-38, torch.tensor([0.0, 1e-45, 3e38, math.inf])))
+    wanted = np.sqrt(tensor.double().numpy()).astype(np.float32)
+    assert np.array_equal(host.square_root(tensor).numpy(), wanted)
+    assert np.array_equal(device.square_root(tensor.to(where)).cpu().numpy(), wanted)
+
+
+@on_devices
+@of_dtypes
+@pytest.mark.parametrize("seed", [None, 3])
+def test_a_tensor_is_quantized_the_same_where_it_is(where, dtype, seed, monkeypatch):
+    tensor = some((53, 29), dtype, 0.02)
+    wanted = quantize(tensor, -24, seed)
+    monkeypatch.setattr(kernels, "at", lambda _: device)
+    found = begin(tensor.to(where), -24, seed)()
+    assert same(found, wanted)
+    for stored in (found, wanted):
+        assert bits(dequantize(stored, torch.device(where)).cpu()) == bits(dequantize(wanted))
+    assert np.array_equal(
+        protected_values(tensor.to(where), torch.from_numpy(wanted.levels).to(where)), wanted.protected
+    )
+
+
+@on_devices
+@pytest.mark.parametrize("tolerance", [0.001, 0.1, 0.3, 1.0])
+def test_moments_are_quantized_the_same_where_they_are(where, tolerance, monkeypatch):
+    rows, columns = torch.rand(61, 1), torch.rand(1, 83)
+    seconds = [rows * columns, rows * columns * torch.exp(torch.randn(61, 83)), torch.rand(300), torch.zeros(4, 4)]
+    wanted = [second_moment(second, tolerance) for second in seconds]
+    firsts = [0.3 * second.sqrt() * torch.randn(second.shape) for second in seconds]
+    wanted_firsts = [momentum(first, tolerance) for first in firsts]
+
+    def scaled(first, second, stored):
+        return stored and first_moment(first, second, stored, "v", tolerance)
+
+    wanted_scaled = [scaled(*parts) for parts in zip(firsts, seconds, wanted, strict=True)]
+    wanted_logs = [log_quantize(second, 4) for second in seconds]
+    monkeypatch.setattr(kernels, "at", lambda _: device)
+    for i, (second, first) in enumerate(zip(seconds, firsts, strict=True)):
+        second_there, first_there = second.to(where), first.to(where)
+        assert same(second_moment(second_there, tolerance), wanted[i])
+        assert same(momentum(first_there, tolerance), wanted_firsts[i])
+        assert same(scaled(first_there, second_there, wanted[i]), wanted_scaled[i])
+        assert same(log_quantize(second_there, 4), wanted_logs[i])
+        if wanted_scaled[i] is not None:
+            there = dequantize(wanted_scaled[i], torch.device(where))
+            monkeypatch.setattr(kernels, "at", lambda _: host)
+            assert bits(there.cpu()) == bits(dequantize(wanted_scaled[i]))
+            monkeypatch.setattr(kernels, "at", lambda _: device)
+
+
+def same(a, b):
+    """Whether two quantized tensors are the same, or both None."""
+    if a is None or b is None:
+        return a is b
+    if isinstance(a, RankOne):
+        return same(a.rows, b.rows) and same(a.columns, b.columns)
+    if isinstance(a, Scaled):
+        return same(a.units, b.units) and same(a.second, b.second)
+    assert isinstance(a, QuantizedTensor)
+    return (
+        (a.dtype, a.shape, a.codebook) == (b.dtype, b.shape, b.codebook)
+        and np.array_equal(a.levels, b.levels)
+        and np.array_equal(a.protected, b.protected)
+    )
+
+
+@on_devices
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"quality": "high"}, {"quality": "lossless"}, {"method": "kmeans"}, {"method": "published"}],
+    ids=str,
+)
+def test_a_run_is_the_same_wherever_the_training_is(where, arguments, tmp_path, monkeypatch):
+    def run(folder, place):
+        torch.manual_seed(0)
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(model, optimizer)
+        model.to(place)
+        optimizer.load_state_dict(optimizer.state_dict())  # its state follows the model
+        with dq.Checkpointer(folder, model, optimizer, **arguments) as ckpt:
+            ckpt.save(1).result()
+            with torch.no_grad():
+                for i, parameter in enumerate(model.parameters()):
+                    parameter.add_(0.01 * torch.linspace(-1, i, parameter.numel()).reshape(parameter.shape).to(place))
+            ckpt.save(2).result()
+            ckpt.restore(1)
+            restored = [parameter.detach().cpu() for parameter in model.parameters()]
+        return [
+            {
+                (entry.name, entry.hash, str(entry.scheme))
+                for entry in Run(folder).file(step).header.entries
+                if not entry.name.startswith("rng")
+            }
+            for step in (1, 2)
+        ], [bits(value) for value in restored]
+
+    wanted = run(tmp_path / "host", "cpu")
+    monkeypatch.setattr(kernels, "at", lambda _: device)
+    assert run(tmp_path / "device", where) == wanted

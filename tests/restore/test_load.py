@@ -1,0 +1,240 @@
+"""What is stored, without the training that made it."""
+
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from training import bits, model_of, train
+
+import dynaquant as dq
+from dynaquant.interop.export import Target, export
+from dynaquant.interop.packing import Packer, compress
+from dynaquant.restore.load import Stored
+from dynaquant.store.container import CheckpointFile
+from dynaquant.store.run import Run
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Three checkpoints of a model with a tied weight, and the last also as it was."""
+    model = model_of(8)
+    model[4].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with dq.Checkpointer(tmp_path / "run", model, optimizer, exact="latest") as ckpt:
+        for step in (1, 2, 3):
+            train(model, optimizer)
+            ckpt.save(step).result()
+    return tmp_path / "run"
+
+
+def packed(folder, state):
+    torch.save(state, folder / "m.pt")
+    compress(folder / "m.pt", folder / "m.dqc", Packer())
+    return folder / "m.dqc"
+
+
+def test_only_the_tensors_asked_for_are_decoded(run, monkeypatch):
+    whole = dq.load(run, 2)["model"]
+    stored = Stored(run, 2)
+    asked = ["1.weight", "1.bias"]
+    places = {entry.name for entry in stored.file.header.entries if entry.name not in {f"model.{k}" for k in asked}}
+    read = type(stored.file).read
+
+    def reading(self, entry):
+        assert entry.name not in places
+        return read(self, entry)
+
+    monkeypatch.setattr(type(stored.file), "read", reading)
+    found = dq.load(run, 2, keys=asked)
+    assert list(found) == asked
+    assert bits(found) == bits({key: whole[key] for key in asked})
+
+
+def test_every_name_of_a_tied_tensor_can_be_asked_for(run):
+    found = dq.load(run, keys=["4.weight", "0.weight"])
+    assert torch.equal(found["4.weight"], found["0.weight"])
+    assert dq.load(run, keys=[]) == {}
+
+
+def test_a_tensor_that_is_not_there_is_an_error_that_names_some(run):
+    with pytest.raises(KeyError, match=r"no tensor '9.weight'; there are '0.weight'"):
+        dq.load(run, keys=["1.weight", "9.weight"])
+
+
+@pytest.mark.parametrize("around", [lambda s: s, lambda s: {"state_dict": s, "epoch": 3}, lambda s: {"model": s}])
+def test_the_model_is_found_in_files_of_other_programs(tmp_path, around):
+    model = model_of(8)
+    path = packed(tmp_path, around(model.state_dict()))
+    other = model_of(8)
+    dq.load_into(other, path)
+    names = list(model.state_dict())
+    assert bits(dq.load(path, keys=names)) == bits(dict(other.state_dict()))
+
+
+def test_a_file_has_no_steps_and_a_folder_without_checkpoints_none(run, tmp_path):
+    path = packed(tmp_path, {"w": torch.ones(2)})
+    with pytest.raises(ValueError, match="is one checkpoint"):
+        dq.load(path, 3)
+    for wrong, reason in ((tmp_path, "no checkpoints here"), (tmp_path / "nowhere", "no such file or folder")):
+        with pytest.raises(dq.CheckpointError, match=reason):
+            dq.load(wrong)
+        with pytest.raises(dq.CheckpointError, match=reason):
+            dq.load(wrong, keys=["w"])
+    with pytest.raises(dq.CheckpointError, match="no checkpoint of step 9"):
+        dq.load(run, 9, keys=["w"])
+    with pytest.raises(dq.CheckpointError, match="not a dynaquant checkpoint"):
+        dq.load(tmp_path / "m.pt")
+
+
+def test_a_checkpoint_of_a_run_can_be_loaded_by_its_file(run):
+    assert bits(dq.load(Run(run).path(2))) == bits(dq.load(run, 2))
+
+
+def test_what_was_kept_as_it_was_is_what_is_loaded(run):
+    exact = dq.load(run)["model"]
+    small = dq.load(Run(run).path(3))["model"]
+    assert bits(exact) != bits(small)
+    assert bits(dq.load(run, keys=["1.weight"])["1.weight"]) == bits(exact["1.weight"])
+    model = model_of(8)
+    model[4].weight = model[0].weight
+    dq.load_into(model, run)
+    assert bits(dict(model.state_dict())) == bits(dict(exact))
+
+
+def test_the_small_form_stands_in_for_an_exact_one_that_is_damaged(run, caplog):
+    twin = next(run.glob("exact-*.dqc"))
+    twin.write_bytes(twin.read_bytes()[:-9])
+    with caplog.at_level(logging.WARNING):
+        for keys in (None, ["1.weight"]):
+            found = dq.load(run, keys=keys)
+            weight = found["model"]["1.weight"] if keys is None else found["1.weight"]
+            assert torch.equal(weight, dq.load(Run(run).path(3))["model"]["1.weight"])
+    assert caplog.text.count("stands in for its exact one") == 2
+
+
+def damage(file: CheckpointFile, name: str) -> None:
+    """Flips a bit in the middle of a tensor's stream."""
+    entry, content = file.header.by_name[name], bytearray(file.path.read_bytes())
+    content[content.index(file.read(entry)) + entry.size // 2] ^= 0x10
+    file.path.write_bytes(content)
+
+
+@pytest.fixture
+def damaged(run):
+    """The same, with the last tensor of the model damaged in the last checkpoint as it was."""
+    damage(CheckpointFile(next(run.glob("exact-*.dqc"))), "model.4.bias")
+    return run
+
+
+def each(tensors):
+    return {name: bits(tensor) for name, tensor in tensors.items()}
+
+
+def test_where_one_tensor_of_the_exact_form_is_damaged_all_are_those_of_the_small_one(damaged, tmp_path, caplog):
+    small = each(dq.load(Run(damaged).path(3))["model"])
+    with caplog.at_level(logging.WARNING):
+        assert each(dq.load(damaged)["model"]) == small
+        assert each(dq.load(damaged, keys=list(small))) == small
+        model = model_of(8)
+        model[4].weight = model[0].weight
+        dq.load_into(model, damaged)
+        assert each(model.state_dict()) == small
+        for target in Target:
+            export(Stored(damaged), target, tmp_path / target)
+    assert caplog.text.count("the small form of step 3 stands in for its exact one") == 3 + len(Target)
+    assert "model.4.bias" in caplog.text
+    for file in (tmp_path / Target.SAFETENSORS, tmp_path / Target.HF / "model.safetensors"):
+        found = each(load_file(file))
+        assert found == {name: small[name] for name in found}
+    assert each(torch.load(tmp_path / Target.TORCH, weights_only=False)) == small
+    assert each(torch.load(tmp_path / Target.TORCH_STATE, weights_only=False)["model"]) == small
+
+
+def test_tensors_that_are_not_asked_for_may_be_damaged(damaged, caplog):
+    found = dq.load(damaged, keys=["1.weight"])["1.weight"]
+    assert not torch.equal(found, dq.load(Run(damaged).path(3))["model"]["1.weight"])
+    assert caplog.text == ""
+
+
+def test_where_both_forms_are_damaged_it_is_said_of_both(damaged, caplog):
+    damage(Run(damaged).file(3), "model.1.weight")
+    for load in (lambda: dq.load(damaged, keys=["1.weight", "4.bias"]), lambda: dq.load(damaged)):
+        with pytest.raises(dq.CheckpointError, match=r"step-000000000003.dqc: tensor model.1.weight"):
+            load()
+    assert caplog.text.count("exact-000000000003") == 2
+
+
+def test_an_exact_form_that_is_whole_needs_no_small_one(run):
+    exact = each(dq.load(run)["model"])
+    damage(Run(run).file(3), "model.1.weight")
+    assert each(dq.load(run)["model"]) == exact
+    assert each(dq.load(run, keys=list(exact))) == exact
+
+
+def test_what_a_format_has_no_place_for_is_no_damage(tmp_path, caplog):
+    model = nn.Linear(8, 8)
+    model.register_buffer("phase", torch.ones(2, dtype=torch.complex128))
+    with dq.Checkpointer(tmp_path / "run", model, exact="latest") as ckpt:
+        ckpt.save(1).result()
+    with pytest.raises(dq.CheckpointError, match="export to torch instead"):
+        export(Stored(tmp_path / "run"), Target.SAFETENSORS, tmp_path / "m.safetensors")
+    assert caplog.text == ""
+
+
+def test_a_model_gets_its_weights_and_keeps_its_dtypes_and_ties(run):
+    model = model_of(8).to(torch.bfloat16)
+    model[4].weight = model[0].weight
+    weight = model[1].weight
+    dq.load_into(model, run, 2)
+    assert model[1].weight is weight
+    assert model[0].weight is model[4].weight
+    assert torch.equal(weight, dq.load(run, 2)["model"]["1.weight"].to(torch.bfloat16))
+    assert weight.requires_grad
+
+
+def test_a_model_that_does_not_fit_is_not_changed(run):
+    for model, reasons in (
+        (model_of(16), ["1.weight is [8, 8] in it and [16, 16] in the model"]),
+        (nn.Sequential(*model_of(8), nn.Linear(2, 2)), ["5.weight is not in it", "5.bias is not in it"]),
+        (nn.Sequential(*model_of(8)[:4]), ["4.weight is in it, and the model has no such tensor"]),
+        (model_of(8).to("meta"), ["1.weight of the model is on the meta device", "to_empty"]),
+    ):
+        before = bits(dict(model.state_dict())) if not model[1].weight.is_meta else None
+        with pytest.raises(dq.StateError, match="does not fit the model") as caught:
+            dq.load_into(model, run)
+        assert all(reason in str(caught.value) for reason in reasons)
+        assert "Nothing was changed" in str(caught.value)
+        assert before is None or bits(dict(model.state_dict())) == before
+
+
+def test_state_that_is_no_tensor_is_told(tmp_path):
+    path = packed(tmp_path, {"w": torch.ones(2), "more": 3})
+    with pytest.raises(dq.CheckpointError, match="more of the model is no tensor"):
+        dq.load(path, keys=["w"])
+    path = packed(tmp_path, {"epoch": 3, "deep": {"er": {"w": torch.ones(2)}}})
+    with pytest.raises(dq.CheckpointError, match="there is no model in it; it has epoch, deep"):
+        dq.load(path, keys=["w"])
+    assert torch.equal(dq.load(path)["deep"]["er"]["w"], torch.ones(2))
+
+
+def test_a_model_is_not_changed_where_a_tensor_is_damaged(tmp_path):
+    save_file({"weight": torch.randn(32, 32), "bias": torch.randn(32)}, tmp_path / "m.safetensors")
+    compress(tmp_path / "m.safetensors", tmp_path / "m.dqc", Packer("lossless"))
+    file = Stored(tmp_path / "m.dqc").file
+    content = bytearray(file.path.read_bytes())
+    start = 16 + sum(
+        entry.size for entry in file.header.entries[: file.header.entries.index(file.header.by_name["bias"])]
+    )
+    content[start + file.header.by_name["bias"].size // 2] ^= 0xFF
+    file.path.write_bytes(content)
+    model = nn.Linear(32, 32)
+    before = bits(dict(model.state_dict()))
+    with pytest.raises(dq.CheckpointError, match="bias") as caught:
+        dq.load_into(model, tmp_path / "m.dqc")
+    assert not hasattr(caught.value, "__notes__")
+    assert bits(dict(model.state_dict())) == before
+    assert dq.load(tmp_path / "m.dqc", keys=["weight"])
+    with pytest.raises(dq.CheckpointError, match="bias"):
+        dq.load(tmp_path / "m.dqc")

@@ -1,0 +1,242 @@
+"""Quality, method and configuration: what goes together, what each of them stores, and what the records say of it."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from training import bits, model_of
+
+from dynaquant import Checkpointer, Configuration, GridConfiguration, LossOn, load
+from dynaquant.save.compressor import Allowance
+from dynaquant.save.presets import PRESETS
+from dynaquant.store.container import CheckpointFile
+
+LOSSY = [name for name, preset in PRESETS.items() if preset is not None]
+
+
+def drawn(count, seed=0):
+    """Sequences in which a token says something about the next one."""
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randint(0, 40, (count,), generator=generator)
+    return torch.stack((first, (first * 7 + torch.randint(0, 3, (count,), generator=generator)) % 40))
+
+
+def loss_of(model, tokens):
+    return nn.functional.cross_entropy(model(tokens[0]), tokens[1])
+
+
+EVALUATE = LossOn([drawn(400, seed=1)], loss_of)
+
+
+def steps(model, optimizer, count, seed=2):
+    model.train()
+    for step in range(count):
+        optimizer.zero_grad()
+        loss_of(model, drawn(64, seed + step)).backward()
+        optimizer.step()
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """The state of a training that has come some way."""
+    torch.manual_seed(0)
+    model = model_of(width=32)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    steps(model, optimizer, 150)
+    return model.state_dict(), optimizer.state_dict()
+
+
+def objects(trained=None):
+    torch.manual_seed(1)
+    model = model_of(width=32)
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    if trained:
+        model.load_state_dict(trained[0])
+        optimizer.load_state_dict(trained[1])
+    return model, optimizer
+
+
+def saved(folder, trained, evaluate=EVALUATE, saves=1, **arguments):
+    """The last record of as many saves with 10 steps between them, and the objects."""
+    model, optimizer = objects(trained)
+    with Checkpointer(folder, model, optimizer, evaluate=evaluate, **arguments) as checkpointer:
+        for i in range(saves):
+            if i:
+                steps(model, optimizer, 10, seed=1000 * i)
+            record = checkpointer.save(10 * i).result()
+    return record, model, optimizer
+
+
+CODINGS = {"grid": {"conditional", "rank_one", "units"}, "kmeans": {"conditional"}, "published": {"quantized"}}
+
+
+def schemes(folder, step=0):
+    """Of the tensors of each role, by the header of the file."""
+    found: dict[str, set[str]] = {}
+    for entry in CheckpointFile(folder / f"step-{step:012d}.dqc").header.entries:
+        found.setdefault(entry.label.role, set()).add(entry.to_json()["coding"]["kind"])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"quality": "best"}, "quality must be one of lossless, high, balanced, small, not 'best'"),
+        ({"quality": None}, "quality must be one of"),
+        ({"method": "uniform"}, "method must be one of grid, kmeans, published, not 'uniform'"),
+        ({"quality": "lossless", "max_degradation": 0.01}, "a lossless checkpoint has no max_degradation"),
+        ({"quality": "lossless", "max_degradation": 0.0}, "a lossless checkpoint has no max_degradation"),
+        ({"quality": "lossless", "method": "grid"}, "a lossless checkpoint has no max_degradation, no method"),
+        ({"quality": "lossless", "configuration": GridConfiguration(0)}, "no configuration"),
+        ({"configuration": Configuration(), "max_degradation": 0.01}, "leave out it or max_degradation"),
+        ({"configuration": GridConfiguration(0), "max_degradation": 0.0}, "leave out it or max_degradation"),
+        ({"configuration": GridConfiguration(0), "method": "kmeans"}, "GridConfiguration is no configuration of"),
+        ({"configuration": GridConfiguration(0), "method": "published"}, "GridConfiguration is no configuration of"),
+        ({"configuration": Configuration(), "method": "grid"}, "Configuration is no configuration of method 'grid'"),
+        ({"max_degradation": -0.1}, "max_degradation must be a number from 0 on"),
+        ({"max_degradation": float("nan")}, "max_degradation must be a number from 0 on"),
+        ({"max_degradation": float("inf")}, "max_degradation must be a number from 0 on"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(arguments, message, tmp_path):
+    model, optimizer = objects()
+    with pytest.raises(ValueError, match=message):
+        Checkpointer(tmp_path / "run", model, optimizer, **arguments)
+    with Checkpointer(tmp_path / "run", model, optimizer):  # it does not hold the run
+        pass
+
+
+@pytest.mark.parametrize(
+    ("method", "configuration", "chosen"),
+    [
+        (None, None, "grid"),
+        ("kmeans", None, "kmeans"),
+        ("published", None, "published"),
+        (None, GridConfiguration(3), "grid"),
+        (None, Configuration(), "published"),
+        ("kmeans", Configuration(), "kmeans"),
+    ],
+)
+def test_the_method_is_that_of_the_configuration_where_none_is_named(method, configuration, chosen):
+    assert Allowance("balanced", method, None, configuration).chosen == chosen
+
+
+@pytest.mark.parametrize("quality", PRESETS)
+def test_a_quality_allows_a_degradation_of_its_own_unless_another_is_given(quality, tmp_path):
+    preset = PRESETS[quality]
+    with Checkpointer(tmp_path, *objects(), quality=quality) as checkpointer:
+        assert checkpointer.max_degradation == (preset.max_degradation if preset else 0.0)
+        if preset is None:
+            with pytest.raises(ValueError, match="lossless"):
+                checkpointer.max_degradation = 0.01
+    if preset is not None:
+        with Checkpointer(tmp_path, *objects(), quality=quality, max_degradation=0.02) as checkpointer:
+            assert checkpointer.max_degradation == 0.02
+            checkpointer.max_degradation = 0.03
+            assert checkpointer.max_degradation == 0.03
+
+
+def test_the_presets_lose_more_from_one_to_the_next():
+    order = [PRESETS[name] for name in ("high", "balanced", "small")]
+    for finer, coarser in pairwise(order):
+        assert finer.max_degradation < coarser.max_degradation
+        assert finer.first_tolerance <= coarser.first_tolerance
+        assert finer.second_tolerance < coarser.second_tolerance
+
+
+@pytest.mark.parametrize("evaluate", [None, EVALUATE], ids=["no metric", "metric"])
+def test_without_loss_every_bit_comes_back(evaluate, trained, tmp_path):
+    record, model, optimizer = saved(tmp_path, trained, evaluate, saves=3, quality="lossless")
+    assert record.parent == 10
+    for step in (0, 10, 20):
+        found = schemes(tmp_path, step)
+        assert not set().union(*found.values()) & {"conditional", "rank_one", "units", "quantized"}
+    assert (record.configuration, record.search, record.judged_by, record.trials) == (None, "lossless", None, [])
+    other, other_optimizer = objects()
+    with Checkpointer(tmp_path, other, other_optimizer, quality="lossless") as checkpointer:
+        assert checkpointer.restore() == 20
+    assert bits(other.state_dict()) == bits(model.state_dict())
+    assert bits(other_optimizer.state_dict()) == bits(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("evaluate", [None, EVALUATE], ids=["no metric", "metric"])
+@pytest.mark.parametrize("saves", [1, 3])
+def test_less_quality_makes_smaller_files(evaluate, saves, trained, tmp_path):
+    records = {quality: saved(tmp_path / quality, trained, evaluate, saves, quality=quality)[0] for quality in PRESETS}
+    stored = {quality: record.total.stored for quality, record in records.items()}
+    assert stored["lossless"] > 2 * stored["high"]
+    assert stored["high"] > stored["balanced"] > stored["small"]
+    for role in ("weight", "first_moment", "second_moment"):
+        sizes = [records[quality].roles[role].stored for quality in ("lossless", "high", "balanced", "small")]
+        assert sizes == sorted(sizes, reverse=True), role
+
+
+@pytest.mark.parametrize("quality", LOSSY)
+def test_weights_lose_no_more_than_the_preset_allows(quality, trained, tmp_path):
+    record, model, _ = saved(tmp_path, trained, quality=quality)
+    limit = PRESETS[quality].max_degradation
+    assert record.limit == limit
+    assert record.quality.degradation <= limit
+    assert record.quality.original == EVALUATE(model)
+    other, other_optimizer = objects()
+    with Checkpointer(tmp_path, other, other_optimizer, quality=quality) as checkpointer:
+        checkpointer.restore()
+    assert EVALUATE(other) == pytest.approx(record.quality.restored, rel=1e-6)
+    assert EVALUATE(other) <= EVALUATE(model) * (1 + limit) * 1.000001
+
+
+@pytest.mark.parametrize("method", ["grid", "kmeans", "published"])
+def test_records_and_files_say_what_was_chosen(method, trained, tmp_path):
+    record, *_ = saved(tmp_path, trained, saves=2, method=method)
+    assert isinstance(record.configuration, GridConfiguration if method == "grid" else Configuration)
+    assert record.search == "scale" if method == "grid" else record.search in ("exhaustive", "neighbourhood")
+    assert record.judged_by == "evaluate"
+    assert record.configuration in [trial.configuration for trial in record.trials]
+    assert record.evaluations >= 1
+    exact = {"planes", "raw", "exact", "reference"}
+    for step in (0, 10):
+        found = schemes(tmp_path, step)
+        assert found["weight"] <= CODINGS[method]
+        assert found["exact"] <= exact
+        moments = found["first_moment"] | found["second_moment"]
+        assert moments <= CODINGS["grid"] | {"reference"} if method == "grid" else moments <= exact
+    assert bits(load(tmp_path)["model"]) != bits(trained[0])
+
+
+@pytest.mark.parametrize(
+    ("configuration", "method", "kind"),
+    [
+        (GridConfiguration(-20), None, "conditional"),
+        (GridConfiguration(-20, dithered=True), "grid", "conditional"),
+        (Configuration(bins=8), None, "quantized"),
+        (Configuration(bins=8), "kmeans", "conditional"),
+    ],
+)
+def test_a_configuration_of_the_user_is_taken_as_it_is(configuration, method, kind, trained, tmp_path):
+    record, *_ = saved(tmp_path, trained, configuration=configuration, method=method)
+    assert record.configuration == configuration
+    assert (record.search, record.limit) == ("fixed", None)
+    assert record.quality.degradation == pytest.approx(record.quality.restored / record.quality.original - 1, abs=1e-9)
+    assert schemes(tmp_path)["weight"] == {kind}
+
+
+def test_a_run_may_go_on_with_another_quality_and_method(trained, tmp_path):
+    """Each file says for itself how it was coded."""
+    model, optimizer = objects(trained)
+    choices = [
+        {"quality": "small"},
+        {"quality": "lossless"},
+        {"method": "published"},
+        {"method": "kmeans"},
+        {"quality": "high"},
+    ]
+    for step, arguments in enumerate(choices):
+        with Checkpointer(tmp_path, model, optimizer, **arguments) as checkpointer:
+            assert checkpointer.restore() == (step - 1 if step else None)
+            steps(model, optimizer, 2, seed=step)
+            checkpointer.save(step)
+    with Checkpointer(tmp_path, *objects()) as checkpointer:
+        assert [record.step for record in checkpointer.records()] == [0, 1, 2, 3, 4]
+        for step in range(5):
+            assert checkpointer.restore(step) == step

@@ -1,0 +1,195 @@
+"""What decides whether a configuration is good enough: a metric, and what stands in for it."""
+
+import math
+
+import pytest
+import torch
+from torch import nn, optim
+from training import bits, model_of, train
+
+import dynaquant as dq
+from dynaquant.quantize.clustered_weights import SketchedWeights, quantize_weights, sketch_weights
+from dynaquant.search.distortion import distortion, mean_squared_gradients
+from dynaquant.search.judge import DISTORTION_SCALE, DistortionJudge, MetricJudge
+from dynaquant.state.roles import labels
+from dynaquant.tensors.dequantize import dequantize
+
+
+def sketched(model: nn.Module) -> SketchedWeights:
+    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.ndim >= 2}
+    return sketch_weights(weights, labels(weights, {"model": model}, {}), {})
+
+
+def probability(model: nn.Module) -> float:
+    """A metric that is higher for a better model: the mean probability of the right token."""
+    with torch.no_grad():
+        return model.eval()(torch.arange(40)).softmax(1).diagonal().mean().item()
+
+
+def loss(model: nn.Module) -> float:
+    with torch.no_grad():
+        return nn.functional.cross_entropy(model.eval()(torch.arange(40)), torch.arange(40)).item()
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    model = model_of()
+    train(model, optim.AdamW(model.parameters(), lr=1e-2), 30)
+    return model
+
+
+# Judges
+
+
+@pytest.mark.parametrize(("metric", "higher_is_better"), [(loss, False), (probability, True)])
+def test_the_metric_sees_the_weights_as_they_would_be_restored(model, metric, higher_is_better):
+    judge = MetricJudge(model, metric, higher_is_better, metric(model), {})
+    for configuration in (dq.Configuration(bins=4, pruned=0.5), dq.Configuration(bins=254, embedding_bins=254)):
+        quantized = quantize_weights(sketched(model), configuration)
+        quality = judge(quantized)
+        restored = model_of()
+        values = {name.removeprefix("model."): dequantize(tensor) for name, tensor in quantized.items()}
+        restored.load_state_dict({**model.state_dict(), **values})
+        assert quality.original == metric(model)
+        assert quality.restored == metric(restored)
+        worse = quality.original - quality.restored if higher_is_better else quality.restored - quality.original
+        assert quality.degradation == worse / quality.original
+        assert (quality.degradation > 0.05) == (configuration.bins == 4)
+
+
+def test_weights_that_are_decided_already_are_judged_as_they_will_be(model):
+    seen = {}
+
+    def evaluate(scored: nn.Module) -> float:
+        seen.update({name: bits(p) for name, p in scored.named_parameters()})
+        return 1.0
+
+    known = {"1.weight": torch.ones(24, 24)}
+    quantized = quantize_weights(sketched(model), dq.Configuration())
+    del quantized["model.1.weight"]
+    MetricJudge(model, evaluate, False, 1.0, known)(quantized)
+    assert seen["1.weight"] == bits(nn.Parameter(known["1.weight"]))
+    assert seen["4.weight"] == bits(nn.Parameter(dequantize(quantized["model.4.weight"])))
+    assert seen["4.bias"] == bits(model[4].bias)
+
+
+def test_a_metric_that_raises_is_left_to_the_caller(model):
+    def fail(_: nn.Module) -> float:
+        raise ZeroDivisionError("no tokens")
+
+    with pytest.raises(ZeroDivisionError, match="no tokens"):
+        MetricJudge(model, fail, False, 1.0, {})({})
+
+
+@pytest.mark.parametrize("fisher", [{}, {"model.0.weight": 1e-4, "model.1.weight": 1e-6, "model.4.weight": 3e-5}])
+def test_the_distortion_stands_in_for_the_metric(model, fisher):
+    weights = sketched(model).weights
+    judge = DistortionJudge(weights, fisher, "fisher distortion" if fisher else "distortion")
+    found = []
+    for bins in (4, 8, 16, 32, 64):
+        configuration = dq.Configuration(bins=bins, embedding_bins=bins)
+        quantized = quantize_weights(sketched(model), configuration)
+        quality = judge(quantized)
+        assert math.isnan(quality.original)
+        assert math.isnan(quality.restored)
+        assert quality.degradation == DISTORTION_SCALE * distortion(weights, quantized, fisher)
+        found.append(quality.degradation)
+    assert found == sorted(found, reverse=True)
+    assert 0 < found[-1] < found[0] / 20
+
+
+def test_distortion_is_the_movement_relative_to_the_weights(model):
+    weights = sketched(model).weights
+    quantized = quantize_weights(sketched(model), dq.Configuration(bins=8))
+    fisher = {name: 10.0**-i for i, name in enumerate(weights)}
+    moved = {name: float((dequantize(quantized[name]) - w).double().square().sum()) for name, w in weights.items()}
+    total = {name: float(w.double().square().sum()) for name, w in weights.items()}
+    assert distortion(weights, quantized, {}) == pytest.approx(sum(moved.values()) / sum(total.values()), rel=1e-5)
+    assert distortion(weights, quantized, fisher) == pytest.approx(
+        sum(fisher[n] * moved[n] for n in weights) / sum(fisher[n] * total[n] for n in weights), rel=1e-5
+    )
+    assert distortion(weights, quantized, {name: 7 * f for name, f in fisher.items()}) == pytest.approx(
+        distortion(weights, quantized, fisher)
+    )
+    assert distortion(weights, {}, fisher) == 0
+
+
+# The Fisher information of a tensor
+
+
+def moments_after(optimizer: optim.Optimizer, model: nn.Module) -> dict[str, float]:
+    train(model, optimizer, 5)
+    parameters = {f"model.{name}": p for name, p in model.named_parameters()}
+    return mean_squared_gradients(parameters, [optimizer], dict.fromkeys(parameters, 4.0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [(optim.Adam, "exp_avg_sq"), (optim.AdamW, "exp_avg_sq"), (optim.RMSprop, "square_avg")]
+)
+def test_it_is_taken_from_the_optimizers_second_moments(kind, key):
+    model = model_of()
+    optimizer = kind(model.parameters(), lr=1e-3)
+    found = moments_after(optimizer, model)
+    expected = {f"model.{name}": float(optimizer.state[p][key].mean()) for name, p in model.named_parameters()}
+    assert found == pytest.approx(expected)
+    assert all(value > 0 for value in found.values())
+
+
+def test_else_from_recorded_gradients():
+    model = model_of()
+    found = moments_after(optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), model)
+    assert found == {f"model.{name}": 4.0 for name, _ in model.named_parameters()}
+
+
+def test_sources_that_differ_in_scale_are_not_mixed():
+    model = model_of()
+    optimizer = optim.AdamW(model[1].parameters(), lr=1e-3)
+    train(model, optimizer, 3)
+    parameters = {f"model.{name}": p for name, p in model.named_parameters()}
+    one = {"model.0.weight": 9.0}
+    every = dict.fromkeys(parameters, 9.0)
+    moments = {
+        f"model.1.{name}": pytest.approx(float(optimizer.state[p]["exp_avg_sq"].mean()))
+        for name, p in model[1].named_parameters()
+    }
+    # Whichever knows more parameters, and of two that know as many the optimizer.
+    assert mean_squared_gradients(parameters, [optimizer], one) == moments
+    assert mean_squared_gradients(parameters, [optimizer], every) == every
+    known = {name: p for name, p in parameters.items() if name in moments}
+    assert mean_squared_gradients(known, [optimizer], every) == moments
+
+
+def test_of_several_optimizers_each_knows_its_own():
+    model = model_of()
+    optimizers = [optim.AdamW(part.parameters(), lr=1e-3) for part in (model[0], model[1])]
+    for optimizer in optimizers:
+        train(model, optimizer, 2)
+    parameters = {f"model.{name}": p for name, p in model.named_parameters() if name[0] in "01"}
+    found = mean_squared_gradients(parameters, optimizers, {})
+    assert found.keys() == parameters.keys()
+    assert all(value > 0 for value in found.values())
+
+
+def test_moments_that_are_no_numbers_tell_nothing_and_the_others_still_do():
+    model = model_of()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer, 2)
+    parameters = {f"model.{name}": p for name, p in model.named_parameters()}
+    whole = mean_squared_gradients(parameters, [optimizer], {})
+    broken, coded, *_ = parameters
+    optimizer.state[parameters[broken]]["exp_avg_sq"].view(-1)[0] = torch.nan
+    codes = torch.full_like(parameters[coded], 130, dtype=torch.uint8)  # of an optimizer with 8 bits
+    optimizer.state[parameters[coded]]["exp_avg_sq"] = codes
+    found = mean_squared_gradients(parameters, [optimizer], {})
+    assert found == {name: value for name, value in whole.items() if name not in (broken, coded)}
+    assert found
+
+
+def test_where_nothing_is_known_there_is_none():
+    model = model_of()
+    parameters = {f"model.{name}": p for name, p in model.named_parameters()}
+    zeros = dict.fromkeys(parameters, 0.0)
+    assert mean_squared_gradients(parameters, [], {}) == {}
+    assert mean_squared_gradients(parameters, [optim.AdamW(model.parameters())], {}) == {}  # it has made no step yet
+    assert mean_squared_gradients(parameters, [], zeros) == {}
+    assert mean_squared_gradients({}, [], {}) == {}

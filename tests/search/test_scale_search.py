@@ -1,0 +1,327 @@
+"""The search for a grid's scale, on made-up degradations: what it finds, and how few it scores."""
+
+import math
+import random
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dynaquant.search import scale_search as scale_module
+from dynaquant.search.scale_search import (
+    AIM,
+    CLOSE,
+    JUMP,
+    MOST_JUMPS,
+    POWER,
+    ROUNDS,
+    SCALES_PER_OCTAVE,
+    WORTH_IT,
+    scale_search,
+)
+
+LIMIT = 0.01
+LOWEST, HIGHEST = -150, 62  # as far apart as the configuration manager's
+EXPONENTS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+NEAR_AIM = AIM * 2 ** (-POWER * CLOSE / SCALES_PER_OCTAVE)
+"""Share of the limit from which on a scale may be taken without another evaluation (by the second-order model)."""
+
+
+class Scored:
+    """Degradation as a function of the scale; keeps what was scored, round by round."""
+
+    def __init__(self, degradation):
+        self.degradation = degradation
+        self.rounds = []
+
+    def __call__(self, scales):
+        self.rounds.append(list(scales))
+        return [self.degradation(scale) for scale in scales]
+
+    @property
+    def count(self):
+        return sum(map(len, self.rounds))
+
+
+def power_law(exponent, best, limit=LIMIT):
+    """Just good enough at ``best``."""
+    return lambda scale: limit * 2 ** (exponent * (scale - best - 0.5) / SCALES_PER_OCTAVE)
+
+
+def search(degradation, start=0, settled=False, width=1, limit=LIMIT, lowest=LOWEST, highest=HIGHEST):
+    """What is found, after checking what holds for every search."""
+    scored = Scored(degradation)
+    found = scale_search(start, lowest, highest, scored, limit, settled, width)
+    flat = [scale for scales in scored.rounds for scale in scales]
+    assert len(flat) == len(set(flat)), "a scale was scored twice"
+    assert all(1 <= len(scales) <= width for scales in scored.rounds)
+    assert all(lowest <= scale <= highest for scale in flat)
+    assert scored.rounds[0][0] == min(max(start, lowest), highest)
+    assert len(scored.rounds) <= ROUNDS + MOST_JUMPS
+    assert found == max((scale for scale in flat if degradation(scale) <= limit), default=None)
+    return found, scored
+
+
+def best_of(degradation, limit=LIMIT):
+    """The largest scale before the first that is not good enough, by trying all of them."""
+    best = None
+    for scale in range(LOWEST, HIGHEST + 1):
+        if not degradation(scale) <= limit:
+            break
+        best = scale
+    return best
+
+
+def assert_close_to_the_best(found, degradation):
+    """Within CLOSE of the best before a failure, or of what is aimed at, or where one score lets it be taken for that.
+
+    What is found beyond a failure is more than that.
+    """
+    best = best_of(degradation)
+    assert (found is None) == (best is None), (found, best)
+    if found is None or best is None:
+        return
+    aimed = best_of(degradation, AIM * LIMIT)
+    near_aim = aimed is not None and aimed - found <= CLOSE
+    assert best - found <= CLOSE or near_aim or degradation(found) >= NEAR_AIM * LIMIT, (found, best)
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("start", [LOWEST, -60, 0, HIGHEST, 500])
+def test_a_search_ends_close_to_the_best_whatever_power_of_the_scale_degradation_is(exponent, width, start):
+    for best in range(LOWEST - 3, HIGHEST + 3, 7):
+        degradation = power_law(exponent, best)
+        found, _ = search(degradation, start, width=width)
+        assert_close_to_the_best(found, degradation)
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_a_search_from_anywhere_scores_few(exponent):
+    counts = [search(power_law(exponent, best), 0)[1].count for best in range(-100, 60, 3)]
+    assert sum(counts) / len(counts) <= 6
+    assert max(counts) <= 10
+
+
+def test_by_the_second_order_model_the_second_score_is_the_last_unless_the_first_fails():
+    for best in range(-28, 28):
+        _, scored = search(power_law(POWER, best), 0)
+        assert scored.count <= (2 if best >= 0 else 4)
+
+
+STAIRS = st.lists(st.tuples(st.integers(LOWEST, HIGHEST), st.floats(1e-9, 0.1)), max_size=8)
+STARTS = st.integers(LOWEST - 10, HIGHEST + 10)
+
+
+def staircase(jumps):
+    return lambda scale: 1e-9 + sum(height for at, height in jumps if scale >= at)
+
+
+@settings(max_examples=300)
+@given(jumps=STAIRS, start=STARTS, width=st.integers(1, 4))
+@example([(-100, 0.012)], 0, 1)
+@example([(-140, 0.0101)], HIGHEST, 1)
+@example([(40, 0.02)], LOWEST, 1)
+def test_where_something_is_good_enough_something_is_found(jumps, start, width):
+    degradation = staircase(jumps)
+    found, _ = search(degradation, start, width=width)
+    assert (found is None) == (best_of(degradation) is None)
+
+
+@settings(max_examples=300)
+@given(jumps=STAIRS, start=STARTS, width=st.integers(1, 4))
+@example([(0, 0.012)], -10, 1)
+@example([(-50, 0.02)], -80, 1)
+@example([(-20, 0.004), (0, 1.0)], -20, 1)
+def test_a_search_ends_close_to_the_best_on_any_staircase(jumps, start, width):
+    degradation = staircase(jumps)
+    found, _ = search(degradation, start, width=width)
+    if found is not None:
+        assert_close_to_the_best(found, degradation)
+
+
+@pytest.mark.parametrize("floor", [0.0, 1e-7, 0.5 * LIMIT, 0.9 * LIMIT])
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_a_floor_below_the_limit_does_not_mislead_a_search(floor, exponent):
+    """Where fine scales are all the same, such as with a metric that does not notice them."""
+    for best in range(-80, 60, 9):
+        law = power_law(exponent, best)
+
+        def degradation(scale, law=law):
+            return max(law(scale), floor)
+
+        found, _ = search(degradation, 0)
+        assert_close_to_the_best(found, degradation)
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("start", [LOWEST, 0, HIGHEST])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("value", [0.0, -0.5, 1e-30, -math.inf])
+def test_where_everything_is_good_enough_the_largest_is_found(value, settled, start, width):
+    found, _ = search(lambda _: value, start, settled, width)
+    assert HIGHEST - found < WORTH_IT if settled else found == HIGHEST or HIGHEST - found < CLOSE
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("start", [LOWEST, 0, HIGHEST])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("value", [1.0, 1.01 * LIMIT, math.inf, math.nan])
+def test_where_nothing_is_good_enough_nothing_is_found(value, settled, start, width):
+    found, scored = search(lambda _: value, start, settled, width)
+    assert found is None
+    assert len(scored.rounds) <= 12
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0, 1e4])
+@pytest.mark.parametrize("start", [-80, 0, HIGHEST])
+def test_a_cliff_is_found_whether_what_lies_beyond_can_be_judged_or_not(bad, start):
+    for best in range(-100, 60, 13):
+        law = power_law(2, best)
+
+        def degradation(scale, law=law, best=best):
+            return law(scale) if scale <= best else bad
+
+        found, _ = search(degradation, start)
+        assert_close_to_the_best(found, degradation)
+
+
+@pytest.mark.parametrize("limit", [0.0, -0.001])
+def test_with_nothing_allowed_only_what_loses_nothing_is_found(limit):
+    found, _ = search(lambda scale: 0.0 if scale < -20 else 1e-6, 0, limit=limit)
+    assert found is None if limit < 0 else found < -20
+    found, _ = search(lambda scale: -0.01 if scale < -20 else 1e-6, 0, limit=limit)
+    assert found < -20
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_with_one_scale_to_choose_from_it_is_that_or_nothing(width):
+    for limit, wanted in ((1.0, 5), (0.1, None)):
+        found, scored = search(lambda _: 0.5, 0, width=width, limit=limit, lowest=5, highest=5)
+        assert found == wanted
+        assert scored.count == 1
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+@pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("width", [1, 4])
+def test_what_is_found_is_good_enough_under_noise_and_not_far_from_the_best(exponent, noise, width):
+    for seed in range(20):
+        draw = random.Random(seed)
+        errors = {scale: math.exp(draw.gauss(0, noise)) for scale in range(LOWEST, HIGHEST + 1)}
+        best = draw.randint(-60, 50)
+        law = power_law(exponent, best)
+        found, _ = search(lambda scale, law=law, errors=errors: law(scale) * errors[scale], 0, width=width)
+        # So far can noise of three deviations, and the aim, be from the best.
+        octaves = (3 * noise * math.log2(math.e) - math.log2(NEAR_AIM)) / exponent
+        assert abs(found - best) <= octaves * SCALES_PER_OCTAVE * 2 + 2 * CLOSE
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+@pytest.mark.parametrize("pace", [0.5, 1.0, 2.0, WORTH_IT - 1])
+@pytest.mark.parametrize("trend", [-0.3, 0.0, 0.3])
+def test_a_settled_search_scores_about_two_in_the_mean_while_what_is_good_enough_drifts(exponent, pace, trend):
+    """Drift by less than WORTH_IT from one checkpoint to the next."""
+    draw = random.Random(1)
+    best = 0.0
+    last, _ = search(power_law(exponent, best), 0)
+    counts = []
+    for _ in range(200):
+        best += draw.uniform(-pace, pace) + trend * pace / 2
+        best = min(max(best, LOWEST + 20), HIGHEST - 20)
+        law = power_law(exponent, best)
+        found, scored = search(law, last, settled=True)
+        counts.append(scored.count)
+        assert found is not None
+        last = found
+    assert sum(counts) / len(counts) <= 2.25
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_a_settled_scale_that_is_good_enough_is_left_only_for_much_more(exponent):
+    for ahead in range(60):
+        degradation = power_law(exponent, ahead)
+        found, scored = search(degradation, 0, settled=True)
+        if scored.count == 1:
+            # By the second-order model fewer steps than WORTH_IT lie before the aim.
+            assert found == 0
+            assert degradation(0) > AIM * LIMIT * 2 ** (-POWER * WORTH_IT / SCALES_PER_OCTAVE)
+        else:
+            assert found >= WORTH_IT or ahead < WORTH_IT + CLOSE  # or nearly: the aim lies a little before the limit
+
+
+@settings(max_examples=300)
+@given(jumps=STAIRS, start=STARTS, settled=st.booleans(), width=st.integers(1, 4))
+@example([(-100, 0.012)], 0, False, 1)
+@example([(-20, 0.004), (0, 1.0)], 20, True, 1)
+def test_where_degradation_grows_with_the_scale_looking_beyond_a_failure_costs_two_rounds(jumps, start, settled, width):
+    degradation = staircase(jumps)
+    found, scored = search(degradation, start, settled, width)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scale_module, "MOST_JUMPS", 0)
+        plain, without = search(degradation, start, settled, width)
+    assert (found is None) == (plain is None)
+    assert len(scored.rounds) <= len(without.rounds) + 2 or found > plain
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0, 1e4])
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("gap", [1, JUMP // 2, JUMP])
+def test_an_octave_of_good_scales_up_to_half_an_octave_beyond_a_failure_is_found(gap, width, settled, bad):
+    for best in range(-100, 0, 7):
+        law = power_law(POWER, best)
+
+        def degradation(scale, law=law, best=best):
+            if best + gap < scale <= best + gap + SCALES_PER_OCTAVE:
+                return 0.5 * LIMIT
+            return law(scale) if scale <= best else bad
+
+        found, _ = search(degradation, best + 2 * SCALES_PER_OCTAVE, settled, width)
+        assert best + gap < found <= best + gap + SCALES_PER_OCTAVE
+
+
+def rugged(draw, best, height):
+    """A power law with waves of about an octave and a half, so many times as high as the law itself."""
+    law, phase, length = power_law(POWER, best), draw.uniform(0, math.tau), draw.uniform(18, 30)
+    return lambda scale: law(scale) * (1 + height * math.sin(math.tau * scale / length + phase))
+
+
+@pytest.mark.parametrize("height", [1.5, 3, 10])
+def test_where_degradation_goes_up_and_down_what_is_found_lies_beyond_the_first_failure(height):
+    draw = random.Random(2)
+    gains, counts, rounds = [], [], []
+    for _ in range(200):
+        degradation = rugged(draw, draw.randint(-60, 20), height)
+        found, scored = search(degradation, 0)
+        gains.append(found - best_of(degradation))
+        counts.append(scored.count)
+        rounds.append(len(search(degradation, 0, width=4)[1].rounds))
+    assert sum(gains) / len(gains) >= SCALES_PER_OCTAVE
+    assert sum(counts) / len(counts) <= 10
+    assert sum(rounds) / len(rounds) <= 5
+    assert max(counts) <= 16
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_a_scale_that_was_good_by_chance_does_not_mislead_the_next_search(exponent):
+    """It fails at the next checkpoint, and what is found is near the best again."""
+    for chance in range(4, 60, 5):
+        for best in range(-100, 0, 7):
+            law = power_law(exponent, best)
+            found, scored = search(law, best + chance, settled=True)
+            assert best - found <= 2 * WORTH_IT
+            assert scored.count <= 8
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_scoring_several_at_once_takes_no_more_rounds_and_finds_as_much(width):
+    rounds = {1: 0, width: 0}
+    for exponent in EXPONENTS:
+        for best in range(-90, 60, 7):
+            degradation = power_law(exponent, best)
+            for each in rounds:
+                found, scored = search(degradation, 0, width=each)
+                rounds[each] += len(scored.rounds)
+                assert_close_to_the_best(found, degradation)
+    assert rounds[width] <= rounds[1]

@@ -1,0 +1,75 @@
+"""How much a metric minds each tensor, measured."""
+
+import pytest
+import torch
+
+from dynaquant.quantize.grid import grid_weights
+from dynaquant.search.sensitivity import LEAST, MOST_GROUPS, groups_of, probe
+from dynaquant.tensors.dequantize import dequantize
+
+
+def test_large_tensors_are_tried_alone_and_small_ones_together():
+    sizes = {"a.weight": 10_000, "a.bias": 10, "b.weight": 20_000, "b.norm": 10}
+    assert groups_of(sizes) == [["a.weight"], ["b.weight"], ["a.bias", "b.norm"]]
+
+
+def test_many_layers_are_tried_with_their_neighbours_and_every_tensor_once():
+    sizes = {f"h.{i}.{kind}": 1000 for i in range(100) for kind in ("attn", "mlp")} | {"wte": 50_000}
+    groups = groups_of(sizes)
+    assert len(groups) <= MOST_GROUPS
+    assert sorted(name for group in groups for name in group) == sorted(sizes)
+    assert ["wte"] in groups
+    assert all(len({name.rpartition(".")[2] for name in group}) == 1 for group in groups)
+
+
+@pytest.mark.parametrize("count", [0, 1, 40, 1000])
+def test_there_are_never_too_many_groups(count):
+    groups = groups_of({"abc"[i % 3] * (i + 1): 100 for i in range(count)})
+    assert sum(map(len, groups)) == count
+    assert len(groups) <= max(MOST_GROUPS, count)
+    assert all(groups)
+
+
+def weights_of(**scales: float):
+    return grid_weights({name: scale * torch.randn(32, 32) for name, scale in scales.items()}, {}, {}, 0)
+
+
+def squared_movement(weights, quantized) -> dict[str, float]:
+    return {n: float((dequantize(q) - weights.weights[n]).square().sum()) for n, q in quantized.items()}
+
+
+def test_what_is_measured_is_how_much_worse_a_squared_movement_makes_the_metric():
+    weights = weights_of(a=1.0, b=1.0, c=10.0)
+    minds = {"a": 1.0, "b": 7.0, "c": 0.5}
+    fisher = probe(
+        weights, lambda q: sum(minds[n] * moved for n, moved in squared_movement(weights, q).items()), lambda _: None
+    )
+    assert fisher["b"] / fisher["a"] == pytest.approx(7, rel=0.01)
+    assert fisher["c"] / fisher["a"] == pytest.approx(0.5, rel=0.01)
+
+
+def test_what_cannot_be_told_counts_as_the_median_does():
+    weights = weights_of(a=1.0, b=1.0, c=1.0, d=1.0, e=1.0)
+
+    def degradation(quantized):
+        (name,) = quantized
+        if name == "b":
+            raise RuntimeError("no metric for this one")
+        return {"a": 1.0, "c": float("nan"), "d": 0.0, "e": -1.0}[name] * squared_movement(weights, quantized)[name]
+
+    fisher = probe(weights, degradation, lambda _: None)
+    assert fisher["b"] == pytest.approx(fisher["a"], rel=0.3)
+    assert fisher["c"] == pytest.approx(fisher["a"], rel=0.3)
+    assert fisher["d"] == pytest.approx(fisher["a"], rel=0.3)
+    assert fisher["e"] == pytest.approx(LEAST * fisher["a"], rel=0.3)  # better is not what it minds
+
+
+def test_a_metric_that_minds_nothing_tells_nothing():
+    assert probe(weights_of(a=1.0, b=1.0), lambda _: 0.0, lambda _: None) == {}
+    assert probe(weights_of(), lambda _: 1.0, lambda _: None) == {}
+
+
+def test_it_says_how_far_it_has_come():
+    told: list[str] = []
+    probe(weights_of(a=1.0, b=1.0), lambda _: 1.0, told.append)
+    assert [text.rpartition(": ")[2] for text in told] == ["1 of 2", "2 of 2"]

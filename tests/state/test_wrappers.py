@@ -1,0 +1,187 @@
+"""Whatever wraps the model or the optimizer, the checkpoint is that of the bare ones, and each restores the other's."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel
+from training import bits, model_of, train
+
+import dynaquant as dq
+from dynaquant.search.quality import score
+from dynaquant.state import names
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+pytestmark = [
+    pytest.mark.usefixtures("process_group"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # of dynamo
+]
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
+def with_wrapped_layers(module: nn.Module) -> nn.Module:
+    module[1] = compiled(module[1])
+    module[4] = checkpoint_wrapper(module[4])
+    return module
+
+
+WRAPPERS = {
+    "bare": lambda m: m,
+    "compile": compiled,
+    "compile in place": compiled_in_place,
+    "DataParallel": DataParallel,
+    "DDP": DistributedDataParallel,
+    "compile DDP": lambda m: compiled(DistributedDataParallel(m)),
+    "DDP compile": lambda m: DistributedDataParallel(compiled(m)),
+    "layers": with_wrapped_layers,
+    "DDP layers": lambda m: DistributedDataParallel(with_wrapped_layers(m)),
+}
+
+
+def training(wrap, seed=0) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    """The bare model, the wrapped one and an optimizer of the latter's parameters."""
+    torch.manual_seed(seed)
+    bare = model_of()
+    model = wrap(bare)
+    return bare, model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def plain(bare: nn.Module) -> dict:
+    return {name: bits(p) for name, p in zip(dict(model_of().named_parameters()), bare.parameters(), strict=True)}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_wrapped_training_is_saved_and_evaluated_as_the_bare_one_and_restores_it(tmp_path, wrapper):
+    def evaluate(model):
+        assert model is bare
+        return nn.functional.cross_entropy(model.eval()(torch.arange(40)), torch.arange(40)).item()
+
+    states = {}
+    for name in ("bare", wrapper):
+        bare, model, optimizer = training(WRAPPERS[name])
+        with dq.Checkpointer(tmp_path / name, model, optimizer, evaluate=evaluate) as ckpt:
+            train(model, optimizer, 4)
+            assert ckpt.save(4).result().quality.degradation <= 0.01
+        states[name] = dq.load(tmp_path / name)
+    assert list(states[wrapper]["model"]) == list(model_of().state_dict())
+    assert bits(states[wrapper]) == bits(states["bare"])
+    for saved, restored in (("bare", wrapper), (wrapper, "bare")):
+        bare, model, optimizer = training(WRAPPERS[restored], seed=1)
+        with dq.Checkpointer(tmp_path / saved, model, optimizer, evaluate=evaluate) as ckpt:
+            assert ckpt.restore() == 4
+        assert plain(bare) == {name: bits(tensor) for name, tensor in states[saved]["model"].items()}
+        assert optimizer.state[next(bare.parameters())]["step"] == 4
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_load_into_a_wrapped_model(tmp_path, wrapper):
+    bare, _, optimizer = training(WRAPPERS["bare"])
+    with dq.Checkpointer(tmp_path, bare, optimizer, quality="lossless") as ckpt:
+        ckpt.save(1)
+    other, model, _ = training(WRAPPERS[wrapper], seed=1)
+    dq.load_into(model, tmp_path)
+    assert plain(other) == plain(bare)
+
+
+@pytest.mark.parametrize("wrap", [compiled_in_place, with_wrapped_layers])
+def test_compiled_modules_are_scored_with_the_values_they_are_given(wrap):
+    model, tokens = wrap(model_of()).eval(), torch.arange(40)
+    with torch.no_grad():
+        before = model(tokens)
+        for value in range(12):  # more than PyTorch compiles anew
+            values = {"4.weight": torch.full((40, 24), float(value)), "4.bias": torch.full((40,), 0.5)}
+            other = model_of().eval()
+            other.load_state_dict({**names.state_dict(model), **values})
+            found = score(model, values, lambda m: m(tokens).square().sum())
+            assert found == pytest.approx(float(other(tokens).square().sum()))
+        assert torch.equal(model(tokens), before)
+
+
+def test_what_only_looks_like_a_wrapper_keeps_its_names(tmp_path):
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 3))
+    average = AveragedModel(compiled(model))
+    with dq.Checkpointer(tmp_path, model, extras={"average": average}, quality="lossless") as ckpt:
+        ckpt.save(1).result()
+        state = dq.load(tmp_path)
+        assert list(state["model"])[1] == "0.parametrizations.weight.original0"
+        assert list(state["average"])[:2] == ["n_averaged", "module.0.bias"]
+        average.update_parameters(model)
+        assert ckpt.restore() == 1
+    assert average.n_averaged == 0
+
+
+def test_a_wrapper_with_parameters_of_its_own_is_a_part_of_the_model(tmp_path):
+    class Scaled(DataParallel):
+        def __init__(self, module):
+            super().__init__(module)
+            self.scale = nn.Parameter(torch.ones(1))
+
+    with dq.Checkpointer(tmp_path, Scaled(nn.Linear(2, 2))) as ckpt:
+        ckpt.save(1)
+    assert list(dq.load(tmp_path)["model"]) == ["scale", "module.weight", "module.bias"]
+
+
+def test_a_training_prepared_by_accelerate_is_that_of_its_parts(tmp_path):
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+
+    def prepared(seed):
+        bare, model, optimizer = training(WRAPPERS["compile"], seed)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        objects = Accelerator(cpu=True).prepare(model, optimizer, scheduler)
+        assert isinstance(objects[1], AcceleratedOptimizer)
+        assert isinstance(objects[2], AcceleratedScheduler)
+        return bare, *objects
+
+    bare, model, optimizer, scheduler = prepared(0)
+    with dq.Checkpointer(tmp_path, model, optimizer, extras={"scheduler": scheduler}, quality="high") as ckpt:
+        train(model, optimizer, 3)
+        assert ckpt.save(3).result().judged_by == "fisher distortion"
+    for other, other_model, other_optimizer, other_scheduler in (prepared(1), plainly(1)):
+        extras = {"scheduler": other_scheduler}
+        with dq.Checkpointer(tmp_path, other_model, other_optimizer, extras=extras) as ckpt:
+            assert ckpt.restore() == 3
+        assert plain(other) == {name: bits(tensor) for name, tensor in dq.load(tmp_path)["model"].items()}
+        assert other_optimizer.state[next(iter(other.parameters()))]["step"] == 3
+    assert bare is not model
+
+
+def plainly(seed):
+    bare, model, optimizer = training(WRAPPERS["bare"], seed)
+    return bare, model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def test_two_ranks_save_and_restore_each_others_wrapped_trainings(tmp_path):
+    script = SUPPORT / "wrapped_replicas.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, tmp_path]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in (0, 1):
+        report = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        said = report.pop("other shapes")
+        assert said.startswith("the model of rank 1 has other names or shapes than that of rank 0; sharded training")
+        assert report.pop("failed") == [5, True]
+        assert report == {"DDP compile": [1, 2], "compile DDP": [2, 3], "DDP": [3, 4]}
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with dq.Checkpointer(tmp_path / "run", model, optimizer) as ckpt:
+        assert ckpt.restore() == 4

@@ -1,0 +1,178 @@
+"""Files and folders that are there whole or not at all, after a power cut too."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dynaquant as dq
+from dynaquant.interop.packing import Packer, compress
+from dynaquant.store.files import new_folder, replacing
+from dynaquant.store.run import Run
+from dynaquant.store.tags import remove_tag, set_tag, tags_of
+from dynaquant.store.verifying import damage
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """What is made durable and what gets a name, in order: pairs of what is done and the file that it is done to."""
+    order = []
+
+    def noting(what, do, path_of):
+        def noted(first, *others, **options):
+            order.append((what, path_of(first)))
+            return do(first, *others, **options)
+
+        return noted
+
+    monkeypatch.setattr(os, "fsync", noting("durable", os.fsync, lambda number: os.readlink(f"/proc/self/fd/{number}")))
+    monkeypatch.setattr(os, "replace", noting("named", os.replace, str))
+    monkeypatch.setattr(os, "link", noting("named", os.link, str))
+    return order
+
+
+def test_a_file_is_durable_before_it_gets_its_name_and_the_name_after_that(tmp_path, done):
+    with replacing(tmp_path / "out") as file:
+        file.write(b"whole")
+    temporary = str(tmp_path / f"out.dynaquant-{os.getpid()}.tmp")
+    assert done == [("durable", temporary), ("named", temporary), ("durable", str(tmp_path))]
+    assert (tmp_path / "out").read_bytes() == b"whole"
+
+
+def test_so_is_all_of_a_folder(tmp_path, done):
+    with new_folder(tmp_path / "out") as folder:
+        (folder / "deep").mkdir()
+        (folder / "deep" / "file").write_bytes(b"whole")
+        (folder / "index").write_text("{}")
+    temporary = str(tmp_path / f"out.dynaquant-{os.getpid()}.tmp")
+    assert sorted(done[:-2]) == [
+        ("durable", f"{temporary}{inside}") for inside in ("", "/deep", "/deep/file", "/index")
+    ]
+    assert done[-2:] == [("named", temporary), ("durable", str(tmp_path))]
+
+
+def test_so_are_checkpoints_compressed_files_and_tags(tmp_path, done):
+    with dq.Checkpointer(tmp_path / "run", nn.Linear(4, 4)) as ckpt:
+        ckpt.save(1).result()
+    set_tag(Run(tmp_path / "run"), "best", Run(tmp_path / "run").file(1))
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
+    compress(tmp_path / "m.pt", tmp_path / "m.dqc", Packer())
+    names = [i for i, (what, _) in enumerate(done) if what == "named"]
+    assert len(names) == 4  # the compressed file has one of its own before it is complete
+    for i in names:
+        assert done[i - 1][0] == "durable"
+    for i in names[:3]:
+        assert done[i - 1] == ("durable", done[i][1])
+        assert done[i + 1] == ("durable", os.path.dirname(done[i][1]))
+    assert done[names[3] + 1] == ("durable", str(tmp_path))
+
+
+def half(place) -> None:
+    with place as out:
+        if isinstance(out, Path):
+            (out / "file").write_text("half")
+        else:
+            out.write(b"half")
+        raise ZeroDivisionError
+
+
+def test_on_an_error_nothing_is_left_and_nothing_changed(tmp_path):
+    (tmp_path / "out").write_text("precious")
+    for place in (replacing(tmp_path / "out"), new_folder(tmp_path / "new")):
+        with pytest.raises(ZeroDivisionError):
+            half(place)
+    assert os.listdir(tmp_path) == ["out"]
+    assert (tmp_path / "out").read_text() == "precious"
+
+
+def test_new_folders_are_durable_in_those_that_they_lie_in(tmp_path, done, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with dq.Checkpointer("a/b/run", nn.Linear(4, 4)) as ckpt:
+        made = {path for what, path in done if what == "durable"}
+        assert made == {str(tmp_path), str(tmp_path / "a"), str(tmp_path / "a" / "b")}
+        ckpt.save(1).result()
+    done.clear()
+    set_tag(Run("a/b/run"), "best", Run("a/b/run").file(1))
+    assert ("durable", str(tmp_path / "a" / "b" / "run")) in done
+    done.clear()
+    remove_tag(Run("a/b/run"), "best")
+    assert done == [("durable", str(tmp_path / "a" / "b" / "run" / "tags"))]
+
+
+@pytest.fixture
+def failing_sync(monkeypatch):
+    """Syncing a folder fails as on a disk that does, once something lies in it that begins with one of the names."""
+    names, fsync = set(), os.fsync
+
+    def failing(descriptor):
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if os.path.isdir(path) and any(name.startswith(tuple(names)) for name in os.listdir(path)):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    return names
+
+
+def test_a_folder_that_cannot_be_synced_is_named_and_the_checkpoint_is_there(tmp_path, failing_sync):
+    with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
+        ckpt.save(1).result()
+        failing_sync.add("step-000000000002")
+        ckpt.save(2)
+        with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}'") as caught:
+            ckpt.save(3)
+        path = tmp_path / "step-000000000002.dqc"
+        assert caught.value.__notes__ == [f"{path} is in place, but may be gone after a power cut; check the disk"]
+        failing_sync.clear()
+        assert ckpt.restore() == 2
+        ckpt.save(3).result()
+    assert Run(tmp_path).steps() == [1, 2, 3]
+    assert all(damage(Run(tmp_path), step) is None for step in (1, 2, 3))
+
+
+def test_so_is_that_of_any_other_file(tmp_path, failing_sync):
+    failing_sync.add("out")
+    with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}'") as caught:  # noqa: SIM117
+        with replacing(tmp_path / "out") as file:
+            file.write(b"whole")
+    assert "out is in place" in caught.value.__notes__[0]
+    assert (tmp_path / "out").read_bytes() == b"whole"
+
+
+KILLED = """
+import os, signal, sys
+import dynaquant as dq
+from dynaquant.store import files
+from dynaquant.store import tags
+from dynaquant.store.run import Run
+run = Run(sys.argv[1])
+os.link = os.replace = lambda *_others, **_options: os.kill(os.getpid(), signal.SIGKILL)
+tags.set_tag(run, "killed", run.file(1))
+"""
+
+
+def test_what_a_killed_tag_has_left_is_cleared_away_by_the_next_one(tmp_path):
+    with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
+        ckpt.save(1).result()
+    done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False, timeout=60)
+    assert done.returncode < 0
+    run = Run(tmp_path)
+    assert [path.suffix for path in (tmp_path / "tags").iterdir()] == [".tmp"]
+    assert tags_of(run) == []
+    set_tag(run, "best", run.file(1))
+    assert [path.name for path in (tmp_path / "tags").iterdir()] == ["best"]
+
+
+def test_what_a_killed_writer_has_left_is_cleared_away_by_the_next_one(tmp_path):
+    with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
+        ckpt.save(1).result()
+    for name in ("step-000000000002.dqc.tmp", "exact-000000000002.dqc.tmp"):
+        (tmp_path / name).write_bytes(b"half")
+    (tmp_path / "step-000000000003.dqc.tmp").mkdir()  # nothing that a writer leaves
+    with dq.Checkpointer(tmp_path, nn.Linear(4, 4)):
+        assert sorted(os.listdir(tmp_path)) == ["step-000000000001.dqc", "step-000000000003.dqc.tmp"]

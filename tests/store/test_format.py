@@ -1,0 +1,384 @@
+"""The file format is what docs/format.md says: a decoder written from that page alone agrees with dynaquant.
+
+And it stays so: the files in golden/ were written once by the first version of each format, and are read for ever.
+"""
+
+import base64
+import json
+import math
+from collections import Counter, OrderedDict
+from pathlib import Path
+
+import format_streams
+import numpy as np
+import pytest
+import torch
+from format_decoder import decode, decode_exact
+from golden.make import summary
+from torch import nn
+from training import bits
+
+import dynaquant
+from dynaquant.coding.schemes import KINDS
+
+GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("v*"))
+CHECKPOINTS = [(folder, int(file.stem[5:])) for folder in GOLDEN for file in sorted(folder.glob("step-*.dqc"))]
+EVERY_CHECKPOINT = pytest.mark.parametrize(
+    ("folder", "step"), CHECKPOINTS, ids=[f"{folder.name}-{step}" for folder, step in CHECKPOINTS]
+)
+QUANTIZED = {"float32", "float64", "bfloat16", "float16"}
+
+
+def tensor_of(dtype, shape, values):
+    kind = getattr(torch, dtype)
+    return torch.frombuffer(bytearray(values), dtype=kind).reshape(shape) if values else torch.empty(shape, dtype=kind)
+
+
+def state_of(node, tensors):
+    """The state that a tree stands for, according to docs/format.md."""
+    if isinstance(node, list):
+        return [state_of(item, tensors) for item in node]
+    if not isinstance(node, dict):
+        return node
+    kind, content = next(iter(node.items()))
+    if kind in ("dict", "ordered_dict", "counter"):
+        mapping = {"dict": dict, "ordered_dict": OrderedDict, "counter": Counter}[kind]()
+        mapping.update((state_of(key, tensors), state_of(value, tensors)) for key, value in content)
+        if "metadata" in node:
+            mapping._metadata = state_of(node["metadata"], tensors)
+        return mapping
+    if kind in ("tuple", "set", "frozenset", "size"):
+        build = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}[kind]
+        return build(state_of(content, tensors))
+    return {
+        "tensor": lambda name: tensor_of(*tensors[name]),
+        "parameter": lambda name: nn.Parameter(tensor_of(*tensors[name])),
+        "ndarray": lambda name: tensor_of(*tensors[name]).numpy(),
+        "scalar": lambda pair: np.frombuffer(base64.b64decode(pair[1]), pair[0])[0],
+        "float": float,
+        "complex": lambda pair: complex(*map(float, pair)),
+        "bytes": base64.b64decode,
+        "dtype": lambda name: getattr(torch, name),
+        "device": torch.device,
+    }[kind](content)
+
+
+def assert_both_decode_alike(folder, step, known=None):
+    header, tensors = decode(folder, step, known)
+    assert_alike(state_of(header["tree"], tensors), dynaquant.load(folder, step))
+    return header
+
+
+def assert_alike(second, first):
+    assert bits(second) == bits(first)
+    assert bits(getattr(second["model"], "_metadata", {})) == bits(getattr(first["model"], "_metadata", {}))
+
+
+@EVERY_CHECKPOINT
+def test_the_second_decoder_reads_golden_files_as_they_were_written(folder, step):
+    expected = json.loads((folder / "expected.json").read_text())
+    assert summary(*decode(folder, step)) == expected[str(step)]
+
+
+@EVERY_CHECKPOINT
+def test_dynaquant_reads_golden_files_as_the_second_decoder_does(folder, step):
+    assert_both_decode_alike(folder, step)
+
+
+def entries_of(version):
+    """Of the golden files of a version: all entries by step and name, and what the codings were coded against."""
+    headers = {step: decode(folder, step)[0] for folder, step in CHECKPOINTS if folder.name == version}
+    entries = {(step, entry["name"]): entry for step, header in headers.items() for entry in header["tensors"]}
+    above = {
+        (step, entry["name"]): entries[header["parent"]["step"], entry["name"]]["coding"]
+        for step, header in headers.items()
+        if header["parent"] is not None
+        for entry in header["tensors"]
+    }
+    return entries, above
+
+
+def test_every_coding_of_version_1_occurs_in_its_golden_files():
+    entries, above = entries_of("v1")
+    codings = {key: entry["coding"] for key, entry in entries.items()}
+    arrangements = {(entry["dtype"], entry["coding"].get("arrangement")) for entry in entries.values()}
+    assert {coding["kind"] for coding in codings.values()} == {"raw", "planes", "reference", "quantized"}
+    assert arrangements >= {(dtype, how) for dtype in QUANTIZED for how in ("alone", "delta")}
+    assert ("float32", "rearranged") in arrangements
+    assert any(
+        math.prod(e["shape"]) > 65_536 and e["coding"].get("arrangement") == "rearranged" for e in entries.values()
+    )
+
+    assert any(codings[key]["kind"] == above[key]["kind"] == "reference" for key in above)
+    deltas = [key for key in above if codings[key].get("arrangement") in ("delta", "rearranged")]
+    assert any(above[key]["kind"] == "reference" for key in deltas)
+    changes = {np.sign(codings[key]["bins"] - above[key].get("bins", 0)) for key in deltas}
+    assert changes == {-1, 0, 1}
+
+
+@pytest.mark.parametrize("version", ["v2", "v3"])
+def test_every_coding_since_version_2_occurs_in_its_golden_files(version):
+    entries, above = entries_of(version)
+    new = {"frozen", "omitted"} if version == "v2" else set()
+    assert {entry["coding"]["kind"] for entry in entries.values()} == set(KINDS) - new
+    seen = {entry["coding"]["kind"]: set() for entry in entries.values()}
+    for key, entry in entries.items():
+        coding, parent = entry["coding"], above.get(key, {})
+        for part in (coding, *(coding[name] for name in ("units", "rows", "columns") if name in coding)):
+            seen[coding["kind"]].add(
+                (part.get("codebook"), part.get("needs_parent"), part.get("protected", 0) > 0, parent.get("codebook"))
+            )
+    both = (True, False)
+    assert {needs_parent for _, needs_parent, _, _ in seen["exact"]} == {*both}
+    for kind in ("conditional", "units", "rank_one"):
+        assert {needs_parent for _, needs_parent, _, _ in seen[kind]} >= {*both}
+    codebooks = {(codebook, needs_parent, above) for codebook, needs_parent, _, above in seen["conditional"]}
+    assert {(codebook, needs) for codebook, needs, _ in codebooks} == {
+        (codebook, needs) for codebook in ("grid", "log_grid", "centres") for needs in both
+    }
+    assert {("grid", True, "grid"), ("centres", True, "grid"), ("centres", True, "centres")} <= codebooks
+    assert {(c, protected) for c, _, protected, _ in seen["conditional"]} >= {("grid", True), ("centres", True)}
+
+
+class Wide(nn.Module):
+    """Small, but for one tensor of more than one block."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.wide = nn.Linear(16, 4_100, dtype=dtype)
+        self.head = nn.Linear(82, 32)
+
+    def forward(self, tokens):
+        x = self.wide(self.embedding(tokens).to(self.wide.weight.dtype)).float()
+        return self.head(x.unflatten(1, (50, 82)).relu().sum(1))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bins"),
+    [
+        (torch.float32, (16, 16, 16)),
+        (torch.bfloat16, (254, 1, 254)),
+        (torch.float16, (3, 40, 7)),
+        (torch.float64, (1, 1, 2)),
+    ],
+)
+def test_both_decoders_agree_on_what_is_written_now(tmp_path, dtype, bins):
+    model = Wide(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, count in enumerate(bins):
+        configuration = dynaquant.Configuration(bins=count, embedding_bins=count)
+        with dynaquant.Checkpointer(tmp_path, model, optimizer, configuration=configuration) as ckpt:
+            ckpt.restore()
+            for _ in range(3):
+                tokens = torch.randint(0, 32, (16,))
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(tokens), tokens).backward()
+                optimizer.step()
+            ckpt.save(step)
+    header = assert_both_decode_alike(tmp_path, 2)
+    assert header["parent"]["step"] == 1
+    wide = next(entry for entry in header["tensors"] if entry["name"] == "model.wide.weight")
+    assert wide["coding"]["arrangement"] == "rearranged"
+
+
+class Layers(nn.Module):
+    """Tensors of one state, of several (``even``) and of as many elements as are asked for (``wide``)."""
+
+    def __init__(self, dtype, wide):
+        super().__init__()
+        self.small = nn.Linear(20, 30, dtype=dtype)
+        self.embedding = nn.Embedding(50, 20)
+        self.even = nn.Linear(90, 100, dtype=dtype)
+        self.norm = nn.LayerNorm(30)
+        self.wide = nn.Linear(wide // 16, 16, dtype=dtype)
+        self.none = nn.Parameter(torch.empty(0, 3))
+        self.zero = nn.Parameter(torch.zeros(7, 5))
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        with torch.no_grad():
+            self.even.weight[0, :2] = torch.tensor([60.0, -40.0])
+
+    def gradients(self):
+        """Random ones; those of ``even`` have squares of rank one, and those of ``wide`` shrink from row to row."""
+        gradients = {name: torch.randn_like(p) / 8 for name, p in self.named_parameters()}
+        squares = torch.outer(torch.linspace(0.01, 1, 100), torch.linspace(1, 3, 90))
+        gradients["even.weight"] = squares * gradients["even.weight"].sign()
+        gradients["wide.weight"] *= (0.5 ** torch.arange(16)).to(self.wide.weight.dtype)[:, None]
+        return gradients
+
+    def train_on(self, optimizer):
+        optimizer.zero_grad()
+        self.zero_grad()
+        gradients = self.gradients()
+        sum((p.float() * gradients[name].float()).sum() for name, p in self.named_parameters()).backward()
+        optimizer.step()
+
+
+class Masters(torch.optim.AdamW):
+    """The optimizer of a model in half precision, with a float32 copy of every weight, which is an extra's state."""
+
+    def __init__(self, model):
+        self.weights = list(model.parameters())
+        self.copies = [p.detach().float().clone().requires_grad_() for p in self.weights]
+        super().__init__(self.copies, lr=0.01)
+
+    def step(self):
+        for copy, weight in zip(self.copies, self.weights, strict=True):
+            copy.grad = weight.grad.float()
+        super().step()
+        with torch.no_grad():
+            for copy, weight in zip(self.copies, self.weights, strict=True):
+                weight.copy_(copy)
+
+
+class Copies:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def state_dict(self):
+        return {"copies": self.optimizer.copies}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def saved_run(folder, optimizer_of, saves=3, *, dtype=torch.float32, wide=800, **settings):
+    """A model after a training that was saved at steps 0, 1, ….; its optimizer's ``Masters`` are an extra."""
+    model = Layers(dtype, wide)
+    optimizer = optimizer_of(model)
+    if isinstance(optimizer, Masters):
+        settings["extras"] = {"masters": Copies(optimizer)}
+    with dynaquant.Checkpointer(folder, model, optimizer, **settings) as ckpt:
+        for step in range(saves):
+            model.train_on(optimizer)
+            model.train_on(optimizer)
+            ckpt.save(step)
+    return model
+
+
+def codings_in(folder, saves=3):
+    """What occurs in a chain of checkpoints, all of which both decoders must read alike."""
+    known, found = {}, set()
+    for step in range(saves):
+        header = assert_both_decode_alike(folder, step, known)
+        assert (header["parent"] is None) == (step == 0)
+        for entry in header["tensors"]:
+            found |= set(names_of(entry))
+    return found
+
+
+def names_of(entry):
+    """``<kind> <dtype>``, then ``+`` where the parent is needed; of parts, ``<kind> <codebook>`` as well."""
+    coding = entry["coding"]
+    kind = coding["kind"]
+    parts = [coding[key] for key in ("units", "rows", "columns") if key in coding]
+    for part in [coding] if kind == "conditional" else parts:
+        yield f"{kind} {part['codebook']}" + "+" * part["needs_parent"]
+        if part["protected"]:
+            yield f"{kind} protected"
+    yield f"{kind} {entry['dtype']}" + "+" * (kind == "exact" and coding["needs_parent"])
+    if kind == "quantized":
+        yield f"{kind} {coding['arrangement']}"
+
+
+MOMENTS = {
+    "conditional grid",
+    "conditional grid+",
+    "conditional protected",
+    "conditional log_grid",
+    "conditional log_grid+",
+    "rank_one log_grid",
+    "rank_one log_grid+",
+    "units grid",
+}
+
+
+@pytest.mark.parametrize("dtype", sorted(QUANTIZED))
+def test_both_agree_on_grids_and_moments(tmp_path, dtype):
+    saved_run(tmp_path, adamw, dtype=getattr(torch, dtype))
+    kinds = {f"{kind} {dtype}" for kind in ("conditional", "rank_one", "units", "reference")}
+    assert codings_in(tmp_path) >= MOMENTS | kinds
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_agree_on_fine_moments(tmp_path, dtype):
+    saved_run(tmp_path, adamw, 2, dtype=getattr(torch, dtype), quality="high")
+    assert codings_in(tmp_path, 2) >= MOMENTS | {"units grid+", f"units {dtype}"}
+
+
+def test_both_agree_on_several_blocks_of_levels(tmp_path):
+    saved_run(tmp_path, adamw, 2, wide=132_000)
+    assert codings_in(tmp_path, 2) >= {"conditional grid+", "conditional log_grid", "units grid"}
+
+
+def test_both_agree_on_coarse_moments(tmp_path):
+    saved_run(tmp_path, adamw, quality="small")
+    assert codings_in(tmp_path) >= {"conditional grid+", "rank_one log_grid+", "units grid"}
+
+
+def test_both_agree_on_momentum(tmp_path):
+    saved_run(tmp_path, sgd)
+    assert codings_in(tmp_path) >= {"conditional grid", "conditional grid+"}
+
+
+@pytest.mark.parametrize("dtype", sorted(QUANTIZED))
+def test_both_agree_on_exact_values(tmp_path, monkeypatch, dtype):
+    planes, plane = set(), format_streams.exact_plane
+    monkeypatch.setattr(
+        format_streams, "exact_plane", lambda stream, *rest: planes.add(stream[0]) or plane(stream, *rest)
+    )
+    saved_run(tmp_path, adamw, 2, dtype=getattr(torch, dtype), wide=66_000, quality="lossless")
+    assert codings_in(tmp_path, 2) >= {f"exact {dtype}", f"exact {dtype}+"}
+    by_previous_byte = set() if dtype == "float16" else {4}  # of no use there: too few bits are exponent
+    assert planes >= {0, 1, 2, 3} | by_previous_byte
+
+
+def test_both_agree_on_centres(tmp_path):
+    saved_run(tmp_path, adamw, 2, method="kmeans")
+    assert codings_in(tmp_path, 2) >= {"conditional centres", "conditional centres+", "conditional protected"}
+
+
+def test_both_agree_on_the_published_method(tmp_path):
+    saved_run(tmp_path, adamw, 2, method="published")
+    assert codings_in(tmp_path, 2) >= {"quantized alone", "quantized delta", "quantized rearranged"}
+
+
+def test_both_agree_when_the_method_changes(tmp_path):
+    model = Layers(torch.float32, 800)
+    optimizer = adamw(model)
+    methods = "published", "grid", "kmeans", "published"
+    for step, method in enumerate(methods):
+        with dynaquant.Checkpointer(tmp_path, model, optimizer, method=method) as ckpt:
+            ckpt.restore()
+            model.train_on(optimizer)
+            ckpt.save(step)
+    assert codings_in(tmp_path, len(methods)) >= {"conditional grid+", "conditional centres+", "quantized rearranged"}
+
+
+@pytest.mark.parametrize(("dtype", "quality"), [("bfloat16", "balanced"), ("float16", "lossless")])
+def test_both_agree_on_weights_that_are_rounded_master_copies(tmp_path, dtype, quality):
+    saved_run(tmp_path, Masters, 2, dtype=getattr(torch, dtype), quality=quality)
+    assert codings_in(tmp_path, 2) >= {f"rounding {dtype}"}
+
+
+def test_both_agree_on_the_exact_file_and_on_the_checkpoint_beside_it(tmp_path):
+    model = saved_run(tmp_path, adamw, exact="latest")
+    header, tensors = decode_exact(tmp_path, 2)
+    state = state_of(header["tree"], tensors)
+    assert_alike(state, dynaquant.load(tmp_path))
+    assert bits(state["model"]) == bits(model.state_dict())
+    beside = decode(tmp_path, 2)[0]
+    assert all(header[key] == beside[key] for key in ("step", "sequence", "tree"))
+    assert {entry["coding"]["kind"] for entry in header["tensors"]} >= {"exact"}
+
+    (exact,) = tmp_path.glob("exact-*.dqc")
+    exact.unlink()
+    assert codings_in(tmp_path) >= MOMENTS

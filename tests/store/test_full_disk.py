@@ -1,0 +1,136 @@
+"""A full disk: an error at the next call, a run that is as it was, and saving again once there is room."""
+
+import errno
+import os
+
+import pytest
+import torch
+from full_disk import contents, files_of_at_most
+from training import bits, model_of, named_state, train
+
+import dynaquant as dq
+from dynaquant.interop import torchfile
+from dynaquant.store.files import replacing
+
+EVERY_WAY = pytest.mark.parametrize(
+    "way", [{}, {"quality": "lossless"}, {"configuration": dq.Configuration()}], ids=["grid", "lossless", "kmeans"]
+)
+
+
+def training():
+    torch.manual_seed(0)
+    model = model_of()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("room", [0, 100, 2_000])
+def test_a_file_that_cannot_grow_leaves_the_run_as_it_was(tmp_path, room, way):
+    model, optimizer = training()
+    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2, **way) as ckpt:
+        for step in (1, 2):
+            train(model, optimizer)
+            ckpt.save(step).result()
+        before = contents(tmp_path)
+        assert min(map(len, before.values())) > room
+        train(model, optimizer)
+        with files_of_at_most(room):
+            assert isinstance(ckpt.save(3).exception(), OSError)
+        with pytest.raises(OSError) as caught:  # noqa: PT011
+            ckpt.save(3)
+        assert caught.value.errno == errno.EFBIG
+        assert contents(tmp_path) == before
+        state = bits(named_state(optimizer, model=model))
+        assert ckpt.save(3).result().parent == 2
+        assert (bits(dq.load(tmp_path)["optimizer"]) == state) == bool(way)
+        assert sorted(contents(tmp_path)) == [f"step-{step:012d}.dqc" for step in (2, 3)]
+
+
+@EVERY_WAY
+def test_no_space_left_is_raised_and_the_run_can_still_be_restored(tmp_path, way):
+    model, optimizer = training()
+    with dq.Checkpointer(tmp_path, model, optimizer, **way) as ckpt:
+        ckpt.save(1).result()
+        before = contents(tmp_path)
+        (tmp_path / "step-000000000002.dqc.tmp").symlink_to("/dev/full")
+        ckpt.save(2)
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            ckpt.restore()
+        assert caught.value.errno == errno.ENOSPC
+        assert caught.value.filename == str(tmp_path / "step-000000000002.dqc")
+        assert any(note.startswith("the disk is full: make room there") for note in caught.value.__notes__)
+        assert contents(tmp_path) == before
+        assert ckpt.restore() == 1
+        assert ckpt.save(2).result().step == 2
+
+
+@pytest.mark.parametrize("full", ["step-000000000002.dqc.tmp", "exact-000000000002-000000000002.dqc.tmp"])
+def test_where_either_form_finds_no_space_the_newest_exact_state_is_still_there(tmp_path, full):
+    model, optimizer = training()
+    with dq.Checkpointer(tmp_path, model, optimizer, exact="latest") as ckpt:
+        train(model, optimizer)
+        ckpt.save(1).result()
+        state = bits(model.state_dict()), bits(optimizer.state_dict())
+        before = contents(tmp_path)
+        (tmp_path / full).symlink_to("/dev/full")
+        train(model, optimizer)
+        assert ckpt.save(2).exception().errno == errno.ENOSPC
+        assert contents(tmp_path) == before
+        with pytest.raises(OSError, match="No space left on device"):
+            ckpt.restore()
+        assert ckpt.restore() == 1
+        assert (bits(model.state_dict()), bits(optimizer.state_dict())) == state
+        ckpt.save(2).result()
+        assert sorted(contents(tmp_path)) == [
+            "exact-000000000002-000000000002.dqc",
+            "step-000000000001.dqc",
+            "step-000000000002.dqc",
+        ]
+
+
+@EVERY_WAY
+def test_the_error_of_a_full_disk_names_the_file(tmp_path, way):
+    ckpt = dq.Checkpointer(tmp_path, *training(), **way)
+    with files_of_at_most(1000):
+        error = ckpt.save(7).exception()
+    with pytest.raises(OSError):  # noqa: PT011
+        ckpt.close()
+    said = [str(error), str(getattr(error, "filename", "")), *getattr(error, "__notes__", [])]
+    assert "step-000000000007" in " ".join(said)
+
+
+@EVERY_WAY
+def test_a_disk_that_fills_while_children_are_recoded_loses_nothing(tmp_path, way):
+    """Re-coding writes a keyframe in place of a small delta: there may be room for the one and not for the other."""
+    model, optimizer = training()
+    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2, **way) as ckpt:
+        ckpt.save(1).result()
+        ckpt.save(2).result()
+        keyframe = os.path.getsize(tmp_path / "step-000000000001.dqc")
+        with files_of_at_most(keyframe - 5000):
+            error = ckpt.save(3).exception()
+        assert isinstance(error, OSError)
+        assert "step 3 is saved" in " ".join(error.__notes__)
+        assert sorted(contents(tmp_path)) == [f"step-{step:012d}.dqc" for step in (1, 2, 3)]
+        states = [bits(dq.load(tmp_path, step)["model"]) for step in (1, 2, 3)]
+        assert states[0] == states[1] == states[2]
+        with pytest.raises(OSError):  # noqa: PT011
+            ckpt.save(4)
+        ckpt.save(4).result()
+        assert sorted(contents(tmp_path)) == [f"step-{step:012d}.dqc" for step in (3, 4)]
+
+
+def test_what_torch_makes_of_a_full_disk_names_the_file_and_says_what_to_do(tmp_path):
+    with pytest.raises(OSError, match=r"No space left on device: '.*model\.pt'") as caught:
+        fill_disk(tmp_path / "model.pt")
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.__notes__ == [
+        "the disk is full: make room there and try again, or give a place on another disk"
+    ]
+    assert os.listdir(tmp_path) == []
+
+
+def fill_disk(out):
+    with replacing(out) as file:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), file.fileno())
+        torchfile.write(file, {"w": torch.randn(30_000)})

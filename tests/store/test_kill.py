@@ -1,0 +1,112 @@
+"""kill -9 at any moment of a save, 200 times: the run always restores the last committed checkpoint."""
+
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from killed import build
+
+from dynaquant.store.run import Run
+from dynaquant.tensors.dequantize import values_of
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+KILLS = 100
+
+
+@pytest.fixture(params=["grid", "published"])
+def method(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def trainer(tmp_path, method) -> Iterator[subprocess.Popen]:
+    command = [sys.executable, SUPPORT / "killed.py", tmp_path / "run", method]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        yield process
+        process.stdin.close()
+
+
+def said(trainer: subprocess.Popen) -> tuple[str, int]:
+    """The next thing that the trainer says: a word, and a process, a step or 0."""
+    word, number = trainer.stdout.readline().split()
+    return word, int(number)
+
+
+def start(trainer: subprocess.Popen) -> int:
+    """A training; its process."""
+    trainer.stdin.write("go\n")
+    word, process = said(trainer)
+    assert word == "started"
+    return process
+
+
+def kill(trainer: subprocess.Popen, process: int) -> dict[str, int]:
+    """Kills the training. The last number it gave with every word."""
+    os.kill(process, signal.SIGKILL)
+    return dict(iter(lambda: said(trainer), ("ended", 0)))
+
+
+def seconds_of_a_save(trainer: subprocess.Popen) -> float:
+    process, times = start(trainer), {}
+    while ("committed", 8) not in times:
+        event = said(trainer)
+        times[event] = time.perf_counter()
+    kill(trainer, process)
+    return statistics.median(times["committed", step] - times["saving", step] for step in range(1, 9))
+
+
+def restore(folder: Path, method: str) -> int:
+    """What a new training finds: its step, which the weights must be of."""
+    model, ckpt = build(str(folder), method)
+    with ckpt:
+        assert list(folder.glob("*.tmp")) == []
+        step = ckpt.restore() or 0
+        assert ckpt.skipped == []
+    assert torch.equal(model.bias.detach(), torch.full((200,), float(step)))
+    return step
+
+
+def check_all(run: Run, known: dict[int, str]) -> dict[int, str]:
+    """That every checkpoint of the run verifies and is what it was when it was first seen. Their identities."""
+    summaries, broken = run.summaries()
+    assert broken == []
+    assert len(summaries) >= 3
+    for summary in summaries:
+        tensors = run.load(run.file(summary.step))
+        assert torch.equal(values_of(tensors["model.bias"]), torch.full((200,), float(summary.step)))
+        assert known.get(summary.step, summary.identity) == summary.identity
+    return {summary.step: summary.identity for summary in summaries}
+
+
+def test_a_kill_at_any_moment_loses_nothing_that_was_committed(tmp_path, trainer, method):
+    folder, draw = tmp_path / "run", random.Random(0)
+    duration = seconds_of_a_save(trainer)
+    last, identities, inside = restore(folder, method), {}, 0
+    for _ in range(KILLS):
+        process, said_last = start(trainer), {}
+        while "saving" not in said_last and draw.random() < 0.9:  # now and then even before the first save
+            said_last.update([said(trainer)])
+        time.sleep(draw.uniform(0, 2 * duration))
+        said_last |= kill(trainer, process)
+        assert said_last.get("restored", last) == last
+        committed = said_last.get("committed", last)
+        strays = list(folder.glob("*.tmp"))
+        last = restore(folder, method)
+        assert committed <= last <= said_last.get("saving", committed)
+        inside += bool(strays) or last > committed
+        identities = check_all(Run(folder), identities)
+        assert last == max(identities)
+    assert inside >= KILLS / 2
+    _, ckpt = build(str(folder), method)
+    with ckpt:
+        ckpt.save(last + 1)
+    assert len(list(folder.iterdir())) == 3

@@ -1,0 +1,260 @@
+"""One writer for a run's folder: also where the folder is moved or replaced, and where there is no ``flock``."""
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from committed import checkpoint_of, series
+from faults import checkpoint_of as with_copy
+
+import dynaquant as dq
+from dynaquant.errors import CheckpointError
+from dynaquant.store import file_lock, lock
+from dynaquant.store.retention import Retention, prune
+from dynaquant.store.run import Run
+
+
+@pytest.fixture
+def run(tmp_path) -> Run:
+    (tmp_path / "run").mkdir()
+    return Run(tmp_path / "run")
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# The folder at the path is another one
+
+
+def moved_away(folder, replaced: bool) -> None:
+    folder.rename(folder.with_name("away"))
+    if replaced:
+        folder.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("replaced", "reason"), [(True, "is another folder than the one that was opened"), (False, "is not there any more")]
+)
+def test_nothing_is_written_where_the_folder_is_no_longer_the_one_that_is_held(run, replaced, reason):
+    with run.writer():
+        series(run, [1, 2])
+        before = contents(run.folder)
+        moved_away(run.folder, replaced)
+        with pytest.raises(CheckpointError, match=reason):
+            run.commit(checkpoint_of(3, {"w": torch.randn(8, 5)}), None)
+        with pytest.raises(CheckpointError, match=reason):
+            run.delete(1)
+        assert contents(run.folder.with_name("away")) == before
+        assert not replaced or contents(run.folder) == {}
+
+
+def test_a_folder_that_was_deleted_and_made_again_is_another_one(run):
+    with run.writer():
+        run.folder.rmdir()
+        run.folder.mkdir()
+        with Run(run.folder).writer(), pytest.raises(CheckpointError, match="is another folder"):
+            series(run, [1])
+        assert contents(run.folder) == {}
+
+
+def test_nothing_is_committed_where_the_folder_goes_while_a_checkpoint_is_written(run, monkeypatch):
+    written = Run._written
+
+    def slow(self, *options):
+        found = written(self, *options)
+        moved_away(run.folder, True)
+        return found
+
+    with run.writer():
+        monkeypatch.setattr(Run, "_written", slow)
+        with pytest.raises(CheckpointError, match="is another folder"):
+            series(run, [1])
+        assert contents(run.folder) == {}
+    assert Run(run.folder.with_name("away")).steps() == []
+
+
+def test_writing_goes_on_where_the_folder_is_put_back(run):
+    with run.writer():
+        series(run, [1])
+        moved_away(run.folder, True)
+        with pytest.raises(CheckpointError, match="put the old one back"):
+            series(run, [2])
+        run.folder.rmdir()
+        run.folder.with_name("away").rename(run.folder)
+        series(run, [2, 3])
+        assert prune(run, Retention(keep_last=2)) == []
+    assert run.steps() == [2, 3]
+
+
+def test_a_training_whose_run_was_replaced_is_told_and_loses_nothing(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    with dq.Checkpointer(tmp_path / "run", model) as first:
+        first.save(1).result()
+        moved_away(tmp_path / "run", True)
+        with dq.Checkpointer(tmp_path / "run", model) as second:
+            assert isinstance(first.save(2).exception(), CheckpointError)
+            second.save(7).result()
+        with pytest.raises(CheckpointError, match="is another folder"):
+            first.wait()
+    assert Run(tmp_path / "run").steps() == [7]
+    assert Run(tmp_path / "away").steps() == [1]
+
+
+# Folders without flock
+
+
+@pytest.fixture
+def no_flock(monkeypatch):
+    """A file system without flock, as some Lustre and NFS mounts are."""
+
+    def unsupported(*_):
+        raise OSError(code, os.strerror(code))
+
+    code = errno.ENOLCK
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+
+
+@pytest.mark.parametrize("code", ["ENOLCK", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EINVAL", "EBADF"])
+def test_a_folder_that_cannot_be_locked_is_held_by_a_file(run, monkeypatch, code):
+    def unsupported(*_):
+        raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with run.writer():
+        series(run, [1])
+        with pytest.raises(CheckpointError, match=r"process \d+ on .* is writing to this run") as caught, run.writer():
+            pass
+        assert f"process {os.getpid()} on " in str(caught.value)
+        assert f"delete {run.folder / lock.LOCK_FILE}" in str(caught.value)
+        series(run, [2])
+    assert sorted(contents(run.folder)) == ["step-000000000001.dqc", "step-000000000002.dqc"]
+    with run.writer():
+        pass
+
+
+def test_other_errors_of_flock_are_raised(run, monkeypatch):
+    def failing(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", failing)
+    with pytest.raises(OSError, match="Input/output error"), run.writer():
+        pass
+
+
+HOLDS = """
+import errno, fcntl, os, signal, sys
+def unsupported(*_):
+    raise OSError(errno.ENOLCK, "No locks available")
+fcntl.flock = unsupported
+from pathlib import Path
+from dynaquant.store.lock import holding
+with holding(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.readline()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_another_process_is_refused_until_it_is_gone_even_if_it_was_killed(run):
+    command = [sys.executable, "-c", HOLDS, run.folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=rf"process {other.pid} on .* is writing to this run"), run.writer():
+            pass
+        other.stdin.write("\n")
+    assert (run.folder / lock.LOCK_FILE).exists()
+    with run.writer():
+        series(run, [1])
+    assert run.steps() == [1]
+
+
+def owned_by(run: Run, **owner) -> None:
+    known = {"machine": lock._machine(), "pid": os.getpid(), "token": "of another process"}
+    (run.folder / lock.LOCK_FILE).write_text(json.dumps({**known, **owner}))
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_a_process_of_another_machine_is_never_taken_for_gone(run):
+    owned_by(run, machine="elsewhere pid:[1]", pid=2**30)
+    with pytest.raises(CheckpointError, match=r"on elsewhere .*If it no longer runs, delete"), run.writer():
+        pass
+    (run.folder / lock.LOCK_FILE).unlink()
+    with run.writer():
+        series(run, [1])
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_a_killed_process_that_had_the_number_of_this_one_is_gone(run):
+    owned_by(run)
+    with run.writer():
+        series(run, [1])
+
+
+@pytest.mark.usefixtures("no_flock")
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"pid": "x"}'])
+def test_a_lock_file_that_says_nothing_is_not_taken_away(run, content):
+    (run.folder / lock.LOCK_FILE).write_text(content)
+    with pytest.raises(CheckpointError, match="is writing to this run, or was killed while it did"), run.writer():
+        pass
+    assert (run.folder / lock.LOCK_FILE).read_text() == content
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_a_writer_whose_lock_file_was_taken_writes_no_more(run):
+    with run.writer():
+        series(run, [1])
+        owned_by(run, pid=1)
+        with pytest.raises(CheckpointError, match="no longer names this process but process 1 on"):
+            series(run, [2])
+    assert (run.folder / lock.LOCK_FILE).exists()  # it is not this writer's to delete
+    assert run.steps() == [1]
+
+
+@pytest.mark.usefixtures("no_flock")
+def test_a_forked_child_that_leaves_the_block_does_not_let_the_lock_go(run):
+    held = lock.holding(run.folder)
+    held.__enter__()
+    child = os.fork()
+    if child == 0:
+        try:
+            held.__exit__(None, None, None)
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert (run.folder / lock.LOCK_FILE).exists()
+    held.__exit__(None, None, None)
+    assert not (run.folder / lock.LOCK_FILE).exists()
+
+
+def test_without_fcntl_a_run_can_be_read_and_not_written(run, monkeypatch):
+    series(run, [1])
+    monkeypatch.setattr(file_lock, "AVAILABLE", False)
+    assert run.load(run.file(1))
+    with pytest.raises(CheckpointError, match="runs can be written on Linux and macOS only"), run.writer():
+        pass
+
+
+def test_what_another_writer_has_in_the_new_folder_is_left_alone(run, monkeypatch):
+    names = ["step-000000000001.dqc.tmp", "exact-000000000001-000000000001.dqc"]
+    written = Run._written
+
+    def slow(self, *options):
+        found = written(self, *options)
+        if not run.folder.with_name("away").exists():
+            moved_away(run.folder, True)
+            for name in names:
+                (run.folder / name).write_text("of another writer")
+        return found
+
+    with run.writer():
+        monkeypatch.setattr(Run, "_written", slow)
+        with pytest.raises(CheckpointError, match="is another folder"):
+            run.commit(with_copy(1, 1), None)
+        assert sorted(contents(run.folder)) == sorted(names)

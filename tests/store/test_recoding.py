@@ -1,0 +1,312 @@
+"""Branching off and compacting: other files, the same values."""
+
+import copy
+import errno
+import itertools
+import os
+import random
+import shutil
+
+import pytest
+import torch
+from full_disk import contents, files_of_at_most
+from torch import nn
+from training import bits, model_of, train
+
+import dynaquant as dq
+from dynaquant.store.recoding import branch, compact
+from dynaquant.store.retention import Retention, prune
+from dynaquant.store.run import Run
+from dynaquant.store.tags import set_tag, tagged_file
+from dynaquant.store.writing import Base
+from dynaquant.tensors.dequantize import values_of
+
+PUBLISHED = {
+    "method": "published",
+    "configuration": dq.Configuration(bins=4, embedding_bins=4, protection_metric="magnitude"),
+}
+
+
+def training() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = model_of(8)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def save(folder, steps, model, optimizer, restore: int | None = None, **options) -> None:
+    with dq.Checkpointer(folder, model, optimizer, **options) as ckpt:
+        if restore is not None:
+            ckpt.restore(restore)
+        for step in steps:
+            train(model, optimizer)
+            ckpt.save(step).result()
+
+
+def values(run: Run) -> dict[int, object]:
+    """All that the run holds, in the order of its commits, small and as it was."""
+    found = {}
+    for step in run.steps():
+        by_name = {name: bits(values_of(stored)) for name, stored in run.load(run.file(step)).items()}
+        found[step] = bits(dq.load(run.folder, step)), by_name, run.file(step).header.identity
+    return found
+
+
+def compacted(run: Run, keyframe_every: int, stop: int | None = None) -> None:
+    with run.writer():
+        for _ in itertools.islice(compact(run, keyframe_every), stop):
+            pass
+
+
+def chains(run: Run) -> dict[int, int]:
+    return {parent.step: length for parent, length in run.chain_lengths().items()}
+
+
+@pytest.mark.parametrize("options", [{}, PUBLISHED, {"quality": "lossless"}, {"exact": "latest"}], ids=str)
+def test_compacting_changes_the_chains_and_no_value(tmp_path, options):
+    save(tmp_path, range(4), *training(), keyframe_every=2, **options)
+    run = Run(tmp_path)
+    before = values(run)
+    assert chains(run) == {0: 1, 1: 2, 2: 1, 3: 2}
+    for keyframe_every, expected in (
+        (1, dict.fromkeys(range(4), 1)),
+        (3, {0: 1, 1: 2, 2: 3, 3: 1}),
+    ):
+        compacted(run, keyframe_every)
+        assert chains(run) == expected
+        assert values(run) == before
+
+
+def test_compacting_that_is_done_writes_nothing(tmp_path):
+    save(tmp_path, range(4), *training(), keyframe_every=3)
+    run = Run(tmp_path)
+    compacted(run, 3)
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    compacted(run, 3)
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_a_run_can_be_compacted_after_pruning(tmp_path):
+    save(tmp_path, range(6), *training())
+    run = Run(tmp_path)
+    with run.writer():
+        prune(run, Retention(keep_last=1, keep_every=2))
+    assert list(chains(run)) == [0, 2, 4, 5]
+    before = values(run)
+    compacted(run, 16)
+    assert chains(run) == {0: 1, 2: 2, 4: 3, 5: 4}
+    assert values(run) == before
+
+
+def test_compacting_can_be_interrupted_between_any_two_steps(tmp_path):
+    save(tmp_path / "run", range(4), *training(), keyframe_every=2)
+    before = values(Run(tmp_path / "run"))
+    for stop in (1, 3):
+        run = Run(shutil.copytree(tmp_path / "run", tmp_path / str(stop)))
+        compacted(run, 3, stop)
+        assert values(run) == before
+        compacted(run, 3)
+        assert chains(run) == {0: 1, 1: 2, 2: 3, 3: 1}
+        assert values(run) == before
+
+
+def test_a_run_of_two_lines_is_compacted(tmp_path):
+    model, optimizer = training()
+    save(tmp_path, (1, 2, 3), model, optimizer, keyframe_every=2)
+    save(tmp_path, (4, 5), model, optimizer, restore=1)
+    save(tmp_path, (6, 7), model, optimizer, restore=3)
+    run = Run(tmp_path)
+    before = values(run)
+    for keyframe_every in (1, 4):
+        compacted(run, keyframe_every)
+        assert values(run) == before
+        assert max(chains(run).values()) <= keyframe_every
+
+
+def test_checkpoints_that_hold_the_same_do_not_make_a_chain_too_long(tmp_path):
+    """Their identities are the same, and so cannot tell them apart."""
+    with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
+        for step in range(6):
+            torch.manual_seed(0)
+            ckpt.save(step).result()
+    run = Run(tmp_path)
+    before = values(run)
+    assert len({identity for *_, identity in before.values()}) == 1
+    compacted(run, 2)
+    assert sorted(chains(run).values()) == [1, 1, 1, 2, 2, 2]
+    assert values(run) == before
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_whatever_was_saved_comes_through(tmp_path, seed):
+    """Frozen layers, steps saved again, older ones restored, other qualities and optimizers in one run."""
+    chance = random.Random(seed)
+    model, optimizer = training()
+    for _ in range(3):
+        options = chance.choice([{}, PUBLISHED, {"quality": "high"}, {"quality": "lossless"}, {"exact": "latest"}])
+        model[1].requires_grad_(chance.random() < 0.5)
+        there = Run(tmp_path).steps()
+        restored = chance.choice(there) if there else None
+        steps = [chance.randrange(12) for _ in range(3)]
+        save(tmp_path, steps, model, optimizer, restored, keyframe_every=chance.choice([1, 2, 16]), **options)
+    run = Run(tmp_path)
+    before = values(run)
+    for keyframe_every in (chance.choice([1, 2, 3]),):
+        compacted(run, keyframe_every)
+        assert values(run) == before
+        assert max(chains(run).values()) <= keyframe_every
+
+
+def test_what_children_were_coded_against_stays_what_it_was(tmp_path):
+    """Exact values that are those of an older checkpoint's levels must not become its levels."""
+    model, optimizer = training()
+    save(tmp_path, (1,), model, optimizer)
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless", keyframe_every=1) as ckpt:
+        ckpt.restore(1)
+        ckpt.save(2).result()
+    save(tmp_path, (3, 4), model, optimizer, restore=2, quality="lossless")
+    run = Run(tmp_path)
+    before = values(run)
+    compacted(run, 16)
+    assert chains(run)[4] == 4
+    assert values(run) == before
+
+
+def test_what_cannot_be_decoded_stops_compacting_and_nothing_is_lost(tmp_path):
+    save(tmp_path, range(4), *training(), keyframe_every=2)
+    run = Run(tmp_path)
+    before = values(run)
+    run.delete(2)
+    with pytest.raises(dq.CheckpointError, match="step 3: its parent, step 2"):
+        compacted(run, 1)
+    assert run.steps() == [0, 1, 3]
+    assert {step: bits(dq.load(tmp_path, step)) for step in (0, 1)} == {step: before[step][0] for step in (0, 1)}
+
+
+def test_a_full_disk_stops_compacting_and_nothing_is_lost(tmp_path):
+    save(tmp_path, range(4), *training())
+    run = Run(tmp_path)
+    before = contents(tmp_path)
+    with files_of_at_most(1000), pytest.raises(OSError, match="File too large"):
+        compacted(run, 1)
+    assert contents(tmp_path) == before
+
+
+def test_tags_stay_with_what_is_compacted(tmp_path):
+    save(tmp_path, range(3), *training(), keyframe_every=1)
+    run = Run(tmp_path)
+    set_tag(run, "best", run.file(1))
+    compacted(run, 16)
+    assert tagged_file(run, "best").header.step == 1
+
+
+@pytest.mark.parametrize("options", [{}, PUBLISHED], ids=str)
+def test_both_lines_go_on_from_a_branch(tmp_path, options):
+    model, optimizer = training()
+    save(tmp_path / "old", (1, 2, 3), model, optimizer, **options)
+    run = Run(tmp_path / "old")
+    before = values(run)
+    written = branch(run, run.file(2), tmp_path / "new")
+    assert written.header.parent is None
+    new = Run(tmp_path / "new")
+    assert values(new) == {2: before[2]}
+    other_model = copy.deepcopy(model)
+    other_optimizer = torch.optim.AdamW(other_model.parameters(), lr=1e-3)
+    save(tmp_path / "new", (3, 4), other_model, other_optimizer, restore=2, quality="high")
+    save(tmp_path / "old", (4,), model, optimizer, **options)
+    assert {step: values(run)[step] for step in before} == before
+    assert values(new)[2] == before[2]
+    assert chains(new)[4] == 3
+
+
+def test_a_branch_takes_along_what_was_kept_as_it_was(tmp_path):
+    model, optimizer = training()
+    save(tmp_path / "old", (1, 2), model, optimizer, exact="latest")
+    run = Run(tmp_path / "old")
+    branch(run, run.file(2), tmp_path / "new")
+    assert values(Run(tmp_path / "new"))[2] == values(run)[2]
+    assert len(list((tmp_path / "new").glob("exact-*.dqc"))) == 1
+
+
+def test_a_branch_needs_a_folder_of_its_own(tmp_path):
+    save(tmp_path / "old", (1, 2), *training())
+    run = Run(tmp_path / "old")
+    before = contents(tmp_path / "old")
+    branch(run, run.file(1), tmp_path / "new")
+    for folder in ("old", "new"):
+        with pytest.raises(dq.CheckpointError, match="there are checkpoints in it"):
+            branch(run, run.file(1), tmp_path / folder)
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(dq.CheckpointError, match="is a file"):
+        branch(run, run.file(1), tmp_path / "file")
+    assert contents(tmp_path / "old") == before
+
+
+def test_a_branch_onto_a_full_disk_leaves_nothing(tmp_path):
+    save(tmp_path / "old", (1, 2), *training(), exact="latest")
+    run = Run(tmp_path / "old")
+    with files_of_at_most(1000), pytest.raises(OSError, match="File too large"):
+        branch(run, run.file(2), tmp_path / "deep" / "new")
+    assert os.listdir(tmp_path) == ["old"]
+    (tmp_path / "new").mkdir()
+    with files_of_at_most(1000), pytest.raises(OSError, match="File too large"):
+        branch(run, run.file(2), tmp_path / "new")
+    assert os.listdir(tmp_path / "new") == []
+    branch(run, run.file(2), tmp_path / "new")
+    assert values(Run(tmp_path / "new"))[2] == values(run)[2]
+
+
+def test_a_branch_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
+    save(tmp_path / "old", (1, 2), *training(), exact="latest")
+    run, recode = Run(tmp_path / "old"), Run.recode
+    seen = []
+
+    def failing(self, file, *others):
+        if file.path.name.startswith("step"):
+            seen.extend(os.listdir(self.folder))
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return recode(self, file, *others)
+
+    monkeypatch.setattr(Run, "recode", failing)
+    with pytest.raises(OSError, match="No space left"):
+        branch(run, run.file(2), tmp_path / "new")
+    assert seen == ["exact-000000000002-000000000002.dqc"]
+    assert os.listdir(tmp_path) == ["old"]
+
+
+def test_a_branch_whose_folder_cannot_be_synced_leaves_nothing(tmp_path, monkeypatch):
+    """The file is in place by then; without its lossless copy it would be restored as the small form."""
+    save(tmp_path / "old", (1, 2), *training(), exact="latest")
+    run, fsync = Run(tmp_path / "old"), os.fsync
+    before = contents(tmp_path / "old")
+
+    def failing(descriptor):
+        if (tmp_path / "new" / "step-000000000002.dqc").exists():
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match=r"Input/output error: '.*new'"):
+        branch(run, run.file(2), tmp_path / "new")
+    assert os.listdir(tmp_path) == ["old"]
+    assert contents(tmp_path / "old") == before
+
+
+def test_runs_that_were_put_together_by_hand_are_compacted(tmp_path):
+    for folder, steps in (("a", range(1, 4)), ("b", range(4, 7))):
+        save(tmp_path / folder, steps, *training())
+    for path in (tmp_path / "b").glob("*.dqc"):  # with the sequence numbers of the others
+        path.rename(tmp_path / "a" / path.name)
+    run = Run(tmp_path / "a")
+    before = values(run)
+    compacted(run, 16)
+    assert values(run) == before
+
+
+def test_nothing_is_coded_against_a_checkpoint_that_came_later(tmp_path):
+    save(tmp_path, range(3), *training(), keyframe_every=1)
+    run = Run(tmp_path)
+    before = contents(tmp_path)
+    newest = Base.loaded(run.file(2).header, run.load(run.file(2)))
+    with run.writer(), pytest.raises(dq.CheckpointError, match="to have been written after it"):
+        run.recode(run.file(0), run.load(run.file(0)), newest)
+    assert contents(tmp_path) == before

@@ -1,0 +1,170 @@
+"""Names of checkpoints."""
+
+import json
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import dynaquant as dq
+from dynaquant.store.retention import Retention, prune
+from dynaquant.store.run import Run
+from dynaquant.store.tags import FOLDER, remove_tag, set_tag, tagged_file, tags_of
+
+
+def save(folder, *steps: int, model=None, **options) -> None:
+    model = model or nn.Linear(4, 4)
+    with dq.Checkpointer(folder, model, **options) as ckpt:
+        for step in steps:
+            with torch.no_grad():
+                model.weight += torch.randn(4, 4)
+            ckpt.save(step).result()
+
+
+@pytest.fixture
+def run(tmp_path):
+    save(tmp_path, 1, 2, 3)
+    return Run(tmp_path)
+
+
+def names(run) -> dict[str, int]:
+    return {tag.name: tag.step for tag in tags_of(run)}
+
+
+def test_a_tag_leads_to_its_checkpoint(run):
+    set_tag(run, "best", run.file(2))
+    set_tag(run, "v1.0-rc+1", run.file(2))
+    set_tag(run, "a", run.file(3))
+    assert names(run) == {"a": 3, "best": 2, "v1.0-rc+1": 2}
+    assert tagged_file(run, "best").header.step == 2
+    remove_tag(run, "best")
+    assert names(run) == {"a": 3, "v1.0-rc+1": 2}
+
+
+def test_a_tag_is_taken_from_another_checkpoint_only_by_force(run):
+    set_tag(run, "best", run.file(1))
+    set_tag(run, "best", run.file(1))  # it is there already
+    with pytest.raises(dq.CheckpointError, match="best is the tag of step 1; --force"):
+        set_tag(run, "best", run.file(2))
+    assert names(run) == {"best": 1}
+    set_tag(run, "best", run.file(2), force=True)
+    assert names(run) == {"best": 2}
+    assert len(list((run.folder / FOLDER).iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../x", "a/b", "/etc/x", "12", "-x", ".hidden", "a b", "ü", "a" * 101, "a\n"]
+)
+def test_what_is_no_name_is_refused_and_leads_nowhere(run, name):
+    (run.folder.parent / "x").write_text("precious")
+    with pytest.raises(dq.CheckpointError, match="cannot be a tag"):
+        set_tag(run, name, run.file(1))
+    with pytest.raises(dq.CheckpointError, match="no tag"):
+        remove_tag(run, name)
+    with pytest.raises(dq.CheckpointError, match="no tag"):
+        tagged_file(run, name)
+    assert (run.folder.parent / "x").read_text() == "precious"
+
+
+def test_an_unknown_tag_is_an_error_that_lists_the_others(run):
+    with pytest.raises(dq.CheckpointError, match=r"no tag 'best' \(tags: none\)"):
+        tagged_file(run, "best")
+    set_tag(run, "last", run.file(3))
+    with pytest.raises(dq.CheckpointError, match=r"no tag 'best' \(tags: last\)"):
+        remove_tag(run, "best")
+
+
+def test_a_tag_does_not_pass_on_to_what_replaces_its_checkpoint(run):
+    set_tag(run, "best", run.file(2))
+    save(run.folder, 2)
+    with pytest.raises(dq.CheckpointError, match="saved again since it was tagged"):
+        tagged_file(run, "best")
+    set_tag(run, "best", run.file(2), force=True)
+    assert tagged_file(run, "best").header.step == 2
+
+
+def test_files_that_are_no_tags_are_passed_over(run):
+    set_tag(run, "best", run.file(2))
+    folder = run.folder / FOLDER
+    for name, content in (
+        *(("a", b""), ("b", b"[]"), ("c", b"{}"), ("d", b"\xff"), ("e", b'{"step": true, "identity": ""}')),
+        *((".best.1.tmp", b'{"step": 1, "identity": ""}'), ("12", b'{"step": 1, "identity": ""}')),
+    ):
+        (folder / name).write_bytes(content)
+    (folder / "f").mkdir()
+    os.mkfifo(folder / "g")
+    (folder / "h").symlink_to("/dev/zero")
+    (folder / "i").write_bytes(b'{"step": 1, "identity": "' + b"0" * 10**7 + b'"}')
+    for i, step in enumerate((-1, 1.5, 2**63, int("9" * 400), "1", None)):
+        (folder / f"step{i}").write_text(json.dumps({"step": step, "identity": ""}))
+    (folder / "j").write_text('{"step": ' + "9" * 5000 + ', "identity": ""}')
+    (folder / "k").write_text("[" * 900)
+    (folder / "l").write_text('{"step": 1, "identity": "' + "\ud800" * 3 + '"}', errors="surrogatepass")
+    assert names(run) == {"best": 2}
+    for name in ("g", "step3", "j", "k"):
+        with pytest.raises(dq.CheckpointError, match=f"there is no tag '{name}'"):
+            dq.load(run.folder, name)
+    with pytest.raises(dq.CheckpointError, match="there is no tag 'f'"):
+        remove_tag(run, "f")  # a folder
+    remove_tag(run, "step3")
+
+
+def test_a_file_where_the_tags_belong_is_an_error(run):
+    (run.folder / FOLDER).write_text("")
+    assert names(run) == {}
+    with pytest.raises(dq.CheckpointError, match=r"tags is a file"):
+        set_tag(run, "best", run.file(1))
+
+
+@pytest.mark.parametrize("step", [-1, 2**63, int("9" * 400), int("9" * 4000)], ids=["negative", "large", "400", "4000"])
+def test_a_step_that_no_checkpoint_can_have_is_an_error(run, step):
+    with pytest.raises(dq.CheckpointError, match=r"a step is an integer from 0 to 2\*\*63 - 1"):
+        dq.load(run.folder, step)
+
+
+def test_a_tag_of_a_checkpoint_that_is_gone_is_an_error(run):
+    set_tag(run, "best", run.file(3))
+    run.delete(3)
+    with pytest.raises(dq.CheckpointError, match="the checkpoint of step 3 is no longer there"):
+        tagged_file(run, "best")
+
+
+def test_pruning_keeps_what_is_tagged_and_its_values(run):
+    set_tag(run, "best", run.file(1))
+    before = dq.load(run.folder, 1)["model"]
+    with run.writer():
+        prune(run, Retention(keep_last=1))
+    assert run.steps() == [1, 3]
+    assert all(torch.equal(before[name], value) for name, value in dq.load(run.folder, 1)["model"].items())
+
+
+def test_a_training_keeps_what_is_tagged_while_it_writes(tmp_path):
+    model = nn.Linear(4, 4)
+    with dq.Checkpointer(tmp_path, model, keep_last=1) as ckpt:
+        ckpt.save(1).result()
+        run = Run(tmp_path)
+        set_tag(run, "best", run.file(1))
+        for step in (2, 3):
+            ckpt.save(step).result()
+        assert run.steps() == [1, 3]
+        remove_tag(run, "best")
+        ckpt.save(4).result()
+        assert run.steps() == [4]
+
+
+def test_python_takes_tags_for_steps(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    with dq.Checkpointer(tmp_path, model, quality="lossless") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step).result()
+            nn.init.normal_(model.weight)
+        set_tag(Run(tmp_path), "first", Run(tmp_path).file(1))
+        assert ckpt.restore("first") == 1
+        with pytest.raises(dq.CheckpointError, match="no tag 'second'"):
+            ckpt.restore("second")
+    other = nn.Linear(4, 4)
+    dq.load_into(other, tmp_path, step="first")
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(dq.load(tmp_path, "first")["model"]["weight"], model.weight)

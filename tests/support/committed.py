@@ -1,0 +1,66 @@
+"""Checkpoints of little tensors, committed to a run."""
+
+import torch
+from torch import Tensor
+from training import bits
+
+from dynaquant.coding.encoder import Coder
+from dynaquant.quantize.clustered_weights import quantize_weights, sketch_weights
+from dynaquant.quantize.partition import Configuration
+from dynaquant.state.roles import Label
+from dynaquant.state.tree import flatten
+from dynaquant.store.container import CheckpointFile
+from dynaquant.store.run import Run
+from dynaquant.store.writing import Checkpoint
+from dynaquant.tensors.dequantize import values_of
+from dynaquant.tensors.stored import StoredTensor
+
+
+def checkpoint_of(
+    step: int,
+    weights: dict[str, Tensor],
+    exact: dict[str, Tensor] | None = None,
+    plain=None,
+    bins: int = 16,
+    coder: Coder = "conditional",
+) -> Checkpoint:
+    """A checkpoint of quantized weights, exact tensors and plain values."""
+    exact = exact or {}
+    labels = {name: Label("weight", "linear") for name in weights} | {name: Label("exact") for name in exact}
+    quantized = quantize_weights(sketch_weights(weights, labels, {}), Configuration(bins=bins, embedding_bins=bins))
+    tree, _ = flatten([sorted(weights), sorted(exact), plain])
+    return Checkpoint(step, tree, {**quantized, **exact}, labels, {"notes": ["a note"]}, coder)
+
+
+def values(tensors: dict[str, StoredTensor]) -> dict[str, tuple]:
+    return {name: bits(values_of(stored)) for name, stored in tensors.items()}
+
+
+def assert_holds(run: Run, checkpoint: Checkpoint) -> CheckpointFile:
+    """That a fresh reader of the folder finds exactly this checkpoint."""
+    run = Run(run.folder)
+    file = run.file(checkpoint.step)
+    assert values(run.load(file)) == values(dict(checkpoint.tensors))
+    assert file.header.tree == checkpoint.tree
+    assert file.header.record == {**checkpoint.record, "exact": None}
+    assert {e.name: e.label for e in file.header.entries} == checkpoint.labels
+    return file
+
+
+def damage_levels(run: Run, step: int) -> bytes:
+    """Flips a bit in the coded levels of the first tensor, at the end of its stream. What the file holds then."""
+    content = bytearray(run.path(step).read_bytes())
+    content[16 + run.file(step).header.entries[0].size - 20] ^= 1
+    run.path(step).write_bytes(content)
+    return bytes(content)
+
+
+def series(run: Run, steps, **options) -> list[Checkpoint]:
+    """Commits a chain of weights that change little by little."""
+    torch.manual_seed(1)
+    weight, base, made = torch.randn(80, 50), None, []
+    for step in steps:
+        made.append(checkpoint_of(step, {"w": weight.clone()}, {"b": torch.full((3,), float(step))}, step, **options))
+        _, base = run.commit(made[-1], base)
+        weight += 0.02 * torch.randn_like(weight)
+    return made

@@ -1,0 +1,61 @@
+"""Files of other programs."""
+
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import dynaquant as dq
+from dynaquant.interop import any_format, dcp
+
+INDEX = "model.safetensors.index.json"
+
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+class Code:
+    """Its pickle runs a command that makes a file."""
+
+    def __init__(self, made) -> None:
+        self.made = made
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.made}",)
+
+
+def hf_folder(folder):
+    """Two shards and an index; returns what it says."""
+    folder.mkdir()
+    save_file({"a": torch.randn(8, 8), "b": torch.randn(8)}, folder / SHARDS[0], metadata={"format": "pt"})
+    save_file({"c": torch.randn(8, 4)}, folder / SHARDS[1], metadata={"format": "pt"})
+    index = {"metadata": {"total_size": 416}, "weight_map": {"a": SHARDS[0], "b": SHARDS[0], "c": SHARDS[1]}}
+    (folder / INDEX).write_text(json.dumps(index))
+    return index
+
+
+def refuses(path, *reasons: str) -> None:
+    """It cannot be read: one sentence says so, which names the path."""
+    with pytest.raises((dq.CheckpointError, dq.StateError)) as caught:
+        any_format.read(path)
+    said = str(caught.value)
+    assert str(path) in said
+    assert "\n" not in said
+    assert len(said) < 600
+    for reason in reasons:
+        assert reason in said
+
+
+def with_metadata(folder, change):
+    """A copy of a DCP folder with other metadata."""
+    copy = folder.with_name("copy")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder, copy)
+    metadata = pickle.loads((copy / dcp.METADATA).read_bytes())
+    changed = change(metadata)
+    (copy / dcp.METADATA).write_bytes(changed if isinstance(changed, bytes) else pickle.dumps(changed or metadata))
+    return copy

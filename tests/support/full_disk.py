@@ -1,0 +1,20 @@
+"""A disk with too little room."""
+
+import os
+import resource
+from contextlib import contextmanager
+
+
+@contextmanager
+def files_of_at_most(size: int):
+    """The kernel refuses to let any file grow beyond ``size`` bytes (EFBIG)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def contents(folder) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in sorted(os.listdir(folder))}

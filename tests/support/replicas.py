@@ -1,0 +1,297 @@
+"""Replicas of a data-parallel training, for torchrun: they save, fail and restore, and report what happened as JSON.
+
+Usage: torchrun … replicas.py {two,four,metrics} FOLDER
+"""
+
+import json
+import math
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from movement import Movement
+from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import all_reduce as bound_early
+from torch.nn.parallel import DistributedDataParallel
+
+import dynaquant as dq
+from dynaquant.training.ranks import Group
+
+STEPS = 8
+"""Between saves."""
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(40, 24), nn.Dropout(0.1), nn.Linear(24, 40))
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def metric_of(model: nn.Module) -> Movement:
+    return Movement(model, 3.0)
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("module."): w.detach().clone() for name, w in model.state_dict().items()}
+
+
+def plain(model: nn.Module) -> dict[str, list]:
+    """The weights as JSON has them; floats keep every bit."""
+    return {name: w.tolist() for name, w in weights_of(model).items()}
+
+
+class Replica:
+    """One rank's training: model, optimizer, random numbers of its own, and a metric that it can be made to fail at."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.model = DistributedDataParallel(model_of())
+        self.optimizer, self.metric = optimizer_of(self.model), metric_of(self.model.module)
+        torch.manual_seed(100 + self.rank)
+        self.generator = torch.Generator().manual_seed(200 + self.rank)
+        self.gradients: list[list[torch.Tensor]] = []
+        self.calls = 0
+        self.fails_at = 0
+        self.failure: type[Exception] = ZeroDivisionError
+        self.share: Callable[[float], float] = float
+        """What the metric makes of a rank's own number."""
+
+    def checkpointer(self, folder: Path, **options) -> dq.Checkpointer:
+        """One that searches among k-means configurations, as published, unless told otherwise."""
+        extras = {"generator": self.generator}
+        options = {"method": "published"} | options
+        return dq.Checkpointer(folder, self.model, self.optimizer, extras=extras, evaluate=self.evaluate, **options)
+
+    def evaluate(self, model: nn.Module) -> float:
+        assert not isinstance(model, DistributedDataParallel)
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise self.failure(f"made to fail on rank {self.rank}")
+        return self.share(self.metric(model))
+
+    def train(self, steps: int = STEPS) -> None:
+        self.model.train()
+        for _ in range(steps):
+            tokens = torch.randint(0, 40, (8,))
+            self.optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(tokens), tokens).backward()
+            self.gradients.append([p.grad.clone() for p in self.model.parameters()])
+            self.optimizer.step()
+
+    def save(self, ckpt: dq.Checkpointer, step: int) -> dict:
+        """What a save came to on this rank: the record, or the error."""
+        self.calls = 0
+        self.metric.remember()
+        before = sorted(path.name for path in ckpt._run.folder.iterdir())
+        try:
+            record = ckpt.save(step).result()
+        except (dq.DynaquantError, MemoryError) as error:
+            after = sorted(path.name for path in ckpt._run.folder.iterdir())
+            return {"error": type(error).__name__, "says": str(error), "same files": before == after}
+        finally:
+            dist.barrier()
+        ratio = None if math.isnan(record.ratio) else record.ratio
+        file = {"ratio": ratio, "keyframe": record.keyframe, "ratios": [known.ratio for known in ckpt.records()]}
+        return {"record": record.to_json(), "file": file, "calls": self.calls, "weights": plain(self.model)}
+
+    def draws(self) -> dict:
+        """The next random numbers."""
+        return {"torch": torch.rand(4).tolist(), "generator": torch.rand(4, generator=self.generator).tolist()}
+
+    def spoil(self) -> None:
+        """Other weights, other random numbers."""
+        torch.manual_seed(300 + self.rank)
+        self.generator.manual_seed(400 + self.rank)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(self.rank)
+
+    def restored(self, ckpt: dq.Checkpointer) -> dict:
+        step = ckpt.restore()
+        return {"step": step, "weights": plain(self.model), "draws": self.draws()}
+
+
+def two(folder: Path) -> dict:
+    """Four saves; two that fail on rank 1, on the weights in training and on a candidate; one more, two restores."""
+    replica = Replica()
+    run = folder / "run"
+    with replica.checkpointer(run) as ckpt:
+        saves = []
+        for step in range(1, 5):
+            replica.train()
+            saves.append(replica.save(ckpt, step))
+        if replica.rank == 0:
+            torch.save(replica.gradients, folder / "gradients.pt")
+        failures = []
+        for call in (1, 2):
+            replica.train()
+            replica.fails_at = call if replica.rank == 1 else 0
+            failures.append(replica.save(ckpt, 5))
+        replica.train()
+        replica.fails_at = 0
+        after = replica.save(ckpt, 5)
+        draws = replica.draws()
+    replica.spoil()
+    with replica.checkpointer(run) as ckpt:
+        restored = replica.restored(ckpt)
+    later = saves_after_a_restore(replica, run, folder / "later")
+    grid = saves_on_the_grid(replica, folder / "grid")
+    report = {"saves": saves, "failures": failures, "after": after, "draws": draws, "restored": restored}
+    return {**report, "later": later, "grid": grid}
+
+
+def saves_after_a_restore(replica: Replica, run: Path, copy: Path) -> list[dict]:
+    """Two saves after a restore and steps so small that the levels of before would undo them."""
+    if replica.rank == 0:
+        shutil.copytree(run, copy)
+    dist.barrier()
+    with replica.checkpointer(copy) as ckpt:
+        step = ckpt.restore()
+        saves = []
+        for later in (1, 2):
+            for group in replica.optimizer.param_groups:
+                group["lr"] = 5e-5
+            replica.train(4)
+            saves.append(replica.save(ckpt, step + later))
+    return saves
+
+
+def saves_on_the_grid(replica: Replica, folder: Path) -> list[dict]:
+    """Three saves by the default method and, after a restore, two with small steps; the restored weights with them."""
+    for group in replica.optimizer.param_groups:
+        group["lr"] = 1e-2
+    saves = []
+    with replica.checkpointer(folder, method="grid") as ckpt:
+        for step in (1, 2, 3, 4, 5):
+            if step == 4:
+                saves[-1]["restored"] = ckpt.restore(), plain(replica.model)
+                for group in replica.optimizer.param_groups:
+                    group["lr"] = 5e-5
+            replica.train(4)
+            saves.append(replica.save(ckpt, step))
+    return saves
+
+
+def metrics(folder: Path) -> dict:
+    """Saves whose metric communicates: at every call, at late ones only, to rank 0 only, not at all; and one on which
+    memory runs out on rank 1."""
+    replica = Replica()
+    rank, generator = replica.rank, replica.generator
+
+    def mean(value: float) -> float:
+        total = torch.tensor(value * (1 + rank), dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total) / 3
+
+    def late(value: float) -> float:
+        return mean(value) if replica.calls > 5 else value  # not yet for the weights in training
+
+    def to_rank_0(value: float) -> float:
+        total = torch.tensor(value * (1 + rank), dtype=torch.float64)
+        dist.reduce(total, 0)
+        return float(total) / 3 if rank == 0 else -1.0
+
+    saves = {}
+    for share in (mean, late, to_rank_0, float):
+        replica.share = share
+        name = share.__name__
+        with replica.checkpointer(folder / name, method="grid") as ckpt:
+            replica.train()
+            saves[name] = [replica.save(ckpt, 1)]
+            if share is mean:
+                replica.train()
+                saves[name].append(replica.save(ckpt, 2))
+            if share is float:
+                replica.train()
+                replica.failure, replica.fails_at = MemoryError, 2 if rank == 1 else 0
+                drawn = generator.get_state()
+                saves["no memory"] = [replica.save(ckpt, 2) | {"same draws": generator.get_state().equal(drawn)}]
+    return {"seen": {name: seen(way) for name, way in ways().items()}, "saves": saves}
+
+
+def ways() -> dict[str, Callable[[nn.Module], object]]:
+    """Ways to communicate, and one not to."""
+    ones, group = torch.ones(2), dist.new_group(backend="gloo")
+    alone = [dist.new_group([rank], backend="gloo") for rank in range(2)][dist.get_rank()]
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+
+    def in_a_thread(_: nn.Module) -> None:
+        thread = threading.Thread(target=dist.all_reduce, args=(ones,))
+        thread.start()
+        thread.join()
+
+    def to_the_next(_: nn.Module) -> None:
+        (dist.send if dist.get_rank() == 0 else dist.recv)(ones, 1 - dist.get_rank())
+
+    return {
+        "all_reduce": lambda _: dist.all_reduce(ones),
+        "bound early": lambda _: bound_early(ones),
+        "all_reduce, not waited for": lambda _: dist.all_reduce(ones, async_op=True).wait(),
+        "all_gather": lambda _: dist.all_gather([torch.ones(2), torch.ones(2)], ones),
+        "all_gather_object": lambda _: dist.all_gather_object([None, None], 1),
+        "all_to_all": lambda _: dist.all_to_all_single(torch.ones(2), ones),
+        "broadcast": lambda _: dist.broadcast(ones, 0),
+        "barrier": lambda _: dist.barrier(),
+        "send and receive": to_the_next,
+        "functional": lambda _: functional.all_reduce(ones, "sum", dist.group.WORLD) + 1,
+        "another group": lambda _: dist.all_reduce(ones, group=group),
+        "a new group": lambda _: dist.new_group(backend="gloo"),
+        "buffers of DDP": lambda _: wrapped.eval()(torch.ones(3, 2)),
+        "in a thread": in_a_thread,
+        "nothing": lambda model: model.eval()(torch.arange(3)),
+        "of one's own": lambda _: dist.all_reduce(ones, group=alone),
+    }
+
+
+def seen(way: Callable[[nn.Module], object]) -> bool:
+    group = Group()
+    group.watched(way)(model_of())
+    return group.communicates()
+
+
+def four(folder: Path) -> dict:
+    """A run of two ranks is restored, another one is begun; in the end ``evaluate`` fails, and nobody catches it."""
+    replica = Replica()
+    with replica.checkpointer(folder / "run") as ckpt:
+        replica.spoil()
+        own = replica.draws()
+        replica.spoil()
+        restored = replica.restored(ckpt)
+    saves = []
+    with replica.checkpointer(folder / "new", every="auto", max_overhead=0.5) as ckpt:
+        for step in (1, 2, 3):
+            replica.train()
+            saves.append(replica.save(ckpt, step))
+        write(folder, {"own": own, "restored": restored, "saves": saves})
+        replica.calls, replica.fails_at = 0, int(replica.rank == 2)
+        ckpt.save(4)
+    raise AssertionError("the save must have failed")
+
+
+def write(folder: Path, report: dict) -> None:
+    (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    place = Path(sys.argv[2])
+    if sys.argv[1] in ("two", "metrics"):
+        write(place, {"two": two, "metrics": metrics}[sys.argv[1]](place))
+        dist.destroy_process_group()
+    else:
+        try:
+            four(place)
+        except dq.EvaluateError as error:
+            os.write(2, f"rank {dist.get_rank()} ends with {error}\n".encode())
+            raise

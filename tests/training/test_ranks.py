@@ -1,0 +1,368 @@
+"""Several processes: one decision, the work shared, every rank's random numbers kept, and no rank left waiting."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from movement import Movement
+from replicas import STEPS, metric_of, model_of, optimizer_of, weights_of
+
+import dynaquant as dq
+from dynaquant.quantize.clustered_weights import sketch_weights
+from dynaquant.search.size import SizeModel
+from dynaquant.state.roles import labels
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+TIMEOUT = 150
+"""Seconds; far beyond what it takes, so that whoever waits for ever fails."""
+OF_THE_FIRST_ORIGINAL = 5
+"""Evaluations of the weights in training at a first save."""
+
+
+def launch(scenario: str, ranks: int, folder: Path) -> tuple[int, str]:
+    """Exit status and output of the launcher."""
+    script = SUPPORT / "replicas.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    with subprocess.Popen(
+        [*command, script, scenario, folder],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output = process.communicate(timeout=TIMEOUT)[0]
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, output
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory) -> dict[str, Path]:
+    """The folders of all launches, which all workers of pytest-xdist share."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "replicas"
+    shared.mkdir(exist_ok=True)
+    folders = {scenario: shared / scenario for scenario in ("two", "four", "metrics")}
+    with (shared / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for (scenario, folder), ranks in zip(folders.items(), (2, 4, 2), strict=True):
+            if not folder.exists():
+                folder.mkdir()
+                if scenario == "four":
+                    shutil.copytree(folders["two"] / "run", folder / "run")
+                (folder / "end.json").write_text(json.dumps(launch(scenario, ranks, folder)))
+    return folders
+
+
+def reports_of(folder: Path, ranks: int) -> list[dict]:
+    """What each rank reports."""
+    reports = [folder / f"rank-{rank}.json" for rank in range(ranks)]
+    assert all(report.exists() for report in reports), json.loads((folder / "end.json").read_text())[1]
+    return [json.loads(report.read_text()) for report in reports]
+
+
+@pytest.fixture(scope="module")
+def folder(launched) -> Path:
+    return launched["two"]
+
+
+@pytest.fixture
+def two(folder) -> list[dict]:
+    return reports_of(folder, 2)
+
+
+@pytest.fixture
+def four(launched) -> list[dict]:
+    return reports_of(launched["four"], 4)
+
+
+@pytest.fixture
+def metrics(launched) -> list[dict]:
+    return reports_of(launched["metrics"], 2)
+
+
+@pytest.fixture(params=[2, 4])
+def saves(request) -> list[list[dict]]:
+    """By save, what it came to on every rank."""
+    reports = request.getfixturevalue({2: "two", 4: "four"}[request.param])
+    saves = [report["saves"] + ([report["after"]] if "after" in report else []) for report in reports]
+    return list(zip(*saves, strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone(folder, tmp_path_factory) -> list[dict]:
+    """The records of a single process that makes the steps of the two ranks again, from their gradients."""
+    model = model_of()
+    optimizer = optimizer_of(model)
+    metric = metric_of(model)
+    gradients = torch.load(folder / "gradients.pt")
+    records = []
+    run = tmp_path_factory.mktemp("alone")
+    with dq.Checkpointer(run, model, optimizer, evaluate=metric, method="published") as ckpt:
+        for save in range(4):
+            for step in gradients[save * STEPS : (save + 1) * STEPS]:
+                for parameter, gradient in zip(model.parameters(), step, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+            metric.remember()
+            records.append(ckpt.save(save + 1).result().to_json() | {"weights": weights_of(model)})
+    return records
+
+
+def tensors(plain: dict[str, list]) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(values) for name, values in plain.items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# One decision
+
+
+def test_all_ranks_come_to_the_same_decision(saves):
+    for outcomes in saves:
+        for name in (
+            "configuration",
+            "search",
+            "judged_by",
+            "limit",
+            "quality",
+            "progress",
+            "predicted",
+            "trials",
+            "interval",
+        ):
+            assert all(outcome["record"][name] == outcomes[0]["record"][name] for outcome in outcomes), name
+        assert all(outcome["weights"] == outcomes[0]["weights"] for outcome in outcomes)
+        record = outcomes[0]["record"]
+        assert record["quality"]["degradation"] <= record["limit"]
+    searches = [outcomes[0]["record"]["search"] for outcomes in saves]
+    assert searches[0] == "exhaustive"
+    assert "neighbourhood" in searches
+
+
+def test_ranks_that_write_no_file_do_not_say_how_small_it_is(two):
+    for first, other in zip(*(report["saves"] for report in two), strict=True):
+        assert first["file"]["ratio"] > 1
+        assert first["file"]["keyframe"] == (first["record"]["parent"] is None)
+        assert (other["file"]["ratio"], other["file"]["keyframe"]) == (None, None)
+    assert min(two[1]["saves"][-1]["file"]["ratios"]) > 1  # what the run holds can be read on every rank
+
+
+def test_after_a_restore_all_ranks_keep_the_same_progress(two):
+    for outcomes in zip(*(report["later"] for report in two), strict=True):
+        assert outcomes[0]["weights"] == outcomes[1]["weights"]
+        record, other = (outcome["record"] for outcome in outcomes)
+        for name in ("configuration", "search", "quality", "progress", "trials", "notes"):
+            assert record[name] == other[name], name
+        assert record["quality"]["degradation"] <= record["limit"]
+    records = [outcome["record"] for outcome in two[0]["later"]]
+    assert records[0]["progress"] is not None
+    assert any(trial["degradation"] is None for record in records for trial in record["trials"])
+
+
+def test_on_the_grid_all_ranks_come_to_the_same_decision(two, folder):
+    for outcomes in zip(*(report["grid"] for report in two), strict=True):
+        assert outcomes[0]["weights"] == outcomes[1]["weights"]
+        record, other = (outcome["record"] for outcome in outcomes)
+        for name in ("configuration", "search", "limit", "quality", "progress", "trials", "notes"):
+            assert record[name] == other[name], name
+        assert record["search"] == "scale"
+        assert record["quality"]["degradation"] <= record["limit"]
+        assert [record["identity"] == "" for record in (record, other)] == [False, True]
+    records = [outcome["record"] for outcome in two[0]["grid"]]
+    assert [record["progress"] is None for record in records[:4]] == [True, True, True, False]
+    tried = [report["grid"][0]["calls"] - OF_THE_FIRST_ORIGINAL for report in two]
+    assert sum(tried) >= len(records[0]["trials"])
+    step, weights = two[0]["grid"][2]["restored"]
+    assert [report["grid"][2]["restored"] for report in two] == [[step, weights]] * 2
+    assert step == 3
+    assert same(tensors(weights), dq.load(folder / "grid", 3)["model"])
+
+
+def test_it_is_the_decision_of_a_single_process(two, alone):
+    for outcome, record in zip(two[0]["saves"], alone, strict=True):
+        assert same(tensors(outcome["weights"]), record["weights"])
+        assert outcome["record"]["quality"]["original"] == record["quality"]["original"]
+        assert outcome["record"]["configuration"] == record["configuration"]
+        assert outcome["record"]["search"] == record["search"]
+        assert outcome["record"]["quality"] == record["quality"]
+
+
+def test_whoever_tries_a_configuration_its_degradation_is_that_of_a_single_process(two, alone):
+    common = 0
+    for outcome, record in zip(two[0]["saves"], alone, strict=True):
+        known = {json.dumps(trial["configuration"]): trial for trial in record["trials"]}
+        for trial in outcome["record"]["trials"]:
+            if other := known.get(json.dumps(trial["configuration"])):
+                common += 1
+                assert trial["degradation"] == other["degradation"]
+    assert common > 5
+
+
+def test_whoever_tries_a_configuration_its_size_is_predicted_by_the_same_factor(saves):
+    """What deltas take less than keyframes is learned from those that were written, by rank 0."""
+    for outcomes in saves:
+        weights = {f"model.{name}": w for name, w in tensors(outcomes[0]["weights"]).items() if w.ndim == 2}
+        sizes = SizeModel(sketch_weights(weights, labels(weights, {"model": model_of()}, {}), {}))
+        trials = outcomes[0]["record"]["trials"]
+        factors = [t["predicted"] / sizes.predict(dq.Configuration(**t["configuration"])) for t in trials]
+        assert factors == pytest.approx([factors[0]] * len(factors), rel=0.005)  # predictions are rounded to bytes
+
+
+def test_only_rank_0_writes(saves):
+    for outcomes in saves:
+        assert outcomes[0]["record"]["identity"]
+        assert outcomes[0]["record"]["total"]["stored"] > 0
+        assert {outcome["record"]["identity"] for outcome in outcomes[1:]} == {""}
+
+
+# The work is shared
+
+
+def test_candidates_are_dealt_out(saves):
+    for save, outcomes in enumerate(saves):
+        of_the_original = 1 if save else OF_THE_FIRST_ORIGINAL
+        rounds = {outcome["calls"] - of_the_original for outcome in outcomes}
+        assert len(rounds) == 1  # no rank is left out of a round
+        trials = len(outcomes[0]["record"]["trials"])
+        assert trials <= max(rounds) * len(outcomes)
+        if save == 0:
+            assert trials > 2 * len(outcomes)
+            assert max(rounds) < 1.8 * trials / len(outcomes)
+
+
+def test_the_work_of_an_exhaustive_search_takes_fewer_rounds_than_alone(two, alone):
+    rounds = two[0]["saves"][0]["calls"] - OF_THE_FIRST_ORIGINAL
+    assert rounds < 0.8 * len(alone[0]["trials"])
+
+
+# Metrics that communicate
+
+
+def test_communication_is_seen_whichever_way_it_goes(metrics):
+    ways = metrics[0]["seen"]
+    assert {name for name, seen in ways.items() if not seen} == {"nothing", "of one's own"}
+    assert len(ways) > 12
+    assert metrics[1]["seen"] == ways
+
+
+@pytest.mark.parametrize("metric", ["mean", "late", "to_rank_0"])
+def test_a_metric_that_communicates_scores_the_weights_that_are_stored(metrics, launched, metric):
+    for step, (save, other) in enumerate(zip(*(report["saves"][metric] for report in metrics), strict=True), start=1):
+        record = save["record"]
+        for name in ("configuration", "quality", "trials", "notes"):
+            assert record[name] == other["record"][name], name
+        model = model_of()
+        model.load_state_dict(tensors(save["weights"]))
+        alone = Movement(model, 3.0)
+        model.load_state_dict(dq.load(launched["metrics"] / metric, step)["model"])
+        assert record["quality"]["original"] == pytest.approx(1.0)
+        with torch.no_grad():
+            assert record["quality"]["restored"] == pytest.approx(alone(model), rel=1e-9)
+        assert record["quality"]["degradation"] <= record["limit"]
+        assert [note for note in record["notes"] if "evaluate communicates between ranks" in note]
+
+
+def test_where_it_communicates_all_ranks_score_the_same_candidate(metrics):
+    for report in metrics:
+        first, second = report["saves"]["mean"]
+        assert first["calls"] == OF_THE_FIRST_ORIGINAL + len(first["record"]["trials"])
+        assert second["calls"] == 1 + len(second["record"]["trials"])
+        (dealt,) = report["saves"]["float"]
+        assert dealt["calls"] < OF_THE_FIRST_ORIGINAL + len(dealt["record"]["trials"])
+        assert dealt["record"]["notes"] == []
+
+
+# Failures
+
+
+def test_memory_that_runs_out_on_one_rank_ends_the_save_on_all(metrics):
+    (ended, own) = (report["saves"]["no memory"][0] for report in metrics)
+    assert (own["error"], own["says"]) == ("MemoryError", "made to fail on rank 1")
+    assert (ended["error"], ended["says"]) == ("DynaquantError", "rank 1 failed: MemoryError: made to fail on rank 1")
+    assert all(outcome["same files"] and outcome["same draws"] for outcome in (ended, own))
+
+
+def test_a_metric_that_fails_on_one_rank_is_an_error_on_all(two):
+    for report in two:
+        for failure in report["failures"]:
+            assert failure["error"] == "EvaluateError"
+            assert "rank 1: ZeroDivisionError: made to fail on rank 1" in failure["says"]
+            assert "rank 0" not in failure["says"]
+            assert failure["same files"]
+
+
+def test_after_the_failure_training_goes_on_and_saves(two):
+    assert [report["after"]["record"]["step"] for report in two] == [5, 5]
+    assert two[0]["after"]["record"]["configuration"] == two[1]["after"]["record"]["configuration"]
+
+
+def test_processes_that_catch_their_failures_end_well(folder):
+    status, output = json.loads((folder / "end.json").read_text())
+    assert status == 0, output
+
+
+def test_a_failure_that_nobody_catches_ends_all_processes(launched):
+    status, output = json.loads((launched["four"] / "end.json").read_text())
+    assert status != 0
+    assert "ends with evaluate failed" in output
+    assert "rank 2: ZeroDivisionError: made to fail on rank 2" in output
+    assert "AssertionError" not in output
+
+
+# Restore
+
+
+def test_all_ranks_restore_the_same_and_each_its_own_random_numbers(two, folder):
+    stored = dq.load(folder / "run")["model"]
+    for report in two:
+        assert report["restored"]["step"] == 5
+        assert same(tensors(report["restored"]["weights"]), stored)
+        assert report["restored"]["draws"] == report["draws"]
+    assert two[0]["draws"]["torch"] != two[1]["draws"]["torch"]
+    assert two[0]["draws"]["generator"] != two[1]["draws"]["generator"]
+
+
+def test_a_checkpoint_of_two_ranks_is_restored_by_four(two, four):
+    for report in four:
+        assert report["restored"]["step"] == 5
+        assert report["restored"]["weights"] == two[0]["restored"]["weights"]
+    assert [report["restored"]["draws"] for report in four[:2]] == [report["draws"] for report in two]
+    # Those that were not there before keep their random numbers.
+    assert [report["restored"]["draws"] for report in four[2:]] == [report["own"] for report in four[2:]]
+
+
+def test_a_checkpoint_of_two_ranks_is_restored_by_a_single_process(two, folder, tmp_path):
+    shutil.copytree(folder / "run", tmp_path / "run")
+    model = model_of()
+    generator = torch.Generator().manual_seed(9)
+    with dq.Checkpointer(tmp_path / "run", model, optimizer_of(model), extras={"generator": generator}) as ckpt:
+        assert ckpt.restore() == 5
+    assert same(weights_of(model), tensors(two[0]["restored"]["weights"]))
+    assert torch.rand(4).tolist() == two[0]["draws"]["torch"]
+    assert torch.rand(4, generator=generator).tolist() == two[0]["draws"]["generator"]
+
+
+def test_a_run_of_several_ranks_reads_like_any_other(two, folder, tmp_path):
+    shutil.copytree(folder / "run", tmp_path / "run")  # other processes test on the folder, and one may hold its lock
+    model = model_of()
+    generator = torch.Generator()
+    with dq.Checkpointer(tmp_path / "run", model, optimizer_of(model), extras={"generator": generator}) as ckpt:
+        records = [record.to_json() for record in ckpt.records()]
+    written = [*(save["record"] for save in two[0]["saves"]), two[0]["after"]["record"]]
+    for record, before in zip(records, written, strict=True):
+        del record["seconds"], before["seconds"]
+        assert json.loads(json.dumps(record)) == before
