@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from format_decoder import decode, decode_exact
-from golden.make import summary
+from make_golden import summary
 from torch import nn
 from training import bits
 

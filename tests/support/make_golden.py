@@ -1,4 +1,4 @@
-"""Makes golden files: ``cd tests && ../.venv/bin/python -m golden.make v<format version>``.
+"""Makes golden files: ``.venv/bin/python tests/support/make_golden.py v<format version>``.
 
 They are made once for each version of the format and never again: later versions of dynaquant must read them as they
 are. They hold a training in which everything occurs that the format knows.
@@ -156,7 +156,7 @@ def summary(header, tensors):
 
 
 if __name__ == "__main__":
-    folder = Path(__file__).parent / sys.argv[1]
+    folder = Path(__file__).parents[1] / "golden" / sys.argv[1]
     if folder.exists():
         sys.exit(f"{folder} is there, and must stay as it is")
     make(folder)
