@@ -193,7 +193,7 @@ def test_a_pattern_over_parameters_means_no_moments(tmp_path):
 
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
 def test_files_of_earlier_versions_are_restored(tmp_path, folder):
-    """Of the training in support/make_golden.py, whose optimizer's state had numbers at first; the next save goes on."""
+    """The optimizer state of these files has numbers instead of names. The next save continues the run."""
     step = max(int(path.stem.removeprefix("step-")) for path in folder.glob("step-*"))
     wanted = dq.load(folder, step)
     for path in folder.glob("*.dqc"):
