@@ -1,5 +1,6 @@
 """Quantized tensors and their streams, against any parent."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,8 +61,10 @@ def test_a_quantized_tensor_comes_back(dtype, shape, coder):
 def test_levels_of_nothing_come_back(coder):
     """In a process of its own, which it once brought down."""
     statements = "q = quantized_of((0, 3), 16)", f"assert_same(round_trip(q, None, {coder!r}), q)"
-    script = "; ".join(["from test_quantized_stream import *", *statements])
-    done = subprocess.run([sys.executable, "-c", script], cwd=SUPPORT, check=False)
+    script = "; ".join([f"from {Path(__file__).stem} import *", *statements])
+    path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=Path(__file__).parent, env={**os.environ, "PYTHONPATH": path}, check=False)
     assert done.returncode == 0
 
 

@@ -113,7 +113,7 @@ def test_a_copy_of_a_commit_that_never_was_is_taken_for_none(tmp_path):
     run.commit(checkpoint_of(1, 3, copy=False), None)
     for name in (stray.name, "exact-000000000001-000000000003.dqc", "exact-000000000001.dqc"):
         (tmp_path / name).write_bytes(kept)
-    assert Run(tmp_path).exact(Run(tmp_path).file(1)) is None
+    assert Run(tmp_path).lossless_copy(Run(tmp_path).file(1)) is None
 
 
 def saved(folder, model, steps=(1, 2)) -> None:
