@@ -145,7 +145,9 @@ class Checkpointer:
         self._run = Run(folder)
         with ExitStack() as undo:
             hold = undo.enter_context(ExitStack())  # on the run; the writer's thread lets go of it
-            self._group.together(lambda: hold.enter_context(self._run.writer()) if self._group.rank == 0 else None)
+            self._group.run_on_all_ranks(
+                lambda: hold.enter_context(self._run.writer()) if self._group.rank == 0 else None
+            )
             self._compressor = Compressor(
                 self._sources,
                 self._roles,
@@ -161,7 +163,7 @@ class Checkpointer:
             undo.callback(self._end_first_step_check)
             # Mistakes are found now rather than at the first save. The optimizer's state is not there yet.
             early = {p: r for p, r in self._roles.items() if not p.startswith("optimizer.")}
-            tensors = self._group.together(lambda: flatten(state_sources.collect(self._sources))[1])
+            tensors = self._group.run_on_all_ranks(lambda: flatten(state_sources.collect(self._sources))[1])
             supported.check_replicas(tensors, self._group)
             labels(tensors, self._sources, early, self._compressor.vectors)
             supported.warn_of_left_out(self._sources, tensors.values())
@@ -223,7 +225,7 @@ class Checkpointer:
         self._check_open()
         hashes = self._compressor.hashes
         restorer = Restorer(self._run, self._sources, self._group, hashes, only, strict, damaged=self._damaged)
-        self._group.together(self.wait)
+        self._group.run_on_all_ranks(self.wait)
         self.skipped, self.not_restored = restorer.skipped, []
         loaded = restorer.restore(step)
         if loaded is None:
@@ -266,14 +268,14 @@ class Checkpointer:
         schedule = copy(self._schedule)  # a save that ends early has not been
         schedule.saving(step)
         start = time.perf_counter()
-        self._group.together(self._prepare)
+        self._group.run_on_all_ranks(self._prepare)
         seconds = {"wait": time.perf_counter() - start}
         tree, compressed = self._capture(seconds)
         decision = compressed.decision
         evaluations = sum(trial.degradation is not None for trial in decision.trials)
         share = min(1.0, TYPICAL_TRIALS / max(evaluations, 1))
         schedule.saved(seconds["wait"] + seconds["capture"] + share * seconds["search"])
-        schedule.interval = self._group.gather(schedule.interval)[0]
+        schedule.interval = self._group.from_rank_0(schedule.interval)
         record = json_of(decision, self._compressor.manager.history, schedule.interval, seconds, compressed.notes)
         saving: Future[Record]
         if self._group.rank == 0:
@@ -308,8 +310,10 @@ class Checkpointer:
     def _capture(self, seconds: dict[str, float]) -> tuple[Any, Compressed]:
         """The tree of the state, and its tensors as they are to be stored. Training is as before."""
         start = time.perf_counter()
-        others = self._group.gather(state_sources.randomness(self._sources) if self._group.rank else None)[1:]
-        tree, tensors, label_of = self._group.together(lambda: self._collect([other for other in others if other]))
+        others = self._group.all_gather(state_sources.randomness(self._sources) if self._group.rank else None)[1:]
+        tree, tensors, label_of = self._group.run_on_all_ranks(
+            lambda: self._collect([other for other in others if other])
+        )
         omitted = {name for name, label in label_of.items() if label.role == "omit"}
         tree = without(tree, omitted) if omitted else tree
         hashes = {} if self._base is None else self._base.hashes
@@ -318,7 +322,7 @@ class Checkpointer:
         before = Snapshot(state_sources.models_of(self._sources), self._sources)
         try:
             compressed = self._compressor.compress(tensors, label_of, hashes, held, seconds)
-            self._group.together(self._turn.check)
+            self._group.run_on_all_ranks(self._turn.check)
         finally:
             try:
                 before.put_back()

@@ -255,8 +255,8 @@ def ways() -> dict[str, Callable[[nn.Module], object]]:
 
 def seen(way: Callable[[nn.Module], object]) -> bool:
     group = Group()
-    group.watched(way)(model_of())
-    return group.communicates()
+    group.watch_communication(way)(model_of())
+    return group.saw_communication()
 
 
 def four(folder: Path) -> dict:

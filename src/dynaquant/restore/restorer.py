@@ -85,11 +85,11 @@ class Restorer:
         anywhere before it fits everywhere.
         """
         first = self.group.rank == 0
-        loaded = self.group.together(lambda: self._newest(step) if first else None)
-        found = self.group.gather(loaded.step if loaded else None)[0]
+        loaded = self.group.run_on_all_ranks(lambda: self._newest(step) if first else None)
+        found = self.group.from_rank_0(loaded.step if loaded else None)
         if found is None:
             return None
-        loaded = self.group.together(lambda: loaded or self._fitting(self.run.file(found)))
+        loaded = self.group.run_on_all_ranks(lambda: loaded or self._fitting(self.run.file(found)))
         assert loaded is not None
         self._put(loaded)
         if self.group.rank == 0:
@@ -168,7 +168,7 @@ class Restorer:
         """First what may fail by itself, and can be undone; then what was checked."""
         undo: list[Callable[[], None]] = []
         try:
-            self.group.together(lambda: put_unchecked(self.sources, loaded.parts, undo))
+            self.group.run_on_all_ranks(lambda: put_unchecked(self.sources, loaded.parts, undo))
         except BaseException:
             for put_back in reversed(undo):
                 try:
@@ -176,7 +176,7 @@ class Restorer:
                 except Exception as error:  # the others are put back all the same
                     log.warning("an extra could not be put back as it was: %r", error)
             raise
-        self.group.together(lambda: put_checked(self.sources, loaded.parts, loaded.fills, loaded.randomness))
+        self.group.run_on_all_ranks(lambda: put_checked(self.sources, loaded.parts, loaded.fills, loaded.randomness))
 
 
 def put_unchecked(sources: Mapping[str, Any], parts: Mapping[str, Any], undo: list[Callable[[], None]]) -> None:

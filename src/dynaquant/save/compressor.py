@@ -145,7 +145,7 @@ class Compressor:
         if loss.max_degradation is not None:
             self.max_degradation = loss.max_degradation
         asked = evaluate is None, higher_is_better, loss
-        if any(other != asked for other in group.gather(asked)):
+        if any(other != asked for other in group.all_gather(asked)):
             raise ValueError(
                 "evaluate, higher_is_better, max_degradation, quality, method and configuration must agree on all ranks"
             )
@@ -235,7 +235,7 @@ class Compressor:
         # What has changed although it does not train, as an average of weights, may change again.
         frozen = frozenset(n for n in exact_at_rest if hash_of.get(n) == before.get(n))
         external: dict[str, External] = {n: held[n] for n in frozen if n in held and held[n].file is not None}
-        external.update(self._group.together(lambda: self._omitted(tensors, label_of, held)))
+        external.update(self._group.run_on_all_ranks(lambda: self._omitted(tensors, label_of, held)))
         tensors = {name: tensor for name, tensor in tensors.items() if name not in external}
         tensors = {n: t if t.device.type in ("cpu", "cuda") else t.cpu() for n, t in tensors.items()}
         gradients = {name: kept for recorder in self._recorders for name, kept in recorder.average.items()}
@@ -258,7 +258,7 @@ class Compressor:
         seconds["search"] += time.perf_counter() - start
 
         start = time.perf_counter()
-        stored, lossless_copy = self._group.together(
+        stored, lossless_copy = self._group.run_on_all_ranks(
             lambda: self._stored(tensors, label_of, quantized, master_of, external)
         )
         last = {n: _Last(tensor, samples[n], hashes.get(n)) for n, tensor in quantized.items()}
@@ -346,10 +346,10 @@ class Compressor:
         fisher: dict[str, float] = {}
         if self.method == "grid" or self.manager.judges_by_distortion:
             # What decides has to be the same on every rank.
-            fisher = self._group.gather(self._group.together(measured))[0]
-        ready = self._group.together(lambda: self._ready(weights, label_of, gradients, fisher))
+            fisher = self._group.from_rank_0(self._group.run_on_all_ranks(measured))
+        ready = self._group.run_on_all_ranks(lambda: self._ready(weights, label_of, gradients, fisher))
         if isinstance(ready, GridWeights):
-            agreed, squares = self._group.gather((ready.fisher, ready.squares))[0]
+            agreed, squares = self._group.from_rank_0((ready.fisher, ready.squares))
             ready = replace(ready, fisher=agreed, squares=squares)
         notes = list(ready.notes)
         if self.method != "grid" and self._recorders and ready.weights and not gradients:

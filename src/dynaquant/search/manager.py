@@ -149,7 +149,7 @@ class ConfigurationManager:
             if self._fixed is not None:
                 return Decision("fixed", self._fixed, quantizer.quantize(self._fixed))
             # What decides has to be the same on every rank.
-            limit = self._group.gather(self.max_degradation)[0]
+            limit = self._group.from_rank_0(self.max_degradation)
             return self._choose(quantizer, self._distortion(weights, fisher), limit, 0.0, [])
         try:
             return self._by_metric(self._metric, quantizer, known)
@@ -167,14 +167,14 @@ class ConfigurationManager:
 
     def _by_metric(self, metric: UserMetric, quantizer: Quantizer, known: Mapping[str, Value]) -> Decision:
         original = metric.original()
-        allowed = min(self._group.gather(self.max_degradation))
+        allowed = min(self._group.all_gather(self.max_degradation))
         if original.problem is not None:
             return self._without_quality(quantizer, allowed, original.problem)
         judge = metric.judge(original.score, known)
         return self._choose(quantizer, judge, allowed, original.margin, metric.notes(original, allowed))
 
     def _clustered(self, sketched: SketchedWeights) -> ClusteredWeights:
-        self._size_factor = self._group.gather(self._size_factor)[0]  # only rank 0 learns it
+        self._size_factor = self._group.from_rank_0(self._size_factor)  # only rank 0 learns it
         return ClusteredWeights(sketched, SizeModel(sketched), self._size_factor)
 
     def _without_quality(self, quantizer: Quantizer, allowed: float, reason: str) -> Decision:
@@ -194,7 +194,7 @@ class ConfigurationManager:
         """allowed: the degradation. margin: the part of it that the noise of the metric takes."""
         limit = allowed - margin
         progress = Progress(quantizer.weights, self._restored)
-        trials = Trials(quantizer, judge, progress, limit, self._group, self._group.communicates())
+        trials = Trials(quantizer, judge, progress, limit, self._group, self._group.saw_communication())
         if self._fixed is not None:
             return self._take_note_of_fixed(trials, judge, notes)
         if not quantizer.weights:

@@ -50,12 +50,12 @@ class UserMetric:
         """
 
         def scores() -> list[float]:
-            watched = self._group.watched(self._evaluate)
+            watched = self._group.watch_communication(self._evaluate)
             return [score(self._model, {}, watched) for _ in range(self._noise.evaluations)]
 
-        found, error = self._group.together(lambda: attempt(scores))
-        everywhere = self._group.gather((found, said(error)))
-        communicates = self._group.communicates()
+        found, error = self._group.run_on_all_ranks(lambda: attempt(scores))
+        everywhere = self._group.all_gather((found, said(error)))
+        communicates = self._group.saw_communication()
         if self._group.size > 1:
             raise_on_every_rank([text for _, text in everywhere], error)
         if error is not None and not self._worked:
@@ -77,7 +77,7 @@ class UserMetric:
     def notes(self, original: Original, allowed: float) -> list[str]:
         """Returns the notes on the metric for a record. allowed: the degradation."""
         notes = []
-        if self._group.communicates():
+        if self._group.saw_communication():
             notes.append("evaluate communicates between ranks: all of them score the same candidate together")
         if original.margin > 0:
             left = (
@@ -93,5 +93,5 @@ class UserMetric:
 
     def judge(self, original: float, known: Mapping[str, Value]) -> MetricJudge:
         """Returns a judge of candidates by this metric."""
-        watched = self._group.watched(self._evaluate)
+        watched = self._group.watch_communication(self._evaluate)
         return MetricJudge(self._model, watched, self._higher_is_better, original, known)

@@ -128,10 +128,10 @@ class Trials:
         if new:
             assert len(new) <= self.width
             mine = new[self._group.rank % len(new)]
-            outcome = self._group.together(lambda: self._try(mine, least_progress))
-            if self.width > 1 and self._group.communicates():
+            outcome = self._group.run_on_all_ranks(lambda: self._try(mine, least_progress))
+            if self.width > 1 and self._group.saw_communication():
                 raise Mixed
-            outcomes = self._group.gather(outcome)
+            outcomes = self._group.all_gather(outcome)
             if self._group.size > 1:
                 raise_on_every_rank([trial.error for trial, _ in outcomes], None)
             for trial, quality in outcomes[: len(new)]:

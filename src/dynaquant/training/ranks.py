@@ -1,4 +1,4 @@
-"""The ranks of a data-parallel training, as far as a checkpoint needs them to agree."""
+"""The ranks of a data-parallel training: exchange values, fail together, and notice communication in ``evaluate``."""
 
 from __future__ import annotations
 
@@ -14,58 +14,45 @@ T = TypeVar("T")
 
 
 class Group:
-    """All processes of the training, over the CPU; a single process is a group of one.
+    """All processes of the training, connected over the CPU (Gloo). A single process is a group of one.
 
-    Made on every rank at once. Its methods but ``watched`` are collective: every rank calls them in the same order.
+    Every rank creates it at the same time. All methods except ``watch_communication`` are collective: every rank calls
+    them, in the same order.
     """
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
-        self._communicated = False
+        self._saw_communication = False
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            # Its own group: the default one may be NCCL's, which moves only CUDA tensors.
+            # The default group may use NCCL, which moves only CUDA tensors.
             self._group = dist.new_group(backend="gloo")
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def watched(self, function: Callable[[nn.Module], float]) -> Callable[[nn.Module], float]:
-        """Wraps the function to record whether it communicates between ranks; ``communicates`` returns that."""
-        if self._group is None:
-            return function
-
-        def watch(model: nn.Module) -> float:
-            before = _operations()
-            try:
-                return function(model)
-            finally:
-                self._communicated |= before is None or _operations() != before
-
-        return watch
-
-    def communicates(self) -> bool:
-        """Whether a watched function has, or may have, communicated on any rank. Collective."""
-        self._communicated = any(self.gather(self._communicated))
-        return self._communicated
-
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in their order, on every rank."""
+    def all_gather(self, value: T) -> list[T]:
+        """Returns the values of all ranks, in rank order. Every rank gets the same list. Values are pickled."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def together(self, action: Callable[[], T]) -> T:
-        """The action's result, once it has ended well on every rank.
+    def from_rank_0(self, value: T) -> T:
+        """Returns rank 0's value on every rank."""
+        return self.all_gather(value)[0]
 
-        Raises the action's own exception where it failed, and DynaquantError on the other ranks.
+    def run_on_all_ranks(self, action: Callable[[], T]) -> T:
+        """Runs an action on every rank and returns this rank's result. If it fails on one rank, it fails on all.
+
+        A rank where the action fails raises the action's own exception; the other ranks raise DynaquantError. So no
+        rank goes on, and waits for others that have stopped.
         """
         result, error = None, None
         try:
             result = action()
         except Exception as raised:
             error = raised
-        texts = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        texts = self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         failed = [f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text is not None]
@@ -73,12 +60,31 @@ class Group:
             raise DynaquantError("; ".join(failed))
         return result  # type: ignore[return-value]
 
+    def watch_communication(self, function: Callable[[nn.Module], float]) -> Callable[[nn.Module], float]:
+        """Wraps a function so that ``saw_communication`` knows whether it communicated between ranks."""
+        if self._group is None:
+            return function
+
+        def watched(model: nn.Module) -> float:
+            before = _operations()
+            try:
+                return function(model)
+            finally:
+                self._saw_communication |= before is None or _operations() != before
+
+        return watched
+
+    def saw_communication(self) -> bool:
+        """Whether a watched function has ever communicated on any rank, or may have. Collective."""
+        self._saw_communication = any(self.all_gather(self._saw_communication))
+        return self._saw_communication
+
 
 def _operations() -> dict[str, list[int]] | None:
-    """Returns how many operations the backends of each group of several ranks have begun, by the group's name.
+    """Counts the operations that the backends of each process group with several ranks have begun, by group name.
 
-    None if a backend does not count, as with MPI. Backends count operations of Python, C++ and compiled code, from any
-    thread. NCCL does not count ``send`` and ``recv``. PyTorch has no public function for this.
+    Returns None if a backend does not count, for example MPI. Backends count operations from Python, C++ and compiled
+    code, in any thread. NCCL does not count ``send`` and ``recv``. PyTorch has no public function for this.
     """
     try:
         return {

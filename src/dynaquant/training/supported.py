@@ -62,7 +62,7 @@ def check(sources: Mapping[str, Any]) -> None:
 def check_replicas(tensors: Mapping[str, Tensor], group: Group) -> None:
     """Raises StateError if names or shapes of the ranks' models differ, as in pipeline parallelism. Collective."""
     own = sorted((n, str(t.dtype), tuple(t.shape)) for n, t in tensors.items() if n.partition(".")[0] == "model")
-    digests = group.gather(blake3(repr(own).encode()).hexdigest())
+    digests = group.all_gather(blake3(repr(own).encode()).hexdigest())
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise StateError(f"the model of rank {other} has other names or shapes than that of rank 0; {_REPLICAS}")
