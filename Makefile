@@ -64,5 +64,5 @@ clean:  ## everything that make has made
 	@echo "setting up .venv, a minute or two"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(PIP) --editable '.[demo]' --group test --group lint
+	$(PIP) --editable '.[demo,report]' --group test --group lint
 	touch $@

@@ -1,14 +1,12 @@
-"""Checkpoints of deep-learning training in a small fraction of their size. Start with ``Checkpointer``."""
+"""Checkpoints of deep-learning training in a small fraction of their size. Start with ``Checkpointer``.
 
-from importlib.metadata import version
+The public names are imported when they are first used, so that ``dynaquant --help`` does not load PyTorch.
+"""
 
-from dynaquant.checkpointer import Checkpointer
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from dynaquant.errors import CheckpointError, DynaquantError, EvaluateError, StateError
-from dynaquant.quantize.grid import GridConfiguration
-from dynaquant.quantize.partition import Configuration
-from dynaquant.restore.load import load, load_into
-from dynaquant.save.record import Record
-from dynaquant.search.quality import LossOn
 
 __all__ = [
     "CheckpointError",
@@ -24,4 +22,36 @@ __all__ = [
     "load_into",
 ]
 
-__version__ = version("dynaquant")
+if TYPE_CHECKING:
+    from dynaquant.checkpointer import Checkpointer
+    from dynaquant.quantize.grid import GridConfiguration
+    from dynaquant.quantize.partition import Configuration
+    from dynaquant.restore.load import load, load_into
+    from dynaquant.save.record import Record
+    from dynaquant.search.quality import LossOn
+
+    __version__: str
+else:
+    _MODULES = {
+        "Checkpointer": "checkpointer",
+        "Configuration": "quantize.partition",
+        "GridConfiguration": "quantize.grid",
+        "LossOn": "search.quality",
+        "Record": "save.record",
+        "load": "restore.load",
+        "load_into": "restore.load",
+    }
+
+    def __getattr__(name):
+        """Import a public name on first use (PEP 562)."""
+        if name == "__version__":
+            value = import_module("importlib.metadata").version("dynaquant")
+        elif name in _MODULES:
+            value = getattr(import_module(f"dynaquant.{_MODULES[name]}"), name)
+        else:
+            raise AttributeError(f"module 'dynaquant' has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *__all__, "__version__"})

@@ -31,3 +31,13 @@ class EvaluateError(DynaquantError):
 
     Nothing was saved.
     """
+
+
+class MissingPackageError(DynaquantError, ImportError):
+    """A package that only an extra of dynaquant installs is missing.
+
+    what: the feature that needs it, with a capital letter. package: by its name on PyPI. extra: of dynaquant.
+    """
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        super().__init__(f"{what} needs {package}, which is not installed: pip install 'dynaquant[{extra}]'")

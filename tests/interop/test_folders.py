@@ -14,8 +14,9 @@ from training import bits, model_of, train
 
 import dynaquant as dq
 from dynaquant.interop import dcp, folder
-from dynaquant.interop.export import Target, export, target_for
+from dynaquant.interop.export import export, target_for
 from dynaquant.interop.packing import Packer, compress
+from dynaquant.interop.targets import Target
 from dynaquant.restore.load import Stored
 from dynaquant.store.run import Run
 

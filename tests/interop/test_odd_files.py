@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 
 import dynaquant as dq
 from dynaquant.interop import dcp, safetensors
-from dynaquant.interop.export import Target, export
+from dynaquant.interop.export import export
 from dynaquant.interop.packing import Packer, compress, pack
+from dynaquant.interop.targets import Target
 from dynaquant.restore.load import Stored
 
 

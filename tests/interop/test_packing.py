@@ -315,7 +315,8 @@ def test_steps_are_the_last_numbers_of_names_or_of_their_folders(tmp_path):
 COMPRESS = """
 import sys, pathlib, re
 import torch
-from dynaquant.interop.export import export, Target
+from dynaquant.interop.export import export
+from dynaquant.interop.targets import Target
 from dynaquant.restore.load import Stored
 from dynaquant.interop.packing import Packer, compress
 

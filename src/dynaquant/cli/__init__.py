@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -44,6 +43,8 @@ for panel, commands in _PANELS.items():
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version  # noqa: PLC0415  (slow, and only this needs it)
+
         print(f"dynaquant {version('dynaquant')}")
         raise typer.Exit
 

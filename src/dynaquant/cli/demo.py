@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from dynaquant.errors import MissingPackageError
 from dynaquant.save.presets import BALANCED
 
 
@@ -31,8 +31,7 @@ def demo(
     """
     packages = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
     if missing := [package for module, package in packages.items() if importlib.util.find_spec(module) is None]:
-        print(f"The demo needs {' and '.join(missing)}, which the extra 'demo' of dynaquant brings", file=sys.stderr)
-        raise typer.Exit(1)
+        raise MissingPackageError("The demo", " and ".join(missing), "demo")
     # Imported here: matplotlib is an extra, and the other commands do not need it.
     from dynaquant.demo import demo as demonstration  # noqa: PLC0415
     from dynaquant.demo.figure import draw  # noqa: PLC0415

@@ -1,5 +1,8 @@
 """Commands that read or write files of other programs: ``compress``, ``decompress``, ``pack``, ``unpack``, …"""
 
+# ruff: noqa: PLC0415
+# Each command imports what it needs when it runs, so that --help does not load PyTorch, which takes seconds.
+
 from __future__ import annotations
 
 import importlib
@@ -8,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -16,18 +19,15 @@ from dynaquant.cli import output
 from dynaquant.cli.output import AsJson
 from dynaquant.errors import CheckpointError
 from dynaquant.formatting import in_bytes, plural
-from dynaquant.interop.export import Target, target_for
-from dynaquant.interop.export import export as export_checkpoint
-from dynaquant.interop.packing import Packer, step_of
-from dynaquant.interop.packing import compress as compress_file
-from dynaquant.interop.packing import pack as pack_files
-from dynaquant.restore.load import Stored
+from dynaquant.interop.targets import Target
 from dynaquant.save.presets import QualityName
-from dynaquant.save.record import Record, Size, record_of
-from dynaquant.store.container import CheckpointFile
 from dynaquant.store.files import is_file_name
-from dynaquant.store.listing import SUFFIX
-from dynaquant.store.run import Run
+
+if TYPE_CHECKING:
+    from dynaquant.interop.packing import Packer
+    from dynaquant.restore.load import Stored
+    from dynaquant.save.record import Record
+    from dynaquant.store.container import CheckpointFile
 
 Quality = Annotated[str, typer.Option(help=f"One of {', '.join(get_args(QualityName))}.")]
 MaxDegradation = Annotated[
@@ -68,6 +68,10 @@ def compress(
     and each tensor is stored as precisely as the metric minds; without, an estimate from how far the weights move
     decides. No code in the source is run.
     """
+    from dynaquant.interop.packing import compress as compress_file
+    from dynaquant.store.container import CheckpointFile
+    from dynaquant.store.listing import SUFFIX
+
     out = out if out is not None else source.with_name(source.name + SUFFIX)
     output.must_not_exist(out, force)
     with output.telling() as tell:
@@ -88,6 +92,10 @@ def decompress(
     as_json: AsJson = False,
 ) -> None:
     """Write a compressed file back in the format that it had, or in another one."""
+    from dynaquant.interop.export import export as export_checkpoint
+    from dynaquant.interop.export import target_for
+    from dynaquant.restore.load import Stored
+
     output.must_not_exist(out, force)
     if not source.is_file():
         raise CheckpointError(f"{source} is no file" + (" (unpack and export go with runs)" if source.is_dir() else ""))
@@ -112,6 +120,11 @@ def pack(
     Steps are the last numbers in the names, or else in those of the folders they are in. Those that the run has
     already are left as they are, so that an interrupted command can be given again, and new checkpoints be added.
     """
+    from dynaquant.interop.packing import pack as pack_files
+    from dynaquant.interop.packing import step_of
+    from dynaquant.save.record import Size, record_of
+    from dynaquant.store.run import Run
+
     by_step: dict[int, Path] = {}
     for file in files:
         step = step_of(file)
@@ -161,6 +174,8 @@ def export(
     the training with torch-state, which torch.load reads with weights_only=False, and with dcp, a folder of
     torch.distributed.checkpoint.
     """
+    from dynaquant.interop.export import export as export_checkpoint
+
     output.must_not_exist(out, force)
     stored = output.stored(folder, step)
     with output.telling() as tell:
@@ -177,6 +192,10 @@ def unpack(
     as_json: AsJson = False,
 ) -> None:
     """Write the checkpoints of a run back as the files that were packed: all into the folder OUT, or one as OUT."""
+    from dynaquant.interop.export import export as export_checkpoint
+    from dynaquant.interop.export import target_for
+    from dynaquant.restore.load import Stored
+
     files = output.open_run(folder)[1]
     if step is not None:
         output.must_not_exist(out, force)
@@ -213,6 +232,8 @@ def _name_of(record: dict[str, Any], step: int) -> str:
 def _packer(
     quality: str, max_degradation: float | None, metric: str | None, higher_is_better: bool, tell: Callable[[str], None]
 ) -> Packer:
+    from dynaquant.interop.packing import Packer
+
     if quality not in get_args(QualityName):
         raise typer.BadParameter(f"--quality is one of {', '.join(get_args(QualityName))}, not {quality!r}")
     try:

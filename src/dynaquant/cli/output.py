@@ -1,5 +1,8 @@
 """What the commands share: how they open a run, and how they print."""
 
+# ruff: noqa: PLC0415
+# Each command imports what it needs when it runs, so that --help does not load PyTorch, which takes seconds.
+
 from __future__ import annotations
 
 import json
@@ -8,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -18,12 +21,13 @@ from rich.text import Text
 
 from dynaquant.errors import CheckpointError
 from dynaquant.formatting import in_bytes
-from dynaquant.restore.load import Stored
-from dynaquant.save.record import Size
-from dynaquant.store.container import CheckpointFile
 from dynaquant.store.files import kind_of
-from dynaquant.store.run import Run
-from dynaquant.store.tags import file_of
+
+if TYPE_CHECKING:
+    from dynaquant.restore.load import Stored
+    from dynaquant.save.record import Size
+    from dynaquant.store.container import CheckpointFile
+    from dynaquant.store.run import Run
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of checkpoints.", show_default=False)]
 Step = Annotated[
@@ -35,6 +39,8 @@ T = TypeVar("T")
 
 def run_of(folder: Path) -> tuple[Run, list[CheckpointError]]:
     """The run in a folder and what is wrong with files in it. Raises CheckpointError when it is no run."""
+    from dynaquant.store.run import Run
+
     if not folder.is_dir():
         what = f"is {kind_of(folder) or 'a file'}" if folder.exists() else "does not exist"
         raise CheckpointError(f"{folder} {what}; give the folder that a Checkpointer writes to")
@@ -58,6 +64,9 @@ def open_run(folder: Path) -> tuple[Run, list[CheckpointFile]]:
 
 def checkpoint(folder: Path, step: str | None) -> CheckpointFile:
     """A checkpoint of a run, by its step or a tag, the newest without; or a file alone, which has no steps."""
+    from dynaquant.store.container import CheckpointFile
+    from dynaquant.store.tags import file_of
+
     if folder.is_file():
         if step is not None:
             raise CheckpointError(f"{folder} is one checkpoint, and no run with steps")
@@ -68,6 +77,8 @@ def checkpoint(folder: Path, step: str | None) -> CheckpointFile:
 
 def stored(folder: Path, step: str | None) -> Stored:
     """The same, opened for its tensors to be read."""
+    from dynaquant.restore.load import Stored
+
     if folder.is_file():
         checkpoint(folder, step)
         return Stored(folder)

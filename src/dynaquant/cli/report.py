@@ -1,18 +1,23 @@
 """``dynaquant report``."""
 
+# ruff: noqa: PLC0415
+# Each command imports what it needs when it runs, so that --help does not load PyTorch, which takes seconds.
+
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dynaquant.cli import output
 from dynaquant.cli.output import AsJson, RunFolder
 from dynaquant.formatting import in_bytes, plural
-from dynaquant.report.statistics import S3_STANDARD, Numbers, numbers_of
-from dynaquant.store.chain import until_settled
+from dynaquant.report.prices import S3_STANDARD
 from dynaquant.store.files import replacing
+
+if TYPE_CHECKING:
+    from dynaquant.report.statistics import Numbers
 
 
 def report(
@@ -28,10 +33,12 @@ def report(
 
     One file that needs no network, for any browser.
     """
+    from dynaquant.report.page import page_of
+    from dynaquant.report.statistics import numbers_of
+    from dynaquant.store.chain import until_settled
+
     output.must_not_exist(out, force)
     run, _ = output.open_run(folder)
-    # Imported here: plotly takes a second, and the other commands do not need it.
-    from dynaquant.report.page import page_of  # noqa: PLC0415
 
     def read() -> Numbers:
         files, broken = run.files()

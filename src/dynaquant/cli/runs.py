@@ -1,34 +1,37 @@
 """Commands that look into a run: ``log``, ``show``, ``diff``, ``verify``, ``du``."""
 
+# ruff: noqa: PLC0415
+# Each command imports what it needs when it runs, so that --help does not load PyTorch, which takes seconds.
+
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dynaquant.cli import output
 from dynaquant.cli.output import AsJson, RunFolder, Step
 from dynaquant.formatting import in_bytes
-from dynaquant.quantize.grid import GridConfiguration
-from dynaquant.quantize.knobs import in_short
-from dynaquant.report.inspection import Change, TensorInfo, changes, disk_use, level_counts, tensors_of
-from dynaquant.save.record import Record, Size, record_of
-from dynaquant.store.chain import noticing_moves, until_settled
-from dynaquant.store.container import CheckpointFile, opened
-from dynaquant.store.frozen import PREFIX
-from dynaquant.store.listing import paths
-from dynaquant.store.reading import load_tensor
-from dynaquant.store.run import Run
-from dynaquant.store.tags import tags_of
-from dynaquant.store.verifying import damage_of_file, verify_run
-from dynaquant.tensors.stored import QuantizedTensor, StoredTensor
+
+if TYPE_CHECKING:
+    from dynaquant.report.inspection import Change, TensorInfo
+    from dynaquant.save.record import Record, Size
+    from dynaquant.store.container import CheckpointFile
+    from dynaquant.tensors.stored import StoredTensor
 
 
 def log(folder: RunFolder, as_json: AsJson = False) -> None:
     """List the checkpoints of a run: tags, size, ratio, loss of quality, configuration."""
+    from dynaquant.quantize.knobs import in_short
+    from dynaquant.save.record import Size, record_of
+    from dynaquant.store.container import opened
+    from dynaquant.store.frozen import PREFIX
+    from dynaquant.store.listing import paths
+    from dynaquant.store.tags import tags_of
+
     run, files = output.open_run(folder)
     records = [record_of(file) for file in files]
     known = tags_of(run)
@@ -76,6 +79,9 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show one checkpoint: how it was made, and what each kind of tensor and each tensor takes."""
+    from dynaquant.report.inspection import tensors_of
+    from dynaquant.save.record import Size, record_of
+
     if tensor is not None:
         _show_tensor(folder, step, tensor, as_json)
         return
@@ -127,6 +133,9 @@ def _layer_type_of_weight(info: TensorInfo) -> str | None:
 
 
 def _facts(record: Record) -> Iterator[tuple[str, str]]:
+    from dynaquant.quantize.grid import GridConfiguration
+    from dynaquant.quantize.knobs import in_short
+
     yield "step", str(record.step)
     yield "identity", record.identity
     yield "parent", "none, it is a keyframe" if record.parent is None else f"step {record.parent}"
@@ -156,6 +165,12 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> None:
+    from dynaquant.report.inspection import level_counts, tensors_of
+    from dynaquant.store.chain import noticing_moves, until_settled
+    from dynaquant.store.reading import load_tensor
+    from dynaquant.store.run import Run
+    from dynaquant.tensors.stored import QuantizedTensor
+
     def decoded() -> tuple[CheckpointFile, StoredTensor]:
         chain = Run(folder if folder.is_dir() else folder.parent).chain(output.checkpoint(folder, step))
         with noticing_moves(chain):
@@ -190,6 +205,9 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints: which tensors moved, how far, and how many of their values changed level."""
+    from dynaquant.report.inspection import changes
+    from dynaquant.store.chain import until_settled
+
     run, _ = output.open_run(folder)
 
     def compared() -> list[Change]:
@@ -217,6 +235,8 @@ def verify(folder: RunFolder, as_json: AsJson = False) -> None:
 
     Exit code 1 if any is damaged.
     """
+    from dynaquant.store.verifying import damage_of_file, verify_run
+
     if folder.is_file():
         error = damage_of_file(folder)
         _print_verified(int(error is None), [] if error is None else [str(error)], as_json)
@@ -242,6 +262,8 @@ def _print_verified(sound: int, damaged: list[str], as_json: bool) -> None:
 
 def du(folder: RunFolder, as_json: AsJson = False) -> None:
     """Show what takes the space: keyframes, deltas, exact copies; and in them weights, moments and so on."""
+    from dynaquant.report.inspection import disk_use
+
     run, files = output.open_run(folder)
     use = disk_use(run, files)
     if as_json:

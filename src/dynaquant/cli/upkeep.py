@@ -1,24 +1,24 @@
 """Commands that change a run, or make another of it: ``tag``, ``branch``, ``compact``, ``prune``."""
 
+# ruff: noqa: PLC0415
+# Each command imports what it needs when it runs, so that --help does not load PyTorch, which takes seconds.
+
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dynaquant.cli import output
 from dynaquant.cli.output import AsJson, RunFolder, Step
 from dynaquant.formatting import in_bytes
-from dynaquant.store.chain import until_settled
-from dynaquant.store.recoding import branch as branch_run
-from dynaquant.store.recoding import compact as compact_run
-from dynaquant.store.retention import Retention, damaged_among_kept, superfluous
-from dynaquant.store.retention import prune as prune_run
-from dynaquant.store.run import Run
-from dynaquant.store.tags import remove_tag, set_tag, tags_of
+
+if TYPE_CHECKING:
+    from dynaquant.store.retention import Retention
+    from dynaquant.store.run import Run
 
 
 def tag(
@@ -30,6 +30,8 @@ def tag(
     as_json: AsJson = False,
 ) -> None:
     """Name a checkpoint; the name can be given wherever a step can, and what has one is never deleted by prune."""
+    from dynaquant.store.tags import remove_tag, set_tag, tags_of
+
     run, _ = output.open_run(folder)
     if delete and name is None:
         raise typer.BadParameter("say which tag to delete")
@@ -54,6 +56,9 @@ def branch(
     as_json: AsJson = False,
 ) -> None:
     """Begin a new run with a checkpoint of this one: train on from there with other settings, and keep both lines."""
+    from dynaquant.store.chain import until_settled
+    from dynaquant.store.recoding import branch as branch_run
+
     run, _ = output.open_run(folder)
     written = until_settled(lambda: branch_run(run, output.checkpoint(folder, step), new))
     text = f"{new}: begins with step {written.header.step}, {in_bytes(written.size)}"
@@ -69,6 +74,8 @@ def compact(
     as_json: AsJson = False,
 ) -> None:
     """Code a run anew, after pruning or to trade size for speed of restoring. All values stay, bit for bit."""
+    from dynaquant.store.recoding import compact as compact_run
+
     run, files = output.open_run(folder)
     before = sum(file.size for file in files)
     with run.writer():
@@ -93,6 +100,9 @@ def prune(
 
     What has a tag stays.
     """
+    from dynaquant.store.retention import Retention, superfluous
+    from dynaquant.store.retention import prune as prune_run
+
     if keep_last is None and keep_every is None:
         raise typer.BadParameter("say what to keep: --keep-last, --keep-every, or both")
     run, files = output.open_run(folder)
@@ -121,6 +131,8 @@ def prune(
 
 
 def _damaged(run: Run, retention: Retention) -> set[int]:
+    from dynaquant.store.retention import damaged_among_kept
+
     return damaged_among_kept(
         run, retention, lambda steps: output.with_progress(steps, "checking what stays", len(steps))
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,23 +12,12 @@ from torch import Tensor
 
 from dynaquant.errors import CheckpointError
 from dynaquant.interop import dcp, safetensors, torchfile
+from dynaquant.interop.targets import Target
 from dynaquant.restore.load import Stored, state_of
 from dynaquant.state.tree import names_in, pairs_of, tensor_name
 from dynaquant.store.files import is_file_name, new_folder, replacing
 from dynaquant.tensors.dtypes import bytes_of
 from dynaquant.tensors.lazy import Lazy
-
-
-class Target(StrEnum):
-    """What to write: the model as safetensors, as a Hugging Face folder of such, or as ``torch.save`` does; the whole
-    state as ``torch.save`` does, or as a folder of ``torch.distributed.checkpoint``."""
-
-    SAFETENSORS = "safetensors"
-    HF = "hf"
-    TORCH = "torch"
-    TORCH_STATE = "torch-state"
-    DCP = "dcp"
-
 
 _OF_FORMAT = {
     "safetensors": Target.SAFETENSORS,

@@ -8,13 +8,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
-
+from dynaquant.errors import MissingPackageError
 from dynaquant.formatting import dollars, in_bytes, in_seconds, percent, plural, times, unit_of
 from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.quantize.partition import Configuration
-from dynaquant.report.statistics import S3_STANDARD, Numbers, Row
+from dynaquant.report.prices import S3_STANDARD
+from dynaquant.report.statistics import Numbers, Row
+
+try:
+    import plotly.graph_objects as go
+    from plotly.offline import get_plotlyjs
+    from plotly.subplots import make_subplots
+except ModuleNotFoundError as error:
+    raise MissingPackageError("The report of a run", "plotly", "report") from error
 
 BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#3b82c4", "#d9822b", "#2e9e6b", "#9b6cd1", "#d9534f", "#8a8f98"
 """Visible on white and on near-black."""
@@ -49,6 +55,12 @@ def charts(numbers: Numbers) -> list[Chart]:
     """All charts, in the order of the page."""
     drawn = (_sizes, _ratios, _degradation, _configuration, _bits, _seconds, _restore, _storage)
     return [draw(numbers) for draw in drawn]
+
+
+def javascript() -> str:
+    """Return plotly's own JavaScript, which draws the charts in the page."""
+    source: str = get_plotlyjs()
+    return source
 
 
 def _sizes(numbers: Numbers) -> Chart:

@@ -10,11 +10,9 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from plotly.offline import get_plotlyjs
-
 from dynaquant.formatting import NONE, dollars, in_bytes, in_seconds, percent, plural, times
 from dynaquant.quantize.knobs import in_short, knobs_to_json
-from dynaquant.report.charts import Chart, charts
+from dynaquant.report.charts import Chart, charts, javascript
 from dynaquant.report.statistics import Numbers
 from dynaquant.save.record import Record
 from dynaquant.search.trials import number_to_json
@@ -57,7 +55,7 @@ def page_of(numbers: Numbers) -> str:
         title=escape(f"{numbers.name} – dynaquant"),
         style=_part("page.css"),
         body="\n".join(body),
-        plotly=get_plotlyjs(),
+        plotly=javascript(),
         # plotly writes < and / as escapes, so that no name ends the script that they are in.
         figures="{" + ",".join(f'"{key}":{figure}' for key, figure in figures.items()) + "}",
         script=_part("page.js"),

@@ -9,12 +9,10 @@ from functools import cached_property
 
 from dynaquant.errors import CheckpointError, MovedOnError
 from dynaquant.report.inspection import RestoreCost, TensorInfo, restore_cost, tensors_of
+from dynaquant.report.prices import S3_STANDARD
 from dynaquant.save.record import Record, Size, record_of
 from dynaquant.store.container import CheckpointFile, Parent
 from dynaquant.store.run import Run
-
-S3_STANDARD = 0.023
-"""USD per GB and month, the list price of Amazon's S3 Standard."""
 
 
 @dataclass(frozen=True)
