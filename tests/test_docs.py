@@ -1,11 +1,13 @@
 """What the documentation shows runs as it stands."""
 
+import ast
 import glob
 import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -58,7 +60,45 @@ def test_the_guides_training_loop_runs_again(guide, tmp_path):
     assert len(os.listdir(tmp_path / "runs/guide")) == 3
 
 
+def test_the_guides_training_loop_goes_on_after_a_kill(guide, tmp_path):
+    code = next(text for language, text in blocks(guide) if text.startswith("# train.py"))
+    (tmp_path / "train.py").write_text(code)
+    command = [sys.executable, "train.py"]
+    with subprocess.Popen([*command, "0.01"], cwd=tmp_path) as training:
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("runs/guide/step-*200.dqc")):
+            assert training.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        training.kill()
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert re.search(r"starting at step [2345]00\n", again.stderr)
+    assert [line.split()[0] for line in again.stdout.splitlines()] == ["300", "400", "500"]
+
+
 def test_relative_links_lead_somewhere():
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def messages(source: str) -> list[str]:
+    """All texts in Python code except docstrings. "…" stands for what an f-string fills in."""
+
+    def text(node: ast.AST) -> str:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(text, node.values))
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "…"
+
+    tree = ast.parse(source)
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [text(n) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr | ast.Constant) and n not in docstrings]
+
+
+def test_messages_on_the_troubleshooting_page_occur_in_the_source():
+    known = [text for path in ROOT.glob("src/dynaquant/**/*.py") for text in messages(path.read_text())]
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    quoted = [line for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
+    assert len(quoted) > 40
+    patterns = {line: re.compile(".*".join(map(re.escape, line.split("…"))), re.DOTALL) for line in quoted}
+    assert [line for line in quoted if not any(map(patterns[line].search, known))] == []
