@@ -149,7 +149,7 @@ moments. ExCP's β, its paper's, sets most second moments to zero, so that Adam'
 large. (Measured while writing this, with the paper's constants for the GPT at step 800: a ninth of them is left, the
 next step is 4.5 times as long as with exact moments, and the loss 4 % higher after five.) And what rounds to the
 nearest takes weights back to where the last restore had put them. Both of dynaquant's methods must keep the progress
-since a restore ([why](../architecture.md#after-a-restore)); the peers, as published, need not.
+since a restore ([why](../decisions.md#what-must-a-checkpoint-keep-after-a-restore)); the peers, as published, need not.
 
 ExCP may store its weights in 2 bits here, too, which its paper does not have. (Measured while writing this: with the 4
 bits of the paper the ResNet's checkpoints are 31.6 times smaller, and the training ends as well as with 2.)

@@ -193,7 +193,7 @@ NB_MODULE(_native, m) {
     m.attr("NO_SAY") = dynaquant::no_say;
 
     m.def("threads", &threads,
-          "How many threads a call may keep busy, the calling thread included (docs/guide.md, \"Threads\").\n"
+          "How many threads a call may keep busy, the calling thread included (docs/guide.md).\n"
           "ValueError: DYNAQUANT_THREADS is no positive number.");
 
     const char* histogram_doc = "Adds to counts[b] the number of values whose top 16 bits are b.";
