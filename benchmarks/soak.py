@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.state.tree import flatten
+from dynaquant.state.flatten import flatten
 from dynaquant.store.run import Run
 
 KEEP_LAST = 3

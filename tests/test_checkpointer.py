@@ -16,11 +16,11 @@ from training import bits, model_of, named_state, train
 import dynaquant as dq
 from dynaquant.save.record import record_of
 from dynaquant.search.quality import Quality
-from dynaquant.state.tree import flatten
+from dynaquant.state.flatten import flatten
 from dynaquant.store import verifying
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.run import Run
-from dynaquant.training.objects import collect
+from dynaquant.training.collect import collect
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

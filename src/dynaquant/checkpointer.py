@@ -28,14 +28,16 @@ from dynaquant.save.record import Record, json_of, record_of, record_without_fil
 from dynaquant.save.schedule import Every, Schedule
 from dynaquant.save.turn import Turn
 from dynaquant.search.quality import Evaluate, of_several
+from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label, labels
-from dynaquant.state.tree import flatten, without
+from dynaquant.state.tree import without_tensors
 from dynaquant.store.container import is_step
 from dynaquant.store.retention import Retention, can_be_parent, make_way, prune
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Base, Checkpoint
-from dynaquant.training import objects as state_sources
 from dynaquant.training import supported
+from dynaquant.training.collect import collect, rank_rng_state
+from dynaquant.training.objects import models_of, objects_of
 from dynaquant.training.ranks import Group
 from dynaquant.training.snapshot import Snapshot
 
@@ -125,8 +127,8 @@ class Checkpointer:
             raise ValueError(f'exact must be "latest" or None, not {exact!r}; for all, quality="lossless"')
         if evaluate is not None and not callable(evaluate):
             raise TypeError(f"evaluate must be a function of the model, not {evaluate!r}")
-        self._sources = state_sources.sources_of(model, optimizer, extras or {})
-        supported.check(self._sources)
+        self._objects = objects_of(model, optimizer, extras or {})
+        supported.check(self._objects)
         self._schedule = Schedule(every, max_overhead, mean_time_between_failures)
         self._retention = Retention(keep_last, keep_every)
         self._group = Group()
@@ -149,7 +151,7 @@ class Checkpointer:
                 lambda: hold.enter_context(self._run.writer()) if self._group.rank == 0 else None
             )
             self._compressor = Compressor(
-                self._sources,
+                self._objects,
                 self._roles,
                 evaluate if evaluate is None or isinstance(model, nn.Module) else of_several(evaluate),
                 higher_is_better,
@@ -159,14 +161,14 @@ class Checkpointer:
                 self._schedule.interval,
             )
             undo.callback(self._compressor.close)
-            self._end_first_step_check = supported.check_after_first_step(self._sources)
+            self._end_first_step_check = supported.check_after_first_step(self._objects)
             undo.callback(self._end_first_step_check)
             # Mistakes are found now rather than at the first save. The optimizer's state is not there yet.
             early = {p: r for p, r in self._roles.items() if not p.startswith("optimizer.")}
-            tensors = self._group.run_on_all_ranks(lambda: flatten(state_sources.collect(self._sources))[1])
+            tensors = self._group.run_on_all_ranks(lambda: flatten(collect(self._objects))[1])
             supported.check_replicas(tensors, self._group)
-            labels(tensors, self._sources, early, self._compressor.vectors)
-            supported.warn_of_left_out(self._sources, tensors.values())
+            labels(tensors, self._objects, early, self._compressor.vectors)
+            supported.warn_of_unsaved(self._objects, tensors.values())
             self._writer = BackgroundWriter[Record](self, hold.close)
             undo.pop_all()
 
@@ -224,7 +226,7 @@ class Checkpointer:
     def _restore(self, step: int | str | None, only: str | Collection[str] | None, strict: bool) -> int | None:
         self._check_open()
         hashes = self._compressor.hashes
-        restorer = Restorer(self._run, self._sources, self._group, hashes, only, strict, damaged=self._damaged)
+        restorer = Restorer(self._run, self._objects, self._group, hashes, only, strict, damaged=self._damaged)
         self._group.run_on_all_ranks(self.wait)
         self.skipped, self.not_restored = restorer.skipped, []
         loaded = restorer.restore(step)
@@ -310,16 +312,16 @@ class Checkpointer:
     def _capture(self, seconds: dict[str, float]) -> tuple[Any, Compressed]:
         """The tree of the state, and its tensors as they are to be stored. Training is as before."""
         start = time.perf_counter()
-        others = self._group.all_gather(state_sources.randomness(self._sources) if self._group.rank else None)[1:]
+        others = self._group.all_gather(rank_rng_state(self._objects) if self._group.rank else None)[1:]
         tree, tensors, label_of = self._group.run_on_all_ranks(
             lambda: self._collect([other for other in others if other])
         )
         omitted = {name for name, label in label_of.items() if label.role == "omit"}
-        tree = without(tree, omitted) if omitted else tree
+        tree = without_tensors(tree, omitted) if omitted else tree
         hashes = {} if self._base is None else self._base.hashes
         held = {} if self._base is None else self._run.frozen.held(self._base.tensors)
         seconds.update(capture=time.perf_counter() - start, search=0.0)
-        before = Snapshot(state_sources.models_of(self._sources), self._sources)
+        before = Snapshot(models_of(self._objects), self._objects)
         try:
             compressed = self._compressor.compress(tensors, label_of, hashes, held, seconds)
             self._group.run_on_all_ranks(self._turn.check)
@@ -332,8 +334,8 @@ class Checkpointer:
         return tree, compressed
 
     def _collect(self, other_ranks: list[dict[str, Any]]) -> tuple[Any, dict[str, Tensor], dict[str, Label]]:
-        tree, tensors = flatten(state_sources.collect(self._sources, other_ranks))
-        return tree, tensors, labels(tensors, self._sources, self._roles, self._compressor.vectors)
+        tree, tensors = flatten(collect(self._objects, other_ranks))
+        return tree, tensors, labels(tensors, self._objects, self._roles, self._compressor.vectors)
 
     def _write(self, checkpoint: Checkpoint, predicted: float | None) -> Record:
         start = time.perf_counter()

@@ -9,7 +9,7 @@ from dynaquant.coding.encoder import encode
 from dynaquant.coding.schemes import Conditional, Lossless, Planes, Raw, Rearranged
 from dynaquant.quantize.kmeans import quantize
 from dynaquant.quantize.partition import thresholds
-from dynaquant.state.tree import flatten
+from dynaquant.state.flatten import flatten
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.dtypes import DTYPES
 from dynaquant.tensors.hashing import tensor_hash

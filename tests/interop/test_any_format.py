@@ -16,7 +16,7 @@ from training import bits, model_of, train
 
 import dynaquant as dq
 from dynaquant.interop import any_format, dcp, inferred_roles, safetensors
-from dynaquant.state.tree import unflatten
+from dynaquant.state.flatten import unflatten
 
 
 def state_of(path):

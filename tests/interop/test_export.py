@@ -19,7 +19,7 @@ from dynaquant.interop import any_format, safetensors
 from dynaquant.interop.export import Target, export, target_for
 from dynaquant.interop.packing import Packer, compress
 from dynaquant.restore.load import Stored
-from dynaquant.state.tree import unflatten
+from dynaquant.state.flatten import unflatten
 
 
 def packed(source, folder, quality="lossless") -> Stored:
@@ -185,7 +185,7 @@ def test_a_model_with_state_of_its_own_is_written_as_torch_has_it(tmp_path):
     stored = Stored(tmp_path / "run")
     export(stored, Target.TORCH, tmp_path / "m.pt")
     assert bits(torch.load(tmp_path / "m.pt", weights_only=False)) == bits(dq.load(tmp_path / "run")["model"])
-    with pytest.raises(dq.CheckpointError, match="_extra_state of the model is no tensor; export it to torch"):
+    with pytest.raises(dq.CheckpointError, match="_extra_state in the model is not a tensor; load the whole state"):
         export(stored, Target.SAFETENSORS, tmp_path / "m.safetensors")
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from training import model_of, train
 
 from dynaquant.interop import inferred_roles
-from dynaquant.state.tree import flatten
+from dynaquant.state.flatten import flatten
 
 
 def labels_of(state) -> dict[str, tuple[str, str]]:

@@ -18,7 +18,7 @@ from dynaquant.interop import any_format, dcp
 from dynaquant.interop.export import export, target_for
 from dynaquant.interop.packing import KEYFRAME_EVERY, Packer, compress, pack, step_of
 from dynaquant.restore.load import Stored
-from dynaquant.state.tree import unflatten
+from dynaquant.state.flatten import unflatten
 from dynaquant.store.run import Run
 from dynaquant.store.verifying import damage
 from dynaquant.tensors.dtypes import DTYPES

@@ -9,8 +9,8 @@ from torch import nn
 
 from dynaquant.quantize.clustered_weights import quantize_weights, sketch_weights
 from dynaquant.quantize.partition import Configuration
+from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label, labels
-from dynaquant.state.tree import flatten
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.stored import PROTECTED, PRUNED, QuantizedTensor
 

@@ -211,7 +211,7 @@ def test_a_model_that_does_not_fit_is_not_changed(run):
 
 def test_state_that_is_no_tensor_is_told(tmp_path):
     path = packed(tmp_path, {"w": torch.ones(2), "more": 3})
-    with pytest.raises(dq.CheckpointError, match="more of the model is no tensor"):
+    with pytest.raises(dq.CheckpointError, match="more in the model is not a tensor"):
         dq.load(path, keys=["w"])
     path = packed(tmp_path, {"epoch": 3, "deep": {"er": {"w": torch.ones(2)}}})
     with pytest.raises(dq.CheckpointError, match="there is no model in it; it has epoch, deep"):

@@ -6,11 +6,11 @@ from torch import nn
 from training import bits, model_of, train
 
 import dynaquant as dq
+from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label
-from dynaquant.state.tree import flatten
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Checkpoint
-from dynaquant.training.objects import collect
+from dynaquant.training.collect import collect
 
 
 def training(seed=0):

@@ -5,14 +5,14 @@ import torch
 from torch import nn, optim
 
 from dynaquant.errors import StateError
+from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label, labels, layer_type
-from dynaquant.state.tree import flatten
-from dynaquant.training import objects
+from dynaquant.training.collect import collect
 
 
 def labels_of(things, overrides=None):
     """Labels by name, as (role, layer type)."""
-    _, tensors = flatten(objects.collect(things))
+    _, tensors = flatten(collect(things))
     return {name: (label.role, label.layer_type) for name, label in labels(tensors, things, overrides).items()}
 
 

@@ -17,7 +17,7 @@ from training import bits, model_of, train
 
 import dynaquant as dq
 from dynaquant.search.quality import score
-from dynaquant.state import names
+from dynaquant.state import wrappers
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -108,7 +108,7 @@ def test_compiled_modules_are_scored_with_the_values_they_are_given(wrap):
         for value in range(12):  # more than PyTorch compiles anew
             values = {"4.weight": torch.full((40, 24), float(value)), "4.bias": torch.full((40,), 0.5)}
             other = model_of().eval()
-            other.load_state_dict({**names.state_dict(model), **values})
+            other.load_state_dict({**wrappers.state_dict(model), **values})
             found = score(model, values, lambda m: m(tokens).square().sum())
             assert found == pytest.approx(float(other(tokens).square().sum()))
         assert torch.equal(model(tokens), before)

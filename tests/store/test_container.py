@@ -31,8 +31,8 @@ from dynaquant.errors import CheckpointError
 from dynaquant.quantize.clustered_weights import quantize_weights, sketch_weights
 from dynaquant.quantize.moments import first_moment, rank_one
 from dynaquant.quantize.partition import Configuration
+from dynaquant.state.flatten import flatten, unflatten
 from dynaquant.state.roles import Label
-from dynaquant.state.tree import flatten, unflatten
 from dynaquant.store.container import FORMAT_VERSION, CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.store.entry import Entry
 from dynaquant.store.run import Run

@@ -7,8 +7,8 @@ from training import bits
 from dynaquant.coding.encoder import Coder
 from dynaquant.quantize.clustered_weights import quantize_weights, sketch_weights
 from dynaquant.quantize.partition import Configuration
+from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label
-from dynaquant.state.tree import flatten
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Checkpoint

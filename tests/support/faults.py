@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
+from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label
-from dynaquant.state.tree import flatten
 from dynaquant.store.container import CheckpointWriter
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Checkpoint

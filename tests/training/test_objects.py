@@ -14,7 +14,8 @@ import dynaquant as dq
 from dynaquant.errors import StateError
 from dynaquant.restore.fitting import fitting, refuse
 from dynaquant.restore.restorer import put_checked, put_unchecked
-from dynaquant.training import objects, rng, supported
+from dynaquant.training import rng, supported
+from dynaquant.training.collect import collect, collect_to_compare, rank_rng_state, stored_rng_state
 
 
 def draws():
@@ -56,7 +57,7 @@ def test_states_of_cuda_devices_that_are_not_there_are_left_out():
 
 
 def fit_of(given, state, rank=0):
-    return fitting(given, objects.collect_to_compare(given), state, rank)
+    return fitting(given, collect_to_compare(given), state, rank)
 
 
 def check_fit(given, state, what):
@@ -66,7 +67,7 @@ def check_fit(given, state, what):
 def restore(given, state, rank=0):
     parts = fit_of(given, state, rank).parts
     put_unchecked(given, parts, [])
-    put_checked(given, parts, [], objects.randomness_of(state, rank))
+    put_checked(given, parts, [], stored_rng_state(state, rank))
 
 
 def training(width=4):
@@ -97,7 +98,7 @@ def test_training_goes_on_from_a_collected_state():
     for _ in range(4):
         advance(things)
     supported.check(things)
-    state = copy.deepcopy(objects.collect(things))
+    state = copy.deepcopy(collect(things))
     expected = [advance(things) for _ in range(4)]
     fresh = training()
     check_fit(fresh, state, "the checkpoint")
@@ -154,7 +155,7 @@ def test_an_optimizers_state_keeps_its_dtypes_whatever_those_of_its_parameters(n
         for parameter in group["params"]:
             optimizer.state[parameter] = unlike_its_parameter(parameter)
     optimizer.state["global"] = {"scale": torch.ones(2)}
-    state = copy.deepcopy(objects.collect({name: optimizer}))
+    state = copy.deepcopy(collect({name: optimizer}))
     restore({name: fresh}, state)
     assert bits(fresh.state_dict()) == bits(optimizer.state_dict())
     for group, group_before in zip(fresh.param_groups, optimizer.param_groups, strict=True):
@@ -169,7 +170,7 @@ def test_what_an_optimizer_itself_converts_when_it_saves_and_loads_is_left_to_it
     optimizer = Packed([parameter], lr=0.1, momentum=0.9)
     parameter.sum().backward()
     optimizer.step()
-    state = copy.deepcopy(objects.collect({"optimizer": optimizer}))
+    state = copy.deepcopy(collect({"optimizer": optimizer}))
     assert state["optimizer"]["state"][0]["momentum_buffer"].dtype == torch.float16
     restore({"optimizer": optimizer}, state)
     assert optimizer.state[parameter]["momentum_buffer"].dtype == torch.float32
@@ -193,14 +194,14 @@ def own_draws(things):
 
 
 def randomness_of_ranks(*ranks):
-    return [copy.deepcopy(objects.randomness(of_rank(rank))) for rank in ranks]
+    return [copy.deepcopy(rank_rng_state(of_rank(rank))) for rank in ranks]
 
 
 def test_every_rank_gets_its_own_random_numbers_back_and_the_rest_from_the_first():
     others = randomness_of_ranks(1, 2)
     first = of_rank(0)
     advance(first)
-    state = copy.deepcopy(objects.collect(first, others))
+    state = copy.deepcopy(collect(first, others))
     weights = state["model"]["0.weight"]
     expected = [own_draws(first)] + [own_draws(of_rank(rank)) for rank in (1, 2)]
     for rank in (0, 1, 2):
@@ -215,7 +216,7 @@ def test_every_rank_gets_its_own_random_numbers_back_and_the_rest_from_the_first
 
 def test_a_rank_that_the_state_knows_nothing_of_keeps_its_random_numbers():
     others = randomness_of_ranks(1)
-    state = copy.deepcopy(objects.collect(of_rank(0), others))
+    state = copy.deepcopy(collect(of_rank(0), others))
     expected = own_draws(of_rank(2))
     later = of_rank(2)
     restore(later, state, 2)
@@ -225,8 +226,8 @@ def test_a_rank_that_the_state_knows_nothing_of_keeps_its_random_numbers():
 
 def test_a_single_process_goes_on_alike_from_what_many_ranks_or_one_have_saved():
     others = randomness_of_ranks(1)
-    many = copy.deepcopy(objects.collect(of_rank(0), others))
-    one = copy.deepcopy(objects.collect(of_rank(0)))
+    many = copy.deepcopy(collect(of_rank(0), others))
+    one = copy.deepcopy(collect(of_rank(0)))
     expected = own_draws(of_rank(0))
     for state in (many, one):
         fresh = of_rank(4)
@@ -242,7 +243,7 @@ def test_an_object_without_a_state_is_an_error_that_names_it(thing):
 
 def test_a_state_that_fits_is_accepted():
     things = training()
-    check_fit(training(), objects.collect(things), "step 5")
+    check_fit(training(), collect(things), "step 5")
 
 
 def problems(given, state):
@@ -252,7 +253,7 @@ def problems(given, state):
 
 
 def test_sources_that_are_missing_or_new_are_listed():
-    state = objects.collect(training())
+    state = collect(training())
     given = training()
     given["ema"] = given.pop("numpy")
     text = problems(given, state)
@@ -262,7 +263,7 @@ def test_sources_that_are_missing_or_new_are_listed():
 
 
 def test_a_changed_architecture_is_listed_tensor_by_tensor():
-    state = objects.collect(training())
+    state = collect(training())
     given = training(width=6)
     given["model"].append(nn.Linear(6, 2))
     del given["model"][1]
@@ -273,7 +274,7 @@ def test_a_changed_architecture_is_listed_tensor_by_tensor():
 
 
 def test_a_changed_dtype_is_listed():
-    state = objects.collect(training())
+    state = collect(training())
     given = training()
     given["model"].to(torch.bfloat16)
     assert "model.0.bias was float32[4] and is bfloat16[4]" in problems(given, state)
@@ -281,14 +282,14 @@ def test_a_changed_dtype_is_listed():
 
 def test_a_long_list_of_differences_is_cut():
     wide = {"model": nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))}
-    text = problems({"model": nn.Sequential(*(nn.Linear(3, 3) for _ in range(9)))}, objects.collect(wide))
+    text = problems({"model": nn.Sequential(*(nn.Linear(3, 3) for _ in range(9)))}, collect(wide))
     assert "… and 8 more" in text
     assert text.count("float32") == 20
 
 
 def test_another_optimizer_is_refused():
     things = training()
-    state = objects.collect(things)
+    state = collect(things)
     things["optimizer"] = optim.AdamW(things["model"].parameters())
     assert "optimizer was torch.optim.sgd.SGD and is torch.optim.adamw.AdamW" in problems(things, state)
 

@@ -53,7 +53,7 @@ def over_devices(model: nn.Module) -> nn.Module:
         (fsdp, "model: FullyShardedDataParallel shards the model; "),
         (fsdp_inside, "model.1: FullyShardedDataParallel shards the model; "),
         (fsdp2, "model: FSDPSequential shards the model; "),
-        (over_devices, "model.0.weight: DTensor is a tensor over several devices; "),
+        (over_devices, "model.0.weight: DTensor is sharded over several devices; "),
     ],
     ids=["FSDP", "FSDP inside", "fully_shard", "DTensor"],
 )
@@ -68,7 +68,7 @@ def test_an_optimizer_that_shards_its_state_is_refused(tmp_path):
 
     model = model_of()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
-    assert "take the optimizer that it wraps, on every rank" in refused(tmp_path, model, optimizer)
+    assert "use the optimizer that it wraps, on every rank" in refused(tmp_path, model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_an_optimizer_that_was_not_initialised_is_refused(tmp_path):
 
     model = model_of()
     said = refused(tmp_path, model, Around(torch.optim.SGD(model.parameters())))
-    assert "Around was not initialised as a torch.optim.Optimizer is; give the optimizer that" in said
+    assert "Around never called torch.optim.Optimizer.__init__; call it there, or give the optimizer" in said
 
 
 class Codes(torch.Tensor):
@@ -128,7 +128,7 @@ def test_the_first_step_is_looked_at_once_and_no_hook_stays(tmp_path):
         train(model, optimizer)
         assert len(optimizer._optimizer_step_post_hooks) == 0
     with dq.Checkpointer(tmp_path, model, torch.optim.SGD(model.parameters()), quality="lossless") as ckpt:
-        optimizer = ckpt._sources["optimizer"]
+        optimizer = ckpt._objects["optimizer"]
     assert len(optimizer._optimizer_step_post_hooks) == 0
 
 

@@ -1,1 +1,13 @@
-"""Files of other programs: safetensors, torch.save, DCP, folders of Transformers and Accelerate."""
+"""Files of other programs: safetensors, ``torch.save``, DCP (``torch.distributed.checkpoint``), folders of trainers.
+
+- ``model_file.py``: what a file holds, whatever its format
+- ``any_format.py``: detects the format of a file or folder and reads it
+- ``safetensors.py``: reads and writes safetensors, single files and shards with an index
+- ``torchfile.py``: reads and writes files of ``torch.save``
+- ``dcp.py``: reads and writes folders of DCP
+- ``folder.py``: reads a trainer's folder: weights, optimizer states, other files
+- ``inferred_roles.py``: infers roles and gradients of tensors from their names and places
+- ``packing.py``: compresses files into checkpoints
+- ``targets.py``: the formats that a checkpoint is exported to
+- ``export.py``: writes a checkpoint as a file or folder of another program
+"""

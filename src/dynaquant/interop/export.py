@@ -14,7 +14,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.interop import dcp, safetensors, torchfile
 from dynaquant.interop.targets import Target
 from dynaquant.restore.load import Stored, state_of
-from dynaquant.state.tree import names_in, pairs_of, tensor_name
+from dynaquant.state.tree import dict_items, tensor_name, tensor_names_in
 from dynaquant.store.files import is_file_name, new_folder, replacing
 from dynaquant.tensors.dtypes import bytes_of
 from dynaquant.tensors.lazy import Lazy
@@ -78,7 +78,7 @@ def _state(stored: Stored, tell: Callable[[str], None]) -> dict[str, Any]:
 
 def _tensors_of(stored: Stored, node: Any, tell: Callable[[str], None]) -> dict[str, Tensor]:
     """The tensors that a node of the tree names, decoded."""
-    names = [name for name in dict.fromkeys(names_in(node)) if name in stored.tensors]
+    names = [name for name in dict.fromkeys(tensor_names_in(node)) if name in stored.tensors]
     return dict(_told(Lazy(names, stored.tensors.__getitem__), tell))
 
 
@@ -138,12 +138,12 @@ class _Beside:
 def _beside(stored: Stored) -> _Beside:
     """As the record has it, which may say anything. Raises CheckpointError when the checkpoint is not like that."""
     source, entries = _source(stored), stored.file.header.by_name
-    nodes = {key: node for key, node in pairs_of(stored.file.header.tree) if type(key) is str}
+    nodes = {key: node for key, node in dict_items(stored.file.header.tree) if type(key) is str}
     try:
         more, files = {**source.get("more", {})}, {**source.get("torch", {})}
         carried: dict[str, str] = {**source.get("files", {})}
         models = [
-            ({key: entries[tensor_name(node) or ""].name for key, node in pairs_of(nodes[name])}, dict(more[name]))
+            ({key: entries[tensor_name(node) or ""].name for key, node in dict_items(nodes[name])}, dict(more[name]))
             for name in more
         ]
         states = {file: nodes[key] for file, key in files.items()}

@@ -19,7 +19,8 @@ from dynaquant.interop import dcp, safetensors, torchfile
 from dynaquant.interop.inferred_roles import optimizers_in
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.interop.safetensors import Shards
-from dynaquant.state.tree import flatten, names_in, pairs_of, tree_of
+from dynaquant.state.flatten import flatten
+from dynaquant.state.tree import dict_items, state_dict_tree, tensor_names_in
 from dynaquant.store.container import MAGIC
 from dynaquant.store.files import is_file_name, kind_of
 from dynaquant.tensors.lazy import Lazy
@@ -143,10 +144,10 @@ def _put_together(
     """
     main = models.get(MODEL)
     if main is not None and len(models) == 1 and not states:
-        return ModelFile("huggingface", tree_of(main.tensors), main.tensors, main.details, in_order=False)
+        return ModelFile("huggingface", state_dict_tree(main.tensors), main.tensors, main.details, in_order=False)
     tree, tensors = flatten(states)
     found: dict[str, tuple[Mapping[str, Tensor], str]] = {name: (tensors, name) for name in tensors}
-    can_be_weights = {name for key, node in pairs_of(tree) if key in weights for name in names_in(node)}
+    can_be_weights = {name for key, node in dict_items(tree) if key in weights for name in tensor_names_in(node)}
     pairs = []
     for key, shards in models.items():
         names = {own: _unused(f"{key}.{own}", found) for own in shards.tensors}

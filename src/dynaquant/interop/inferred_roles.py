@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dynaquant import kernels
 from dynaquant.state.roles import Label, optimizer_role, quantizable
-from dynaquant.state.tree import names_in, pairs_of, tensor_name
+from dynaquant.state.tree import dict_items, tensor_name, tensor_names_in
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")
 """Last parts of the names of tensors that are statistics or constants, not weights."""
@@ -52,7 +52,7 @@ def labels(tree: Any, tensors: Mapping[str, Tensor], weights: Collection[str] | 
             else:
                 result[name] = Label("exact", kind)
     for optimizer in found.optimizers:
-        for name in names_in(optimizer["state"]):
+        for name in tensor_names_in(optimizer["state"]):
             result[name] = Label(optimizer_role(name, tensors))
     return result
 
@@ -93,7 +93,7 @@ def _matched(names: list[str], tensors: Mapping[str, Tensor], moments: list[Tens
 
 def _second_moments(optimizer: Mapping[str, Any]) -> list[str]:
     """The names of the second moments of an optimizer's parameters, in its order; empty when one has none."""
-    states = {str(key): _by_text(node) for key, node in pairs_of(optimizer["state"])}
+    states = {str(key): _by_text(node) for key, node in dict_items(optimizer["state"])}
     groups = [_by_text(group).get("params") for group in optimizer["param_groups"]]
     moments = []
     for number in (number for params in groups if isinstance(params, list) for number in params):
@@ -107,7 +107,7 @@ def _second_moments(optimizer: Mapping[str, Any]) -> list[str]:
 
 def _by_text(node: Any) -> dict[str, Any]:
     """A dictionary's node by its keys as text, as a key may be anything."""
-    return {str(key): value for key, value in pairs_of(node)}
+    return {str(key): value for key, value in dict_items(node)}
 
 
 def _look_through(tree: Any) -> _Found:
@@ -118,11 +118,11 @@ def _look_through(tree: Any) -> _Found:
             for item in node:
                 look(item)
             return
-        pairs = pairs_of(node)
+        pairs = dict_items(node)
         if not pairs:
             return
         content = {key: value for key, value in pairs if type(key) is str}
-        if isinstance(content.get("param_groups"), list) and pairs_of(content.get("state")):
+        if isinstance(content.get("param_groups"), list) and dict_items(content.get("state")):
             found.optimizers.append(content)
         elif all(tensor_name(value) is not None for _, value in pairs):
             found.state_dicts.append({str(key): tensor_name(value) or "" for key, value in pairs})

@@ -28,8 +28,9 @@ from dynaquant.search.manager import ConfigurationManager, Decision
 from dynaquant.search.noise import Noise
 from dynaquant.search.quality import Evaluate, score
 from dynaquant.search.sensitivity import probe
+from dynaquant.state.flatten import unflatten
 from dynaquant.state.roles import Label
-from dynaquant.state.tree import names_in, unflatten
+from dynaquant.state.tree import tensor_names_in
 from dynaquant.store.container import CheckpointFile, Header
 from dynaquant.store.files import check_output, nothing_empty, sync_name
 from dynaquant.store.run import Run
@@ -169,7 +170,7 @@ class Packer:
             self._tell(f"evaluating: {next(count)}")
             weights = {name: parameter.detach() for name, parameter in holder.named_parameters(remove_duplicate=False)}
             # Copies, as the metric may write to them; those of the weights are.
-            others = {name: tensors[name].clone() for name in names_in(file.tree) if name not in weights}
+            others = {name: tensors[name].clone() for name in tensor_names_in(file.tree) if name not in weights}
             return metric(unflatten(file.tree, {**others, **weights}))
 
         return evaluate

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dynaquant.errors import CheckpointError
 from dynaquant.interop.model_file import ModelFile
-from dynaquant.state.tree import tree_of
+from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import no_constant
 from dynaquant.store.files import is_file_name
 from dynaquant.tensors.dtypes import bytes_of, dtype_name
@@ -65,7 +65,7 @@ _ALIGNMENT = 8
 def read(path: Path) -> ModelFile:
     """Reads a file. Raises CheckpointError if it is damaged."""
     tensors, metadata = _open(path)
-    return ModelFile("safetensors", tree_of(tensors), tensors, {"metadata": metadata})
+    return ModelFile("safetensors", state_dict_tree(tensors), tensors, {"metadata": metadata})
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.formatting import in_bytes
 from dynaquant.interop.model_file import ModelFile
-from dynaquant.state.tree import flatten
+from dynaquant.state.flatten import flatten
 from dynaquant.store.files import system_error
 
 SAFE = (2, 10)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from dynaquant.errors import StateError
 from dynaquant.tensors.dtypes import dtype_name
-from dynaquant.training import objects as state_sources
 from dynaquant.training import optimizers
-from dynaquant.training.objects import CLASSES, PARAMETERS, RNG, can_hold
+from dynaquant.training.collect import parts_of, stored_rng_state
+from dynaquant.training.expanded import can_hold
+from dynaquant.training.objects import CLASSES, GENERATOR, MAIN, PARAMETERS, RNG, class_of
 
 SHOWN = 10
 """Most differences that a message lists."""
@@ -24,7 +25,7 @@ SHOWN = 10
 class Fitting:
     """The result of a comparison.
 
-    parts: what each source is to load, by its name. problems: what does not fit. notes: what a user should know.
+    parts: what each object is to load, by its name. problems: what does not fit. notes: what a user should know.
     """
 
     parts: dict[str, Any] = field(default_factory=dict)
@@ -32,71 +33,71 @@ class Fitting:
     notes: list[str] = field(default_factory=list)
 
 
-def selected(sources: Mapping[str, Any], only: str | Collection[str] | None) -> tuple[list[str], bool]:
-    """Returns the names of the sources to restore, and whether to restore the global random number generators.
+def selected(objects: Mapping[str, Any], only: str | Collection[str] | None) -> tuple[list[str], bool]:
+    """Returns the names of the objects to restore, and whether to restore the global random number generators.
 
     only: names; ``"model"`` stands for all models, ``"optimizer"`` for all optimizers; None: everything. Raises
     ValueError for an unknown name.
     """
     if only is None:
-        return list(sources), True
+        return list(objects), True
     wanted = {only} if isinstance(only, str) else set(only)
-    chosen = [name for name in sources if name in wanted or name.partition(".")[0] in wanted & set(state_sources.LAST)]
+    chosen = [name for name in objects if name in wanted or name.partition(".")[0] in wanted & set(MAIN)]
     unknown = wanted - set(chosen) - {name.partition(".")[0] for name in chosen} - {RNG}
     if unknown or not wanted:
         what = f"there is no {sorted(map(str, unknown))[0]!r} to restore" if unknown else "only names nothing"
-        raise ValueError(f"{what}; there are {', '.join([*sources, RNG])}")
+        raise ValueError(f"{what}; there are {', '.join([*objects, RNG])}")
     return chosen, RNG in wanted
 
 
 def fitting(
-    sources: Mapping[str, Any],
+    objects: Mapping[str, Any],
     now: Mapping[str, Any],
     state: Mapping[str, Any],
     rank: int = 0,
     only: Collection[str] | None = None,
 ) -> Fitting:
-    """Compares a stored state with the sources. Changes nothing.
+    """Compares a stored state with the objects. Changes nothing.
 
-    now: ``sources.collect_to_compare`` of them. rank: whose generators to take. only: names of the sources to restore;
+    now: ``collect_to_compare`` of them. rank: whose generators to take. only: names of the objects to restore;
     None: all. Raises ValueError, TypeError, KeyError or the like if the state is not that of a training.
     """
     found = Fitting()
-    stored = state_sources.parts(sources, state)
-    present = state_sources.parts(sources, now)
-    random = state_sources.randomness_of(state, rank)
-    wanted = sources.keys() if only is None else only
+    stored = parts_of(state, objects)
+    present = parts_of(now, objects)
+    random = stored_rng_state(state, rank)
+    wanted = objects.keys() if only is None else only
     found.problems += [f"it holds no {name!r}" for name in sorted(set(wanted) - set(stored))]
     if only is None:
-        found.problems += [f"it holds {name!r}, which was not given" for name in sorted(set(stored) - set(sources))]
+        found.problems += [f"it holds {name!r}, which was not given" for name in sorted(set(stored) - set(objects))]
     for name in sorted(set(wanted) & set(stored)):
-        source, part = sources[name], stored[name]
-        before, kind = state[CLASSES].get(name), state_sources.class_of(source)
+        thing, part = objects[name], stored[name]
+        before, kind = state[CLASSES].get(name), class_of(thing)
         if before != kind:
-            was = f"{name} was {before or 'something else'} and is {kind or type(source).__qualname__}"
+            was = f"{name} was {before or 'something else'} and is {kind or type(thing).__qualname__}"
             found.problems.append(was)
-        elif isinstance(source, nn.Module):
+        elif isinstance(thing, nn.Module):
             _fit_module(found, name, present[name], part)
-        elif isinstance(source, torch.optim.Optimizer):
+        elif isinstance(thing, torch.optim.Optimizer):
             own_keys, stored_keys = (optimizers.keys_of(of[PARAMETERS][name]) for of in (now, state))
-            fit = optimizers.fit(name, source, own_keys, part, stored_keys)
+            fit = optimizers.fit(name, thing, own_keys, part, stored_keys)
             found.problems += fit.problems
             found.notes += fit.notes
             if fit.state is not None:
                 found.parts[name] = fit.state
-        elif isinstance(source, state_sources.GENERATOR):
+        elif isinstance(thing, GENERATOR):
             if rank > 0:
                 part = (random or {}).get("sources", {}).get(name)
             if part is not None:
                 try:
-                    _check_generator(source, part)
+                    _check_generator(thing, part)
                     found.parts[name] = part
                 except RuntimeError as error:  # of PyTorch, for the state of another device's generator
                     found.problems.append(f"{name} cannot take the state of the generator that was saved ({error})")
-        elif hasattr(source, "load_state_dict"):
+        elif hasattr(thing, "load_state_dict"):
             found.parts[name] = part
         else:
-            _fit_plain(found, name, source, part)
+            _fit_plain(found, name, thing, part)
     return found
 
 
@@ -137,24 +138,24 @@ def _form(value: Any) -> str:
     return type(value).__qualname__
 
 
-def _fit_plain(found: Fitting, name: str, source: Any, stored: Any) -> None:
-    if isinstance(source, dict | list):
-        if type(stored) is not type(source):
-            found.problems.append(f"{name} was a {type(stored).__name__} and is a {type(source).__name__}")
+def _fit_plain(found: Fitting, name: str, thing: Any, stored: Any) -> None:
+    if isinstance(thing, dict | list):
+        if type(stored) is not type(thing):
+            found.problems.append(f"{name} was a {type(stored).__name__} and is a {type(thing).__name__}")
             return
         found.parts[name] = stored
         return
     if not isinstance(stored, dict):
-        found.problems.append(f"{name} was a {type(stored).__name__} and is a {type(source).__name__}")
+        found.problems.append(f"{name} was a {type(stored).__name__} and is a {type(thing).__name__}")
         return
-    known = {each.name for each in fields(source)}
+    known = {each.name for each in fields(thing)}
     found.problems += [f"{name} had a field {key!r}, which it does not have now" for key in stored if key not in known]
     found.parts[name] = {key: value for key, value in stored.items() if key in known}
 
 
-def _check_generator(source: Any, state: Any) -> None:
+def _check_generator(thing: Any, state: Any) -> None:
     """Raises the error that setting the generator's state would raise."""
-    if isinstance(source, torch.Generator):
-        torch.Generator(source.device).set_state(state)
+    if isinstance(thing, torch.Generator):
+        torch.Generator(thing.device).set_state(state)
     else:
-        type(source.bit_generator)().state = state
+        type(thing.bit_generator)().state = state

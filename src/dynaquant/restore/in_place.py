@@ -10,11 +10,12 @@ from torch import Tensor
 
 from dynaquant import kernels
 from dynaquant.errors import StateError
-from dynaquant.state.tree import flatten, names_in
+from dynaquant.state.flatten import flatten
+from dynaquant.state.tree import tensor_names_in
 from dynaquant.tensors.dequantize import dequantize_into, values_of
 from dynaquant.tensors.stored import External, StoredTensor
-from dynaquant.training.changes import Hashes
-from dynaquant.training.objects import LAST
+from dynaquant.training.changes import HashCache
+from dynaquant.training.objects import MAIN
 
 _HYPERPARAMETER = re.compile(r"optimizer(\.[^.]+)?\.param_groups\.")
 """Names of tensors that are compared before it is decided whether they are restored, so they are not filled."""
@@ -26,9 +27,9 @@ def places(now: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTensor]
     now: the states of both, as they are. tree: of the stored state; what other parts of it hold as well is restored
     before, and not among them. Raises KeyError, TypeError or ValueError for one that is no state.
     """
-    elsewhere = {name for source, node in tree["dict"] if source not in LAST for name in names_in(node)}
+    elsewhere = {name for key, node in tree["dict"] if key not in MAIN for name in tensor_names_in(node)}
     try:
-        own = flatten({name: now[name] for name in LAST if name in now})[1]
+        own = flatten({name: now[name] for name in MAIN if name in now})[1]
     except StateError:  # what can be restored may stand where something is that cannot be saved
         return {}
 
@@ -44,7 +45,7 @@ def places(now: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTensor]
     }
 
 
-def already_there(now: Mapping[str, Any], stored: Mapping[str, StoredTensor], hashes: Hashes) -> dict[str, Tensor]:
+def already_there(now: Mapping[str, Any], stored: Mapping[str, StoredTensor], hashes: HashCache) -> dict[str, Tensor]:
     """The tensors of modules that have the values that the stored external ones of their names have, by their hashes.
 
     now: the states of the modules and optimizers, as they are.
@@ -61,7 +62,7 @@ def already_there(now: Mapping[str, Any], stored: Mapping[str, StoredTensor], ha
         for name, tensor in external.items()
         if name in own
         and (own[name].dtype, own[name].shape) == (tensor.dtype, tensor.shape)
-        and hashes.of(name, own[name], anew=True) == tensor.hash
+        and hashes.of(name, own[name], always_read=True) == tensor.hash
     }
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dynaquant.errors import CheckpointError, MovedOnError, StateError
-from dynaquant.state.names import bare, state_dict
-from dynaquant.state.tree import model_in, names_in, state_dict_in, unflatten
+from dynaquant.state.flatten import unflatten
+from dynaquant.state.tree import model_in, state_dict_in, tensor_names_in
+from dynaquant.state.wrappers import bare, state_dict
 from dynaquant.store.chain import load_all, noticing_moves, until_settled
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.memory import memory_for
@@ -24,7 +25,7 @@ from dynaquant.store.tags import file_of
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.hashing import tensor_hash
 from dynaquant.tensors.lazy import Lazy
-from dynaquant.training.objects import can_hold, copy_into
+from dynaquant.training.expanded import can_hold, copy_into
 
 log = logging.getLogger("dynaquant")
 T = TypeVar("T")
@@ -152,7 +153,7 @@ class Stored:
     def part(self, node: Any, tensors: Mapping[str, Tensor]) -> Any:
         """What a node of the tree stands for, with these tensors. Raises CheckpointError when it is broken."""
         try:
-            return unflatten(node, {name: tensors[name] for name in names_in(node) if name in tensors})
+            return unflatten(node, {name: tensors[name] for name in tensor_names_in(node) if name in tensors})
         except StateError as error:
             raise CheckpointError(f"{self.file.path}: {error}") from None
 

@@ -18,9 +18,11 @@ from dynaquant.store.memory import memory_for
 from dynaquant.store.run import Run
 from dynaquant.store.tags import file_of
 from dynaquant.tensors.stored import External, StoredTensor
-from dynaquant.training import objects as state_sources
 from dynaquant.training import rng
-from dynaquant.training.changes import Hashes
+from dynaquant.training.changes import HashCache
+from dynaquant.training.collect import collect_to_compare, stored_rng_state
+from dynaquant.training.load_state import fill_in_omitted, load_state, undo_of
+from dynaquant.training.objects import CHECKED, MAIN, RESERVED
 from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
@@ -35,7 +37,7 @@ _ADVICE = (
 class Loaded:
     """A checkpoint that was decoded and fits.
 
-    tensors: as its file has them. parts: what each source loads; the tensors of the model and the optimizer are their
+    tensors: as its file has them. parts: what each object loads; the tensors of the model and the optimizer are their
     own where they can be filled; fills: these, and what with. randomness: for the global generators, if they are to be
     restored. taken: the names of the tensors that are restored into models and optimizers. from_lossless_copy: whether
     the state comes from the lossless copy. problems: what does not fit and is left out.
@@ -58,16 +60,16 @@ class Loaded:
 
 @dataclass
 class Restorer:
-    """Restores checkpoints of a run into sources.
+    """Restores checkpoints of a run into the objects of a training.
 
     only: what to restore, None for everything. strict: whether anything that does not fit is an error; otherwise it is
     left out.
     """
 
     run: Run
-    sources: Mapping[str, Any]
+    objects: Mapping[str, Any]
     group: Group
-    hashes: Hashes
+    hashes: HashCache
     only: str | Collection[str] | None = None
     strict: bool = True
     skipped: list[CheckpointError] = field(default_factory=list)
@@ -76,10 +78,10 @@ class Restorer:
     """Their steps."""
 
     def __post_init__(self) -> None:
-        self._selected, self._with_randomness = selected(self.sources, self.only)
+        self._selected, self._with_randomness = selected(self.objects, self.only)
 
     def restore(self, step: int | str | None) -> Loaded | None:
-        """Puts the checkpoint of a step or a tag, or the newest that verifies, into the sources; None if there is none.
+        """Puts the checkpoint of a step or a tag, or the newest that verifies, into the objects; None if there is none.
 
         Collective: rank 0 finds out which checkpoint it is, and the others take the same one. Nothing is changed
         anywhere before it fits everywhere.
@@ -121,11 +123,11 @@ class Restorer:
         )
 
     def _fitting(self, file: CheckpointFile) -> Loaded:
-        """A checkpoint that fits the sources."""
+        """A checkpoint that fits the objects."""
         tensors = self.run.load(file)
         source, stored = lossless_copy_of(self.run, file, self.skipped) or (file, tensors)
         # Outside: an object's own error is no damage of a file.
-        now = state_sources.collect_to_compare(self.sources)
+        now = collect_to_compare(self.objects)
         rank = self.group.rank
         try:
             there = already_there(now, stored, self.hashes)
@@ -139,17 +141,17 @@ class Restorer:
                         tensor.values()  # raises while nothing has been changed
             values.update(there)
             state = state_of(source, values)
-            state_sources.fill_in_omitted(now, state, omitted)
-            if not set(state_sources.RESERVED) <= set(state):
-                raise KeyError(*set(state_sources.RESERVED) - set(state))
-            fit = fitting(self.sources, now, state, rank, None if self.only is None else self._selected)
+            fill_in_omitted(now, state, omitted)
+            if not set(RESERVED) <= set(state):
+                raise KeyError(*set(RESERVED) - set(state))
+            fit = fitting(self.objects, now, state, rank, None if self.only is None else self._selected)
             restored = tuple(f"{name}." for name in self._selected)
             changed = sorted(name for name in omitted - there.keys() if name.startswith(restored))
             what = "is not stored (role 'omit'), and the model has other values; load the same base first"
             fit.problems.extend(f"{name} {what}" for name in changed)
             if self.strict:
                 refuse(fit.problems, f"{file.path} (step {file.header.step})", _ADVICE)
-            own = state_sources.randomness_of(state, rank)
+            own = stored_rng_state(state, rank)
             if own is not None and self._with_randomness:
                 rng.check(own)
         except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
@@ -168,7 +170,7 @@ class Restorer:
         """First what may fail by itself, and can be undone; then what was checked."""
         undo: list[Callable[[], None]] = []
         try:
-            self.group.run_on_all_ranks(lambda: put_unchecked(self.sources, loaded.parts, undo))
+            self.group.run_on_all_ranks(lambda: put_unchecked(self.objects, loaded.parts, undo))
         except BaseException:
             for put_back in reversed(undo):
                 try:
@@ -176,22 +178,22 @@ class Restorer:
                 except Exception as error:  # the others are put back all the same
                     log.warning("an extra could not be put back as it was: %r", error)
             raise
-        self.group.run_on_all_ranks(lambda: put_checked(self.sources, loaded.parts, loaded.fills, loaded.randomness))
+        self.group.run_on_all_ranks(lambda: put_checked(self.objects, loaded.parts, loaded.fills, loaded.randomness))
 
 
-def put_unchecked(sources: Mapping[str, Any], parts: Mapping[str, Any], undo: list[Callable[[], None]]) -> None:
-    """Loads what sources are to load that are no modules and no optimizers. Adds to undo what puts them back."""
-    for name, source in sources.items():
-        if name in parts and not isinstance(source, state_sources.CHECKED):
+def put_unchecked(objects: Mapping[str, Any], parts: Mapping[str, Any], undo: list[Callable[[], None]]) -> None:
+    """Loads what objects are to load that are no modules and no optimizers. Adds to undo what puts them back."""
+    for name, thing in objects.items():
+        if name in parts and not isinstance(thing, CHECKED):
             try:
-                undo.append(state_sources.undo_of(source))
+                undo.append(undo_of(thing))
             except StateError:  # what can be restored may stand where something is that cannot be saved
                 log.debug("%s cannot be put back, should the restore fail", name)
-            state_sources.load(source, parts[name])
+            load_state(thing, parts[name])
 
 
 def put_checked(
-    sources: Mapping[str, Any],
+    objects: Mapping[str, Any],
     parts: Mapping[str, Any],
     fills: Sequence[tuple[Tensor, StoredTensor]],
     randomness: Mapping[str, Any] | None,
@@ -200,14 +202,14 @@ def put_checked(
 
     fills: tensors of the model and the optimizer, which are filled before these load, and with what.
     """
-    checked = [name for name, source in sources.items() if name in parts and isinstance(source, state_sources.CHECKED)]
-    last = [name for name in checked if name.partition(".")[0] in state_sources.LAST]
+    checked = [name for name, thing in objects.items() if name in parts and isinstance(thing, CHECKED)]
+    last = [name for name in checked if name.partition(".")[0] in MAIN]
     for name in checked:
         if name not in last:
-            state_sources.load(sources[name], parts[name])
+            load_state(objects[name], parts[name])
     fill(fills)
     for name in last:
-        state_sources.load(sources[name], parts[name])
+        load_state(objects[name], parts[name])
     if randomness is not None:
         rng.set_state(dict(randomness))
 

@@ -24,16 +24,16 @@ from dynaquant.save.presets import PRESETS, QualityName
 from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.search.manager import ConfigurationManager, Decision
 from dynaquant.search.quality import Evaluate
-from dynaquant.state.names import named_parameters
 from dynaquant.state.roles import Label, quantizable, untrained
+from dynaquant.state.wrappers import named_parameters
 from dynaquant.store.container import Header
 from dynaquant.tensors.codebook import Grid
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.hashing import tensor_hash
 from dynaquant.tensors.stored import External, Quantized, QuantizedTensor, Rounded, StoredTensor, omitted
-from dynaquant.training.changes import Hashes, sample_of
+from dynaquant.training.changes import HashCache, sample_of
 from dynaquant.training.gradients import GradientRecorder, moving_average, sum_of_squares
-from dynaquant.training.masters import masters
+from dynaquant.training.master_weights import master_weights_of
 from dynaquant.training.objects import models_of
 from dynaquant.training.ranks import Group
 
@@ -117,14 +117,14 @@ class _Last:
 class Compressor:
     """Goes from the tensors of a state to what is stored of them, from one checkpoint to the next.
 
-    sources: the objects whose state it is, among them the model. patterns: over names of tensors of which the user
+    objects: those whose state it is, among them the model. patterns: over names of tensors of which the user
     has decided what they are. keep_lossless_copy: whether to hand out the exact tensors, too. interval: steps to the
     first save, where known. Collective, like everything that takes a group.
     """
 
     def __init__(
         self,
-        sources: Mapping[str, Any],
+        objects: Mapping[str, Any],
         patterns: Collection[str],
         evaluate: Evaluate | None,
         higher_is_better: bool,
@@ -133,9 +133,9 @@ class Compressor:
         group: Group,
         interval: int | None,
     ) -> None:
-        self._sources, self._patterns, self._group = sources, patterns, group
-        self._model = models_of(sources)
-        self._optimizers = [source for source in sources.values() if isinstance(source, torch.optim.Optimizer)]
+        self._objects, self._patterns, self._group = objects, patterns, group
+        self._model = models_of(objects)
+        self._optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
         self._preset = PRESETS[loss.quality]
         self._keep_lossless_copy = keep_lossless_copy
         self.method = loss.chosen
@@ -152,7 +152,7 @@ class Compressor:
         self.vectors = self.method == "grid"
         """Whether parameters of one dimension are quantized, too: they weigh where everything else is small."""
         self._last: dict[str, _Last] = {}  # weights of the last checkpoint, by name
-        self.hashes = Hashes()
+        self.hashes = HashCache()
         """Of tensors that do not train."""
         self._quantized_for = self.max_degradation
         self._restored_step = 0
@@ -229,7 +229,7 @@ class Compressor:
         ``saved`` is to be called once it is sure to be written.
         """
         start = time.perf_counter()
-        at_rest = untrained(self._sources)
+        at_rest = untrained(self._objects)
         exact_at_rest = {name for name in at_rest if name in tensors and label_of[name].role == "exact"}
         hash_of = {n: self.hashes.of(n, tensors[n]) for n in exact_at_rest if n in before}
         # What has changed although it does not train, as an average of weights, may change again.
@@ -238,8 +238,8 @@ class Compressor:
         external.update(self._group.run_on_all_ranks(lambda: self._omitted(tensors, label_of, held)))
         tensors = {name: tensor for name, tensor in tensors.items() if name not in external}
         tensors = {n: t if t.device.type in ("cpu", "cuda") else t.cpu() for n, t in tensors.items()}
-        gradients = {name: kept for recorder in self._recorders for name, kept in recorder.average.items()}
-        master_of = masters(tensors, label_of, self._sources, self._patterns)
+        gradients = {name: kept for recorder in self._recorders for name, kept in recorder.recorded.items()}
+        master_of = master_weights_of(tensors, label_of, self._objects, self._patterns)
         weights = {name: tensors[master_of.get(name, name)] for name in tensors if label_of[name].role == "weight"}
         if self.max_degradation < self._quantized_for:  # what was good enough then need not be now
             self._last = {}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dynaquant.search.distortion import distortion
 from dynaquant.search.quality import Evaluate, Quality, Value, degradation, score
-from dynaquant.state.names import named_parameters
+from dynaquant.state.wrappers import named_parameters
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.stored import QuantizedTensor
 

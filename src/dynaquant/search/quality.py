@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaquant.errors import EvaluateError
-from dynaquant.state.names import named_parameters
+from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.changes import sample_of
 from dynaquant.training.snapshot import Snapshot
 

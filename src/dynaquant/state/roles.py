@@ -1,4 +1,4 @@
-"""Role and layer type of every tensor of a state, and the user's overrides by pattern."""
+"""Finds the role and layer type of every tensor of a state, and applies the user's patterns."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from dynaquant.errors import StateError
-from dynaquant.state.names import bare_paths, named_parameters
+from dynaquant.state.wrappers import bare_paths, named_parameters
 from dynaquant.tensors.dtypes import dtype_name
 from dynaquant.tensors.sketch import SKETCHED
 
 Role = Literal["weight", "first_moment", "second_moment", "buffer", "exact", "omit"]
-"""What a tensor is. Weights are quantized, moments too unless they are to be exact. Of what is omitted only the hash is
-stored. The rest is stored exactly."""
+"""What a tensor is. Weights are quantized; so are moments, unless the preset keeps them exact. An omitted tensor is not
+stored, only its hash. All others are stored exactly."""
 
 HALVES = (torch.bfloat16, torch.float16)
 """The dtypes of weights that may have master weights."""
@@ -29,7 +29,7 @@ _MOMENTS: dict[str, Role] = {
     "square_avg": "second_moment",
     "sum": "second_moment",
 }
-"""Keys of the state of the optimizers of ``torch.optim``. What another key holds is ``exact``."""
+"""Roles by key in the state of an optimizer of ``torch.optim``. Tensors under other keys are ``exact``."""
 
 _LAYER_TYPES: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = (
     ((nn.Embedding, nn.EmbeddingBag), "embedding"),
@@ -52,70 +52,72 @@ class Label:
 
 
 def layer_type(module: nn.Module) -> str:
-    """The layer type of a module's own parameters: ``embedding``, ``conv``, ``linear``, …, or ``other``."""
+    """Returns the layer type of a module's own parameters: ``embedding``, ``conv``, ``linear``, …, or ``other``."""
     return next((name for kinds, name in _LAYER_TYPES if isinstance(module, kinds)), "other")
 
 
 def labels(
     tensors: Mapping[str, Tensor],
-    sources: Mapping[str, Any],
+    objects: Mapping[str, Any],
     overrides: Mapping[str, str] | None = None,
     vectors: bool = False,
 ) -> dict[str, Label]:
-    """The label of every tensor of a state.
+    """Returns the label of every tensor of a state.
 
-    tensors: as ``state.flatten`` names them. sources: the objects whose states they are, by the first part of the
-    names; modules and optimizers among them are looked into. overrides: role by glob pattern over tensor names,
-    e.g. ``{"*.lm_head.weight": "exact"}``; of several patterns that match, the last counts. vectors: whether parameters
-    of one dimension (biases, norms) are weights.
+    tensors: as ``flatten`` names them. objects: those whose states they are, by the first part of the tensors' names.
+    overrides: role by glob pattern over tensor names, e.g. ``{"*.lm_head.weight": "exact"}``; the last pattern that
+    matches counts. vectors: whether parameters of one dimension (biases, norms) are weights.
 
-    Only the weights of models (``"model"``, ``"model.G"``) are to be quantized, as only they are scored, and of them
-    those that train; the others are exact until a pattern says otherwise. A pattern may use any of the names of a tied
+    Only parameters of models (``"model"``, ``"model.G"``) become weights, since only models are evaluated, and only if
+    they train. Other parameters are exact unless a pattern says otherwise. A pattern may use any name of a tied
     parameter.
 
-    Raises StateError for a pattern that matches no tensor, an unknown role, or a tensor that cannot have it.
+    Raises StateError for a pattern that matches no tensor, an unknown role, or a role that a tensor cannot have.
     """
     result = {name: Label("exact") for name in tensors}
-    at_rest = untrained(sources)
-    parameters: dict[str, str] = {}  # every name of a parameter, and the first one, which is among the tensors
-    for source, thing in sources.items():
+    frozen = untrained(objects)
+    parameters: dict[str, str] = {}  # the first name of a parameter, which is among the tensors, by each of its names
+    for prefix, thing in objects.items():
         if isinstance(thing, nn.Module):
-            result.update(_module_labels(source, thing, tensors, vectors, at_rest))
-            parameters.update(_parameter_names(source, thing))
+            result.update(_module_labels(prefix, thing, tensors, vectors, frozen))
+            parameters.update(_parameter_names(prefix, thing))
         elif isinstance(thing, torch.optim.Optimizer):
             for name in tensors:
-                if name.startswith(f"{source}.state."):
+                if name.startswith(f"{prefix}.state."):
                     result[name] = Label(optimizer_role(name, tensors))
     named = {**{name: name for name in result}, **parameters}
     for pattern, role in (overrides or {}).items():
-        _override(result, tensors, parameters, pattern, role, [n for n in named if matches(n, pattern, sources)])
+        _override(result, tensors, parameters, pattern, role, [n for n in named if matches(n, pattern, objects)])
     omitted = (name for name, label in result.items() if label.role == "omit")
-    if changing := sorted(name for name in omitted if name in parameters and name not in at_rest):
+    if changing := sorted(name for name in omitted if name in parameters and name not in frozen):
         raise StateError(
             f"{changing[0]} is to be omitted, but it trains: a restore could not bring it back; freeze it with "
-            f"requires_grad_(False), or add a pattern behind the one that omits it, e.g. {{{changing[0]!r}: 'weight'}}"
+            f"requires_grad_(False), or add a pattern after the one that omits it, e.g. {{{changing[0]!r}: 'weight'}}"
         )
     return result
 
 
-def matches(name: str, pattern: str, sources: Mapping[str, Any]) -> bool:
-    """Whether a pattern means the tensor of that name. What is in an optimizer's state has the name of its parameter in
-    its own, so a pattern that means it has to begin with the optimizer."""
-    of = name.partition(".")[0]
-    optimizers = {n.partition(".")[0] for n, thing in sources.items() if isinstance(thing, torch.optim.Optimizer)}
-    return fnmatchcase(name, pattern) and (of not in optimizers or pattern.startswith(f"{of}."))
+def matches(name: str, pattern: str, objects: Mapping[str, Any]) -> bool:
+    """Whether a pattern selects the tensor of this name.
 
-
-def untrained(sources: Mapping[str, Any]) -> frozenset[str]:
-    """The parameters of modules that do not train, by their first names.
-
-    They are those without ``requires_grad``, and those of models that no optimizer works on although optimizers work on
-    others of them. Half-precision ones count as trained where an optimizer works on tensors outside the models: these
-    may be their master weights.
+    The name of a tensor in an optimizer's state contains the name of its parameter. So that a pattern for parameters
+    does not select moments, a pattern for an optimizer's tensors must begin with the optimizer's name.
     """
-    optimizers = [source for source in sources.values() if isinstance(source, torch.optim.Optimizer)]
+    first = name.partition(".")[0]
+    optimizers = {n.partition(".")[0] for n, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)}
+    return fnmatchcase(name, pattern) and (first not in optimizers or pattern.startswith(f"{first}."))
+
+
+def untrained(objects: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the names of the parameters that do not train; the first name of tied ones.
+
+    These are parameters without ``requires_grad``, and parameters of models that no optimizer updates although an
+    optimizer updates others. Half-precision parameters count as trained if an optimizer updates tensors outside the
+    models, since these may be their master weights.
+    """
+    optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
     trained = {_memory(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    modules = {source: module for source, module in sources.items() if isinstance(module, nn.Module)}
+    modules = {prefix: module for prefix, module in objects.items() if isinstance(module, nn.Module)}
     own = {f"{s}.{path}": parameter for s, module in modules.items() for path, parameter in named_parameters(module)}
     of_models = {name: parameter for name, parameter in own.items() if _is_of_model(name)}
     known = trained & {_memory(parameter) for parameter in of_models.values()}
@@ -133,45 +135,46 @@ def _is_of_model(name: str) -> bool:
 
 
 def _memory(tensor: Tensor) -> tuple[int, torch.Size]:
-    """Where a tensor lies. By its address alone, the first part of a tensor is that tensor."""
+    """Identifies a tensor. The address alone would not tell a tensor from its first part."""
     return tensor.data_ptr(), tensor.shape
 
 
 def optimizer_role(name: str, tensors: Mapping[str, Tensor]) -> Role:
-    """Of a tensor of an optimizer's state."""
+    """Returns the role of a tensor in an optimizer's state."""
     state, _, key = name.rpartition(".")
-    # RMSprop takes the square of one from the other here, and the root of that: rounding could make it negative.
+    # Centered RMSprop takes the root of square_avg - grad_avg²: rounding could make the difference negative.
     if key == "square_avg" and f"{state}.grad_avg" in tensors:
         return "exact"
     return _MOMENTS.get(key, "exact") if tensors[name].dtype in SKETCHED else "exact"
 
 
 def quantizable(parameter: Tensor, vectors: bool = False) -> bool:
-    """Whether a parameter is quantized unless the user decides otherwise."""
+    """Whether a parameter is quantized unless a pattern says otherwise. vectors: as for ``labels``."""
     return parameter.ndim >= (1 if vectors else 2) and parameter.dtype in SKETCHED
 
 
-def _parameter_names(source: str, module: nn.Module) -> dict[str, str]:
+def _parameter_names(prefix: str, module: nn.Module) -> dict[str, str]:
+    """Maps every name of every parameter to its first name."""
     first: dict[int, str] = {}
     names = {}
     for path, parameter in named_parameters(module, remove_duplicate=False):
-        names[f"{source}.{path}"] = first.setdefault(id(parameter), f"{source}.{path}")
+        names[f"{prefix}.{path}"] = first.setdefault(id(parameter), f"{prefix}.{path}")
     return names
 
 
 def _module_labels(
-    source: str, module: nn.Module, tensors: Mapping[str, Tensor], vectors: bool, at_rest: Collection[str]
+    object_name: str, module: nn.Module, tensors: Mapping[str, Tensor], vectors: bool, frozen: Collection[str]
 ) -> dict[str, Label]:
     found: dict[str, Label] = {}
     paths = bare_paths(module)
     for path, child in module.named_modules():
-        prefix = f"{source}.{paths[path]}." if paths[path] else f"{source}."
+        prefix = f"{object_name}.{paths[path]}." if paths[path] else f"{object_name}."
         kind = layer_type(child)
         for name in child._parameters:
             tensor = tensors.get(prefix + name)
-            # Of a tied tensor's names only the first is among the tensors; its module gives the layer type.
+            # Only the first name of a tied tensor is among the tensors; its module gives the layer type.
             if tensor is not None:
-                trains = _is_of_model(source) and prefix + name not in at_rest
+                trains = _is_of_model(object_name) and prefix + name not in frozen
                 role: Role = "weight" if trains and quantizable(tensor, vectors) else "exact"
                 found[prefix + name] = Label(role, kind)
         for name in child._buffers:

@@ -19,7 +19,7 @@ from torch import Tensor
 from dynaquant.coding.encoder import Coder
 from dynaquant.errors import CheckpointError, MovedOnError
 from dynaquant.state.roles import Label
-from dynaquant.state.tree import tree_of
+from dynaquant.state.tree import state_dict_tree
 from dynaquant.store import frozen
 from dynaquant.store.chain import chain_of, load_all, naming, parent_of
 from dynaquant.store.container import (
@@ -251,7 +251,7 @@ class Run:
         new = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)}
         if sum(tensor.nbytes for tensor in new.values()) < FROZEN_FROM:
             return {}
-        draft = Header(step=0, sequence=0, parent=None, tree=tree_of(new), entries=(), record={})
+        draft = Header(step=0, sequence=0, parent=None, tree=state_dict_tree(new), entries=(), record={})
         path = self.folder / f"frozen{SUFFIX}"
         written = self._written(draft, new, checkpoint.labels, None, "conditional", path)
         holder = self._placed(written, path.with_name(frozen.file_name(written.header.identity)))

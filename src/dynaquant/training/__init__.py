@@ -1,1 +1,15 @@
-"""The live objects of a training: models, optimizers, gradients, random number generators, ranks."""
+"""The live objects of a training: models, optimizers, gradients, random number generators, ranks.
+
+- ``objects.py``: the objects by name, as a user gives them to ``Checkpointer``
+- ``supported.py``: refuses objects that cannot be saved
+- ``collect.py``: collects the state of all objects
+- ``load_state.py``: loads a state into one object
+- ``optimizers.py``: an optimizer's state by parameter name; fits a stored state to other parameter groups
+- ``expanded.py``: fills tensors whose elements share memory
+- ``rng.py``: state of the global random number generators
+- ``snapshot.py``: what ``evaluate`` may change and a save puts back
+- ``gradients.py``: records gradients before each optimizer step
+- ``master_weights.py``: finds the master weights of half-precision weights
+- ``changes.py``: hashes of tensors that rarely change
+- ``ranks.py``: the ranks of a data-parallel training
+"""

@@ -15,52 +15,52 @@ from dynaquant.tensors.hashing import tensor_hash
 log = logging.getLogger("dynaquant")
 
 SAMPLE = 1024
-"""Roughly how many values of a tensor are compared to find changes."""
+"""Number of values of a tensor, roughly, that are compared to find changes."""
 HASH_AFTER = 16
 """Checkpoints after which even a tensor that seems unchanged is hashed. PyTorch does not count writes through ``.data``
-and by other programs as changes."""
+or by other programs."""
 
 
 def sample_of(tensor: Tensor) -> bytes:
-    """Returns some of the values, spread evenly. If they differ, the tensor has changed."""
+    """Returns the bytes of about ``SAMPLE`` values, evenly spaced. If they differ, the tensor has changed."""
     flat = tensor.detach().reshape(-1)
     return bytes_of(flat[:: max(1, flat.numel() // SAMPLE)]).tobytes()
 
 
 @dataclass
-class _Seen:
-    """A tensor as it was hashed: its memory, PyTorch's count of writes to it, a sample; how often the hash was used."""
+class _Hashed:
+    """A tensor when it was hashed. version: PyTorch's count of writes to it. used: how often the hash was reused."""
 
-    place: tuple[Any, ...]
+    memory: tuple[Any, ...]
     version: int
     sample: bytes
     hash: str
     used: int
 
 
-class Hashes:
-    """Hashes of tensors that hardly ever change. A tensor is hashed again only if its values may have changed.
+class HashCache:
+    """Hashes of tensors that rarely change. A tensor is hashed again only if its values may have changed.
 
     A tensor counts as unchanged while its memory, its version counter and a sample of its values stay the same. After
-    ``HASH_AFTER`` checkpoints it is hashed nevertheless. If it has changed then, PyTorch did not count the write, and a
-    warning says so.
+    ``HASH_AFTER`` checkpoints it is hashed in any case. If it turns out to have changed, PyTorch has missed a write,
+    and a warning says so.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[str, _Seen] = {}
+        self._hashed: dict[str, _Hashed] = {}
         self._unreliable: set[str] = set()  # names of tensors whose version counter has missed a change
 
-    def of(self, name: str, tensor: Tensor, anew: bool = False) -> str:
-        """Returns ``coding.stream.tensor_hash`` of a tensor. anew: whether to read all values, whatever is known."""
-        place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    def of(self, name: str, tensor: Tensor, always_read: bool = False) -> str:
+        """Returns ``tensor_hash(tensor)``. always_read: hash all values, even if they seem unchanged."""
+        memory = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         version, sample = _version_of(tensor), sample_of(tensor)
-        seen = self._seen.get(name)
-        alike = seen is not None and (seen.place, seen.version, seen.sample) == (place, version, sample)
-        if seen is not None and alike and not anew and seen.used < HASH_AFTER and name not in self._unreliable:
-            seen.used += 1
-            return seen.hash
+        known = self._hashed.get(name)
+        alike = known is not None and (known.memory, known.version, known.sample) == (memory, version, sample)
+        if known is not None and alike and not always_read and known.used < HASH_AFTER and name not in self._unreliable:
+            known.used += 1
+            return known.hash
         digest = tensor_hash(tensor)
-        if seen is not None and alike and digest != seen.hash:
+        if known is not None and alike and digest != known.hash:
             self._unreliable.add(name)
             log.warning(
                 "%s does not train, but a write through .data or by another program has changed it unseen: some of the "
@@ -69,9 +69,9 @@ class Hashes:
                 HASH_AFTER,
             )
         if version is not None:
-            # So that not all tensors are hashed at the same checkpoint.
-            used = zlib.crc32(name.encode(errors="surrogatepass")) % HASH_AFTER if seen is None else 0
-            self._seen[name] = _Seen(place, version, sample, digest, used)
+            # Tensors start at different counts, so that they are not all hashed again at the same checkpoint.
+            used = zlib.crc32(name.encode(errors="surrogatepass")) % HASH_AFTER if known is None else 0
+            self._hashed[name] = _Hashed(memory, version, sample, digest, used)
         return digest
 
 

@@ -1,4 +1,4 @@
-"""The state of the random number generators of Python, NumPy and PyTorch."""
+"""State of the global random number generators of Python, NumPy and PyTorch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 
 def get_state() -> dict[str, Any]:
-    """The state of the global generators, of every CUDA device too where there are any.
+    """Returns the states of the global generators, including those of all CUDA devices.
 
-    Python's 625 words are an array: what a checkpoint holds as such takes no room while it stays the same.
+    Python's 625 words become an array, since an array that does not change takes no space in the next checkpoint.
     """
     version, words, gauss = random.getstate()
     return {
@@ -24,7 +24,7 @@ def get_state() -> dict[str, Any]:
 
 
 def check(state: dict[str, Any]) -> None:
-    """Raises what ``set_state`` would raise for a broken state. The generators are as before."""
+    """Raises what ``set_state`` would raise for a malformed state. Changes no generator."""
     before = get_state()
     try:
         set_state(state)
@@ -33,8 +33,8 @@ def check(state: dict[str, Any]) -> None:
 
 
 def set_state(state: dict[str, Any]) -> None:
-    """Puts the global generators back into a state. States of CUDA devices that are not there are left out."""
-    version, words, gauss = state["python"]  # in older checkpoints the words are a tuple
+    """Sets the global generators to a state. Ignores states of CUDA devices that do not exist here."""
+    version, words, gauss = state["python"]  # checkpoints of early versions hold the words as a tuple
     random.setstate((version, tuple(int(word) for word in words), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,4 +1,4 @@
-"""What a save leaves as it found it, whatever ``evaluate`` does to it and wherever a signal interrupts."""
+"""What ``evaluate`` may change and a save puts back, even if a signal interrupts the save."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ import torch
 from torch import nn
 
 from dynaquant.training import rng
-from dynaquant.training.objects import generators, set_generators
+from dynaquant.training.objects import generator_states, set_generator_states
 
 
 class Snapshot:
-    """A model's parameters and buffers (which tensors they are, not their values), its training modes, whether
-    gradients are recorded, the global random number generators, and those among other objects of the training.
+    """Remembers what a user's ``evaluate`` may change.
+
+    These are the model's parameters and buffers (which tensors they are, not their values), its training modes, whether
+    gradients are recorded, the global random number generators, and the generators among the other objects.
     """
 
-    def __init__(self, model: nn.Module, sources: Mapping[str, Any] | None = None) -> None:
-        self._sources = sources = sources or {}
+    def __init__(self, model: nn.Module, objects: Mapping[str, Any] | None = None) -> None:
+        self._objects = objects = objects or {}
         self._modules = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
         self._recorded = torch.is_grad_enabled()
-        self._generators, self._global = generators(sources), rng.get_state()
+        self._generators, self._global = generator_states(objects), rng.get_state()
 
     def put_back(self) -> None:
-        """Puts all of it back. May be called again, as it has to be where a signal has interrupted it."""
+        """Puts everything back. Call it again if a signal has interrupted it."""
         for module, training, parameters, buffers in self._modules:
             module.training = training
             for own, before in ((module._parameters, parameters), (module._buffers, buffers)):
                 if [(name, id(t)) for name, t in own.items()] != [(name, id(t)) for name, t in before.items()]:
-                    own.clear()  # and with it what was registered since
+                    own.clear()  # also removes what was registered since
                     own.update(before)  # type: ignore[arg-type]
         torch.set_grad_enabled(self._recorded)
-        set_generators(self._sources, self._generators)
+        set_generator_states(self._objects, self._generators)
         rng.set_state(self._global)

@@ -1,4 +1,4 @@
-"""Refuses what cannot be saved before training begins, or at the latest after an optimizer's first step."""
+"""Refuses objects that cannot be saved: before training begins, or after an optimizer's first step at the latest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dynaquant.errors import StateError
-from dynaquant.state.tree import flatten
+from dynaquant.state.flatten import flatten
 from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
@@ -23,40 +23,40 @@ LOADER_ADVICE = (
     "give a loader that knows where it is, as torchdata's StatefulDataLoader (with Accelerate, "
     "DataLoaderConfiguration(use_stateful_dataloader=True)), or the generator of its sampler"
 )
-"""What a user can do about a loader that has no state."""
+"""Advice for a data loader that has no state."""
 _REPLICAS = (
     "sharded training is not supported yet: train replicas (DistributedDataParallel), or save with "
     "torch.distributed.checkpoint"
 )
-_OTHERS = {
+_UNSUPPORTED = {
     "torch.distributed.fsdp": ("shards the model", _REPLICAS),
-    "torch.distributed.tensor": ("is a tensor over several devices", _REPLICAS),
-    "torch.distributed._shard": ("is a tensor over several devices", _REPLICAS),
+    "torch.distributed.tensor": ("is sharded over several devices", _REPLICAS),
+    "torch.distributed._shard": ("is sharded over several devices", _REPLICAS),
     "torch.distributed.optim.zero_redundancy_optimizer": (
         "has only a part of the state on each rank",
-        "take the optimizer that it wraps, on every rank",
+        "use the optimizer that it wraps, on every rank",
     ),
     "deepspeed.runtime": ("shards the training", _REPLICAS),
     "accelerate.utils.deepspeed": ("shards the training", _REPLICAS),
     "fairscale.nn.data_parallel": ("shards the training", _REPLICAS),
     "fairscale.optim.oss": ("has only a part of the state on each rank", _REPLICAS),
     "torchao.optim": (
-        "keeps its state in tensors of classes of its own, which cannot be stored",
-        "take an optimizer whose state is of plain tensors, as those of torch.optim",
+        "keeps its state in its own tensor classes, which cannot be stored",
+        "use an optimizer whose state has plain tensors, e.g. one of torch.optim",
     ),
 }
-"""Classes by where they are defined: what is wrong with them, and what to do instead."""
+"""Modules whose classes are refused, each with the problem and what to do instead."""
 
 
-def check(sources: Mapping[str, Any]) -> None:
+def check(objects: Mapping[str, Any]) -> None:
     """Raises StateError, with advice, for an object whose state cannot be saved or restored."""
-    for name, source in sources.items():
-        if isinstance(source, nn.Module):
-            _check_module(name, source)
-        elif isinstance(source, Optimizer):
-            _check_optimizer(name, source)
-        elif not isinstance(source, torch.Generator | np.random.Generator):
-            _check_other(name, source)
+    for name, thing in objects.items():
+        if isinstance(thing, nn.Module):
+            _check_module(name, thing)
+        elif isinstance(thing, Optimizer):
+            _check_optimizer(name, thing)
+        elif not isinstance(thing, torch.Generator | np.random.Generator):
+            _check_other(name, thing)
 
 
 def check_replicas(tensors: Mapping[str, Tensor], group: Group) -> None:
@@ -68,24 +68,21 @@ def check_replicas(tensors: Mapping[str, Tensor], group: Group) -> None:
         raise StateError(f"the model of rank {other} has other names or shapes than that of rank 0; {_REPLICAS}")
 
 
-def warn_of_left_out(sources: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
-    """Logs a warning for every optimizer that updates a tensor that is not saved.
-
-    tensors: everything that is saved. A restore cannot bring back any other tensor.
-    """
+def warn_of_unsaved(objects: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
+    """Logs a warning for every optimizer that updates a tensor that is not saved. tensors: all that are saved."""
     saved = {tensor.data_ptr() for tensor in tensors}
-    for name, source in sources.items():
-        groups = source.param_groups if isinstance(source, Optimizer) else []
-        if any(place not in saved for group in groups for p in group["params"] if (place := p.data_ptr())):
+    for name, thing in objects.items():
+        groups = thing.param_groups if isinstance(thing, Optimizer) else []
+        if any(address not in saved for group in groups for p in group["params"] if (address := p.data_ptr())):
             log.warning(
-                "%s works on tensors that are in no state to be saved, so they would not be restored; give what "
+                "%s updates tensors that are not saved, so a restore could not bring them back; give an object that "
                 "holds them as an extra, e.g. extras={'masters': torch.nn.ParameterList(masters)}",
                 name,
             )
 
 
-def check_after_first_step(sources: Mapping[str, Any]) -> Callable[[], None]:
-    """Makes the first step of every optimizer raise StateError if the state that it has made cannot be stored.
+def check_after_first_step(objects: Mapping[str, Any]) -> Callable[[], None]:
+    """Registers hooks that raise StateError after an optimizer's first step if its new state cannot be stored.
 
     Returns a function that removes the hooks.
     """
@@ -99,9 +96,9 @@ def check_after_first_step(sources: Mapping[str, Any]) -> Callable[[], None]:
 
         return after_step
 
-    for name, source in sources.items():
-        if isinstance(source, Optimizer) and not source.state:
-            hooks[name] = source.register_step_post_hook(hook(name))
+    for name, thing in objects.items():
+        if isinstance(thing, Optimizer) and not thing.state:
+            hooks[name] = thing.register_step_post_hook(hook(name))
 
     def remove() -> None:
         while hooks:
@@ -123,32 +120,32 @@ def _check_optimizer(name: str, optimizer: Optimizer) -> None:
         optimizer.register_step_pre_hook(lambda *_: None).remove()
     except AttributeError:
         raise StateError(
-            f"{name}: {type(optimizer).__qualname__} was not initialised as a torch.optim.Optimizer is; give the "
-            "optimizer that it wraps, or let its __init__ call that of Optimizer"
+            f"{name}: {type(optimizer).__qualname__} never called torch.optim.Optimizer.__init__; call it there, or "
+            "give the optimizer that it wraps"
         ) from None
 
 
-def _check_other(name: str, source: Any) -> None:
-    _refuse(name, source)
-    if hasattr(source, "state_dict") and hasattr(source, "load_state_dict"):
+def _check_other(name: str, thing: Any) -> None:
+    _refuse(name, thing)
+    if hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"):
         return
-    if isinstance(source, dict | list) or (is_dataclass(source) and not isinstance(source, type)):
-        if is_dataclass(source) and type(source).__dataclass_params__.frozen:  # type: ignore[attr-defined]
-            raise StateError(f"{name}: {type(source).__qualname__} is frozen, so a restore could not set its fields")
+    if isinstance(thing, dict | list) or (is_dataclass(thing) and not isinstance(thing, type)):
+        if is_dataclass(thing) and type(thing).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+            raise StateError(f"{name}: {type(thing).__qualname__} is frozen, so a restore could not set its fields")
         return
-    if isinstance(source, str | bytes | int | float | complex | tuple | frozenset | None):
+    if isinstance(thing, str | bytes | int | float | complex | tuple | frozenset | None):
         raise StateError(
-            f"{name} is {source!r}, a plain value, which a restore cannot put back into your variable; give a "
-            f"dictionary that holds it, e.g. extras={{'progress': {{{name!r}: {source!r}}}}}, which it updates in place"
+            f"{name} is {thing!r}, a plain value, and a restore cannot assign to your variable; give a dictionary "
+            f"that holds it, e.g. extras={{'progress': {{{name!r}: {thing!r}}}}}: a restore updates it in place"
         )
     raise StateError(
-        f"{name}: {type(source).__qualname__} has no state_dict() and load_state_dict(); "
-        f"{LOADER_ADVICE if isinstance(source, DataLoader) else 'wrap it in an object that has both'}"
+        f"{name}: {type(thing).__qualname__} has no state_dict() and load_state_dict(); "
+        f"{LOADER_ADVICE if isinstance(thing, DataLoader) else 'wrap it in an object that has both'}"
     )
 
 
 def _refuse(where: str, thing: Any) -> None:
     for kind in type(thing).__mro__:
-        for module, (problem, instead) in _OTHERS.items():
+        for module, (problem, instead) in _UNSUPPORTED.items():
             if f"{kind.__module__}.".startswith(f"{module}."):
                 raise StateError(f"{where}: {kind.__qualname__} {problem}; {instead}")

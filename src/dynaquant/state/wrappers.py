@@ -1,4 +1,4 @@
-"""Names of parameters in the bare model; takes wrappers off models and optimizers."""
+"""Takes wrappers off models and optimizers (DDP, ``torch.compile``, …), so that names are those of the bare model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def bare(thing: Any) -> Any:
-    """Returns the module or optimizer inside all wrappers; anything else as it is.
+    """Returns the module or optimizer inside all wrappers; any other object unchanged.
 
     Wrappers of modules are DistributedDataParallel, DataParallel, ``torch.compile`` and activation checkpointing. A
     wrapper of an optimizer has the attribute ``optimizer`` and shares its groups and state, as Accelerate's does.
@@ -26,17 +26,17 @@ def bare(thing: Any) -> Any:
 
 
 def named_parameters(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields what ``module.named_parameters`` does, with the names in the bare model."""
+    """Yields the parameters as ``module.named_parameters`` does, with their names in the bare model."""
     paths = bare_paths(module)
     for name, parameter in module.named_parameters(remove_duplicate=remove_duplicate):
         yield _bare_name(name, paths), parameter
 
 
 def bare_paths(module: nn.Module) -> dict[str, str]:
-    """Maps the path of every module inside a module, itself included, to its path in the bare model."""
+    """Maps the path of the module and of every module inside it to the path in the bare model."""
     modules = dict(module.named_modules(remove_duplicate=False))
     paths = {"": ""}
-    for path in modules:  # a module comes before those inside it
+    for path in modules:  # a module comes before the modules inside it
         if path:
             outer, _, name = path.rpartition(".")
             inside = paths[outer]
@@ -51,13 +51,13 @@ def state_dict(module: nn.Module, **options: Any) -> Any:
         return state
     renamed = OrderedDict((_bare_name(name, paths), value) for name, value in state.items())
     metadata = getattr(state, "_metadata", None)
-    if metadata is not None:  # the wrapped module comes after its wrapper, so its metadata wins
-        renamed._metadata = {_bare_name(path, paths): of for path, of in metadata.items()}  # type: ignore[attr-defined]
+    if metadata is not None:  # a wrapper comes before its module, so the module's metadata wins
+        renamed._metadata = {_bare_name(path, paths): entry for path, entry in metadata.items()}  # type: ignore[attr-defined]
     return renamed
 
 
 def load_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-    """Calls ``module.load_state_dict`` with a state that has the names of the bare model."""
+    """Loads a state dict that has the names of the bare model into a module, which may be wrapped."""
     paths = bare_paths(module)
     if any(path != inside for path, inside in paths.items()):
         named = OrderedDict((name, state[b]) for name in module.state_dict() if (b := _bare_name(name, paths)) in state)
@@ -101,7 +101,7 @@ def _attribute(module: nn.Module) -> str | None:
 
 
 def _bare_name(name: str, paths: Mapping[str, str]) -> str:
-    """Returns the name of a parameter or buffer in the bare model. (Some wrappers already give that name.)"""
+    """Returns the name of a parameter or buffer in the bare model. (Some wrappers give that name themselves.)"""
     path = name
     while path not in paths:
         path = path.rpartition(".")[0]

@@ -120,4 +120,4 @@ def test_master_copies_that_are_in_no_state_are_warned_of(tmp_path, caplog):
         assert caplog.messages == []
     with dq.Checkpointer(tmp_path / "without", model, optimizer):
         (said,) = caplog.messages
-    assert said.startswith("optimizer works on tensors that are in no state to be saved")
+    assert said.startswith("optimizer updates tensors that are not saved")

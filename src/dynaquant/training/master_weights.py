@@ -1,4 +1,7 @@
-"""Half-precision weights whose float32 master copies are in the state as well (mixed precision): one is the other."""
+"""Finds half-precision weights whose float32 master weights are in the state, too (mixed precision).
+
+Such a weight is not stored: it is its master weight, rounded.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,24 @@ from torch import Tensor
 from dynaquant.state.roles import HALVES, Label, matches
 
 _FIRST = 1024
+"""Number of values that are compared first. They tell most tensors apart."""
 
 
-def masters(
-    tensors: Mapping[str, Tensor], labels: Mapping[str, Label], sources: Mapping[str, Any], patterns: Iterable[str]
+def master_weights_of(
+    tensors: Mapping[str, Tensor], labels: Mapping[str, Label], objects: Mapping[str, Any], patterns: Iterable[str]
 ) -> dict[str, str]:
-    """The name of the master copy of every half-precision weight that has one, by the weight's name.
+    """Maps the name of every half-precision weight that has master weights to their name.
 
-    A master copy is a float32 tensor of the same shape that an optimizer works on, as one of its parameters or in its
-    state, and that gives exactly the weight when it is rounded. (Averages of weights may do so as well, of those that
-    rest.) tensors, labels: of a whole state. sources: the objects whose state it is. patterns: over names of tensors
-    of which the user has decided what they are.
+    Master weights are a float32 tensor of the same shape that rounds exactly to the weight. An optimizer must update it
+    or have it in its state: the average of a weight that does not change rounds to that weight, too.
+
+    tensors, labels: of a whole state. objects: those whose state it is. patterns: the user's patterns for roles; a
+    tensor that matches one is not taken for master weights.
     """
     halves = [n for n, t in tensors.items() if labels[n].role == "weight" and t.dtype in HALVES and t.numel() > 1]
     if not halves:
         return {}
-    optimizers = {n: source for n, source in sources.items() if isinstance(source, torch.optim.Optimizer)}
+    optimizers = {n: thing for n, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)}
     states = tuple(f"{name}." for name in {*optimizers, "optimizer"})
     trained = {
         parameter.data_ptr()
@@ -34,14 +39,14 @@ def masters(
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    decided = list(patterns)
+    patterns = list(patterns)
     candidates: dict[torch.Size, list[str]] = {}
     for name, tensor in tensors.items():
         if (
             tensor.dtype == torch.float32
             and labels[name].role == "exact"
             and (name.startswith(states) or tensor.data_ptr() in trained)
-            and not any(matches(name, pattern, sources) for pattern in decided)
+            and not any(matches(name, pattern, objects) for pattern in patterns)
         ):
             candidates.setdefault(tensor.shape, []).append(name)
     found: dict[str, str] = {}
@@ -56,9 +61,9 @@ def masters(
 
 def _rounds_to(master: Tensor, half: Tensor) -> bool:
     master, half = master.detach().reshape(-1), half.detach().reshape(-1)
-    beginnings = master[:_FIRST].to(half.dtype).cpu(), half[:_FIRST].cpu()  # most can be told by them
-    return _same_bits(*beginnings) and _same_bits(master.to(half.device, half.dtype), half)
+    first = master[:_FIRST].to(half.dtype).cpu(), half[:_FIRST].cpu()
+    return _same_bits(*first) and _same_bits(master.to(half.device, half.dtype), half)
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.int16), b.view(torch.int16))  # as values, -0 is the same as 0
+    return torch.equal(a.view(torch.int16), b.view(torch.int16))  # compared as values, -0 would equal 0

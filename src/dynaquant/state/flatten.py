@@ -1,0 +1,223 @@
+"""Takes a state apart into a JSON tree and named tensors, and puts it together again.
+
+No pickle is involved: a value that JSON and tensors cannot express is an error. In the JSON tree (docs/format.md,
+"Tree"), ``None``, bools, ints, finite floats, strings and lists stand for themselves. Every other value is an object
+whose key is its type, e.g. ``{"tuple": [1, 2]}`` or ``{"tensor": "model.head.weight"}``.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynaquant.errors import StateError
+from dynaquant.state.tree import CONTAINERS, MAX_DEPTH
+from dynaquant.tensors.dtypes import DTYPES, dtype_name
+
+_NUMPY_KINDS = "biufc"
+_MAX_INT_BITS = 14_000  # Python refuses to parse integers of more than 4,300 digits
+
+
+def flatten(state: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Takes a state apart. Returns its JSON tree and its tensors by name.
+
+    A name is the path of the tensor's first occurrence, joined by dots. Tied tensors (same memory, same shape) appear
+    once. The tensors are detached and share the state's memory. NumPy arrays become tensors in the machine's byte
+    order.
+
+    Raises StateError, naming the path, for a value that cannot be stored.
+    """
+    flattener = _Flattener()
+    return flattener.node(state, ""), flattener.tensors
+
+
+class _Flattener:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}  # by memory, shape and dtype
+        self._inside: set[int] = set()  # ids of the containers on the current path
+
+    def node(self, value: Any, path: str) -> Any:
+        """Returns the JSON node of a value. Subclasses are refused, as they would come back as their base class."""
+        kind = type(value)
+        if value is None or kind in (bool, str) or (kind is int and value.bit_length() <= _MAX_INT_BITS):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if kind in (Tensor, torch.nn.Parameter):
+            return self._tensor(value, path)
+        if kind is np.ndarray:
+            return self._array(value, path)
+        if kind in CONTAINERS:
+            return self._container(value, path)
+        return _node_of_plain_value(value, path)
+
+    def _name(self, tensor: Tensor, path: str) -> str:
+        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        if tensor.numel() > 0 and memory in self._names:
+            return self._names[memory]
+        name, number = path, 2
+        while name in self.tensors:
+            name, number = f"{path}~{number}", number + 1
+        self._names[memory], self.tensors[name] = name, tensor
+        return name
+
+    def _tensor(self, tensor: Tensor, path: str) -> Any:
+        problem = _tensor_problem(tensor)
+        if problem:
+            raise StateError(f"{path}: {problem}")
+        kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
+        node: dict[str, Any] = {kind: self._name(tensor.detach().resolve_conj().resolve_neg(), path)}
+        if tensor.requires_grad != (kind == "parameter"):
+            node["requires_grad"] = tensor.requires_grad
+        return node
+
+    def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
+        if array.dtype.kind not in _NUMPY_KINDS or not hasattr(torch, array.dtype.name):
+            raise StateError(f"{path}: a NumPy array of {array.dtype} has no tensor type to store it as")
+        native = np.array(array, dtype=array.dtype.newbyteorder("="))
+        return {"ndarray": self._name(torch.from_numpy(native), path)}
+
+    def _container(self, value: Any, path: str) -> Any:
+        if id(value) in self._inside:
+            raise StateError(f"{path}: the state contains itself here")
+        if len(self._inside) >= MAX_DEPTH:
+            raise StateError(f"{path}: the state is nested too deeply to store (more than {MAX_DEPTH} levels)")
+        self._inside.add(id(value))
+        kind = CONTAINERS[type(value)]
+        if isinstance(value, dict):
+            pairs = [[self.node(k, f"{path} (a key)"), self.node(v, _join(path, k))] for k, v in value.items()]
+            node: Any = {kind: pairs}
+            # The state dict of a module carries version numbers in this attribute.
+            metadata = getattr(value, "_metadata", None)
+            if metadata is not None:
+                node["metadata"] = self.node(metadata, f"{path}._metadata")
+        else:
+            items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+            content = [self.node(v, _join(path, i)) for i, v in enumerate(items)]
+            node = content if kind == "list" else {kind: content}
+        self._inside.remove(id(value))
+        return node
+
+
+def _node_of_plain_value(value: Any, path: str) -> Any:
+    kind = type(value)
+    if kind is int:
+        raise StateError(f"{path}: an integer of {value.bit_length()} bits is too large to store")
+    if kind is complex:
+        return {"complex": [repr(value.real), repr(value.imag)]}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
+        return {"scalar": [value.dtype.name, base64.b64encode(value.tobytes()).decode()]}
+    if kind is torch.dtype:
+        return {"dtype": dtype_name(value)}
+    if kind is torch.device:
+        return {"device": str(value)}
+    if isinstance(value, Tensor):
+        problem = _nested_problem(value) or (
+            f"a tensor of class {kind.__module__}.{kind.__qualname__} cannot be stored; wrap its owner, as an "
+            "extra, in an object whose state_dict() gives plain tensors and whose load_state_dict() takes them"
+        )
+        raise StateError(f"{path}: {problem}")
+    raise StateError(
+        f"{path}: a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; "
+        "make it a tensor, a plain value, or an object with state_dict() and load_state_dict()"
+    )
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _nested_problem(tensor: Tensor) -> str | None:
+    # Class and layout of a strided nested tensor are those of a plain tensor, but it has no shape.
+    if not tensor.is_nested:
+        return None
+    return "a nested tensor cannot be stored; store the tensors that it is made of, or pad it to a dense one"
+
+
+def _tensor_problem(tensor: Tensor) -> str | None:
+    if (problem := _nested_problem(tensor)) is not None:
+        return problem
+    if tensor.layout != torch.strided:
+        return f"a {str(tensor.layout).removeprefix('torch.')} tensor cannot be stored; make it dense first"
+    if tensor.device.type == "meta":
+        return "a tensor on the meta device has no values to store"
+    if dtype_name(tensor.dtype) not in DTYPES:
+        return f"a tensor of {dtype_name(tensor.dtype)} cannot be stored"
+    return None
+
+
+def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
+    """Builds a state from its JSON tree and its tensors. The inverse of ``flatten``.
+
+    Raises StateError if the tree is malformed or names a tensor that is missing.
+    """
+    built: dict[tuple[str, str, bool], Tensor] = {}
+
+    def tensor(kind: str, name: str, requires_grad: bool) -> Tensor:
+        key = (kind, name, requires_grad)  # tied tensors must come back as one object
+        if key not in built:
+            if kind == "parameter":
+                built[key] = torch.nn.Parameter(tensors[name], requires_grad=requires_grad)
+            else:
+                built[key] = tensors[name].detach().requires_grad_(requires_grad)
+        return built[key]
+
+    def pairs(content: Any) -> list[tuple[Any, Any]]:
+        return [(value(k), value(v)) for k, v in content]
+
+    def values(content: Any) -> list[Any]:
+        return [value(v) for v in content]
+
+    builders: dict[str, Callable[[Any], Any]] = {
+        "ndarray": lambda name: tensors[name].numpy(),
+        "scalar": lambda content: np.frombuffer(base64.b64decode(content[1]), dtype=np.dtype(content[0]))[0],
+        "float": float,
+        "complex": lambda content: complex(*map(float, content)),
+        "bytes": base64.b64decode,
+        "dtype": lambda name: DTYPES[name],
+        "device": torch.device,
+        "dict": lambda content: dict(pairs(content)),
+        "ordered_dict": lambda content: OrderedDict(pairs(content)),
+        "counter": lambda content: Counter(dict(pairs(content))),
+        "tuple": lambda content: tuple(values(content)),
+        "set": lambda content: set(values(content)),
+        "frozenset": lambda content: frozenset(values(content)),
+        "size": lambda content: torch.Size(values(content)),
+    }
+
+    def value(node: Any) -> Any:
+        if isinstance(node, list):
+            return values(node)
+        if not isinstance(node, dict):
+            return node
+        kind = next(iter(node))
+        if kind in ("tensor", "parameter"):
+            return tensor(kind, node[kind], node.get("requires_grad", kind == "parameter"))
+        result = builders[kind](node[kind])
+        if "metadata" in node:
+            result._metadata = value(node["metadata"])
+        return result
+
+    try:
+        return value(tree)
+    except (
+        KeyError,
+        ValueError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        StopIteration,
+        OverflowError,
+        RuntimeError,
+    ) as error:
+        raise StateError(f"the stored tree of the state is broken: {error!r}") from error

@@ -1,0 +1,142 @@
+"""Collects the state of all objects of a training as one dictionary, and finds an object's part of it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from dynaquant.errors import StateError
+from dynaquant.state import wrappers
+from dynaquant.training import optimizers, rng
+from dynaquant.training.objects import (
+    CHECKED,
+    CLASSES,
+    GENERATOR,
+    MAIN,
+    PARAMETERS,
+    RESERVED,
+    RNG,
+    class_of,
+    generator_state,
+    generator_states,
+)
+from dynaquant.training.supported import LOADER_ADVICE
+
+
+def collect(objects: Mapping[str, Any], other_ranks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Returns the state of every object by name, and the reserved entries.
+
+    ``"rng"`` holds the global random number generators, ``"classes"`` the class of every optimizer and generator,
+    ``"parameters"`` the names of every optimizer's parameters. A restore compares classes and names, because states of
+    different optimizers may look alike and still not fit.
+
+    other_ranks: ``rank_rng_state`` of every rank but the first, in order; kept in ``"rng"`` under ``"ranks"``. Raises
+    StateError, naming it, for an extra whose ``state_dict`` fails.
+    """
+    classes = {name: kind for name, thing in objects.items() if (kind := class_of(thing)) is not None}
+    parameters = _parameter_names(objects)
+    return {
+        **_by_kind({name: _checked_state_of(name, thing, parameters.get(name)) for name, thing in objects.items()}),
+        CLASSES: classes,
+        PARAMETERS: parameters,
+        RNG: {**rng.get_state(), "ranks": list(other_ranks)} if other_ranks else rng.get_state(),
+    }
+
+
+def collect_to_compare(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns ``collect`` of the modules and optimizers alone. A restore compares it with the stored state."""
+    return collect({name: thing for name, thing in objects.items() if isinstance(thing, CHECKED)})
+
+
+def parts_of(state: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the part of a state for each object, by the object's name.
+
+    The part of several models or optimizers is divided if the objects have several, too.
+    """
+    found: dict[str, Any] = {}
+    for name, part in state.items():
+        if name in MAIN and isinstance(part, Mapping) and any(other.startswith(f"{name}.") for other in objects):
+            found.update({f"{name}.{key}": inner for key, inner in part.items()})
+        elif name not in RESERVED:
+            found[name] = part
+    return found
+
+
+def rank_rng_state(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what differs between the ranks of a data-parallel training: the states of the random number generators.
+
+    Those among the objects are under ``"sources"``, a name that stored states have.
+    """
+    return {**rng.get_state(), "sources": generator_states(objects)}
+
+
+def stored_rng_state(state: Mapping[str, Any], rank: int) -> dict[str, Any] | None:
+    """Returns the stored ``rank_rng_state`` of a rank; None if fewer ranks were saved.
+
+    Rank 0 has only the global generators here; its other generators are parts of the state.
+    """
+    if rank == 0:
+        return state[RNG]  # type: ignore[no-any-return]
+    ranks = state[RNG].get("ranks", [])
+    return ranks[rank - 1] if rank <= len(ranks) else None
+
+
+def state_of(thing: Any, parameters: Sequence[Sequence[str]] | None = None) -> Any:
+    """Returns the state of one object.
+
+    parameters: for an optimizer, the names of its parameters in each group. Its state then has names, not numbers.
+    """
+    if isinstance(thing, GENERATOR):
+        return generator_state(thing)
+    if isinstance(thing, nn.Module):
+        return wrappers.state_dict(thing)
+    if hasattr(thing, "state_dict"):
+        state = thing.state_dict()
+        return state if parameters is None else optimizers.by_name(state, optimizers.keys_of(parameters))
+    if isinstance(thing, dict | list):
+        return thing
+    return {field.name: getattr(thing, field.name) for field in fields(thing) if hasattr(thing, field.name)}
+
+
+def _checked_state_of(name: str, thing: Any, parameters: Sequence[Sequence[str]] | None) -> Any:
+    """Returns the state of one object. Raises StateError, naming it, if an extra's ``state_dict`` fails."""
+    try:
+        return state_of(thing, parameters)
+    except Exception as error:
+        if isinstance(thing, CHECKED):
+            raise  # modules and optimizers always have a state, so this is an error in the user's own code
+        raise StateError(
+            f"{name}: state_dict() of {type(thing).__qualname__} failed ({type(error).__name__}: {error}); "
+            f"{LOADER_ADVICE if isinstance(thing, DataLoader) else 'prepare it before it is given as an extra'}"
+        ) from error
+
+
+def _by_kind(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the states with several models, or several optimizers, in one dictionary. The inverse of ``parts_of``."""
+    state: dict[str, Any] = {}
+    for name, part in states.items():
+        kind, dot, key = name.partition(".")
+        if dot and kind in MAIN:
+            state.setdefault(kind, {})[key] = part
+        else:
+            state[name] = part
+    return state
+
+
+def _parameter_names(objects: Mapping[str, Any]) -> dict[str, list[list[str]]]:
+    """Returns the names of every optimizer's parameters, by group; ``""`` if no saved module has the parameter."""
+    names: dict[int, str] = {}
+    for name, thing in objects.items():
+        if isinstance(thing, nn.Module):
+            for path, parameter in wrappers.named_parameters(thing):
+                names.setdefault(id(parameter), f"{name}.{path}")
+    return {
+        name: optimizers.names_of(thing, names)
+        for name, thing in objects.items()
+        if isinstance(thing, torch.optim.Optimizer)
+    }

@@ -1,0 +1,128 @@
+"""Loads a stored state into one object of the training, in place where the training may hold references."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynaquant.state import wrappers
+from dynaquant.state.flatten import flatten, unflatten
+from dynaquant.state.tree import dict_items, tensor_name
+from dynaquant.training.collect import state_of
+from dynaquant.training.expanded import can_hold, copy_into, is_expanded
+from dynaquant.training.objects import GENERATOR, set_generator_state
+
+
+def load_state(thing: Any, state: Any) -> None:
+    """Loads a state into an object. The state must fit it (``restore/fitting.py``)."""
+    if isinstance(thing, nn.Module):
+        _load_module(thing, state)
+    elif isinstance(thing, torch.optim.Optimizer):
+        thing.load_state_dict(state)
+        # PyTorch casts an optimizer's tensors to the dtype of their parameter: float32 moments of a bfloat16 parameter,
+        # and even bytes of a float32 one. state_dict() shares its tensors and dictionaries with the optimizer, so
+        # changing it changes the optimizer. If the optimizer's own methods convert both ways, dtypes are right already.
+        _undo_casts(thing.state_dict(), state)
+    elif isinstance(thing, GENERATOR):
+        set_generator_state(thing, state)
+    elif hasattr(thing, "load_state_dict"):
+        thing.load_state_dict(state)
+    elif isinstance(thing, dict | list):
+        _update(thing, state)
+    else:
+        for name, value in state.items():
+            setattr(thing, name, _updated(getattr(thing, name, None), value))
+
+
+def undo_of(thing: Any) -> Callable[[], None]:
+    """Copies an object's present state. Returns a function that loads it again.
+
+    Raises StateError if the state cannot be stored.
+    """
+    tree, tensors = flatten(state_of(thing))
+    state = unflatten(tree, {name: tensor.clone() for name, tensor in tensors.items()})
+    return lambda: load_state(thing, state)
+
+
+def fill_in_omitted(now: Mapping[str, Any], state: dict[str, Any], omitted: Collection[str]) -> None:
+    """Adds the tensors that a stored state omits, with the present values of the modules.
+
+    now: ``collect_to_compare`` of the modules. omitted: names of tensors.
+    """
+    if omitted:
+        _fill_in(flatten(now)[0], now, state, omitted)
+
+
+def _fill_in(node: Any, now: Any, state: Any, omitted: Collection[str]) -> None:
+    """node: of ``now`` in its tree."""
+    for key, value in dict_items(node):
+        if tensor_name(value) in omitted:
+            state.setdefault(key, now[key])
+        elif isinstance(state.get(key), dict):
+            _fill_in(value, now[key], state[key], omitted)
+
+
+def _load_module(module: nn.Module, state: Any) -> None:
+    own = wrappers.state_dict(module)
+    expanded = {n: t for n, t in own.items() if n in state and isinstance(t, Tensor) and is_expanded(t)}
+    for name, tensor in expanded.items():  # PyTorch refuses to fill these
+        copy_into(tensor, state[name])
+    if expanded:
+        state = _with_content(state, {name: value for name, value in state.items() if name not in expanded})
+    wrappers.load_state_dict(module, state, strict=state.keys() == own.keys())
+
+
+def _with_content(state: Any, content: dict[str, Any]) -> Any:
+    """Returns a state dict with this content and the metadata of another."""
+    result = OrderedDict(content)
+    if hasattr(state, "_metadata"):
+        result._metadata = state._metadata  # type: ignore[attr-defined]
+    return result
+
+
+def _updated(own: Any, stored: Any) -> Any:
+    """Returns the stored value.
+
+    Dictionaries, lists and tensors of the training are updated in place, as it may hold references to them. A tensor
+    that cannot be filled is replaced by one on the same device.
+    """
+    if type(own) is type(stored) and isinstance(own, dict | list):
+        _update(own, stored)
+        return own
+    if isinstance(own, Tensor) and isinstance(stored, Tensor):
+        if (own.shape, own.dtype) != (stored.shape, stored.dtype) or not can_hold(own, stored.to(own.device)):
+            return stored.to(own.device)
+        copy_into(own, stored)
+        return own
+    return stored
+
+
+def _update(own: Any, stored: Any) -> None:
+    if isinstance(own, dict):
+        values = {key: _updated(own.get(key), value) for key, value in stored.items()}
+        own.clear()
+        own.update(values)
+    else:
+        own[:] = [_updated(own[i] if i < len(own) else None, value) for i, value in enumerate(stored)]
+
+
+def _undo_casts(loaded: Any, stored: Any) -> Any:
+    """Returns what was loaded, with every tensor that was cast replaced by the stored one, on the same device.
+
+    Dictionaries and lists are changed in place.
+    """
+    if isinstance(loaded, Tensor) and isinstance(stored, Tensor):
+        cast = loaded.dtype != stored.dtype and loaded.shape == stored.shape
+        return stored.to(loaded.device) if cast else loaded
+    if isinstance(loaded, dict) and isinstance(stored, dict):
+        loaded.update({key: _undo_casts(value, stored[key]) for key, value in loaded.items() if key in stored})
+    elif isinstance(loaded, list | tuple) and type(loaded) is type(stored) and len(loaded) == len(stored):
+        values = [_undo_casts(*both) for both in zip(loaded, stored, strict=True)]
+        if isinstance(loaded, tuple):
+            return type(loaded)(values)
+        loaded[:] = values
+    return loaded
