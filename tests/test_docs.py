@@ -8,14 +8,17 @@ import shlex
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
+import links
 import pytest
 from typer.testing import CliRunner
 
 from dynaquant.cli import app
 
 ROOT = Path(__file__).parent.parent
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +79,39 @@ def test_the_guides_training_loop_goes_on_after_a_kill(guide, tmp_path):
     assert [line.split()[0] for line in again.stdout.splitlines()] == ["300", "400", "500"]
 
 
-def test_relative_links_lead_somewhere():
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
-        for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_headings_and_definitions_that_exist(page):
+    found = links.links(page, (ROOT / page).read_text())
+    assert [(link.text, problem) for link in found if (problem := links.problem(link))] == []
+
+
+def test_a_broken_link_is_found():
+    text = (
+        "# A b\n[x](no.md) [x](#a-b) [x](#b) [`Run.commit`](src/dynaquant/store/run.py) [`no`](src/dynaquant/errors.py)"
+    )
+    problems = [links.problem(link) for link in links.links("README.md", text)]
+    heading = "there is no heading #"
+    assert problems == ["there is no such file", f"{heading}a-b", f"{heading}b", None, "it does not define no"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lists_look_the_same_on_github_and_on_the_site(page):
+    # MkDocs' Markdown sees no list without an empty line before it, and no inner list that is not indented by four.
+    lines = list(links.prose((ROOT / page).read_text()))
+    item = re.compile(r"([-*+]|[0-9]+\.) ")
+    for before, line in pairwise(lines):
+        assert not re.match(r" {1,3}([-*+]|[0-9]+\.) ", line), line
+        assert not (item.match(line) and before and not item.match(before) and before[0] != " "), line
+
+
+def test_source_files_become_pages_of_the_site():
+    text = "[`Run.commit`](../src/dynaquant/store/run.py), [it](../README.md#x), [core](../native/), [guide](guide.md)"
+    line = links.line_of((ROOT / "src/dynaquant/store/run.py").read_text(), "Run.commit")
+    assert links.for_site("docs/architecture.md", text) == (
+        f"[`Run.commit`](source/src/dynaquant/store/run.py.md#L-{line}), [it](index.md#x), core, [guide](guide.md)"
+    )
+    code = "```\n[a](../README.md)\n```"
+    assert links.for_site("docs/guide.md", code) == code
 
 
 def messages(source: str) -> list[str]:
