@@ -46,7 +46,7 @@ from workloads import gpt_snapshots, new_gpt
 from zipnn import ZipNN
 
 from dynaquant.coding import conditional, rearrange
-from dynaquant.quantize.clustered_weights import quantize_weights, sketch_weights
+from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.quantize.partition import Configuration
 from dynaquant.state.roles import Label
 from dynaquant.tensors.stored import QuantizedTensor
@@ -223,7 +223,7 @@ def synthetic_pairs(size: int) -> list[Pair]:
     moved = [x + MOVED * x.std() * random.standard_normal(x.size, dtype=np.float32) for x in parents]
     before, after = ({str(i): torch.from_numpy(x) for i, x in enumerate(xs)} for xs in (parents, moved))
     label_of = dict.fromkeys(before, Label("weight", "linear"))
-    first, second = (quantize_weights(sketch_weights(x, label_of, {}), Configuration()) for x in (before, after))
+    first, second = (quantize_weights(kmeans_weights(x, label_of, {}), Configuration()) for x in (before, after))
     return [Pair(second[name], first[name]) for name in first]
 
 

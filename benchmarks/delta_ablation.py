@@ -28,7 +28,7 @@ from workloads import gpt_validation, new_gpt, shakespeare, snapshots
 from dynaquant.coding import conditional, rearrange
 from dynaquant.coding.decoder import decode
 from dynaquant.coding.encoder import encode
-from dynaquant.quantize.clustered_weights import quantize_weights, sketch_weights
+from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.quantize.partition import Configuration
 from dynaquant.search.quality import score
 from dynaquant.state.roles import Label, labels
@@ -119,7 +119,7 @@ def load_quantized(
     parameters = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     label_of = labels(parameters, {"model": model})
     weights = {name: tensor for name, tensor in parameters.items() if label_of[name].role == "weight"}
-    sketched = sketch_weights(weights, label_of, snapshot["gradients"])
+    sketched = kmeans_weights(weights, label_of, snapshot["gradients"])
     assert sketched.weights.keys() == weights.keys(), sketched.notes
     return quantize_weights(sketched, configuration)
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import track
 
 from dynaquant.demo.workloads import WORKLOADS
-from dynaquant.quantize.clustered_weights import quantize_weights, sketch_weights
+from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.quantize.partition import Configuration
 from dynaquant.search.distortion import distortion, mean_squared_gradients
 from dynaquant.search.judge import DISTORTION_SCALE, MetricJudge
@@ -62,7 +62,7 @@ def cases(name: str) -> list[Case]:
             continue
         weights = {path: tensor.detach() for path, tensor in parameters.items() if label_of[path].role == "weight"}
         gradients = recorder.collect()
-        sketched = sketch_weights(weights, label_of, gradients)
+        sketched = kmeans_weights(weights, label_of, gradients)
         fisher = mean_squared_gradients({path: parameters[path] for path in weights}, [work.optimizer], {})
         original = score(work.model, {}, work.evaluate)
         judge = MetricJudge(work.model, work.evaluate, work.higher_is_better, original, {})

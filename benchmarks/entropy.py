@@ -20,9 +20,9 @@ from options import RESULTS
 from results import Table, show
 
 from dynaquant.coding import conditional
-from dynaquant.coding.schemes import Conditional, Product, Scheme, Units
+from dynaquant.coding.schemes import Conditional, RankOneFactors, Scheme, SecondMomentUnits
 from dynaquant.store.run import Run
-from dynaquant.tensors.stored import QuantizedTensor, RankOne, Scaled, StoredTensor
+from dynaquant.tensors.stored import QuantizedTensor, RankOne, ScaledMoment, StoredTensor
 
 LARGE = 65_536
 """Values of a tensor whose tables hardly count."""
@@ -45,9 +45,9 @@ def parts(scheme: Scheme, stored: StoredTensor) -> Iterator[tuple[Conditional, Q
     """The levels of a tensor that are conditionally coded: its own, those of its rows and columns, or of its units."""
     if isinstance(scheme, Conditional) and isinstance(stored, QuantizedTensor):
         yield scheme, stored
-    elif isinstance(scheme, Product) and isinstance(stored, RankOne):
+    elif isinstance(scheme, RankOneFactors) and isinstance(stored, RankOne):
         yield from ((scheme.rows, stored.rows), (scheme.columns, stored.columns))
-    elif isinstance(scheme, Units) and isinstance(stored, Scaled):
+    elif isinstance(scheme, SecondMomentUnits) and isinstance(stored, ScaledMoment):
         yield scheme.units, stored.units
 
 
@@ -55,7 +55,7 @@ def levels_of(stored: StoredTensor | None) -> list[QuantizedTensor]:
     """What the levels of a tensor may be coded given, in the order of ``parts``."""
     if isinstance(stored, RankOne):
         return [stored.rows, stored.columns]
-    if isinstance(stored, Scaled):
+    if isinstance(stored, ScaledMoment):
         return [stored.units]
     return [stored] if isinstance(stored, QuantizedTensor) else []
 

@@ -33,7 +33,7 @@ from workloads import gpt_snapshots
 from dynaquant import _native
 from dynaquant.kernels.host import bits_of
 from dynaquant.quantize.kmeans import SIGMA, bins_table, codebook, kmeans, sample_weights
-from dynaquant.tensors.sketch import BUCKETS, LogHistogram, bucket_values
+from dynaquant.tensors.log_histogram import BUCKETS, LogHistogram, bucket_values
 
 REPEATS, ENOUGH = 7, 2.0
 """Turns of every method; one that has taken ENOUGH seconds gets no further turn."""

@@ -35,8 +35,9 @@ from torch import Tensor
 from workloads import WORKLOADS, Workload, key_of, snapshots
 
 from dynaquant.coding.encoder import Coder, encode
-from dynaquant.quantize.clustered_weights import SketchedWeights, quantize_weights, sketch_weights
-from dynaquant.quantize.grid import GridConfiguration, grid_weights
+from dynaquant.quantize.grid import GridConfiguration
+from dynaquant.quantize.grid_weights import grid_weights
+from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
 from dynaquant.quantize.partition import Configuration
 from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.search.judge import DISTORTION_SCALE
@@ -90,11 +91,11 @@ class Snapshot:
         return mean_squared_gradients(named, [self.work.optimizer], squares)
 
     @cached_property
-    def sketched(self) -> SketchedWeights:
+    def sketched(self) -> KMeansWeights:
         named = {f"model.{name}": tensor for name, tensor in self.weights.items()}
         label_of = labels(named, {"model": self.work.model})
         weights = {name: tensor for name, tensor in named.items() if label_of[name].role == "weight"}
-        return sketch_weights(weights, label_of, self.gradients)
+        return kmeans_weights(weights, label_of, self.gradients)
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def clusters(snapshot: Snapshot, _judge: Judge, bins: Sequence[int]) -> Iterator
 def grid(snapshot: Snapshot, judge: Judge, _bins: Sequence[int]) -> Iterator[Candidate]:
     """dynaquant's default: for each limit the scale that its own search finds."""
     ready = grid_weights({f"model.{name}": tensor for name, tensor in snapshot.weights.items()}, snapshot.fisher, {}, 0)
-    lowest, highest = ready.scale_for(LEAST_DISTORTION), ready.scale_for(MOST_DISTORTION)
+    lowest, highest = ready.scale_exponent_for(LEAST_DISTORTION), ready.scale_exponent_for(MOST_DISTORTION)
 
     @cache
     def worse(scale: int) -> float:
@@ -142,7 +143,7 @@ def grid(snapshot: Snapshot, judge: Judge, _bins: Sequence[int]) -> Iterator[Can
         return [worse(scale) for scale in scales]
 
     for limit in LIMITS:
-        start = ready.scale_for(limit / DISTORTION_SCALE)
+        start = ready.scale_exponent_for(limit / DISTORTION_SCALE)
         found = scale_search(start, lowest, highest, degradations, limit, settled=False)
         if found is not None:
             quantized = dict(ready.quantize(GridConfiguration(found)))

@@ -36,7 +36,7 @@ from peers.peer import Checkpoint, Encoded, Known, Peer
 from torch import Tensor
 
 from dynaquant.quantize.kmeans import kmeans
-from dynaquant.tensors.sketch import LogHistogram, bucket_values
+from dynaquant.tensors.log_histogram import LogHistogram, bucket_values
 
 LARGEST_FACTOR = 2.5
 """A residual above so many medians is always kept."""

@@ -6,14 +6,14 @@ import torch
 
 from dynaquant.coding.decoder import decode
 from dynaquant.coding.encoder import encode
-from dynaquant.coding.schemes import Conditional, Lossless, Planes, Raw, Rearranged
+from dynaquant.coding.schemes import BytePlanes, Conditional, Lossless, Raw, Rearranged
 from dynaquant.quantize.kmeans import quantize
 from dynaquant.quantize.partition import thresholds
 from dynaquant.state.flatten import flatten
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.dtypes import DTYPES
 from dynaquant.tensors.hashing import tensor_hash
-from dynaquant.tensors.sketch import LogHistogram
+from dynaquant.tensors.log_histogram import LogHistogram
 
 
 def round_trip(tensor):
@@ -33,7 +33,7 @@ def test_tensors_of_every_dtype_come_back(name, size):
     assert torch.equal(back.view(torch.uint8), data)
     assert isinstance(scheme, Raw) or len(stream) < data.numel()
     if size == 6000:
-        assert isinstance(scheme, Lossless | Planes)
+        assert isinstance(scheme, Lossless | BytePlanes)
         assert len(stream) < data.numel() / 5
 
 

@@ -17,7 +17,7 @@ from dynaquant.coding.encoder import Coder, encode
 from dynaquant.coding.schemes import Rearranged
 from dynaquant.tensors.codebook import Centres
 from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.sketch import SKETCHED
+from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
 from dynaquant.tensors.stored import PROTECTED, QuantizedTensor, StoredTensor
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -50,7 +50,7 @@ def assert_same(found: StoredTensor, wanted: QuantizedTensor) -> None:
 
 
 @pytest.mark.parametrize("coder", CODERS)
-@pytest.mark.parametrize("dtype", SKETCHED)
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (300, 300)], ids=str)
 def test_a_quantized_tensor_comes_back(dtype, shape, coder):
     wanted = quantized_of(shape, 16, dtype)

@@ -7,7 +7,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynaquant.coding import planes
+from dynaquant.coding import byte_planes
 from dynaquant.coding.lossless import decode, encode, needs_parent
 
 BLOCK = 65_536
@@ -118,7 +118,7 @@ def test_floats_take_fewer_bytes_than_byte_planes_with_the_strongest_zstd(dtype)
     data = bytes_of((torch.randn(500_000) * 0.02).to(dtype))
     compressor = zstandard.ZstdCompressor(level=19)
     strongest = sum(len(compressor.compress(p.tobytes())) for p in data.reshape(-1, dtype.itemsize).T)
-    assert len(encode(data, dtype.itemsize, None)) < strongest < len(planes.encode(data, dtype.itemsize))
+    assert len(encode(data, dtype.itemsize, None)) < strongest < len(byte_planes.encode(data, dtype.itemsize))
 
 
 def test_no_stream_expands_more_than_the_format_allows():

@@ -12,19 +12,21 @@ from training import bits, model_of, train
 import dynaquant as dq
 from dynaquant import _native, kernels
 from dynaquant.kernels import device, host
-from dynaquant.quantize.grid import begin, quantize
-from dynaquant.quantize.moments import first_moment, log_quantize, momentum, second_moment
+from dynaquant.quantize.first_moment import quantize_first_moment, quantize_momentum
+from dynaquant.quantize.grid import begin_quantize, quantize
+from dynaquant.quantize.log_grid import quantize_to_log_grid
+from dynaquant.quantize.second_moment import quantize_second_moment
 from dynaquant.store.run import Run
 from dynaquant.tensors.codebook import rung_value
 from dynaquant.tensors.dequantize import dequantize, protected_values
-from dynaquant.tensors.sketch import SKETCHED
-from dynaquant.tensors.stored import PROTECTED, QuantizedTensor, RankOne, Scaled
+from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
+from dynaquant.tensors.stored import PROTECTED, QuantizedTensor, RankOne, ScaledMoment
 
 DEVICES = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
 SHAPES = [(), (0,), (1,), (5,), (3, 0), (7, 9), (2, 3, 4, 5), (401, 101)]
 
 on_devices = pytest.mark.parametrize("where", DEVICES)
-of_dtypes = pytest.mark.parametrize("dtype", SKETCHED, ids=str)
+of_dtypes = pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -151,8 +153,8 @@ def test_roots_are_rounded_correctly(where):
 def test_a_tensor_is_quantized_the_same_where_it_is(where, dtype, seed, monkeypatch):
     tensor = some((53, 29), dtype, 0.02)
     wanted = quantize(tensor, -24, seed)
-    monkeypatch.setattr(kernels, "at", lambda _: device)
-    found = begin(tensor.to(where), -24, seed)()
+    monkeypatch.setattr(kernels, "for_device", lambda _: device)
+    found = begin_quantize(tensor.to(where), -24, seed)()
     assert same(found, wanted)
     for stored in (found, wanted):
         assert bits(dequantize(stored, torch.device(where)).cpu()) == bits(dequantize(wanted))
@@ -166,27 +168,27 @@ def test_a_tensor_is_quantized_the_same_where_it_is(where, dtype, seed, monkeypa
 def test_moments_are_quantized_the_same_where_they_are(where, tolerance, monkeypatch):
     rows, columns = torch.rand(61, 1), torch.rand(1, 83)
     seconds = [rows * columns, rows * columns * torch.exp(torch.randn(61, 83)), torch.rand(300), torch.zeros(4, 4)]
-    wanted = [second_moment(second, tolerance) for second in seconds]
+    wanted = [quantize_second_moment(second, tolerance) for second in seconds]
     firsts = [0.3 * second.sqrt() * torch.randn(second.shape) for second in seconds]
-    wanted_firsts = [momentum(first, tolerance) for first in firsts]
+    wanted_firsts = [quantize_momentum(first, tolerance) for first in firsts]
 
     def scaled(first, second, stored):
-        return stored and first_moment(first, second, stored, "v", tolerance)
+        return stored and quantize_first_moment(first, second, stored, "v", tolerance)
 
     wanted_scaled = [scaled(*parts) for parts in zip(firsts, seconds, wanted, strict=True)]
-    wanted_logs = [log_quantize(second, 4) for second in seconds]
-    monkeypatch.setattr(kernels, "at", lambda _: device)
+    wanted_logs = [quantize_to_log_grid(second, 4) for second in seconds]
+    monkeypatch.setattr(kernels, "for_device", lambda _: device)
     for i, (second, first) in enumerate(zip(seconds, firsts, strict=True)):
         second_there, first_there = second.to(where), first.to(where)
-        assert same(second_moment(second_there, tolerance), wanted[i])
-        assert same(momentum(first_there, tolerance), wanted_firsts[i])
+        assert same(quantize_second_moment(second_there, tolerance), wanted[i])
+        assert same(quantize_momentum(first_there, tolerance), wanted_firsts[i])
         assert same(scaled(first_there, second_there, wanted[i]), wanted_scaled[i])
-        assert same(log_quantize(second_there, 4), wanted_logs[i])
+        assert same(quantize_to_log_grid(second_there, 4), wanted_logs[i])
         if wanted_scaled[i] is not None:
             there = dequantize(wanted_scaled[i], torch.device(where))
-            monkeypatch.setattr(kernels, "at", lambda _: host)
+            monkeypatch.setattr(kernels, "for_device", lambda _: host)
             assert bits(there.cpu()) == bits(dequantize(wanted_scaled[i]))
-            monkeypatch.setattr(kernels, "at", lambda _: device)
+            monkeypatch.setattr(kernels, "for_device", lambda _: device)
 
 
 def same(a, b):
@@ -195,7 +197,7 @@ def same(a, b):
         return a is b
     if isinstance(a, RankOne):
         return same(a.rows, b.rows) and same(a.columns, b.columns)
-    if isinstance(a, Scaled):
+    if isinstance(a, ScaledMoment):
         return same(a.units, b.units) and same(a.second, b.second)
     assert isinstance(a, QuantizedTensor)
     return (
@@ -237,5 +239,5 @@ def test_a_run_is_the_same_wherever_the_training_is(where, arguments, tmp_path, 
         ], [bits(value) for value in restored]
 
     wanted = run(tmp_path / "host", "cpu")
-    monkeypatch.setattr(kernels, "at", lambda _: device)
+    monkeypatch.setattr(kernels, "for_device", lambda _: device)
     assert run(tmp_path / "device", where) == wanted

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from dynaquant.quantize.kmeans import bins_table, codebook, kmeans, quantize, sample_weights
 from dynaquant.quantize.partition import Thresholds, thresholds
 from dynaquant.tensors.dequantize import dequantize
-from dynaquant.tensors.sketch import MAGNITUDES, SKETCHED, LogHistogram, bucket_values
+from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
+from dynaquant.tensors.log_histogram import MAGNITUDES, LogHistogram, bucket_values
 from dynaquant.tensors.stored import FIRST_BIN, PROTECTED, PRUNED
 
 ALPHA = 2.0**-8
@@ -136,7 +137,7 @@ def quantized_with(tensor, pruned=0.1, protected=0.01, bins=16):
     return quantize(tensor, histogram, bins, thresholds(histogram, pruned, protected))
 
 
-@pytest.mark.parametrize("dtype", SKETCHED)
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 def test_every_value_becomes_zero_or_16_bits_of_itself_or_its_nearest_centre(dtype):
     tensor = (torch.distributions.StudentT(4.0).sample((100, 200)) * 0.02).to(dtype)
     quantized = quantized_with(tensor)
@@ -156,7 +157,7 @@ def test_every_value_becomes_zero_or_16_bits_of_itself_or_its_nearest_centre(dty
     assert torch.all(error <= nearest + 2 * ALPHA * binned.abs())
 
 
-@pytest.mark.parametrize("dtype", SKETCHED)
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_float_stays_finite_when_it_is_protected(dtype, sign):
     tensor = torch.randn(1000).to(dtype)
@@ -166,7 +167,7 @@ def test_the_largest_float_stays_finite_when_it_is_protected(dtype, sign):
     assert restored[3].item() == pytest.approx(tensor[3].item(), rel=ALPHA)
 
 
-@pytest.mark.parametrize("dtype", SKETCHED)
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 def test_the_largest_float_stays_finite_when_it_is_a_centre(dtype):
     tensor = torch.tensor([1.0, 2.0, min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)], dtype=dtype)
     assert dequantize(quantize(tensor, LogHistogram.of(tensor), 16)).isfinite().all()
@@ -178,7 +179,7 @@ def test_fewer_bfloat16_values_than_bins_come_back_exactly():
     assert torch.equal(dequantize(quantize(tensor, LogHistogram.of(tensor), 16)), tensor)
 
 
-@pytest.mark.parametrize("dtype", SKETCHED)
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 def test_quantization_does_not_scale_the_weights(dtype):
     tensor = (torch.randn(50_000) * 0.02).to(dtype)
     restored = dequantize(quantize(tensor, LogHistogram.of(tensor), 254)).to(torch.float64)

@@ -11,17 +11,19 @@ from training import bits
 
 from dynaquant.coding.decoder import decode
 from dynaquant.coding.encoder import encode
-from dynaquant.coding.schemes import Product, Units
-from dynaquant.quantize.all_moments import quantize_moments
-from dynaquant.quantize.moments import FIRST_RUNGS, SECOND_PACES, first_moment, log_quantize, momentum, rank_one
-from dynaquant.quantize.moments import second_moment as second_moment_of
+from dynaquant.coding.schemes import RankOneFactors, SecondMomentUnits
+from dynaquant.quantize.first_moment import FIRST_RUNGS, quantize_first_moment, quantize_momentum
+from dynaquant.quantize.log_grid import quantize_to_log_grid
+from dynaquant.quantize.moments import quantize_moments
+from dynaquant.quantize.second_moment import SECOND_PACES, quantize_rank_one
+from dynaquant.quantize.second_moment import quantize_second_moment as second_moment_of
 from dynaquant.state.roles import Label
 from dynaquant.store.entry import Entry
 from dynaquant.tensors.codebook import Grid, LogGrid, rung_value
 from dynaquant.tensors.dequantize import dequantize, values_of
+from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
 from dynaquant.tensors.hashing import tensor_hash
-from dynaquant.tensors.sketch import SKETCHED
-from dynaquant.tensors.stored import QuantizedTensor, RankOne, Scaled
+from dynaquant.tensors.stored import QuantizedTensor, RankOne, ScaledMoment
 
 EPSILON = 1e-8
 SLACK = 1.0001
@@ -62,7 +64,7 @@ def moments(shape=(48, 40), seed=0, spread=1.5):
 )
 def test_logarithmic_levels_are_half_a_pace_off_at_most_and_zero_stays_zero(exponents, pace):
     tensor = torch.tensor([0.0 if e is None else 2.0**e for e in exponents])
-    stored = log_quantize(tensor, pace)
+    stored = quantize_to_log_grid(tensor, pace)
     positive = tensor > 0
     rungs = 4 * np.log2(numbers(tensor[positive]))
     if stored is None:
@@ -75,34 +77,36 @@ def test_logarithmic_levels_are_half_a_pace_off_at_most_and_zero_stays_zero(expo
 
 
 def test_logarithmic_levels_begin_at_the_smallest_value_and_end_at_the_largest():
-    stored = log_quantize(torch.tensor([0.0, 0.25, 16.0, 1.0]), 4)
+    stored = quantize_to_log_grid(torch.tensor([0.0, 0.25, 16.0, 1.0]), 4)
     assert stored.codebook == LogGrid(4, -2, 7)
     assert stored.levels.tolist() == [0, 2, 8, 4]
 
 
-@pytest.mark.parametrize("dtype", SKETCHED)
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 def test_values_of_any_dtype_and_shape_have_logarithmic_levels(dtype):
     for shape in [(), (1,), (0,), (3, 4), (2, 3, 4)]:
         tensor = torch.rand(shape).to(dtype)
-        restored = dequantize(log_quantize(tensor, 2))
+        restored = dequantize(quantize_to_log_grid(tensor, 2))
         assert (restored.dtype, restored.shape) == (dtype, tensor.shape)
         assert torch.all((restored / tensor).log2().abs() <= 0.27) or tensor.numel() == 0
     transposed = torch.rand(5, 7).t()
-    assert bits(dequantize(log_quantize(transposed, 2))) == bits(dequantize(log_quantize(transposed.contiguous(), 2)))
+    assert bits(dequantize(quantize_to_log_grid(transposed, 2))) == bits(
+        dequantize(quantize_to_log_grid(transposed.contiguous(), 2))
+    )
 
 
 def test_a_product_of_rows_and_columns_comes_back_as_one():
     rows, columns = torch.rand(30) + 0.1, torch.rand(20) + 0.1
     exact = torch.outer(rows, columns)
     for tensor in (exact, exact.reshape(30, 4, 5)):
-        stored = rank_one(tensor)
+        stored = quantize_rank_one(tensor)
         assert dequantize(stored).shape == tensor.shape
         assert float((dequantize(stored) / tensor).log2().abs().max()) < 0.27  # an eighth of an octave for each
 
 
 @pytest.mark.parametrize("tensor", [torch.tensor(1.0), torch.rand(9), torch.zeros(3, 3)], ids=["0", "1", "zero"])
 def test_what_has_no_rows_and_columns_is_no_product(tensor):
-    assert rank_one(tensor) is None
+    assert quantize_rank_one(tensor) is None
 
 
 @pytest.mark.parametrize("tolerance", [0.03, 0.05, 0.1, 0.2, 0.3, 0.5])
@@ -113,7 +117,7 @@ def test_a_second_moment_is_as_cheap_as_its_tolerance_allows(tolerance, noise, s
     base = torch.outer(torch.rand(shape[0]) + 0.01, torch.rand(math.prod(shape[1:])) + 0.01).reshape(shape)
     second = 1e-7 * base * torch.exp(noise * torch.randn(shape))
     stored = second_moment_of(second, tolerance)
-    forms = [rank_one(second), *(log_quantize(second, pace) for pace in SECOND_PACES)]
+    forms = [quantize_rank_one(second), *(quantize_to_log_grid(second, pace) for pace in SECOND_PACES)]
     good = [form for form in forms if form is not None and second_effect(second, form) <= tolerance]
     if stored is None:
         assert not good
@@ -143,7 +147,7 @@ def test_a_second_moment_of_nothing_but_zeros_costs_no_bins(shape):
     assert bits(dequantize(stored)) == bits(torch.zeros(shape))
 
 
-@pytest.mark.parametrize("dtype", SKETCHED)
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 @pytest.mark.parametrize("large", [1e30, 3.4e38, 1e200, 6e4, 3.3e4])
 def test_second_moments_however_large_stay_finite(dtype, large):
     second = torch.tensor([large, *[large * 1e-3] * 400], dtype=torch.float64).to(dtype)
@@ -153,7 +157,7 @@ def test_second_moments_however_large_stay_finite(dtype, large):
             assert stored is None or bool(dequantize(stored).isfinite().all())
 
 
-@pytest.mark.parametrize("dtype", SKETCHED)
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 @pytest.mark.parametrize("small", [1e-6, 1e-20, 1e-36, 1e-42])
 def test_second_moments_however_small_hold_their_tolerance(dtype, small):
     second = (moments((20, 30))[1].double() * 1e6 * small).to(dtype)
@@ -185,7 +189,7 @@ def test_a_first_moment_has_the_largest_step_that_its_tolerance_allows(tolerance
         units = np.rint(numbers(first) / root / step) * step
         return first_effect(first, second, torch.from_numpy(units * root), restored_second)
 
-    stored = first_moment(first, second, stored_second, "v", tolerance)
+    stored = quantize_first_moment(first, second, stored_second, "v", tolerance)
     if stored is None:
         assert effect_of(FIRST_RUNGS[-1]) > tolerance
         return
@@ -205,7 +209,7 @@ def test_a_momentum_has_the_largest_step_that_its_tolerance_allows(tolerance, si
         exact = numbers(first)
         return np.linalg.norm(np.rint(exact / step) * step - exact) / np.linalg.norm(exact)
 
-    stored = momentum(first, tolerance)
+    stored = quantize_momentum(first, tolerance)
     rung = stored.codebook.rung
     assert np.linalg.norm(numbers(dequantize(stored) - first)) <= tolerance * SLACK * np.linalg.norm(numbers(first))
     assert rung + 2 > 4 * math.log2(size) + FIRST_RUNGS[0] or effect_of(rung + 2) > tolerance / SLACK
@@ -213,8 +217,8 @@ def test_a_momentum_has_the_largest_step_that_its_tolerance_allows(tolerance, si
 
 def test_with_a_tolerance_of_all_of_an_update_first_moments_are_zero():
     first, second = moments()
-    scaled = first_moment(first, second, second_moment_of(second, 0.5), "v", 1.0)
-    for stored in (scaled, momentum(first, 1.0)):
+    scaled = quantize_first_moment(first, second, second_moment_of(second, 0.5), "v", 1.0)
+    for stored in (scaled, quantize_momentum(first, 1.0)):
         assert bits(dequantize(stored)) == bits(torch.zeros_like(first))
         assert len(encode(stored, None)[1]) < 20
 
@@ -236,7 +240,7 @@ def test_first_moments_of_other_dtypes_hold_their_tolerance_too(dtype):
     first[3, 5] = 30 * second[3, 5].sqrt()  # beyond 127 of the small steps that this tolerance asks for
     stored_second = second_moment_of(second, 0.02) or second_moment_of(second, 0.1)
     for tolerance in (0.05, 0.1, 0.2):
-        stored = first_moment(first, second, stored_second, "v", tolerance)
+        stored = quantize_first_moment(first, second, stored_second, "v", tolerance)
         if stored is not None:
             restored = dequantize(stored)
             assert restored.dtype == dtype
@@ -247,11 +251,11 @@ def test_a_first_moment_is_zero_where_the_second_is_and_exact_where_that_cannot_
     first, second = moments((40, 25))
     first[3], second[3] = 0, 0
     stored_second = second_moment_of(second, 0.5)
-    stored = first_moment(first, second, stored_second, "v", 0.5)
+    stored = quantize_first_moment(first, second, stored_second, "v", 0.5)
     assert bool(dequantize(stored).isfinite().all())
     assert not bool(dequantize(stored)[3].any())
     first[3, 7] = 1e-9
-    assert first_moment(first, second, stored_second, "v", 0.5) is None
+    assert quantize_first_moment(first, second, stored_second, "v", 0.5) is None
 
 
 DOUBTFUL = {
@@ -293,7 +297,7 @@ def round_trip(stored, parent, name="m"):
     """What a stream decodes to, its coding and its size."""
     scheme, coded = encode(stored, parent)
     values = values_of(stored)
-    role = Label("first_moment" if isinstance(stored, Scaled) else "second_moment")
+    role = Label("first_moment" if isinstance(stored, ScaledMoment) else "second_moment")
     entry = Entry(name, role, values.dtype, values.shape, tensor_hash(values), len(coded), scheme)
     entry = Entry.from_json(entry.to_json())
     found = decode(entry.scheme, stored.dtype, stored.shape, coded, parent, getattr(stored, "second", None))
@@ -302,7 +306,7 @@ def round_trip(stored, parent, name="m"):
     return scheme, len(coded)
 
 
-@pytest.mark.parametrize("dtype", SKETCHED)
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 @pytest.mark.parametrize("second_tolerance", [0.05, 0.5])
 def test_moments_come_back_from_their_streams_with_and_without_a_parent(dtype, second_tolerance):
     pairs = []
@@ -311,15 +315,15 @@ def test_moments_come_back_from_their_streams_with_and_without_a_parent(dtype, s
         first = first + drift * torch.randn_like(first) * first.abs().mean()
         second = second.to(dtype)
         stored_second = second_moment_of(second, second_tolerance)
-        pairs.append((stored_second, first_moment(first.to(dtype), second, stored_second, "v", 0.5)))
+        pairs.append((stored_second, quantize_first_moment(first.to(dtype), second, stored_second, "v", 0.5)))
     (before_second, before_first), (after_second, after_first) = pairs
     for stored, before in [(after_second, before_second), (after_first, before_first)]:
         scheme, alone = round_trip(stored, None)
         assert not scheme.needs_parent
         scheme, small = round_trip(stored, before)
         assert small <= alone
-        assert isinstance(scheme, Units) == isinstance(stored, Scaled)
-        assert isinstance(scheme, Product) == isinstance(stored, RankOne)
+        assert isinstance(scheme, SecondMomentUnits) == isinstance(stored, ScaledMoment)
+        assert isinstance(scheme, RankOneFactors) == isinstance(stored, RankOne)
     for other in (torch.zeros(90, 70), before_first, None):
         round_trip(after_second, other)
     for other in (torch.zeros(90, 70), before_second, None):
@@ -337,7 +341,7 @@ def test_a_product_costs_at_least_what_the_format_asks_of_a_tensor_so_large():
 
 def test_units_are_refused_without_the_tensor_that_they_are_units_of():
     first, second = moments()
-    stored = first_moment(first, second, second_moment_of(second, 0.5), "v", 0.5)
+    stored = quantize_first_moment(first, second, second_moment_of(second, 0.5), "v", 0.5)
     scheme, coded = encode(stored, None)
     for wrong in (None, first, stored):
         with pytest.raises(ValueError, match="in units of v"):
@@ -353,5 +357,5 @@ def test_nothing_of_a_state_is_changed_by_quantizing_it():
     before = bits(tensors)
     quantize_moments(tensors, labels, 0.5, 0.5)
     assert bits(tensors) == before
-    assert isinstance(momentum(tensors["s.exp_avg"], 0.5).codebook, Grid)
+    assert isinstance(quantize_momentum(tensors["s.exp_avg"], 0.5).codebook, Grid)
     assert bits(tensors) == before

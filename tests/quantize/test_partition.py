@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dynaquant.quantize.kmeans import quantize
 from dynaquant.quantize.partition import Configuration, Thresholds, thresholds
-from dynaquant.tensors.sketch import LogHistogram
+from dynaquant.tensors.log_histogram import LogHistogram
 from dynaquant.tensors.stored import PROTECTED, PRUNED
 
 

@@ -7,11 +7,12 @@ from torch import nn
 
 import dynaquant as dq
 from dynaquant import kernels
-from dynaquant.quantize.moments import log_quantize, rank_one
+from dynaquant.quantize.log_grid import quantize_to_log_grid
+from dynaquant.quantize.second_moment import quantize_rank_one
 from dynaquant.tensors.codebook import Grid
 from dynaquant.tensors.dequantize import dequantize, dequantize_into
 from dynaquant.tensors.hashing import stored_hash, tensor_hash
-from dynaquant.tensors.stored import FIRST_BIN, PROTECTED, QuantizedTensor, Rounded, Scaled
+from dynaquant.tensors.stored import FIRST_BIN, PROTECTED, QuantizedTensor, RoundedWeight, ScaledMoment
 
 ROWS, COLUMNS = 700, 900  # more than one piece on up to four cores
 
@@ -126,10 +127,13 @@ def examples():
     protected = rng.integers(0, 0x7F00, np.count_nonzero(levels == PROTECTED)).astype(np.uint16)
     weight = QuantizedTensor(torch.float32, shape, levels, Grid(-20, 20), protected)
     squares = torch.from_numpy(rng.lognormal(size=(ROWS, 1)) * rng.lognormal(size=COLUMNS)).to(torch.float32)
-    second = rank_one(squares)
+    second = quantize_rank_one(squares)
     units = QuantizedTensor(torch.float32, shape, np.sort(levels)[::-1].copy(), Grid(0, 20), protected)
-    yield from (weight, second, log_quantize(squares, 2), Scaled(torch.float32, units, second, "second"))
-    yield from (Rounded(torch.bfloat16, weight, "weight"), Rounded(torch.float16, dequantize(second), "second"))
+    yield from (weight, second, quantize_to_log_grid(squares, 2), ScaledMoment(torch.float32, units, second, "second"))
+    yield from (
+        RoundedWeight(torch.bfloat16, weight, "weight"),
+        RoundedWeight(torch.float16, dequantize(second), "second"),
+    )
 
 
 @pytest.mark.parametrize("stored", list(examples()), ids=lambda stored: type(stored).__name__)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.quantize.clustered_weights import quantize_weights, sketch_weights
+from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.search import manager
 from dynaquant.search.displacement import Progress
 from dynaquant.state.roles import Label
@@ -27,7 +27,7 @@ def checkpointer(folder, model: nn.Module, **options) -> dq.Checkpointer:
 
 def quantized(weights, configuration=COARSE):
     label = dict.fromkeys(weights, Label("weight", "linear"))
-    return quantize_weights(sketch_weights(weights, label, {}), configuration)
+    return quantize_weights(kmeans_weights(weights, label, {}), configuration)
 
 
 def some_weights(dtype=torch.float32) -> dict[str, torch.Tensor]:

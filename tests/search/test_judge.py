@@ -8,16 +8,16 @@ from torch import nn, optim
 from training import bits, model_of, train
 
 import dynaquant as dq
-from dynaquant.quantize.clustered_weights import SketchedWeights, quantize_weights, sketch_weights
+from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
 from dynaquant.search.distortion import distortion, mean_squared_gradients
 from dynaquant.search.judge import DISTORTION_SCALE, DistortionJudge, MetricJudge
 from dynaquant.state.roles import labels
 from dynaquant.tensors.dequantize import dequantize
 
 
-def sketched(model: nn.Module) -> SketchedWeights:
+def sketched(model: nn.Module) -> KMeansWeights:
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.ndim >= 2}
-    return sketch_weights(weights, labels(weights, {"model": model}, {}), {})
+    return kmeans_weights(weights, labels(weights, {"model": model}, {}), {})
 
 
 def probability(model: nn.Module) -> float:

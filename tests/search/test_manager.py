@@ -19,8 +19,8 @@ from torch import nn
 from training import bits, train
 
 import dynaquant as dq
-from dynaquant.quantize.clustered_weights import sketch_weights
-from dynaquant.quantize.grid import grid_weights
+from dynaquant.quantize.grid_weights import grid_weights
+from dynaquant.quantize.kmeans_weights import kmeans_weights
 from dynaquant.search.manager import ConfigurationManager, Decision
 from dynaquant.state.roles import labels
 from dynaquant.store.run import Run
@@ -772,7 +772,7 @@ def decide(record, method: str) -> tuple[Decision, ConfigurationManager]:
     if method == "grid":
         ready = grid_weights(weights, {}, {}, 0)
     else:
-        ready = sketch_weights(weights, labels(weights, {"model": model}, {}), {})
+        ready = kmeans_weights(weights, labels(weights, {"model": model}, {}), {})
     manager = ConfigurationManager(model, Movement(model, 1.0), False, 0.01, None, Group())
     manager.resume(record, {})
     return manager.decide(ready, {}, {}), manager

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dynaquant.quantize.grid import grid_weights
+from dynaquant.quantize.grid_weights import grid_weights
 from dynaquant.search.sensitivity import LEAST, MOST_GROUPS, groups_of, probe
 from dynaquant.tensors.dequantize import dequantize
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import dynaquant as dq
 from dynaquant.coding.encoder import encode
 from dynaquant.demo.models import GPT
-from dynaquant.quantize.clustered_weights import SketchedWeights, quantize_weights, sketch_weights
+from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
 from dynaquant.search.size import SizeModel
 from dynaquant.state.roles import labels
 
@@ -22,7 +22,7 @@ CONFIGURATIONS = [
 
 
 @pytest.fixture(scope="module")
-def sketched() -> SketchedWeights:
+def sketched() -> KMeansWeights:
     """Of a small GPT that has trained on counting with strides."""
     torch.manual_seed(0)
     model = GPT(vocabulary=256, context=32, width=64, layers=2, heads=2)
@@ -38,7 +38,7 @@ def sketched() -> SketchedWeights:
 
 def sketch(weights: dict[str, Tensor], gradients: dict[str, Tensor], module: nn.Module | None = None):
     label_of = labels(weights, {"model": module or GPT(256, 32, 64, 2, 2)}, {})
-    return sketch_weights({n: w for n, w in weights.items() if label_of[n].role == "weight"}, label_of, gradients)
+    return kmeans_weights({n: w for n, w in weights.items() if label_of[n].role == "weight"}, label_of, gradients)
 
 
 @pytest.fixture(scope="module")
@@ -101,4 +101,4 @@ def test_a_protected_value_takes_two_bytes_more_than_its_level():
 
 
 def test_no_weights_take_no_bytes():
-    assert SizeModel(sketch_weights({}, {}, {})).predict(dq.Configuration()) == 0
+    assert SizeModel(kmeans_weights({}, {}, {})).predict(dq.Configuration()) == 0

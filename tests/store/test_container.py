@@ -18,19 +18,20 @@ from torch import Tensor
 
 from dynaquant.coding.schemes import (
     MAX_EXPANSION,
+    BytePlanes,
     Conditional,
     Lossless,
-    Planes,
-    Product,
+    RankOneFactors,
     Raw,
     Rearranged,
     Reference,
-    Units,
+    SecondMomentUnits,
 )
 from dynaquant.errors import CheckpointError
-from dynaquant.quantize.clustered_weights import quantize_weights, sketch_weights
-from dynaquant.quantize.moments import first_moment, rank_one
+from dynaquant.quantize.first_moment import quantize_first_moment
+from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.quantize.partition import Configuration
+from dynaquant.quantize.second_moment import quantize_rank_one
 from dynaquant.state.flatten import flatten, unflatten
 from dynaquant.state.roles import Label
 from dynaquant.store.container import FORMAT_VERSION, CheckpointFile, CheckpointWriter, Header, Parent
@@ -76,11 +77,11 @@ def test_a_header_comes_back(tmp_path):
         Reference(): 0,
         Raw(): 12,
         Lossless(needs_parent=True): 7,
-        Planes(): 9,
+        BytePlanes(): 9,
         Conditional("centres", 4, 0, 0, 1, 2, False, 80): 80,
         Conditional("grid", 4, -40, 0, 1, 2, True, 80): 80,
-        Product(part, part): 60,
-        Units(part, "a.7"): 30,
+        RankOneFactors(part, part): 60,
+        SecondMomentUnits(part, "a.7"): 30,
     }
     entries = tuple(
         Entry(f"a.{i}", labels[i % 3], torch.bfloat16, torch.Size([2, 3]), HASH, size, scheme)
@@ -142,13 +143,13 @@ def small_run(tmp_path_factory, request) -> Run:
     run, base = Run(tmp_path_factory.mktemp("run")), None
     weights, moment, counts = torch.randn(12, 8), torch.rand(6, 4) ** 2, torch.arange(40)
     for step in (1, 2):
-        sketched = sketch_weights({"w": weights}, {"w": Label("weight")}, {})
+        sketched = kmeans_weights({"w": weights}, {"w": Label("weight")}, {})
         quantized = quantize_weights(sketched, Configuration(bins=3, embedding_bins=3, protected=0.05))
-        second = rank_one(moment)
+        second = quantize_rank_one(moment)
         tensors = {
             "repeats": torch.randn(20, generator=torch.Generator().manual_seed(step)).repeat(4),
             "w": quantized["w"],
-            "m": first_moment(torch.randn(6, 4) * moment.sqrt(), moment, second, "v", 0.9),
+            "m": quantize_first_moment(torch.randn(6, 4) * moment.sqrt(), moment, second, "v", 0.9),
             "v": second,
             "counts": counts + step,
             "b": torch.randn(2),
@@ -161,7 +162,7 @@ def small_run(tmp_path_factory, request) -> Run:
         moment[0] *= 2
     kinds = {type(e.scheme) for step in (1, 2) for e in run.file(step).header.entries}
     levels = Rearranged if request.param == "rearranged" else Conditional
-    assert kinds == {Raw, Planes, Lossless, Reference, Product, Units, levels}
+    assert kinds == {Raw, BytePlanes, Lossless, Reference, RankOneFactors, SecondMomentUnits, levels}
     needy = {type(e.scheme) for e in run.file(2).header.entries if e.needs_parent}
     assert needy >= {Reference, Lossless, levels}
     return run

@@ -5,7 +5,7 @@ from torch import Tensor
 from training import bits
 
 from dynaquant.coding.encoder import Coder
-from dynaquant.quantize.clustered_weights import quantize_weights, sketch_weights
+from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.quantize.partition import Configuration
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label
@@ -27,7 +27,7 @@ def checkpoint_of(
     """A checkpoint of quantized weights, exact tensors and plain values."""
     exact = exact or {}
     labels = {name: Label("weight", "linear") for name in weights} | {name: Label("exact") for name in exact}
-    quantized = quantize_weights(sketch_weights(weights, labels, {}), Configuration(bins=bins, embedding_bins=bins))
+    quantized = quantize_weights(kmeans_weights(weights, labels, {}), Configuration(bins=bins, embedding_bins=bins))
     tree, _ = flatten([sorted(weights), sorted(exact), plain])
     return Checkpoint(step, tree, {**quantized, **exact}, labels, {"notes": ["a note"]}, coder)
 

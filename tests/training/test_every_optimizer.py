@@ -10,13 +10,13 @@ from torch import nn
 from training import bits, model_of, named_state
 
 from dynaquant import Checkpointer, load
-from dynaquant.quantize.all_moments import quantize_moments
-from dynaquant.quantize.moments import relative_error
+from dynaquant.quantize.first_moment import relative_error
+from dynaquant.quantize.moments import quantize_moments
 from dynaquant.save.presets import PRESETS
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import labels
 from dynaquant.tensors.dequantize import dequantize
-from dynaquant.tensors.stored import RankOne, Scaled
+from dynaquant.tensors.stored import RankOne, ScaledMoment
 from dynaquant.training.collect import collect
 
 STEPS = 12
@@ -182,7 +182,7 @@ def test_moments_are_quantized_within_the_tolerances_of_the_preset_and_nothing_e
             moved = numbers(exact) > 0
             ratio = np.sqrt(numbers(exact)[moved] / numbers(restored)[moved])
             assert norm(ratio - 1) <= preset.second_tolerance * 1.001 * math.sqrt(ratio.size)
-        elif isinstance(stored, Scaled):
+        elif isinstance(stored, ScaledMoment):
             second, restored_second = tensors[stored.second_name], dequantize(stored.second)
             wanted = numbers(exact) / (np.sqrt(numbers(second)) + 1e-8)
             found = numbers(restored) / (np.sqrt(numbers(restored_second)) + 1e-8)
@@ -195,7 +195,7 @@ def test_moments_are_quantized_within_the_tolerances_of_the_preset_and_nothing_e
 def test_first_moments_are_in_units_of_the_second_by_which_their_update_is_divided(name):
     tensors, label_of = state_of(*after_steps(name))
     quantized = quantize_moments(tensors, label_of, 0.5, 0.5)
-    units = {full: stored for full, stored in quantized.items() if isinstance(stored, Scaled)}
+    units = {full: stored for full, stored in quantized.items() if isinstance(stored, ScaledMoment)}
     assert len(units) == 7  # one for every parameter
     for full, stored in units.items():
         divides = "max_exp_avg_sq" if "amsgrad" in name else "exp_avg_sq"

@@ -15,7 +15,7 @@ from movement import Movement
 from replicas import STEPS, metric_of, model_of, optimizer_of, weights_of
 
 import dynaquant as dq
-from dynaquant.quantize.clustered_weights import sketch_weights
+from dynaquant.quantize.kmeans_weights import kmeans_weights
 from dynaquant.search.size import SizeModel
 from dynaquant.state.roles import labels
 
@@ -216,7 +216,7 @@ def test_whoever_tries_a_configuration_its_size_is_predicted_by_the_same_factor(
     """What deltas take less than keyframes is learned from those that were written, by rank 0."""
     for outcomes in saves:
         weights = {f"model.{name}": w for name, w in tensors(outcomes[0]["weights"]).items() if w.ndim == 2}
-        sizes = SizeModel(sketch_weights(weights, labels(weights, {"model": model_of()}, {}), {}))
+        sizes = SizeModel(kmeans_weights(weights, labels(weights, {"model": model_of()}, {}), {}))
         trials = outcomes[0]["record"]["trials"]
         factors = [t["predicted"] / sizes.predict(dq.Configuration(**t["configuration"])) for t in trials]
         assert factors == pytest.approx([factors[0]] * len(factors), rel=0.005)  # predictions are rounded to bytes

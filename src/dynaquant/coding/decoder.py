@@ -9,24 +9,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant.coding import conditional, lossless, planes, rearrange
+from dynaquant.coding import byte_planes, conditional, lossless, rearrange
 from dynaquant.coding.encoder import exact_parent
 from dynaquant.coding.schemes import (
+    BytePlanes,
     Conditional,
     Frozen,
     Lossless,
     Omitted,
-    Planes,
-    Product,
+    RankOneFactors,
     Raw,
     Rearranged,
     Reference,
-    Rounding,
+    RoundedFromMaster,
     Scheme,
-    Units,
+    SecondMomentUnits,
 )
 from dynaquant.tensors.codebook import Centres, Codebook, Grid, LogGrid
-from dynaquant.tensors.stored import FIRST_BIN, QuantizedTensor, RankOne, Rounded, Scaled, StoredTensor
+from dynaquant.tensors.stored import FIRST_BIN, QuantizedTensor, RankOne, RoundedWeight, ScaledMoment, StoredTensor
 
 
 def decode(
@@ -39,24 +39,24 @@ def decode(
 ) -> StoredTensor:
     """The tensor that ``encode`` made a stream of.
 
-    parent: the same tensor that ``encode`` was given, where needed. other: the tensor of ``schemes.other_of``.
+    parent: the same tensor that ``encode`` was given, where needed. other: the tensor of ``schemes.depends_on``.
     Raises ValueError when the stream is not that, or parent or other do not fit.
     """
     if isinstance(scheme, Rearranged):
         return _decode_rearranged(scheme, dtype, shape, stream, parent)
     if isinstance(scheme, Conditional):
         return _decode_part(scheme, dtype, shape, stream, parent)
-    if isinstance(scheme, Units):
+    if isinstance(scheme, SecondMomentUnits):
         if not isinstance(other, QuantizedTensor | RankOne):
             raise ValueError(f"it is in units of {scheme.second}, which is no such tensor")
-        before = parent.units if isinstance(parent, Scaled) else None
+        before = parent.units if isinstance(parent, ScaledMoment) else None
         units = _decode_part(scheme.units, torch.float32, shape, stream, before)
-        return Scaled(dtype, units, other, scheme.second)
-    if isinstance(scheme, Rounding):
+        return ScaledMoment(dtype, units, other, scheme.second)
+    if isinstance(scheme, RoundedFromMaster):
         if not isinstance(other, QuantizedTensor | Tensor) or other.shape != shape:
             raise ValueError(f"it is rounded from {scheme.of}, which is no such tensor")
-        return Rounded(dtype, other, scheme.of)
-    if isinstance(scheme, Product):
+        return RoundedWeight(dtype, other, scheme.of)
+    if isinstance(scheme, RankOneFactors):
         return _decode_product(scheme, dtype, shape, stream, parent)
     if isinstance(scheme, Reference):
         raise ValueError("a reference has no stream")
@@ -66,15 +66,19 @@ def decode(
 
 
 def _decode_exact(
-    scheme: Raw | Planes | Lossless, dtype: torch.dtype, shape: torch.Size, stream: bytes, parent: StoredTensor | None
+    scheme: Raw | BytePlanes | Lossless,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    stream: bytes,
+    parent: StoredTensor | None,
 ) -> Tensor:
     if isinstance(scheme, Lossless):
         before = exact_parent(parent, dtype, shape) if scheme.needs_parent else None
         if scheme.needs_parent and before is None:
             raise ValueError("the parent has no exact values of its dtype and shape")
         data = lossless.decode(stream, shape.numel() * dtype.itemsize, dtype.itemsize, before)
-    elif isinstance(scheme, Planes):
-        data = planes.decode(stream, shape.numel() * dtype.itemsize, dtype.itemsize)
+    elif isinstance(scheme, BytePlanes):
+        data = byte_planes.decode(stream, shape.numel() * dtype.itemsize, dtype.itemsize)
     else:
         data = np.frombuffer(stream, dtype=np.uint8).copy()
     if dtype == torch.bool and data.size and int(data.max()) > 1:
@@ -85,7 +89,7 @@ def _decode_exact(
 
 
 def _decode_product(
-    scheme: Product, dtype: torch.dtype, shape: torch.Size, stream: bytes, parent: StoredTensor | None
+    scheme: RankOneFactors, dtype: torch.dtype, shape: torch.Size, stream: bytes, parent: StoredTensor | None
 ) -> RankOne:
     before = parent if isinstance(parent, RankOne) else None
     middle, end = scheme.rows.size, scheme.rows.size + scheme.columns.size
@@ -132,7 +136,7 @@ def _decode_rearranged(
         shape=shape,
         levels=rearrange.decode(stream[middle:], shape.numel(), count, scheme.arrangement, before).values,
         codebook=Centres(np.frombuffer(stream[:head], dtype="<f4").astype(np.float32)),
-        protected=planes.decode(stream[head:middle], 2 * scheme.protected, 2).view("<u2"),
+        protected=byte_planes.decode(stream[head:middle], 2 * scheme.protected, 2).view("<u2"),
     )
 
 
@@ -145,4 +149,4 @@ def _parent_of(parent: StoredTensor | None, elements: int) -> QuantizedTensor:
 def _decode_protected(stream: bytes, count: int) -> NDArray[np.uint16]:
     if count == 0 and not stream:
         return np.zeros(0, dtype=np.uint16)
-    return planes.decode(stream, 2 * count, 2).view("<u2")
+    return byte_planes.decode(stream, 2 * count, 2).view("<u2")

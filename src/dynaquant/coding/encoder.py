@@ -9,22 +9,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant.coding import conditional, lossless, planes, rearrange
+from dynaquant.coding import byte_planes, conditional, lossless, rearrange
 from dynaquant.coding.schemes import (
     MAX_EXPANSION,
+    BytePlanes,
     Conditional,
     Lossless,
-    Planes,
-    Product,
+    RankOneFactors,
     Raw,
     Rearranged,
-    Rounding,
+    RoundedFromMaster,
     Scheme,
-    Units,
+    SecondMomentUnits,
 )
 from dynaquant.tensors.codebook import Centres, Grid, LogGrid
 from dynaquant.tensors.dtypes import bytes_of
-from dynaquant.tensors.stored import Quantized, QuantizedTensor, RankOne, Rounded, Scaled, StoredTensor
+from dynaquant.tensors.stored import Quantized, QuantizedTensor, RankOne, RoundedWeight, ScaledMoment, StoredTensor
 
 Coder = Literal["conditional", "rearranged"]
 """How levels become bytes: by their conditional entropy (method 2.2), or as published (method 1.5)."""
@@ -47,18 +47,18 @@ def encode(
     """Coding and stream of a tensor. parent: the tensor of the same name in the parent, if there is one."""
     if isinstance(stored, Tensor):
         return _encode_exact(stored, parent)
-    if isinstance(stored, Rounded):
-        return Rounding(stored.of_name), b""
+    if isinstance(stored, RoundedWeight):
+        return RoundedFromMaster(stored.master_name), b""
     if isinstance(stored, RankOne):
         factors = parent if isinstance(parent, RankOne) else None
         rows, coded_rows = _encode_part(stored.rows, factors.rows if factors else None)
         columns, coded_columns = _encode_part(stored.columns, factors.columns if factors else None)
         coded = coded_rows + coded_columns
         smallest = -(-stored.shape.numel() * stored.dtype.itemsize // MAX_EXPANSION)
-        return Product(rows, columns), coded.ljust(smallest, b"\0")
-    if isinstance(stored, Scaled):
-        units, coded = _encode_part(stored.units, parent.units if isinstance(parent, Scaled) else None)
-        return Units(units, stored.second_name), coded
+        return RankOneFactors(rows, columns), coded.ljust(smallest, b"\0")
+    if isinstance(stored, ScaledMoment):
+        units, coded = _encode_part(stored.units, parent.units if isinstance(parent, ScaledMoment) else None)
+        return SecondMomentUnits(units, stored.second_name), coded
     before = parent if isinstance(parent, QuantizedTensor) else None
     return _encode_rearranged(stored, before) if coder == "rearranged" else _encode_part(stored, before)
 
@@ -67,8 +67,8 @@ def _encode_exact(stored: Tensor, parent: StoredTensor | None) -> tuple[Scheme, 
     data, itemsize = bytes_of(stored), stored.dtype.itemsize
     coded = lossless.encode(data, itemsize, exact_parent(parent, stored.dtype, stored.shape))
     best: tuple[Scheme, bytes] = Lossless(lossless.needs_parent(coded)), coded
-    if data.size < _TRY_ZSTD_BELOW and len(frames := planes.encode(data, itemsize)) < len(coded):
-        best = Planes(), frames
+    if data.size < _TRY_ZSTD_BELOW and len(frames := byte_planes.encode(data, itemsize)) < len(coded):
+        best = BytePlanes(), frames
     return best if len(best[1]) < data.size else (Raw(), data.tobytes())
 
 
@@ -76,7 +76,7 @@ def _encode_rearranged(stored: QuantizedTensor, parent: QuantizedTensor | None) 
     levels = stored.parent_levels
     before = parent.parent_levels if parent and parent.levels.size == levels.values.size else None
     arrangement, coded = rearrange.encode(levels, before)
-    protected = planes.encode(stored.protected.view(np.uint8), 2)
+    protected = byte_planes.encode(stored.protected.view(np.uint8), 2)
     scheme = Rearranged(stored.codebook.bins, len(stored.protected), len(protected), arrangement)
     return scheme, stored.centres.astype("<f4").tobytes() + protected + coded
 
@@ -91,7 +91,7 @@ def _encode_part(stored: QuantizedTensor, parent: QuantizedTensor | None) -> tup
     if doubtful and len(alone := conditional.encode(stored, None)) <= len(coded):
         parent, coded = None, alone
     head = codebook.values.astype("<f4").tobytes() if isinstance(codebook, Centres) else b""
-    protected = planes.encode(stored.protected.view(np.uint8), 2) if len(stored.protected) else b""
+    protected = byte_planes.encode(stored.protected.view(np.uint8), 2) if len(stored.protected) else b""
     scheme = Conditional(
         codebook="grid" if isinstance(codebook, Grid) else "log_grid" if isinstance(codebook, LogGrid) else "centres",
         bins=codebook.bins,

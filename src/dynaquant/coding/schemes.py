@@ -28,8 +28,8 @@ class Raw:
 
 
 @dataclass(frozen=True)
-class Planes:
-    """Byte planes + zstd (``coding.planes``)."""
+class BytePlanes:
+    """Byte planes + zstd (``coding.byte_planes``)."""
 
     needs_parent = False
 
@@ -65,7 +65,7 @@ class Omitted:
 
 
 @dataclass(frozen=True)
-class Rounding:
+class RoundedFromMaster:
     """No stream: the values of ``of``, another tensor of the checkpoint, rounded to this one's dtype."""
 
     of: str
@@ -106,7 +106,7 @@ class Conditional:
 
 
 @dataclass(frozen=True)
-class Product:
+class RankOneFactors:
     """The rows, then the columns of a rank-one tensor; zeros may follow."""
 
     rows: Conditional
@@ -119,7 +119,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Units:
+class SecondMomentUnits:
     """A tensor in units of the root of ``second``, another tensor of the checkpoint."""
 
     units: Conditional
@@ -131,33 +131,45 @@ class Units:
         return self.units.needs_parent
 
 
-Scheme = Raw | Planes | Lossless | Reference | Frozen | Omitted | Rounding | Rearranged | Conditional | Product | Units
+Scheme = (
+    Raw
+    | BytePlanes
+    | Lossless
+    | Reference
+    | Frozen
+    | Omitted
+    | RoundedFromMaster
+    | Rearranged
+    | Conditional
+    | RankOneFactors
+    | SecondMomentUnits
+)
 KINDS: dict[str, type[Scheme]] = {
     "raw": Raw,
-    "planes": Planes,
+    "planes": BytePlanes,
     "exact": Lossless,
     "reference": Reference,
     "frozen": Frozen,
     "omitted": Omitted,
-    "rounding": Rounding,
+    "rounding": RoundedFromMaster,
     "quantized": Rearranged,
     "conditional": Conditional,
-    "rank_one": Product,
-    "units": Units,
+    "rank_one": RankOneFactors,
+    "units": SecondMomentUnits,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
 
-def name_of(scheme: Scheme) -> str:
+def kind_of(scheme: Scheme) -> str:
     """The coding's name in a header."""
     return _NAMES[type(scheme)]
 
 
-def other_of(scheme: Scheme) -> str | None:
+def depends_on(scheme: Scheme) -> str | None:
     """The name of the tensor of the same checkpoint that has to be decoded before one that is coded like this."""
-    if isinstance(scheme, Units):
+    if isinstance(scheme, SecondMomentUnits):
         return scheme.second
-    return scheme.of if isinstance(scheme, Rounding) else None
+    return scheme.of if isinstance(scheme, RoundedFromMaster) else None
 
 
 def parse(data: dict[str, Any]) -> Scheme:
@@ -192,7 +204,7 @@ def _parse(kind: type, data: dict[str, Any]) -> Any:
 
 EXTERNAL = (Frozen, Omitted)
 """Codings of tensors whose values are not in the checkpoint (``external``)."""
-_WITHOUT_STREAM = (Reference, Rounding, *EXTERNAL)
+_WITHOUT_STREAM = (Reference, RoundedFromMaster, *EXTERNAL)
 _IDENTITY = re.compile("[0-9a-f]{64}")
 _ARRANGEMENTS, _CODEBOOKS = get_args(Arrangement), get_args(CodebookKind)
 
@@ -209,9 +221,9 @@ def check(scheme: Scheme, shape: tuple[int, ...], elements: int, size: int) -> N
         _check_levels(scheme, elements, size, 4 * scheme.bins)
     elif isinstance(scheme, Conditional):
         _check_part(scheme, elements, size)
-    elif isinstance(scheme, Units):
+    elif isinstance(scheme, SecondMomentUnits):
         _check_part(scheme.units, elements, size)
-    elif isinstance(scheme, Product):
+    elif isinstance(scheme, RankOneFactors):
         if len(shape) < 2:
             raise ValueError("it has no rows and columns")
         rows = shape[0]

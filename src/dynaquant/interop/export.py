@@ -17,7 +17,7 @@ from dynaquant.restore.load import Stored, state_of
 from dynaquant.state.tree import dict_items, tensor_name, tensor_names_in
 from dynaquant.store.files import is_file_name, new_folder, replacing
 from dynaquant.tensors.dtypes import bytes_of
-from dynaquant.tensors.lazy import Lazy
+from dynaquant.tensors.lazy_mapping import LazyMapping
 
 _OF_FORMAT = {
     "safetensors": Target.SAFETENSORS,
@@ -79,7 +79,7 @@ def _state(stored: Stored, tell: Callable[[str], None]) -> dict[str, Any]:
 def _tensors_of(stored: Stored, node: Any, tell: Callable[[str], None]) -> dict[str, Tensor]:
     """The tensors that a node of the tree names, decoded."""
     names = [name for name in dict.fromkeys(tensor_names_in(node)) if name in stored.tensors]
-    return dict(_told(Lazy(names, stored.tensors.__getitem__), tell))
+    return dict(_told(LazyMapping(names, stored.tensors.__getitem__), tell))
 
 
 def _source(stored: Stored) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _write_safetensors(
     stored: Stored, file: BinaryIO, names: Mapping[str, str], metadata: Any, tell: Callable[[str], None]
 ) -> None:
     shapes = stored.shapes
-    tensors = Lazy(names, lambda key: stored.tensors[names[key]])
+    tensors = LazyMapping(names, lambda key: stored.tensors[names[key]])
     like = {key: shapes[name] for key, name in names.items()}
     safetensors.write(file, _told(tensors, tell), like, metadata or None)
 
@@ -225,4 +225,4 @@ def _told(tensors: Mapping[str, Tensor], tell: Callable[[str], None]) -> Mapping
         tell(f"decoding and writing: tensor {order[name]} of {len(order)}")
         return tensors[name]
 
-    return Lazy(tensors, tensor)
+    return LazyMapping(tensors, tensor)

@@ -23,7 +23,7 @@ from dynaquant.state.flatten import flatten
 from dynaquant.state.tree import dict_items, state_dict_tree, tensor_names_in
 from dynaquant.store.container import MAGIC
 from dynaquant.store.files import is_file_name, kind_of
-from dynaquant.tensors.lazy import Lazy
+from dynaquant.tensors.lazy_mapping import LazyMapping
 
 CARRIED_BYTES = 64 << 20
 """Most bytes of a file that is stored byte for byte."""
@@ -161,7 +161,7 @@ def _put_together(
         "torch": files,
     }
     order = [name for name in found if name not in tensors] + list(tensors)
-    lazy = Lazy(order, lambda name: found[name][0][found[name][1]])
+    lazy = LazyMapping(order, lambda name: found[name][0][found[name][1]])
     return ModelFile("huggingface", tree, lazy, details, frozenset(can_be_weights), in_order=not models)
 
 
@@ -190,7 +190,7 @@ def _with_carried(
     def tensor(name: str) -> Tensor:
         return _bytes_of(by_tensor[name]) if name in by_tensor else whole.tensors[name]
 
-    tensors = Lazy([*whole.tensors, *by_tensor], tensor)
+    tensors = LazyMapping([*whole.tensors, *by_tensor], tensor)
     return replace(whole, tensors=tensors, details={**whole.details, "files": files}, notes=tuple(notes))
 
 

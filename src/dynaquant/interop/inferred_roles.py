@@ -77,7 +77,7 @@ def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Map
             names = [name for name in dict.fromkeys(state_dict.values()) if labels[name].role == "weight"]
             for order in (names, sorted(names, key=lambda name: tensors[name].ndim < 2)):
                 if matched := _matched(order, tensors, moments):
-                    sums = (kernels.at(moment.device).sums(moment)[0] / moment.numel() for moment in moments)
+                    sums = (kernels.for_device(moment.device).sums(moment)[0] / moment.numel() for moment in moments)
                     return dict(zip(matched, sums, strict=True))
     return {}
 

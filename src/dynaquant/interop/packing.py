@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from dynaquant.errors import CheckpointError, EvaluateError
 from dynaquant.interop import any_format, inferred_roles
 from dynaquant.interop.model_file import ModelFile
-from dynaquant.quantize.all_moments import quantize_moments
-from dynaquant.quantize.grid import GridConfiguration, GridWeights, effective_fisher, grid_weights, quantize
+from dynaquant.quantize.grid import GridConfiguration, quantize
+from dynaquant.quantize.grid_weights import GridWeights, effective_fisher, grid_weights
+from dynaquant.quantize.moments import quantize_moments
 from dynaquant.save.compressor import Allowance
 from dynaquant.save.presets import PRESETS, QualityName
 from dynaquant.save.record import Record, json_of, record_of
@@ -36,7 +37,7 @@ from dynaquant.store.files import check_output, nothing_empty, sync_name
 from dynaquant.store.run import Run
 from dynaquant.store.temporaries import held, temporary_beside
 from dynaquant.store.writing import Base, Checkpoint
-from dynaquant.tensors.lazy import Lazy
+from dynaquant.tensors.lazy_mapping import LazyMapping
 from dynaquant.tensors.stored import Quantized, QuantizedTensor, StoredTensor
 from dynaquant.training.ranks import Group
 
@@ -57,8 +58,8 @@ class StreamedWeights(GridWeights):
 
     def quantize(self, configuration: GridConfiguration) -> Mapping[str, QuantizedTensor]:
         """The weights with the steps of a scale, by name; made anew each time."""
-        steps = self.steps(configuration)
-        return Lazy(self.weights, lambda name: quantize(self.weights[name], steps[name]))
+        rungs = self.rungs(configuration)
+        return LazyMapping(self.weights, lambda name: quantize(self.weights[name], rungs[name]))
 
 
 class _Holder(nn.Module):
@@ -128,16 +129,16 @@ class Packer:
             return weights[inside] if inside in weights else moments.get(name) or file.tensors[name]
 
         record = {**json_of(decision, self._history, None, seconds, [*file.notes, *notes]), "source": file.source}
-        return Checkpoint(step, file.tree, Lazy(labels, stored), labels, record)
+        return Checkpoint(step, file.tree, LazyMapping(labels, stored), labels, record)
 
     def _decide(self, file: ModelFile, labels: Mapping[str, Label]) -> tuple[Decision, list[str]]:
         self._tell("looking through the weights")
         names = {_PREFIX + name: name for name, label in labels.items() if label.role == "weight"}
-        weights = Lazy(names, lambda inside: file.tensors[names[inside]])
+        weights = LazyMapping(names, lambda inside: file.tensors[names[inside]])
         # Matched with weights in another order than the model's, moments would be taken for those of other weights.
         fisher = inferred_roles.mean_squared_gradients(file.tree, file.tensors, labels) if file.in_order else {}
         measured = {_PREFIX + name: value for name, value in fisher.items()}
-        holder = _Holder(Lazy(names.values(), file.tensors.__getitem__) if self._metric else {})
+        holder = _Holder(LazyMapping(names.values(), file.tensors.__getitem__) if self._metric else {})
         evaluate = self._evaluate_on(file) if self._metric else None
         prior = measured
         if evaluate is not None:
@@ -157,7 +158,7 @@ class Packer:
         manager.history = self._history
         decision = manager.decide(streamed, {}, measured)
         if isinstance(decision.configuration, GridConfiguration):
-            self._last = streamed.steps(decision.configuration)
+            self._last = streamed.rungs(decision.configuration)
         return decision, [note.removeprefix(_PREFIX) for note in grid.notes]
 
     def _evaluate_on(self, file: ModelFile) -> Evaluate:

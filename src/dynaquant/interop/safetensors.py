@@ -19,7 +19,7 @@ from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import no_constant
 from dynaquant.store.files import is_file_name
 from dynaquant.tensors.dtypes import bytes_of, dtype_name
-from dynaquant.tensors.lazy import Lazy
+from dynaquant.tensors.lazy_mapping import LazyMapping
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -108,7 +108,7 @@ def read_shards(folder: Path, files: Iterable[str]) -> Shards:
         parts.update(dict.fromkeys(part, part))
         shards[file] = {"metadata": metadata, "tensors": list(part)}
     details = {"index": None, "metadata": None, "shards": shards}
-    return Shards(Lazy(parts, lambda name: parts[name][name]), details)
+    return Shards(LazyMapping(parts, lambda name: parts[name][name]), details)
 
 
 def _read_index(path: Path) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _read_index(path: Path) -> dict[str, Any]:
     return dict(index)
 
 
-def _open(path: Path) -> tuple[Lazy[Tensor], dict[str, str] | None]:
+def _open(path: Path) -> tuple[LazyMapping[Tensor], dict[str, str] | None]:
     try:
         file = safe_open(path, "pt")
         names, metadata = list(file.keys()), file.metadata()  # type: ignore[no-untyped-call]
@@ -138,7 +138,7 @@ def _open(path: Path) -> tuple[Lazy[Tensor], dict[str, str] | None]:
             raise CheckpointError(f"{path}: {name} cannot be read ({error})") from None
         return found
 
-    return Lazy(names, tensor), metadata
+    return LazyMapping(names, tensor), metadata
 
 
 def write(file: BinaryIO, tensors: Mapping[str, Tensor], shapes: Mapping[str, Tensor], metadata: Any) -> None:

@@ -63,7 +63,7 @@ class Kernels(Protocol):
         ...
 
 
-def at(where: torch.device) -> Kernels:
+def for_device(where: torch.device) -> Kernels:
     """The kernels for tensors on a device. Other devices than CUDA's need not have what it takes (float64)."""
     return cast(Kernels, device if where.type == "cuda" else host)
 
@@ -90,6 +90,6 @@ def empty(shape: torch.Size, dtype: torch.dtype, where: torch.device = HOST) -> 
     return host.empty(shape, dtype) if where.type == "cpu" else torch.empty(shape, dtype=dtype, device=where)
 
 
-def piece(where: torch.device) -> int:
+def piece_size(where: torch.device) -> int:
     """How many values are best worked on at once."""
     return device.PIECE if where.type == "cuda" else host.PIECE

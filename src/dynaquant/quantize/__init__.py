@@ -1,1 +1,15 @@
-"""Quantizers: values to levels and a codebook."""
+"""Quantizers: values to levels and a codebook.
+
+In reading order:
+
+- ``grid``: one tensor on a uniform grid
+- ``grid_weights``: all weights of a checkpoint on grids
+- ``partition``: which weights are pruned, protected or quantized; the configuration of k-means
+- ``kmeans``: one tensor by k-means
+- ``kmeans_weights``: all weights of a checkpoint by k-means
+- ``log_grid``: one tensor on a logarithmic grid
+- ``sampling``: the elements by which the quantizers of moments are judged
+- ``second_moment``, ``first_moment``: one moment of an optimizer
+- ``moments``: all moments of a checkpoint
+- ``knobs``: the configuration of either quantizer, and its JSON form
+"""

@@ -1,4 +1,4 @@
-"""Non-uniform quantization: weighted k-means over the buckets of a log histogram (method 1.3)."""
+"""Quantize one tensor to non-uniform levels: weighted k-means over the buckets of a log histogram (method 1.3)."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from dynaquant import kernels
 from dynaquant.quantize.partition import NO_THRESHOLDS, Thresholds, magnitude_table, sensitivity_table
 from dynaquant.tensors.codebook import Centres
 from dynaquant.tensors.dequantize import protected_values
-from dynaquant.tensors.sketch import BUCKETS, LogHistogram, bucket_values, table_for
+from dynaquant.tensors.log_histogram import BUCKETS, LogHistogram, bucket_values, table_for
 from dynaquant.tensors.stored import FIRST_BIN, PRUNED, QuantizedTensor
 
 SIGMA = 0.2
-"""Share of the frequency in a bucket's sample weight; the rest is its magnitude (method 1.3)."""
+"""Share of a bucket's sample weight that comes from its frequency. The rest comes from its magnitude (method 1.3)."""
 ROUNDS = 300
-"""Lloyd iterations at most. They stop earlier, when no bucket changes its cluster."""
+"""Maximum number of Lloyd iterations. They stop earlier if no bucket changes its cluster."""
 
 Array = NDArray[np.float64]
 
 
 def sample_weights(values: Array, frequencies: NDArray[np.int64], sigma: float = SIGMA) -> Array:
-    """``σ·freq + (1-σ)·|value|``, both normalised to sum to 1 over the buckets (method 1.3)."""
+    """Return ``σ·freq + (1-σ)·|value|``, both normalised to sum to 1 over the buckets (method 1.3)."""
     magnitudes = np.abs(values)
     by_frequency: Array = frequencies / frequencies.sum()
     return sigma * by_frequency + (1 - sigma) * magnitudes / max(float(magnitudes.sum()), 1e-300)
 
 
 def seed_centres(values: Array, weights: Array, clusters: int, seed: int) -> Array:
-    """k-means++ seeding: each next centre is drawn with probability ∝ weight × squared distance to the nearest one."""
+    """Draw initial centres as k-means++ does: with probability ∝ weight × squared distance to the nearest centre."""
     random = np.random.default_rng(seed)
     centres = [float(random.choice(values, p=weights / weights.sum()))]
     distance = (values - centres[0]) ** 2
@@ -38,7 +38,7 @@ def seed_centres(values: Array, weights: Array, clusters: int, seed: int) -> Arr
         mass = np.cumsum(weights * distance)
         if mass[-1] <= 0:
             break
-        # A draw of exactly 0 must not land on a bucket of no mass.
+        # 1 - random() is never 0: a draw of 0 could select a bucket without mass.
         drawn = int(np.searchsorted(mass, (1 - random.random()) * mass[-1], side="left"))
         centres.append(float(values[drawn]))
         distance = np.minimum(distance, (values - centres[-1]) ** 2)
@@ -46,9 +46,9 @@ def seed_centres(values: Array, weights: Array, clusters: int, seed: int) -> Arr
 
 
 def kmeans(values: Array, weights: Array, clusters: int, seed: int = 0) -> Array:
-    """Weighted k-means in one dimension: Lloyd's iterations from a k-means++ seeding.
+    """Weighted k-means in one dimension: Lloyd's iterations from k-means++ seeds.
 
-    values: ascending, distinct. weights: positive. Returns at most ``clusters`` centres, ascending, float64; fewer when
+    values: ascending, distinct. weights: positive. Returns at most ``clusters`` centres, ascending, float64; fewer if
     there are fewer values.
     """
     if len(values) <= clusters:
@@ -66,14 +66,14 @@ def kmeans(values: Array, weights: Array, clusters: int, seed: int = 0) -> Array
         occupied = cluster_mass > 0
         centres = centres.copy()
         means = np.diff(moment[edges])[occupied] / cluster_mass[occupied]
-        # Differences of cumulative sums lose small values beside large ones; a mean stays inside its cluster.
+        # Differences of cumulative sums lose precision. Clipping keeps a mean inside its cluster.
         first, last = values[edges[:-1][occupied]], values[edges[1:][occupied] - 1]
         centres[occupied] = np.clip(means, first, last)
     return centres
 
 
 def codebook(histogram: LogHistogram, bins: int, dtype: torch.dtype = torch.float32) -> Array:
-    """The centres of at most ``bins`` clusters of the buckets of a histogram of ``dtype``, ascending, float64."""
+    """Return at most ``bins`` centres for the values of a histogram, ascending, float64. dtype: of these values."""
     values = bucket_values(dtype)[histogram.buckets].astype(np.float64)
     order = np.argsort(values, kind="stable")
     values, counts = values[order], histogram.counts[order]
@@ -83,7 +83,7 @@ def codebook(histogram: LogHistogram, bins: int, dtype: torch.dtype = torch.floa
 
 
 def bins_table(centres: Array, dtype: torch.dtype = torch.float32) -> NDArray[np.uint8]:
-    """The level of the nearest centre for every bucket of values of ``dtype``, uint8[65536]."""
+    """Return the level of the nearest centre for every bucket, uint8[65536]. dtype: of the values in the buckets."""
     middles = (centres[1:] + centres[:-1]) / 2
     with np.errstate(invalid="ignore"):
         bins = np.searchsorted(middles, np.nan_to_num(bucket_values(dtype).astype(np.float64)))
@@ -97,20 +97,20 @@ def quantize(
     magnitude: Thresholds = NO_THRESHOLDS,
     sensitivity: tuple[Tensor, Thresholds] | None = None,
 ) -> QuantizedTensor:
-    """Levels, codebook and protected values of one tensor.
+    """Return the levels, codebook and protected values of one tensor.
 
-    tensor: any shape, a dtype in ``sketch.SKETCHED``, finite. histogram: ``LogHistogram.of(tensor)``.
-    sensitivity: ``|gradient · weight|``, float32, of the tensor's shape and on its device, and its thresholds; None
-    where it has no say.
+    tensor: any shape, in ``QUANTIZABLE_DTYPES``, finite. histogram: ``LogHistogram.of(tensor)``. magnitude: thresholds
+    by magnitude. sensitivity: ``|gradient · weight|``, float32, of the tensor's shape and on its device, with its
+    thresholds; None to decide by magnitude alone.
     """
-    say = None if sensitivity is None else (sensitivity[0], sensitivity_table(sensitivity[1]))
+    by_sensitivity = None if sensitivity is None else (sensitivity[0], sensitivity_table(sensitivity[1]))
 
     def assign(bins_of_buckets: NDArray[np.uint8]) -> Tensor:
         table = table_for(tensor.dtype, magnitude_table(magnitude, bins_of_buckets))
-        return kernels.at(tensor.device).table_levels(tensor, table, say)
+        return kernels.for_device(tensor.device).table_levels(tensor, table, by_sensitivity)
 
     if sensitivity is None:
-        # Whole buckets are pruned or protected, so the histogram of the rest is a part of the histogram.
+        # Only whole buckets are pruned or protected, so the histogram of the other values needs no second pass.
         rest = magnitude_table(magnitude, np.full(BUCKETS, FIRST_BIN, dtype=np.uint8))[histogram.buckets] == FIRST_BIN
         kept = LogHistogram(histogram.buckets[rest], histogram.counts[rest])
     else:

@@ -1,4 +1,4 @@
-"""Which weights are protected, pruned or quantized (method 1.2): thresholds from histograms, as bucket numbers."""
+"""Decide which weights are pruned, protected or quantized: thresholds from histograms (method 1.2)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynaquant import _native
-from dynaquant.tensors.sketch import MAGNITUDES, LogHistogram
+from dynaquant.tensors.log_histogram import MAGNITUDES, LogHistogram
 from dynaquant.tensors.stored import MAX_BINS, PROTECTED, PRUNED
 
 Metric = Literal["magnitude", "sensitivity"]
@@ -17,17 +17,18 @@ Metric = Literal["magnitude", "sensitivity"]
 
 @dataclass(frozen=True)
 class Configuration:
-    """The knobs of the quantizer for one checkpoint (method 1.4).
+    """The configuration of the k-means quantizer for one checkpoint (method 1.4).
 
-    bins: clusters per tensor, 1 to 254; embedding_bins: the same for embedding layers.
-    pruned: fraction of the weights of a layer type that becomes zero, in [0, 1).
-    pruning_metric: what makes a weight unimportant: its magnitude or its sensitivity ``|gradient · weight|``.
-    protected: fraction of the weights of a layer type that is kept in 16 bits, in [0, 1).
-    protection_metric: what makes a weight important. With ``"both"`` half of the fraction goes to the weights of the
-    highest magnitude and half to those of the highest sensitivity.
+    bins: clusters per tensor, 1 to 254. embedding_bins: the same for embedding layers.
+    pruned: fraction of the weights of a layer type that become zero, in [0, 1).
+    pruning_metric: prune the weights of the lowest magnitude, or of the lowest sensitivity ``|gradient · weight|``.
+    protected: fraction of the weights of a layer type that stay in 16 bits, in [0, 1).
+    protection_metric: protect the weights of the highest magnitude, or of the highest sensitivity. ``"both"`` gives
+    half of the fraction to each.
 
-    Gradients are recorded only when one of the metrics asks for sensitivity. Why 32 bins: docs/architecture.md,
-    "After a restore". Raises ValueError for values out of range.
+    Gradients are recorded only if one of the metrics is sensitivity. docs/decisions.md says why the default is 32 bins.
+
+    Raises ValueError if a field is out of range.
     """
 
     bins: int = 32
@@ -51,13 +52,13 @@ class Configuration:
 
     @property
     def uses_sensitivity(self) -> bool:
-        """Whether gradients are needed."""
+        """Whether the configuration needs gradients."""
         return self.pruning_metric == "sensitivity" or self.protection_metric != "magnitude"
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Magnitude buckets: below ``prune_below`` is pruned, from ``protect_from`` on is protected."""
+    """Magnitude buckets: those below ``prune_below`` are pruned, those from ``protect_from`` on are protected."""
 
     prune_below: int
     protect_from: int
@@ -67,9 +68,9 @@ NO_THRESHOLDS = Thresholds(0, MAGNITUDES)
 
 
 def thresholds(histogram: LogHistogram, pruned: float, protected: float) -> Thresholds:
-    """The thresholds that prune and protect at most these fractions of the values, up to the width of a bucket.
+    """Return the thresholds that prune and protect at most these fractions of the values.
 
-    A bucket goes as a whole, so the fractions are upper bounds. Values that are exactly zero count as pruned.
+    The fractions are upper bounds, because a threshold cannot divide a bucket. Exact zeros count as pruned.
     """
     cumulative = np.cumsum(histogram.magnitudes())
     total = int(cumulative[-1])
@@ -80,7 +81,7 @@ def thresholds(histogram: LogHistogram, pruned: float, protected: float) -> Thre
 
 
 def magnitude_table(limits: Thresholds, bins: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Level of every bucket, uint8[65536]: ``bins`` where neither limit holds. Exact zeros are always pruned."""
+    """Return the level of every bucket, uint8[65536]: pruned, protected or from ``bins``. Exact zeros are pruned."""
     table = bins.copy()
     for sign in (0, MAGNITUDES):
         table[sign : sign + max(limits.prune_below, 1)] = PRUNED
@@ -89,7 +90,7 @@ def magnitude_table(limits: Thresholds, bins: NDArray[np.uint8]) -> NDArray[np.u
 
 
 def sensitivity_table(limits: Thresholds) -> NDArray[np.uint8]:
-    """What sensitivity says about a weight in each bucket of ``|gradient · weight|``, uint8[65536]."""
+    """Return pruned, protected or ``NO_SAY`` (undecided) for each bucket of ``|gradient · weight|``, uint8[65536]."""
     table = np.full(2 * MAGNITUDES, _native.NO_SAY, dtype=np.uint8)
     table[: limits.prune_below] = PRUNED
     table[limits.protect_from : MAGNITUDES] = PROTECTED

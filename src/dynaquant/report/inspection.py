@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dynaquant.coding import schemes
-from dynaquant.coding.schemes import Conditional, Rearranged, Scheme, Units
+from dynaquant.coding.schemes import Conditional, Rearranged, Scheme, SecondMomentUnits
 from dynaquant.errors import CheckpointError
 from dynaquant.save.record import Size, sizes_by_role
 from dynaquant.store import frozen
@@ -72,14 +72,14 @@ def _info(entry: Entry) -> TensorInfo:
         entry.label.layer_type,
         dtype_name(entry.dtype),
         tuple(entry.shape),
-        schemes.name_of(entry.scheme),
+        schemes.kind_of(entry.scheme),
         _bins(entry.scheme),
         Size(0 if entry.external else entry.raw_size, entry.size),
     )
 
 
 def _bins(scheme: Scheme) -> int | None:
-    if isinstance(scheme, Units):
+    if isinstance(scheme, SecondMomentUnits):
         scheme = scheme.units
     return scheme.bins if isinstance(scheme, Rearranged | Conditional) else None
 

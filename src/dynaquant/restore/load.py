@@ -24,7 +24,7 @@ from dynaquant.store.run import LOSSLESS_COPY, Run
 from dynaquant.store.tags import file_of
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.hashing import tensor_hash
-from dynaquant.tensors.lazy import Lazy
+from dynaquant.tensors.lazy_mapping import LazyMapping
 from dynaquant.training.expanded import can_hold, copy_into
 
 log = logging.getLogger("dynaquant")
@@ -63,7 +63,7 @@ class Stored:
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """By name; each is decoded, and checked against its hash, whenever it is asked for."""
-        return Lazy(self._names, self._values)  # kept, it would keep this alive, and with it the open files
+        return LazyMapping(self._names, self._values)  # kept, it would keep this alive, and with it the open files
 
     def _values(self, name: str) -> Tensor:
         with self._noting_damage(), noticing_moves(self.chain):

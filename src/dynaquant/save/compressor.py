@@ -15,10 +15,11 @@ from torch import Tensor
 from dynaquant import kernels
 from dynaquant.coding.encoder import Coder
 from dynaquant.errors import StateError
-from dynaquant.quantize.all_moments import quantize_moments
-from dynaquant.quantize.clustered_weights import SketchedWeights, sketch_weights
-from dynaquant.quantize.grid import GridConfiguration, GridWeights, grid_weights
+from dynaquant.quantize.grid import GridConfiguration
+from dynaquant.quantize.grid_weights import GridWeights, grid_weights
+from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights
 from dynaquant.quantize.knobs import Knobs, Method
+from dynaquant.quantize.moments import quantize_moments
 from dynaquant.quantize.partition import Configuration
 from dynaquant.save.presets import PRESETS, QualityName
 from dynaquant.search.distortion import mean_squared_gradients
@@ -30,7 +31,7 @@ from dynaquant.store.container import Header
 from dynaquant.tensors.codebook import Grid
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.hashing import tensor_hash
-from dynaquant.tensors.stored import External, Quantized, QuantizedTensor, Rounded, StoredTensor, omitted
+from dynaquant.tensors.stored import External, Quantized, QuantizedTensor, RoundedWeight, StoredTensor, omitted
 from dynaquant.training.changes import HashCache, sample_of
 from dynaquant.training.gradients import GradientRecorder, moving_average, sum_of_squares
 from dynaquant.training.master_weights import master_weights_of
@@ -205,7 +206,9 @@ class Compressor:
         self._last = {}
         for name, stored in tensors.items():
             if header.by_name[name].label.role == "weight":
-                source, origin = (stored.of_name, stored.of) if isinstance(stored, Rounded) else (name, stored)
+                source, origin = (
+                    (stored.master_name, stored.master) if isinstance(stored, RoundedWeight) else (name, stored)
+                )
                 if isinstance(origin, QuantizedTensor):
                     self._last[name] = _Last(origin, None, header.by_name[source].hash)
         self._quantized_for = self.max_degradation
@@ -305,7 +308,7 @@ class Compressor:
         kept = {n: known if isinstance(known := stored[n], Tensor) else _copy(t) for n, t in tensors.items()}
         return stored, {
             **kept,
-            **{n: Rounded(tensors[n].dtype, kept[m], m) for n, m in master_of.items()},
+            **{n: RoundedWeight(tensors[n].dtype, kept[m], m) for n, m in master_of.items()},
             **external,
         }
 
@@ -363,10 +366,10 @@ class Compressor:
         label_of: Mapping[str, Label],
         gradients: Mapping[str, Tensor],
         fisher: Mapping[str, float],
-    ) -> SketchedWeights | GridWeights:
+    ) -> KMeansWeights | GridWeights:
         """What the quantizer needs to know of the weights ahead of all configurations."""
         if self.method != "grid":
-            return sketch_weights(weights, label_of, gradients)
+            return kmeans_weights(weights, label_of, gradients)
         books = {name: last.quantized.codebook for name, last in self._last.items()}
         before = {name: book.rung for name, book in books.items() if isinstance(book, Grid)}
         return grid_weights(weights, fisher, before, self._restored_step)
@@ -382,9 +385,9 @@ def _place(tensor: Tensor) -> tuple[int, torch.Size]:
     return tensor.data_ptr(), tensor.shape
 
 
-def _rounded(dtype: torch.dtype, master: StoredTensor, name: str) -> Rounded:
+def _rounded(dtype: torch.dtype, master: StoredTensor, name: str) -> RoundedWeight:
     assert isinstance(master, QuantizedTensor | Tensor)
-    return Rounded(dtype, master, name)
+    return RoundedWeight(dtype, master, name)
 
 
 def _copy(tensor: Tensor) -> Tensor:

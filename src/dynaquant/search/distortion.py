@@ -26,7 +26,7 @@ def distortion(
     for name, stored in quantized.items():
         factor = fisher.get(name, 0.0) if fisher else 1.0
         weight, begin = weights[name].detach().reshape(-1), 0
-        here = kernels.at(weight.device)
+        here = kernels.for_device(weight.device)
         for values in pieces(stored, weight.device):
             part = weight[begin : begin + len(values)].to(torch.float32)
             begin += len(values)
@@ -50,7 +50,7 @@ def mean_squared_gradients(
         )
         moment = state.get("exp_avg_sq", state.get("square_avg"))
         if isinstance(moment, Tensor) and moment.shape == parameter.shape and moment.is_floating_point():
-            moments[name] = kernels.at(moment.device).sums(moment)[0] / max(moment.numel(), 1)
+            moments[name] = kernels.for_device(moment.device).sums(moment)[0] / max(moment.numel(), 1)
     known = {name: recorded[name] for name in parameters if name in recorded}
     sources = [{name: f for name, f in source.items() if math.isfinite(f)} for source in (moments, known)]
     best = max(sources, key=len)  # moments, where both have as many

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from dynaquant.quantize.clustered_weights import SketchedWeights
-from dynaquant.quantize.grid import GridConfiguration, GridWeights
+from dynaquant.quantize.grid import GridConfiguration
+from dynaquant.quantize.grid_weights import GridWeights
+from dynaquant.quantize.kmeans_weights import KMeansWeights
 from dynaquant.quantize.knobs import Knobs, in_short
 from dynaquant.quantize.partition import Configuration
 from dynaquant.search.displacement import Progress
@@ -130,7 +131,7 @@ class ConfigurationManager:
 
     def decide(
         self,
-        weights: SketchedWeights | GridWeights,
+        weights: KMeansWeights | GridWeights,
         known: Mapping[str, Value],
         fisher: Mapping[str, float],
     ) -> Decision:
@@ -157,7 +158,7 @@ class ConfigurationManager:
             self._warn("evaluate communicates between ranks, but did not at first: all candidates are scored again")
             return self._by_metric(self._metric, quantizer, known)
 
-    def _distortion(self, weights: SketchedWeights | GridWeights, fisher: Mapping[str, float]) -> DistortionJudge:
+    def _distortion(self, weights: KMeansWeights | GridWeights, fisher: Mapping[str, float]) -> DistortionJudge:
         if isinstance(weights, GridWeights):
             weighting = weights.fisher
         else:
@@ -173,7 +174,7 @@ class ConfigurationManager:
         judge = metric.judge(original.score, known)
         return self._choose(quantizer, judge, allowed, original.margin, metric.notes(original, allowed))
 
-    def _clustered(self, sketched: SketchedWeights) -> ClusteredWeights:
+    def _clustered(self, sketched: KMeansWeights) -> ClusteredWeights:
         self._size_factor = self._group.from_rank_0(self._size_factor)  # only rank 0 learns it
         return ClusteredWeights(sketched, SizeModel(sketched), self._size_factor)
 
@@ -221,7 +222,7 @@ class ConfigurationManager:
     def _choose_scale(
         self, weights: GridWeights, trials: Trials, limit: float, notes: list[str]
     ) -> tuple[Search, Knobs | None]:
-        lowest, highest = weights.scale_for(LEAST_DISTORTION), weights.scale_for(MOST_DISTORTION)
+        lowest, highest = weights.scale_exponent_for(LEAST_DISTORTION), weights.scale_exponent_for(MOST_DISTORTION)
 
         def score(scales: Sequence[int], dithered: bool = False) -> list[float]:
             return trials.score([GridConfiguration(scale, dithered) for scale in scales])
@@ -229,7 +230,7 @@ class ConfigurationManager:
         # Where nothing was good enough last time, the most that can be tried says whether a search is worth its cost.
         if self._gave_up and not score([lowest])[0] <= limit:
             return "lossless", None
-        guess = weights.scale_for(max(limit, 0) / DISTORTION_SCALE) if limit > 0 else lowest
+        guess = weights.scale_exponent_for(max(limit, 0) / DISTORTION_SCALE) if limit > 0 else lowest
         start, settled = self.history.scale(limit) or (guess, False)
         found = scale_search(start, lowest, highest, score, limit, settled, trials.width)
         self._gave_up = found is None

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from dynaquant.quantize.grid import GridConfiguration, GridWeights
+from dynaquant.quantize.grid import GridConfiguration
+from dynaquant.quantize.grid_weights import GridWeights
 from dynaquant.search.failures import attempt
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.stored import QuantizedTensor
@@ -56,7 +57,7 @@ def probe(
 
     A group that the metric does not depend on, or which cannot be told, counts as the median does.
     """
-    configuration = GridConfiguration(weights.scale_for(PROBE))
+    configuration = GridConfiguration(weights.scale_exponent_for(PROBE))
     quantized = weights.quantize(configuration)
     groups = groups_of({name: weights.weights[name].numel() for name in quantized})
     found: list[float | None] = []

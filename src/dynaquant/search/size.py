@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant.quantize.clustered_weights import SketchedWeights, quantize_weights
 from dynaquant.quantize.kmeans import bins_table, codebook
+from dynaquant.quantize.kmeans_weights import KMeansWeights, quantize_weights
 from dynaquant.quantize.partition import Configuration, Thresholds, thresholds
-from dynaquant.tensors.sketch import MAGNITUDES
+from dynaquant.tensors.log_histogram import MAGNITUDES
 from dynaquant.tensors.stored import PROTECTED, PRUNED, QuantizedTensor
 
 
@@ -24,7 +24,7 @@ class SizeModel:
     that, by a factor that has no say in which configuration is smaller.
     """
 
-    def __init__(self, sketched: SketchedWeights) -> None:
+    def __init__(self, sketched: KMeansWeights) -> None:
         self._sketched = sketched
         self._totals = sketched.by_layer_type(sketched.histograms)
         self._thresholds: dict[tuple[str, float, float], Thresholds] = {}
@@ -69,7 +69,7 @@ class ClusteredWeights:
     factor: what deltas have taken of what was predicted.
     """
 
-    sketched: SketchedWeights
+    sketched: KMeansWeights
     sizes: SizeModel
     factor: float
 

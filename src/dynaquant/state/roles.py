@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from dynaquant.errors import StateError
 from dynaquant.state.wrappers import bare_paths, named_parameters
-from dynaquant.tensors.dtypes import dtype_name
-from dynaquant.tensors.sketch import SKETCHED
+from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES, dtype_name
 
 Role = Literal["weight", "first_moment", "second_moment", "buffer", "exact", "omit"]
 """What a tensor is. Weights are quantized; so are moments, unless the preset keeps them exact. An omitted tensor is not
@@ -145,12 +144,12 @@ def optimizer_role(name: str, tensors: Mapping[str, Tensor]) -> Role:
     # Centered RMSprop takes the root of square_avg - grad_avg²: rounding could make the difference negative.
     if key == "square_avg" and f"{state}.grad_avg" in tensors:
         return "exact"
-    return _MOMENTS.get(key, "exact") if tensors[name].dtype in SKETCHED else "exact"
+    return _MOMENTS.get(key, "exact") if tensors[name].dtype in QUANTIZABLE_DTYPES else "exact"
 
 
 def quantizable(parameter: Tensor, vectors: bool = False) -> bool:
     """Whether a parameter is quantized unless a pattern says otherwise. vectors: as for ``labels``."""
-    return parameter.ndim >= (1 if vectors else 2) and parameter.dtype in SKETCHED
+    return parameter.ndim >= (1 if vectors else 2) and parameter.dtype in QUANTIZABLE_DTYPES
 
 
 def _parameter_names(prefix: str, module: nn.Module) -> dict[str, str]:
@@ -204,7 +203,7 @@ def _override(
             raise StateError(
                 f"roles[{pattern!r}]: {name} is no parameter or buffer of a module, so it cannot be omitted"
             )
-        if role == "weight" and tensors[name].dtype not in SKETCHED:
+        if role == "weight" and tensors[name].dtype not in QUANTIZABLE_DTYPES:
             raise StateError(
                 f"roles[{pattern!r}]: {name} is {dtype_name(tensors[name].dtype)}, which cannot be quantized"
             )

@@ -13,24 +13,23 @@ from dynaquant.coding import schemes
 from dynaquant.coding.schemes import (
     EXTERNAL,
     MAX_EXPANSION,
+    BytePlanes,
     Lossless,
     Omitted,
-    Planes,
     Raw,
     Reference,
-    Rounding,
+    RoundedFromMaster,
     Scheme,
 )
 from dynaquant.errors import CheckpointError
 from dynaquant.state.roles import Label, Role
-from dynaquant.tensors.dtypes import DTYPES, dtype_name
-from dynaquant.tensors.sketch import SKETCHED
+from dynaquant.tensors.dtypes import DTYPES, QUANTIZABLE_DTYPES, dtype_name
 
 # A header holds hundreds of entries, and a restore reads several headers.
 _ROLES = frozenset(get_args(Role))
 _HASH = re.compile("[0-9a-f]{64}")
-_OF_ANY_DTYPE = (Raw, Planes, Lossless, Reference, Rounding, *EXTERNAL)
-_DECODED_FROM_OTHERS = (Rounding, *EXTERNAL)
+_OF_ANY_DTYPE = (Raw, BytePlanes, Lossless, Reference, RoundedFromMaster, *EXTERNAL)
+_DECODED_FROM_OTHERS = (RoundedFromMaster, *EXTERNAL)
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class Entry:
             "shape": list(self.shape),
             "hash": self.hash,
             "size": self.size,
-            "coding": {"kind": schemes.name_of(self.scheme), **asdict(self.scheme)},
+            "coding": {"kind": schemes.kind_of(self.scheme), **asdict(self.scheme)},
         }
 
     @classmethod
@@ -133,7 +132,7 @@ def _check(entry: Entry) -> None:
         raise ValueError(f"its size is {entry.size}")
     if isinstance(scheme, Raw) and entry.size != raw_size:
         raise ValueError("its stream has another size than its values")
-    if not isinstance(scheme, _OF_ANY_DTYPE) and entry.dtype not in SKETCHED:
+    if not isinstance(scheme, _OF_ANY_DTYPE) and entry.dtype not in QUANTIZABLE_DTYPES:
         raise ValueError(f"{dtype_name(entry.dtype)} cannot be quantized")
     schemes.check(scheme, entry.shape, elements, entry.size)
     if math.prod(max(n, 1) for n in entry.shape) >= 2**62 or len(entry.shape) > 64:

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from dynaquant.coding.decoder import decode
-from dynaquant.coding.schemes import Frozen, Lossless, Planes, Raw
+from dynaquant.coding.schemes import BytePlanes, Frozen, Lossless, Raw
 from dynaquant.errors import CheckpointError
 from dynaquant.store.container import CheckpointFile, is_missing
 from dynaquant.store.entry import Entry
@@ -27,7 +27,7 @@ from dynaquant.tensors.stored import External, StoredTensor, omitted
 PREFIX = "frozen-"
 """How the names of such files begin."""
 _NAME = re.compile(r"frozen-[0-9a-f]{16}\.dqc")
-_CODINGS = (Raw, Planes, Lossless)
+_CODINGS = (Raw, BytePlanes, Lossless)
 """Of tensors in such files."""
 _IDENTITY_DIGITS = 16
 """Of the identity, in a file's name. The whole identity is compared when the file is opened."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from dynaquant.coding.decoder import decode
-from dynaquant.coding.schemes import Reference, other_of
+from dynaquant.coding.schemes import Reference, depends_on
 from dynaquant.errors import CheckpointError
 from dynaquant.store import frozen
 from dynaquant.store.container import CheckpointFile
@@ -36,7 +36,7 @@ def told_of(step: int, path: Path, text: str) -> CheckpointError:
 
 def dependent_last(entries: Iterable[Entry]) -> list[Entry]:
     """Returns the entries; those that depend on other tensors of the same checkpoint come last."""
-    return sorted(entries, key=lambda entry: other_of(entry.scheme) is not None)
+    return sorted(entries, key=lambda entry: depends_on(entry.scheme) is not None)
 
 
 def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[list[Entry]]:
@@ -51,7 +51,7 @@ def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[
         if missing := sorted(wanted.keys() - known.keys()):
             raise CheckpointError(f"{chain[i - 1].path}: tensor {missing[0]} is not in its parent, {file.path.name}")
         entries = [known[name] for name in wanted]
-        others = {other for entry in entries if (other := other_of(entry.scheme)) is not None}
+        others = {other for entry in entries if (other := depends_on(entry.scheme)) is not None}
         if missing := sorted(others - known.keys()):
             raise CheckpointError(f"{file.path}: a tensor is made of {missing[0]}, which is not in it")
         entries += [known[name] for name in others - wanted.keys()]
@@ -105,7 +105,7 @@ def decode_entry(
         return frozen.external(file, entry)
     try:
         with memory_for(file, entry):
-            other = others.get(other_of(entry.scheme) or "")
+            other = others.get(depends_on(entry.scheme) or "")
             return decode(entry.scheme, entry.dtype, entry.shape, file.read(entry), parent, other)
     except ValueError as error:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error

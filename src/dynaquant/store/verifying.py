@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynaquant.coding.schemes import Reference, other_of
+from dynaquant.coding.schemes import Reference, depends_on
 from dynaquant.errors import CheckpointError
 from dynaquant.store import frozen
 from dynaquant.store.chain import until_settled
@@ -163,7 +163,7 @@ def _with_frozen(found: _Decoded, sound: set[str]) -> _Decoded:
 def _decode_entry(
     file: CheckpointFile, entry: Entry, above: _Decoded | None, tensors: Tensors, wrong: dict[str, str]
 ) -> StoredTensor:
-    other = other_of(entry.scheme)
+    other = depends_on(entry.scheme)
     if other is not None and other not in tensors:
         raise CheckpointError(wrong.get(other, f"{file.path}: a tensor is made of {other}, which is not in it"))
     parent = None

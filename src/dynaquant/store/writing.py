@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 from torch import Tensor
 
 from dynaquant.coding.encoder import Coder, encode
-from dynaquant.coding.schemes import Frozen, Lossless, Omitted, Planes, Raw, Rearranged, Reference
+from dynaquant.coding.schemes import BytePlanes, Frozen, Lossless, Omitted, Raw, Rearranged, Reference
 from dynaquant.errors import CheckpointError
 from dynaquant.state.roles import Label
 from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent
@@ -17,7 +17,7 @@ from dynaquant.store.entry import Entry
 from dynaquant.store.reading import decode_entry
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.hashing import stored_hash
-from dynaquant.tensors.stored import External, Rounded, Scaled, StoredTensor, same
+from dynaquant.tensors.stored import External, RoundedWeight, ScaledMoment, StoredTensor, stored_equal
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,9 @@ def encode_entry(
     parent = base.tensors.get(name) if base else None
     if base is not None and base.hashes.get(name) == digest and _can_stand_for(parent, stored, again):
         return Entry(name, label, stored.dtype, stored.shape, digest, 0, Reference()), b""
-    if isinstance(stored, Scaled) and tensors.get(stored.second_name) is not stored.second:
+    if isinstance(stored, ScaledMoment) and tensors.get(stored.second_name) is not stored.second:
         stored = values_of(stored)  # in units of a second moment that has changed since
-    elif isinstance(stored, Rounded) and tensors.get(stored.of_name) is not stored.of:
+    elif isinstance(stored, RoundedWeight) and tensors.get(stored.master_name) is not stored.master:
         stored = values_of(stored)
     scheme, coded = encode(stored, parent, coder)
     return Entry(name, label, stored.dtype, stored.shape, digest, len(coded), scheme), coded
@@ -126,9 +126,9 @@ def _coded_alike(stored: StoredTensor, parent: StoredTensor | None) -> bool:
     """Whether a tensor with the parent's values also has the parent's levels."""
     if isinstance(stored, Tensor):
         return isinstance(parent, Tensor)
-    if isinstance(stored, Scaled) and isinstance(parent, Scaled):
-        return same(stored.units, parent.units)
-    return parent is not None and same(stored, parent)
+    if isinstance(stored, ScaledMoment) and isinstance(parent, ScaledMoment):
+        return stored_equal(stored.units, parent.units)
+    return parent is not None and stored_equal(stored, parent)
 
 
 def verify_written(file: CheckpointFile, tensors: Mapping[str, StoredTensor], base: Base | None) -> None:
@@ -142,8 +142,8 @@ def verify_written(file: CheckpointFile, tensors: Mapping[str, StoredTensor], ba
         if isinstance(entry.scheme, Reference):
             continue
         wanted = tensors[entry.name]
-        if isinstance(entry.scheme, Lossless | Planes | Raw):
+        if isinstance(entry.scheme, Lossless | BytePlanes | Raw):
             wanted = values_of(wanted)
         stored = decode_entry(file, entry, parents.get(entry.name), tensors)
-        if not same(stored, wanted):
+        if not stored_equal(stored, wanted):
             raise CheckpointError(f"{file.path}: tensor {entry.name} does not decode to the values that were stored")

@@ -1,1 +1,12 @@
-"""Tensors in memory: codebooks, the forms in which a checkpoint stores a tensor, their values and hashes."""
+"""Tensors in memory: the forms in which a checkpoint stores them, their values and their hashes.
+
+In reading order:
+
+- ``dtypes``: the element types, and the bytes of a tensor
+- ``codebook``: centres, grids and logarithmic grids, which turn levels into values
+- ``stored``: the forms in which a checkpoint stores a tensor, such as levels with a codebook
+- ``dequantize``: stored form to values
+- ``hashing``: hashes of values
+- ``log_histogram``: histogram and quantiles of a tensor's values
+- ``lazy_mapping``: a mapping of tensors that are made when they are looked up
+"""

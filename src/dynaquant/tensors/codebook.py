@@ -1,7 +1,7 @@
-"""Codebooks: what turns levels back into values. Centres, a grid, or a logarithmic grid.
+"""Codebooks turn levels back into values: a list of centres, a uniform grid or a logarithmic grid.
 
-Steps go by *rungs*, quarters of an octave: rung ``k`` is ``2^(k/4)``, so that a step stays where it is while what it is
-chosen by drifts, and is written as a small integer (method 2.1).
+The step of a grid lies on a ladder: rung ``k`` is ``2^(k/4)``, a quarter of an octave. So a step stays the same while
+the quantity that decides it drifts a little, and a file holds it as a small integer (method 2.1).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 RUNGS_PER_OCTAVE = 4
 LOWEST_RUNG, HIGHEST_RUNG = -126 * RUNGS_PER_OCTAVE, 127 * RUNGS_PER_OCTAVE
 """The rungs that are normal float32 numbers."""
-HIGHEST_STEP = HIGHEST_RUNG - 8 * RUNGS_PER_OCTAVE
-"""The highest rung for the step of a grid, so that 127 steps are a float32 as well."""
+HIGHEST_STEP_RUNG = HIGHEST_RUNG - 8 * RUNGS_PER_OCTAVE
+"""The highest rung of a grid step: 127 steps are still a finite float32."""
 _ROOTS = np.array([1.0, 1.189207115002721, 1.4142135623730951, 1.681792830507429], dtype=np.float32)
 
 
 @cache
 def rung_value(rung: int) -> np.float32:
-    """``2^(rung/4)`` as a float32, the same on every machine."""
+    """Return ``2^(rung/4)`` as a float32, the same on every machine."""
     octave, quarter = divmod(rung, RUNGS_PER_OCTAVE)
     return np.float32(math.ldexp(float(_ROOTS[quarter]), octave))
 
@@ -42,7 +42,7 @@ class Centres:
 
 @dataclass(frozen=True)
 class Grid:
-    """Multiples of a step: bins are +1, -1, +2, -2, … times ``rung_value(rung)``; zero is the level *pruned*."""
+    """Multiples of a step: the bins are +1, -1, +2, -2, … times ``rung_value(rung)``. Zero is the level *pruned*."""
 
     rung: int
     bins: int
@@ -50,15 +50,15 @@ class Grid:
     @property
     def values(self) -> NDArray[np.float32]:
         """The value of each bin."""
-        numbers = np.arange(self.bins) // 2 + 1
-        numbers[1::2] *= -1
-        with np.errstate(over="ignore"):  # no quantizer makes a grid so wide, but a file may hold one
-            return numbers.astype(np.float32) * rung_value(self.rung)
+        multiples = np.arange(self.bins) // 2 + 1
+        multiples[1::2] *= -1
+        with np.errstate(over="ignore"):  # no quantizer makes so wide a grid, but a damaged file may hold one
+            return multiples.astype(np.float32) * rung_value(self.rung)
 
 
 @dataclass(frozen=True)
 class LogGrid:
-    """Powers of two for values above zero: bin ``i`` is rung ``(first + i) · pace``."""
+    """Powers of ``2^(pace/4)``, for values above zero: the value of bin ``i`` is at rung ``(first + i) · pace``."""
 
     pace: int
     first: int

@@ -1,4 +1,4 @@
-"""The values of stored tensors, on any device, bit for bit the same everywhere."""
+"""Compute the values of stored tensors. They are the same on every device, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,73 +21,74 @@ from dynaquant.tensors.stored import (
     Quantized,
     QuantizedTensor,
     RankOne,
-    Rounded,
-    Scaled,
+    RoundedWeight,
+    ScaledMoment,
     StoredTensor,
 )
 
 
 def values_of(stored: StoredTensor) -> Tensor:
-    """The values a restore returns, bit for bit. Raises CheckpointError for external ones that cannot be had."""
+    """Return the values that a restore returns. Raises CheckpointError if external values cannot be read."""
     if isinstance(stored, External):
         return stored.values()
     return stored if isinstance(stored, Tensor) else dequantize(stored)
 
 
-def dequantize(quantized: Quantized, where: torch.device = kernels.HOST) -> Tensor:
-    """The values, as a new tensor of the original shape and dtype on a device. This is what a restore returns, bit for
-    bit the same on every device.
+def dequantize(quantized: Quantized, device: torch.device = kernels.HOST) -> Tensor:
+    """Return the values as a new tensor of the original shape and dtype on a device.
 
-    Raises ValueError when the levels do not fit the codebook or the protected values, or parts do not fit each other.
+    Raises ValueError if the levels do not fit the codebook or the protected values, or if the parts of a tensor differ
+    in shape.
     """
-    if where == kernels.HOST and is_zero(quantized):
-        return torch.from_numpy(np.zeros(quantized.shape, dtype=np.float32)).to(quantized.dtype)  # memory as it is
-    if 0 < quantized.shape.numel() <= kernels.piece(where):
-        (values,) = pieces(quantized, where)
+    if device == kernels.HOST and is_zero(quantized):
+        # NumPy's zeros take no memory until they are written.
+        return torch.from_numpy(np.zeros(quantized.shape, dtype=np.float32)).to(quantized.dtype)
+    if 0 < quantized.shape.numel() <= kernels.piece_size(device):
+        (values,) = pieces(quantized, device)
         return values.view(quantized.shape)
-    values = kernels.empty(quantized.shape, quantized.dtype, where)
+    values = kernels.empty(quantized.shape, quantized.dtype, device)
     dequantize_into(values, quantized)
     return values
 
 
 def dequantize_into(values: Tensor, quantized: Quantized) -> None:
-    """Fills a contiguous tensor of the right shape and dtype, on any device, with what ``dequantize`` returns."""
+    """Fill a contiguous tensor of the right shape and dtype, on any device, with what ``dequantize`` returns."""
     flat, begin = values.view(-1), 0
     for piece in pieces(quantized, values.device):
         flat[begin : begin + piece.numel()] = piece
         begin += piece.numel()
 
 
-def pieces(quantized: Quantized, where: torch.device = kernels.HOST) -> Iterator[Tensor]:
-    """The values one after the other, flat, in pieces that stay in a processor's cache while something is done to them.
+def pieces(quantized: Quantized, device: torch.device = kernels.HOST) -> Iterator[Tensor]:
+    """Yield the values in order, as flat pieces. A piece stays in the processor's cache while the caller works on it.
 
     Raises ValueError as ``dequantize`` does.
     """
-    columns = max(math.prod(quantized.shape[1:]), 1)  # a piece of a matrix is a number of its rows
-    yield from _pieces(quantized, max(kernels.piece(where) // columns, 1) * columns, where)
+    columns = max(math.prod(quantized.shape[1:]), 1)  # a piece of a matrix is a whole number of rows
+    yield from _pieces(quantized, max(kernels.piece_size(device) // columns, 1) * columns, device)
 
 
-def _pieces(quantized: Quantized, size: int, where: torch.device) -> Iterator[Tensor]:
-    """``pieces`` of a size, the last one smaller."""
-    if isinstance(quantized, Rounded):
-        master = quantized.of
-        parts = _parts(master.to(where), size) if isinstance(master, Tensor) else _pieces(master, size, where)
+def _pieces(quantized: Quantized, size: int, device: torch.device) -> Iterator[Tensor]:
+    """Yield pieces of ``size`` values. The last one may be smaller."""
+    if isinstance(quantized, RoundedWeight):
+        master = quantized.master
+        parts = _parts(master.to(device), size) if isinstance(master, Tensor) else _pieces(master, size, device)
         for part in parts:
             yield part.to(quantized.dtype)
     elif isinstance(quantized, RankOne):
-        yield from _products(quantized, size, where)
-    elif isinstance(quantized, Scaled):
+        yield from _products(quantized, size, device)
+    elif isinstance(quantized, ScaledMoment):
         if quantized.second.shape != quantized.shape:
             raise ValueError("its second moment has another shape")
-        units_of = _pieces(quantized.units, size, where)
+        all_units = _pieces(quantized.units, size, device)
         if is_zero(quantized):
-            yield from (units.to(quantized.dtype) for units in units_of)
+            yield from (units.to(quantized.dtype) for units in all_units)
             return
-        for units, second in zip(units_of, _pieces(quantized.second, size, where), strict=True):
-            units.mul_(kernels.at(where).square_root(second.to(torch.float32)))
-            yield finite(units, quantized.dtype)
+        for units, second in zip(all_units, _pieces(quantized.second, size, device), strict=True):
+            units.mul_(kernels.for_device(device).square_root(second.to(torch.float32)))
+            yield saturating_cast(units, quantized.dtype)
     else:
-        yield from _values(quantized, size, where)
+        yield from _values(quantized, size, device)
 
 
 def _parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
@@ -95,30 +96,31 @@ def _parts(tensor: Tensor, size: int) -> Iterator[Tensor]:
     return (flat[begin : begin + size] for begin in range(0, len(flat), size))
 
 
-def _products(quantized: RankOne, size: int, where: torch.device) -> Iterator[Tensor]:
-    rows, columns = (dequantize(factor, where) for factor in (quantized.rows, quantized.columns))
+def _products(quantized: RankOne, size: int, device: torch.device) -> Iterator[Tensor]:
+    rows, columns = (dequantize(factor, device) for factor in (quantized.rows, quantized.columns))
     if rows.numel() * columns.numel() != quantized.shape.numel():
         raise ValueError("the rows and columns are those of a tensor of another shape")
     if quantized.shape.numel():
-        for some in _parts(rows, max(size // len(columns), 1)):
-            yield finite(torch.outer(some, columns).view(-1), quantized.dtype)
+        for some_rows in _parts(rows, max(size // len(columns), 1)):
+            yield saturating_cast(torch.outer(some_rows, columns).view(-1), quantized.dtype)
 
 
-def _values(quantized: QuantizedTensor, size: int, where: torch.device) -> Iterator[Tensor]:
-    table = _table(quantized.codebook, torch.float32 if quantized.dtype == torch.float64 else quantized.dtype)
-    rest = quantized.protected
+def _values(quantized: QuantizedTensor, size: int, device: torch.device) -> Iterator[Tensor]:
+    table = _value_table(quantized.codebook, torch.float32 if quantized.dtype == torch.float64 else quantized.dtype)
+    protected = quantized.protected
     for begin in range(0, quantized.levels.size, size):
         levels = quantized.levels[begin : begin + size]
-        count = np.count_nonzero(levels == PROTECTED) if len(rest) else 0
-        yield kernels.at(where).values(levels, table, rest[:count], where).to(quantized.dtype)
-        rest = rest[count:]
-    if len(rest):
+        count = np.count_nonzero(levels == PROTECTED) if len(protected) else 0
+        values = kernels.for_device(device).values(levels, table, protected[:count], device)
+        yield values.to(quantized.dtype)
+        protected = protected[count:]
+    if len(protected):
         raise ValueError("the number of protected values differs from the number of protected levels")
 
 
 def is_zero(quantized: Quantized) -> bool:
-    """Whether nothing is left of it: all values are zero, which no codebook and no second moment can change."""
-    if isinstance(quantized, Scaled):
+    """Whether all values are zero because every level is *pruned*, whatever the second moment of a first moment is."""
+    if isinstance(quantized, ScaledMoment):
         return quantized.second.shape == quantized.shape and is_zero(quantized.units)
     if not isinstance(quantized, QuantizedTensor) or quantized.codebook.bins or len(quantized.protected):
         return False
@@ -126,7 +128,7 @@ def is_zero(quantized: Quantized) -> bool:
 
 
 def protected_values(tensor: Tensor, levels: Tensor) -> NDArray[np.uint16]:
-    """The 16 bits of the protected elements of a tensor, in C order. levels: flat, on the tensor's device."""
+    """Return the 16 bits of a tensor's protected elements, in C order. levels: flat, on the tensor's device."""
     half = torch.float16 if tensor.dtype == torch.float16 else torch.bfloat16
     values = tensor.detach().to(levels.device).reshape(-1)[levels == PROTECTED]
     largest = torch.finfo(half).max  # the clamp keeps the largest floats from rounding up to infinity
@@ -134,15 +136,15 @@ def protected_values(tensor: Tensor, levels: Tensor) -> NDArray[np.uint16]:
     return bits
 
 
-def finite(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float32 values rounded to ``dtype``; what lies beyond its largest number becomes that instead of infinity."""
+def saturating_cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float32 values in ``dtype``. Values beyond its range become its largest number, not infinity."""
     if dtype in (torch.float16, torch.bfloat16):
         values = values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
     return values.to(dtype)
 
 
 @lru_cache(maxsize=256)
-def _table(codebook: Codebook, dtype: torch.dtype) -> Tensor:
-    """The value of every level."""
+def _value_table(codebook: Codebook, dtype: torch.dtype) -> Tensor:
+    """Return the value of every level."""
     centres = torch.from_numpy(codebook.values)
-    return torch.cat((torch.zeros(FIRST_BIN, dtype=dtype, device="cpu"), finite(centres, dtype)))
+    return torch.cat((torch.zeros(FIRST_BIN, dtype=dtype, device="cpu"), saturating_cast(centres, dtype)))

@@ -1,4 +1,4 @@
-"""Element types that can be stored, and the bytes of a tensor's values."""
+"""Element types that can be stored or quantized, and the bytes of a tensor's values."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Every element type that can be stored, by the name it has in files.
 
-Not among them: PyTorch's old quantized types, and types of less than a byte, which it cannot copy.
+Left out: PyTorch's old quantized types, and types of less than a byte, which PyTorch cannot copy.
 """
+QUANTIZABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Element types that can be quantized. float64 values are rounded to float32 first."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in files and messages, e.g. ``"float32"``."""
+    """Return the name of a dtype in files and messages, e.g. ``"float32"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """The bytes of the values in C order, on the host; a copy only where one is needed."""
+    """Return the bytes of the values in C order, on the host. Copies only if necessary."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.stride() != (1,):  # counts as contiguous when it has one element, but cannot be viewed as bytes
+    if flat.stride() != (1,):  # one element: counts as contiguous, but cannot be viewed as bytes
         flat = torch.empty(flat.shape, dtype=flat.dtype).copy_(flat)
     data: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return data

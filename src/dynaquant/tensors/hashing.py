@@ -1,4 +1,4 @@
-"""Hashes of tensors' values, by BLAKE3. Large data is hashed on as many threads as the native core may use."""
+"""Hash the values of tensors with BLAKE3. Large tensors use as many threads as the native core may use."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from dynaquant.tensors.dtypes import bytes_of, dtype_name
 from dynaquant.tensors.stored import External, StoredTensor
 
 _SHARED_FROM = 1 << 19
-"""Bytes from which on several threads hash together. For fewer, waking the threads costs more than hashing."""
+"""Smallest number of bytes to hash on several threads. Below it, waking the threads costs more than hashing."""
 
 
 def tensor_hash(tensor: Tensor) -> str:
-    """The hash of dtype, shape and values (docs/format.md, "Identity"), 64 hexadecimal digits."""
+    """Return the hash of dtype, shape and values, 64 hexadecimal digits (docs/format.md, "Identity")."""
     return _hash_of(tensor.dtype, tensor.shape, [tensor])
 
 
 def stored_hash(stored: StoredTensor) -> str:
-    """The hash of the values of a tensor as stored; they are hashed as they are decoded, and need no memory.
+    """Return the ``tensor_hash`` of a stored tensor's values. Hashes them piece by piece, without memory for all.
 
     Raises ValueError as ``dequantize`` does.
     """
@@ -53,7 +53,7 @@ def _hash_of_zeros(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 def hash_of(parts: Iterable[bytes | memoryview], size: int) -> str:
-    """Returns the hash of the concatenated parts, 64 hexadecimal digits. size: their bytes, roughly."""
+    """Return the hash of the concatenated parts, 64 hexadecimal digits. size: roughly how many bytes they have."""
     threads = _native.threads()
     if threads > 1 and size >= _SHARED_FROM:
         shared = _shared(os.getpid(), threads)
@@ -70,12 +70,12 @@ def hash_of(parts: Iterable[bytes | memoryview], size: int) -> str:
 @dataclass(frozen=True)
 class _Shared:
     hasher: blake3
-    """Its threads live as long as it does. (``blake3.AUTO`` would start one for each processor.)"""
+    """Owns its threads. (``blake3.AUTO`` would start one for each processor.)"""
     free: threading.Lock = field(default_factory=threading.Lock)
 
 
 @lru_cache(maxsize=4)
-def _shared(process: int, threads: int) -> _Shared:  # noqa: ARG001 - a forked process has none of its parent's threads
+def _shared(process: int, threads: int) -> _Shared:  # noqa: ARG001 - part of the key: a forked process lacks its parent's threads
     return _Shared(blake3(max_threads=threads))
 
 

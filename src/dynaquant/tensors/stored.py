@@ -18,16 +18,16 @@ from dynaquant.tensors.dtypes import bytes_of
 PRUNED = _native.LEVEL_PRUNED
 PROTECTED = _native.LEVEL_PROTECTED
 FIRST_BIN = 2
-"""Level 0 is *pruned*, level 1 *protected*, level ``FIRST_BIN + i`` is bin ``i``.
+"""Level 0 is *pruned* (zero), level 1 is *protected* (an outlier in 16 bits), level ``FIRST_BIN + i`` is bin ``i``.
 
-The extra levels come first so that they stay the same when the number of bins changes.
+The two extra levels come first, so that they stay the same if the number of bins changes.
 """
 MAX_BINS = 256 - FIRST_BIN
 
 
 @dataclass(frozen=True)
 class Levels:
-    """Levels, uint8, flat in C order, and how many different ones can occur: what a delta is coded against."""
+    """The levels of one tensor, uint8, flat in C order. count: how many different levels can occur."""
 
     values: NDArray[np.uint8]
     count: int
@@ -35,10 +35,10 @@ class Levels:
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A tensor as levels and a codebook, with the exact values of its protected elements.
+    """A tensor as levels and a codebook.
 
-    dtype is float32, float64, bfloat16 or float16. ``protected`` holds, in C order, the protected values as 16 bits:
-    float16 for a float16 tensor, bfloat16 otherwise.
+    dtype: float32, float64, bfloat16 or float16. levels: flat in C order. protected: the outliers as 16
+    bits each, in C order: float16 for a float16 tensor, bfloat16 otherwise.
     """
 
     dtype: torch.dtype
@@ -54,16 +54,16 @@ class QuantizedTensor:
 
     @property
     def parent_levels(self) -> Levels:
-        """What the next checkpoint's delta is coded against."""
+        """The levels on which the next checkpoint's delta is conditioned."""
         return Levels(self.levels, FIRST_BIN + self.codebook.bins)
 
 
 @dataclass(frozen=True)
 class RankOne:
-    """A matrix as the product of a value for each row and one for each column (method 2.3, as in Adafactor).
+    """A matrix as the product of one value per row and one value per column (method 2.3, as in Adafactor).
 
-    A tensor of more dimensions is the matrix of its first one and the others together. rows, columns: float32, one
-    dimension.
+    A tensor of more dimensions counts as the matrix of its first dimension and all others together. rows, columns:
+    float32, one-dimensional.
     """
 
     dtype: torch.dtype
@@ -73,10 +73,10 @@ class RankOne:
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """A first moment in units of the root of the second moment as it is stored (method 2.3).
+class ScaledMoment:
+    """A first moment in units of the root of the stored second moment (method 2.3).
 
-    units: float32. second: of the same shape; its name in the checkpoint is ``second_name``.
+    units: float32. second: has the same shape and is stored under the name ``second_name``.
     """
 
     dtype: torch.dtype
@@ -86,36 +86,36 @@ class Scaled:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the values."""
+        """Shape of the values."""
         return self.units.shape
 
 
 @dataclass(frozen=True)
-class Rounded:
-    """A half-precision weight whose float32 master copy is stored: it is that, rounded, and takes nothing itself.
+class RoundedWeight:
+    """A half-precision weight whose float32 master weight is stored. Its values are the rounded master weight.
 
-    of: the master copy as stored, under the name ``of_name``.
+    master: the master weight as stored, under the name ``master_name``.
     """
 
     dtype: torch.dtype
-    of: QuantizedTensor | Tensor
-    of_name: str
+    master: QuantizedTensor | Tensor
+    master_name: str
 
     @property
     def shape(self) -> torch.Size:
-        """Of the values."""
-        return self.of.shape
+        """Shape of the values."""
+        return self.master.shape
 
 
-Quantized = QuantizedTensor | RankOne | Scaled | Rounded
+Quantized = QuantizedTensor | RankOne | ScaledMoment | RoundedWeight
 
 
 @dataclass(frozen=True, eq=False)
 class External:
-    """A tensor of which a checkpoint holds only the hash.
+    """A tensor whose values are outside the checkpoint. The checkpoint holds only their hash.
 
-    file: the identity of the file of frozen parameters that holds the values; None for an omitted tensor. values: reads
-    the values and compares them with the hash; raises CheckpointError if that fails.
+    file: the identity of the file of frozen parameters that holds the values; None for an omitted tensor. values: a
+    function that reads the values and compares them with the hash; raises CheckpointError if that fails.
     """
 
     dtype: torch.dtype
@@ -126,7 +126,7 @@ class External:
 
 
 def omitted(name: str, dtype: torch.dtype, shape: torch.Size, digest: str) -> External:
-    """Returns an omitted tensor: one whose values are not stored. digest: their hash."""
+    """Return an omitted tensor: one whose values are not stored anywhere. digest: the hash of the values."""
 
     def values() -> Tensor:
         raise CheckpointError(f"{name} was omitted when the checkpoint was saved: only its hash is stored")
@@ -135,31 +135,31 @@ def omitted(name: str, dtype: torch.dtype, shape: torch.Size, digest: str) -> Ex
 
 
 StoredTensor = Quantized | Tensor | External
-"""A tensor as a checkpoint holds it: quantized, its exact values, or where these are."""
+"""A tensor as a checkpoint holds it: quantized, its exact values, or a hash of external values."""
 
 
-def same(a: StoredTensor, b: StoredTensor) -> bool:
-    """Whether two tensors are stored as the same, so that their values are the same bit for bit."""
+def stored_equal(a: StoredTensor, b: StoredTensor) -> bool:
+    """Whether two tensors have the same stored form. Then their values are the same, bit for bit."""
     if a is b:
         return True
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        fits = (a.dtype, a.shape) == (b.dtype, b.shape)
-        return fits and np.array_equal(bytes_of(a), bytes_of(b))
     if isinstance(a, External) and isinstance(b, External):
         return (a.dtype, a.shape, a.hash, a.file) == (b.dtype, b.shape, b.hash, b.file)
-    if isinstance(a, RankOne) and isinstance(b, RankOne):
-        return (a.dtype, a.shape) == (b.dtype, b.shape) and same(a.rows, b.rows) and same(a.columns, b.columns)
-    if isinstance(a, Rounded) and isinstance(b, Rounded):
-        return (a.dtype, a.of_name) == (b.dtype, b.of_name) and same(a.of, b.of)
-    if isinstance(a, Scaled) and isinstance(b, Scaled):
-        return (
-            (a.dtype, a.second_name) == (b.dtype, b.second_name) and same(a.units, b.units) and same(a.second, b.second)
-        )
-    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
+    if type(a) is not type(b) and not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return False
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return np.array_equal(bytes_of(a), bytes_of(b))
+    if isinstance(a, RankOne) and isinstance(b, RankOne):
+        return stored_equal(a.rows, b.rows) and stored_equal(a.columns, b.columns)
+    if isinstance(a, RoundedWeight) and isinstance(b, RoundedWeight):
+        return a.master_name == b.master_name and stored_equal(a.master, b.master)
+    if isinstance(a, ScaledMoment) and isinstance(b, ScaledMoment):
+        return a.second_name == b.second_name and stored_equal(a.units, b.units) and stored_equal(a.second, b.second)
+    assert isinstance(a, QuantizedTensor)
+    assert isinstance(b, QuantizedTensor)
     return (
-        (a.dtype, a.shape) == (b.dtype, b.shape)
-        and np.array_equal(a.levels, b.levels)
+        np.array_equal(a.levels, b.levels)
         and np.array_equal(a.centres.view(np.uint32), b.centres.view(np.uint32))
         and np.array_equal(a.protected, b.protected)
     )

@@ -1,4 +1,4 @@
-"""A mapping whose values are made when they are asked for, so that what does not fit into memory need not be there."""
+"""A mapping that makes a value each time it is looked up, for tensors that do not fit into memory together."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Lazy(Mapping[str, T]):
-    """Names and what makes the value of one of them. Nothing is kept: who asks twice has it made twice."""
+class LazyMapping(Mapping[str, T]):
+    """Maps names to the values that a function makes of them. It keeps no value: every look-up makes a new one."""
 
     def __init__(self, names: Iterable[str], make: Callable[[str], T]) -> None:
         self._names, self._make = names if isinstance(names, dict) else dict.fromkeys(names), make

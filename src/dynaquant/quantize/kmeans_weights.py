@@ -1,4 +1,4 @@
-"""All tensors of one checkpoint, quantized with thresholds that each layer type shares (method 1.2)."""
+"""Quantize all weights of a checkpoint by k-means. The layers of one type share their thresholds (method 1.2)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from torch import Tensor
 from dynaquant.quantize.kmeans import quantize
 from dynaquant.quantize.partition import Configuration, Thresholds, thresholds
 from dynaquant.state.roles import Label
-from dynaquant.tensors.sketch import LogHistogram
+from dynaquant.tensors.log_histogram import LogHistogram
 from dynaquant.tensors.stored import QuantizedTensor
 
 
 @dataclass(frozen=True)
-class SketchedWeights:
-    """The weights of a checkpoint with what every configuration needs to know of them, each by name.
+class KMeansWeights:
+    """The weights of a checkpoint, with all that is needed to quantize them in any configuration, by name.
 
-    Missing from all of it are tensors that are to be stored exactly: those with infinities or NaNs, for each of which
-    there is a note, empty and constant ones. ``sensitivities`` are histograms of ``|gradient · weight|``, for the
-    weights that have a gradient; ``layer_types`` are ``Label.layer_type``.
+    Tensors that must be stored exactly are left out: empty ones, constant ones, and those with infinities or NaNs.
+    ``notes`` has a line for each tensor with infinities or NaNs.
+
+    layer_types: from ``Label.layer_type``. histograms: of the weights. sensitivities: histograms of
+    ``|gradient · weight|``, for the weights that have a gradient.
     """
 
     weights: Mapping[str, Tensor]
@@ -32,17 +34,17 @@ class SketchedWeights:
     notes: list[str]
 
     def by_layer_type(self, histograms: Mapping[str, LogHistogram]) -> dict[str, LogHistogram]:
-        """The histograms of all tensors of each layer type together."""
+        """Return one histogram for each layer type: the sum over its tensors."""
         return _totals((self.layer_types[name], histogram) for name, histogram in histograms.items())
 
 
-def sketch_weights(
+def kmeans_weights(
     weights: Mapping[str, Tensor], labels: Mapping[str, Label], gradients: Mapping[str, Tensor]
-) -> SketchedWeights:
-    """Goes through the weights once, ahead of quantizing them with one or many configurations.
+) -> KMeansWeights:
+    """Read the weights once, to prepare for quantizing them with one or more configurations.
 
-    weights: tensors of dtypes in ``sketch.SKETCHED``, by name. gradients: float32, for as many of the weights as have
-    one; sensitivity has no say about the others.
+    weights: of ``QUANTIZABLE_DTYPES``, by name. gradients: float32, for some or all weights. Sensitivity does not
+    affect weights without a gradient.
     """
     notes = []
     histograms: dict[str, LogHistogram] = {}
@@ -52,12 +54,12 @@ def sketch_weights(
             notes.append(f"{name}: {histogram.nonfinite} infinite or NaN values, stored exactly")
         elif len(histogram.buckets) > 1:
             histograms[name] = histogram
-    return SketchedWeights(
+    return KMeansWeights(
         weights={name: weights[name] for name in histograms},
         gradients={name: gradients[name] for name in histograms if name in gradients},
         layer_types={name: labels[name].layer_type for name in histograms},
         histograms=histograms,
-        # Sensitivities are computed here and again on quantizing, rather than held for all tensors at once.
+        # Sensitivities are computed here and again on quantizing: holding all of them at once would take much memory.
         sensitivities={
             name: LogHistogram.of(_sensitivity(weights[name], gradients[name]))
             for name in histograms
@@ -67,33 +69,33 @@ def sketch_weights(
     )
 
 
-def quantize_weights(sketched: SketchedWeights, configuration: Configuration) -> dict[str, QuantizedTensor]:
-    """Quantizes the weights of a checkpoint, by name; a pure function of its arguments."""
-    use = configuration.uses_sensitivity and bool(sketched.sensitivities)
+def quantize_weights(prepared: KMeansWeights, configuration: Configuration) -> dict[str, QuantizedTensor]:
+    """Return the quantized weights, by name; a pure function."""
+    use = configuration.uses_sensitivity and bool(prepared.sensitivities)
     magnitude_pruned, sensitivity_pruned, magnitude_protected, sensitivity_protected = _fractions(configuration, use)
     by_magnitude = {
         kind: thresholds(total, magnitude_pruned, magnitude_protected)
-        for kind, total in sketched.by_layer_type(sketched.histograms).items()
+        for kind, total in prepared.by_layer_type(prepared.histograms).items()
     }
     by_sensitivity = {
         kind: thresholds(total, sensitivity_pruned, sensitivity_protected)
-        for kind, total in sketched.by_layer_type(sketched.sensitivities).items()
+        for kind, total in prepared.by_layer_type(prepared.sensitivities).items()
     }
     quantized = {}
-    for name, histogram in sketched.histograms.items():
-        kind, weight = sketched.layer_types[name], sketched.weights[name]
+    for name, histogram in prepared.histograms.items():
+        kind, weight = prepared.layer_types[name], prepared.weights[name]
         sensitivity: tuple[Tensor, Thresholds] | None = None
-        if use and name in sketched.gradients:
-            sensitivity = _sensitivity(weight, sketched.gradients[name]), by_sensitivity[kind]
+        if use and name in prepared.gradients:
+            sensitivity = _sensitivity(weight, prepared.gradients[name]), by_sensitivity[kind]
         bins = configuration.embedding_bins if kind == "embedding" else configuration.bins
         quantized[name] = quantize(weight, histogram, bins, by_magnitude[kind], sensitivity)
     return quantized
 
 
 def _fractions(configuration: Configuration, gradients: bool) -> tuple[float, float, float, float]:
-    """Pruned by magnitude and by sensitivity, protected by magnitude and by sensitivity.
+    """Return the fractions to prune by magnitude and by sensitivity, and to protect by magnitude and by sensitivity.
 
-    Where there are no gradients, magnitude stands in for sensitivity.
+    Without gradients, magnitude replaces sensitivity.
     """
     pruned, protected = configuration.pruned, configuration.protected
     prune_by_sensitivity = gradients and configuration.pruning_metric == "sensitivity"
@@ -108,7 +110,7 @@ def _fractions(configuration: Configuration, gradients: bool) -> tuple[float, fl
 
 
 def _sensitivity(weight: Tensor, gradient: Tensor) -> Tensor:
-    """``|gradient · weight|``, the first-order Taylor term of the loss (method 1.1), float32, where the weight is."""
+    """Return ``|gradient · weight|``, float32, on the weight's device: the first-order Taylor term (method 1.1)."""
     return gradient.to(weight.device, torch.float32, copy=True).mul_(weight.detach().to(torch.float32)).abs_()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dynaquant.quantize.clustered_weights import quantize_weights, sketch_weights
+from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.quantize.partition import Configuration
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label, labels
@@ -20,7 +20,7 @@ SENSITIVITY = Configuration(pruned=0.2, pruning_metric="sensitivity", protected=
 
 
 def quantized_and_notes(weights, all_labels, gradients, configuration) -> tuple[dict[str, QuantizedTensor], list[str]]:
-    sketched = sketch_weights(weights, all_labels, gradients)
+    sketched = kmeans_weights(weights, all_labels, gradients)
     return quantize_weights(sketched, configuration), sketched.notes
 
 
@@ -181,7 +181,7 @@ def test_the_same_arguments_give_the_same_result_and_stay_as_they_are(configurat
 
 def test_one_sketch_serves_every_configuration_as_a_sketch_of_its_own_would():
     weights, all_labels, gradients = trained_step()
-    sketched = sketch_weights(weights, all_labels, gradients)
+    sketched = kmeans_weights(weights, all_labels, gradients)
     configurations = [MAGNITUDE, SENSITIVITY, Configuration(), dataclasses.replace(SENSITIVITY, bins=4), MAGNITUDE]
     found = [quantize_weights(sketched, configuration) for configuration in configurations]
     for quantized, configuration in zip(found, configurations, strict=True):
@@ -193,7 +193,7 @@ def test_one_sketch_serves_every_configuration_as_a_sketch_of_its_own_would():
 def test_what_is_stored_exactly_is_missing_from_the_whole_sketch():
     weights = {"good": torch.randn(9, 9), "bad": torch.full((9, 9), float("nan")), "constant": torch.ones(9, 9)}
     gradients = {name: torch.randn(9, 9) for name in weights}
-    sketched = sketch_weights(weights, dict.fromkeys(weights, LINEAR), gradients)
+    sketched = kmeans_weights(weights, dict.fromkeys(weights, LINEAR), gradients)
     parts = (sketched.weights, sketched.gradients, sketched.layer_types, sketched.histograms, sketched.sensitivities)
     assert [list(part) for part in parts] == [["good"]] * 5
 

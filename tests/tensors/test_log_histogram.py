@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from dynaquant.kernels.host import bits_of
-from dynaquant.tensors.sketch import BUCKETS, SKETCHED, LogHistogram, bucket_values, table_for
+from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
+from dynaquant.tensors.log_histogram import BUCKETS, LogHistogram, bucket_values, table_for
 
 ALPHA = 2.0**-8
 SMALLEST_NORMAL = 2.0**-126
 
 FLOATS = arrays(np.float32, st.integers(1, 40), elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
-DTYPES = st.sampled_from(SKETCHED)
+DTYPES = st.sampled_from(QUANTIZABLE_DTYPES)
 
 
 def check_quantile(tensor, q):
@@ -34,7 +35,7 @@ def test_quantiles_of_any_floats_are_within_the_relative_error(values, q, dtype)
     check_quantile(tensor[tensor.isfinite()] if tensor.isfinite().any() else tensor.new_zeros(1), q)
 
 
-@pytest.mark.parametrize("dtype", SKETCHED)
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 @pytest.mark.parametrize("q", [0.0, 0.001, 0.1, 0.5, 0.9, 0.995, 1.0])
 def test_quantiles_of_weights_are_within_the_relative_error(q, dtype):
     heavy_tailed = torch.distributions.StudentT(3.0).sample((30_000,)) * 0.02
@@ -62,11 +63,11 @@ def test_histograms_of_shards_add_up_to_the_histogram_of_the_whole(shards, dtype
 
 def test_histograms_of_different_dtypes_share_their_buckets():
     values = torch.tensor([0.0, 1.0, -2.5, 0.0625, 300.0])
-    histograms = [LogHistogram.of(values.to(dtype)) for dtype in SKETCHED]
+    histograms = [LogHistogram.of(values.to(dtype)) for dtype in QUANTIZABLE_DTYPES]
     assert all(same(histogram, histograms[0]) for histogram in histograms)
 
 
-@pytest.mark.parametrize("dtype", SKETCHED)
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 def test_infinities_and_nans_are_counted(dtype):
     values = torch.tensor([1.0, float("nan"), float("inf"), -float("inf"), 0.0, -3.0, -float("nan")], dtype=dtype)
     assert LogHistogram.of(values).nonfinite == 4
@@ -91,7 +92,7 @@ def test_the_two_signs_add_up_in_magnitudes():
     assert magnitudes.sum() == 5
 
 
-@pytest.mark.parametrize("dtype", SKETCHED)
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 def test_the_bits_of_a_tensor_are_a_view_where_they_can_be(dtype):
     tensor = torch.randn(8, 3).to(dtype)
     bits = bits_of(tensor)
@@ -99,14 +100,14 @@ def test_the_bits_of_a_tensor_are_a_view_where_they_can_be(dtype):
     assert (bits.ctypes.data == tensor.data_ptr()) == (dtype != torch.float64)
 
 
-@pytest.mark.parametrize("dtype", SKETCHED)
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 def test_a_bucket_stands_for_its_values_within_the_relative_error(dtype):
     values = torch.randn(5000).to(dtype).to(torch.float32).numpy()
     buckets = values.view(np.uint32) >> 16
     assert np.all(np.abs(bucket_values()[buckets] - values) <= ALPHA * np.abs(values))
 
 
-@pytest.mark.parametrize("dtype", SKETCHED)
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 def test_a_table_over_buckets_can_be_looked_up_with_the_top_bits_of_every_dtype(dtype):
     values = torch.randn(5000).to(dtype)
     by_bucket = np.arange(BUCKETS).astype(np.uint8)

@@ -1,8 +1,8 @@
 """Mergeable log histogram of floats, and quantiles from it (method 1.2).
 
-The bucket of a value is the top 16 bits of its float32: sign, exponent, 7 mantissa bits. Buckets are therefore
-logarithmic with a relative error of at most α = 2⁻⁸ < 0.4 %, and there are 65,536 of them, so every decision about a
-value (which bin, pruned, protected) fits a table indexed by bucket.
+The bucket of a value is the top 16 bits of its float32: sign, exponent, 7 mantissa bits. So buckets are logarithmic,
+with a relative error of at most α = 2⁻⁸ < 0.4 %. There are 65,536 of them. So every decision about a value (which bin,
+pruned or protected) fits into a table indexed by bucket.
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ from dynaquant import kernels
 
 BUCKETS = 65_536
 MAGNITUDES = 32_768
-"""Buckets without the sign: bucket ``b`` and ``b + MAGNITUDES`` hold the same magnitudes."""
+"""Number of buckets per sign: buckets ``b`` and ``b + MAGNITUDES`` hold the same magnitudes."""
 FIRST_NONFINITE = 0x7F80
-"""The first magnitude bucket that holds infinities and NaNs instead of numbers."""
-SKETCHED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""The dtypes that have buckets. float64 is rounded to float32 first."""
+"""The first magnitude bucket of infinities and NaNs."""
 
 
 @cache
@@ -34,16 +32,16 @@ def _half_buckets() -> NDArray[np.uint16]:
 
 
 def table_for(dtype: torch.dtype, by_bucket: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A table indexed by bucket, rearranged to be indexed by the top 16 bits of a value of ``dtype``."""
+    """Rearrange a table indexed by bucket, so that the top 16 bits of a value of ``dtype`` are the index."""
     return by_bucket[_half_buckets()] if dtype == torch.float16 else by_bucket
 
 
 @cache
 def bucket_values(dtype: torch.dtype = torch.float32) -> NDArray[np.float32]:
-    """What each bucket stands for, float32[65536]: the middle of the values of ``dtype`` that fall into it.
+    """Return the middle of the values of ``dtype`` in each bucket, float32[65536].
 
-    A bucket holds one bfloat16 and eight float16, so for them the middle lies elsewhere than for float32. The two
-    buckets around 0 stand for exactly 0.
+    It depends on the dtype, because a bucket holds only one bfloat16 and eight float16 values. For the two buckets
+    around 0 it is exactly 0.
     """
     lower_bits = {torch.bfloat16: 0, torch.float16: 0x7000}.get(dtype, 0x8000)
     middles = (np.arange(BUCKETS, dtype=np.uint32) << 16 | lower_bits).view(np.float32)
@@ -53,16 +51,16 @@ def bucket_values(dtype: torch.dtype = torch.float32) -> NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class LogHistogram:
-    """How many values fell into each bucket that is not empty; ``a + b`` is the histogram of both together."""
+    """Number of values in each bucket that is not empty. ``a + b`` is the histogram of both sets of values together."""
 
     buckets: NDArray[np.uint16]
-    """The buckets that occur, ascending (positive values first, as the sign is the highest bit)."""
+    """The buckets that occur, ascending. Positive values come first, because the sign is the highest bit."""
     counts: NDArray[np.int64]
 
     @classmethod
     def of(cls, tensor: Tensor) -> LogHistogram:
-        """The histogram of a tensor of any shape and a dtype in SKETCHED. Costs one pass over its memory."""
-        counts = kernels.at(tensor.device).log_histogram(tensor)
+        """Return the histogram of a tensor of any shape, in ``QUANTIZABLE_DTYPES``. Takes one pass over its memory."""
+        counts = kernels.for_device(tensor.device).log_histogram(tensor)
         if tensor.dtype == torch.float16:
             by_code, counts = counts, np.zeros(BUCKETS, dtype=np.int64)
             np.add.at(counts, _half_buckets(), by_code)
@@ -70,7 +68,7 @@ class LogHistogram:
 
     @classmethod
     def empty(cls) -> LogHistogram:
-        """The histogram of nothing."""
+        """Return the histogram of no values."""
         return cls._from_dense(np.zeros(BUCKETS, dtype=np.int64))
 
     @classmethod
@@ -88,19 +86,20 @@ class LogHistogram:
 
     @property
     def nonfinite(self) -> int:
-        """The number of infinities and NaNs."""
+        """Number of infinities and NaNs."""
         return int(self.counts[(self.buckets % MAGNITUDES) >= FIRST_NONFINITE].sum())
 
     def magnitudes(self) -> NDArray[np.int64]:
-        """Counts by magnitude, int64[32768]: the two signs added up."""
+        """Return the counts by magnitude, both signs together, int64[32768]."""
         dense = self._dense()
         return dense[:MAGNITUDES] + dense[MAGNITUDES:]
 
     def quantile(self, q: float) -> float:
-        """The ⌊q·(n-1)⌋-th smallest magnitude, exact up to a relative error of α = 2⁻⁸ (for float32's
-        subnormal numbers, up to an absolute one of 2⁻¹³⁴).
+        """Return the ⌊q·(n-1)⌋-th smallest magnitude, with a relative error of at most α = 2⁻⁸.
 
-        Raises ValueError when the histogram is empty or q is not in [0, 1].
+        For subnormal float32 numbers the absolute error is at most 2⁻¹³⁴.
+
+        Raises ValueError if the histogram is empty or q is not in [0, 1].
         """
         total = int(self.counts.sum())
         if total == 0 or not 0 <= q <= 1:

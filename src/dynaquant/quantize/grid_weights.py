@@ -1,0 +1,161 @@
+"""Quantize all weights of a checkpoint on grids. The grid step of each tensor follows the sensitivity of the loss."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dynaquant import kernels
+from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration, begin_quantize
+from dynaquant.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE
+from dynaquant.tensors.lazy_mapping import LazyMapping
+from dynaquant.tensors.stored import QuantizedTensor
+
+RUNG_HYSTERESIS = 0.8
+"""A tensor keeps its previous rung while the wanted one is at most this far away. (0.5 would be plain rounding.)"""
+STEP_LIMIT = 2.5
+"""The largest grid step, as a multiple of the tensor's root mean square, up to rounding to a rung.
+
+With larger steps almost all values of a tensor become zero. The second-order model of the loss, which would allow such
+steps, does not hold there.
+"""
+SMALLEST, LARGEST = 2.0**-126, 1e37
+"""A tensor whose largest magnitude is outside this range is stored exactly: float32 arithmetic would not preserve it.
+(Only float64 has values beyond 1e38.)"""
+SMALLEST_FISHER = 1e-6
+"""Lower limit of a mean squared gradient, as a share of the mean over all tensors."""
+
+
+def effective_fisher(
+    weights: Mapping[str, Tensor], squares: Mapping[str, float], fisher: Mapping[str, float]
+) -> dict[str, float]:
+    """Return F, the mean squared gradient, for every weight.
+
+    Where no positive F was measured, F is chosen so that the tensor counts as much as the average tensor.
+
+    squares: the sum of squares of each weight. fisher: measured mean squared gradients, for some or all weights.
+    """
+    known = {name: fisher[name] for name in weights if fisher.get(name, 0.0) > 0 and math.isfinite(fisher[name])}
+    elements = sum(weights[name].numel() for name in known)
+    mean = sum(known[name] * weights[name].numel() for name in known) / elements if known else 0.0
+    result = {name: max(value, SMALLEST_FISHER * mean) for name, value in known.items()}
+    if len(known) < len(weights):
+        loss = sum(known[name] * squares[name] for name in known) / elements if known else 0.0
+        for name, tensor in weights.items():
+            if name not in known:
+                result[name] = (loss or 1.0) / (squares[name] / tensor.numel() or 1.0)
+    return {name: result[name] for name in weights}
+
+
+def choose_rungs(
+    fisher: Mapping[str, float],
+    scale_exponent: int,
+    previous_rungs: Mapping[str, int],
+    largest_steps: Mapping[str, float] | None = None,
+) -> dict[str, int]:
+    """Return the rung of every tensor's grid step.
+
+    previous_rungs: rungs of the previous checkpoint. A tensor keeps its rung if that is close to the wanted one.
+    largest_steps: an upper limit of each tensor's step, as a float.
+    """
+    result = {}
+    for name, value in fisher.items():
+        octaves = scale_exponent / SCALES_PER_OCTAVE - math.log2(value) / 2
+        if largest_steps is not None:
+            octaves = min(octaves, math.log2(largest_steps[name]))
+        wanted = RUNGS_PER_OCTAVE * octaves
+        if name in previous_rungs and abs(wanted - previous_rungs[name]) <= RUNG_HYSTERESIS:
+            result[name] = previous_rungs[name]
+        else:
+            result[name] = min(max(round(wanted), LOWEST_RUNG), HIGHEST_STEP_RUNG)
+    return result
+
+
+def _sum_of_squares(tensor: Tensor) -> float:
+    return kernels.for_device(tensor.device).sums(tensor)[1]
+
+
+@dataclass(frozen=True)
+class GridWeights:
+    """The weights of a checkpoint, with all that is needed to quantize them at any scale. All mappings are by name.
+
+    Tensors that must be stored exactly are left out: empty ones, constant ones, and those with infinities or NaNs.
+    ``notes`` has a line for each tensor with infinities or NaNs.
+
+    fisher: from ``effective_fisher``. squares: the sum of squares of each weight. previous_rungs: rungs of the previous
+    checkpoint. seed: for stochastic rounding. With the same seed, only weights that have moved change their level.
+    """
+
+    weights: Mapping[str, Tensor]
+    fisher: Mapping[str, float]
+    squares: Mapping[str, float]
+    previous_rungs: Mapping[str, int]
+    seed: int
+    notes: list[str]
+
+    def rungs(self, configuration: GridConfiguration) -> dict[str, int]:
+        """Return the rung of each tensor's grid step."""
+        return choose_rungs(self.fisher, configuration.scale, self.previous_rungs, self._largest_steps)
+
+    def quantize(self, configuration: GridConfiguration) -> Mapping[str, QuantizedTensor]:
+        """Return the quantized weights; a pure function."""
+        rungs = self.rungs(configuration)
+
+        def seed(name: str) -> int | None:
+            return zlib.crc32(name.encode(), self.seed & 0xFFFFFFFF) if configuration.dithered else None
+
+        begun = {name: begin_quantize(tensor, rungs[name], seed(name)) for name, tensor in self.weights.items()}
+        return {name: begun.pop(name)() for name in list(begun)}  # pop: frees the pinned memory of finished tensors
+
+    def predict(self, configuration: GridConfiguration) -> None:
+        """Predict no size: the search needs none, because a larger scale always takes fewer bytes."""
+
+    def scale_exponent_for(self, distortion: float) -> int:
+        """Return the scale exponent for which ``Σ F·δ² / Σ F·w²`` is about ``distortion``.
+
+        δ is the error of a weight w, taken as evenly distributed over a grid step.
+        """
+        elements = sum(tensor.numel() for tensor in self.weights.values())
+        if not self._weighted_squares > 0:
+            return 0
+        return math.floor(SCALES_PER_OCTAVE * math.log2(12 * distortion * self._weighted_squares / elements) / 2)
+
+    @cached_property
+    def _weighted_squares(self) -> float:
+        """Σ F·w²."""
+        return sum(self.fisher[name] * square for name, square in self.squares.items())
+
+    @cached_property
+    def _largest_steps(self) -> dict[str, float]:
+        sizes = {name: tensor.numel() for name, tensor in self.weights.items()}
+        return {name: STEP_LIMIT * math.sqrt(square / sizes[name]) for name, square in self.squares.items()}
+
+
+def grid_weights(
+    weights: Mapping[str, Tensor], fisher: Mapping[str, float], previous_rungs: Mapping[str, int], seed: int
+) -> GridWeights:
+    """Read the weights once, to prepare for quantizing them with one or more configurations.
+
+    weights: of ``QUANTIZABLE_DTYPES``, by name; looked up again whenever they are needed. fisher: mean squared
+    gradients, for some or all weights. previous_rungs, seed: see ``GridWeights``.
+    """
+    notes, kept, squares = [], [], {}
+    for name, tensor in weights.items():
+        if tensor.numel() == 0:
+            continue
+        lowest, highest = (float(extreme) for extreme in torch.aminmax(tensor.detach()))  # NaN if any value is NaN
+        if not (math.isfinite(lowest) and math.isfinite(highest)):
+            nonfinite = int((~tensor.detach().isfinite()).sum())
+            notes.append(f"{name}: {nonfinite} infinite or NaN values, stored exactly")
+        elif lowest < highest and SMALLEST <= max(highest, -lowest) < LARGEST:
+            kept.append(name)
+            squares[name] = _sum_of_squares(tensor)
+    usable = LazyMapping(kept, weights.__getitem__)
+    previous = {name: rung for name, rung in previous_rungs.items() if name in usable}
+    return GridWeights(usable, effective_fisher(usable, squares, fisher), squares, previous, seed, notes)
