@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import dynaquant as dq
 from dynaquant.interop import dcp, safetensors
 from dynaquant.interop.export import export
+from dynaquant.interop.model_file import DCP_METADATA
 from dynaquant.interop.packing import Packer, compress, pack
 from dynaquant.interop.targets import Target
 from dynaquant.restore.load import Stored
@@ -65,7 +66,7 @@ def test_a_fifo_or_a_folder_where_a_folders_file_is_expected_is_refused(tmp_path
     part = next((tmp_path / "dcp").glob("*.distcp"))
     fifo(part)
     refuses(tmp_path / "dcp", "is a FIFO and no file")
-    fifo(tmp_path / "dcp" / dcp.METADATA)
+    fifo(tmp_path / "dcp" / DCP_METADATA)
     refuses(tmp_path / "dcp", "no .metadata")
 
 

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 import dynaquant as dq
-from dynaquant.interop import any_format, dcp
+from dynaquant.interop import any_format
+from dynaquant.interop.model_file import DCP_METADATA
 
 INDEX = "model.safetensors.index.json"
 
@@ -55,7 +56,7 @@ def with_metadata(folder, change):
     copy = folder.with_name("copy")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder, copy)
-    metadata = pickle.loads((copy / dcp.METADATA).read_bytes())
+    metadata = pickle.loads((copy / DCP_METADATA).read_bytes())
     changed = change(metadata)
-    (copy / dcp.METADATA).write_bytes(changed if isinstance(changed, bytes) else pickle.dumps(changed or metadata))
+    (copy / DCP_METADATA).write_bytes(changed if isinstance(changed, bytes) else pickle.dumps(changed or metadata))
     return copy

@@ -23,11 +23,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dynaquant.errors import CheckpointError
-from dynaquant.interop.model_file import ModelFile
+from dynaquant.interop.model_file import DCP_METADATA, ModelFile
 from dynaquant.interop.torchfile import BROKEN, check_version, flatten_file, problem
 from dynaquant.store.files import kind_of, system_error
 
-METADATA = ".metadata"
 _RECORDS = "torch.distributed.checkpoint.metadata"
 _PLAIN = {
     ("collections", "OrderedDict"),
@@ -84,8 +83,8 @@ def read(folder: Path) -> tuple[ModelFile, set[str]]:
     Raises CheckpointError if it holds other objects than tensors and plain values, or is not complete.
     """
     check_version(folder)
-    path = folder / METADATA
-    used = {METADATA}
+    path = folder / DCP_METADATA
+    used = {DCP_METADATA}
     try:
         with path.open("rb") as file:
             metadata = _Unpickler(file).load()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError
-from dynaquant.interop import dcp, safetensors, torchfile
+from dynaquant.interop import safetensors, torchfile
 from dynaquant.interop.targets import Target
 from dynaquant.restore.load import Stored, state_of
 from dynaquant.state.tree import dict_items, tensor_name, tensor_names_in
@@ -57,6 +57,8 @@ def _write(stored: Stored, target: Target, out: Path, tell: Callable[[str], None
             if target is Target.HF:
                 _write_folder(stored, folder, tell)
             else:
+                from dynaquant.interop import dcp  # noqa: PLC0415 (PyTorch's DCP takes seconds to import)
+
                 beside = _beside(stored)
                 dcp.write(folder, _state(stored, tell))
                 if _source(stored).get("format") == "dcp":

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.formatting import in_bytes
-from dynaquant.interop import dcp, safetensors, torchfile
+from dynaquant.interop import safetensors, torchfile
 from dynaquant.interop.inferred_roles import optimizers_in
-from dynaquant.interop.model_file import ModelFile
+from dynaquant.interop.model_file import DCP_METADATA, ModelFile
 from dynaquant.interop.safetensors import Shards
 from dynaquant.state.flatten import flatten
 from dynaquant.state.tree import dict_items, state_dict_tree, tensor_names_in
@@ -46,7 +46,9 @@ def read(folder: Path) -> ModelFile:
     Raises CheckpointError if the folder has no weights, or they cannot be read.
     """
     names, left_out = _files_in(folder)
-    if dcp.METADATA in names:
+    if DCP_METADATA in names:
+        from dynaquant.interop import dcp  # noqa: PLC0415 (PyTorch's DCP takes seconds to import)
+
         whole, used = dcp.read(folder)
         return _with_carried(folder, whole, [name for name in names if name not in used], left_out, {})
     models = _models(folder, names)

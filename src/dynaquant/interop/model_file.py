@@ -10,6 +10,9 @@ from torch import Tensor
 
 Format = Literal["safetensors", "huggingface", "torch", "dcp"]
 
+DCP_METADATA = ".metadata"
+"""The file that every folder of ``torch.distributed.checkpoint`` (DCP) has."""
+
 
 @dataclass(frozen=True)
 class ModelFile:
