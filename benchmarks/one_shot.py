@@ -40,8 +40,8 @@ from dynaquant.quantize.grid_weights import grid_weights
 from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
 from dynaquant.quantize.partition import Configuration
 from dynaquant.search.distortion import mean_squared_gradients
+from dynaquant.search.grid_method import LEAST_DISTORTION, MOST_DISTORTION
 from dynaquant.search.judge import DISTORTION_SCALE
-from dynaquant.search.manager import LEAST_DISTORTION, MOST_DISTORTION
 from dynaquant.search.quality import degradation, score
 from dynaquant.search.scale_search import scale_search
 from dynaquant.state.roles import labels
@@ -144,7 +144,7 @@ def grid(snapshot: Snapshot, judge: Judge, _bins: Sequence[int]) -> Iterator[Can
 
     for limit in LIMITS:
         start = ready.scale_exponent_for(limit / DISTORTION_SCALE)
-        found = scale_search(start, lowest, highest, degradations, limit, settled=False)
+        found = scale_search(start, lowest, highest, degradations, limit, start_was_good=False)
         if found is not None:
             quantized = dict(ready.quantize(GridConfiguration(found)))
             yield _candidate(effective_levels(quantized.values()), snapshot, quantized, "conditional")

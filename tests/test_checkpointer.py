@@ -709,7 +709,7 @@ def test_a_score_of_the_restored_weights_that_is_not_finite_is_in_the_record(tmp
     with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         record = ckpt.save(1).result()
         assert repr(record.quality) == repr(Quality(original, score, score))  # as text, in which NaN is itself
-        assert record.notes[-1] == "the metric is not finite: what this checkpoint costs is unknown"
+        assert record.notes[-1] == "the metric is not finite: the degradation of this checkpoint is unknown"
         assert repr(ckpt.records()[0].quality) == repr(record.quality)
         assert bits(ckpt.records()[0].trials[0].degradation) == bits(score)
 

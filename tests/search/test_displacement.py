@@ -8,14 +8,14 @@ from torch import nn
 
 import dynaquant as dq
 from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
-from dynaquant.search import manager
-from dynaquant.search.displacement import Progress
+from dynaquant.search import displacement
+from dynaquant.search.displacement import Displacement
 from dynaquant.state.roles import Label
 from dynaquant.tensors.dequantize import dequantize
 
 COARSE = dq.Configuration(bins=4, protected=0.0)
 FINE = dq.Configuration(bins=64, protected=0.0)
-LEAST = manager.LEAST_PROGRESS
+LEAST = displacement.LEAST_KEPT
 
 BOTH_METHODS = pytest.mark.parametrize("method", ["grid", "published"])
 
@@ -40,14 +40,14 @@ def test_the_share_of_the_way_is_the_projection_on_it(dtype):
     origin = quantized(some_weights(dtype))
     begin = {name: dequantize(stored) for name, stored in origin.items()}
     here = {name: value + 0.25 for name, value in begin.items()}
-    progress = Progress(here, origin)
-    assert progress.kept(origin) == 0
+    progress = Displacement(here, origin)
+    assert progress.share_kept(origin) == 0
     half = {name: value + 0.125 for name, value in begin.items()}
-    assert Progress(here, origin).kept(quantized(half, FINE)) == pytest.approx(0.5, abs=0.15)
-    assert progress.kept(quantized(here, FINE)) == pytest.approx(1, abs=0.15)
+    assert Displacement(here, origin).share_kept(quantized(half, FINE)) == pytest.approx(0.5, abs=0.15)
+    assert progress.share_kept(quantized(here, FINE)) == pytest.approx(1, abs=0.15)
     stored = quantized(here)
     shares = [float((dequantize(stored[n]).double() - begin[n].double()).mean()) / 0.25 for n in here]
-    assert progress.kept(stored) == pytest.approx(sum(min(max(share, 0), 1) for share in shares) / 2, rel=0.01)
+    assert progress.share_kept(stored) == pytest.approx(sum(min(max(share, 0), 1) for share in shares) / 2, rel=0.01)
 
 
 def test_a_layer_that_moves_little_counts_as_much_as_one_that_moves_far():
@@ -55,7 +55,7 @@ def test_a_layer_that_moves_little_counts_as_much_as_one_that_moves_far():
     begin = {name: dequantize(stored) for name, stored in origin.items()}
     here = {"a": begin["a"] + 0.5, "b": begin["b"] + 0.005}
     stored = {"a": quantized(here, FINE)["a"], "b": origin["b"]}
-    assert Progress(here, origin).kept(stored) == pytest.approx(0.5, abs=0.05)
+    assert Displacement(here, origin).share_kept(stored) == pytest.approx(0.5, abs=0.05)
 
 
 def test_going_too_far_in_one_layer_makes_up_for_nothing_in_another():
@@ -64,24 +64,24 @@ def test_going_too_far_in_one_layer_makes_up_for_nothing_in_another():
     here = {name: value + 0.1 for name, value in begin.items()}
     beyond = {name: value + 0.3 for name, value in begin.items()}
     stored = {"a": quantized(beyond, FINE)["a"], "b": origin["b"]}
-    assert Progress(here, origin).kept(stored) == 0.5
+    assert Displacement(here, origin).share_kept(stored) == 0.5
 
 
 def test_nothing_is_lost_where_nothing_was_restored_or_has_moved():
     weights = some_weights()
     stored = quantized(weights)
-    assert not Progress(weights, {})
-    assert Progress({name: dequantize(q) for name, q in stored.items()}, stored).kept(stored) == 1
+    assert Displacement(weights, {}).share_kept(stored) is None
+    assert Displacement({name: dequantize(q) for name, q in stored.items()}, stored).share_kept(stored) == 1
 
 
 def test_only_what_was_restored_from_levels_counts_and_has_its_shape_still():
     weights = some_weights()
     origin = quantized(some_weights())
     moved = {"a": dequantize(origin["a"]) + 1e-3, "b": weights["b"]}
-    alone = Progress(moved, {"a": origin["a"]})
-    assert alone.kept({"a": origin["a"], "b": quantized(weights)["b"]}) == 0
+    alone = Displacement(moved, {"a": origin["a"]})
+    assert alone.share_kept({"a": origin["a"], "b": quantized(weights)["b"]}) == 0
     reshaped = {**moved, "b": weights["b"][:10]}
-    assert Progress(reshaped, {**origin, "gone": origin["b"]}).kept(origin) == 0
+    assert Displacement(reshaped, {**origin, "gone": origin["b"]}).share_kept(origin) == 0
 
 
 class Drift:
@@ -133,7 +133,7 @@ def test_a_training_that_crashes_again_and_again_goes_on(tmp_path, evaluate, met
 
 @pytest.mark.parametrize(("method", "evaluate"), [("grid", None), ("published", indifferent)])
 def test_without_the_rule_it_would_not(tmp_path, monkeypatch, method, evaluate):
-    monkeypatch.setattr(manager, "LEAST_PROGRESS", -math.inf)
+    monkeypatch.setattr(displacement, "LEAST_KEPT", -math.inf)
     drift, records = crash_and_go_on(tmp_path, 0.002, evaluate=evaluate, method=method)
     if method == "published":
         assert all(record.configuration.bins == 4 for record in records)
@@ -160,7 +160,7 @@ def test_finer_levels_keep_small_steps_and_the_record_says_so(tmp_path):
     assert by_quality.configuration == first.configuration
     assert by_quality.progress < LEAST <= second.progress
     assert chosen.bins > first.configuration.bins
-    assert any("of the way since the restore" in note for note in second.notes)
+    assert any("displacement since the restore" in note for note in second.notes)
     # What keeps too little is not evaluated, but for what the search by quality came from.
     for trial in second.trials[1:]:
         assert (trial.degradation is None) == (trial.progress < LEAST)
@@ -173,7 +173,7 @@ def test_rounding_at_random_keeps_small_steps_and_the_record_says_so(tmp_path):
     assert by_quality.progress < LEAST
     assert second.configuration.dithered
     assert second.progress > by_quality.progress
-    assert any("of the way since the restore; rounded at random, " in note for note in second.notes)
+    assert any("displacement since the restore; with stochastic rounding, " in note for note in second.notes)
 
 
 def test_where_nothing_rounded_at_random_is_good_enough_what_keeps_most_is_taken(tmp_path):
@@ -195,7 +195,7 @@ def test_where_nothing_rounded_at_random_is_good_enough_what_keeps_most_is_taken
     assert second.quality.degradation == 0
     best = max(trial.progress for trial in second.trials if trial.degradation == 0)
     assert second.progress == best < LEAST
-    assert any("of the way since the restore; with grid" in note for note in second.notes)
+    assert any("displacement since the restore; with grid" in note for note in second.notes)
 
 
 @BOTH_METHODS
@@ -328,7 +328,7 @@ def test_what_keeps_enough_must_be_good_enough_too(tmp_path):
 
 
 def test_where_nothing_keeps_enough_what_keeps_most_is_taken(tmp_path, monkeypatch):
-    monkeypatch.setattr(manager, "LEAST_PROGRESS", 1.1)
+    monkeypatch.setattr(displacement, "LEAST_KEPT", 1.1)
     first, second = after_a_restore(tmp_path, 0.002)
     assert second.configuration != first.configuration
     assert second.progress == max(trial.progress for trial in second.trials)
@@ -339,7 +339,7 @@ def test_where_nothing_finer_is_good_enough_quality_decides_and_a_note_says_what
     first, second = saved_for(tmp_path, Fussy(9, 2000))
     assert second.configuration == first.configuration
     assert second.progress < LEAST
-    assert any(f"keep {second.progress:.0%} of the way" in note for note in second.notes)
+    assert any(f"keeps only {second.progress:.0%} of the displacement" in note for note in second.notes)
 
 
 def test_a_metric_that_fails_on_a_finer_candidate_is_noted(tmp_path):

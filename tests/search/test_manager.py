@@ -21,7 +21,8 @@ from training import bits, train
 import dynaquant as dq
 from dynaquant.quantize.grid_weights import grid_weights
 from dynaquant.quantize.kmeans_weights import kmeans_weights
-from dynaquant.search.manager import ConfigurationManager, Decision
+from dynaquant.search.decision import Decision
+from dynaquant.search.manager import ConfigurationManager
 from dynaquant.state.roles import labels
 from dynaquant.store.run import Run
 from dynaquant.training.ranks import Group
@@ -585,14 +586,18 @@ def not_a_number_elsewhere(model: nn.Module) -> Movement:
 @pytest.mark.parametrize(
     ("metric_of", "allowed", "says"),
     [
-        (strict, 0.01, r"the best of \d+ tried makes the metric worse by \d\S+, beyond the 0.01 allowed; allow more"),
+        (
+            strict,
+            0.01,
+            r"the best of \d+ candidates makes the metric worse by \d\S+, beyond the 0.01 allowed; allow more",
+        ),
         (noisy, 0.01, r"the noise of the metric takes all of the 0.01 allowed; evaluate on more batches"),
         (zero_in_training, 0.01, r"the metric is exactly 0 in training, or infinite for"),
         (not_a_number_elsewhere, 0.01, r"evaluate fails, or is not finite, on every candidate"),
         (
             None,
             1e-12,
-            r"the best of \d+ tried is estimated to be worse by \d\S+, beyond the 1e-12 allowed; .*give evaluate",
+            r"the best of \d+ candidates is estimated to be worse by \d\S+, beyond the 1e-12 allowed; .*give evaluate",
         ),
     ],
     ids=["strict", "noisy", "zero", "not finite", "no metric"],

@@ -63,14 +63,14 @@ def random_cases(count: int):
 )
 def test_another_metric_takes_over_when_it_is_clearly_better(width, own, others, best):
     landscape = with_scores({LAST: own, OTHER: others}, otherwise=0.0)
-    assert search(landscape, clearly=0.1, width=width) == best
+    assert search(landscape, switch_margin=0.1, per_round=width) == best
 
 
 @WIDTHS
 @pytest.mark.parametrize(("others", "metric"), [(1.5, "sensitivity"), (2.5, "magnitude"), (math.nan, "magnitude")])
 def test_the_better_metric_is_searched_when_both_fail(width, others, metric):
     landscape = with_scores({LAST: 2.0, OTHER: others}, otherwise=0.5)
-    found = search(landscape, clearly=0.1, width=width)
+    found = search(landscape, switch_margin=0.1, per_round=width)
     assert found.metric == metric
     assert landscape.size(found) == min(landscape.size(c) for c in neighbours(LAST) if c.point != LAST.point)
 
@@ -89,7 +89,7 @@ def test_a_metric_that_is_no_longer_there_is_not_asked_for():
 @pytest.mark.parametrize("reach", [1, 2])
 def test_it_finds_the_smallest_good_neighbour_of_brute_force(width, reach):
     for landscape, last in random_cases(60):
-        found = search(landscape, last, reach=reach, width=width)
+        found = search(landscape, last, reach=reach, per_round=width)
         scores = {metric: landscape.degradations[Candidate(metric, last.point)] for metric in METRICS}
         best = Candidate(min(METRICS, key=scores.get), last.point)
         optimum = landscape.smallest_good(neighbours(best, reach=reach))
@@ -101,7 +101,7 @@ def test_it_finds_the_smallest_good_neighbour_of_brute_force(width, reach):
 @WIDTHS
 def test_nothing_more_aggressive_than_the_last_best_is_ever_tried(width):
     for landscape, last in random_cases(60):
-        search(landscape, last, width=width)
+        search(landscape, last, per_round=width)
         near = {Candidate(metric, c.point) for metric in METRICS for c in neighbours(last)}
         assert set(landscape.scored) <= near
         assert all(at_most(last.point, candidate.point) for candidate in landscape.scored)
@@ -128,17 +128,17 @@ def test_what_is_nowhere_more_conservative_than_a_failure_is_passed_over():
 def test_where_nothing_in_reach_is_good_enough_there_is_none(width):
     landscape = with_scores({}, otherwise=2.0)
     landscape.degradations |= {c: 0.0 for c in landscape.degradations if not at_most(c.point, (3, 1, 4, 2))}
-    assert search(landscape, width=width) is None
-    assert search(landscape, reach=2, width=width) is not None
+    assert search(landscape, per_round=width) is None
+    assert search(landscape, reach=2, per_round=width) is not None
     landscape.degradations = dict.fromkeys(landscape.degradations, math.nan)
-    assert search(landscape, width=width) is None
+    assert search(landscape, per_round=width) is None
 
 
 @WIDTHS
 def test_at_the_most_conservative_corner_only_the_metrics_are_left(width):
     landscape = with_scores({}, otherwise=2.0)
     corner = Candidate("sensitivity", (5, 1, 5, 2))
-    assert search(landscape, corner, width=width) is None
+    assert search(landscape, corner, per_round=width) is None
     assert set(landscape.scored) == {corner, Candidate("magnitude", corner.point)}
 
 
@@ -149,7 +149,7 @@ def test_at_the_most_conservative_corner_only_the_metrics_are_left(width):
 def test_no_round_is_wider_than_there_are_ranks_and_nothing_is_scored_twice(width):
     rounds = []
     for landscape, last in random_cases(40):
-        search(landscape, last, width=width)
+        search(landscape, last, per_round=width)
         assert max(map(len, landscape.rounds)) <= width
         assert len(set(landscape.scored)) == len(landscape.scored)
         rounds.append(len(landscape.rounds))
@@ -167,7 +167,7 @@ def test_a_training_that_drifts_slowly_takes_few_trials_and_few_searches_from_sc
     for _ in range(20):
         landscape.drift()
         landscape.rounds.clear()
-        found = search(landscape, best, clearly=0.1 * landscape.limit)
+        found = search(landscape, best, switch_margin=0.1 * landscape.limit)
         if found is None:
             from_scratch += 1
             found = guided_exhaustive(SHAPE, METRICS, landscape.size, landscape.score, landscape.limit)

@@ -196,7 +196,7 @@ def test_the_weights_in_training_count_with_the_mean_of_their_scores():
     for count in (5, 2, 2):
         original = metric.original()
         assert original.score == pytest.approx(statistics.mean(same() for _ in range(count)), rel=1e-12)
-        assert original.margin == noise.margin > 0
+        assert original.noise_margin == noise.margin > 0
         assert original.problem is None
 
 
@@ -209,7 +209,7 @@ def test_the_score_of_a_metric_that_repeats_itself_keeps_every_bit():
 def test_what_a_metric_draws_from_the_global_generators_is_not_noise():
     metric = metric_of(lambda _: float(torch.rand(()) + random.random()))
     for _ in range(3):
-        assert metric.original().margin == 0
+        assert metric.original().noise_margin == 0
 
 
 def test_a_metric_that_is_not_finite_says_so_and_is_looked_at_closely_when_it_is():

@@ -9,21 +9,21 @@ from hypothesis import strategies as st
 
 from dynaquant.search import scale_search as scale_module
 from dynaquant.search.scale_search import (
-    AIM,
-    CLOSE,
-    JUMP,
-    MOST_JUMPS,
-    POWER,
-    ROUNDS,
+    LEAST_GAIN,
+    MOST_BEYOND,
+    MOST_ROUNDS,
+    RESOLUTION,
     SCALES_PER_OCTAVE,
-    WORTH_IT,
+    SECOND_ORDER_POWER,
+    STRIDE_BEYOND,
+    TARGET,
     scale_search,
 )
 
 LIMIT = 0.01
 LOWEST, HIGHEST = -150, 62  # as far apart as the configuration manager's
 EXPONENTS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-NEAR_AIM = AIM * 2 ** (-POWER * CLOSE / SCALES_PER_OCTAVE)
+NEAR_TARGET = TARGET * 2 ** (-SECOND_ORDER_POWER * RESOLUTION / SCALES_PER_OCTAVE)
 """Share of the limit from which on a scale may be taken without another evaluation (by the second-order model)."""
 
 
@@ -57,7 +57,7 @@ def search(degradation, start=0, settled=False, width=1, limit=LIMIT, lowest=LOW
     assert all(1 <= len(scales) <= width for scales in scored.rounds)
     assert all(lowest <= scale <= highest for scale in flat)
     assert scored.rounds[0][0] == min(max(start, lowest), highest)
-    assert len(scored.rounds) <= ROUNDS + MOST_JUMPS
+    assert len(scored.rounds) <= MOST_ROUNDS + MOST_BEYOND
     assert found == max((scale for scale in flat if degradation(scale) <= limit), default=None)
     return found, scored
 
@@ -73,17 +73,17 @@ def best_of(degradation, limit=LIMIT):
 
 
 def assert_close_to_the_best(found, degradation):
-    """Within CLOSE of the best before a failure, or of what is aimed at, or where one score lets it be taken for that.
+    """Checks that it is within RESOLUTION of the best before a failure or of the target, or predicted to be there.
 
-    What is found beyond a failure is more than that.
+    What is found beyond a failure is larger.
     """
     best = best_of(degradation)
     assert (found is None) == (best is None), (found, best)
     if found is None or best is None:
         return
-    aimed = best_of(degradation, AIM * LIMIT)
-    near_aim = aimed is not None and aimed - found <= CLOSE
-    assert best - found <= CLOSE or near_aim or degradation(found) >= NEAR_AIM * LIMIT, (found, best)
+    aimed = best_of(degradation, TARGET * LIMIT)
+    near_target = aimed is not None and aimed - found <= RESOLUTION
+    assert best - found <= RESOLUTION or near_target or degradation(found) >= NEAR_TARGET * LIMIT, (found, best)
 
 
 @pytest.mark.parametrize("exponent", EXPONENTS)
@@ -105,7 +105,7 @@ def test_a_search_from_anywhere_scores_few(exponent):
 
 def test_by_the_second_order_model_the_second_score_is_the_last_unless_the_first_fails():
     for best in range(-28, 28):
-        _, scored = search(power_law(POWER, best), 0)
+        _, scored = search(power_law(SECOND_ORDER_POWER, best), 0)
         assert scored.count <= (2 if best >= 0 else 4)
 
 
@@ -160,7 +160,7 @@ def test_a_floor_below_the_limit_does_not_mislead_a_search(floor, exponent):
 @pytest.mark.parametrize("value", [0.0, -0.5, 1e-30, -math.inf])
 def test_where_everything_is_good_enough_the_largest_is_found(value, settled, start, width):
     found, _ = search(lambda _: value, start, settled, width)
-    assert HIGHEST - found < WORTH_IT if settled else found == HIGHEST or HIGHEST - found < CLOSE
+    assert HIGHEST - found < LEAST_GAIN if settled else found == HIGHEST or HIGHEST - found < RESOLUTION
 
 
 @pytest.mark.parametrize("settled", [False, True])
@@ -213,15 +213,15 @@ def test_what_is_found_is_good_enough_under_noise_and_not_far_from_the_best(expo
         law = power_law(exponent, best)
         found, _ = search(lambda scale, law=law, errors=errors: law(scale) * errors[scale], 0, width=width)
         # So far can noise of three deviations, and the aim, be from the best.
-        octaves = (3 * noise * math.log2(math.e) - math.log2(NEAR_AIM)) / exponent
-        assert abs(found - best) <= octaves * SCALES_PER_OCTAVE * 2 + 2 * CLOSE
+        octaves = (3 * noise * math.log2(math.e) - math.log2(NEAR_TARGET)) / exponent
+        assert abs(found - best) <= octaves * SCALES_PER_OCTAVE * 2 + 2 * RESOLUTION
 
 
 @pytest.mark.parametrize("exponent", EXPONENTS)
-@pytest.mark.parametrize("pace", [0.5, 1.0, 2.0, WORTH_IT - 1])
+@pytest.mark.parametrize("pace", [0.5, 1.0, 2.0, LEAST_GAIN - 1])
 @pytest.mark.parametrize("trend", [-0.3, 0.0, 0.3])
 def test_a_settled_search_scores_about_two_in_the_mean_while_what_is_good_enough_drifts(exponent, pace, trend):
-    """Drift by less than WORTH_IT from one checkpoint to the next."""
+    """Drift by less than LEAST_GAIN from one checkpoint to the next."""
     draw = random.Random(1)
     best = 0.0
     last, _ = search(power_law(exponent, best), 0)
@@ -243,11 +243,13 @@ def test_a_settled_scale_that_is_good_enough_is_left_only_for_much_more(exponent
         degradation = power_law(exponent, ahead)
         found, scored = search(degradation, 0, settled=True)
         if scored.count == 1:
-            # By the second-order model fewer steps than WORTH_IT lie before the aim.
+            # By the second-order model fewer steps than LEAST_GAIN lie before the aim.
             assert found == 0
-            assert degradation(0) > AIM * LIMIT * 2 ** (-POWER * WORTH_IT / SCALES_PER_OCTAVE)
+            assert degradation(0) > TARGET * LIMIT * 2 ** (-SECOND_ORDER_POWER * LEAST_GAIN / SCALES_PER_OCTAVE)
         else:
-            assert found >= WORTH_IT or ahead < WORTH_IT + CLOSE  # or nearly: the aim lies a little before the limit
+            assert (
+                found >= LEAST_GAIN or ahead < LEAST_GAIN + RESOLUTION
+            )  # or nearly: the aim lies a little before the limit
 
 
 @settings(max_examples=300)
@@ -258,7 +260,7 @@ def test_where_degradation_grows_with_the_scale_looking_beyond_a_failure_costs_t
     degradation = staircase(jumps)
     found, scored = search(degradation, start, settled, width)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scale_module, "MOST_JUMPS", 0)
+        patch.setattr(scale_module, "MOST_BEYOND", 0)
         plain, without = search(degradation, start, settled, width)
     assert (found is None) == (plain is None)
     assert len(scored.rounds) <= len(without.rounds) + 2 or found > plain
@@ -267,10 +269,10 @@ def test_where_degradation_grows_with_the_scale_looking_beyond_a_failure_costs_t
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0, 1e4])
 @pytest.mark.parametrize("settled", [False, True])
 @pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("gap", [1, JUMP // 2, JUMP])
+@pytest.mark.parametrize("gap", [1, STRIDE_BEYOND // 2, STRIDE_BEYOND])
 def test_an_octave_of_good_scales_up_to_half_an_octave_beyond_a_failure_is_found(gap, width, settled, bad):
     for best in range(-100, 0, 7):
-        law = power_law(POWER, best)
+        law = power_law(SECOND_ORDER_POWER, best)
 
         def degradation(scale, law=law, best=best):
             if best + gap < scale <= best + gap + SCALES_PER_OCTAVE:
@@ -283,7 +285,7 @@ def test_an_octave_of_good_scales_up_to_half_an_octave_beyond_a_failure_is_found
 
 def rugged(draw, best, height):
     """A power law with waves of about an octave and a half, so many times as high as the law itself."""
-    law, phase, length = power_law(POWER, best), draw.uniform(0, math.tau), draw.uniform(18, 30)
+    law, phase, length = power_law(SECOND_ORDER_POWER, best), draw.uniform(0, math.tau), draw.uniform(18, 30)
     return lambda scale: law(scale) * (1 + height * math.sin(math.tau * scale / length + phase))
 
 
@@ -310,7 +312,7 @@ def test_a_scale_that_was_good_by_chance_does_not_mislead_the_next_search(expone
         for best in range(-100, 0, 7):
             law = power_law(exponent, best)
             found, scored = search(law, best + chance, settled=True)
-            assert best - found <= 2 * WORTH_IT
+            assert best - found <= 2 * LEAST_GAIN
             assert scored.count <= 8
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dynaquant.quantize.grid_weights import grid_weights
-from dynaquant.search.sensitivity import LEAST, MOST_GROUPS, groups_of, probe
+from dynaquant.search.sensitivity import LEAST_SENSITIVITY, MOST_GROUPS, groups_of, measure_sensitivity
 from dynaquant.tensors.dequantize import dequantize
 
 
@@ -41,7 +41,7 @@ def squared_movement(weights, quantized) -> dict[str, float]:
 def test_what_is_measured_is_how_much_worse_a_squared_movement_makes_the_metric():
     weights = weights_of(a=1.0, b=1.0, c=10.0)
     minds = {"a": 1.0, "b": 7.0, "c": 0.5}
-    fisher = probe(
+    fisher = measure_sensitivity(
         weights, lambda q: sum(minds[n] * moved for n, moved in squared_movement(weights, q).items()), lambda _: None
     )
     assert fisher["b"] / fisher["a"] == pytest.approx(7, rel=0.01)
@@ -57,19 +57,19 @@ def test_what_cannot_be_told_counts_as_the_median_does():
             raise RuntimeError("no metric for this one")
         return {"a": 1.0, "c": float("nan"), "d": 0.0, "e": -1.0}[name] * squared_movement(weights, quantized)[name]
 
-    fisher = probe(weights, degradation, lambda _: None)
+    fisher = measure_sensitivity(weights, degradation, lambda _: None)
     assert fisher["b"] == pytest.approx(fisher["a"], rel=0.3)
     assert fisher["c"] == pytest.approx(fisher["a"], rel=0.3)
     assert fisher["d"] == pytest.approx(fisher["a"], rel=0.3)
-    assert fisher["e"] == pytest.approx(LEAST * fisher["a"], rel=0.3)  # better is not what it minds
+    assert fisher["e"] == pytest.approx(LEAST_SENSITIVITY * fisher["a"], rel=0.3)  # better is not what it minds
 
 
 def test_a_metric_that_minds_nothing_tells_nothing():
-    assert probe(weights_of(a=1.0, b=1.0), lambda _: 0.0, lambda _: None) == {}
-    assert probe(weights_of(), lambda _: 1.0, lambda _: None) == {}
+    assert measure_sensitivity(weights_of(a=1.0, b=1.0), lambda _: 0.0, lambda _: None) == {}
+    assert measure_sensitivity(weights_of(), lambda _: 1.0, lambda _: None) == {}
 
 
 def test_it_says_how_far_it_has_come():
     told: list[str] = []
-    probe(weights_of(a=1.0, b=1.0), lambda _: 1.0, told.append)
+    measure_sensitivity(weights_of(a=1.0, b=1.0), lambda _: 1.0, told.append)
     assert [text.rpartition(": ")[2] for text in told] == ["1 of 2", "2 of 2"]

@@ -23,12 +23,13 @@ from dynaquant.quantize.moments import quantize_moments
 from dynaquant.save.compressor import Allowance
 from dynaquant.save.presets import PRESETS, QualityName
 from dynaquant.save.record import Record, json_of, record_of
+from dynaquant.search.decision import Decision
 from dynaquant.search.history import History
 from dynaquant.search.judge import MetricJudge
-from dynaquant.search.manager import ConfigurationManager, Decision
+from dynaquant.search.manager import ConfigurationManager
 from dynaquant.search.noise import Noise
 from dynaquant.search.quality import Evaluate, score
-from dynaquant.search.sensitivity import probe
+from dynaquant.search.sensitivity import measure_sensitivity
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.roles import Label
 from dynaquant.state.tree import tensor_names_in
@@ -77,7 +78,7 @@ class Packer:
     without it an estimate from the weights' movement does. tell: is told what goes on, for people.
 
     How much a tensor matters is known from the optimizer's second moments, where the state has them; else it is
-    measured by the metric (``search.probe``); else it goes by the tensor's size.
+    measured by the metric (``search.sensitivity``); else it goes by the tensor's size.
 
     Raises ValueError for what does not go together.
     """
@@ -179,7 +180,7 @@ class Packer:
     def _probe(self, weights: GridWeights, judge: MetricJudge) -> dict[str, float]:
         """What the metric says of each tensor; for a series, what it said of the first state of the same tensors."""
         if self._probed.keys() != weights.weights.keys():
-            self._probed = probe(weights, lambda quantized: judge(quantized).degradation, self._tell)
+            self._probed = measure_sensitivity(weights, lambda quantized: judge(quantized).degradation, self._tell)
         return self._probed
 
 

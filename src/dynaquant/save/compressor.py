@@ -22,8 +22,9 @@ from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.quantize.moments import quantize_moments
 from dynaquant.quantize.partition import Configuration
 from dynaquant.save.presets import PRESETS, QualityName
+from dynaquant.search.decision import Decision
 from dynaquant.search.distortion import mean_squared_gradients
-from dynaquant.search.manager import ConfigurationManager, Decision
+from dynaquant.search.manager import ConfigurationManager
 from dynaquant.search.quality import Evaluate
 from dynaquant.state.roles import Label, quantizable, untrained
 from dynaquant.state.wrappers import named_parameters

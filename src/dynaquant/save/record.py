@@ -9,8 +9,8 @@ from typing import Any
 
 from dynaquant.errors import CheckpointError
 from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
+from dynaquant.search.decision import Decision
 from dynaquant.search.history import History
-from dynaquant.search.manager import Decision
 from dynaquant.search.quality import Quality
 from dynaquant.search.trials import Trial, number_to_json
 from dynaquant.store.container import CheckpointFile
@@ -45,12 +45,12 @@ class Record:
     so that it tells the sizes on every rank.
 
     configuration: the quantizer's, None when the weights are stored exactly. search: how it was found
-    (``search.manager.Search``). judged_by: what its degradation was judged by (``search.judge.JudgedBy``), None where
+    (``search.decision.Search``). judged_by: what its degradation was judged by (``search.judge.JudgedBy``), None where
     nothing was. limit: the degradation that was allowed; it can lie below ``max_degradation``. quality: of the weights
-    as restored (``search.quality.Quality``), None without ``evaluate``. progress: the share that they keep of the way
-    since the last restore (``search.progress``); None where nothing was restored, where it no longer matters, and where
-    weights are exact. predicted: bytes that the weights were
-    expected to take; what they took is ``roles["weight"].stored``. trials: every configuration that was tried.
+    as restored (``search.quality.Quality``), None without ``evaluate``. progress: the share that they keep of their
+    displacement since the last restore (``search.displacement``); None if nothing was restored, if that restore no
+    longer matters, and if weights are exact. predicted: bytes that the weights were expected to take; what they took is
+    ``roles["weight"].stored``. trials: every configuration that was tried.
 
     interval: steps to the next checkpoint as planned. seconds: wall time by stage. ``wait`` (for the write before),
     ``capture`` and ``search`` block training; ``write`` does not, and is only in the record that ``save`` hands out, as

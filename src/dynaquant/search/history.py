@@ -1,4 +1,4 @@
-"""What earlier searches found: the configurations that the next one starts from, by how much was allowed."""
+"""What earlier searches found for which limit; the next search starts from it."""
 
 from __future__ import annotations
 
@@ -10,63 +10,67 @@ from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.quantize.partition import Configuration
 
-_SMALLEST = 1e-9
-"""Limits below it are taken for it, so that they have a logarithm."""
+_SMALLEST_LIMIT = 1e-9
+"""Smaller limits count as this one, so that they have a logarithm."""
 
 
 class History:
-    """The last best configuration for every limit, as powers of two.
+    """The last configuration that was found for each limit. Limits are rounded to powers of two.
 
     Limits change from one checkpoint to the next: the user changes ε, and a noisy metric leaves less of it. What was
-    found for a limit is no place to start from for another one.
+    found for one limit is no good start for a very different one.
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, Knobs] = {}
+        self._found: dict[int, Knobs] = {}  # by the exponent of the limit
 
-    def nearest(self, limit: float) -> Configuration | None:
-        """What was found last for the limit, or for the nearest one; None when none was ever as loose as this one."""
-        key = _key(limit)
-        found = {known: knobs for known, knobs in self._found.items() if isinstance(knobs, Configuration)}
-        if not found or key > max(found):
-            return None
-        return found[_nearest(found, key)]
+    def last_configuration(self, limit: float) -> Configuration | None:
+        """Returns the last k-means configuration for the limit, or for the nearest one.
 
-    def scale(self, limit: float) -> tuple[int, bool] | None:
-        """The scale that was found last for the limit, and whether it was for that limit.
-
-        For another one it is moved by what the limits differ: degradations grow like the square of the scale.
+        None if no search had a limit as loose as this one.
         """
-        key = _key(limit)
+        exponent = _exponent(limit)
+        found = {known: knobs for known, knobs in self._found.items() if isinstance(knobs, Configuration)}
+        if not found or exponent > max(found):
+            return None
+        return found[_nearest(found, exponent)]
+
+    def last_exponent(self, limit: float) -> tuple[int, bool] | None:
+        """Returns the last scale exponent of the grid for the limit, and whether it was found for this limit.
+
+        For another limit it is adjusted: degradation grows as the square of the scale. None if there is none.
+        """
+        exponent = _exponent(limit)
         found = {known: knobs for known, knobs in self._found.items() if isinstance(knobs, GridConfiguration)}
         if not found:
             return None
-        known = _nearest(found, key)
-        return found[known].scale + (key - known) * SCALES_PER_OCTAVE // 2, key == known
+        nearest = _nearest(found, exponent)
+        return found[nearest].scale + (exponent - nearest) * SCALES_PER_OCTAVE // 2, exponent == nearest
 
-    def note(self, limit: float, configuration: Knobs) -> None:
-        """Takes note of what was found for a limit."""
-        self._found[_key(limit)] = configuration
+    def remember(self, limit: float, configuration: Knobs) -> None:
+        """Keeps what was found for a limit."""
+        self._found[_exponent(limit)] = configuration
 
     def to_json(self) -> dict[str, Any]:
-        """The history as it stands in a record."""
-        return {str(key): knobs_to_json(configuration) for key, configuration in self._found.items()}
+        """Returns the history as a record keeps it."""
+        return {str(exponent): knobs_to_json(configuration) for exponent, configuration in self._found.items()}
 
     @classmethod
     def from_json(cls, data: Any) -> History:
-        """The inverse of ``to_json``; an empty history for anything else."""
+        """Reverses ``to_json``. Returns an empty history for anything else."""
         history = cls()
         try:
             if isinstance(data, Mapping):
-                history._found = {int(key): knobs_from_json(knobs) for key, knobs in data.items()}
+                history._found = {int(exponent): knobs_from_json(knobs) for exponent, knobs in data.items()}
         except (TypeError, ValueError):
             return cls()
         return history
 
 
-def _nearest(found: Mapping[int, Any], key: int) -> int:
-    return min(found, key=lambda known: (abs(known - key), -known))
+def _nearest(found: Mapping[int, Any], exponent: int) -> int:
+    """Returns the nearest exponent, the looser of two that are equally near."""
+    return min(found, key=lambda known: (abs(known - exponent), -known))
 
 
-def _key(limit: float) -> int:
-    return round(math.log2(max(limit, _SMALLEST)))
+def _exponent(limit: float) -> int:
+    return round(math.log2(max(limit, _SMALLEST_LIMIT)))

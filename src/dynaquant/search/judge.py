@@ -1,4 +1,4 @@
-"""What decides whether a configuration is good enough: the user's metric, or the distortion where there is none."""
+"""Judges candidates: how much worse the model is with quantized weights, by the metric or without one by distortion."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 
 from dynaquant.search.distortion import distortion
-from dynaquant.search.quality import Evaluate, Quality, Value, degradation, score
+from dynaquant.search.quality import Evaluate, ParameterValues, Quality, degradation, score
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.stored import QuantizedTensor
 
 JudgedBy = Literal["evaluate", "fisher distortion", "distortion"]
+"""``evaluate``: the user's metric. ``fisher distortion``: distortion weighted by Fisher information. ``distortion``:
+unweighted, as no Fisher information is known."""
 
 DISTORTION_SCALE = 3.0
-"""Degradation per unit of distortion. Measured, see docs/architecture.md, "Without evaluate"."""
+"""Degradation per unit of distortion. Measured: docs/architecture.md, "Without evaluate"."""
 
 
 class Judge(Protocol):
@@ -27,30 +29,31 @@ class Judge(Protocol):
 
     @property
     def judged_by(self) -> JudgedBy:
-        """By what."""
+        """What the judgement rests on."""
         ...
 
     def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
-        """The quality of the model with these weights. May raise whatever a user's function raises."""
+        """Returns the quality of the model with these weights. Raises what ``evaluate`` raises."""
         ...
 
 
 @dataclass(frozen=True)
 class MetricJudge:
-    """By the user's metric. original: the score of the weights in training, to which others are compared.
+    """Judges by the user's metric.
 
-    known: weights that are decided already, by name without ``"model."``, as they would be restored.
+    original: the score of the weights in training, to which candidates are compared. decided: the values that other
+    parameters will have after a restore, by name without ``"model."``.
     """
 
     model: nn.Module
     evaluate: Evaluate
     higher_is_better: bool
     original: float
-    known: Mapping[str, Value]
+    decided: Mapping[str, ParameterValues]
     judged_by: JudgedBy = "evaluate"
 
     def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
-        """Scores the model with the weights as they would be restored."""
+        """Scores the model with the weights that a restore would return."""
         parameters = dict(named_parameters(self.model))
         names = {f"model.{name}": name for name in parameters}
         values = {
@@ -58,17 +61,18 @@ class MetricJudge:
             for name, stored in quantized.items()
             if name in names
         }
-        restored = score(self.model, {**self.known, **values}, self.evaluate)
+        restored = score(self.model, {**self.decided, **values}, self.evaluate)
         worse = degradation(self.original, restored, self.higher_is_better)
-        # Infinitely good is as suspicious as infinitely bad.
+        # An infinitely good score is as suspicious as an infinitely bad one.
         return Quality(self.original, restored, math.nan if math.isinf(restored) and worse < 0 else worse)
 
 
 @dataclass(frozen=True)
 class DistortionJudge:
-    """By how far the weights move, scaled to what that cost in trainings where a metric was known.
+    """Judges by how far the weights move, scaled by what that has cost in trainings with a metric.
 
-    judged_by: whether the tensors' Fisher information was measured.
+    weights: in training, by name. fisher: the mean squared gradient of each, or empty. judged_by: whether ``fisher``
+    was measured.
     """
 
     weights: Mapping[str, Tensor]
@@ -76,5 +80,5 @@ class DistortionJudge:
     judged_by: JudgedBy
 
     def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
-        """The estimated degradation; there are no scores."""
+        """Returns the estimated degradation. The scores are NaN."""
         return Quality(math.nan, math.nan, DISTORTION_SCALE * distortion(self.weights, quantized, self.fisher))

@@ -1,94 +1,43 @@
-"""The configuration manager (method 1.4): finds, at every checkpoint, the configuration that its weights get."""
+"""Decides which configuration the weights of a checkpoint get, at one checkpoint after another (method 1.4)."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.grid_weights import GridWeights
 from dynaquant.quantize.kmeans_weights import KMeansWeights
-from dynaquant.quantize.knobs import Knobs, in_short
+from dynaquant.quantize.knobs import Knobs
 from dynaquant.quantize.partition import Configuration
-from dynaquant.search.displacement import Progress
-from dynaquant.search.exhaustive import guided_exhaustive
+from dynaquant.search.clusters_method import search_clusters
+from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found
+from dynaquant.search.displacement import Displacement, keeps_enough
+from dynaquant.search.grid_method import search_grid
 from dynaquant.search.history import History
-from dynaquant.search.judge import DISTORTION_SCALE, DistortionJudge, Judge, JudgedBy, MetricJudge
+from dynaquant.search.judge import DistortionJudge, Judge, MetricJudge
 from dynaquant.search.metric import UserMetric
-from dynaquant.search.neighbourhood import delta_neighbourhood
 from dynaquant.search.noise import Noise
-from dynaquant.search.quality import Evaluate, Quality, Value
-from dynaquant.search.scale_search import scale_search
+from dynaquant.search.quality import Evaluate, ParameterValues
 from dynaquant.search.size import ClusteredWeights, SizeModel
-from dynaquant.search.space import Candidate, Space
-from dynaquant.search.trials import Mixed, Quantizer, Trial, Trials, shortfall
+from dynaquant.search.trials import MixedScoresError, Quantizer, Trials, why_none_is_good_enough
 from dynaquant.tensors.stored import QuantizedTensor
 from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
 
-Search = Literal["fixed", "scale", "exhaustive", "neighbourhood", "more bins", "lossless"]
-"""How a configuration was found. ``scale``: of the grid; the others by k-means. ``more bins``: nothing in the published
-space was good enough; ``lossless``: nothing at all was, and the weights are stored exactly."""
-
-LEAST_PROGRESS = 0.8
-"""Share of the way that weights have come since a restore that a checkpoint must keep (``search.progress``)."""
-MOST_DISTORTION = 0.1
-"""The share of the weights, by squares and as the loss weights them, that a scale may lose whatever the metric says: at
-the beginning of a training the metric may prefer a model without any."""
-LEAST_DISTORTION = 1e-9
-"""Where finer scales are not tried: about what 16-bit floats are off by."""
-CLEARLY = 0.1
-"""Share of the limit by which another pruning metric must be better to take over."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What the weights of one checkpoint get.
-
-    configuration: None for lossless. quality: None where there is no metric or it failed. limit: the degradation that
-    was allowed, None for a configuration of the user's. judged_by: None where nothing was judged.
-    """
-
-    search: Search
-    configuration: Knobs | None
-    quantized: Mapping[str, QuantizedTensor] = field(default_factory=dict)
-    quality: Quality | None = None
-    limit: float | None = None
-    judged_by: JudgedBy | None = None
-    trials: list[Trial] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def predicted(self) -> float | None:
-        """Predicted bytes of the coded weights."""
-        return self._trial.predicted if self._trial else None
-
-    @property
-    def progress(self) -> float | None:
-        """The share that is kept of the way since the last restore.
-
-        None where nothing was restored, where that is forgotten, and where weights are exact.
-        """
-        return self._trial.progress if self._trial else None
-
-    @property
-    def _trial(self) -> Trial | None:
-        return next((trial for trial in self.trials if trial.configuration == self.configuration), None)
-
 
 class ConfigurationManager:
-    """Chooses configurations, from one checkpoint to the next.
+    """Decides at every checkpoint, and carries what one search found to the next.
 
-    max_degradation: ε, the largest relative loss of quality of one checkpoint; it may be changed at any time.
-    fixed: a configuration of the user's, which is not searched for; the metric only takes note of it. group: the ranks
-    that score candidates in parallel; all of them call ``decide``, with the same weights. noise: the noise of
-    ``evaluate`` as another manager knows it.
+    max_degradation: ε, the largest relative loss of quality of one checkpoint. It may be changed at any time.
+    fixed: the user's configuration. Then nothing is searched for, and the metric is only measured.
+    group: the ranks that score candidates in parallel. All of them call ``decide``, with the same weights.
+    noise: the noise of ``evaluate``, if another manager has measured it.
     """
 
     def __init__(
@@ -106,18 +55,21 @@ class ConfigurationManager:
         self._metric = None if evaluate is None else UserMetric(model, evaluate, higher_is_better, self._noise, group)
         self._fixed, self._group = fixed, group
         self.history = History()
-        """What ``resume`` needs to know."""
-        self._restored: Mapping[str, QuantizedTensor] = {}
-        self._size_factor = 1.0
-        self._gave_up = False  # whether the last checkpoint found nothing good enough
+        """What ``resume`` needs in the record."""
+        self._restored: Mapping[str, QuantizedTensor] = {}  # weights of the last restore, while it still matters
+        self._size_factor = 1.0  # bytes that deltas take, relative to their predicted size
+        self._gave_up = False  # whether the last search found nothing good enough
 
     @property
     def judges_by_distortion(self) -> bool:
-        """Whether a stand-in decides, as there is no metric."""
+        """Whether there is no metric, so that the distortion of the weights decides."""
         return self._metric is None and self._fixed is None
 
     def resume(self, record: Mapping[str, Any], restored: Mapping[str, QuantizedTensor]) -> None:
-        """Goes on from a checkpoint that was restored: its record, in which anything may stand, and its weights."""
+        """Continues from a restored checkpoint.
+
+        record: its record; invalid content is ignored. restored: its quantized weights by name.
+        """
         search = record.get("search")
         self.history = History.from_json(search.get("history") if isinstance(search, Mapping) else None)
         self._restored = restored
@@ -125,235 +77,144 @@ class ConfigurationManager:
         self._noise.look_again()
 
     def learn_size(self, predicted: float | None, stored: int) -> None:
-        """Takes note that the weights of a delta took ``stored`` bytes."""
+        """Corrects later predictions: the weights of a delta took ``stored`` bytes instead of ``predicted``."""
         if predicted and stored:
             self._size_factor *= stored / predicted
 
     def decide(
         self,
         weights: KMeansWeights | GridWeights,
-        known: Mapping[str, Value],
+        decided: Mapping[str, ParameterValues],
         fisher: Mapping[str, float],
     ) -> Decision:
-        """The most compact configuration that is good enough. Collective.
+        """Returns the most compact configuration that is good enough. Collective.
 
-        weights: as the quantizer needs them. known: values of parameters whose quantization is not to be decided, or
-        what makes them, by their name in the model. fisher: the mean squared gradient of each tensor, as far as known
-        and the same on all ranks, for the distortion that judges where there is no ``evaluate``.
+        weights: to quantize, as the quantizer needs them. decided: the values that other parameters will have in the
+        checkpoint, by their name in the model. fisher: the mean squared gradient of each tensor as far as known, the
+        same on all ranks; used if there is no metric.
 
-        Raises EvaluateError if ``evaluate`` fails on a rank of a distributed training. In a single process, a candidate
-        on which it fails is not good enough. If it fails on the weights in training, EvaluateError is raised if it has
-        never worked. Otherwise, and if it is not finite there, the decision is lossless.
+        If ``evaluate`` fails on a candidate, that candidate is not good enough. If it fails on the weights in training,
+        or is not finite there, the decision is lossless. Raises EvaluateError if it fails on a rank of several, or on
+        the weights in training before it has ever worked.
         """
+        allowed = self._agree()
         quantizer: Quantizer = weights if isinstance(weights, GridWeights) else self._clustered(weights)
-        if self._metric is None:
-            if self._fixed is not None:
-                return Decision("fixed", self._fixed, quantizer.quantize(self._fixed))
-            # What decides has to be the same on every rank.
-            limit = self._group.from_rank_0(self.max_degradation)
-            return self._choose(quantizer, self._distortion(weights, fisher), limit, 0.0, [])
-        try:
-            return self._by_metric(self._metric, quantizer, known)
-        except Mixed:  # from now on all ranks score the same candidate
-            self._warn("evaluate communicates between ranks, but did not at first: all candidates are scored again")
-            return self._by_metric(self._metric, quantizer, known)
+        if self._metric is not None:
+            try:
+                return self._decide_by_metric(self._metric, quantizer, decided, allowed)
+            except MixedScoresError:  # from now on, all ranks score the same candidate
+                self._warn("evaluate communicates between ranks, but did not at first: all candidates are scored again")
+                return self._decide_by_metric(self._metric, quantizer, decided, allowed)
+        if self._fixed is not None:
+            return Decision("fixed", self._fixed, quantizer.quantize(self._fixed))
+        return self._decide(quantizer, _distortion_judge(weights, fisher), allowed, 0.0, self._group.size, [])
 
-    def _distortion(self, weights: KMeansWeights | GridWeights, fisher: Mapping[str, float]) -> DistortionJudge:
-        if isinstance(weights, GridWeights):
-            weighting = weights.fisher
-        else:
-            weighting = fisher if fisher.keys() >= weights.weights.keys() else {}
-        judged_by: JudgedBy = "fisher distortion" if fisher and weighting else "distortion"
-        return DistortionJudge(weights.weights, weighting, judged_by)
+    def _agree(self) -> float:
+        """Makes all ranks use the same numbers, and returns the degradation that is allowed: the smallest of all ranks.
 
-    def _by_metric(self, metric: UserMetric, quantizer: Quantizer, known: Mapping[str, Value]) -> Decision:
-        original = metric.original()
-        allowed = min(self._group.all_gather(self.max_degradation))
-        if original.problem is not None:
-            return self._without_quality(quantizer, allowed, original.problem)
-        judge = metric.judge(original.score, known)
-        return self._choose(quantizer, judge, allowed, original.margin, metric.notes(original, allowed))
+        Rank 0 alone writes checkpoints and learns their sizes. Collective.
+        """
+        by_rank = self._group.all_gather((self.max_degradation, self._size_factor))
+        self._size_factor = by_rank[0][1]
+        return min(max_degradation for max_degradation, _ in by_rank)
 
     def _clustered(self, sketched: KMeansWeights) -> ClusteredWeights:
-        self._size_factor = self._group.from_rank_0(self._size_factor)  # only rank 0 learns it
         return ClusteredWeights(sketched, SizeModel(sketched), self._size_factor)
 
-    def _without_quality(self, quantizer: Quantizer, allowed: float, reason: str) -> Decision:
+    def _decide_by_metric(
+        self, metric: UserMetric, quantizer: Quantizer, decided: Mapping[str, ParameterValues], allowed: float
+    ) -> Decision:
+        original = metric.original()
+        if original.problem is not None:
+            return self._decide_unjudged(quantizer, allowed, original.problem)
+        judge = metric.judge(original, decided)
+        at_once = 1 if original.communicates else self._group.size
+        return self._decide(quantizer, judge, allowed, original.noise_margin, at_once, metric.notes(original, allowed))
+
+    def _decide_unjudged(self, quantizer: Quantizer, allowed: float, problem: str) -> Decision:
+        """Decides when the metric of the weights in training is no use."""
         if self._fixed is None:
-            note = f"{reason}: candidates cannot be judged, so the weights are stored exactly"
+            note = f"{problem}: candidates cannot be judged, so the weights are stored exactly"
             self._warn(note)
             return Decision("lossless", None, limit=allowed, notes=[note])
-        note = f"{reason}: what this checkpoint costs is unknown"
+        note = f"{problem}: the degradation of this checkpoint is unknown"
         return Decision("fixed", self._fixed, quantizer.quantize(self._fixed), notes=[note])
 
+    def _decide(
+        self, quantizer: Quantizer, judge: Judge, allowed: float, noise_margin: float, per_round: int, notes: list[str]
+    ) -> Decision:
+        """Decides when candidates can be judged.
+
+        allowed: the degradation, of which the noise of the metric takes ``noise_margin``. per_round: how many
+        configurations are scored in one round. notes: for the record.
+        """
+        limit = allowed - noise_margin
+        displacement = Displacement(quantizer.weights, self._restored)
+        trials = Trials(quantizer, judge, displacement, limit, self._group, per_round)
+        if self._fixed is not None:
+            return self._measure(self._fixed, trials, judge, notes)
+        found = self._search(quantizer, trials) if quantizer.weights else self._last_again(quantizer, trials)
+        failures = dict.fromkeys(trial.error for trial in trials.done if trial.error)
+        notes = [*notes, *found.notes, *(f"evaluate failed on a candidate ({error})" for error in failures)]
+        if found.chosen is None:
+            reason = why_none_is_good_enough(trials.done, judge.judged_by, limit, noise_margin)
+            warning = (
+                "no candidate is good enough: weights are stored exactly and the file is many times larger; " + reason
+            )
+            self._warn(warning)
+            notes.append(warning)
+            return Decision("lossless", None, {}, None, limit, judge.judged_by, trials.done, notes)
+        quantized, quality = trials.result(found.chosen)
+        if not isinstance(judge, MetricJudge):
+            quality = None
+        return Decision(found.search, found.chosen, quantized, quality, limit, judge.judged_by, trials.done, notes)
+
+    def _search(self, quantizer: Quantizer, trials: Trials) -> Found:
+        """Searches by the method of the quantizer, and remembers what it finds for the next checkpoint."""
+        if isinstance(quantizer, GridWeights):
+            found = search_grid(quantizer, trials, self.history.last_exponent(trials.limit), self._gave_up)
+        else:
+            assert isinstance(quantizer, ClusteredWeights)
+            found = search_clusters(quantizer, trials, self.history.last_configuration(trials.limit), self._gave_up)
+        self._gave_up = found.good_enough is None
+        if found.good_enough is not None:
+            self.history.remember(trials.limit, found.good_enough)
+            kept = trials.trial(found.good_enough).progress
+            if kept is not None and keeps_enough(kept):
+                self._restored = {}  # weights are far enough from the restored ones
+        return found
+
+    def _last_again(self, quantizer: Quantizer, trials: Trials) -> Found:
+        """Scores the checkpoint when no weight has changed: nothing is to be chosen, nor learned for the next one."""
+        on_grid = isinstance(quantizer, GridWeights)
+        if on_grid:
+            exponent, _ = self.history.last_exponent(trials.limit) or (0, False)
+            configuration: Knobs = GridConfiguration(exponent)
+        else:
+            configuration = self.history.last_configuration(trials.limit) or Configuration()
+        if not trials.is_good_enough(configuration):
+            return NOTHING_GOOD_ENOUGH
+        return Found("scale" if on_grid else "neighbourhood", configuration, configuration)
+
+    def _measure(self, fixed: Knobs, trials: Trials, judge: Judge, notes: list[str]) -> Decision:
+        """Measures what the user's configuration costs."""
+        trials.score([fixed])
+        quantized, quality = trials.result(fixed)
+        if quality is None or not math.isfinite(quality.degradation):
+            error = trials.done[0].error
+            problem = f"evaluate failed ({error})" if error else "the metric is not finite"
+            notes = [*notes, f"{problem}: the degradation of this checkpoint is unknown"]
+        return Decision("fixed", fixed, quantized, quality, None, judge.judged_by, trials.done, notes)
+
     def _warn(self, note: str) -> None:
-        """Logs a note at once, as the record comes later."""
+        """Logs a note at once, on one rank; the record comes later."""
         if self._group.rank == 0:
             log.warning(note)
 
-    def _choose(self, quantizer: Quantizer, judge: Judge, allowed: float, margin: float, notes: list[str]) -> Decision:
-        """allowed: the degradation. margin: the part of it that the noise of the metric takes."""
-        limit = allowed - margin
-        progress = Progress(quantizer.weights, self._restored)
-        trials = Trials(quantizer, judge, progress, limit, self._group, self._group.saw_communication())
-        if self._fixed is not None:
-            return self._take_note_of_fixed(trials, judge, notes)
-        if not quantizer.weights:
-            search, configuration = self._choose_nothing(quantizer, trials, limit)
-        elif isinstance(quantizer, GridWeights):
-            search, configuration = self._choose_scale(quantizer, trials, limit, notes)
-        else:
-            assert isinstance(quantizer, ClusteredWeights)
-            search, configuration = self._choose_clusters(quantizer, trials, limit, notes)
-        failures = dict.fromkeys(trial.error for trial in trials.done if trial.error)
-        notes += [f"evaluate failed on a candidate ({error})" for error in failures]
-        if configuration is None:
-            notes.append(
-                "no candidate is good enough: weights are stored exactly and the file is many times larger; "
-                + shortfall(trials.done, judge.judged_by, limit, margin)
-            )
-            self._warn(notes[-1])
-            return Decision("lossless", None, {}, None, limit, judge.judged_by, trials.done, notes)
-        quantized, quality = trials.result(configuration)
-        if not isinstance(judge, MetricJudge):
-            quality = None
-        return Decision(search, configuration, quantized, quality, limit, judge.judged_by, trials.done, notes)
 
-    def _choose_scale(
-        self, weights: GridWeights, trials: Trials, limit: float, notes: list[str]
-    ) -> tuple[Search, Knobs | None]:
-        lowest, highest = weights.scale_exponent_for(LEAST_DISTORTION), weights.scale_exponent_for(MOST_DISTORTION)
-
-        def score(scales: Sequence[int], dithered: bool = False) -> list[float]:
-            return trials.score([GridConfiguration(scale, dithered) for scale in scales])
-
-        # Where nothing was good enough last time, the most that can be tried says whether a search is worth its cost.
-        if self._gave_up and not score([lowest])[0] <= limit:
-            return "lossless", None
-        guess = weights.scale_exponent_for(max(limit, 0) / DISTORTION_SCALE) if limit > 0 else lowest
-        start, settled = self.history.scale(limit) or (guess, False)
-        found = scale_search(start, lowest, highest, score, limit, settled, trials.width)
-        self._gave_up = found is None
-        if found is None:
-            return "lossless", None
-        by_quality = GridConfiguration(found)
-        self.history.note(limit, by_quality)
-        if self._keeps_enough(trials, by_quality):
-            return "scale", by_quality
-        # Rounded at random, weights keep their way in the mean; a second search finds what that costs.
-        dithered = scale_search(found, lowest, highest, lambda scales: score(scales, True), limit, True, trials.width)
-        # Even the finest may fail by chance where little is allowed: what lies beyond its levels is rounded to 16 bits.
-        chosen = _keeping_most(trials, limit) if dithered is None else GridConfiguration(dithered, True)
-        notes.append(
-            f"rounded to the nearest level, weights keep {trials.trial(by_quality).progress:.0%} of the way since the "
-            f"restore; {'with ' + in_short(chosen) if dithered is None else 'rounded at random'}, "
-            f"{trials.trial(chosen).progress:.0%}"
-        )
-        return "scale", chosen
-
-    def _keeps_enough(self, trials: Trials, by_quality: Knobs) -> bool:
-        """Whether what was found by quality keeps enough of the way since a restore, which is then forgotten."""
-        kept = trials.trial(by_quality).progress
-        if kept is not None and kept >= LEAST_PROGRESS:
-            self._restored = {}
-        return kept is None or kept >= LEAST_PROGRESS
-
-    def _choose_clusters(
-        self, weights: ClusteredWeights, trials: Trials, limit: float, notes: list[str]
-    ) -> tuple[Search, Knobs | None]:
-        sketched = weights.sketched
-        space = Space(
-            embeddings="embedding" in sketched.layer_types.values(),
-            metrics=("magnitude", "sensitivity") if sketched.sensitivities else ("magnitude",),
-        )
-        search, found = self._search(space, weights.sizes, trials, limit)
-        self._gave_up = found is None
-        if found is None:
-            return search, None
-        self.history.note(limit, space.configuration(found))
-        return search, self._with_progress(space, weights.sizes, found, trials, limit, notes)
-
-    def _with_progress(
-        self, space: Space, sizes: SizeModel, found: Candidate, trials: Trials, limit: float, notes: list[str]
-    ) -> Knobs:
-        """What was found by quality, or the smallest with more bins or less pruned that also keeps enough progress.
-
-        Where nothing good enough does, it is what keeps most. The history is none of its business: as training goes on,
-        the way since the restore grows, until what quality asks for is enough and the restore is forgotten.
-        """
-        by_quality = space.configuration(found)
-        if self._keeps_enough(trials, by_quality):
-            return by_quality
-
-        def finer(step: Candidate) -> Configuration:
-            return space.configuration(space.finer(found, *step.point))
-
-        best = guided_exhaustive(
-            space.finer_shape(found),
-            [found.metric],
-            lambda step: sizes.predict(finer(step)),
-            lambda steps: trials.score([finer(step) for step in steps], LEAST_PROGRESS),
-            limit,
-            trials.width,
-        )
-        chosen = _keeping_most(trials, limit) if best is None else finer(best)
-        notes.append(
-            f"{in_short(by_quality)}, would be good enough, but keep {trials.trial(by_quality).progress:.0%} "
-            f"of the way since the restore; "
-            f"{in_short(chosen)}, keep {trials.trial(chosen).progress:.0%}"
-        )
-        return chosen
-
-    def _choose_nothing(self, quantizer: Quantizer, trials: Trials, limit: float) -> tuple[Search, Knobs | None]:
-        """No weight is to be quantized: there is nothing to choose, and nothing to learn for the next checkpoint."""
-        on_grid = isinstance(quantizer, GridWeights)
-        last = self.history.scale(limit) or (0, False)
-        configuration = GridConfiguration(last[0]) if on_grid else self.history.nearest(limit) or Configuration()
-        if not trials.score([configuration])[0] <= limit:
-            return "lossless", None
-        return "scale" if on_grid else "neighbourhood", configuration
-
-    def _take_note_of_fixed(self, trials: Trials, judge: Judge, notes: list[str]) -> Decision:
-        assert self._fixed is not None
-        trials.score([self._fixed])
-        quantized, quality = trials.result(self._fixed)
-        if quality is None or not math.isfinite(quality.degradation):
-            error = trials.done[0].error
-            reason = f"evaluate failed ({error})" if error else "the metric is not finite"
-            notes.append(f"{reason}: what this checkpoint costs is unknown")
-        return Decision("fixed", self._fixed, quantized, quality, None, judge.judged_by, trials.done, notes)
-
-    def _search(self, space: Space, sizes: SizeModel, trials: Trials, limit: float) -> tuple[Search, Candidate | None]:
-        def size(candidate: Candidate) -> float:
-            return sizes.predict(space.configuration(candidate))
-
-        def score(candidates: Sequence[Candidate]) -> list[float]:
-            return trials.score([space.configuration(candidate) for candidate in candidates])
-
-        # Where nothing was good enough last time, the most that can be tried says whether a search is worth its cost.
-        if self._gave_up and not score(space.more_bins[-1:])[0] <= limit:
-            return "lossless", None
-        width = trials.width
-        beyond = 0  # how many of the steps to more bins are known not to be enough
-        if (start := self.history.nearest(limit)) is not None:
-            last = space.candidate(start)
-            found = delta_neighbourhood(
-                last, space.wide_shape, space.metrics, size, score, limit, clearly=CLEARLY * max(limit, 0), width=width
-            )
-            if found is not None:
-                return "neighbourhood", found
-            beyond = max(last.point[0] - space.shape[0] + 1, 0)
-        if beyond == 0 and (found := guided_exhaustive(space.shape, space.metrics, size, score, limit, width)):
-            return "exhaustive", found
-        rest = space.more_bins[beyond:]
-        for i in range(0, len(rest), width):
-            for candidate, found_degradation in zip(rest[i : i + width], score(rest[i : i + width]), strict=True):
-                if found_degradation <= limit:
-                    return "more bins", candidate
-        return "lossless", None
-
-
-def _keeping_most(trials: Trials, limit: float) -> Knobs:
-    """Of what was tried and is good enough, that which keeps most of the way since the restore."""
-    tried = sorted(trials.done, key=lambda trial: trial.progress or 0.0, reverse=True)
-    return next(knobs for knobs in (trial.configuration for trial in tried) if trials.score([knobs])[0] <= limit)
+def _distortion_judge(weights: KMeansWeights | GridWeights, fisher: Mapping[str, float]) -> DistortionJudge:
+    if isinstance(weights, GridWeights):
+        weighting = weights.fisher
+    else:
+        weighting = fisher if fisher.keys() >= weights.weights.keys() else {}
+    return DistortionJudge(weights.weights, weighting, "fisher distortion" if fisher and weighting else "distortion")

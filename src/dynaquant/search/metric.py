@@ -1,4 +1,7 @@
-"""Evaluates the user's metric with the weights in training, and notes in the record what a user must know of it."""
+"""The user's metric over a training: its score for the weights in training, and what its noise leaves to candidates.
+
+``quality.score`` is one evaluation; this module decides how many, and what their results mean.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +12,31 @@ from dataclasses import dataclass
 from torch import nn
 
 from dynaquant.errors import EvaluateError
-from dynaquant.search.failures import attempt, raise_on_every_rank, said
+from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import MetricJudge
-from dynaquant.search.noise import MARGIN, Noise, mean
-from dynaquant.search.quality import Evaluate, Value, score
+from dynaquant.search.noise import DEVIATIONS, Noise, mean
+from dynaquant.search.quality import Evaluate, ParameterValues, score
 from dynaquant.training.ranks import Group
 
 
 @dataclass(frozen=True)
-class Original:
-    """The metric of the weights in training.
+class OriginalScore:
+    """The metric of the weights in training, at one checkpoint.
 
-    score: this rank's. margin: how far noise can make a measured degradation too low. problem: why candidates cannot be
-    judged; None if they can.
+    score: this rank's. noise_margin: how far noise can make a measured degradation too low. communicates: whether
+    ``evaluate`` communicates between ranks. problem: why candidates cannot be judged; None if they can.
     """
 
     score: float
-    margin: float
+    noise_margin: float
+    communicates: bool
     problem: str | None = None
 
 
 class UserMetric:
-    """``evaluate`` of one training, from save to save.
+    """``evaluate`` of one training, from one save to the next.
 
-    noise: what is known of its noise; saves add to it. group: the ranks; every method but ``judge`` is collective.
+    noise: what is known of its noise; every save adds to it. group: the ranks.
     """
 
     def __init__(
@@ -42,56 +46,68 @@ class UserMetric:
         self._noise, self._group = noise, group
         self._worked = False  # whether it has ever returned a number
 
-    def original(self) -> Original:
-        """Evaluates the weights in training, as often as ``noise`` says.
+    def original(self) -> OriginalScore:
+        """Evaluates the weights in training, as often as the noise requires. Collective.
 
         Raises EvaluateError if ``evaluate`` fails on any rank of several, or in a single process before it has ever
-        worked. Errors that end a save (``failures.ended_by``) are raised as they are.
+        worked. Errors that are not about the weights (``failures.ends_save``) are raised as they are.
+        """
+        own, error, by_rank, communicates = self._score_on_all_ranks()
+        if error is not None and not self._worked:
+            raise EvaluateError(
+                f"evaluate failed on the weights in training, and has never worked ({one_line(error)}); nothing was "
+                "saved. It must take the model and return one number"
+            ) from error
+
+        def unusable(problem: str) -> OriginalScore:
+            return OriginalScore(math.nan, 0.0, communicates, problem)
+
+        if own is None:
+            return unusable(f"evaluate failed ({one_line(error)})")
+        self._worked = True
+        if communicates:  # then all ranks evaluate together, and the number of rank 0 counts
+            by_rank = by_rank[:1]
+        if not all(math.isfinite(number) for scores in by_rank for number in scores):
+            return unusable("the metric of the weights in training is not finite")
+        if not self._noise.learn(by_rank):
+            return unusable("the metric is noisy around 0, so no relative degradation can be measured")
+        return OriginalScore(mean(own), self._noise.margin, communicates)
+
+    def _score_on_all_ranks(self) -> tuple[list[float] | None, Exception | None, list[list[float]], bool]:
+        """Evaluates the weights in training on every rank. Collective.
+
+        Returns this rank's scores or its error, the scores of all ranks, and whether ``evaluate`` communicates.
         """
 
         def scores() -> list[float]:
             watched = self._group.watch_communication(self._evaluate)
             return [score(self._model, {}, watched) for _ in range(self._noise.evaluations)]
 
-        found, error = self._group.run_on_all_ranks(lambda: attempt(scores))
-        everywhere = self._group.all_gather((found, said(error)))
+        own, error = self._group.run_on_all_ranks(lambda: attempt(scores))
+        outcomes = self._group.all_gather((own, one_line(error)))
         communicates = self._group.saw_communication()
         if self._group.size > 1:
-            raise_on_every_rank([text for _, text in everywhere], error)
-        if error is not None and not self._worked:
-            raise EvaluateError(
-                f"evaluate failed on the weights in training, and has never worked ({said(error)}); nothing was saved. "
-                "It must take the model and return one number"
-            ) from error
-        if found is None:
-            return Original(math.nan, 0.0, f"evaluate failed ({said(error)})")
-        self._worked = True
-        # If the ranks evaluate together, the number of rank 0 counts.
-        counted = [own for own, _ in everywhere if own is not None][: 1 if communicates else None]
-        if not all(math.isfinite(number) for own in counted for number in own):
-            return Original(math.nan, 0.0, "the metric of the weights in training is not finite")
-        if not self._noise.learn(counted):
-            return Original(math.nan, 0.0, "the metric is noisy around 0, so no relative degradation can be measured")
-        return Original(mean(found), self._noise.margin)
+            raise_on_every_rank([text for _, text in outcomes], error)
+        return own, error, [found for found, _ in outcomes if found is not None], communicates
 
-    def notes(self, original: Original, allowed: float) -> list[str]:
+    def notes(self, original: OriginalScore, allowed: float) -> list[str]:
         """Returns the notes on the metric for a record. allowed: the degradation."""
         notes = []
-        if self._group.saw_communication():
+        if original.communicates:
             notes.append("evaluate communicates between ranks: all of them score the same candidate together")
-        if original.margin > 0:
+        if original.noise_margin > 0:
             left = (
-                f"that takes all of the {allowed:.2g} allowed; evaluate on more batches"
-                if original.margin >= allowed
-                else f"{allowed - original.margin:.2g} of the {allowed:.2g} allowed are left"
+                f"its margin takes all of the {allowed:.2g} allowed; evaluate on more batches"
+                if original.noise_margin >= allowed
+                else f"{allowed - original.noise_margin:.2g} of the {allowed:.2g} allowed are left"
             )
             notes.append(
-                f"the metric is noisy: two evaluations of the same weights differ by {original.margin / MARGIN:.2g} "
-                f"(relative, root mean square); {left}"
+                "the metric is noisy: two evaluations of the same weights differ by "
+                f"{original.noise_margin / DEVIATIONS:.2g} (relative, root mean square); {left}"
             )
         return notes
 
-    def judge(self, original: float, known: Mapping[str, Value]) -> MetricJudge:
-        """Returns a judge of candidates by this metric."""
+    def judge(self, original: OriginalScore, decided: Mapping[str, ParameterValues]) -> MetricJudge:
+        """Returns a judge of candidates by this metric. decided: see ``MetricJudge``."""
         watched = self._group.watch_communication(self._evaluate)
-        return MetricJudge(self._model, watched, self._higher_is_better, original, known)
+        return MetricJudge(self._model, watched, self._higher_is_better, original.score, decided)

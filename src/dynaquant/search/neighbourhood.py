@@ -1,4 +1,4 @@
-"""Delta-neighbourhood search (method 1.4): from the last best candidate to the next, with few scored."""
+"""Delta-neighbourhood search (method 1.4): from the last best candidate to the next, with few evaluations."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ def delta_neighbourhood(
     score: Score,
     limit: float,
     reach: int = 1,
-    clearly: float = 0.0,
-    width: int = 1,
+    switch_margin: float = 0.0,
+    per_round: int = 1,
 ) -> Candidate | None:
-    """The smallest candidate near ``last`` whose degradation is at most ``limit``; None when there is none.
+    """Returns the smallest candidate near ``last`` whose degradation is at most ``limit``; None if there is none.
 
-    The last best is scored with every pruning metric first; another metric takes over when its degradation is lower by
-    more than ``clearly``. Then come the points at most ``reach`` steps more conservative on every axis, smallest first,
-    until one is good enough: models grow denser and more sensitive as they train, so nothing more aggressive than the
-    last best is tried. What is nowhere more conservative than a candidate that failed is passed over.
+    shape: lengths of the axes. metrics: pruning metrics. reach: how far the search goes on every axis. per_round: how
+    many candidates are scored at once.
 
-    shape: lengths of the axes. width: how many candidates are scored in one round.
+    ``last`` is scored with every pruning metric first. Another metric takes over if its degradation is lower by more
+    than ``switch_margin``. Then come points up to ``reach`` more conservative on every axis, smallest first, until one
+    is good enough. Models grow more sensitive as they train, so nothing more aggressive than ``last`` is tried. A
+    candidate that failed rules out all that are nowhere more conservative.
     """
     ranges = [range(at, min(at + reach, length - 1) + 1) for at, length in zip(last.point, shape, strict=True)]
 
@@ -40,28 +41,25 @@ def delta_neighbourhood(
         if new := [candidate for candidate in candidates if candidate not in scores]:
             scores.update(zip(new, score(new), strict=True))
 
-    head = [last, *(Candidate(metric, last.point) for metric in metrics if metric != last.metric)]
-    rounds = -(-len(head) // width)
-    for chunk in _chunks([*head, *near(last.metric)][: rounds * width], width):  # the rest fills the last round
-        score_new(chunk)
+    same_point = [last, *(Candidate(metric, last.point) for metric in metrics if metric != last.metric)]
+    rounds = -(-len(same_point) // per_round)
+    filled = [*same_point, *near(last.metric)][: rounds * per_round]  # neighbours fill the last round
+    for i in range(0, len(filled), per_round):
+        score_new(filled[i : i + per_round])
     best = last
-    for other in head[1:]:
-        clearly_better = scores[other] < scores[best] - clearly
+    for other in same_point[1:]:
+        clearly_better = scores[other] < scores[best] - switch_margin
         if clearly_better or (scores[other] <= limit and not scores[best] <= limit):
             best = other
     if scores[best] <= limit:
         return best
 
-    open_ = near(best.metric)
-    while open_:
-        if open_[0] not in scores:
-            score_new(open_[:width])
-        candidate = open_.pop(0)
+    left = near(best.metric)
+    while left:
+        if left[0] not in scores:
+            score_new(left[:per_round])
+        candidate = left.pop(0)
         if scores[candidate] <= limit:
             return candidate
-        open_ = [other for other in open_ if not at_most(other.point, candidate.point)]
+        left = [other for other in left if not at_most(other.point, candidate.point)]
     return None
-
-
-def _chunks(candidates: Sequence[Candidate], width: int) -> list[Sequence[Candidate]]:
-    return [candidates[i : i + width] for i in range(0, len(candidates), width)]

@@ -1,4 +1,4 @@
-"""How much a metric differs between two evaluations of the same weights."""
+"""The noise of a metric: how much evaluations of the same weights differ."""
 
 from __future__ import annotations
 
@@ -6,61 +6,63 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-MARGIN = 2.0
-"""A degradation must stay below the limit by this many standard deviations of the noise."""
-FIRST = 5
+DEVIATIONS = 2.0
+"""The noise margin, in standard deviations of the difference of two evaluations."""
+FIRST_EVALUATIONS = 5
 """Evaluations at the first save. Why five: docs/architecture.md, "A noisy metric"."""
-AGAIN = 10
-"""A metric without noise is evaluated twice at one in this many saves, to find out whether that is still so."""
-REMEMBERED = 8
+SAVES_BETWEEN_CHECKS = 10
+"""A metric without noise is evaluated twice at one in this many saves, in case it has become noisy."""
+SAVES_REMEMBERED = 8
+"""The noise is estimated from this many saves, the last that evaluated more than once."""
 
 
 class Noise:
     """The noise of a metric, relative to its value, from all evaluations of the weights in training.
 
-    The first save evaluates them five times. Twice is not enough: an accuracy moves in steps of one example, so two
-    evaluations often agree by chance. A metric that repeats itself is evaluated twice at every tenth save from then on.
-    A noisy one is evaluated twice at every save. Saves that evaluate once say nothing.
+    The first save evaluates five times. Twice is not enough: an accuracy moves in steps of one example, so two
+    evaluations often agree by chance. From then on, a metric without noise is evaluated twice at every tenth save, and
+    once at the others. A noisy one is evaluated twice at every save.
     """
 
     def __init__(self) -> None:
-        # Of each of the last saves that evaluated more than once: squared deviations from the mean, degrees of freedom.
-        self._looks: deque[tuple[float, int]] = deque(maxlen=REMEMBERED)
-        self._unseen = 0  # saves since then
+        # For each save that evaluated more than once: squared deviations from the mean, and degrees of freedom.
+        self._measured: deque[tuple[float, int]] = deque(maxlen=SAVES_REMEMBERED)
+        self._saves_since = 0
 
     @property
     def evaluations(self) -> int:
         """How often the next save evaluates the weights in training."""
-        if not self._looks:
-            return FIRST
-        return 2 if self.margin > 0 or self._unseen >= AGAIN - 1 else 1
+        if not self._measured:
+            return FIRST_EVALUATIONS
+        return 2 if self.margin > 0 or self._saves_since >= SAVES_BETWEEN_CHECKS - 1 else 1
 
     @property
     def margin(self) -> float:
-        """How far noise can make a measured degradation too low. 0 for a metric that repeats itself.
+        """Noise margin of a measured degradation: two standard deviations. 0 for a metric without noise.
 
-        Two standard deviations of the difference of two evaluations.
+        A candidate's degradation must stay below the limit by this much.
         """
-        freedom = sum(freedom for _, freedom in self._looks)
-        return MARGIN * math.sqrt(2 * sum(squares for squares, _ in self._looks) / freedom) if freedom else 0.0
+        freedom = sum(freedom for _, freedom in self._measured)
+        variance = sum(squares for squares, _ in self._measured) / freedom if freedom else 0.0
+        return DEVIATIONS * math.sqrt(2 * variance)  # a difference of two evaluations has twice their variance
 
     def look_again(self) -> None:
         """Makes the next save evaluate at least twice."""
-        self._unseen = AGAIN
+        self._saves_since = SAVES_BETWEEN_CHECKS
 
     def learn(self, scores: Sequence[Sequence[float]]) -> bool:
         """Adds one save's scores of the weights in training, by rank. The noisiest rank counts.
 
         Returns False, and adds nothing, if the relative noise is undefined: a score is not finite, or the mean is 0.
         """
-        squares = [_squares(own) for own in scores]
+        squares = [_squared_deviations(own) for own in scores]
         if not all(map(math.isfinite, squares)):
             return False
         if (freedom := len(scores[0]) - 1) > 0:
-            self._looks.append((max(squares), freedom))
-            self._unseen = 0
+            self._measured.append((max(squares), freedom))
+            self._saves_since = 0
         else:
-            self._unseen += 1
+            self._saves_since += 1
         return True
 
 
@@ -69,7 +71,7 @@ def mean(scores: Sequence[float]) -> float:
     return scores[0] if len(set(scores)) == 1 else math.fsum(score / len(scores) for score in scores)
 
 
-def _squares(scores: Sequence[float]) -> float:
+def _squared_deviations(scores: Sequence[float]) -> float:
     """Returns the sum of squared deviations, relative to the mean; NaN or infinite if that is undefined."""
     if not all(map(math.isfinite, scores)):
         return math.nan

@@ -1,4 +1,4 @@
-"""The user's quality metric on decoded weights, measured without leaving a trace on training."""
+"""One evaluation: the user's metric on a model with other weights, without any effect on training."""
 
 from __future__ import annotations
 
@@ -17,31 +17,35 @@ from dynaquant.training.changes import sample_of
 from dynaquant.training.snapshot import Snapshot
 
 Evaluate = Callable[[Any], float]
-"""A metric of a bare model, or of a dictionary of several by name."""
+"""The user's metric: takes a bare model, or a dictionary of several by name, and returns a number."""
 
 
 def of_several(evaluate: Evaluate) -> Evaluate:
-    """A metric of an ``nn.ModuleDict``, from one of a dictionary of its modules."""
+    """Turns a metric of a dictionary of models into a metric of an ``nn.ModuleDict``."""
     return lambda modules: evaluate(dict(modules.items()))
 
 
 class LossOn:
-    """``evaluate`` made of held-out batches and a loss function: the mean loss, in evaluation mode, lower is better.
+    """An ``evaluate`` made of held-out batches and a loss function: the mean loss in evaluation mode. Lower is better.
 
-    batches: kept and gone through at every evaluation, so a list rather than an iterator, on the model's device.
-    loss_fn: ``loss_fn(model, batch)`` returns the mean loss of a batch, a number or a tensor of one element. Batches
-    count alike. Raises ValueError when there are no batches, TypeError for an iterator, which could be used only once.
+    batches: a list, as every evaluation uses all of them, on the model's device. loss_fn: ``loss_fn(model, batch)``
+    returns the mean loss of a batch, as a number or a tensor with one element. All batches have equal weight.
+
+    Raises ValueError if there are no batches, and TypeError for an iterator, which could be used only once.
     """
 
     def __init__(self, batches: Sequence[Any], loss_fn: Callable[[Any, Any], Tensor | float]) -> None:
         if not hasattr(batches, "__getitem__") or not hasattr(batches, "__len__"):
-            raise TypeError("batches are gone through again and again: give a list, e.g. list(islice(loader, 20))")
+            raise TypeError(
+                "LossOn uses its batches at every evaluation: give a list, e.g. list(islice(loader, 20)), not "
+                f"{type(batches).__name__}"
+            )
         if len(batches) == 0:
             raise ValueError("LossOn needs at least one batch")
         self._batches, self._loss_fn = batches, loss_fn
 
     def __call__(self, model: Any) -> float:
-        """The mean loss of the model on the batches."""
+        """Returns the mean loss of the model on the batches."""
         for each in model.values() if isinstance(model, Mapping) else (model,):
             each.eval()
         with torch.no_grad():
@@ -50,7 +54,10 @@ class LossOn:
 
 @dataclass(frozen=True)
 class Quality:
-    """A metric on the weights in training and on those a restore would return, and how much worse the second is."""
+    """The metric of the weights in training (``original``) and of the weights that a restore would return.
+
+    degradation: how much worse the second is, see ``degradation``.
+    """
 
     original: float
     restored: float
@@ -58,10 +65,9 @@ class Quality:
 
 
 def degradation(original: float, restored: float, higher_is_better: bool) -> float:
-    """By how much ``restored`` is worse, relative to the absolute value of ``original``; negative when it is better.
+    """Returns how much worse ``restored`` is, relative to the absolute value of ``original``. Negative if it is better.
 
-    So it is defined for negative metrics. From an ``original`` of exactly zero, any difference counts as infinite.
-    NaN when either is NaN.
+    If ``original`` is exactly zero, any difference is infinite. NaN if either is NaN.
     """
     worse = original - restored if higher_is_better else restored - original
     if worse == 0:
@@ -69,16 +75,18 @@ def degradation(original: float, restored: float, higher_is_better: bool) -> flo
     return worse / abs(original) if original else worse * math.inf
 
 
-Value = Tensor | Callable[[], Tensor]
-"""Values of a parameter, or what makes them anew, one parameter at a time."""
+ParameterValues = Tensor | Callable[[], Tensor]
+"""Values for a parameter, or a function that returns them. Functions are called one at a time, to save memory."""
 
 
-def score(model: nn.Module, values: Mapping[str, Value], evaluate: Evaluate) -> float:
-    """``evaluate`` of the model with ``values`` for the parameters of those names.
+def score(model: nn.Module, values: Mapping[str, ParameterValues], evaluate: Evaluate) -> float:
+    """Returns ``evaluate`` of the model with other values for some parameters, by their names in the bare model.
 
-    Names are those of the bare model. ``evaluate`` sees copies of its parameters and buffers; training mode and the
-    global random number generators are as before when it returns or raises. All scores from one state of the generators
-    see the same random numbers. Raises ValueError when the result is no number, and whatever ``evaluate`` raises.
+    ``evaluate`` sees copies of parameters and buffers. When this returns or raises, training mode and the global random
+    number generators are as before. All scores from one state of the generators see the same random numbers.
+
+    Raises ValueError if ``evaluate`` does not return a number, EvaluateError if it has changed a frozen parameter, and
+    whatever ``evaluate`` raises.
     """
     before, frozen = Snapshot(model), _frozen(model)
     try:
@@ -91,32 +99,32 @@ def score(model: nn.Module, values: Mapping[str, Value], evaluate: Evaluate) -> 
                 raise ValueError(f"evaluate returned {reprlib.repr(result)}; it must return one number") from None
     except Exception as error:
         before.put_back()
-        _check_untouched(model, frozen, error)
+        _check_frozen(model, frozen, error)
         raise
     finally:
         before.put_back()
-    _check_untouched(model, frozen)
+    _check_frozen(model, frozen)
     return number
 
 
-def _check_untouched(model: nn.Module, frozen: Mapping[str, Any], cause: Exception | None = None) -> None:
-    """Raises EvaluateError where a frozen parameter is not what it was."""
-    if changed := [name for name, found in _frozen(model).items() if found != frozen[name]]:
+def _check_frozen(model: nn.Module, before: Mapping[str, Any], cause: Exception | None = None) -> None:
+    """Raises EvaluateError if a frozen parameter has changed."""
+    if changed := [name for name, found in _frozen(model).items() if found != before[name]]:
         raise EvaluateError(
-            f"evaluate has written to {changed[0]}, a frozen parameter, which therefore is not what it was in "
-            "training any more; let evaluate work on a copy of what it writes to"
+            f"evaluate has written to the frozen parameter {changed[0]}, which is now different in training, too; "
+            "let evaluate work on a copy of what it writes to"
         ) from cause
 
 
-def _substitute(model: nn.Module, values: Mapping[str, Value]) -> None:
+def _substitute(model: nn.Module, values: Mapping[str, ParameterValues]) -> None:
     """Gives the model other parameters and copies of its buffers. Frozen parameters are large, and not copied."""
     named = dict(named_parameters(model))
-    # By memory, as a state has one tensor for parameters that are tied by their data only.
+    # By memory: a state has one tensor for several parameters that share their data.
     given = {_memory(named[name]): value for name, value in values.items()}
 
     def replacement(parameter: nn.Parameter) -> nn.Parameter:
         value = given.get(_memory(parameter))
-        # Copies of the others too: a backward pass must not reach their ``.grad``, and some layers write to weights
+        # The others are copied too: a backward pass must not reach their ``.grad``, and some layers write to weights
         # when they are called (``nn.Embedding(max_norm=…)``).
         if value is None:
             copied = parameter.detach() if id(parameter) in shared else parameter.detach().clone()
@@ -139,8 +147,11 @@ def _substitute(model: nn.Module, values: Mapping[str, Value]) -> None:
 
 
 def _frozen(model: nn.Module) -> dict[str, tuple[int, bytes]]:
-    """How often PyTorch has written to each frozen parameter, and a sample of its values, as writes through ``.data``
-    do not count. By name; without those to which their layer writes."""
+    """Returns by name how often PyTorch has written to each frozen parameter, and a sample of its values.
+
+    The sample is needed because PyTorch does not count writes through ``.data``. Parameters that their own layer
+    writes to are left out.
+    """
     writing = [m for m in model.modules() if getattr(m, "max_norm", None) is not None]
     written = {id(parameter) for module in writing for parameter in module._parameters.values()}
     return {

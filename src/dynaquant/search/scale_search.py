@@ -1,4 +1,8 @@
-"""Search for the scale of the grid quantizer (method 2.1): the degradation grows like its square, so few are scored."""
+"""Searches for the scale exponent of the grid quantizer (method 2.1) with few evaluations.
+
+A scale exponent counts sixteenths of an octave of the scale. Degradation grows roughly as the square of the scale, so a
+few scores predict where the limit is reached.
+"""
 
 from __future__ import annotations
 
@@ -10,44 +14,44 @@ from itertools import islice
 from dynaquant.quantize.grid import SCALES_PER_OCTAVE
 
 Score = Callable[[Sequence[int]], Sequence[float]]
-"""The degradations of the scales of one round; NaN for one that cannot be judged, which is never good enough."""
+"""Returns the degradations for the exponents of one round. NaN if one cannot be judged; it is never good enough."""
 
-AIM = 0.8
-"""Share of the limit that a predicted scale is aimed at: an evaluation that fails is lost."""
+TARGET = 0.8
+"""Share of the limit that a predicted exponent aims at. A higher aim would fail more often, and cost evaluations."""
 ENOUGH = 0.67
-"""Share of the limit that a new search wants to use before it ends."""
-WORTH_IT = SCALES_PER_OCTAVE // 4
-"""Steps that a larger scale must promise before a settled one is left: tensors that change their step cost bits."""
-CLOSE = SCALES_PER_OCTAVE // 8
-"""A search ends when a scale that is good enough is so near to one that is not."""
-JUMP = SCALES_PER_OCTAVE // 2
-"""Steps between the scales that are scored beyond one that failed: what is good enough comes in stretches about as
-long, measured on the ResNet of the benchmarks."""
-MOST_JUMPS = 8
-"""Beyond what was found: four octaves."""
-LARGEST_STEP = 2 * SCALES_PER_OCTAVE
-ROUNDS = 12
-POWER = 2.0
-"""Of the scale, by which degradation grows in the second-order model of the loss."""
-STEEPEST = 8.0
-"""The power between two scores counts as at most so much: beyond it lies a cliff, which says nothing of its foot."""
+"""Share of the limit that a search wants to use before it ends, unless it started from an exponent that was good."""
+LEAST_GAIN = SCALES_PER_OCTAVE // 4
+"""A start that was good is left only if the prediction promises so much: grid steps that change cost bits."""
+RESOLUTION = SCALES_PER_OCTAVE // 8
+"""A search ends if the best exponent and a failed one are no further apart."""
+STRIDE_BEYOND = SCALES_PER_OCTAVE // 2
+"""Distance of the exponents that are scored beyond a failed one. Stretches of good ones are about as long: measured on
+the ResNet of the benchmarks."""
+MOST_BEYOND = 8
+"""How many of these: four octaves."""
+LONGEST_MOVE = 2 * SCALES_PER_OCTAVE
+MOST_ROUNDS = 12
+SECOND_ORDER_POWER = 2.0
+"""In the second-order model of the loss, degradation grows with this power of the scale."""
+STEEPEST_POWER = 8.0
+"""Upper bound of a power estimated from two scores. Steeper is a cliff, which tells nothing about values below it."""
 
 
 @dataclass(frozen=True)
 class _Scored:
-    """The degradations of scales that were scored, all of them from ``lowest`` to ``highest``."""
+    """The exponents that were scored, with their degradations. All are from ``lowest`` to ``highest``."""
 
     score: Score
     lowest: int
     highest: int
     limit: float
-    width: int
+    per_round: int
     degradations: dict[int, float] = field(default_factory=dict)
 
-    def add(self, scales: Iterable[int]) -> None:
-        """Scores the first that are new, as many as a round has room for."""
-        inside = (k for k in dict.fromkeys(scales) if self.lowest <= k <= self.highest)
-        new = list(islice((k for k in inside if k not in self.degradations), self.width))
+    def add(self, exponents: Iterable[int]) -> None:
+        """Scores the first of these that are new, as many as fit into one round."""
+        inside = (k for k in dict.fromkeys(exponents) if self.lowest <= k <= self.highest)
+        new = list(islice((k for k in inside if k not in self.degradations), self.per_round))
         self.degradations.update(zip(new, self.score(new), strict=True))
 
     @property
@@ -57,63 +61,64 @@ class _Scored:
 
     @property
     def failed(self) -> list[int]:
-        """Those that are not."""
+        """Those that are not good enough."""
         return [k for k, degradation in self.degradations.items() if not degradation <= self.limit]
 
-    def near(self, scale: int) -> int | None:
-        """The largest that is so near that it stands for a scale."""
-        return max((k for k in self.degradations if abs(k - scale) < JUMP // 2), default=None)
+    def near(self, exponent: int) -> int | None:
+        """Returns the largest scored exponent within half a stride of this one."""
+        return max((k for k in self.degradations if abs(k - exponent) < STRIDE_BEYOND // 2), default=None)
 
 
 def scale_search(
-    start: int, lowest: int, highest: int, score: Score, limit: float, settled: bool, width: int = 1
+    start: int, lowest: int, highest: int, score: Score, limit: float, start_was_good: bool, per_round: int = 1
 ) -> int | None:
-    """The largest scale that was scored and whose degradation is at most ``limit``; None when there was none.
+    """Returns the largest scored exponent whose degradation is at most ``limit``; None if there is none.
 
-    First the largest below all that fail is looked for. But degradation need not grow with the scale: that of the
-    ResNet of the benchmarks goes up and down by many times the limit. So where a scale has failed, larger ones than
-    what was found are scored as well, half an octave apart, until two in a row fail and the second is no better than
-    the first. A settled search does so only where one failed that lies that far beyond what was found: a failure
-    nearer by is what a smooth degradation has, too.
+    start: is scored first. start_was_good: whether it was good enough at the last checkpoint. Then a larger one must
+    promise more. per_round: how many exponents are scored at once.
 
-    start: what is scored first. settled: whether it was good enough for the checkpoint before; then a larger one has to
-    promise more. width: how many are scored in a round.
+    The search first finds the largest exponent below all failed ones. But degradation need not grow with the scale: for
+    the ResNet of the benchmarks it goes up and down by many times the limit. So if an exponent has failed, larger ones
+    are scored too, half an octave apart, until two in a row fail and the second is no better than the first. If
+    ``start_was_good``, this happens only if an exponent failed that is at least half an octave larger than the one
+    found: a smooth degradation has nearer failures, too.
     """
-    scored = _Scored(score, lowest, highest, limit, width)
-    found = _below_failures(scored, min(max(start, lowest), highest), settled)
-    if found is not None and scored.failed and max(scored.failed) - found >= (JUMP if settled else 1):
+    scored = _Scored(score, lowest, highest, limit, per_round)
+    found = _below_failures(scored, min(max(start, lowest), highest), start_was_good)
+    if found is not None and scored.failed and max(scored.failed) - found >= (STRIDE_BEYOND if start_was_good else 1):
         _look_beyond(scored, found)
     return max(scored.good, default=None)
 
 
-def _below_failures(scored: _Scored, at: int, settled: bool) -> int | None:
-    """The largest scale found that is good enough, and below all that are not. at: what is scored first."""
+def _below_failures(scored: _Scored, start: int, start_was_good: bool) -> int | None:
+    """Returns the largest exponent found that is good enough and smaller than all failed ones."""
+    at = start
     good: int | None = None
     lowest, highest, limit = scored.lowest, scored.highest, scored.limit
-    for before in range(ROUNDS):
-        scored.add([at, *(at + sign * i * CLOSE for i in range(1, scored.width) for sign in (-1, 1))])
+    for rounds in range(MOST_ROUNDS):
+        scored.add([at, *(at + sign * i * RESOLUTION for i in range(1, scored.per_round) for sign in (-1, 1))])
         bad = min(scored.failed, default=None)
         good = max((k for k in scored.good if bad is None or k < bad), default=None)
         if good is None:
             assert bad is not None
             if bad <= lowest:
                 return None
-            # On a plateau only larger and larger steps get anywhere.
-            at = max(bad - max(-_promised(scored, bad, None), CLOSE << before), lowest)
+            # Where degradation is constant, only longer and longer moves get anywhere.
+            at = max(bad - max(-_predicted_move(scored, bad, None), RESOLUTION << rounds), lowest)
             continue
-        promised = min(_promised(scored, good, bad), highest - good)
-        if bad is not None and not settled and scored.degradations[good] < ENOUGH * limit:
-            promised = max(promised, (bad - good) // 2)  # a cliff lies between: the scores beyond it mislead
-        if promised < (WORTH_IT if settled else CLOSE) or (bad is not None and bad - good <= CLOSE):
+        move = min(_predicted_move(scored, good, bad), highest - good)
+        if bad is not None and not start_was_good and scored.degradations[good] < ENOUGH * limit:
+            move = max(move, (bad - good) // 2)  # there is a cliff in between: the scores beyond it mislead
+        if move < (LEAST_GAIN if start_was_good else RESOLUTION) or (bad is not None and bad - good <= RESOLUTION):
             return good
-        at = good + promised if bad is not None else min(good + (promised << before), highest)
+        at = good + move if bad is not None else min(good + (move << rounds), highest)
     return good
 
 
 def _look_beyond(scored: _Scored, found: int) -> None:
-    """Scores scales half an octave apart, from what was found on, until two in a row fail and it gets no better."""
-    ahead = range(found + JUMP, scored.highest + 1, JUMP)[:MOST_JUMPS]
-    failed: float | None = None  # the degradation of the one before, where that was not good enough
+    """Scores exponents larger than ``found``, half an octave apart, until two in a row fail without improvement."""
+    ahead = range(found + STRIDE_BEYOND, scored.highest + 1, STRIDE_BEYOND)[:MOST_BEYOND]
+    last_failed: float | None = None  # degradation of the exponent before, if it was not good enough
     for i, at in enumerate(ahead):
         if scored.near(at) is None:
             scored.add(k for k in ahead[i:] if scored.near(k) is None)
@@ -121,25 +126,27 @@ def _look_beyond(scored: _Scored, found: int) -> None:
         assert near is not None
         degradation = scored.degradations[near]
         if degradation <= scored.limit:
-            failed = None
-        elif failed is None or degradation < failed:
-            failed = degradation
+            last_failed = None
+        elif last_failed is None or degradation < last_failed:
+            last_failed = degradation
         else:
             return
 
 
-def _promised(scored: _Scored, at: int, bad: int | None) -> int:
-    """How many steps from a scale that was scored the aim is thought to lie, and before ``bad``.
+def _predicted_move(scored: _Scored, at: int, bad: int | None) -> int:
+    """Returns the predicted distance from a scored exponent to the target, at most half way to ``bad`` if beyond it.
 
-    Degradation is taken for a power of the scale: as between the two, where both are known, else the second.
+    Degradation is taken for a power of the scale: estimated from ``at`` and ``bad``, or the second if there is no
+    ``bad``.
     """
-    found, aim = scored.degradations[at], AIM * scored.limit
-    if not (math.isfinite(found) and found > 0 and aim > 0):
-        steps = LARGEST_STEP if found <= scored.limit else -LARGEST_STEP
+    degradation, target = scored.degradations[at], TARGET * scored.limit
+    if not (math.isfinite(degradation) and degradation > 0 and target > 0):
+        move = LONGEST_MOVE if degradation <= scored.limit else -LONGEST_MOVE
     else:
-        power = POWER / SCALES_PER_OCTAVE
+        power = SECOND_ORDER_POWER / SCALES_PER_OCTAVE
         if bad is not None and math.isfinite(scored.degradations[bad]):
-            power = min(math.log2(scored.degradations[bad] / found) / (bad - at), STEEPEST / SCALES_PER_OCTAVE)
-        steps = math.floor(math.log2(aim / found) / power)
-        steps = min(max(steps, -LARGEST_STEP), LARGEST_STEP)
-    return steps if bad is None or at + steps < bad else (bad - at) // 2
+            estimated = math.log2(scored.degradations[bad] / degradation) / (bad - at)
+            power = min(estimated, STEEPEST_POWER / SCALES_PER_OCTAVE)
+        move = math.floor(math.log2(target / degradation) / power)
+        move = min(max(move, -LONGEST_MOVE), LONGEST_MOVE)
+    return move if bad is None or at + move < bad else (bad - at) // 2

@@ -1,4 +1,4 @@
-"""How much a metric minds each tensor, found by trying, for models that come without a training and its gradients."""
+"""Measures how sensitive a metric is to each tensor, for models that come without a training and its gradients."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from dynaquant.search.failures import attempt
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.stored import QuantizedTensor
 
-PROBE = 0.02
-"""The share of a tensor, by squares, that is lost when it is tried: about what a checkpoint of 4 bits a value loses."""
+PROBE_DISTORTION = 0.02
+"""Share of a tensor's squares that is lost when it is quantized alone: about that of 4 bits a value."""
 MOST_GROUPS = 32
-"""Evaluations that probing takes at most."""
+"""Most evaluations of one measurement."""
 SMALL = 1e-3
-"""Tensors of a smaller share of all values are tried together."""
-LEAST = 0.01
-"""Of the median sensitivity: no tensor counts for less, as one that happens to make the metric better would."""
+"""Tensors with a smaller share of all values are quantized together."""
+LEAST_SENSITIVITY = 0.01
+"""Lower bound, relative to the median: a tensor whose quantization happens to improve the metric still counts."""
 
 
 def groups_of(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Which tensors are tried together. sizes: numbers of values by name, in the order of the model.
+    """Returns which tensors are quantized together. sizes: numbers of values by name, in the order of the model.
 
-    Large ones alone, or with their neighbours of the same name but for numbers where there are too many; small ones of
-    the same name together.
+    Large tensors are alone. If there are too many, neighbours whose names differ only by numbers are together. All
+    small tensors are one group.
     """
     total = sum(sizes.values())
     kinds: dict[tuple[bool, str], list[str]] = {}
@@ -37,34 +37,34 @@ def groups_of(sizes: Mapping[str, int]) -> list[list[str]]:
         kinds.setdefault((size < SMALL * total, re.sub(r"\d+", "#", name)), []).append(name)
     small = [name for (is_small, _), names in kinds.items() if is_small for name in names]
     large = [names for (is_small, _), names in kinds.items() if not is_small]
-    together = 1
-    while sum(math.ceil(len(names) / together) for names in large) >= MOST_GROUPS and together < len(sizes):
-        together += 1
-    groups = [names[i : i + together] for names in large for i in range(0, len(names), together)]
+    per_group = 1
+    while sum(math.ceil(len(names) / per_group) for names in large) >= MOST_GROUPS and per_group < len(sizes):
+        per_group += 1
+    groups = [names[i : i + per_group] for names in large for i in range(0, len(names), per_group)]
     return groups + ([small] if small else [])
 
 
-def probe(
+def measure_sensitivity(
     weights: GridWeights,
     degradation: Callable[[Mapping[str, QuantizedTensor]], float],
-    tell: Callable[[str], None],
+    report_progress: Callable[[str], None],
 ) -> dict[str, float]:
-    """F of every weight, up to a common factor: how much worse the metric gets for a squared movement of its values.
+    """Returns ``F`` of every weight, up to a common factor: the degradation per squared error of its values.
 
-    weights: with steps by the size of each tensor (no F known). degradation: of the metric with some weights quantized
-    and the others as they are; what it raises counts as not known, unless it
-    is no matter of the weights (``failures.ended_by``). tell: is told how far it has come.
+    weights: with grid steps by the size of each tensor (no ``F`` known). degradation: of the model with some weights
+    quantized and the others unchanged. If it raises, the sensitivity of that group is unknown, unless the exception is
+    not about the weights (``failures.ends_save``); then it is raised. report_progress: gets a line for each group.
 
-    A group that the metric does not depend on, or which cannot be told, counts as the median does.
+    A group counts like the median if its sensitivity is unknown, or if the metric does not depend on it.
     """
-    configuration = GridConfiguration(weights.scale_exponent_for(PROBE))
+    configuration = GridConfiguration(weights.scale_exponent_for(PROBE_DISTORTION))
     quantized = weights.quantize(configuration)
     groups = groups_of({name: weights.weights[name].numel() for name in quantized})
-    found: list[float | None] = []
+    sensitivities: list[float | None] = []
     for i, names in enumerate(groups):
-        tell(f"measuring how much each tensor matters: {i + 1} of {len(groups)}")
-        found.append(_sensitivity(weights, {name: quantized[name] for name in names}, degradation))
-    return _fisher(weights, groups, found)
+        report_progress(f"measuring the metric's sensitivity to each tensor: {i + 1} of {len(groups)}")
+        sensitivities.append(_sensitivity(weights, {name: quantized[name] for name in names}, degradation))
+    return _fisher(weights, groups, sensitivities)
 
 
 def _sensitivity(
@@ -72,25 +72,27 @@ def _sensitivity(
     quantized: Mapping[str, QuantizedTensor],
     degradation: Callable[[Mapping[str, QuantizedTensor]], float],
 ) -> float | None:
-    """Degradation for a relative squared movement of 1 of every tensor of a group; None where it cannot be told."""
+    """Returns the degradation per relative squared error of a group; None if it is unknown or zero."""
     worse, _ = attempt(lambda: degradation(quantized))
     if worse is None:
         return None
-    moved = 0.0
+    relative_error = 0.0
     for name, stored in quantized.items():
         error = dequantize(stored).to(torch.float32) - weights.weights[name].to(torch.float32)
-        moved += float(torch.linalg.vector_norm(error)) ** 2 / _mean_square(weights, name)
-    return worse / moved if worse != 0 and math.isfinite(worse) and moved > 0 else None
+        relative_error += float(torch.linalg.vector_norm(error)) ** 2 / _mean_square(weights, name)
+    return worse / relative_error if worse != 0 and math.isfinite(worse) and relative_error > 0 else None
 
 
-def _fisher(weights: GridWeights, groups: Sequence[Sequence[str]], found: Sequence[float | None]) -> dict[str, float]:
-    positive = [value for value in found if value is not None and value > 0]
+def _fisher(
+    weights: GridWeights, groups: Sequence[Sequence[str]], sensitivities: Sequence[float | None]
+) -> dict[str, float]:
+    positive = [value for value in sensitivities if value is not None and value > 0]
     if not positive:
         return {}
     median = statistics.median(positive)
     return {
-        name: max(median if value is None else value, LEAST * median) / _mean_square(weights, name)
-        for names, value in zip(groups, found, strict=True)
+        name: max(median if value is None else value, LEAST_SENSITIVITY * median) / _mean_square(weights, name)
+        for names, value in zip(groups, sensitivities, strict=True)
         for name in names
     }
 

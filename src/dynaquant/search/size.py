@@ -1,4 +1,4 @@
-"""Predicted size of a configuration, before a single weight is quantized: the entropy of its levels."""
+"""Predicts the size of a configuration before any weight is quantized, from the entropy of its levels."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dynaquant.tensors.stored import PROTECTED, PRUNED, QuantizedTensor
 class SizeModel:
     """Predicts how many bytes the weights of a checkpoint take, from their histograms.
 
-    A tensor is charged the entropy of its levels, and two bytes for every protected value. To save time, its codebook
-    is that of all its values, and whatever the metric, pruning and protection go by magnitude. A delta takes less than
-    that, by a factor that has no say in which configuration is smaller.
+    A tensor takes the entropy of its levels, and two bytes for every outlier. To save time, its codebook is that of all
+    its values, and pruning and outliers go by magnitude, whatever the pruning metric. This predicts a keyframe. A delta
+    takes less, by a factor that does not matter when configurations are compared.
     """
 
     def __init__(self, sketched: KMeansWeights) -> None:
@@ -29,13 +29,13 @@ class SizeModel:
         self._totals = sketched.by_layer_type(sketched.histograms)
         self._thresholds: dict[tuple[str, float, float], Thresholds] = {}
         self._bins: dict[tuple[str, int], NDArray[np.uint8]] = {}
-        self._known: dict[Configuration, float] = {}
+        self._predicted: dict[Configuration, float] = {}
 
     def predict(self, configuration: Configuration) -> float:
-        """Bytes of the coded weights."""
-        if configuration not in self._known:
-            self._known[configuration] = sum(self._bytes(name, configuration) for name in self._sketched.histograms)
-        return self._known[configuration]
+        """Returns the bytes of the coded weights."""
+        if configuration not in self._predicted:
+            self._predicted[configuration] = sum(self._bytes(name, configuration) for name in self._sketched.histograms)
+        return self._predicted[configuration]
 
     def _bytes(self, name: str, configuration: Configuration) -> float:
         histogram, kind = self._sketched.histograms[name], self._sketched.layer_types[name]
@@ -55,7 +55,7 @@ class SizeModel:
         return float(bits / 8 + 2 * counts[PROTECTED])
 
     def _bins_of_buckets(self, name: str, bins: int) -> NDArray[np.uint8]:
-        """The level of every bucket that occurs in a tensor."""
+        """Returns the level of every bucket that occurs in a tensor."""
         if (name, bins) not in self._bins:
             histogram, dtype = self._sketched.histograms[name], self._sketched.weights[name].dtype
             self._bins[name, bins] = bins_table(codebook(histogram, bins, dtype), dtype)[histogram.buckets]
@@ -64,9 +64,9 @@ class SizeModel:
 
 @dataclass(frozen=True)
 class ClusteredWeights:
-    """The weights of a checkpoint, to be quantized by k-means, and what that is expected to take.
+    """The weights of a checkpoint, ready to be quantized by k-means, and the size that is expected.
 
-    factor: what deltas have taken of what was predicted.
+    factor: size of earlier deltas, relative to their predicted size.
     """
 
     sketched: KMeansWeights
@@ -75,13 +75,13 @@ class ClusteredWeights:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """By name."""
+        """The weights by name."""
         return self.sketched.weights
 
     def quantize(self, configuration: Configuration) -> dict[str, QuantizedTensor]:
-        """By name; a pure function."""
+        """Returns the quantized weights by name. A pure function."""
         return quantize_weights(self.sketched, configuration)
 
     def predict(self, configuration: Configuration) -> float:
-        """Bytes of the coded weights."""
+        """Returns the bytes of the coded weights."""
         return self.factor * self.sizes.predict(configuration)

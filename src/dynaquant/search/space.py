@@ -1,4 +1,4 @@
-"""The configuration space (method 1.4): four ordered axes, and for each point of their cube a pruning metric."""
+"""The published configurations (method 1.4): points of a cube with four ordered axes, each with a pruning metric."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ EMBEDDING_BINS = (16, 32)
 PRUNED = (0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 PROTECTED = (0.0005, 0.005, 0.01)
 MORE_BINS = (64, 128, 254)
-"""Where nothing in the published space is good enough."""
+"""Tried if no published configuration is good enough."""
 ALL_BINS = BINS + MORE_BINS
 ALL_EMBEDDING_BINS = EMBEDDING_BINS + MORE_BINS
 
 Point = tuple[int, ...]
-"""An index into each axis: bins, embedding bins, pruned, protected. Along each, quality rises, and so does size
-but for rare exceptions."""
+"""An index into each axis: bins, embedding bins, pruned, protected. Along each, quality rises, and so does size, with
+rare exceptions."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A point of the cube and what decides which weights are pruned there."""
+    """A point of the cube, and the metric that decides which weights are pruned."""
 
     metric: Metric
     point: Point
 
 
 Size = Callable[[Candidate], float]
-"""Predicted bytes of a candidate: what compression is compared by before anything is encoded."""
+"""Returns the predicted bytes of a candidate. Searches compare candidates by it, before anything is encoded."""
 Score = Callable[[Sequence[Candidate]], Sequence[float]]
-"""The degradations of the candidates of one round; NaN for one that cannot be judged, which is never good enough."""
+"""Returns the degradations of the candidates of one round. NaN if one cannot be judged; it is never good enough."""
 
 
 @dataclass(frozen=True)
 class Space:
     """The axes for one model.
 
-    embeddings: whether it has embedding layers; where not, their axis has one value. metrics: the pruning metrics that
-    can be told apart; magnitude alone where no gradients were recorded.
+    embeddings: whether it has embedding layers. If not, their axis has one value. metrics: the pruning metrics; only
+    magnitude if no gradients were recorded.
     """
 
     embeddings: bool
@@ -59,7 +59,7 @@ class Space:
 
     @property
     def more_bins(self) -> list[Candidate]:
-        """What comes after the most conservative corner of the published space, most aggressive first."""
+        """Candidates with more bins than the most conservative published one, most aggressive first."""
         bins, embedding, *rest = self.shape
         top = [n - 1 for n in rest]
         return [
@@ -68,9 +68,9 @@ class Space:
         ]
 
     def finer(self, candidate: Candidate, more_bins: int, less_pruned: int) -> Candidate:
-        """A candidate so many steps further on the axes of bins and of pruning, or at their ends.
+        """Returns a candidate further along the axes of bins and of pruning by so many indices, or at their ends.
 
-        Embeddings get as many bins as the other weights, if they had fewer.
+        Embeddings get at least as many bins as the other weights.
         """
         bins, embedding, pruned, protected = candidate.point
         bins = min(bins + more_bins, len(ALL_BINS) - 1)
@@ -79,15 +79,15 @@ class Space:
         return Candidate(candidate.metric, (bins, embedding, min(pruned + less_pruned, len(PRUNED) - 1), protected))
 
     def finer_shape(self, candidate: Candidate) -> Point:
-        """How many values of ``more_bins`` and ``less_pruned`` make a difference, from 0 on."""
+        """Returns how many values of ``more_bins`` and ``less_pruned``, from 0 on, give different candidates."""
         bins, embedding, pruned, _ = candidate.point
         only_embeddings = self.embeddings and bins == len(ALL_BINS) - 1 and embedding < len(ALL_EMBEDDING_BINS) - 1
         return len(ALL_BINS) - bins + only_embeddings, len(PRUNED) - pruned
 
     def configuration(self, candidate: Candidate) -> Configuration:
-        """The knobs at a candidate."""
+        """Returns the configuration of a candidate."""
         bins, embedding, pruned, protected = candidate.point
-        # Where nothing is pruned, the metric makes no difference: one configuration, scored once.
+        # If nothing is pruned, the metric makes no difference. One configuration, so that it is scored once.
         metric: Metric = candidate.metric if PRUNED[pruned] else "magnitude"
         return Configuration(
             bins=ALL_BINS[bins],
@@ -98,7 +98,7 @@ class Space:
         )
 
     def candidate(self, configuration: Configuration) -> Candidate:
-        """The candidate of a configuration; for one that lies between two points, the more conservative of them."""
+        """Returns the candidate of a configuration; the more conservative one if it lies between two points."""
         point = (
             _first(ALL_BINS, lambda bins: bins >= configuration.bins),
             _first(ALL_EMBEDDING_BINS, lambda bins: bins >= configuration.embedding_bins) if self.embeddings else 0,
@@ -110,9 +110,10 @@ class Space:
 
 
 def _first(axis: Sequence[float], wanted: Callable[[float], bool]) -> int:
+    """Returns the index of the first wanted value, or of the last value if there is none."""
     return next((i for i, value in enumerate(axis) if wanted(value)), len(axis) - 1)
 
 
 def at_most(a: Point, b: Point) -> bool:
-    """Whether ``a`` is nowhere more conservative than ``b``."""
+    """Returns whether ``a`` is nowhere more conservative than ``b``."""
     return all(x <= y for x, y in zip(a, b, strict=True))

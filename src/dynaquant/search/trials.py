@@ -1,4 +1,4 @@
-"""Trials: the configurations of one checkpoint that are tried, one per rank at a time."""
+"""Trials: configurations that are tried for one checkpoint. Each rank scores another one at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
-from dynaquant.search.displacement import Progress
-from dynaquant.search.failures import attempt, raise_on_every_rank, said
+from dynaquant.search.displacement import Displacement
+from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import Judge, JudgedBy
 from dynaquant.search.quality import Quality
 from dynaquant.tensors.stored import QuantizedTensor
@@ -20,19 +20,19 @@ from dynaquant.training.ranks import Group
 
 
 class Quantizer(Protocol):
-    """The weights of one checkpoint, to be quantized with whatever configuration."""
+    """The weights of one checkpoint, ready to be quantized with any configuration."""
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """By name."""
+        """The weights by name."""
         ...
 
     def quantize(self, configuration: Any) -> Mapping[str, QuantizedTensor]:
-        """By name; a pure function."""
+        """Returns the quantized weights by name. A pure function."""
         ...
 
     def predict(self, configuration: Any) -> float | None:
-        """Bytes that they would take, as far as can be told without quantizing."""
+        """Returns the bytes that they would take, or None if that cannot be predicted without quantizing."""
         ...
 
 
@@ -40,10 +40,10 @@ class Quantizer(Protocol):
 class Trial:
     """One configuration that was tried at a checkpoint.
 
-    predicted: bytes of the coded weights, None where nothing predicts them. degradation: relative, NaN where the metric
-    was not finite or failed, None where it was not asked, as too little progress was kept. progress: the share that is
-    kept of the way since the last restore (``search.progress``), None where there is none. seconds: to quantize and to
-    score. error: what ``evaluate`` raised.
+    predicted: bytes of the coded weights; None if nothing predicts them. degradation: relative; NaN if the metric was
+    not finite or failed, None if it was not evaluated because too little displacement is kept. progress: the share that
+    is kept of the displacement since the last restore; None if nothing was restored. seconds: to quantize and to score.
+    error: what ``evaluate`` raised.
     """
 
     configuration: Knobs
@@ -53,8 +53,12 @@ class Trial:
     seconds: float
     error: str | None = None
 
+    def keeps(self, least_kept: float) -> bool:
+        """Returns whether at least this share of the displacement is kept, or nothing was restored."""
+        return self.progress is None or self.progress >= least_kept
+
     def to_json(self) -> dict[str, Any]:
-        """The trial as it stands in a record."""
+        """Returns the trial as a record keeps it."""
         return {
             "configuration": knobs_to_json(self.configuration),
             "predicted": None if self.predicted is None else round(self.predicted),
@@ -66,7 +70,7 @@ class Trial:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial:
-        """The inverse of ``to_json``. Raises KeyError, TypeError or ValueError for anything else."""
+        """Reverses ``to_json``. Raises KeyError, TypeError or ValueError for anything else."""
         return cls(
             knobs_from_json(data["configuration"]),
             None if data["predicted"] is None else float(data["predicted"]),
@@ -78,130 +82,141 @@ class Trial:
 
 
 def number_to_json(value: float | None) -> float | str | None:
-    """What JSON has as it is, and the name of a number that it does not have: NaN and the infinities."""
+    """Returns the value, or its name as text if JSON does not have it: NaN and the infinities."""
     return value if value is None or math.isfinite(value) else repr(value)
 
 
-class Mixed(Exception):  # noqa: N818
+class MixedScoresError(Exception):
     """Ranks communicated while they scored different configurations, so their scores are mixed up."""
 
 
 class Trials:
-    """Scores configurations.
+    """Quantizes with configurations and scores the results. Scores each configuration once.
 
-    progress: of the weights since a restore. limit: the largest degradation that is good enough. together: whether all
-    ranks score the same configuration, because the metric communicates; then the number of rank 0 counts.
+    limit: the largest degradation that is good enough. per_round: how many configurations are scored in one round: one
+    on each rank, or one in all if the metric communicates and all ranks evaluate together. Then rank 0's number counts.
     """
 
     def __init__(
         self,
         quantizer: Quantizer,
         judge: Judge,
-        progress: Progress,
+        displacement: Displacement,
         limit: float,
         group: Group,
-        together: bool,
+        per_round: int,
     ) -> None:
-        self.width = 1 if together else group.size
-        """Most configurations that are scored in one round."""
-        self._quantizer, self._judge, self._progress = quantizer, judge, progress
-        self._limit, self._group = limit, group
-        self._known: dict[Knobs, tuple[Trial, Quality | None]] = {}
-        self._kept: tuple[Knobs, Mapping[str, QuantizedTensor]] | None = None
+        self.limit, self.per_round = limit, per_round
+        self._quantizer, self._judge, self._displacement, self._group = quantizer, judge, displacement, group
+        self._scored: dict[Knobs, tuple[Trial, Quality | None]] = {}
+        self._last_quantized: tuple[Knobs, Mapping[str, QuantizedTensor]] | None = None
 
     @property
     def done(self) -> list[Trial]:
-        """What was tried, in order."""
-        return [trial for trial, _ in self._known.values()]
+        """All trials so far, in order."""
+        return [trial for trial, _ in self._scored.values()]
 
-    def score(self, configurations: Sequence[Knobs], least_progress: float = 0.0) -> list[float]:
-        """Returns the degradations of at most ``width`` configurations. Collective.
+    def score(self, configurations: Sequence[Knobs], least_kept: float = 0.0) -> list[float]:
+        """Returns the degradations of configurations, of which at most ``per_round`` are new. Collective.
 
-        A configuration that keeps less than ``least_progress`` is infinitely bad, and not evaluated. With more ranks
-        than configurations, several ranks score the same one. So if the metric unexpectedly communicates, no rank waits
-        for one that does not evaluate.
+        A configuration that keeps less than ``least_kept`` of the displacement is infinitely bad, and not evaluated.
 
-        Raises EvaluateError on every rank of several if ``evaluate`` failed on one. Raises Mixed if the metric
-        communicated while ranks scored different configurations.
+        Raises EvaluateError on every rank of several if ``evaluate`` failed on one. Raises MixedScoresError if the
+        metric communicated while ranks scored different configurations.
         """
-        new = [c for c in dict.fromkeys(configurations) if not self._is_known(c, least_progress)]
+        new = [c for c in dict.fromkeys(configurations) if not self._is_known(c, least_kept)]
         if new:
-            assert len(new) <= self.width
-            mine = new[self._group.rank % len(new)]
-            outcome = self._group.run_on_all_ranks(lambda: self._try(mine, least_progress))
-            if self.width > 1 and self._group.saw_communication():
-                raise Mixed
-            outcomes = self._group.all_gather(outcome)
-            if self._group.size > 1:
-                raise_on_every_rank([trial.error for trial, _ in outcomes], None)
-            for trial, quality in outcomes[: len(new)]:
-                self._known[trial.configuration] = trial, quality
-        trials = [self._known[configuration][0] for configuration in configurations]
+            self._score_round(new, least_kept)
         return [
-            trial.degradation if trial.degradation is not None and _keeps(trial, least_progress) else math.inf
-            for trial in trials
+            trial.degradation if trial.degradation is not None and trial.keeps(least_kept) else math.inf
+            for trial in map(self.trial, configurations)
         ]
 
-    def _is_known(self, configuration: Knobs, least_progress: float) -> bool:
-        if configuration not in self._known:
-            return False
-        trial = self._known[configuration][0]
-        return trial.degradation is not None or not _keeps(trial, least_progress)
+    def is_good_enough(self, configuration: Knobs) -> bool:
+        """Returns whether a configuration stays within the limit; scores it if that is not known. Collective."""
+        return self.score([configuration])[0] <= self.limit
 
-    def _try(self, configuration: Knobs, least_progress: float) -> tuple[Trial, Quality | None]:
-        start = time.perf_counter()
-        quantized = self._quantizer.quantize(configuration)
-        progress = self._progress.kept(quantized) if self._progress else None
-        degradation, quality, error = None, None, None
-        if progress is None or progress >= least_progress:
-            quality, raised = attempt(lambda: self._judge(quantized))
-            error = said(raised)
-            degradation = math.nan if quality is None else quality.degradation
-            if degradation <= self._limit:
-                self._kept = configuration, quantized  # the last good one is mostly the one that is chosen
-        seconds = time.perf_counter() - start
-        predicted = self._quantizer.predict(configuration)
-        return Trial(configuration, predicted, degradation, progress, seconds, error), quality
+    def keeping_most(self) -> Knobs:
+        """Returns the trial that keeps most of the displacement, of those that are good enough. Collective.
+
+        At least one must be good enough.
+        """
+        by_share_kept = sorted(self.done, key=lambda trial: trial.progress or 0.0, reverse=True)
+        return next(trial.configuration for trial in by_share_kept if self.is_good_enough(trial.configuration))
 
     def trial(self, configuration: Knobs) -> Trial:
-        """What is known of a configuration that was tried."""
-        return self._known[configuration][0]
+        """Returns the trial of a configuration that was scored."""
+        return self._scored[configuration][0]
 
     def result(self, configuration: Knobs) -> tuple[Mapping[str, QuantizedTensor], Quality | None]:
-        """The weights quantized with a configuration that was scored, and their quality."""
-        if self._kept is None or self._kept[0] != configuration:
-            self._kept = configuration, self._quantizer.quantize(configuration)
-        return self._kept[1], self._known[configuration][1]
+        """Returns the weights quantized with a configuration that was scored, and their quality."""
+        if self._last_quantized is None or self._last_quantized[0] != configuration:
+            self._last_quantized = configuration, self._quantizer.quantize(configuration)
+        return self._last_quantized[1], self._scored[configuration][1]
+
+    def _is_known(self, configuration: Knobs, least_kept: float) -> bool:
+        """Returns whether a configuration needs no further trial: it was evaluated, or keeps too little."""
+        if configuration not in self._scored:
+            return False
+        trial = self.trial(configuration)
+        return trial.degradation is not None or not trial.keeps(least_kept)
+
+    def _score_round(self, configurations: Sequence[Knobs], least_kept: float) -> None:
+        """Scores one configuration on each rank, and shares the results. Collective.
+
+        With more ranks than configurations, several ranks score the same one. So every rank evaluates in every round,
+        and if the metric unexpectedly communicates, no rank waits for one that does not evaluate.
+        """
+        assert len(configurations) <= self.per_round
+        own = configurations[self._group.rank % len(configurations)]
+        outcome = self._group.run_on_all_ranks(lambda: self._try(own, least_kept))
+        if self.per_round > 1 and self._group.saw_communication():
+            raise MixedScoresError
+        outcomes = self._group.all_gather(outcome)
+        if self._group.size > 1:
+            raise_on_every_rank([trial.error for trial, _ in outcomes], None)
+        for trial, quality in outcomes[: len(configurations)]:
+            self._scored[trial.configuration] = trial, quality
+
+    def _try(self, configuration: Knobs, least_kept: float) -> tuple[Trial, Quality | None]:
+        """Quantizes and, if enough of the displacement is kept, evaluates. On this rank alone."""
+        start = time.perf_counter()
+        quantized = self._quantizer.quantize(configuration)
+        share_kept = self._displacement.share_kept(quantized)
+        degradation, quality, error = None, None, None
+        if share_kept is None or share_kept >= least_kept:
+            quality, raised = attempt(lambda: self._judge(quantized))
+            error = one_line(raised)
+            degradation = math.nan if quality is None else quality.degradation
+            if degradation <= self.limit:
+                self._last_quantized = configuration, quantized  # the last good one is usually chosen
+        seconds = time.perf_counter() - start
+        predicted = self._quantizer.predict(configuration)
+        return Trial(configuration, predicted, degradation, share_kept, seconds, error), quality
 
 
-def _keeps(trial: Trial, least_progress: float) -> bool:
-    return trial.progress is None or trial.progress >= least_progress
+def why_none_is_good_enough(trials: Sequence[Trial], judged_by: JudgedBy, limit: float, noise_margin: float) -> str:
+    """Returns the reason and what would help, for the user.
 
-
-def shortfall(trials: Sequence[Trial], judged_by: JudgedBy, limit: float, margin: float) -> str:
-    """Returns why no trial is good enough, and what would help.
-
-    limit: the degradation that was allowed, less ``margin``, which the noise of the metric takes.
+    limit: the degradation that was allowed, less ``noise_margin``, which the noise of the metric takes.
     """
-    told = [
-        trial.degradation for trial in trials if trial.degradation is not None and not math.isnan(trial.degradation)
-    ]
-    if limit <= 0 < margin:
-        return f"the noise of the metric takes all of the {limit + margin:.3g} allowed; evaluate on more batches"
-    if not told:
+    known = [t.degradation for t in trials if t.degradation is not None and not math.isnan(t.degradation)]
+    if limit <= 0 < noise_margin:
+        return f"the noise of the metric takes all of the {limit + noise_margin:.3g} allowed; evaluate on more batches"
+    if not known:
         return "evaluate fails, or is not finite, on every candidate"
-    if math.isinf(best := min(told)):
+    if math.isinf(best := min(known)):
         return (
             "every candidate counts as infinitely worse: the metric is exactly 0 in training, or infinite for every "
             "candidate; use another metric, such as a loss"
         )
-    left = f"{limit:.3g} left by its noise" if margin > 0 else f"{limit:.3g} allowed"
+    left = f"{limit:.3g} left by its noise" if noise_margin > 0 else f"{limit:.3g} allowed"
     if judged_by != "evaluate":
         return (
-            f"the best of {len(told)} tried is estimated to be worse by {best:.3g}, beyond the {left}; allow more "
-            "(max_degradation), or give evaluate"
+            f"the best of {len(known)} candidates is estimated to be worse by {best:.3g}, beyond the {left}; allow "
+            "more (max_degradation), or give evaluate"
         )
     return (
-        f"the best of {len(told)} tried makes the metric worse by {best:.3g}, beyond the {left}; allow more "
+        f"the best of {len(known)} candidates makes the metric worse by {best:.3g}, beyond the {left}; allow more "
         "(max_degradation), or use a metric that resolves smaller changes, such as a loss on more data"
     )

@@ -1,0 +1,110 @@
+"""Chooses a k-means configuration: searches the published space (method 1.4), then configurations with more bins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dynaquant.quantize.knobs import Knobs, in_short
+from dynaquant.quantize.partition import Configuration
+from dynaquant.search import displacement
+from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Found, Search
+from dynaquant.search.exhaustive import guided_exhaustive
+from dynaquant.search.neighbourhood import delta_neighbourhood
+from dynaquant.search.size import ClusteredWeights, SizeModel
+from dynaquant.search.space import Candidate, Space
+from dynaquant.search.trials import Trials
+
+SWITCH_MARGIN = 0.1
+"""Share of the limit by which another pruning metric must be better to take over."""
+
+
+def search_clusters(weights: ClusteredWeights, trials: Trials, last: Configuration | None, gave_up: bool) -> Found:
+    """Finds the smallest configuration that is good enough and keeps enough of the displacement since a restore.
+
+    last: the configuration that was found before for this limit or a near one (``History.last_configuration``).
+    gave_up: whether the last search found nothing good enough. Collective.
+    """
+    sketched = weights.sketched
+    space = Space(
+        embeddings="embedding" in sketched.layer_types.values(),
+        metrics=("magnitude", "sensitivity") if sketched.sensitivities else ("magnitude",),
+    )
+    search, found = _good_enough(space, weights.sizes, trials, last, gave_up)
+    if found is None:
+        return NOTHING_GOOD_ENOUGH
+    good_enough = space.configuration(found)
+    if displacement.keeps_enough(trials.trial(good_enough).progress):
+        return Found(search, good_enough, good_enough)
+    chosen = _keeping_enough(space, weights.sizes, trials, found)
+    instead = (
+        "no other configuration that is good enough keeps more"
+        if chosen == good_enough
+        else f"{in_short(chosen)}: keeps {trials.trial(chosen).progress:.0%}"
+    )
+    note = (
+        f"{in_short(good_enough)}: good enough, but keeps only {trials.trial(good_enough).progress:.0%} of the "
+        f"displacement since the restore; {instead}"
+    )
+    return Found(search, good_enough, chosen, (note,))
+
+
+def _good_enough(
+    space: Space, sizes: SizeModel, trials: Trials, last: Configuration | None, gave_up: bool
+) -> tuple[Search, Candidate | None]:
+    """Finds the smallest candidate that is good enough; None if there is none.
+
+    Searches the neighbourhood of ``last``, then the whole published space, then candidates with more bins.
+    """
+
+    def size(candidate: Candidate) -> float:
+        return sizes.predict(space.configuration(candidate))
+
+    def score(candidates: Sequence[Candidate]) -> list[float]:
+        return trials.score([space.configuration(candidate) for candidate in candidates])
+
+    limit, per_round = trials.limit, trials.per_round
+    # After a search in vain, the candidate with most bins alone tells whether another search is worth its cost.
+    if gave_up and not trials.is_good_enough(space.configuration(space.more_bins[-1])):
+        return "lossless", None
+    too_few_bins = 0  # how many candidates with more bins the neighbourhood search has ruled out
+    if last is not None:
+        start = space.candidate(last)
+        switch_margin = SWITCH_MARGIN * max(limit, 0)
+        found = delta_neighbourhood(
+            start, space.wide_shape, space.metrics, size, score, limit, switch_margin=switch_margin, per_round=per_round
+        )
+        if found is not None:
+            return "neighbourhood", found
+        too_few_bins = max(start.point[0] - space.shape[0] + 1, 0)
+    if too_few_bins == 0:
+        found = guided_exhaustive(space.shape, space.metrics, size, score, limit, per_round)
+        if found is not None:
+            return "exhaustive", found
+    left = space.more_bins[too_few_bins:]
+    for i in range(0, len(left), per_round):
+        candidates = left[i : i + per_round]
+        for candidate, degradation in zip(candidates, score(candidates), strict=True):
+            if degradation <= limit:
+                return "more bins", candidate
+    return "lossless", None
+
+
+def _keeping_enough(space: Space, sizes: SizeModel, trials: Trials, found: Candidate) -> Knobs:
+    """Returns the smallest configuration with more bins or less pruning that also keeps enough of the displacement.
+
+    If none does, returns the one that keeps most. Either way the next search starts from ``found``: the displacement
+    grows with training, until ``found`` keeps enough of it.
+    """
+
+    def finer(moves: Candidate) -> Configuration:
+        return space.configuration(space.finer(found, *moves.point))
+
+    best = guided_exhaustive(
+        space.finer_shape(found),
+        [found.metric],
+        lambda moves: sizes.predict(finer(moves)),
+        lambda moves: trials.score([finer(each) for each in moves], displacement.LEAST_KEPT),
+        trials.limit,
+        trials.per_round,
+    )
+    return trials.keeping_most() if best is None else finer(best)

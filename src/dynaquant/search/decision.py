@@ -1,0 +1,77 @@
+"""What a search finds, and what is decided for the weights of one checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dynaquant.quantize.knobs import Knobs
+from dynaquant.search.judge import JudgedBy
+from dynaquant.search.quality import Quality
+from dynaquant.search.trials import Trial
+from dynaquant.tensors.stored import QuantizedTensor
+
+Search = Literal["fixed", "scale", "exhaustive", "neighbourhood", "more bins", "lossless"]
+"""How a configuration was found.
+
+- ``fixed``: the user gave it.
+- ``scale``: search for the grid's scale exponent.
+- ``exhaustive``, ``neighbourhood``: search of the published k-means configurations.
+- ``more bins``: no published configuration is good enough, but one with more bins is.
+- ``lossless``: no configuration is good enough; the weights are stored exactly.
+"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search of one method found.
+
+    good_enough: the most compact configuration that is good enough; the next search starts from it. None if there is
+    none. chosen: the configuration for this checkpoint. It differs from ``good_enough`` if that keeps too little of the
+    displacement since a restore. notes: for the record.
+    """
+
+    search: Search
+    good_enough: Knobs | None
+    chosen: Knobs | None
+    notes: tuple[str, ...] = ()
+
+
+NOTHING_GOOD_ENOUGH = Found("lossless", None, None)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the weights of one checkpoint get.
+
+    configuration: None for lossless. quantized: the weights by name, empty for lossless. quality: None if there is no
+    metric or it failed. limit: the degradation that was allowed; None for a configuration of the user's. judged_by:
+    None if nothing was judged.
+    """
+
+    search: Search
+    configuration: Knobs | None
+    quantized: Mapping[str, QuantizedTensor] = field(default_factory=dict)
+    quality: Quality | None = None
+    limit: float | None = None
+    judged_by: JudgedBy | None = None
+    trials: list[Trial] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def predicted(self) -> float | None:
+        """Predicted bytes of the coded weights."""
+        return self._trial.predicted if self._trial else None
+
+    @property
+    def progress(self) -> float | None:
+        """The share that is kept of the displacement since the last restore.
+
+        None if nothing was restored, if that restore no longer matters, and for lossless.
+        """
+        return self._trial.progress if self._trial else None
+
+    @property
+    def _trial(self) -> Trial | None:
+        return next((trial for trial in self.trials if trial.configuration == self.configuration), None)
