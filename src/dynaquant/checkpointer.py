@@ -1,100 +1,123 @@
-"""What a training loop talks to: save, due, restore, close."""
+"""``Checkpointer``, the class that a training loop uses.
+
+Its methods check that a call is allowed and its arguments are valid. The work is in ``save/`` and ``restore/``.
+"""
 
 from __future__ import annotations
 
 import logging
 import operator
 import os
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from copy import copy
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dynaquant.errors import CheckpointError
 from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.restore.restorer import Restorer
-from dynaquant.save.background import BackgroundWriter, check_process
-from dynaquant.save.compressor import Allowance, Compressed, Compressor
+from dynaquant.save.allowance import Allowance
+from dynaquant.save.background import check_process
+from dynaquant.save.compressor import Compressor
 from dynaquant.save.log_to import LogTo, logger_of
 from dynaquant.save.presets import QualityName
-from dynaquant.save.record import Record, json_of, record_of, record_without_file
+from dynaquant.save.rank_zero import hold_for_writing
+from dynaquant.save.record import Record, record_of
+from dynaquant.save.run_writer import RunWriter
+from dynaquant.save.saver import Saver
 from dynaquant.save.schedule import Every, Schedule
 from dynaquant.save.turn import Turn
 from dynaquant.search.quality import Evaluate, of_several
 from dynaquant.state.flatten import flatten
-from dynaquant.state.roles import Label, labels
-from dynaquant.state.tree import without_tensors
+from dynaquant.state.roles import labels
 from dynaquant.store.container import is_step
-from dynaquant.store.retention import Retention, can_be_parent, make_way, prune
+from dynaquant.store.retention import Retention
 from dynaquant.store.run import Run
-from dynaquant.store.writing import Base, Checkpoint
 from dynaquant.training import supported
-from dynaquant.training.collect import collect, rank_rng_state
-from dynaquant.training.objects import models_of, objects_of
+from dynaquant.training.collect import collect
+from dynaquant.training.objects import objects_of
 from dynaquant.training.ranks import Group
-from dynaquant.training.snapshot import Snapshot
 
 log = logging.getLogger("dynaquant")
 T = TypeVar("T")
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | Sequence[torch.optim.Optimizer]
 
-TYPICAL_TRIALS = 3
-"""Candidates that a save scores once the search has settled; what an automatic schedule reckons with."""
-
 
 class Checkpointer:
-    """Saves the whole state of a training into a run and restores it from there.
+    """Saves the whole state of a training to a run, and restores it from there.
 
-    folder: the run's; made when it is not there. model: the module whose weights are quantized; several by name.
-    optimizer: optional; several by name or in a sequence. extras: anything else that must come back, by name:
-    schedulers, scalers, loaders (whatever has ``state_dict()`` and ``load_state_dict()``), ``torch.Generator``s and
-    ``numpy.random.Generator``s, and dictionaries, lists and dataclasses, which are updated in place. Modules among them
-    are stored exactly, unless ``roles`` says otherwise. The global random number generators are always part of the
-    state. Names are those of the bare model: model and optimizer may be wrapped (DistributedDataParallel,
-    ``torch.compile``, Accelerate, …).
+    A run is a folder with the checkpoints of one training. Use a ``Checkpointer`` as a context manager, or call
+    ``close`` at the end:
 
-    evaluate: a function of the bare model (of a dictionary of them, if several are given), or
-    ``LossOn(batches, loss_fn)``; it leaves no trace on training. At every save
-    the most compact configuration is searched for whose metric is worse by at most max_degradation, as a fraction of
-    the metric of the weights in training. higher_is_better: the direction of the metric. Without ``evaluate`` an
-    estimate from the weights' movement stands in for it.
+        with dq.Checkpointer("runs/gpt", model, optimizer, evaluate=validation_loss, every=500) as ckpt:
+            start = ckpt.restore() or 0
+            for step in range(start + 1, steps + 1):
+                train_one_step()
+                if ckpt.due(step):
+                    ckpt.save(step)
 
-    quality: how much may be lost. ``"lossless"``: nothing; ``"high"``, ``"balanced"``, ``"small"``: a max_degradation
-    of 0.001, 0.01 or 0.05 (or what is given), and moments as coarse as goes with it (``presets``). method: ``"grid"``,
-    or ``"published"`` for the system of the paper, which leaves moments exact; ``"kmeans"`` is that with the coder of
-    ``"grid"``. configuration: the quantizer's knobs, if they are not to be searched for; a metric is then only
-    recorded. It decides on the method.
+    What is saved:
 
-    exact: ``"latest"`` keeps the newest checkpoint as it was, too, beside its small form; ``restore`` prefers that.
+    - ``folder``: the folder of the run. It is created if it does not exist.
+    - ``model``: the module whose weights are quantized, or a dictionary of several by name. It may be wrapped
+      (DistributedDataParallel, ``torch.compile``, Accelerate, …). Names in a checkpoint are those of the bare model.
+    - ``optimizer``: an optimizer, or a dictionary or a sequence of several. It may be wrapped, too.
+    - ``extras``: other objects to save, by name. An extra may have ``state_dict()`` and ``load_state_dict()``
+      (schedulers, scalers, loaders, modules). It may also be a ``torch.Generator``, a ``numpy.random.Generator``, a
+      dictionary, a list or a dataclass; the last three are updated in place by a restore. Tensors of extras are stored
+      exactly, unless ``roles`` says otherwise. The global random number generators need not be given: they are always
+      saved.
+    - ``roles``: what tensors are, by glob pattern over their names, e.g. ``{"*.lm_head.weight": "exact"}``. If several
+      patterns match, the last one counts. Names of the optimizer's tensors begin with ``"optimizer."``.
 
-    roles: overrides of what tensors are, by glob pattern, e.g. ``{"*.lm_head.weight": "exact"}``; patterns for the
-    optimizer's state begin with ``"optimizer."``. every: steps between checkpoints, for ``due``; ``"auto"``: from the
-    measured cost of a save, so that saving takes at most the share max_overhead (0.005 unless given) of the time of
-    training, or as is best for a mean_time_between_failures, in seconds. keep_last, keep_every: how many of the newest
-    checkpoints stay, and of which steps every multiple stays; by default all do. keyframe_every: checkpoints in a chain
-    of deltas at most, the keyframe included.
+    How much quality may be lost:
 
-    log_to: is told of every save once it is on the disk: a TensorBoard ``SummaryWriter`` (or whatever has its
-    ``add_scalar``), or a function of the ``Record``. It is called from the thread that writes, where ``records`` may be
-    called; should it raise, a warning says so, and the checkpoint is there all the same.
+    - ``evaluate``: a metric of the model. Every save searches for the most compact configuration that is good enough by
+      this metric. ``evaluate`` is called with the bare model (or the dictionary of models) and returns a number;
+      ``LossOn(batches, loss_fn)`` makes such a function. It leaves no trace on training: parameters, buffers, training
+      modes and random number generators are put back. Without ``evaluate``, an estimate from the weights' changes
+      decides.
+    - ``higher_is_better``: whether a higher metric is better. By default, lower is better.
+    - ``max_degradation``: how much worse the metric may be with the stored weights than with the weights in training,
+      as a fraction: 0.01 is 1 %.
+    - ``quality``: a preset. ``"high"``, ``"balanced"`` and ``"small"`` mean a ``max_degradation`` of 0.001, 0.01 and
+      0.05, unless it is given, and a matching precision of the optimizer's moments. ``"lossless"`` stores every tensor
+      exactly.
+    - ``method``: how weights are quantized. ``"grid"``, the default, uses uniform grids. ``"published"`` is the system
+      of the paper; it stores moments exactly. ``"kmeans"`` is ``"published"`` with the coder of ``"grid"``.
+    - ``configuration``: a fixed configuration of the quantizer, which decides the method. There is no search then;
+      ``evaluate`` is only recorded.
+    - ``exact``: ``"latest"`` also keeps a lossless copy of the newest checkpoint. ``restore`` prefers it.
 
-    Where ``torch.distributed`` is initialised, all ranks are taken for replicas of one model: every rank makes a
-    Checkpointer for the same folder, and calls ``restore`` and ``save`` at the same steps. They share the work of the
-    search, and rank 0 writes. Random number generators are stored for each rank, everything else as it is on rank 0.
+    When to save, and what to keep:
 
-    ``save``, ``restore`` and ``close`` raise RuntimeError while one of them goes on (called by ``evaluate``, or from
-    another thread), in the thread that writes, and, but for ``close``, in a forked child.
+    - ``every``: steps between checkpoints, for ``due``. ``"auto"`` computes them from the measured cost of a save.
+    - ``max_overhead``: with ``every="auto"``, the largest share of the training time that saves may take; 0.005 if
+      neither this nor the next argument is given.
+    - ``mean_time_between_failures``: in seconds. With ``every="auto"``, the interval is the one that loses the least
+      time to saves and failures together.
+    - ``keep_last``: how many of the newest checkpoints to keep. By default, all are kept.
+    - ``keep_every``: checkpoints whose step is a multiple of this are kept as well.
+    - ``keyframe_every``: the most checkpoints in a chain of deltas, including its keyframe.
+    - ``log_to``: a function of the ``Record``, or a TensorBoard ``SummaryWriter`` (or another object with
+      ``add_scalar``). It is called after every commit, in the writing thread, and may call ``records``. If it raises, a
+      warning is logged, and the checkpoint is saved all the same.
 
-    Use as a context manager, or call ``close``. Raises StateError for objects that cannot be saved, CheckpointError
-    when another process writes to the folder, ValueError for numbers out of range.
+    Several ranks: if ``torch.distributed`` is initialised, all ranks must be replicas of one model. Every rank makes a
+    ``Checkpointer`` for the same folder, and calls ``save`` and ``restore`` at the same steps. The ranks share the work
+    of the search, and rank 0 writes. Random number generators are saved for each rank, everything else as on rank 0.
+
+    Threads: ``save``, ``restore`` and ``close`` raise RuntimeError while another of them is running (in another thread,
+    or because ``evaluate`` made the call), and in the writing thread. In a forked child, ``save`` and ``restore`` raise
+    it, too.
+
+    Raises StateError for objects that cannot be saved, CheckpointError if another process writes to the folder,
+    ValueError for arguments that are out of range or exclude each other, TypeError for arguments of a wrong type.
     """
 
     def __init__(
@@ -122,59 +145,72 @@ class Checkpointer:
     ) -> None:
         if keyframe_every < 1:
             raise ValueError(f"keyframe_every must be at least 1, not {keyframe_every}")
-        loss = Allowance(quality, method, max_degradation, configuration)
+        allowance = Allowance(quality, method, max_degradation, configuration)
         if exact not in (None, "latest"):
-            raise ValueError(f'exact must be "latest" or None, not {exact!r}; for all, quality="lossless"')
+            raise ValueError(
+                f'exact must be "latest" or None, not {exact!r}; to store all checkpoints exactly, use '
+                'quality="lossless"'
+            )
         if evaluate is not None and not callable(evaluate):
             raise TypeError(f"evaluate must be a function of the model, not {evaluate!r}")
         self._objects = objects_of(model, optimizer, extras or {})
         supported.check(self._objects)
-        self._schedule = Schedule(every, max_overhead, mean_time_between_failures)
-        self._retention = Retention(keep_last, keep_every)
+        schedule = Schedule(every, max_overhead, mean_time_between_failures)
+        retention = Retention(keep_last, keep_every)
+        log_record = None if log_to is None else logger_of(log_to)
         self._group = Group()
-        self._roles = dict(roles or {})
-        self._keyframe_every = keyframe_every
-        self._log_to = None if log_to is None else logger_of(log_to)
         self.skipped: list[CheckpointError] = []
-        """Why ``restore`` passed over checkpoints."""
+        """Why ``restore`` skipped checkpoints."""
         self.not_restored: list[str] = []
         """What the last ``restore(strict=False)`` left out, and why."""
-        self._damaged: set[int] = set()
-        self._has_line = False  # whether a checkpoint was saved or restored
-        self._base: Base | None = None
+        self._damaged: set[int] = set()  # steps whose files a restore found damaged
         self._turn = Turn()
         self._closed = False
         self._run = Run(folder)
         with ExitStack() as undo:
-            hold = undo.enter_context(ExitStack())  # on the run; the writer's thread lets go of it
-            self._group.run_on_all_ranks(
-                lambda: hold.enter_context(self._run.writer()) if self._group.rank == 0 else None
-            )
+            lock = undo.enter_context(ExitStack())  # of the run; the writing thread releases it
+            hold_for_writing(self._run, lock, self._group)
             self._compressor = Compressor(
                 self._objects,
-                self._roles,
+                roles or {},
                 evaluate if evaluate is None or isinstance(model, nn.Module) else of_several(evaluate),
                 higher_is_better,
-                loss,
+                allowance,
                 exact == "latest",
                 self._group,
-                self._schedule.interval,
+                schedule.interval,
             )
             undo.callback(self._compressor.close)
             self._end_first_step_check = supported.check_after_first_step(self._objects)
             undo.callback(self._end_first_step_check)
-            # Mistakes are found now rather than at the first save. The optimizer's state is not there yet.
-            early = {p: r for p, r in self._roles.items() if not p.startswith("optimizer.")}
-            tensors = self._group.run_on_all_ranks(lambda: flatten(collect(self._objects))[1])
-            supported.check_replicas(tensors, self._group)
-            labels(tensors, self._objects, early, self._compressor.vectors)
-            supported.warn_of_unsaved(self._objects, tensors.values())
-            self._writer = BackgroundWriter[Record](self, hold.close)
+            self._check_state(roles or {})
+            learn_size = self._compressor.manager.learn_size
+            self._writer = RunWriter(
+                self._run, retention, keyframe_every, self._damaged, log_record, learn_size, lock.close
+            )
+            self._saver = Saver(
+                self._run,
+                self._objects,
+                dict(roles or {}),
+                schedule,
+                self._compressor,
+                self._writer,
+                self._turn,
+                self._group,
+            )
             undo.pop_all()
+
+    def _check_state(self, roles: Mapping[str, str]) -> None:
+        """Finds mistakes now rather than at the first save. The optimizer has no state yet, so its roles come later."""
+        early = {pattern: role for pattern, role in roles.items() if not pattern.startswith("optimizer.")}
+        tensors = self._group.run_on_all_ranks(lambda: flatten(collect(self._objects))[1])
+        supported.check_replicas(tensors, self._group)
+        labels(tensors, self._objects, early, self._compressor.vectors)
+        supported.warn_of_unsaved(self._objects, tensors.values())
 
     @property
     def max_degradation(self) -> float:
-        """The largest relative loss of quality that one checkpoint may cause. May be changed at any time."""
+        """The largest relative loss of quality that one checkpoint may cause. It may be changed at any time."""
         return self._compressor.max_degradation
 
     @max_degradation.setter
@@ -190,38 +226,41 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        # The error that ended training must not be replaced by that of a write.
+        # The error of a write must not replace the error that ended training.
         try:
             self.close()
         except Exception as write_error:
             log.warning("the last checkpoint could not be written: %s", write_error)
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is due: ``step`` is the next multiple of ``every`` since the last one, or beyond it.
+        """Return whether a checkpoint is due: ``step`` has reached the next multiple of ``every`` since the last one.
 
-        With ``every="auto"``: whether as many steps have passed as the cost of the last save asks for.
+        With ``every="auto"``: whether as many steps have passed since the last checkpoint as its cost asks for. Raises
+        ValueError without ``every``.
         """
-        return self._schedule.due(step)
+        return self._saver.schedule.due(step)
 
     def restore(
         self, step: int | str | None = None, *, only: str | Collection[str] | None = None, strict: bool = True
     ) -> int | None:
-        """Puts the newest checkpoint that verifies (or that of a step or a tag) into the objects and returns its step.
+        """Restore the newest checkpoint that verifies into the objects, and return its step.
 
-        None when the run has no checkpoints. Checkpoints that are damaged are passed over; ``skipped`` and a logged
-        warning say why. Everything is checked before anything is changed, and nothing is changed unless everything
-        fits. Should an extra's own ``load_state_dict`` raise, all is put back as it was. The tensors of the model and
-        the optimizer are filled where they are in memory, if what was stored fits there.
+        Returns None if the run has no checkpoints. Damaged checkpoints are skipped; ``skipped`` and logged warnings say
+        why. All is checked before anything is changed, and nothing is changed unless all of it fits. If an extra's own
+        ``load_state_dict`` raises, all objects are put back. Tensors of the model and the optimizer are filled in
+        place, if the stored ones fit there.
 
+        step: the step or the tag of a checkpoint, instead of the newest.
         only: what to restore, e.g. ``"model"`` or ``("model", "optimizer")``: names of objects, and ``"rng"`` for the
-        global random number generators; the rest stays as it is. strict: False leaves out what does not fit, such as a
-        new head or another optimizer; ``not_restored`` and logged warnings list it.
+        global random number generators. All else stays as it is.
+        strict: False leaves out what does not fit, such as a new head or another optimizer. ``not_restored`` and logged
+        warnings list it.
 
-        Raises CheckpointError when there are checkpoints but none verifies, or that of ``step`` doesn't; StateError
-        when the checkpoint does not fit the objects; ValueError for a name in ``only`` that does not occur. When it is
-        interrupted, the objects may be restored in part: restore again.
+        Raises CheckpointError if no checkpoint verifies, or if the one asked for does not exist or is damaged;
+        StateError if it does not fit the objects; ValueError for an unknown name in ``only``. If a signal interrupts
+        the restore, the objects may be restored in part: restore again.
         """
-        return self._alone("restore", lambda: self._restore(step, only, strict))
+        return self._guarded("restore", lambda: self._restore(step, only, strict))
 
     def _restore(self, step: int | str | None, only: str | Collection[str] | None, strict: bool) -> int | None:
         self._check_open()
@@ -233,32 +272,26 @@ class Checkpointer:
         if loaded is None:
             return None
         self.not_restored = list(loaded.problems)
-        header = loaded.file.header
-        self._base = Base.loaded(header, loaded.tensors)
-        self._has_line = True
-        self._compressor.resume(
-            header, {n: t for n, t in loaded.tensors.items() if n in loaded.taken}, loaded.from_lossless_copy
-        )
-        self._schedule.begin(header.step, header.record.get("interval"))
-        self._compressor.expect(self._schedule.interval)
+        self._saver.resume(loaded.file.header, loaded.tensors, loaded.taken, loaded.from_lossless_copy)
         return loaded.step
 
     def save(self, step: int) -> Future[Record]:
-        """Saves the state as the checkpoint of ``step`` (0 to 2**63 - 1).
+        """Save the state as the checkpoint of ``step``, an integer from 0 to 2**63 - 1.
 
-        Returns once the state is captured and its configuration found; encoding, writing and verifying go on in the
-        background. The returned future's ``result()`` waits for them and is the save's record.
+        Returns once the state is captured and its configuration is found. Encoding, writing and verifying go on in the
+        background. ``result()`` of the returned future waits for them and returns the record of the save. A checkpoint
+        of the same step is replaced.
 
-        A checkpoint of the same step is replaced. Raises what went wrong in the previous save's background write;
-        StateError for a state that cannot be stored. Raises EvaluateError when ``evaluate`` raises or returns no number
-        before it has ever worked, and under ``torch.distributed`` whenever it does so, on all ranks; otherwise the
-        weights are stored exactly, which a warning and the record say. When memory runs out in ``evaluate``, or the
-        device fails, that error is raised as it is.
+        Raises the error of the previous save's background write, if it failed; ValueError for a step out of range;
+        StateError for a state that cannot be stored. If ``evaluate`` raises or returns no number, EvaluateError is
+        raised if it has never worked, and with several ranks on all of them. Otherwise the weights are stored exactly,
+        and a warning and the record say so. An error of the device or of too little memory in ``evaluate`` is raised as
+        it is.
 
-        Whatever it raises, KeyboardInterrupt and what a signal handler raises included, training is as if it had not
-        been called, and the checkpoint is saved whole or not at all.
+        Whatever is raised, also by a signal handler (Ctrl-C), training is as if ``save`` had not been called, and the
+        checkpoint is saved as a whole or not at all.
         """
-        return self._alone("save", lambda: self._save(step))
+        return self._guarded("save", lambda: self._save(step))
 
     def _save(self, step: int) -> Future[Record]:
         self._check_open()
@@ -266,137 +299,31 @@ class Checkpointer:
             raise ValueError(f"step must be an integer from 0 on, not {step!r}")
         step = operator.index(step)
         if not is_step(step):
-            raise ValueError("step must be less than 2**63, which is what a checkpoint file has room for")
-        schedule = copy(self._schedule)  # a save that ends early has not been
-        schedule.saving(step)
-        start = time.perf_counter()
-        self._group.run_on_all_ranks(self._prepare)
-        seconds = {"wait": time.perf_counter() - start}
-        tree, compressed = self._capture(seconds)
-        decision = compressed.decision
-        evaluations = sum(trial.degradation is not None for trial in decision.trials)
-        share = min(1.0, TYPICAL_TRIALS / max(evaluations, 1))
-        schedule.saved(seconds["wait"] + seconds["capture"] + share * seconds["search"])
-        schedule.interval = self._group.from_rank_0(schedule.interval)
-        record = json_of(decision, self._compressor.manager.history, schedule.interval, seconds, compressed.notes)
-        saving: Future[Record]
-        if self._group.rank == 0:
-            checkpoint = Checkpoint(
-                step,
-                tree,
-                compressed.tensors,
-                compressed.labels,
-                record,
-                coder=self._compressor.coder,
-                lossless_copy=compressed.lossless_copy,
-                frozen=compressed.frozen,
-            )
-            saving = self._writer.hand_over(partial(self._write, checkpoint, decision.predicted))
-        else:
-            saving = Future()
-            saving.set_result(record_without_file(step, record))
-        self._schedule = schedule
-        self._has_line = True
-        self._compressor.saved(compressed, schedule.interval)
-        return saving
-
-    def _prepare(self) -> None:
-        self.wait()
-        if not self._has_line and self._group.rank == 0 and (found := self._run.summaries()[0]):
-            log.warning(
-                "%s holds %d checkpoints, and none was restored: this save begins another line of training in it",
-                self._run.folder,
-                len(found),
-            )
-
-    def _capture(self, seconds: dict[str, float]) -> tuple[Any, Compressed]:
-        """The tree of the state, and its tensors as they are to be stored. Training is as before."""
-        start = time.perf_counter()
-        others = self._group.all_gather(rank_rng_state(self._objects) if self._group.rank else None)[1:]
-        tree, tensors, label_of = self._group.run_on_all_ranks(
-            lambda: self._collect([other for other in others if other])
-        )
-        omitted = {name for name, label in label_of.items() if label.role == "omit"}
-        tree = without_tensors(tree, omitted) if omitted else tree
-        hashes = {} if self._base is None else self._base.hashes
-        held = {} if self._base is None else self._run.frozen.held(self._base.tensors)
-        seconds.update(capture=time.perf_counter() - start, search=0.0)
-        before = Snapshot(models_of(self._objects), self._objects)
-        try:
-            compressed = self._compressor.compress(tensors, label_of, hashes, held, seconds)
-            self._group.run_on_all_ranks(self._turn.check)
-        finally:
-            try:
-                before.put_back()
-            except BaseException:  # a signal came just then
-                before.put_back()
-                raise
-        return tree, compressed
-
-    def _collect(self, other_ranks: list[dict[str, Any]]) -> tuple[Any, dict[str, Tensor], dict[str, Label]]:
-        tree, tensors = flatten(collect(self._objects, other_ranks))
-        return tree, tensors, labels(tensors, self._objects, self._roles, self._compressor.vectors)
-
-    def _write(self, checkpoint: Checkpoint, predicted: float | None) -> Record:
-        start = time.perf_counter()
-        base, step = self._base, checkpoint.step
-        if base is not None and not can_be_parent(
-            self._run, base, step, self._retention, self._keyframe_every, self._damaged
-        ):
-            base = None
-        notes: list[str] = []
-        if self._run.path(step).exists():
-            notes += make_way(self._run, step)
-        file, self._base = self._run.commit(checkpoint, base)
-        self._damaged.discard(step)
-        try:
-            notes += prune(self._run, self._retention, self._damaged)
-        except Exception as error:
-            error.add_note(f"step {step} is saved; clearing away older checkpoints failed")
-            raise
-        record = record_of(file, {"write": time.perf_counter() - start}, notes)
-        if not record.keyframe and "weight" in record.roles:
-            self._compressor.manager.learn_size(predicted, record.roles["weight"].stored)
-        if self._log_to is not None:
-            try:
-                self._log_to(record)
-            except Exception as error:
-                log.warning("step %d is saved, but log_to failed: %r", step, error)
-        return record
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ValueError(f"{self._run.folder}: this Checkpointer has been closed; make another one")
-
-    def _alone(self, name: str, action: Callable[[], T]) -> T:
-        """The action's result, while no other call of this Checkpointer goes on."""
-        check_process(self._writer.process)
-        if self._writer.is_here:
-            raise RuntimeError(f"{name} was called in the thread that writes (by log_to?): call it in the training's")
-        return self._turn.take(name, action)
+            raise ValueError("step must be less than 2**63, the limit of the file format")
+        return self._saver.save(step)
 
     def wait(self) -> None:
-        """Waits for the background write, if any, and raises what went wrong in it, once.
+        """Wait for the background write, if any, and raise its error, once.
 
-        In the thread that writes, where ``log_to`` is called, there is nothing to wait for.
+        In the writing thread, where ``log_to`` is called, this returns at once.
         """
-        self._writer.wait()
+        self._writer.thread.wait()
 
     def records(self) -> list[Record]:
-        """The records of the run's checkpoints, in the order of their commits."""
+        """Return the records of the run's checkpoints, oldest commit first. Waits for the background write."""
         self.wait()
         return [record_of(file) for file in self._run.files()[0]]
 
     def close(self) -> None:
-        """Waits for the last write, raises what went wrong in it, and lets the run go. Safe to call twice.
+        """Wait for the last write, raise its error, and release the run. May be called twice.
 
-        When the waiting is interrupted, the write still goes on, and then lets the run go. In a forked child it does
-        neither: both are the parent's.
+        If the waiting is interrupted, the write still goes on and then releases the run. In a forked child, this
+        neither waits nor releases: both are up to the parent process.
         """
-        if os.getpid() != self._writer.process:  # the run, and what is being written, are the parent's
+        if os.getpid() != self._writer.thread.process:
             self._close(lambda: None)
         else:
-            self._alone("close", lambda: self._close(self._writer.close))
+            self._guarded("close", lambda: self._close(self._writer.thread.close))
 
     def _close(self, close_writer: Callable[[], None]) -> None:
         self._closed = True
@@ -405,3 +332,16 @@ class Checkpointer:
         finally:
             self._end_first_step_check()
             self._compressor.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"{self._run.folder}: this Checkpointer has been closed; make another one")
+
+    def _guarded(self, name: str, action: Callable[[], T]) -> T:
+        """Return the action's result. Raises RuntimeError where the call is not allowed (``Checkpointer``, Threads)."""
+        check_process(self._writer.thread.process)
+        if self._writer.thread.is_here:
+            raise RuntimeError(
+                f"{name} was called in the thread that writes (by log_to?): call it in the thread that trains"
+            )
+        return self._turn.take(name, action)

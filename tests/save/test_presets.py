@@ -8,7 +8,7 @@ from torch import nn
 from training import bits, model_of
 
 from dynaquant import Checkpointer, Configuration, GridConfiguration, LossOn, load
-from dynaquant.save.compressor import Allowance
+from dynaquant.save.allowance import Allowance
 from dynaquant.save.presets import PRESETS
 from dynaquant.store.container import CheckpointFile
 
@@ -85,15 +85,18 @@ def schemes(folder, step=0):
         ({"quality": "best"}, "quality must be one of lossless, high, balanced, small, not 'best'"),
         ({"quality": None}, "quality must be one of"),
         ({"method": "uniform"}, "method must be one of grid, kmeans, published, not 'uniform'"),
-        ({"quality": "lossless", "max_degradation": 0.01}, "a lossless checkpoint has no max_degradation"),
-        ({"quality": "lossless", "max_degradation": 0.0}, "a lossless checkpoint has no max_degradation"),
-        ({"quality": "lossless", "method": "grid"}, "a lossless checkpoint has no max_degradation, no method"),
-        ({"quality": "lossless", "configuration": GridConfiguration(0)}, "no configuration"),
-        ({"configuration": Configuration(), "max_degradation": 0.01}, "leave out it or max_degradation"),
-        ({"configuration": GridConfiguration(0), "max_degradation": 0.0}, "leave out it or max_degradation"),
-        ({"configuration": GridConfiguration(0), "method": "kmeans"}, "GridConfiguration is no configuration of"),
-        ({"configuration": GridConfiguration(0), "method": "published"}, "GridConfiguration is no configuration of"),
-        ({"configuration": Configuration(), "method": "grid"}, "Configuration is no configuration of method 'grid'"),
+        ({"quality": "lossless", "max_degradation": 0.01}, "takes no max_degradation"),
+        ({"quality": "lossless", "max_degradation": 0.0}, "takes no max_degradation"),
+        ({"quality": "lossless", "method": "grid"}, "takes no max_degradation, method or"),
+        ({"quality": "lossless", "configuration": GridConfiguration(0)}, "method or configuration"),
+        ({"configuration": Configuration(), "max_degradation": 0.01}, "exclude each other"),
+        ({"configuration": GridConfiguration(0), "max_degradation": 0.0}, "exclude each other"),
+        ({"configuration": GridConfiguration(0), "method": "kmeans"}, "a GridConfiguration cannot be used with method"),
+        (
+            {"configuration": GridConfiguration(0), "method": "published"},
+            "a GridConfiguration cannot be used with method",
+        ),
+        ({"configuration": Configuration(), "method": "grid"}, "a Configuration cannot be used with method 'grid'"),
         ({"max_degradation": -0.1}, "max_degradation must be a number from 0 on"),
         ({"max_degradation": float("nan")}, "max_degradation must be a number from 0 on"),
         ({"max_degradation": float("inf")}, "max_degradation must be a number from 0 on"),
@@ -119,7 +122,7 @@ def test_arguments_that_do_not_go_together_are_refused(arguments, message, tmp_p
     ],
 )
 def test_the_method_is_that_of_the_configuration_where_none_is_named(method, configuration, chosen):
-    assert Allowance("balanced", method, None, configuration).chosen == chosen
+    assert Allowance("balanced", method, None, configuration).chosen_method == chosen
 
 
 @pytest.mark.parametrize("quality", PRESETS)

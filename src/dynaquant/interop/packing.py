@@ -20,7 +20,7 @@ from dynaquant.interop.model_file import ModelFile
 from dynaquant.quantize.grid import GridConfiguration, quantize
 from dynaquant.quantize.grid_weights import GridWeights, effective_fisher, grid_weights
 from dynaquant.quantize.moments import quantize_moments
-from dynaquant.save.compressor import Allowance
+from dynaquant.save.allowance import Allowance
 from dynaquant.save.presets import PRESETS, QualityName
 from dynaquant.save.record import Record, json_of, record_of
 from dynaquant.search.decision import Decision

@@ -1,0 +1,55 @@
+"""The user's limits for a save: how much quality it may lose, and by which method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+from dynaquant.quantize.grid import GridConfiguration
+from dynaquant.quantize.knobs import Knobs, Method
+from dynaquant.save.presets import PRESETS, QualityName
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """How much quality a checkpoint may lose, and by which method. The fields are arguments of ``Checkpointer``.
+
+    Raises ValueError for an unknown name or for arguments that exclude each other, TypeError if ``configuration`` is
+    not a configuration.
+    """
+
+    quality: QualityName
+    method: Method | None
+    max_degradation: float | None
+    configuration: Knobs | None
+
+    def __post_init__(self) -> None:
+        if self.quality not in PRESETS:
+            raise ValueError(f"quality must be one of {', '.join(PRESETS)}, not {self.quality!r}")
+        if not isinstance(self.configuration, Knobs | None):
+            raise TypeError(f"configuration must be a Configuration or a GridConfiguration, not {self.configuration!r}")
+        if self.configuration is not None and self.max_degradation is not None:
+            raise ValueError(
+                "configuration and max_degradation exclude each other: a given configuration is not searched for; "
+                "leave out one of them"
+            )
+        if self.quality == "lossless" and (self.max_degradation, self.configuration, self.method) != (None, None, None):
+            raise ValueError("quality='lossless' takes no max_degradation, method or configuration")
+        if self.method is not None and self.method not in get_args(Method):
+            raise ValueError(f"method must be one of {', '.join(get_args(Method))}, not {self.method!r}")
+        if self.method is not None and self.method not in self._possible_methods:
+            raise ValueError(
+                f"a {type(self.configuration).__name__} cannot be used with method {self.method!r}; "
+                f"leave out method, or use {' or '.join(map(repr, self._possible_methods))}"
+            )
+
+    @property
+    def _possible_methods(self) -> tuple[Method, ...]:
+        if self.configuration is None:
+            return get_args(Method)
+        return ("grid",) if isinstance(self.configuration, GridConfiguration) else ("published", "kmeans")
+
+    @property
+    def chosen_method(self) -> Method:
+        """The given method, else the method of the given configuration, else ``"grid"``."""
+        return self.method or ("grid" if self.configuration is None else self._possible_methods[0])

@@ -1,0 +1,61 @@
+"""Assembles the form in which a checkpoint stores each tensor of a state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dynaquant import kernels
+from dynaquant.tensors.stored import External, Quantized, QuantizedTensor, RoundedWeight, StoredTensor
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """Tensors as a checkpoint stores them, by name. lossless_copy: the same without quantization, if it is kept."""
+
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
+    lossless_copy: dict[str, StoredTensor] | None = None
+
+
+def assemble(
+    live: Mapping[str, Tensor],
+    quantized: Mapping[str, Quantized],
+    master_of: Mapping[str, str],
+    external: Mapping[str, External],
+    names: Iterable[str],
+    keep_lossless_copy: bool,
+) -> Assembled:
+    """Returns the stored form of every tensor of a state. Live tensors are copied, so training may go on.
+
+    live: the tensors whose values are stored. quantized: those of them that are not stored exactly. master_of: the
+    names of master weights, by the names of their half-precision weights; a quantized half-precision weight is stored
+    under the name of its master weight. external: tensors whose values are not stored. names: of all tensors, in the
+    order of the state.
+    """
+    quantized = dict(quantized)
+    quantized.update({master: quantized.pop(name) for name, master in master_of.items() if name in quantized})
+    own = [name for name in live if name not in master_of]  # a half-precision weight is its master weight, rounded
+
+    def completed(forms: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        rounded = {name: _rounded(live[name].dtype, forms[master], master) for name, master in master_of.items()}
+        together = {**forms, **rounded, **external}
+        return {name: together[name] for name in names if name in together}
+
+    tensors = {name: quantized[name] if name in quantized else copied(live[name]) for name in own}
+    if not keep_lossless_copy:
+        return Assembled(completed(tensors))
+    exact = {name: form if isinstance(form, Tensor) else copied(live[name]) for name, form in tensors.items()}
+    return Assembled(completed(tensors), completed(exact))
+
+
+def _rounded(dtype: torch.dtype, master: StoredTensor, name: str) -> RoundedWeight:
+    assert isinstance(master, QuantizedTensor | Tensor)
+    return RoundedWeight(dtype, master, name)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Returns a copy in host memory, which training cannot change."""
+    return kernels.empty(tensor.shape, tensor.dtype).copy_(tensor.detach())

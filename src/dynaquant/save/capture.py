@@ -1,0 +1,69 @@
+"""Captures the state of a training: a JSON tree, and the live tensors by name with their roles. Copies no values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dynaquant.save.rank_zero import randomness_of_other_ranks
+from dynaquant.state.flatten import flatten
+from dynaquant.state.roles import Label, labels
+from dynaquant.state.tree import without_tensors
+from dynaquant.store.run import Run
+from dynaquant.store.writing import Base
+from dynaquant.tensors.stored import External
+from dynaquant.training.collect import collect
+from dynaquant.training.ranks import Group
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The state of a training at a save, and what the last checkpoint had of it.
+
+    tree: of the state, without omitted tensors. tensors: the training's own, by name. last_hashes: hashes of the
+    tensors of the last checkpoint. last_external: its tensors that were omitted, or that lie in a usable file of frozen
+    parameters. Both are empty where no checkpoint is known.
+    """
+
+    tree: Any
+    tensors: Mapping[str, Tensor]
+    labels: Mapping[str, Label]
+    last_hashes: Mapping[str, str]
+    last_external: Mapping[str, External]
+
+    @property
+    def omitted(self) -> set[str]:
+        """Names of the tensors that are not stored."""
+        return _omitted(self.labels)
+
+
+def capture(
+    objects: Mapping[str, Any], roles: Mapping[str, str], vectors: bool, run: Run, base: Base | None, group: Group
+) -> Captured:
+    """Captures the state of the objects. Collective.
+
+    roles: overrides by glob pattern. vectors: whether parameters of one dimension are weights. base: the last
+    checkpoint. Raises StateError for a state that cannot be stored.
+    """
+    other_ranks = randomness_of_other_ranks(objects, group)
+
+    def captured() -> tuple[Any, dict[str, Tensor], dict[str, Label]]:
+        tree, tensors = flatten(collect(objects, other_ranks))
+        return tree, tensors, labels(tensors, objects, roles, vectors)
+
+    tree, tensors, label_of = group.run_on_all_ranks(captured)
+    omitted = _omitted(label_of)
+    return Captured(
+        without_tensors(tree, omitted) if omitted else tree,
+        tensors,
+        label_of,
+        last_hashes={} if base is None else base.hashes,
+        last_external={} if base is None else run.frozen.held(base.tensors),
+    )
+
+
+def _omitted(label_of: Mapping[str, Label]) -> set[str]:
+    return {name for name, label in label_of.items() if label.role == "omit"}

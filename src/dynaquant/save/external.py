@@ -1,0 +1,69 @@
+"""Finds the tensors whose values a checkpoint does not hold: omitted ones, and those in a file of frozen parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import nn
+
+from dynaquant.errors import StateError
+from dynaquant.save.capture import Captured
+from dynaquant.state.wrappers import named_parameters
+from dynaquant.tensors.stored import External, omitted
+from dynaquant.training.changes import HashCache
+
+
+@dataclass(frozen=True)
+class FrozenParameters:
+    """Names of the parameters that do not train and are stored exactly.
+
+    unchanged: those that have not changed since the last checkpoint, or are in none yet.
+    """
+
+    names: frozenset[str]
+    unchanged: frozenset[str]
+
+
+def frozen_parameters(captured: Captured, untrained: Collection[str], hashes: HashCache) -> FrozenParameters:
+    """Returns the frozen parameters of a state. untrained: names of parameters that do not train.
+
+    A parameter that changes although it does not train, such as an average of weights, may change again. So it is not
+    among the unchanged.
+    """
+    names = {name for name in untrained if name in captured.tensors and captured.labels[name].role == "exact"}
+    last = captured.last_hashes
+    changed = {name for name in names if name in last and hashes.of(name, captured.tensors[name]) != last[name]}
+    return FrozenParameters(frozenset(names), frozenset(names - changed))
+
+
+def in_frozen_files(captured: Captured, frozen: FrozenParameters) -> dict[str, External]:
+    """Returns the unchanged frozen parameters that are in a file of the run already, by name."""
+    last = captured.last_external
+    return {name: last[name] for name in frozen.unchanged if name in last and last[name].file is not None}
+
+
+def omitted_tensors(captured: Captured, hashes: HashCache) -> dict[str, External]:
+    """Returns the tensors of role ``omit`` by name, with their hashes.
+
+    Raises StateError if one has changed since the last checkpoint, as its new values would be lost.
+    """
+    found: dict[str, External] = {}
+    for name in captured.omitted:
+        tensor, last = captured.tensors[name], captured.last_external.get(name)
+        digest = hashes.of(name, tensor)
+        if last is not None and last.file is None and last.hash != digest:
+            raise StateError(
+                f"{name} has changed since the last checkpoint, but is not stored (role 'omit'): a restore could not "
+                f"bring it back, so nothing was saved; to store it, add {name!r}: 'exact' as the last role"
+            )
+        found[name] = omitted(name, tensor.dtype, tensor.shape, digest)
+    return found
+
+
+def note_on_parameters_without_optimizer(model: nn.Module, frozen: FrozenParameters) -> list[str]:
+    """Returns a note if parameters with ``requires_grad`` are stored exactly, which a user might not expect."""
+    trainable = [f"model.{name}" for name, parameter in named_parameters(model) if parameter.requires_grad]
+    if idle := [name for name in trainable if name in frozen.names]:
+        return [f"{len(idle)} parameters are in no optimizer and therefore stored exactly, such as {idle[0]}"]
+    return []

@@ -1,0 +1,92 @@
+"""Records the gradients between two saves, and makes from them what the search needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dynaquant.quantize.knobs import Method
+from dynaquant.search.distortion import mean_squared_gradients
+from dynaquant.state.roles import quantizable
+from dynaquant.state.wrappers import named_parameters
+from dynaquant.training.gradients import GradientRecorder, moving_average, sum_of_squares
+
+WINDOW = 50
+"""Optimizer steps before a checkpoint whose gradients are recorded (method 1.1)."""
+
+
+class GradientStatistics:
+    """Statistics of the gradients of a model's quantized parameters, by their names in the state.
+
+    For the method ``"grid"`` that is the sum of each tensor's mean squared gradients; for the others a moving average
+    of whole gradients. needed: whether to record gradients at all. interval: steps to the first save, if known.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        method: Method,
+        vectors: bool,
+        needed: bool,
+        interval: int | None,
+    ) -> None:
+        self._model, self._optimizers, self._on_grid = model, optimizers, method == "grid"
+        self._recorders: list[GradientRecorder] = []
+        if needed:
+            parameters = {n: p for n, p in self._parameters().items() if quantizable(p, vectors)}
+            record = sum_of_squares if self._on_grid else moving_average
+            for optimizer in optimizers:
+                self._recorders.append(GradientRecorder(parameters, optimizer, WINDOW, interval, record))
+
+    @property
+    def needed(self) -> bool:
+        """Whether gradients are recorded."""
+        return bool(self._recorders)
+
+    def recorded(self) -> dict[str, Tensor]:
+        """Returns what was recorded since the last save."""
+        return {name: statistic for recorder in self._recorders for name, statistic in recorder.recorded.items()}
+
+    def mean_squares(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
+        """Returns the mean squared gradient of each weight, as far as known, from the optimizer or as recorded.
+
+        weights: tensors of the state, by name.
+        """
+        # With master weights, the optimizer knows only these.
+        trained = {_memory(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
+        own = self._parameters()
+        known = {name: trained.get(_memory(t), own[name]) for name, t in weights.items() if name in own}
+        recorded = self.recorded()
+        squares = recorded if self._on_grid else {name: g.square().mean() for name, g in recorded.items()}
+        return mean_squared_gradients(known, self._optimizers, {name: float(s) for name, s in squares.items()})
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {f"model.{name}": parameter for name, parameter in named_parameters(self._model)}
+
+    def expect(self, interval: int | None) -> None:
+        """Tells the recorders how many steps are left to the next save; None if unknown."""
+        for recorder in self._recorders:
+            recorder.expect(interval)
+
+    def start_anew(self) -> None:
+        """Drops what was recorded, after a save: the interval to the next one is taken to be that of the last."""
+        for recorder in self._recorders:
+            recorder.collect()
+
+    def forget(self) -> None:
+        """Drops what was recorded, after a restore: training goes on from another step."""
+        for recorder in self._recorders:
+            recorder.forget()
+
+    def close(self) -> None:
+        """Removes the hooks from the optimizers. May be called again, also after an interrupt."""
+        for recorder in self._recorders:
+            recorder.close()
+
+
+def _memory(tensor: Tensor) -> tuple[int, torch.Size]:
+    """Identifies a tensor by its memory. The address alone would not tell a tensor from its first part."""
+    return tensor.data_ptr(), tensor.shape

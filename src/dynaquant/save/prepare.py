@@ -1,0 +1,42 @@
+"""Prepares weights for the search: reads them once, and keeps what the quantizer needs for every configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights
+from dynaquant.quantize.grid_weights import GridWeights, grid_weights
+from dynaquant.save.unchanged import LastWeight
+from dynaquant.state.roles import Label
+from dynaquant.tensors.codebook import Grid
+from dynaquant.training.ranks import Group
+
+
+def prepared_for_clusters(
+    weights: Mapping[str, Tensor], labels: Mapping[str, Label], gradients: Mapping[str, Tensor], group: Group
+) -> KMeansWeights:
+    """Returns weights prepared for k-means. Collective. gradients: averages of whole gradients, as far as recorded."""
+    return group.run_on_all_ranks(lambda: kmeans_weights(weights, labels, gradients))
+
+
+def prepared_for_grid(
+    weights: Mapping[str, Tensor],
+    last: Mapping[str, LastWeight],
+    mean_squared_gradients: Mapping[str, float],
+    restored_step: int,
+    group: Group,
+) -> GridWeights:
+    """Returns weights prepared for uniform grids. Collective.
+
+    last: weights of the last checkpoint; where possible a tensor keeps its grid step. restored_step: seed of the
+    stochastic rounding.
+    """
+    grids = {name: weight.quantized.codebook for name, weight in last.items()}
+    rungs = {name: grid.rung for name, grid in grids.items() if isinstance(grid, Grid)}
+    prepared = group.run_on_all_ranks(lambda: grid_weights(weights, mean_squared_gradients, rungs, restored_step))
+    # Ranks must decide alike, so all use the numbers of rank 0.
+    fisher, squares = group.from_rank_0((prepared.fisher, prepared.squares))
+    return replace(prepared, fisher=fisher, squares=squares)

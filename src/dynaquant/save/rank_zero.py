@@ -1,0 +1,68 @@
+"""What rank 0 does in a save and the other ranks do not. All decisions of a save that depend on the rank are here.
+
+Every rank captures its state, takes part in the search, and comes to the same decision. Rank 0 alone holds the run for
+writing, assembles the tensors to store, and writes the file. The other ranks contribute the states of their random
+number generators.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+from dynaquant.save.record import Record, record_without_file
+from dynaquant.store.run import Run
+from dynaquant.training.collect import rank_rng_state
+from dynaquant.training.ranks import Group
+
+log = logging.getLogger("dynaquant")
+T = TypeVar("T")
+
+
+def on_rank_zero(action: Callable[[], T], group: Group) -> T | None:
+    """Runs an action on rank 0 and returns its result there, None on the other ranks. Collective.
+
+    If the action fails, every rank raises an error.
+    """
+    return group.run_on_all_ranks(lambda: action() if group.rank == 0 else None)
+
+
+def hold_for_writing(run: Run, lock: ExitStack, group: Group) -> None:
+    """Takes the run's lock on rank 0. Closing ``lock`` releases it. Collective.
+
+    Raises CheckpointError if another process or Checkpointer holds the run.
+    """
+    on_rank_zero(lambda: lock.enter_context(run.writer()), group)
+
+
+def warn_of_second_line(run: Run, group: Group) -> None:
+    """Warns if the run has checkpoints already: the first save of a training that restored none begins a new line."""
+    if group.rank == 0 and (found := run.summaries()[0]):
+        log.warning(
+            "%s holds %d checkpoints, but none was restored: this save begins a second line of training in the run",
+            run.folder,
+            len(found),
+        )
+
+
+def randomness_of_other_ranks(objects: Mapping[str, Any], group: Group) -> list[dict[str, Any]]:
+    """Returns the states of the random number generators of rank 1, 2, …, on every rank. Collective.
+
+    Those of rank 0 are in its state already.
+    """
+    states = group.all_gather(rank_rng_state(objects) if group.rank > 0 else None)
+    return [state for state in states[1:] if state]
+
+
+def written_by_rank_zero(
+    step: int, record: dict[str, Any], hand_over: Callable[[], Future[Record]], group: Group
+) -> Future[Record]:
+    """Hands a checkpoint over to the writing thread of rank 0. Other ranks get a record without sizes, at once."""
+    if group.rank == 0:
+        return hand_over()
+    future: Future[Record] = Future()
+    future.set_result(record_without_file(step, record))
+    return future

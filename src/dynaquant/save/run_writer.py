@@ -1,0 +1,82 @@
+"""Writes checkpoints to a run in the background: chooses the parent, commits, prunes, reports. Runs on rank 0 only."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from dynaquant.save.background import BackgroundWriter
+from dynaquant.save.record import Record, record_of
+from dynaquant.save.timing import timed
+from dynaquant.store.retention import Retention, can_be_parent, make_way, prune
+from dynaquant.store.run import Run
+from dynaquant.store.writing import Base, Checkpoint
+
+log = logging.getLogger("dynaquant")
+
+
+class RunWriter:
+    """Writes the checkpoints of one training, one at a time, in a thread of its own.
+
+    keyframe_every: the most checkpoints in a chain. damaged: steps whose files are known not to decode; a restore adds
+    to it. log_to: called after every commit. learn_size: called with the predicted and the actual bytes of the weights
+    of every delta. release_run: called in the thread after the last write.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        retention: Retention,
+        keyframe_every: int,
+        damaged: set[int],
+        log_to: Callable[[Record], Any] | None,
+        learn_size: Callable[[float | None, int], None],
+        release_run: Callable[[], Any],
+    ) -> None:
+        self._run, self._retention, self._keyframe_every = run, retention, keyframe_every
+        self._damaged, self._log_to, self._learn_size = damaged, log_to, learn_size
+        self.base: Base | None = None
+        """The last checkpoint: the one that was written, or restored. The next delta is coded against it."""
+        self.thread = BackgroundWriter[Record](self, release_run)
+
+    def begin(self, checkpoint: Checkpoint, predicted: float | None) -> Future[Record]:
+        """Begins to write a checkpoint. The write before must be done. predicted: bytes of its weights."""
+        return self.thread.hand_over(partial(self._write, checkpoint, predicted))
+
+    def _write(self, checkpoint: Checkpoint, predicted: float | None) -> Record:
+        seconds: dict[str, float] = {}
+        with timed(seconds, "write"):
+            parent = self._parent_for(checkpoint.step)
+            notes = make_way(self._run, checkpoint.step) if self._run.path(checkpoint.step).exists() else []
+            file, self.base = self._run.commit(checkpoint, parent)
+            self._damaged.discard(checkpoint.step)
+            notes += self._prune(checkpoint.step)
+        record = record_of(file, seconds, notes)
+        if not record.keyframe and "weight" in record.roles:
+            self._learn_size(predicted, record.roles["weight"].stored)
+        self._report(record)
+        return record
+
+    def _parent_for(self, step: int) -> Base | None:
+        """Returns the last checkpoint if a delta may be coded against it; None: the next one is a keyframe."""
+        if self.base is None:
+            return None
+        fits = can_be_parent(self._run, self.base, step, self._retention, self._keyframe_every, self._damaged)
+        return self.base if fits else None
+
+    def _prune(self, step: int) -> list[str]:
+        try:
+            return prune(self._run, self._retention, self._damaged)
+        except Exception as error:
+            error.add_note(f"step {step} is saved, but deleting older checkpoints failed")
+            raise
+
+    def _report(self, record: Record) -> None:
+        if self._log_to is not None:
+            try:
+                self._log_to(record)
+            except Exception as error:
+                log.warning("step %d is saved, but log_to failed: %r", record.step, error)

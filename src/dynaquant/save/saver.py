@@ -1,0 +1,138 @@
+"""One save, from the live training to the hand-over to the writing thread. The stages are the lines of ``save``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future
+from copy import copy
+from functools import partial
+from typing import Any
+
+from dynaquant.save.capture import Captured, capture
+from dynaquant.save.compressor import Compressed, Compressor
+from dynaquant.save.rank_zero import warn_of_second_line, written_by_rank_zero
+from dynaquant.save.record import Record, json_of
+from dynaquant.save.run_writer import RunWriter
+from dynaquant.save.schedule import Schedule
+from dynaquant.save.timing import timed
+from dynaquant.save.turn import Turn
+from dynaquant.search.manager import Decision
+from dynaquant.store.container import Header
+from dynaquant.store.run import Run
+from dynaquant.store.writing import Base, Checkpoint
+from dynaquant.tensors.stored import StoredTensor
+from dynaquant.training.objects import models_of
+from dynaquant.training.ranks import Group
+from dynaquant.training.snapshot import Snapshot
+
+TYPICAL_TRIALS = 3
+"""Candidates that a save scores once the search has settled. An automatic schedule expects this many."""
+
+
+class Saver:
+    """Saves the states of one training. All ranks call ``save`` together, with the same step.
+
+    objects: the objects of the training, by name. roles: overrides by glob pattern. turn: raises errors of calls that
+    ``evaluate`` made.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        objects: Mapping[str, Any],
+        roles: Mapping[str, str],
+        schedule: Schedule,
+        compressor: Compressor,
+        writer: RunWriter,
+        turn: Turn,
+        group: Group,
+    ) -> None:
+        self._run, self._objects, self._roles, self._group = run, objects, roles, group
+        self._compressor, self._writer, self._turn = compressor, writer, turn
+        self.schedule = schedule
+        self._continues_a_line = False  # whether a checkpoint was saved or restored
+
+    def save(self, step: int) -> Future[Record]:
+        """Captures and compresses the state and hands it over to be written.
+
+        Changes nothing here before the hand-over, so a save that fails or is interrupted leaves no trace.
+        """
+        schedule = copy(self.schedule)
+        schedule.saving(step)
+        seconds: dict[str, float] = {}
+        with timed(seconds, "wait"):
+            self._group.run_on_all_ranks(self._wait_for_last_write)
+        with timed(seconds, "capture"):
+            captured = capture(
+                self._objects, self._roles, self._compressor.vectors, self._run, self._writer.base, self._group
+            )
+        compressed = self._compressed(captured, seconds)
+        schedule.saved(_typical_seconds(seconds, compressed.decision))
+        schedule.interval = self._group.from_rank_0(schedule.interval)
+        future = self._handed_over(step, captured, compressed, schedule.interval, seconds)
+        self.schedule = schedule
+        self._continues_a_line = True
+        self._compressor.saved(compressed, schedule.interval)
+        return future
+
+    def resume(
+        self,
+        header: Header,
+        tensors: Mapping[str, StoredTensor],
+        restored: Collection[str],
+        from_lossless_copy: bool,
+    ) -> None:
+        """Continues from a restored checkpoint.
+
+        tensors: of the checkpoint, as stored, by name. restored: names of those that models and optimizers got.
+        from_lossless_copy: whether they got the values of the lossless copy instead.
+        """
+        self._writer.base = Base.loaded(header, tensors)
+        self._continues_a_line = True
+        self._compressor.resume(header, {n: t for n, t in tensors.items() if n in restored}, from_lossless_copy)
+        self.schedule.begin(header.step, header.record.get("interval"))
+        self._compressor.expect(self.schedule.interval)
+
+    def _wait_for_last_write(self) -> None:
+        self._writer.thread.wait()
+        if not self._continues_a_line:
+            warn_of_second_line(self._run, self._group)
+
+    def _compressed(self, captured: Captured, seconds: dict[str, float]) -> Compressed:
+        """Compresses the state. Puts back what ``evaluate`` has changed, also if interrupted."""
+        before = Snapshot(models_of(self._objects), self._objects)
+        try:
+            compressed = self._compressor.compress(captured, seconds)
+            self._group.run_on_all_ranks(self._turn.check)
+        finally:
+            try:
+                before.put_back()
+            except BaseException:  # a signal interrupted it
+                before.put_back()
+                raise
+        return compressed
+
+    def _handed_over(
+        self, step: int, captured: Captured, compressed: Compressed, interval: int | None, seconds: dict[str, float]
+    ) -> Future[Record]:
+        decision = compressed.decision
+        record = json_of(decision, self._compressor.manager.history, interval, seconds, compressed.notes)
+        checkpoint = Checkpoint(
+            step,
+            captured.tree,
+            compressed.assembled.tensors,
+            compressed.labels,
+            record,
+            coder=self._compressor.coder,
+            lossless_copy=compressed.assembled.lossless_copy,
+            frozen=compressed.frozen,
+        )
+        begin = partial(self._writer.begin, checkpoint, decision.predicted)
+        return written_by_rank_zero(step, record, begin, self._group)
+
+
+def _typical_seconds(seconds: Mapping[str, float], decision: Decision) -> float:
+    """Returns the seconds that training would have waited for this save if its search had been a typical one."""
+    evaluations = sum(trial.degradation is not None for trial in decision.trials)
+    share = min(1.0, TYPICAL_TRIALS / max(evaluations, 1))
+    return seconds["wait"] + seconds["capture"] + share * seconds["search"]

@@ -1,0 +1,81 @@
+"""Finds the weights that have not changed since the last checkpoint. They keep their levels.
+
+If such a weight were quantized again, thresholds that depend on other weights could change its values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dynaquant.store.container import Header
+from dynaquant.tensors.hashing import tensor_hash
+from dynaquant.tensors.stored import QuantizedTensor, RoundedWeight, StoredTensor
+from dynaquant.training.changes import HashCache, sample_of
+
+
+@dataclass(frozen=True)
+class LastWeight:
+    """A weight as the last checkpoint stores it, with a sample and the hash of the values it was quantized from.
+
+    sample: None after a restore. hash: None for a weight that changes from save to save, as hashing takes time. The
+    hash is known for frozen weights, after a restore, and if the sample was the same as before. So a weight that stops
+    changing is quantized once more.
+    """
+
+    quantized: QuantizedTensor
+    sample: bytes | None
+    hash: str | None
+
+    def may_equal(self, sample: bytes) -> bool:
+        """Whether values with this sample may be unchanged."""
+        return self.sample is None or self.sample == sample
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The weights of a state, compared with those of the last checkpoint, by name.
+
+    samples: of all weights. hashes: of the weights that were hashed. unchanged: weights with the same hash, as the last
+    checkpoint stores them. changed: all others.
+    """
+
+    samples: Mapping[str, bytes]
+    hashes: Mapping[str, str]
+    unchanged: Mapping[str, QuantizedTensor]
+    changed: Mapping[str, Tensor]
+
+    def last_weights(self, quantized: Mapping[str, QuantizedTensor]) -> dict[str, LastWeight]:
+        """Returns what the next save compares with. quantized: the weights of this save."""
+        return {name: LastWeight(form, self.samples[name], self.hashes.get(name)) for name, form in quantized.items()}
+
+
+def compare(
+    weights: Mapping[str, Tensor], last: Mapping[str, LastWeight], untrained: Collection[str], hashes: HashCache
+) -> Comparison:
+    """Compares weights with those of the last checkpoint.
+
+    untrained: names of parameters that do not train; these are hashed through ``hashes``, which remembers. Other
+    weights are hashed only if their sample is unchanged.
+    """
+    samples = {name: sample_of(tensor) for name, tensor in weights.items()}
+    hashed = {name: hashes.of(name, weights[name]) for name in weights if name in untrained}
+    for name, before in last.items():
+        if name in samples and name not in hashed and before.may_equal(samples[name]):
+            hashed[name] = tensor_hash(weights[name])
+    unchanged = {n: before.quantized for n, before in last.items() if n in hashed and before.hash == hashed[n]}
+    return Comparison(samples, hashed, unchanged, {n: t for n, t in weights.items() if n not in unchanged})
+
+
+def restored_weights(header: Header, tensors: Mapping[str, StoredTensor]) -> dict[str, LastWeight]:
+    """Returns the quantized weights of a restored checkpoint. tensors: what was restored, by name."""
+    found: dict[str, LastWeight] = {}
+    for name, stored in tensors.items():
+        if header.by_name[name].label.role == "weight":
+            # A half-precision weight is stored as its float32 master weight.
+            source, origin = (stored.master_name, stored.master) if isinstance(stored, RoundedWeight) else (name, stored)
+            if isinstance(origin, QuantizedTensor):
+                found[name] = LastWeight(origin, None, header.by_name[source].hash)
+    return found
