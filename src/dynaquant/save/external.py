@@ -54,7 +54,7 @@ def omitted_tensors(captured: Captured, hashes: HashCache) -> dict[str, External
         digest = hashes.of(name, tensor)
         if last is not None and last.file is None and last.hash != digest:
             raise StateError(
-                f"{name} has changed since the last checkpoint, but is not stored (role 'omit'): a restore could not "
+                f"{name} is not stored (role 'omit'), and has changed since the last checkpoint: a restore could not "
                 f"bring it back, so nothing was saved; to store it, add {name!r}: 'exact' as the last role"
             )
         found[name] = omitted(name, tensor.dtype, tensor.shape, digest)

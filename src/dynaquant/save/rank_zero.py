@@ -38,11 +38,11 @@ def hold_for_writing(run: Run, lock: ExitStack, group: Group) -> None:
     on_rank_zero(lambda: lock.enter_context(run.writer()), group)
 
 
-def warn_of_second_line(run: Run, group: Group) -> None:
+def warn_of_another_line(run: Run, group: Group) -> None:
     """Warns if the run has checkpoints already: the first save of a training that restored none begins a new line."""
     if group.rank == 0 and (found := run.summaries()[0]):
         log.warning(
-            "%s holds %d checkpoints, but none was restored: this save begins a second line of training in the run",
+            "%s holds %d checkpoints, but none was restored: this save begins another line of training in it",
             run.folder,
             len(found),
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from dynaquant.save.capture import Captured, capture
 from dynaquant.save.compressor import Compressed, Compressor
-from dynaquant.save.rank_zero import warn_of_second_line, written_by_rank_zero
+from dynaquant.save.rank_zero import warn_of_another_line, written_by_rank_zero
 from dynaquant.save.record import Record, json_of
 from dynaquant.save.run_writer import RunWriter
 from dynaquant.save.schedule import Schedule
@@ -96,7 +96,7 @@ class Saver:
     def _wait_for_last_write(self) -> None:
         self._writer.thread.wait()
         if not self._continues_a_line:
-            warn_of_second_line(self._run, self._group)
+            warn_of_another_line(self._run, self._group)
 
     def _compressed(self, captured: Captured, seconds: dict[str, float]) -> Compressed:
         """Compresses the state. Puts back what ``evaluate`` has changed, also if interrupted."""
