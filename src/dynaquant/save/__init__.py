@@ -1,1 +1,21 @@
-"""One save: what each tensor is stored as, the background write, the record."""
+"""One save, from the live training to a committed checkpoint.
+
+- ``allowance.py``: the user's limits: how much quality a save may lose, and by which method
+- ``presets.py``: what the names of ``quality`` mean
+- ``schedule.py``: when the next checkpoint is due
+- ``turn.py``: one call of a Checkpointer at a time
+- ``saver.py``: the stages of a save, in order
+- ``rank_zero.py``: what rank 0 does and the other ranks do not
+- ``capture.py``: the state as a tree and live tensors
+- ``compressor.py``: how each tensor is stored; the stages are the next six files
+- ``external.py``: frozen and omitted tensors, whose values the checkpoint does not hold
+- ``unchanged.py``: weights that have not changed since the last checkpoint keep their levels
+- ``gradient_statistics.py``: gradients recorded between two saves
+- ``prepare.py``: weights are read once, before the search
+- ``assemble.py``: the stored form of every tensor
+- ``timing.py``: seconds of each stage
+- ``run_writer.py``: parent, commit, pruning, report: what the writing thread does
+- ``background.py``: the writing thread
+- ``record.py``: what is known about a save
+- ``log_to.py``: sends records to TensorBoard or a function
+"""
