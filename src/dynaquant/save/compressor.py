@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from dynaquant.coding.encoder import Coder
-from dynaquant.quantize.moments import quantize_moments
-from dynaquant.quantize.kmeans_weights import KMeansWeights
 from dynaquant.quantize.grid_weights import GridWeights
+from dynaquant.quantize.kmeans_weights import KMeansWeights
 from dynaquant.quantize.knobs import Knobs
+from dynaquant.quantize.moments import quantize_moments
 from dynaquant.quantize.partition import Configuration
 from dynaquant.save.allowance import Allowance
 from dynaquant.save.assemble import Assembled, assemble

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights
 from dynaquant.quantize.grid_weights import GridWeights, grid_weights
+from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights
 from dynaquant.save.unchanged import LastWeight
 from dynaquant.state.roles import Label
 from dynaquant.tensors.codebook import Grid

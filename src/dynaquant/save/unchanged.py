@@ -73,9 +73,11 @@ def restored_weights(header: Header, tensors: Mapping[str, StoredTensor]) -> dic
     """Returns the quantized weights of a restored checkpoint. tensors: what was restored, by name."""
     found: dict[str, LastWeight] = {}
     for name, stored in tensors.items():
-        if header.by_name[name].label.role == "weight":
-            # A half-precision weight is stored as its float32 master weight.
-            source, origin = (stored.master_name, stored.master) if isinstance(stored, RoundedWeight) else (name, stored)
-            if isinstance(origin, QuantizedTensor):
-                found[name] = LastWeight(origin, None, header.by_name[source].hash)
+        if header.by_name[name].label.role != "weight":
+            continue
+        source, form = name, stored
+        if isinstance(stored, RoundedWeight):  # it is stored as its float32 master weight
+            source, form = stored.master_name, stored.master
+        if isinstance(form, QuantizedTensor):
+            found[name] = LastWeight(form, None, header.by_name[source].hash)
     return found
