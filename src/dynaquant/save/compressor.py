@@ -33,7 +33,8 @@ from dynaquant.save.presets import PRESETS
 from dynaquant.save.rank_zero import on_rank_zero
 from dynaquant.save.timing import timed
 from dynaquant.save.unchanged import Comparison, LastWeight, compare, restored_weights
-from dynaquant.search.manager import ConfigurationManager, Decision
+from dynaquant.search.decision import Decision
+from dynaquant.search.manager import ConfigurationManager
 from dynaquant.search.quality import Evaluate
 from dynaquant.state.roles import Label, untrained
 from dynaquant.state.wrappers import named_parameters

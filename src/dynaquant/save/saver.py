@@ -16,7 +16,7 @@ from dynaquant.save.run_writer import RunWriter
 from dynaquant.save.schedule import Schedule
 from dynaquant.save.timing import timed
 from dynaquant.save.turn import Turn
-from dynaquant.search.manager import Decision
+from dynaquant.search.decision import Decision
 from dynaquant.store.container import Header
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Base, Checkpoint
