@@ -1,253 +1,41 @@
-"""How many bins each quantizer needs until a checkpoint is good enough: one at a time, nothing pruned, no delta.
+"""How many bins each quantizer needs until a single checkpoint is good enough: no parent, nothing pruned.
 
     python benchmarks/one_shot.py --data DIR [--cache build/benchmarks] [--quick]
 
-Trains both workloads (or takes their snapshots from the cache) and quantizes each of ten checkpoints by each method
-with more and more bins, until its validation loss is within every limit. What was tried stays in the cache; delete
+Trains both workloads, or takes their snapshots from the cache. Quantizes each of ten checkpoints by each method with
+more and more bins, until its validation loss is within every limit. What was tried stays in the cache; delete
 ``one_shot-*`` there to try again.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property, partial
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from bins_needed import CLUSTERS, GRID, LIMITS, METHODS, Walk, walks
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from options import parse, parser
-from peers.body import exact
-from peers.check_n_run import CHECK_N_RUN
-from peers.check_n_run import Settings as Ranges
-from peers.gobo import GOBO
-from peers.peer import Checkpoint, Encoded, Peer
-from peers.qd_compressor import QD_COMPRESSOR
-from peers.qd_compressor import Settings as Widths
 from results import Table, machine, sentence
 from rich.console import Console
 from rich.progress import track
-from torch import Tensor
-from workloads import WORKLOADS, Workload, key_of, snapshots
+from workloads import WORKLOADS, snapshots
 
-from dynaquant.coding.encoder import Coder, encode
-from dynaquant.quantize.grid import GridConfiguration
-from dynaquant.quantize.grid_weights import grid_weights
-from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
 from dynaquant.quantize.partition import Configuration
-from dynaquant.search.distortion import mean_squared_gradients
-from dynaquant.search.grid_method import LEAST_DISTORTION, MOST_DISTORTION
-from dynaquant.search.judge import DISTORTION_SCALE
-from dynaquant.search.quality import degradation, score
-from dynaquant.search.scale_search import scale_search
-from dynaquant.state.roles import labels
-from dynaquant.tensors.dequantize import dequantize
-from dynaquant.tensors.hashing import tensor_hash
-from dynaquant.tensors.stored import MAX_BINS, QuantizedTensor
+from dynaquant.tensors.stored import MAX_BINS
 
-LIMITS = (0.05, 0.01, 0.001)
 BINS = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 QUICK_BINS = (4, 32, 256)
 STEPS = {"gpt": 1600, "resnet": 1600}
 CHECKPOINTS = 10
 QUICK_STEPS = 4
-CLUSTERS, GRID = "dynaquant, published", "dynaquant, grid"
 PAPER = {"gpt": ("GPT-2 medium", 16.2, 47.7), "resnet": ("ResNet-50", 14.4, 35.1)}
-"""The paper's model of the kind, and the bins that it and Check-N-Run+ need there for 1 %."""
+"""The paper's model of the same kind, and the bins that its method and Check-N-Run+ need there for 1 %."""
 PAPERS_LIMIT = 0.01
-
-Judge = Callable[[dict[str, Tensor]], float]
-"""The degradation of the model with these values for its parameters."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A checkpoint of a training. work: with its weights. gradients: their moving averages, by name with "model."."""
-
-    work: Workload
-    gradients: dict[str, Tensor]
-
-    @classmethod
-    def of(cls, work: Workload, stored: dict[str, Any]) -> Snapshot:
-        """stored: as ``workloads.snapshots`` returns it."""
-        work.model.load_state_dict(stored["model"])
-        work.optimizer.load_state_dict(stored["optimizer"])
-        return cls(work, stored["gradients"])
-
-    @cached_property
-    def weights(self) -> dict[str, Tensor]:
-        """The model's parameters by name."""
-        return {name: parameter.detach() for name, parameter in self.work.model.named_parameters()}
-
-    @cached_property
-    def fisher(self) -> dict[str, float]:
-        """Adam's second moments, or else the squares of the averaged gradients."""
-        squares = {name: float(gradient.square().mean()) for name, gradient in self.gradients.items()}
-        named = {f"model.{name}": parameter for name, parameter in self.work.model.named_parameters()}
-        return mean_squared_gradients(named, [self.work.optimizer], squares)
-
-    @cached_property
-    def sketched(self) -> KMeansWeights:
-        named = {f"model.{name}": tensor for name, tensor in self.weights.items()}
-        label_of = labels(named, {"model": self.work.model})
-        weights = {name: tensor for name, tensor in named.items() if label_of[name].role == "weight"}
-        return kmeans_weights(weights, label_of, self.gradients)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Quantized weights. bins: how many. values: of parameters by name. size: bytes of all parameters once coded."""
-
-    bins: float
-    values: dict[str, Tensor]
-    size: Callable[[], int]
-
-
-Method = Callable[[Snapshot, Judge, Sequence[int]], Iterator[Candidate]]
-"""A snapshot quantized with more and more bins, those of the sequence. The judge is for who decides by quality."""
-
-
-def of_peer(
-    peer: Peer[Any], settings: Callable[[int], Any], snapshot: Snapshot, _judge: Judge, bins: Sequence[int]
-) -> Iterator[Candidate]:
-    for count in bins:
-        encoded = peer.encode(Checkpoint(snapshot.weights), None, settings(count))
-        yield Candidate(count, encoded.known.checkpoint.weights, partial(_packed_size, encoded))
-
-
-def _packed_size(encoded: Encoded) -> int:
-    return len(encoded.pack())
-
-
-def clusters(snapshot: Snapshot, _judge: Judge, bins: Sequence[int]) -> Iterator[Candidate]:
-    """dynaquant's published quantizer: k-means on the histogram."""
-    for count in (min(count, MAX_BINS) for count in bins):
-        configuration = Configuration(bins=count, embedding_bins=count, pruned=0.0)
-        yield _candidate(count, snapshot, quantize_weights(snapshot.sketched, configuration), "rearranged")
-
-
-def grid(snapshot: Snapshot, judge: Judge, _bins: Sequence[int]) -> Iterator[Candidate]:
-    """dynaquant's default: for each limit the scale that its own search finds."""
-    ready = grid_weights({f"model.{name}": tensor for name, tensor in snapshot.weights.items()}, snapshot.fisher, {}, 0)
-    lowest, highest = ready.scale_exponent_for(LEAST_DISTORTION), ready.scale_exponent_for(MOST_DISTORTION)
-
-    @cache
-    def worse(scale: int) -> float:
-        return judge(_values(ready.quantize(GridConfiguration(scale))))
-
-    def degradations(scales: Sequence[int]) -> list[float]:
-        return [worse(scale) for scale in scales]
-
-    for limit in LIMITS:
-        start = ready.scale_exponent_for(limit / DISTORTION_SCALE)
-        found = scale_search(start, lowest, highest, degradations, limit, start_was_good=False)
-        if found is not None:
-            quantized = dict(ready.quantize(GridConfiguration(found)))
-            yield _candidate(effective_levels(quantized.values()), snapshot, quantized, "conditional")
-
-
-def _values(quantized: Any) -> dict[str, Tensor]:
-    return {name.removeprefix("model."): dequantize(tensor) for name, tensor in quantized.items()}
-
-
-def _candidate(bins: float, snapshot: Snapshot, quantized: dict[str, QuantizedTensor], coder: Coder) -> Candidate:
-    values = _values(quantized)
-
-    def size() -> int:
-        rest = {name: tensor for name, tensor in snapshot.weights.items() if name not in values}
-        return len(exact(rest)) + sum(len(encode(tensor, None, coder)[1]) for tensor in quantized.values())
-
-    return Candidate(bins, values, size)
-
-
-def effective_levels(quantized: Iterable[QuantizedTensor]) -> float:
-    """Two to the power of the mean entropy of the levels: so many equally frequent ones would take as many bits."""
-    bits = values = 0.0
-    for tensor in quantized:
-        counts = np.bincount(tensor.levels).astype(np.float64)
-        counts = counts[counts > 0]
-        bits -= float(np.sum(counts * np.log2(counts / counts.sum())))
-        values += float(counts.sum())
-    return float(2 ** (bits / values)) if values else 0.0
-
-
-def ranges(bins: int) -> Ranges:
-    """Check-N-Run's search of ranges as its space has it for as many bins or fewer."""
-    fewer = [settings for settings in CHECK_N_RUN.space if settings.bins <= bins]
-    return replace(fewer[-1] if fewer else CHECK_N_RUN.space[0], bins=bins)
-
-
-METHODS: dict[str, Method] = {
-    "Check-N-Run+": partial(of_peer, CHECK_N_RUN, ranges),
-    "QD-Compressor+": partial(of_peer, QD_COMPRESSOR, lambda bins: Widths(least=bins, most=bins)),
-    "GOBO+": partial(of_peer, GOBO, lambda bins: replace(GOBO.space[-1], bins=bins)),
-    CLUSTERS: clusters,
-    GRID: grid,
-}
-
-
-@dataclass(frozen=True)
-class Tried:
-    """One number of bins. bits: per weight, all in, where these are the fewest bins for a limit; None elsewhere."""
-
-    bins: float
-    degradation: float
-    bits: float | None
-
-
-@dataclass(frozen=True)
-class Walk:
-    """What was tried on one checkpoint by one method, from few bins to many."""
-
-    workload: str
-    step: int
-    method: str
-    tried: list[Tried]
-
-    @classmethod
-    def from_json(cls, stored: dict[str, Any]) -> Walk:
-        """The inverse of ``asdict``."""
-        return cls(**{**stored, "tried": [Tried(**tried) for tried in stored["tried"]]})
-
-    def needed(self, limit: float) -> Tried | None:
-        """The fewest bins that are good enough; None where none are."""
-        return next((tried for tried in self.tried if tried.degradation <= limit), None)
-
-
-def walk(candidates: Iterable[Candidate], judge: Judge, weights: int) -> list[Tried]:
-    """Tries candidates until one is good enough for every limit. weights: how many there are."""
-    tried: list[Tried] = []
-    for candidate in candidates:
-        worse = judge(candidate.values)
-        open_limits = [limit for limit in LIMITS if not any(before.degradation <= limit for before in tried)]
-        first = any(worse <= limit for limit in open_limits)
-        tried.append(Tried(candidate.bins, worse, 8 * candidate.size() / weights if first else None))
-        if worse <= min(LIMITS):
-            break
-    return tried
-
-
-def walks(name: str, stored: list[dict[str, Any]], work: Workload, bins: Sequence[int], cache: Path) -> Iterator[Walk]:
-    """Every snapshot by every method, taken from the cache where the same was tried on the same weights."""
-    for one in stored:
-        snapshot = Snapshot.of(work, one)
-        original = score(work.model, {}, work.search_loss)
-        count = sum(tensor.numel() for tensor in snapshot.weights.values())
-
-        def judge(values: dict[str, Tensor], original: float = original) -> float:
-            return degradation(original, score(work.model, values, work.search_loss), higher_is_better=False)
-
-        hashes = [tensor_hash(tensor) for tensor in snapshot.weights.values()]
-        for method, candidates in METHODS.items():
-            file = cache / f"one_shot-{key_of(hashes, method, bins, LIMITS, torch.__version__)}.json"
-            if not file.exists():
-                tried = walk(candidates(snapshot, judge, bins), judge, count)
-                file.write_text(json.dumps(asdict(Walk(name, one["step"], method, tried))) + "\n")
-            yield Walk.from_json(json.loads(file.read_text()))
 
 
 @dataclass(frozen=True)

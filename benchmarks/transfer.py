@@ -10,10 +10,8 @@ is fine-tuned to tell who speaks a line of Shakespeare, with the same data in th
 from __future__ import annotations
 
 import json
-import random
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,21 +34,16 @@ from peers.qd_compressor import QD_COMPRESSOR
 from peers.zfp import ZFP
 from results import Table, machine, sentence
 from rich.console import Console
-from rich.progress import track
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.nn import functional as F
-from workloads import key_of
+from speakers import BATCH, HEAD_RATE, RATE, SPEAKERS, TOKENS, State, Tuned, new_task, tuned
 
 import dynaquant as dq
 from dynaquant.interop.packing import Packer, compress
-from dynaquant.tensors.hashing import tensor_hash
 
 LIMIT = 0.01
-SPEAKERS, TRAINING = 8, 888
-TOKENS, BATCH = 32, 16
+TRAINING = 888
+"""Speeches to train on."""
 STEPS, QUICK_STEPS = 56, 1
-RATE, HEAD_RATE = 1.5e-4, 3e-3
 SEEDS = (0, 1, 2)
 QUICK_LAYER = "encoder.layer.0."
 ORIGINAL = "original"
@@ -70,117 +63,7 @@ DELTAS = (LC_CHECKPOINT.name, EXCP.name)
 PAPER = {"BERT large": 11.32, "Pythia 1B": 9.99}
 """Ratio without a parent, downstream quality unchanged."""
 
-State = Mapping[str, Tensor]
 S = TypeVar("S")
-
-
-@dataclass(frozen=True)
-class Part:
-    """Speeches: token ids and attention masks, (count, TOKENS), and who speaks, (count,)."""
-
-    ids: Tensor
-    mask: Tensor
-    speaker: Tensor
-
-
-@dataclass(frozen=True)
-class Task:
-    """Who speaks? names: those of the speakers."""
-
-    training: Part
-    test: Part
-    names: list[str]
-
-    @property
-    def most_frequent(self) -> float:
-        """The accuracy of always naming the same speaker, the best one."""
-        return int(self.test.speaker.bincount().max()) / len(self.test.speaker)
-
-
-def speeches(text: str, speakers: int) -> list[tuple[str, str]]:
-    """The name and words of every speech by those who speak most often, in random order, always the same."""
-    parts = (block.partition(":\n") for block in text.split("\n\n"))
-    found = [(name, " ".join(words.split())) for name, _, words in parts if words.strip() and "\n" not in name]
-    often = [name for name, _ in Counter(name for name, _ in found).most_common(speakers)]
-    kept = [(name, words) for name, words in found if name in often]
-    random.Random(0).shuffle(kept)
-    return kept
-
-
-def new_task(text: str, training: int, test: int | None) -> Task:
-    """So many speeches to train on, and so many others, or all, to test with."""
-    found = speeches(text, SPEAKERS)[: None if test is None else training + test]
-    names = sorted({name for name, _ in found})
-    tokenizer = tools()[0]
-    words = [words for _, words in found]
-    tokens = tokenizer(words, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
-    speaker = torch.tensor([names.index(name) for name, _ in found])
-    columns = tokens["input_ids"], tokens["attention_mask"], speaker
-    first, second = (Part(*(column[part] for column in columns)) for part in (slice(training), slice(training, None)))
-    return Task(first, second, names)
-
-
-class Classifier(nn.Module):
-    """The encoder with these weights, the mean over the tokens, and a linear layer."""
-
-    def __init__(self, state: State, classes: int) -> None:
-        super().__init__()
-        self.encoder = deepcopy(tools()[1])
-        self.encoder.load_state_dict(state, strict=False)
-        self.head = nn.Linear(self.encoder.config.hidden_size, classes)
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Token ids and attention masks, (batch, TOKENS), to logits, (batch, classes)."""
-        hidden = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
-        weights = mask[..., None]
-        logits: Tensor = self.head((hidden * weights).sum(1) / weights.sum(1))
-        return logits
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """A fine-tuned model on the test speeches: share that it tells right, and mean cross-entropy in nats."""
-
-    accuracy: float
-    loss: float
-
-
-def fine_tune(state: State, task: Task, steps: int, seed: int, what: str) -> Tuned:
-    """All weights, with AdamW at a rate that falls to zero. what: is shown."""
-    torch.manual_seed(seed)
-    model = Classifier(state, len(task.names)).train()
-    groups = [{"params": model.encoder.parameters()}, {"params": model.head.parameters(), "lr": HEAD_RATE}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, fused=True)
-    falling = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1 / steps, steps)
-    data = task.training
-    order: list[int] = []
-    for _ in track(range(steps), description=f"fine-tuning: {what}"):
-        if len(order) < BATCH:
-            order = torch.randperm(len(data.ids)).tolist()
-        drawn, order = order[:BATCH], order[BATCH:]
-        loss = F.cross_entropy(model(data.ids[drawn], data.mask[drawn]), data.speaker[drawn])
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        falling.step()
-    model.eval()
-    test = task.test
-    with torch.no_grad():
-        parts = zip(torch.split(test.ids, 4 * BATCH), torch.split(test.mask, 4 * BATCH), strict=True)
-        logits = torch.cat([model(ids, mask) for ids, mask in parts])
-    right = int((logits.argmax(1) == test.speaker).sum())
-    return Tuned(right / len(test.speaker), float(F.cross_entropy(logits, test.speaker)))
-
-
-def tuned(state: State, task: Task, steps: int, seed: int, cache: Path, what: str) -> Tuned:
-    """``fine_tune``, taken from the cache where these very values have been fine-tuned before."""
-    values = [(name, tensor_hash(state[name])) for name in sorted(state)]
-    data = len(task.training.ids), len(task.test.ids), task.names, TOKENS, BATCH
-    file = cache / f"transfer-{key_of(values, data, steps, seed, RATE, HEAD_RATE, torch.__version__)}.json"
-    if not file.exists():
-        found = fine_tune(state, task, steps, seed, what)
-        file.write_text(json.dumps(asdict(found)) + "\n")
-    return Tuned(**json.loads(file.read_text()))
 
 
 @dataclass(frozen=True)
