@@ -68,7 +68,7 @@ def test_weights_that_cannot_be_quantized_come_back_exactly(tmp_path, name, fixe
 
 
 @EITHER_QUANTIZER
-def test_weights_of_one_dimension_are_quantized_on_the_grid_alone(tmp_path, fixed):
+def test_weights_of_one_dimension_are_quantized_only_on_the_grid(tmp_path, fixed):
     module = module_of(odd=torch.randn(30), plain=torch.randn(20, 30))
     restored, record = round_trip(tmp_path, module, configuration=fixed)
     assert (bits(restored["odd"]) == bits(module.odd)) == (fixed == FIXED)
@@ -95,7 +95,7 @@ def test_weights_that_are_not_finite_come_back_exactly_and_are_noted(tmp_path, v
     [("grid", "scale", "scale"), ("published", "exhaustive", "neighbourhood")],
     ids=["grid", "published"],
 )
-def test_a_search_takes_no_offence_at_weights_that_cannot_be_quantized(
+def test_a_search_works_beside_weights_that_cannot_be_quantized(
     tmp_path, name, plain, evaluate, method, search, search_alone
 ):
     odd = {**NOT_QUANTIZED, "not finite": grown(torch.randn(20, 30), math.inf)}[name]
@@ -199,7 +199,7 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path, fixed):
     st.integers(1, 20).map(lambda bins: dq.Configuration(bins=bins))
     | st.integers(-3000, 3000).map(dq.GridConfiguration),
 )
-def test_any_bit_pattern_is_saved_and_what_was_scored_is_restored(tmp_path_factory, dtype, shape, seed, configuration):
+def test_any_bit_pattern_is_saved_and_restored_as_it_was_scored(tmp_path_factory, dtype, shape, seed, configuration):
     generator = torch.Generator().manual_seed(seed)
     count = math.prod(shape) * dtype.itemsize
     data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
@@ -250,14 +250,14 @@ def test_a_broken_tree_is_an_error_that_names_the_file(tmp_path, tree):
 
 
 @pytest.mark.parametrize("tree", [None, 5, [], {"dict": []}, {"dict": [["model", 5]]}], ids=str)
-def test_a_file_that_holds_no_training_is_an_error(tmp_path, tree):
+def test_a_file_without_a_training_state_is_an_error(tmp_path, tree):
     write(tmp_path, header(tree=tree))
     with dq.Checkpointer(tmp_path, nn.Module()) as ckpt, pytest.raises(dq.DynaquantError):
         ckpt.restore()
 
 
 @pytest.mark.parametrize("record", [{"seconds": 5}, {"notes": 5}], ids=str)
-def test_a_record_that_is_none_is_an_error(tmp_path, record):
+def test_a_malformed_record_is_an_error(tmp_path, record):
     write(tmp_path, header(record=record))
     with dq.Checkpointer(tmp_path, nn.Module()) as ckpt, pytest.raises(dq.CheckpointError):
         ckpt.records()
@@ -301,7 +301,7 @@ STRANGE_RECORDS = [
 
 @pytest.mark.parametrize("method", ["grid", "published"])
 @pytest.mark.parametrize("strange", STRANGE_RECORDS, ids=lambda strange: str(strange)[:60])
-def test_training_goes_on_from_a_whole_state_whatever_its_record_says(tmp_path, strange, method):
+def test_a_sound_state_is_restored_whatever_its_record_contains(tmp_path, strange, method):
     module = module_of(w=torch.randn(20, 30))
     options = {"evaluate": lambda m: 1 + float((m.w**2).mean()), "every": "auto", "method": method}
     with dq.Checkpointer(tmp_path, module, **options) as ckpt:
@@ -319,7 +319,7 @@ def test_training_goes_on_from_a_whole_state_whatever_its_record_says(tmp_path, 
             assert ckpt.save(2).result().configuration is not None
 
 
-def test_a_hostile_newest_file_does_not_keep_an_older_one_from_being_restored(tmp_path):
+def test_an_older_checkpoint_is_restored_if_the_newest_file_is_hostile(tmp_path):
     module = module_of(w=torch.randn(20, 30))
     with dq.Checkpointer(tmp_path, module, configuration=FIXED) as ckpt:
         ckpt.save(1)

@@ -46,7 +46,7 @@ class Training:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("settings", [{"quality": "lossless"}, {"exact": "latest"}], ids=["lossless", "exact latest"])
-def test_the_losses_after_a_restore_are_those_of_a_training_left_alone(tmp_path, settings, optimizer):
+def test_losses_after_a_restore_equal_those_of_an_uninterrupted_training(tmp_path, settings, optimizer):
     training = Training(optimizer, seed=0)
     with training.checkpointer(tmp_path, **settings) as ckpt:
         for step in (1, 2):
@@ -61,7 +61,7 @@ def test_the_losses_after_a_restore_are_those_of_a_training_left_alone(tmp_path,
     assert Training(optimizer, seed=1).losses(STEPS) != alone
 
 
-def test_without_exact_values_they_would_not_be(tmp_path):
+def test_without_exact_values_the_losses_differ(tmp_path):
     training = Training("AdamW", seed=0)
     with training.checkpointer(tmp_path) as ckpt:
         training.losses(20)

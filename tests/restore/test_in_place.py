@@ -50,7 +50,7 @@ def restored_values(model, optimizer):
 
 
 @pytest.mark.parametrize("quality", ["balanced", "lossless"])
-def test_a_restore_fills_the_memory_that_is_there_and_new_memory_alike(tmp_path, quality):
+def test_a_restore_fills_existing_memory_and_new_memory_with_the_same_values(tmp_path, quality):
     with dq.Checkpointer(tmp_path, *training(), quality=quality) as checkpointer:
         checkpointer.save(1)
     trained = training(1)
@@ -70,7 +70,7 @@ def test_a_restore_fills_the_memory_that_is_there_and_new_memory_alike(tmp_path,
     assert all(map(torch.equal, restored_values(*fresh), first))
 
 
-def test_moments_of_another_dtype_than_their_parameter_are_filled_where_they_are(tmp_path):
+def test_moments_of_another_dtype_than_their_parameter_are_filled_in_place(tmp_path):
     def float32_moments(seed):
         torch.manual_seed(seed)
         parameter = nn.Parameter(torch.rand(30, 20, dtype=torch.bfloat16))
@@ -90,7 +90,7 @@ def test_moments_of_another_dtype_than_their_parameter_are_filled_where_they_are
         assert torch.equal(now, then)
 
 
-def test_an_extra_that_shares_tensors_with_the_model_is_given_what_was_stored(tmp_path):
+def test_an_extra_that_shares_tensors_with_the_model_gets_the_stored_values(tmp_path):
     model, optimizer = training()
     with dq.Checkpointer(tmp_path, model, optimizer, extras={"shadow": Shadow(model)}) as checkpointer:
         checkpointer.save(1)
@@ -137,7 +137,7 @@ def examples():
 
 
 @pytest.mark.parametrize("stored", list(examples()), ids=lambda stored: type(stored).__name__)
-def test_pieces_of_any_size_make_the_same_values(stored, monkeypatch):
+def test_pieces_of_any_size_give_the_same_values(stored, monkeypatch):
     values, digest = dequantize(stored), stored_hash(stored)
     assert digest == tensor_hash(values)
     for size in (1, COLUMNS - 1, 10 * COLUMNS, 1 << 30):
@@ -148,7 +148,7 @@ def test_pieces_of_any_size_make_the_same_values(stored, monkeypatch):
         assert stored_hash(stored) == digest
 
 
-def test_too_many_or_too_few_protected_values_are_found_in_whichever_piece(monkeypatch):
+def test_a_wrong_number_of_outliers_is_found_in_any_piece(monkeypatch):
     monkeypatch.setattr(kernels.host, "PIECE", 4)
     levels = np.array([PROTECTED, 2, 2, 2, 2, 2, PROTECTED, 2, 2], dtype=np.uint8)
     for count in (0, 1, 3):

@@ -52,13 +52,13 @@ def test_only_the_tensors_asked_for_are_decoded(run, monkeypatch):
     assert bits(found) == bits({key: whole[key] for key in asked})
 
 
-def test_every_name_of_a_tied_tensor_can_be_asked_for(run):
+def test_a_tied_tensor_is_found_under_all_its_names(run):
     found = dq.load(run, keys=["4.weight", "0.weight"])
     assert torch.equal(found["4.weight"], found["0.weight"])
     assert dq.load(run, keys=[]) == {}
 
 
-def test_a_tensor_that_is_not_there_is_an_error_that_names_some(run):
+def test_a_missing_tensor_is_an_error_that_names_some_others(run):
     with pytest.raises(KeyError, match=r"no tensor '9.weight'; there are '0.weight'"):
         dq.load(run, keys=["1.weight", "9.weight"])
 
@@ -73,7 +73,7 @@ def test_the_model_is_found_in_files_of_other_programs(tmp_path, around):
     assert bits(dq.load(path, keys=names)) == bits(dict(other.state_dict()))
 
 
-def test_a_file_has_no_steps_and_a_folder_without_checkpoints_none(run, tmp_path):
+def test_a_step_of_a_file_and_a_folder_without_checkpoints_are_errors(run, tmp_path):
     path = packed(tmp_path, {"w": torch.ones(2)})
     with pytest.raises(ValueError, match="is one checkpoint"):
         dq.load(path, 3)
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_a_run_can_be_loaded_by_its_file(run):
     assert bits(dq.load(Run(run).path(2))) == bits(dq.load(run, 2))
 
 
-def test_what_was_kept_as_it_was_is_what_is_loaded(run):
+def test_load_prefers_the_lossless_copy(run):
     exact = dq.load(run)["model"]
     small = dq.load(Run(run).path(3))["model"]
     assert bits(exact) != bits(small)
@@ -103,7 +103,7 @@ def test_what_was_kept_as_it_was_is_what_is_loaded(run):
     assert bits(dict(model.state_dict())) == bits(dict(exact))
 
 
-def test_the_small_form_stands_in_for_an_exact_one_that_is_damaged(run, caplog):
+def test_the_checkpoint_replaces_a_damaged_lossless_copy(run, caplog):
     twin = next(run.glob("exact-*.dqc"))
     twin.write_bytes(twin.read_bytes()[:-9])
     with caplog.at_level(logging.WARNING):
@@ -132,7 +132,7 @@ def each(tensors):
     return {name: bits(tensor) for name, tensor in tensors.items()}
 
 
-def test_where_one_tensor_of_the_exact_form_is_damaged_all_are_those_of_the_small_one(damaged, tmp_path, caplog):
+def test_one_damaged_tensor_of_the_lossless_copy_switches_all_tensors_to_the_checkpoint(damaged, tmp_path, caplog):
     small = each(dq.load(Run(damaged).path(3))["model"])
     with caplog.at_level(logging.WARNING):
         assert each(dq.load(damaged)["model"]) == small
@@ -152,13 +152,13 @@ def test_where_one_tensor_of_the_exact_form_is_damaged_all_are_those_of_the_smal
     assert each(torch.load(tmp_path / Target.TORCH_STATE, weights_only=False)["model"]) == small
 
 
-def test_tensors_that_are_not_asked_for_may_be_damaged(damaged, caplog):
+def test_damaged_tensors_matter_only_if_asked_for(damaged, caplog):
     found = dq.load(damaged, keys=["1.weight"])["1.weight"]
     assert not torch.equal(found, dq.load(Run(damaged).path(3))["model"]["1.weight"])
     assert caplog.text == ""
 
 
-def test_where_both_forms_are_damaged_it_is_said_of_both(damaged, caplog):
+def test_damage_of_both_files_is_reported_for_both(damaged, caplog):
     damage(Run(damaged).file(3), "model.1.weight")
     for load in (lambda: dq.load(damaged, keys=["1.weight", "4.bias"]), lambda: dq.load(damaged)):
         with pytest.raises(dq.CheckpointError, match=r"step-000000000003.dqc: tensor model.1.weight"):
@@ -166,14 +166,14 @@ def test_where_both_forms_are_damaged_it_is_said_of_both(damaged, caplog):
     assert caplog.text.count("exact-000000000003") == 2
 
 
-def test_an_exact_form_that_is_whole_needs_no_small_one(run):
+def test_an_undamaged_lossless_copy_is_loaded_although_the_checkpoint_is_damaged(run):
     exact = each(dq.load(run)["model"])
     damage(Run(run).file(3), "model.1.weight")
     assert each(dq.load(run)["model"]) == exact
     assert each(dq.load(run, keys=list(exact))) == exact
 
 
-def test_what_a_format_has_no_place_for_is_no_damage(tmp_path, caplog):
+def test_a_dtype_that_safetensors_lacks_does_not_count_as_damage(tmp_path, caplog):
     model = nn.Linear(8, 8)
     model.register_buffer("phase", torch.ones(2, dtype=torch.complex128))
     with dq.Checkpointer(tmp_path / "run", model, exact="latest") as ckpt:
@@ -183,7 +183,7 @@ def test_what_a_format_has_no_place_for_is_no_damage(tmp_path, caplog):
     assert caplog.text == ""
 
 
-def test_a_model_gets_its_weights_and_keeps_its_dtypes_and_ties(run):
+def test_load_into_keeps_the_models_dtypes_and_ties(run):
     model = model_of(8).to(torch.bfloat16)
     model[4].weight = model[0].weight
     weight = model[1].weight
@@ -209,7 +209,7 @@ def test_a_model_that_does_not_fit_is_not_changed(run):
         assert before is None or bits(dict(model.state_dict())) == before
 
 
-def test_state_that_is_no_tensor_is_told(tmp_path):
+def test_state_of_the_model_that_is_no_tensor_is_named(tmp_path):
     path = packed(tmp_path, {"w": torch.ones(2), "more": 3})
     with pytest.raises(dq.CheckpointError, match="more in the model is not a tensor"):
         dq.load(path, keys=["w"])
@@ -219,7 +219,7 @@ def test_state_that_is_no_tensor_is_told(tmp_path):
     assert torch.equal(dq.load(path)["deep"]["er"]["w"], torch.ones(2))
 
 
-def test_a_model_is_not_changed_where_a_tensor_is_damaged(tmp_path):
+def test_a_damaged_tensor_leaves_the_model_unchanged(tmp_path):
     save_file({"weight": torch.randn(32, 32), "bias": torch.randn(32)}, tmp_path / "m.safetensors")
     compress(tmp_path / "m.safetensors", tmp_path / "m.dqc", Packer("lossless"))
     file = Stored(tmp_path / "m.dqc").file

@@ -41,7 +41,7 @@ def weights(model) -> dict:
 # A part on request
 
 
-def test_weights_only(folder):
+def test_only_the_weights_can_be_restored(folder):
     model, optimizer = training(1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     train(model, optimizer)
@@ -56,7 +56,7 @@ def test_weights_only(folder):
         assert ckpt.save(5).result().parent == 4
 
 
-def test_parts_need_no_object_for_the_others(folder):
+def test_a_partial_restore_needs_no_objects_for_other_parts(folder):
     model, _ = training(1)
     with dq.Checkpointer(folder, model) as ckpt:
         with pytest.raises(dq.StateError, match="it holds 'optimizer', which was not given"):
@@ -65,7 +65,7 @@ def test_parts_need_no_object_for_the_others(folder):
     assert weights(model) == stored_weights(folder)
 
 
-def test_the_optimizer_and_the_random_numbers_only(folder):
+def test_only_the_optimizer_and_the_generators_can_be_restored(folder):
     model, optimizer = training(1)
     before = weights(model)
     with dq.Checkpointer(folder, model, optimizer) as ckpt:
@@ -76,7 +76,7 @@ def test_the_optimizer_and_the_random_numbers_only(folder):
 
 
 @pytest.mark.parametrize("only", ["weights", ("model", "ema"), ()])
-def test_names_that_do_not_occur_are_refused(folder, only):
+def test_unknown_names_in_only_are_refused(folder, only):
     with (
         dq.Checkpointer(folder, *training(1)) as ckpt,
         pytest.raises(ValueError, match="there are model, optimizer, rng"),
@@ -87,7 +87,7 @@ def test_names_that_do_not_occur_are_refused(folder, only):
 # What fits
 
 
-def test_a_new_head_and_what_else_does_not_fit_is_left_as_it_is_and_listed(folder, caplog):
+def test_parts_that_do_not_fit_are_left_unchanged_and_listed(folder, caplog):
     model, _ = training(1)
     model[4] = nn.Linear(24, 7)
     model.append(nn.Linear(7, 40))
@@ -112,7 +112,7 @@ def test_a_new_head_and_what_else_does_not_fit_is_left_as_it_is_and_listed(folde
         assert (ckpt.restore(), ckpt.not_restored) == (5, [])
 
 
-def test_another_optimizer_begins_anew(folder):
+def test_another_optimizer_starts_without_state(folder):
     model, optimizer = training(1, torch.optim.SGD)
     with dq.Checkpointer(folder, model, optimizer) as ckpt:
         assert ckpt.restore(strict=False) == 4
@@ -209,7 +209,7 @@ def test_one_of_several_is_restored_and_another_may_be_missing(tmp_path):
     assert len(Stored(tmp_path).state_dict) == len(nn.ModuleDict(models).state_dict())
 
 
-def test_one_model_does_not_fit_where_several_were_saved(tmp_path):
+def test_one_model_does_not_fit_a_checkpoint_of_several(tmp_path):
     models, optimizers = adversaries()
     with dq.Checkpointer(tmp_path, models, optimizers) as ckpt:
         ckpt.save(2).result()
@@ -233,7 +233,7 @@ def test_optimizers_may_be_a_sequence_and_a_loss_on_batches_takes_several_models
 
 
 @pytest.mark.parametrize("models", [{}, {"a.b": nn.Linear(1, 1)}, {"keys": nn.Linear(1, 1)}, {3: nn.Linear(1, 1)}])
-def test_names_of_models_that_cannot_be_names_are_refused(tmp_path, models):
+def test_invalid_names_of_models_are_refused(tmp_path, models):
     with pytest.raises(ValueError, match=r"^model"):
         dq.Checkpointer(tmp_path, models)
 
@@ -248,7 +248,7 @@ class Progress:
     losses: list = field(default_factory=list)
 
 
-def test_dictionaries_lists_and_dataclasses_are_saved_as_they_are_then_and_updated_in_place(tmp_path):
+def test_dictionaries_lists_and_dataclasses_are_saved_by_value_and_updated_in_place(tmp_path):
     counts, history, progress = {"epoch": 0, "seen": {"a": 1}}, [1], Progress()
     extras = {"counts": counts, "history": history, "progress": progress}
     with dq.Checkpointer(tmp_path, model_of(), extras=extras) as ckpt:
@@ -268,7 +268,7 @@ def test_dictionaries_lists_and_dataclasses_are_saved_as_they_are_then_and_updat
     assert (history[1] is inner, progress.losses is losses) == (True, True)
 
 
-def test_a_plain_value_of_another_kind_or_field_does_not_fit(tmp_path):
+def test_a_plain_extra_of_another_type_or_with_other_fields_does_not_fit(tmp_path):
     @dataclass
     class Less:
         epoch: int = 0
@@ -306,7 +306,7 @@ def test_state_that_is_left_out_is_not_overwritten(tmp_path):
     assert float(its_own.state[other[1].weight]["step"]) == 5
 
 
-def test_a_group_that_comes_of_two_keeps_its_own_learning_rate_also_where_that_is_a_tensor(tmp_path, caplog):
+def test_a_parameter_group_merged_from_two_keeps_its_own_learning_rate(tmp_path, caplog):
     model, _ = training()
     parameters = list(model.parameters())
     groups = [{"params": parameters[:2], "lr": torch.tensor(0.5)}, {"params": parameters[2:], "lr": torch.tensor(0.02)}]
@@ -327,7 +327,7 @@ class Stubborn:
         raise RuntimeError("not today")
 
 
-def test_extras_are_put_back_although_one_of_them_cannot_be(tmp_path):
+def test_extras_are_put_back_even_if_one_of_them_fails_to(tmp_path):
     model, optimizer = training()
     progress = {"epoch": 1}
     with dq.Checkpointer(tmp_path, model, optimizer, extras={"progress": progress, "z": Stubborn()}) as ckpt:
@@ -350,7 +350,7 @@ def test_tensors_in_a_dictionary_are_restored_in_place(tmp_path):
     assert total.tolist() == [1, 1, 1]
 
 
-def test_what_is_no_optimizer_is_refused(tmp_path):
+def test_an_object_that_is_no_optimizer_is_refused(tmp_path):
     model, optimizer = training()
     with pytest.raises(dq.StateError, match="optimizer must be an optimizer, not a StepLR"):
         dq.Checkpointer(tmp_path, model, torch.optim.lr_scheduler.StepLR(optimizer, 3))

@@ -78,7 +78,7 @@ def test_a_malformed_state_is_refused_and_nothing_is_changed(tmp_path, change, m
     assert_refused(tmp_path, things, dq.DynaquantError, match)
 
 
-def test_metadata_that_is_none_is_refused(tmp_path):
+def test_malformed_metadata_is_refused(tmp_path):
     def change(state):
         state["model"]._metadata = 5
 
@@ -86,7 +86,7 @@ def test_metadata_that_is_none_is_refused(tmp_path):
     assert_refused(tmp_path, training(1), dq.CheckpointError, "holds no state of a training")
 
 
-def test_a_group_keeps_hyperparameters_of_which_the_checkpoint_says_nothing(tmp_path):
+def test_a_parameter_group_keeps_hyperparameters_that_the_checkpoint_lacks(tmp_path):
     crafted(tmp_path, lambda state: state["optimizer"]["param_groups"][0].pop("eps"))
     things = training(1)
     with dq.Checkpointer(tmp_path, things["model"], things["optimizer"], extras={"order": things["order"]}) as ckpt:
@@ -108,7 +108,7 @@ class WithHistory(torch.optim.SGD):
             state["slow"] = parameter.clone()
 
 
-def test_of_an_unknown_optimizer_only_what_has_its_parameters_shape_needs_it(tmp_path):
+def test_unknown_optimizer_state_must_have_its_parameters_shape_only_if_it_had(tmp_path):
     def things(seed):
         torch.manual_seed(seed)
         model = model_of()
@@ -152,7 +152,7 @@ def test_an_expanded_buffer_comes_back(tmp_path, value):
     assert bits(another.state_dict()) == bits(model.state_dict())
 
 
-def test_an_expanded_buffer_that_cannot_hold_what_is_stored_is_refused(tmp_path):
+def test_an_expanded_buffer_that_cannot_hold_the_stored_values_is_refused(tmp_path):
     with dq.Checkpointer(tmp_path, WithMask(torch.arange(6.0).reshape(2, 3)), quality="lossless") as ckpt:
         ckpt.save(1).result()
     other = WithMask(torch.zeros(1, 3).expand(2, 3))
@@ -177,7 +177,7 @@ class Position:
             raise RuntimeError("no")
 
 
-def test_an_extra_that_fails_is_put_back_with_all_before_it(tmp_path):
+def test_a_failing_extra_is_put_back_with_all_extras_before_it(tmp_path):
     def objects(position, seed, fails=False):
         things = training(seed)
         things["order"].manual_seed(seed)

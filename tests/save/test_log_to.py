@@ -33,7 +33,7 @@ def saved(folder, log_to, **options):
     return records
 
 
-def test_curves_show_the_numbers_of_the_records(tmp_path):
+def test_add_scalar_gets_the_numbers_of_the_records(tmp_path):
     curves = Curves()
     records = saved(tmp_path, curves, evaluate=lambda model: float(model[1].weight.square().sum()))
     assert all(tag.startswith("dynaquant/") for tag in curves.points)
@@ -47,13 +47,13 @@ def test_curves_show_the_numbers_of_the_records(tmp_path):
         assert at["scale"] == record.configuration.scale
 
 
-def test_what_a_record_does_not_have_is_no_point(tmp_path):
+def test_missing_numbers_are_not_logged(tmp_path):
     curves = Curves()
     saved(tmp_path, curves, quality="lossless")
     assert not any("quality" in tag or tag.endswith(("scale", "progress", "allowed")) for tag in curves.points)
 
 
-def test_a_function_gets_each_record_when_its_checkpoint_is_there(tmp_path):
+def test_a_function_gets_each_record_after_the_commit(tmp_path):
     told = []
 
     def log_to(record) -> None:
@@ -64,7 +64,7 @@ def test_a_function_gets_each_record_when_its_checkpoint_is_there(tmp_path):
 
 
 @pytest.mark.parametrize("broken", ["function", "writer"])
-def test_a_logger_that_fails_costs_a_warning_and_no_checkpoint(tmp_path, caplog, broken):
+def test_a_failing_log_to_logs_a_warning_and_costs_no_checkpoint(tmp_path, caplog, broken):
     def fail(*_arguments, **_others):
         raise RuntimeError("out of paper")
 
@@ -75,7 +75,7 @@ def test_a_logger_that_fails_costs_a_warning_and_no_checkpoint(tmp_path, caplog,
     assert dq.load(tmp_path, 20)
 
 
-def test_what_can_be_told_nothing_is_refused_before_anything_is_made(tmp_path):
+def test_a_wrong_log_to_is_refused_before_the_folder_is_made(tmp_path):
     with pytest.raises(TypeError, match="log_to must be a function"):
         dq.Checkpointer(tmp_path / "run", model_of(8), log_to="tensorboard")
     assert not (tmp_path / "run").exists()
@@ -83,7 +83,7 @@ def test_what_can_be_told_nothing_is_refused_before_anything_is_made(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="TensorBoard is not installed")
 @pytest.mark.filterwarnings("ignore")
-def test_tensorboard_shows_them(tmp_path):
+def test_tensorboard_files_have_the_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 

@@ -51,7 +51,7 @@ print(resident("VmHWM") - before)
 
 
 @pytest.mark.parametrize("quality", ["balanced", "high"])
-def test_saves_take_two_bytes_for_a_value_and_the_buffers_of_a_tensor(tmp_path, quality):
+def test_saves_need_two_bytes_per_value_and_the_buffers_of_one_tensor(tmp_path, quality):
     script = tmp_path / "saves.py"
     script.write_text(SAVES)
     small, large = tmp_path / "small", tmp_path / "large"

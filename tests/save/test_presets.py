@@ -121,12 +121,12 @@ def test_arguments_that_do_not_go_together_are_refused(arguments, message, tmp_p
         ("kmeans", Configuration(), "kmeans"),
     ],
 )
-def test_the_method_is_that_of_the_configuration_where_none_is_named(method, configuration, chosen):
+def test_the_configuration_decides_the_method(method, configuration, chosen):
     assert Allowance("balanced", method, None, configuration).chosen_method == chosen
 
 
 @pytest.mark.parametrize("quality", PRESETS)
-def test_a_quality_allows_a_degradation_of_its_own_unless_another_is_given(quality, tmp_path):
+def test_quality_sets_max_degradation_unless_it_is_given(quality, tmp_path):
     preset = PRESETS[quality]
     with Checkpointer(tmp_path, *objects(), quality=quality) as checkpointer:
         assert checkpointer.max_degradation == (preset.max_degradation if preset else 0.0)
@@ -149,7 +149,7 @@ def test_the_presets_lose_more_from_one_to_the_next():
 
 
 @pytest.mark.parametrize("evaluate", [None, EVALUATE], ids=["no metric", "metric"])
-def test_without_loss_every_bit_comes_back(evaluate, trained, tmp_path):
+def test_lossless_restores_every_bit(evaluate, trained, tmp_path):
     record, model, optimizer = saved(tmp_path, trained, evaluate, saves=3, quality="lossless")
     assert record.parent == 10
     for step in (0, 10, 20):
@@ -190,7 +190,7 @@ def test_weights_lose_no_more_than_the_preset_allows(quality, trained, tmp_path)
 
 
 @pytest.mark.parametrize("method", ["grid", "kmeans", "published"])
-def test_records_and_files_say_what_was_chosen(method, trained, tmp_path):
+def test_records_and_files_have_the_chosen_configuration(method, trained, tmp_path):
     record, *_ = saved(tmp_path, trained, saves=2, method=method)
     assert isinstance(record.configuration, GridConfiguration if method == "grid" else Configuration)
     assert record.search == "scale" if method == "grid" else record.search in ("exhaustive", "neighbourhood")
@@ -216,7 +216,7 @@ def test_records_and_files_say_what_was_chosen(method, trained, tmp_path):
         (Configuration(bins=8), "kmeans", "conditional"),
     ],
 )
-def test_a_configuration_of_the_user_is_taken_as_it_is(configuration, method, kind, trained, tmp_path):
+def test_a_given_configuration_is_used_unchanged(configuration, method, kind, trained, tmp_path):
     record, *_ = saved(tmp_path, trained, configuration=configuration, method=method)
     assert record.configuration == configuration
     assert (record.search, record.limit) == ("fixed", None)
@@ -224,7 +224,7 @@ def test_a_configuration_of_the_user_is_taken_as_it_is(configuration, method, ki
     assert schemes(tmp_path)["weight"] == {kind}
 
 
-def test_a_run_may_go_on_with_another_quality_and_method(trained, tmp_path):
+def test_a_run_may_continue_with_another_quality_and_method(trained, tmp_path):
     """Each file says for itself how it was coded."""
     model, optimizer = objects(trained)
     choices = [

@@ -58,7 +58,7 @@ class Training:
 # A number of steps
 
 
-def test_a_number_of_steps_means_its_multiples():
+def test_every_n_steps_means_multiples_of_n():
     training = Training(every=10)
     training.run(4, cost=1e6)
     assert training.saved_at == [10, 20, 30, 40]
@@ -73,7 +73,7 @@ def test_after_a_late_save_the_next_multiple_counts():
     assert [step for step in range(17, 33) if schedule.due(step)] == list(range(20, 33))
 
 
-def test_a_restored_training_goes_on_at_the_next_multiple():
+def test_a_restored_training_continues_at_the_next_multiple():
     schedule = Schedule(10)
     schedule.begin(25, interval=999)
     assert [step for step in range(25, 33) if schedule.due(step)] == [30, 31, 32]
@@ -93,7 +93,7 @@ def test_without_every_nothing_is_due():
 # By what a save costs
 
 
-def test_the_first_checkpoint_comes_after_as_many_steps_as_gradients_are_recorded_of():
+def test_the_first_automatic_checkpoint_comes_after_fifty_steps():
     training = Training()
     training.train_until_due()
     assert training.step == training.schedule.interval == FIRST == 50
@@ -101,7 +101,7 @@ def test_the_first_checkpoint_comes_after_as_many_steps_as_gradients_are_recorde
 
 @pytest.mark.parametrize("max_overhead", [None, 0.002, 0.03, 0.5])
 @pytest.mark.parametrize("first_cost", [2.0, 500.0], ids=["as any other", "expensive"])
-def test_saving_stays_below_its_share_of_the_time_of_training(max_overhead, first_cost):
+def test_saves_stay_below_max_overhead(max_overhead, first_cost):
     """Saves of about two seconds; the first one may hold a search from scratch, which is repaid."""
     training, draw = Training(max_overhead=max_overhead), random.Random(0)
     training.train_until_due()
@@ -114,7 +114,7 @@ def test_saving_stays_below_its_share_of_the_time_of_training(max_overhead, firs
     assert min(training.share_before_saves[30:]) >= 0.8 * allowed  # and no rarer than it may be
 
 
-def test_saves_that_always_cost_more_than_was_expected_are_made_up_for():
+def test_saves_that_always_cost_more_than_expected_become_rarer():
     training = Training(max_overhead=0.01)
     for _ in range(200):
         training.train_until_due()
@@ -122,7 +122,7 @@ def test_saves_that_always_cost_more_than_was_expected_are_made_up_for():
     assert max(training.share_before_saves[100:]) <= 1.02 * 0.01
 
 
-def test_an_expensive_first_save_is_made_up_for_over_several_intervals():
+def test_the_cost_of_an_expensive_first_save_is_spread_over_several_intervals():
     training = Training(max_overhead=0.01)
     training.train_until_due()
     training.save(cost=101.0, typical=1.0)
@@ -133,7 +133,7 @@ def test_an_expensive_first_save_is_made_up_for_over_several_intervals():
     assert intervals[-1] < 4 * steady
 
 
-def test_the_interval_follows_the_seconds_of_a_step_and_of_a_save():
+def test_the_interval_follows_the_time_of_a_step_and_of_a_save():
     training = Training(max_overhead=0.01)
     assert training.run(40, cost=1.0)[-1] == pytest.approx(1000, rel=0.02)
     training.seconds_per_step = 0.5
@@ -141,13 +141,13 @@ def test_the_interval_follows_the_seconds_of_a_step_and_of_a_save():
     assert training.run(60, cost=4.0)[-1] == pytest.approx(800, rel=0.02)
 
 
-def test_steps_that_are_longer_than_the_interval_are_saved_every_time():
+def test_steps_longer_than_the_interval_are_all_saved():
     training = Training(seconds_per_step=1000.0)
     training.run(1, cost=1.0)
     assert training.run(10, cost=1.0) == [1] * 10
 
 
-def test_a_save_without_a_step_before_it_says_nothing_about_steps():
+def test_a_save_without_a_step_before_it_does_not_measure_steps():
     training = Training(max_overhead=0.01)
     training.save(cost=1.0)
     assert training.schedule.interval == FIRST
@@ -186,7 +186,7 @@ def test_a_training_that_begins_at_a_later_step_counts_from_there():
     assert [step for step in range(1001, 1100) if schedule.due(step)] == list(range(1050, 1100))
 
 
-def test_after_a_restore_the_interval_from_before_goes_on():
+def test_after_a_restore_the_stored_interval_is_used():
     schedule = Schedule("auto", clock=Clock())
     schedule.begin(4000, interval=700)
     assert schedule.interval == 700
@@ -194,14 +194,14 @@ def test_after_a_restore_the_interval_from_before_goes_on():
     assert schedule.due(4700)
 
 
-def test_after_a_restore_that_knows_of_no_interval_it_is_as_at_first():
+def test_after_a_restore_without_a_stored_interval_the_first_one_is_used():
     schedule = Schedule("auto", clock=Clock())
     schedule.begin(4000, interval=None)
     assert not schedule.due(4000 + FIRST - 1)
     assert schedule.due(4000 + FIRST)
 
 
-def test_the_time_it_took_to_restore_is_not_taken_for_training():
+def test_the_time_of_a_restore_does_not_count_as_training():
     training = Training(max_overhead=0.01)
     training.clock.now += 1e6
     training.step = 4000
@@ -233,17 +233,17 @@ def test_dalys_interval_is_youngs_while_saves_are_cheap():
     assert daly(0.0, 3600.0) == 0
 
 
-def test_dalys_interval_is_the_time_between_failures_where_saves_take_longer_than_that():
+def test_dalys_interval_is_the_time_between_failures_if_saves_take_longer():
     assert daly(200.0, 100.0) == daly(1e9, 100.0) == 100.0
     assert daly(199.999, 100.0) == pytest.approx(100.0, rel=0.15)
 
 
-def test_a_rate_of_failures_gives_dalys_interval():
+def test_mean_time_between_failures_gives_dalys_interval():
     training = Training(mean_time_between_failures=3600.0)
     assert training.run(5, cost=2.0)[-1] == math.ceil(daly(2.0, 3600.0) / 0.1)
 
 
-def test_of_both_the_longer_interval_counts():
+def test_with_max_overhead_and_failures_the_longer_interval_counts():
     rarely, often = 1e6, 10.0
     by_overhead = Training(max_overhead=0.01).run(40, cost=1.0)[-1]
     by_failures = Training(mean_time_between_failures=rarely).run(40, cost=1.0)[-1]
@@ -265,13 +265,13 @@ def test_every_is_a_positive_number_of_steps_or_auto(every):
 
 @pytest.mark.parametrize("name", ["max_overhead", "mean_time_between_failures"])
 @pytest.mark.parametrize("value", [0, -0.1, math.nan, math.inf])
-def test_a_share_and_a_rate_are_positive_numbers(name, value):
+def test_max_overhead_and_mean_time_between_failures_must_be_positive(name, value):
     with pytest.raises(ValueError, match=f"{name} must be above 0"):
         Schedule("auto", **{name: value})
 
 
 @pytest.mark.parametrize("name", ["max_overhead", "mean_time_between_failures"])
 @pytest.mark.parametrize("every", [None, 100])
-def test_a_share_and_a_rate_mean_nothing_to_a_number_of_steps(name, every):
+def test_max_overhead_and_mean_time_between_failures_need_every_auto(name, every):
     with pytest.raises(ValueError, match="every='auto'"):
         Schedule(every, **{name: 0.1})

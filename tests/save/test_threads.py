@@ -87,7 +87,7 @@ def writers() -> int:
 # The thread that writes
 
 
-def test_a_function_that_is_told_of_a_save_may_ask_for_all_records(tmp_path):
+def test_log_to_may_call_records(tmp_path):
     training, seen = Training(), []
     with training.checkpointer(tmp_path, log_to=lambda _: seen.append([r.step for r in ckpt.records()])) as ckpt:
         for step in (1, 2):
@@ -97,7 +97,7 @@ def test_a_function_that_is_told_of_a_save_may_ask_for_all_records(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["save", "restore", "close"])
-def test_what_is_not_for_the_thread_that_writes_is_refused_there(tmp_path, name, caplog):
+def test_calls_that_must_not_come_from_the_writing_thread_are_refused_there(tmp_path, name, caplog):
     training = Training()
     call = {"save": lambda: ckpt.save(7), "restore": lambda: ckpt.restore(), "close": lambda: ckpt.close()}[name]  # noqa: PLW0108
     with caplog.at_level(logging.WARNING), training.checkpointer(tmp_path, log_to=lambda _: call()) as ckpt:
@@ -106,7 +106,7 @@ def test_what_is_not_for_the_thread_that_writes_is_refused_there(tmp_path, name,
     assert Run(tmp_path).steps() == [1]
 
 
-def test_the_thread_outlives_whatever_is_called_in_it(tmp_path):
+def test_the_writing_thread_survives_callbacks_that_exit(tmp_path):
     with Training().checkpointer(tmp_path) as ckpt:
         ckpt.save(1).add_done_callback(lambda _: sys.exit())
         ckpt.save(2)
@@ -124,7 +124,7 @@ def test_a_callback_of_a_save_may_ask_for_its_result(tmp_path):
     assert told == [(None, 1), (None, 2)]
 
 
-def test_what_is_told_of_a_save_may_not_wait_for_it(tmp_path, caplog):
+def test_log_to_cannot_wait_for_the_save_it_is_called_for(tmp_path, caplog):
     training, saved = Training(), []
     go_on = threading.Event()
 
@@ -139,7 +139,7 @@ def test_what_is_told_of_a_save_may_not_wait_for_it(tmp_path, caplog):
     assert "was asked for in the thread that writes" in caplog.text
 
 
-def test_a_write_that_was_handed_over_cannot_be_cancelled(tmp_path):
+def test_a_write_cannot_be_cancelled(tmp_path):
     with Training().checkpointer(tmp_path) as ckpt:
         assert not ckpt.save(1).cancel()
     assert Run(tmp_path).steps() == [1]
@@ -168,7 +168,7 @@ def while_it_writes(training, folder) -> tuple[dq.Checkpointer, Future, threadin
     return ckpt, saving, go_on
 
 
-def test_an_interrupted_close_lets_go_of_the_run_when_the_write_is_done_and_not_before(tmp_path):
+def test_an_interrupted_close_releases_the_run_only_after_the_write(tmp_path):
     ckpt, saving, go_on = while_it_writes(Training(), tmp_path)
     for _ in range(2):
         timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
@@ -184,7 +184,7 @@ def test_an_interrupted_close_lets_go_of_the_run_when_the_write_is_done_and_not_
     assert saving.result().step == 1
 
 
-def test_a_checkpointer_that_nobody_closes_lets_go_of_the_run_and_ends_its_thread(tmp_path):
+def test_a_garbage_collected_checkpointer_releases_the_run_and_ends_its_thread(tmp_path):
     before = writers()
     for step in (1, 2):
         ckpt = Training().checkpointer(tmp_path)
@@ -273,7 +273,7 @@ def in_fork(action) -> str:
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["at rest", "while writing"])
-def test_a_forked_child_is_told_whose_checkpointer_it_is_and_nothing_hangs(tmp_path, busy):
+def test_calls_in_a_forked_child_are_refused_and_nothing_hangs(tmp_path, busy):
     training = Training()
     ckpt, saving, go_on = while_it_writes(training, tmp_path)
     calls = [ckpt.wait, ckpt.records, ckpt.restore, lambda: ckpt.save(2)]
@@ -359,7 +359,7 @@ def test_a_call_from_inside_evaluate_is_refused_and_nothing_is_saved(tmp_path, n
 
 
 @pytest.mark.parametrize("name", ["save", "restore", "close"])
-def test_a_call_from_another_thread_meanwhile_is_refused_and_changes_nothing(tmp_path, name):
+def test_a_call_from_another_thread_during_a_save_is_refused_and_changes_nothing(tmp_path, name):
     training, errors = Training(), []
     calls = {"save": lambda: ckpt.save(7), "restore": lambda: ckpt.restore(), "close": lambda: ckpt.close()}  # noqa: PLW0108
 
@@ -417,7 +417,7 @@ def test_an_interrupt_in_evaluate_leaves_training_as_it_was(tmp_path, error):
 
 
 @ANYWHERE
-def test_after_an_interrupted_save_the_next_one_saves_what_it_would_have(tmp_path):
+def test_an_interrupted_save_does_not_change_what_the_next_one_stores(tmp_path):
     """Gradients that were recorded are not lost, and what was found does not count."""
     identities = []
     for interrupts in ([], [3, 400, 1500, 2200]):
@@ -465,7 +465,7 @@ def test_a_save_that_is_interrupted_anywhere_changes_nothing_in_training(tmp_pat
 
 
 @ANYWHERE
-def test_the_first_save_and_the_close_may_be_interrupted_anywhere(tmp_path):
+def test_the_first_save_and_close_may_be_interrupted_anywhere(tmp_path):
     before = writers()
     training = Training()
     with training.checkpointer(tmp_path / "counted", evaluate=None) as ckpt:
@@ -483,7 +483,7 @@ def test_the_first_save_and_the_close_may_be_interrupted_anywhere(tmp_path):
 
 
 @ANYWHERE
-def test_a_constructor_that_is_interrupted_anywhere_lets_go_of_the_run(tmp_path):
+def test_a_constructor_that_is_interrupted_anywhere_releases_the_run(tmp_path):
     training, made = Training(), []
 
     def make() -> None:
@@ -497,7 +497,7 @@ def test_a_constructor_that_is_interrupted_anywhere_lets_go_of_the_run(tmp_path)
 
 
 @ANYWHERE
-def test_a_restore_that_was_interrupted_anywhere_can_be_done_again(tmp_path):
+def test_a_restore_that_is_interrupted_anywhere_can_be_repeated(tmp_path):
     training = Training()
     with training.checkpointer(tmp_path, exact="latest") as ckpt:
         for step in (1, 2):

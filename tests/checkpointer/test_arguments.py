@@ -1,0 +1,152 @@
+"""Wrong arguments are refused with a message that says what to do."""
+
+import os
+
+import pytest
+from small_runs import KMEANS, LOSSLESS, training_of
+from training import model_of, train
+
+import dynaquant as dq
+
+
+def test_a_state_that_cannot_be_stored_is_named(tmp_path):
+    class Loader:
+        def state_dict(self):
+            return {"position": 3, "source": object()}
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    with pytest.raises(dq.StateError, match=r"loader\.source: a value of type builtins\.object cannot be stored"):
+        dq.Checkpointer(tmp_path, *training_of(), extras={"loader": Loader()})
+    with pytest.raises(dq.StateError, match="loader: range has no state_dict"):
+        dq.Checkpointer(tmp_path, *training_of(), extras={"loader": range(2)})
+    with dq.Checkpointer(tmp_path, *training_of()):
+        pass
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer", "rng", "classes"])
+def test_reserved_names_of_extras_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"extras cannot be called {name}"):
+        dq.Checkpointer(tmp_path, *training_of(), extras={name: model_of()})
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"keyframe_every": 0}, {"keep_last": 0}, {"keep_every": -1}])
+def test_numbers_out_of_range_are_refused(tmp_path, options):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        dq.Checkpointer(tmp_path, *training_of(), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"evaluate": 0.3}, "evaluate must be a function of the model, not 0.3"),
+        ({"extras": [1]}, "extras must be a dictionary of objects by name, not a list"),
+        ({"configuration": "small"}, "configuration must be a Configuration or a GridConfiguration, not 'small'"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_refused(tmp_path, options, said):
+    with pytest.raises(TypeError, match=said):
+        dq.Checkpointer(tmp_path, *training_of(), **options)
+
+
+@pytest.mark.parametrize("value", [-0.01, float("nan"), float("inf"), "1%", True])
+def test_max_degradation_out_of_range_is_refused(tmp_path, value):
+    with pytest.raises(ValueError, match="max_degradation must be a number from 0 on"):
+        dq.Checkpointer(tmp_path, *training_of(), max_degradation=value)
+    with dq.Checkpointer(tmp_path, *training_of(), max_degradation=0) as ckpt:
+        assert ckpt.max_degradation == 0
+        with pytest.raises(ValueError, match="max_degradation must be a number from 0 on"):
+            ckpt.max_degradation = value
+        assert ckpt.max_degradation == 0
+
+
+def test_configuration_and_max_degradation_exclude_each_other(tmp_path):
+    with pytest.raises(ValueError, match="exclude each other"):
+        dq.Checkpointer(tmp_path, *training_of(), configuration=dq.Configuration(), max_degradation=0.01)
+    with dq.Checkpointer(tmp_path, *training_of()) as ckpt:
+        assert ckpt.max_degradation == 0.01
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"quality": "excellent"}, "quality must be one of lossless, high, balanced, small, not 'excellent'"),
+        ({"method": "magic"}, "method must be one of grid, kmeans, published, not 'magic'"),
+        ({"quality": "lossless", "method": "grid"}, "takes no max_degradation"),
+        ({"quality": "lossless", "max_degradation": 0.1}, "takes no max_degradation"),
+        (KMEANS | {"quality": "lossless"}, "takes no max_degradation"),
+        (KMEANS | {"method": "grid"}, "a Configuration cannot be used with method 'grid'"),
+        (
+            {"configuration": dq.GridConfiguration(0), "method": "published"},
+            "a GridConfiguration cannot be used with method",
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, str) else "+".join(value),
+)
+def test_arguments_that_exclude_each_other_are_refused(tmp_path, options, said):
+    with pytest.raises(ValueError, match=said):
+        dq.Checkpointer(tmp_path, *training_of(), **options)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("quality", "allowed"), [("high", 0.001), ("balanced", 0.01), ("small", 0.05)])
+def test_quality_sets_max_degradation_which_may_be_given_and_changed(tmp_path, quality, allowed):
+    with dq.Checkpointer(tmp_path, *training_of(), quality=quality) as ckpt:
+        assert ckpt.max_degradation == allowed
+        ckpt.max_degradation = 0.02
+        assert ckpt.save(1).result().limit == 0.02
+    with dq.Checkpointer(tmp_path, *training_of(), quality=quality, max_degradation=0.03) as ckpt:
+        assert ckpt.max_degradation == 0.03
+
+
+def test_a_lossless_save_searches_for_nothing(tmp_path):
+    model, optimizer = training_of()
+    with dq.Checkpointer(tmp_path, model, optimizer, **LOSSLESS) as ckpt:
+        for step in (1, 2):
+            train(model, optimizer, 3)
+            record = ckpt.save(step).result()
+            assert (record.search, record.configuration, record.limit) == ("lossless", None, None)
+
+
+@pytest.mark.parametrize(
+    ("step", "error"), [(-1, ValueError), (1.0, ValueError), ("1", ValueError), (None, ValueError)]
+)
+def test_a_step_must_be_an_integer_from_zero_on(tmp_path, step, error):
+    with dq.Checkpointer(tmp_path, *training_of()) as ckpt:
+        with pytest.raises(error):
+            ckpt.save(step)
+        assert ckpt.save(0).result().step == 0
+
+
+def test_a_second_writer_of_a_run_is_refused(tmp_path):
+    said = "another Checkpointer, here or in another process, is writing to this run"
+    with dq.Checkpointer(tmp_path, *training_of()), pytest.raises(dq.CheckpointError, match=said):
+        dq.Checkpointer(tmp_path, *training_of())
+    with dq.Checkpointer(tmp_path, *training_of()):
+        pass
+
+
+@pytest.mark.parametrize("step", [2**63, 2**64, 10**400], ids=["2**63", "2**64", "10**400"])
+def test_a_step_too_large_for_the_file_format_is_refused_at_once(tmp_path, step):
+    model, optimizer = training_of()
+    called = []
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=lambda _: called.append(1) or 1.0) as ckpt:
+        with pytest.raises(ValueError, match=r"step must be less than 2\*\*63"):
+            ckpt.save(step)
+        assert (called, os.listdir(tmp_path)) == ([], [])
+        assert ckpt.save(2**63 - 1).result().step == 2**63 - 1
+        assert ckpt.restore() == 2**63 - 1
+
+
+def test_a_closed_checkpointer_refuses_calls(tmp_path):
+    ckpt = dq.Checkpointer(tmp_path, model_of())
+    ckpt.close()
+    for call in (ckpt.restore, lambda: ckpt.save(1)):
+        with pytest.raises(ValueError, match="has been closed"):
+            call()
+
+
+def test_a_wrong_pattern_is_an_error_before_training(tmp_path):
+    with pytest.raises(dq.StateError, match="matches no tensor"):
+        dq.Checkpointer(tmp_path, *training_of(), roles={"nope*": "exact"})

@@ -1,0 +1,169 @@
+"""``evaluate`` that raises or returns no finite number: no checkpoint is lost, and a record says it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small_runs import EVERY_WAY, FIXED, training_of, weights_of
+from torch import nn
+from training import bits, named_state, train
+
+import dynaquant as dq
+from dynaquant.save.record import record_of
+from dynaquant.search.quality import Quality
+from dynaquant.store.run import Run
+from dynaquant.training.collect import collect
+
+
+class Failing:
+    """An evaluation that fails while it is told to, but not before it has drawn and changed modes."""
+
+    def __init__(self) -> None:
+        self.fails = True
+
+    def __call__(self, model: nn.Module) -> float:
+        model.eval()
+        torch.rand(3)
+        if self.fails:
+            raise ArithmeticError("no score")
+        return 1.0
+
+
+@EVERY_WAY
+def test_a_failing_evaluate_costs_no_checkpoint_and_does_not_change_training(tmp_path, way):
+    model, optimizer = training_of()
+    evaluate, configuration = Failing(), way.get("configuration")
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, **way) as ckpt:
+        evaluate.fails = False
+        ckpt.save(0).result()
+        evaluate.fails = True
+        train(model, optimizer)
+        before = bits(collect({"model": model, "optimizer": optimizer}))
+        record = ckpt.save(1).result()
+        assert bits(collect({"model": model, "optimizer": optimizer})) == before
+        assert all(module.training for module in model.modules())
+        assert (record.configuration, record.quality) == (configuration, None)
+        assert record.search == ("lossless" if configuration is None else "fixed")
+        assert len(record.notes) == 1
+        assert record.notes[0].startswith("evaluate failed (ArithmeticError: no score): ")
+        exact = bits(dict(dq.load(tmp_path, 1)["model"])) == bits(weights_of(model))
+        assert exact == (configuration is None)
+        if way:
+            assert bits(dq.load(tmp_path, 1)["optimizer"]) == bits(named_state(optimizer, model=model))
+        evaluate.fails = False
+        train(model, optimizer)
+        after = ckpt.save(2).result()
+        assert (after.quality.degradation, after.notes) == (0, [])
+        assert after.search == ("fixed" if configuration else "neighbourhood" if way else "scale")
+        assert configuration in (None, after.configuration)
+    assert record == as_kept(tmp_path, record)
+
+
+def as_kept(folder, returned: dq.Record) -> dq.Record:
+    """The record that the run has kept of the same save, with the seconds that only ``save`` could tell."""
+    kept = record_of(Run(folder).file(returned.step))
+    return replace(kept, seconds=returned.seconds)
+
+
+def test_weights_stored_exactly_once_are_quantized_at_the_next_save(tmp_path):
+    model, optimizer = training_of()
+    evaluate = Failing()
+    evaluate.fails = False
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
+        sizes, states = [], []
+        for step, evaluate.fails in enumerate((False, True, False)):
+            record = ckpt.save(step).result()
+            sizes.append(record.roles["weight"].stored)
+            assert (record.configuration is None) == evaluate.fails
+            train(model, optimizer)
+            states.append(bits(dq.load(tmp_path, step)))
+    assert sizes[1] > 3 * max(sizes[0], sizes[2])
+    for step, state in enumerate(states):
+        with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt:
+            assert ckpt.restore(step) == step
+            assert bits(dq.load(tmp_path, step)) == state
+
+
+def only_restored(model: nn.Module, original: float, restored: float):
+    """A metric that tells the weights in training from all others."""
+    weights = bits(weights_of(model))
+    return lambda scored: original if bits(weights_of(scored)) == weights else restored
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), -float("inf")])
+def test_weights_in_training_with_a_metric_that_is_not_finite_are_saved(tmp_path, score, way):
+    model, optimizer = training_of()
+    configuration = way.get("configuration")
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=lambda _: score, **way) as ckpt:
+        record = ckpt.save(1).result()
+        assert "the metric of the weights in training is not finite" in record.notes[-1]
+        assert (record.configuration, record.quality, record.trials) == (configuration, None, [])
+        assert record == as_kept(tmp_path, record)
+    exact = bits(dict(dq.load(tmp_path)["model"])) == bits(weights_of(model))
+    assert exact == (configuration is None)
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+@pytest.mark.parametrize("original", [1.0, 0.0])
+@FIXED
+def test_a_metric_of_the_restored_weights_that_is_not_finite_is_in_the_record(tmp_path, original, score, configuration):
+    model, optimizer = training_of()
+    options = {"evaluate": only_restored(model, original, score), "configuration": configuration}
+    with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
+        record = ckpt.save(1).result()
+        assert repr(record.quality) == repr(Quality(original, score, score))  # as text, in which NaN is itself
+        assert record.notes[-1] == "the metric is not finite: the degradation of this checkpoint is unknown"
+        assert repr(ckpt.records()[0].quality) == repr(record.quality)
+        assert bits(ckpt.records()[0].trials[0].degradation) == bits(score)
+
+
+@pytest.mark.parametrize("scores", [(1.0, float("nan")), (1.0, float("inf")), (0.0, 1e-9), (1.0, 1.0101)], ids=str)
+@pytest.mark.parametrize("method", ["grid", "published"])
+def test_weights_are_stored_exactly_when_no_candidate_is_good_enough(tmp_path, scores, method):
+    model, optimizer = training_of()
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=only_restored(model, *scores), method=method) as ckpt:
+        record = ckpt.save(1).result()
+        assert (record.search, record.configuration, record.quality) == ("lossless", None, None)
+        assert record.trials
+        assert not any(trial.degradation <= 0.01 for trial in record.trials)
+        assert bits(dict(dq.load(tmp_path)["model"])) == bits(weights_of(model))
+
+
+@FIXED
+def test_a_loss_of_zero_does_not_prevent_a_save(tmp_path, configuration):
+    model, optimizer = training_of()
+    options = {"evaluate": only_restored(model, 0.0, 0.5), "configuration": configuration}
+    with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
+        assert ckpt.save(1).result().quality.degradation == float("inf")
+        assert ckpt.records()[0].quality.degradation == float("inf")
+
+
+@pytest.mark.parametrize("method", ["grid", "published"])
+def test_candidates_on_which_evaluate_fails_are_not_good_enough(tmp_path, method):
+    model, optimizer = training_of()
+
+    def evaluate(scored: nn.Module) -> float:
+        if len(scored[1].weight.unique()) < 10:
+            raise ArithmeticError("too few levels")
+        return 1.0
+
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
+        train(model, optimizer)
+        record = ckpt.save(1).result()
+    failed = [trial for trial in record.trials if trial.error]
+    assert failed
+    assert all(trial.error == "ArithmeticError: too few levels" for trial in failed)
+    assert all(trial.degradation != trial.degradation for trial in failed)
+    assert set(record.notes) == {"evaluate failed on a candidate (ArithmeticError: too few levels)"}
+    assert record.configuration not in [trial.configuration for trial in failed]
+    assert len(dq.load(tmp_path)["model"]["1.weight"].unique()) >= 10
+
+
+@EVERY_WAY
+def test_a_metric_that_returns_no_number_is_an_error(tmp_path, way):
+    says = "ValueError: evaluate returned 'bad'; it must return one number"
+    with dq.Checkpointer(tmp_path, *training_of(), evaluate=lambda _: "bad", **way) as ckpt:
+        with pytest.raises(dq.EvaluateError, match=says):
+            ckpt.save(1)
+        assert list(tmp_path.glob("*.dqc")) == []

@@ -1,0 +1,169 @@
+"""A run over several processes and damages: replaced steps, chains, retention, lines of training."""
+
+import logging
+import os
+
+import pytest
+from small_runs import LOSSLESS, damage, saved, training_of
+from training import bits, named_state, train
+
+import dynaquant as dq
+from dynaquant.store import verifying
+from dynaquant.store.run import Run
+
+
+def test_a_step_that_is_saved_again_is_replaced(tmp_path):
+    model, optimizer = training_of()
+    with dq.Checkpointer(tmp_path, model, optimizer, **LOSSLESS) as ckpt:
+        for step in (1, 1, 2, 2, 3, 1):
+            train(model, optimizer)
+            record = ckpt.save(step).result()
+            wanted = bits(named_state(optimizer, model=model))
+            assert record.parent != step
+            assert bits(dq.load(tmp_path, step)["optimizer"]) == wanted
+        assert ckpt.restore() == 1
+        for step in (1, 2, 3):
+            dq.load(tmp_path, step)
+    assert sorted(os.listdir(tmp_path)) == [f"step-{step:012d}.dqc" for step in (1, 2, 3)]
+
+
+def test_a_step_is_not_replaced_while_another_depends_on_it(tmp_path, monkeypatch):
+    saved(tmp_path, [1, 2, 3])
+    before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
+    recode = Run.recode
+
+    def failing(*_):
+        raise dq.CheckpointError("re-coding would change the values")
+
+    monkeypatch.setattr(Run, "recode", failing)
+    model, optimizer = training_of(1)
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        ckpt.restore(step=1)
+        with pytest.raises(dq.CheckpointError, match="step 2 was not replaced, as step 3 depends on it"):
+            ckpt.save(2).result()
+        with pytest.raises(dq.CheckpointError, match="step 2 was not replaced"):
+            ckpt.wait()
+        assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
+        monkeypatch.setattr(Run, "recode", recode)
+        ckpt.save(2).result()
+    assert verifying.damage(Run(tmp_path), 3) is None
+
+
+def test_damaged_checkpoints_that_depend_on_each_other_can_be_replaced(tmp_path):
+    saved(tmp_path, [1, 2, 3])
+    damage(Run(tmp_path).path(2))
+    model, optimizer = training_of(1)
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        assert ckpt.restore() == 1
+        record = ckpt.save(2).result()
+        assert [note[:18] for note in record.notes] == ["step 3 was damaged"]
+        assert ckpt.save(3).result().notes == []
+        assert ckpt.restore() == 3
+
+
+def test_a_save_after_restoring_an_old_step_is_the_newest_and_the_old_line_stays(tmp_path):
+    states = saved(tmp_path, [1, 2, 3, 4])
+    model, optimizer = training_of(1)
+    with dq.Checkpointer(tmp_path, model, optimizer, **LOSSLESS) as ckpt:
+        ckpt.restore(step=2)
+        train(model, optimizer)
+        record = ckpt.save(3).result()
+        assert record.parent == 2
+        wanted = bits(named_state(optimizer, model=model))
+    for step in (1, 2, 4):
+        assert bits(dq.load(tmp_path, step)) == states[step - 1]
+    model, optimizer = training_of(2)
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        assert ckpt.restore() == 3
+        assert bits(named_state(optimizer, model=model)) == wanted
+        assert [record.step for record in ckpt.records()] == [1, 2, 4, 3]
+
+
+def test_keyframe_every_limits_chains_across_restarts(tmp_path):
+    model, optimizer = training_of()
+    for start in (0, 5, 7):
+        with dq.Checkpointer(tmp_path, model, optimizer, keyframe_every=3) as ckpt:
+            ckpt.restore()
+            for step in range(start, start + 5):
+                train(model, optimizer)
+                ckpt.save(step).result()
+    run = Run(tmp_path)
+    lengths = [len(run.chain(run.file(summary.step))) for summary in run.summaries()[0]]
+    assert max(lengths) == 3
+    assert lengths.count(1) <= 5
+
+
+def test_retention_continues_in_a_new_process(tmp_path):
+    model, optimizer = training_of()
+    states = {}
+    for start in (1, 4, 7):
+        with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2, keep_every=5) as ckpt:
+            assert ckpt.restore() == (start - 1 or None)
+            for step in range(start, start + 3):
+                train(model, optimizer)
+                ckpt.save(step).result()
+                states[step] = bits(dq.load(tmp_path, step))
+    assert [summary.step for summary in Run(tmp_path).summaries()[0]] == [5, 8, 9]
+    for step in (5, 8, 9):
+        assert bits(dq.load(tmp_path, step)) == states[step]
+
+
+def test_a_deleted_ancestor_makes_the_next_checkpoint_a_keyframe(tmp_path):
+    saved(tmp_path, [1, 2])
+    Run(tmp_path).path(1).unlink()
+    model, optimizer = training_of(1)
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        with pytest.raises(dq.CheckpointError, match="no checkpoint of this run can be restored"):
+            ckpt.restore()
+        assert ckpt.save(3).result().keyframe
+    saved(tmp_path / "open", [])
+    with dq.Checkpointer(tmp_path / "open", model, optimizer) as ckpt:
+        for step in (1, 2):
+            train(model, optimizer)
+            ckpt.save(step).result()
+        Run(tmp_path / "open").path(1).unlink()
+        assert ckpt.save(3).result().keyframe
+    assert dq.load(tmp_path / "open", 3)
+
+
+def test_retention_never_deletes_the_last_checkpoint_that_loads(tmp_path):
+    saved(tmp_path, [1, 2])
+    model, optimizer = training_of(1)
+    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2) as ckpt:
+        assert ckpt.restore() == 2
+        damage(Run(tmp_path).path(2))
+        train(model, optimizer)
+        assert ckpt.save(3).result().notes
+    with dq.Checkpointer(tmp_path, *training_of(2)) as ckpt:
+        assert ckpt.restore() == 1
+
+
+def test_with_keep_last_the_record_describes_the_recoded_file(tmp_path):
+    model, optimizer = training_of(0)
+    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=1) as ckpt:
+        for step in (1, 2, 3):
+            train(model, optimizer)
+            record = ckpt.save(step).result()
+            assert (record.keyframe, record.total.stored) == (True, Run(tmp_path).path(step).stat().st_size)
+
+
+def test_keep_last_does_not_count_damaged_checkpoints(tmp_path):
+    saved(tmp_path, [1, 2, 3, 4, 5], keyframe_every=1)
+    for step in (4, 5):
+        damage(Run(tmp_path).path(step))
+    model, optimizer = training_of(1)
+    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2, keyframe_every=1) as ckpt:
+        assert ckpt.restore() == 3
+        train(model, optimizer)
+        ckpt.save(6).result()
+    assert dq.load(tmp_path, 3)
+    assert dq.load(tmp_path, 6)
+    with pytest.raises(dq.CheckpointError, match="there is no checkpoint of step 2"):
+        dq.load(tmp_path, 2)
+
+
+def test_saving_into_a_run_without_restoring_logs_a_warning(tmp_path, caplog):
+    saved(tmp_path, [1, 2])
+    with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt, caplog.at_level(logging.WARNING, "dynaquant"):
+        ckpt.save(7)
+    assert "holds 2 checkpoints, but none was restored" in caplog.text

@@ -1,0 +1,108 @@
+"""Which checkpoint ``restore`` and ``load`` take: the newest that verifies, or the one asked for."""
+
+import logging
+
+import pytest
+from small_runs import damage, saved, training_of, weights_of
+from training import bits, train
+
+import dynaquant as dq
+from dynaquant.store.run import Run
+from dynaquant.training.collect import collect
+
+
+def test_an_empty_run_restores_nothing(tmp_path):
+    model, optimizer = training_of()
+    before = bits(collect({"model": model, "optimizer": optimizer}))
+    with dq.Checkpointer(tmp_path / "new", model, optimizer) as ckpt:
+        assert ckpt.restore() is None
+    assert bits(collect({"model": model, "optimizer": optimizer})) == before
+
+
+def test_restore_takes_the_step_asked_for(tmp_path):
+    states = saved(tmp_path, [1, 2, 3])
+    model, optimizer = training_of(1)
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        for step in (2, 1, 3):
+            assert ckpt.restore(step=step) == step
+            assert bits(dict(weights_of(model))) == bits(dict(dq.load(tmp_path, step)["model"]))
+        with pytest.raises(dq.CheckpointError, match=r"there is no checkpoint of step 9 \(there are: 1, 2, 3\)"):
+            ckpt.restore(step=9)
+    assert len({repr(state) for state in states}) == 3
+
+
+def test_restore_takes_the_newest_checkpoint_that_verifies_and_names_the_skipped_ones(tmp_path, caplog):
+    saved(tmp_path, [1, 2, 3, 4, 5], keyframe_every=2)
+    run = Run(tmp_path)
+    damage(run.path(3))
+    run.path(5).write_bytes(run.path(5).read_bytes()[:-1])
+    with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt, caplog.at_level(logging.WARNING, "dynaquant"):
+        assert ckpt.restore() == 2
+    said = [str(error) for error in ckpt.skipped]
+    assert len(said) == 3
+    assert said[0] == f"{run.path(5)}: truncated, or damaged at its end"
+    assert said[1].startswith(f"checkpoint step 4: {run.path(3)}: tensor ")  # step 4 is a delta against it
+    assert said[2].startswith(f"{run.path(3)}: tensor ")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"restored step 2; passed over {reason}" for reason in said
+    ]
+
+
+def test_each_skipped_file_is_named_once(tmp_path):
+    saved(tmp_path, [1, 2, 3, 4], keyframe_every=1)
+    run = Run(tmp_path)
+    for step in (2, 4):
+        run.path(step).write_bytes(b"")
+    damage(run.path(3))
+    with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt:
+        assert ckpt.restore() == 1
+    assert sorted(str(error).partition(": ")[0] for error in ckpt.skipped) == [str(run.path(s)) for s in (2, 3, 4)]
+
+
+def test_an_undamaged_newest_checkpoint_is_restored_without_a_warning(tmp_path, caplog):
+    saved(tmp_path, [1, 2])
+    with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt, caplog.at_level(logging.WARNING, "dynaquant"):
+        assert ckpt.restore() == 2
+    assert ckpt.skipped == []
+    assert caplog.records == []
+
+
+def test_a_run_without_a_checkpoint_that_verifies_is_an_error_and_changes_nothing(tmp_path):
+    saved(tmp_path, [1, 2], keyframe_every=1)
+    run = Run(tmp_path)
+    damage(run.path(1))
+    run.path(2).write_bytes(b"")
+    model, optimizer = training_of(1)
+    before = bits(collect({"model": model, "optimizer": optimizer}))
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt, pytest.raises(dq.CheckpointError) as caught:
+        ckpt.restore()
+    said = str(caught.value)
+    assert said.startswith(f"{tmp_path}: no checkpoint of this run can be restored:\n  {run.path(2)}: ")
+    assert f"\n  {run.path(1)}: tensor " in said
+    assert "Nothing was changed." in said
+    assert bits(collect({"model": model, "optimizer": optimizer})) == before
+
+
+def test_training_continues_after_a_damaged_newest_checkpoint(tmp_path):
+    saved(tmp_path, [1, 2, 3])
+    damage(Run(tmp_path).path(3))
+    model, optimizer = training_of(1)
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        assert ckpt.restore() == 2
+        train(model, optimizer)
+        record = ckpt.save(3).result()
+        assert record.parent == 2
+        assert ckpt.restore() == 3
+        assert ckpt.skipped == []
+
+
+def test_load_takes_the_newest_or_the_given_step_and_names_damage(tmp_path):
+    with pytest.raises(dq.CheckpointError, match="there are no checkpoints here"):
+        dq.load(tmp_path)
+    states = saved(tmp_path, [1, 2])
+    assert bits(dq.load(tmp_path)) == states[1]
+    assert bits(dq.load(tmp_path, 1)) == states[0]
+    assert set(dq.load(tmp_path)) == {"model", "optimizer", "rng", "classes", "parameters"}
+    damage(Run(tmp_path).path(2))
+    with pytest.raises(dq.CheckpointError, match=r"step-000000000002\.dqc: tensor "):
+        dq.load(tmp_path)
