@@ -104,5 +104,5 @@ def test_a_delta_without_the_parent_it_needs_is_an_error(parent, coder):
     wanted = quantized_of((30, 30), 16)
     scheme, coded = encode(wanted, wanted, coder)
     assert scheme.needs_parent
-    with pytest.raises(ValueError, match="the parent has no levels of so many values"):
+    with pytest.raises(ValueError, match="the parent has no levels of"):
         decode(scheme, wanted.dtype, wanted.shape, coded, parent)

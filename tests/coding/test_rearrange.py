@@ -78,7 +78,7 @@ def test_rearrangement_pays_when_one_source_level_is_restless():
 def test_without_the_parent_nothing_can_be_decoded(arrangement):
     parent = some_levels(100, 18, np.random.default_rng(0))
     stream = encode_as(arrangement, parent, parent)
-    with pytest.raises(ValueError, match="coded against a parent, and there is none"):
+    with pytest.raises(ValueError, match="conditioned on a parent, and there is none"):
         decode(stream, 100, 18, arrangement, None)
     with pytest.raises(ValueError, match="another number of levels"):
         decode(stream, 100, 18, arrangement, Levels(parent.values[:99], 18))

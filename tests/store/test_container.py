@@ -426,12 +426,12 @@ def test_raw_values_have_the_size_of_the_tensor(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"bins": 255}, "its coding is"),
-        ({"bins": -1}, "its coding is"),
+        ({"bins": 255}, "its scheme is not valid"),
+        ({"bins": -1}, "its scheme is not valid"),
         ({"bins": True}, "bins is True"),
-        ({"arrangement": "sideways"}, "its coding is"),
-        ({"protected": 9}, "more protected values than values"),
-        ({"protected": -1}, "more protected values than values"),
+        ({"arrangement": "sideways"}, "its scheme is not valid"),
+        ({"protected": 9}, "more protected values than elements"),
+        ({"protected": -1}, "more protected values than elements"),
         ({"protected_size": 9}, "do not fit its stream"),
         ({"protected_size": -1}, "do not fit its stream"),
         ({"bins": 3}, "do not fit its stream"),

@@ -1,7 +1,7 @@
-"""Exact values <-> bytes: byte planes + zstd.
+"""Exact values to bytes and back: byte planes compressed with zstd.
 
-The first bytes of all elements, then all second bytes, and so on: exponents are alike and compress, low mantissa
-bytes are noise and don't.
+A byte plane holds one byte of every element: all first bytes, then all second bytes, and so on. The bytes of exponents
+are similar and compress well; the low bytes of mantissas are noise and do not.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 _LEVEL = 3
 _MAX_EXPANSION = 32_768
-"""zstd spends 4 bytes on at most 128 KiB."""
+"""zstd takes at least 4 bytes for 128 KiB."""
 
 
 def encode(data: NDArray[np.uint8], itemsize: int) -> bytes:
-    """``data``: the elements' bytes, flat, a whole number of elements of ``itemsize`` bytes."""
+    """Return the stream of the elements. data: their bytes, flat, ``itemsize`` bytes for each."""
     compressor = zstandard.ZstdCompressor(level=_LEVEL)
     planes = data.reshape(-1, itemsize).T
     frames = [compressor.compress(np.ascontiguousarray(plane).data) for plane in planes]
@@ -26,7 +26,7 @@ def encode(data: NDArray[np.uint8], itemsize: int) -> bytes:
 
 
 def decode(stream: bytes, size: int, itemsize: int) -> NDArray[np.uint8]:
-    """The ``size`` bytes that ``encode`` was given. Raises ValueError when the stream is not one of so many bytes."""
+    """Return the ``size`` bytes that ``encode`` got. Raises ValueError if the stream is damaged or has another size."""
     count = size // itemsize
     frames = []
     position = 0
@@ -42,16 +42,16 @@ def decode(stream: bytes, size: int, itemsize: int) -> NDArray[np.uint8]:
     if position != len(stream):
         raise ValueError("the byte planes go on after their end")
     try:
-        # Asked before anything is allocated: what a frame claims to hold need not be true.
+        # Checked before allocating anything, because a damaged frame may claim any size.
         for frame in frames:
             if zstandard.frame_content_size(frame) != count or count > _MAX_EXPANSION * len(frame):
-                raise ValueError("a byte plane holds another number of bytes than the tensor has elements")
+                raise ValueError("a byte plane has another number of bytes than the tensor has elements")
         out = np.empty((count, itemsize), dtype=np.uint8)
         decompressor = zstandard.ZstdDecompressor()
         for plane, frame in enumerate(frames):
             content = decompressor.decompress(frame, max_output_size=count, allow_extra_data=False)
             if len(content) != count:
-                raise ValueError("a byte plane is shorter than the tensor has elements")
+                raise ValueError("a byte plane has fewer bytes than the tensor has elements")
             out[:, plane] = np.frombuffer(content, dtype=np.uint8)
     except zstandard.ZstdError as error:
         raise ValueError(f"a byte plane cannot be decompressed ({error})") from None

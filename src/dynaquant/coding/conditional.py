@@ -1,7 +1,8 @@
-"""Levels <-> bytes given the parent's levels: conditional entropy coding (method 2.2).
+"""Levels to bytes and back: entropy coding conditioned on the parent's levels (method 2.2).
 
-What a level is coded by is only what the parent's level of the same element stands for, and that needs no floats but
-two tables: the levels ordered by how near they lie to the parent's value, and a context for each parent level.
+The coder uses the parent's level of the same element, and nothing else. Two tables describe what a parent level means:
+the levels sorted by their distance from the parent's value, and a context for each parent level. So the coder itself
+needs no floats.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from dynaquant.tensors.codebook import Centres, Codebook, Grid, LogGrid
 from dynaquant.tensors.stored import FIRST_BIN, PROTECTED, QuantizedTensor
 
 _BLOCK = 131_072
-_FARTHEST = 80
-"""Rungs beyond which the ratio of two grids makes no difference: a million."""
+_MAX_RUNG_DIFFERENCE = 80
+"""Rungs. Grids whose steps differ by a larger factor (a million) all share the tables of this ratio."""
 _NOTHING = np.zeros(0, dtype=np.uint8)
 Table = NDArray[np.uint8]
 
 
 def encode(quantized: QuantizedTensor, parent: QuantizedTensor | None) -> bytes:
-    """The coded levels of a tensor. parent: the tensor in the parent, with as many elements; None: they stand alone."""
+    """Return the coded levels of a tensor. parent: the parent's tensor, of the same size; None: use no parent."""
     tables = _tables(quantized.codebook, parent.codebook if parent else None)
     sources = _NOTHING if parent is None else parent.levels
     return _native.encode_conditional(quantized.levels, sources, tables.symbol_of, tables.context_of, tables.contexts)
 
 
 def decode(stream: bytes, size: int, codebook: Codebook, parent: QuantizedTensor | None) -> NDArray[np.uint8]:
-    """The ``size`` levels that ``encode`` made ``stream`` of, with the same codebooks.
+    """Return the ``size`` levels of a stream that ``encode`` made, with the same codebooks.
 
-    Raises ValueError when the stream is not that.
+    Raises ValueError if the stream is damaged.
     """
-    if size > _BLOCK * (len(stream) // 4):  # every block has a length of four bytes: not a byte for what is not there
+    if size > _BLOCK * (len(stream) // 4):  # a block takes at least four bytes, its length; checked first
         raise ValueError("the coded levels end too early")
     tables = _tables(codebook, parent.codebook if parent else None)
     sources = _NOTHING if parent is None else parent.levels
@@ -48,7 +49,11 @@ def decode(stream: bytes, size: int, codebook: Codebook, parent: QuantizedTensor
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """level_of: for every parent level the levels by symbol, uint8[256 · 256]. context_of: of every parent level."""
+    """The tables of the native coder.
+
+    level_of: for every parent level, the level of each symbol, uint8[256 · 256]. symbols: how many there are.
+    context_of: the context of every parent level, uint8[256].
+    """
 
     level_of: Table
     symbols: int
@@ -56,56 +61,55 @@ class _Tables:
 
     @property
     def contexts(self) -> int:
-        """Their number."""
+        """Number of contexts."""
         return int(self.context_of.max()) + 1
 
     @cached_property
     def symbol_of(self) -> Table:
-        """The inverse of ``level_of``."""
+        """For every parent level, the symbol of each level: the inverse of ``level_of``."""
         inverse = np.empty(256 * 256, dtype=np.uint8)
         _native.symbols_of_levels(self.level_of, self.symbols, inverse)
         return inverse
 
 
 def comparable(codebook: Codebook, parent: Codebook) -> bool:
-    """Whether a parent with the one codebook says anything about levels with the other."""
+    """Whether levels of ``codebook`` can be conditioned on levels of ``parent``."""
     return isinstance(codebook, LogGrid) == isinstance(parent, LogGrid)
 
 
 def _tables(codebook: Codebook, parent: Codebook | None) -> _Tables:
-    """Two grids are compared by their ratio alone, so that all tensors of a checkpoint can share the tables."""
+    """Return the tables for two codebooks. Of two grids only the ratio matters, so many tensors share one table."""
     if isinstance(codebook, Grid) and isinstance(parent, Grid):
-        ratio = min(max(codebook.rung - parent.rung, -_FARTHEST), _FARTHEST)
+        ratio = min(max(codebook.rung - parent.rung, -_MAX_RUNG_DIFFERENCE), _MAX_RUNG_DIFFERENCE)
         return _shared_tables(Grid(ratio, codebook.bins), Grid(0, parent.bins))
     if isinstance(codebook, Centres) or isinstance(parent, Centres):
-        return _tables_of(codebook, parent)  # no two lists of centres are the same
+        return _make_tables(codebook, parent)  # centres differ from tensor to tensor, so a cache would not help
     return _shared_tables(codebook, parent)
 
 
-def _tables_of(codebook: Codebook, parent: Codebook | None) -> _Tables:
+def _make_tables(codebook: Codebook, parent: Codebook | None) -> _Tables:
     symbols = FIRST_BIN + codebook.bins
     positions = _positions(codebook)
     sources = np.zeros(1) if parent is None else _positions(parent)
-    # Nearest first, of two equally near ones that nearer to zero: then what moves towards zero and what moves away
-    # from it are the same symbols on both sides of zero. A protected value says nothing; it comes last, but what was
-    # protected before probably is again.
+    # The nearest level comes first; of two equally near ones, the one nearer to zero. So a move towards zero has the
+    # same symbol on both sides of zero. The protected level comes last, because it stands for no value. But if the
+    # parent's level is protected, it comes first, because the value probably is protected again.
     levels = np.empty(256 * 256, dtype=np.uint8)
     _native.nearest_levels(positions, sources, parent is not None, levels)
     contexts = np.zeros(256, dtype=np.uint8)
-    contexts[np.lexsort((sources, np.abs(sources)))] = np.arange(
-        len(sources)
-    )  # a value and its negative are neighbours
-    if parent is not None:  # the one that is like no other stands at the end
+    by_magnitude = np.lexsort((sources, np.abs(sources)))  # a value and its negative become neighbours
+    contexts[by_magnitude] = np.arange(len(sources))
+    if parent is not None:  # the protected level is like no other: its context comes last
         contexts[contexts > contexts[PROTECTED]] -= 1
         contexts[PROTECTED] = len(sources) - 1
     return _Tables(levels, symbols, contexts)
 
 
-_shared_tables = lru_cache(maxsize=256)(_tables_of)
+_shared_tables = lru_cache(maxsize=256)(_make_tables)
 
 
 def _positions(codebook: Codebook) -> NDArray[np.float64]:
-    """Where the levels lie on a line: by their values, those of a logarithmic grid by its rungs, with zero below."""
+    """Return the positions of the levels on a line: their values; for a logarithmic grid their rungs, zero lowest."""
     if isinstance(codebook, LogGrid):
         rungs = (codebook.first + np.arange(codebook.bins, dtype=np.float64)) * codebook.pace
         return np.concatenate(([codebook.first * codebook.pace - 1.0] * FIRST_BIN, rungs))

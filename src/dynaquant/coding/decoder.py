@@ -1,4 +1,4 @@
-"""One scheme and stream of bytes -> the stored tensor. The inverse of ``encoder``."""
+"""Decode one tensor from its scheme and its stream of bytes. The inverse of ``encoder``."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def decode(
     parent: StoredTensor | None,
     other: StoredTensor | None = None,
 ) -> StoredTensor:
-    """The tensor that ``encode`` made a stream of.
+    """Return the tensor of a stream that ``encode`` made.
 
-    parent: the same tensor that ``encode`` was given, where needed. other: the tensor of ``schemes.depends_on``.
-    Raises ValueError when the stream is not that, or parent or other do not fit.
+    parent: as given to ``encode``; needed only if ``scheme.needs_parent``. other: the stored tensor whose name
+    ``schemes.depends_on`` returns. Raises ValueError if the stream is damaged or parent or other do not fit.
     """
     if isinstance(scheme, Rearranged):
         return _decode_rearranged(scheme, dtype, shape, stream, parent)
     if isinstance(scheme, Conditional):
-        return _decode_part(scheme, dtype, shape, stream, parent)
+        return _decode_conditional(scheme, dtype, shape, stream, parent)
     if isinstance(scheme, SecondMomentUnits):
         if not isinstance(other, QuantizedTensor | RankOne):
-            raise ValueError(f"it is in units of {scheme.second}, which is no such tensor")
+            raise ValueError(f"it is in units of {scheme.second}, which is not a second moment")
         before = parent.units if isinstance(parent, ScaledMoment) else None
-        units = _decode_part(scheme.units, torch.float32, shape, stream, before)
+        units = _decode_conditional(scheme.units, torch.float32, shape, stream, before)
         return ScaledMoment(dtype, units, other, scheme.second)
     if isinstance(scheme, RoundedFromMaster):
         if not isinstance(other, QuantizedTensor | Tensor) or other.shape != shape:
-            raise ValueError(f"it is rounded from {scheme.of}, which is no such tensor")
+            raise ValueError(f"it is rounded from {scheme.of}, which is not a weight of the same shape")
         return RoundedWeight(dtype, other, scheme.of)
     if isinstance(scheme, RankOneFactors):
         return _decode_product(scheme, dtype, shape, stream, parent)
@@ -75,7 +75,7 @@ def _decode_exact(
     if isinstance(scheme, Lossless):
         before = exact_parent(parent, dtype, shape) if scheme.needs_parent else None
         if scheme.needs_parent and before is None:
-            raise ValueError("the parent has no exact values of its dtype and shape")
+            raise ValueError("the parent has no exact values of the same dtype and shape")
         data = lossless.decode(stream, shape.numel() * dtype.itemsize, dtype.itemsize, before)
     elif isinstance(scheme, BytePlanes):
         data = byte_planes.decode(stream, shape.numel() * dtype.itemsize, dtype.itemsize)
@@ -94,17 +94,19 @@ def _decode_product(
     before = parent if isinstance(parent, RankOne) else None
     middle, end = scheme.rows.size, scheme.rows.size + scheme.columns.size
     if any(stream[end:]):
-        raise ValueError("something follows its rows and columns")
+        raise ValueError("its stream continues after the rows and columns")
     rows, columns = torch.Size([shape[0]]), torch.Size([math.prod(shape[1:])])
     return RankOne(
         dtype,
         shape,
-        _decode_part(scheme.rows, torch.float32, rows, stream[:middle], before.rows if before else None),
-        _decode_part(scheme.columns, torch.float32, columns, stream[middle:end], before.columns if before else None),
+        _decode_conditional(scheme.rows, torch.float32, rows, stream[:middle], before.rows if before else None),
+        _decode_conditional(
+            scheme.columns, torch.float32, columns, stream[middle:end], before.columns if before else None
+        ),
     )
 
 
-def _decode_part(
+def _decode_conditional(
     scheme: Conditional, dtype: torch.dtype, shape: torch.Size, stream: bytes, parent: StoredTensor | None
 ) -> QuantizedTensor:
     codebook: Codebook
@@ -116,9 +118,9 @@ def _decode_part(
     else:
         head = 4 * scheme.bins
         codebook = Centres(np.frombuffer(stream[:head], dtype="<f4").astype(np.float32))
-    before = _parent_of(parent, shape.numel()) if scheme.needs_parent else None
+    before = _quantized_parent(parent, shape.numel()) if scheme.needs_parent else None
     if before and not conditional.comparable(codebook, before.codebook):
-        raise ValueError("the parent has another kind of levels")
+        raise ValueError("the parent's levels are of another kind")
     middle = head + scheme.protected_size
     levels = conditional.decode(stream[middle:], shape.numel(), codebook, before)
     return QuantizedTensor(dtype, shape, levels, codebook, _decode_protected(stream[head:middle], scheme.protected))
@@ -127,7 +129,7 @@ def _decode_part(
 def _decode_rearranged(
     scheme: Rearranged, dtype: torch.dtype, shape: torch.Size, stream: bytes, parent: StoredTensor | None
 ) -> QuantizedTensor:
-    before = _parent_of(parent, shape.numel()).parent_levels if scheme.needs_parent else None
+    before = _quantized_parent(parent, shape.numel()).parent_levels if scheme.needs_parent else None
     head = 4 * scheme.bins
     middle = head + scheme.protected_size
     count = FIRST_BIN + scheme.bins
@@ -140,9 +142,9 @@ def _decode_rearranged(
     )
 
 
-def _parent_of(parent: StoredTensor | None, elements: int) -> QuantizedTensor:
+def _quantized_parent(parent: StoredTensor | None, elements: int) -> QuantizedTensor:
     if not isinstance(parent, QuantizedTensor) or parent.levels.size != elements:
-        raise ValueError("the parent has no levels of so many values for it")
+        raise ValueError(f"the parent has no levels of {elements} values")
     return parent
 
 

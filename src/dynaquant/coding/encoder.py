@@ -1,4 +1,4 @@
-"""One stored tensor -> its scheme and its stream of bytes, conditioned on the parent's tensor."""
+"""Encode one stored tensor: return its scheme and its stream of bytes, conditioned on the parent's tensor."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from dynaquant.tensors.dtypes import bytes_of
 from dynaquant.tensors.stored import Quantized, QuantizedTensor, RankOne, RoundedWeight, ScaledMoment, StoredTensor
 
 Coder = Literal["conditional", "rearranged"]
-"""How levels become bytes: by their conditional entropy (method 2.2), or as published (method 1.5)."""
-
+"""How levels become bytes: by conditional entropy coding (method 2.2) or as published (method 1.5)."""
 
 _TRY_ALONE_BELOW = 65_536
+"""Elements. In smaller tensors the larger tables of a delta can outweigh its gain, so both ways are tried."""
 _TRY_ZSTD_BELOW = 65_536
-"""Bytes of small tensors, such as generators and tables of integers, in which zstd may find what repeats itself."""
+"""Bytes. Smaller tensors, such as states of random generators and tables of integers, may hold repetitions that only
+zstd finds, so zstd is tried too."""
 
 
 def exact_parent(parent: StoredTensor | None, dtype: torch.dtype, shape: torch.Size) -> NDArray[np.uint8] | None:
-    """The bytes of the parent's values, if it has exact values of this dtype and shape."""
+    """Return the bytes of the parent's values; None if the parent has no exact values of this dtype and shape."""
     fits = isinstance(parent, Tensor) and (parent.dtype, parent.shape) == (dtype, shape)
     return bytes_of(parent) if fits and isinstance(parent, Tensor) else None
 
@@ -44,23 +45,23 @@ def exact_parent(parent: StoredTensor | None, dtype: torch.dtype, shape: torch.S
 def encode(
     stored: Quantized | Tensor, parent: StoredTensor | None, coder: Coder = "conditional"
 ) -> tuple[Scheme, bytes]:
-    """Coding and stream of a tensor. parent: the tensor of the same name in the parent, if there is one."""
+    """Return the scheme and the stream of a tensor. parent: the parent's tensor of the same name, if it has one."""
     if isinstance(stored, Tensor):
         return _encode_exact(stored, parent)
     if isinstance(stored, RoundedWeight):
         return RoundedFromMaster(stored.master_name), b""
     if isinstance(stored, RankOne):
         factors = parent if isinstance(parent, RankOne) else None
-        rows, coded_rows = _encode_part(stored.rows, factors.rows if factors else None)
-        columns, coded_columns = _encode_part(stored.columns, factors.columns if factors else None)
+        rows, coded_rows = _encode_quantized(stored.rows, factors.rows if factors else None)
+        columns, coded_columns = _encode_quantized(stored.columns, factors.columns if factors else None)
         coded = coded_rows + coded_columns
         smallest = -(-stored.shape.numel() * stored.dtype.itemsize // MAX_EXPANSION)
         return RankOneFactors(rows, columns), coded.ljust(smallest, b"\0")
     if isinstance(stored, ScaledMoment):
-        units, coded = _encode_part(stored.units, parent.units if isinstance(parent, ScaledMoment) else None)
+        units, coded = _encode_quantized(stored.units, parent.units if isinstance(parent, ScaledMoment) else None)
         return SecondMomentUnits(units, stored.second_name), coded
     before = parent if isinstance(parent, QuantizedTensor) else None
-    return _encode_rearranged(stored, before) if coder == "rearranged" else _encode_part(stored, before)
+    return _encode_rearranged(stored, before) if coder == "rearranged" else _encode_quantized(stored, before)
 
 
 def _encode_exact(stored: Tensor, parent: StoredTensor | None) -> tuple[Scheme, bytes]:
@@ -81,14 +82,14 @@ def _encode_rearranged(stored: QuantizedTensor, parent: QuantizedTensor | None) 
     return scheme, stored.centres.astype("<f4").tobytes() + protected + coded
 
 
-def _encode_part(stored: QuantizedTensor, parent: QuantizedTensor | None) -> tuple[Conditional, bytes]:
+def _encode_quantized(stored: QuantizedTensor, parent: QuantizedTensor | None) -> tuple[Conditional, bytes]:
     codebook = stored.codebook
     if parent and (parent.levels.size != stored.levels.size or not conditional.comparable(codebook, parent.codebook)):
         parent = None
     coded = conditional.encode(stored, parent)
-    # With the same codebook the parent is hardly ever worse than nothing, but for the tables that a small tensor needs.
-    doubtful = parent and (parent.codebook != codebook or stored.levels.size < _TRY_ALONE_BELOW)
-    if doubtful and len(alone := conditional.encode(stored, None)) <= len(coded):
+    # With the same codebook, conditioning on the parent helps all but small tensors, whose tables outweigh the gain.
+    may_be_larger = parent and (parent.codebook != codebook or stored.levels.size < _TRY_ALONE_BELOW)
+    if may_be_larger and len(alone := conditional.encode(stored, None)) <= len(coded):
         parent, coded = None, alone
     head = codebook.values.astype("<f4").tobytes() if isinstance(codebook, Centres) else b""
     protected = byte_planes.encode(stored.protected.view(np.uint8), 2) if len(stored.protected) else b""

@@ -1,7 +1,8 @@
-"""Exact values <-> bytes, given the parent's values: differences, byte planes, rANS (docs/format.md, "Exact values").
+"""Exact values to bytes and back, conditioned on the parent's values (docs/format.md, "Exact values").
 
-Consecutive checkpoints are alike: the difference of two floats, taken as integers, has a short high end. Where a tensor
-has nothing to do with its parent (a momentum that forgets within a few steps), its own values are coded.
+The coder takes the bits of a value and of the parent's value as integers, and codes the byte planes of the difference
+with rANS. Consecutive checkpoints are similar, so the high bytes of the difference are mostly zero. If a tensor has
+little in common with its parent (a momentum changes within a few steps), the coder uses the values themselves.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from numpy.typing import NDArray
 from dynaquant import _native
 
 _MAX_EXPANSION = 131_072
-"""Every block of at most 65,536 elements, of at most 8 bytes each, takes at least the 4 bytes of its size."""
+"""A block has at most 65,536 elements of at most 8 bytes, and takes at least 4 bytes (its size)."""
 
 
-def _element(itemsize: int) -> int:
-    """Larger elements are taken apart: a complex number into its two parts."""
+def _coded_itemsize(itemsize: int) -> int:
+    """Return the element size of the native coder. It divides larger elements: a complex number has two parts."""
     return next(n for n in (8, 4, 2, 1) if itemsize % n == 0)
 
 
@@ -25,27 +26,27 @@ def _context(parent: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
 
 
 def encode(data: NDArray[np.uint8], itemsize: int, parent: NDArray[np.uint8] | None) -> bytes:
-    """The stream of a tensor's exact values.
+    """Return the stream of a tensor's exact values.
 
-    ``data``: the elements' bytes, flat, a whole number of elements of ``itemsize`` bytes. ``parent``: as many bytes of
-    the same tensor in the parent, if there is one. Raises ValueError when they do not fit each other.
+    data: the bytes of the elements, flat, ``itemsize`` bytes for each. parent: the bytes of the parent's tensor, if it
+    has one; as many as ``data``. Raises ValueError if the arguments do not fit each other.
     """
-    return _native.encode_exact(data, _context(parent), _element(itemsize))
+    return _native.encode_exact(data, _context(parent), _coded_itemsize(itemsize))
 
 
 def needs_parent(stream: bytes) -> bool:
-    """Whether the parent's values are needed to decode what ``encode`` wrote."""
+    """Whether a stream of ``encode`` needs the parent's values for decoding."""
     return stream[:1] == b"\x01"
 
 
 def decode(stream: bytes, size: int, itemsize: int, parent: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
-    """The ``size`` bytes that ``encode`` was given. ``parent``: as then; None will do if ``needs_parent`` says no.
+    """Return the ``size`` bytes that ``encode`` got. parent: the same as for ``encode``; None unless ``needs_parent``.
 
-    Raises ValueError when the stream is not one of so many bytes, or when the parent does not fit. Nothing is allocated
-    on the stream's word, and no more than 131,072 times its size.
+    Raises ValueError if the stream is damaged or has another size, or if the parent does not fit. Allocates at most
+    131,072 times the size of the stream.
     """
     if size > _MAX_EXPANSION * len(stream):
         raise ValueError("the exact values end too early")
     data = np.empty(size, dtype=np.uint8)
-    _native.decode_exact(stream, _context(parent), _element(itemsize), data)
+    _native.decode_exact(stream, _context(parent), _coded_itemsize(itemsize), data)
     return data

@@ -1,4 +1,4 @@
-"""Levels <-> bytes given the parent's levels: rearranged deltas, run length, Huffman (method 1.5)."""
+"""Levels to bytes and back as published: deltas to the parent's levels, run lengths and Huffman codes (method 1.5)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dynaquant import _native
 from dynaquant.tensors.stored import Levels
 
 Arrangement = Literal["alone", "delta", "rearranged"]
-"""How levels are coded: without the parent; as deltas in their own order; as deltas grouped by source level."""
+"""How levels are coded: without the parent; as deltas in the order of elements; as deltas grouped by parent level."""
 
 _TRY_ALL_BELOW = 65_536
 _BLOCK = 65_536
@@ -18,19 +18,19 @@ _NOTHING = np.zeros(0, dtype=np.uint8)
 
 
 def _arguments(arrangement: Arrangement, count: int, parent: Levels | None) -> tuple[np.ndarray, int, int]:
-    """The native coder's parent levels, modulus and number of groups."""
+    """Return the parent levels, the modulus and the number of groups for the native coder."""
     if arrangement == "alone":
         return _NOTHING, count, 1
     if parent is None:
-        raise ValueError("these levels were coded against a parent, and there is none")
+        raise ValueError("its levels are conditioned on a parent, and there is none")
     return parent.values, max(count, parent.count), parent.count if arrangement == "rearranged" else 1
 
 
 def encode(levels: Levels, parent: Levels | None) -> tuple[Arrangement, bytes]:
-    """The coded levels in the arrangement that takes the fewest bytes.
+    """Return the arrangement that takes the fewest bytes, and the coded levels.
 
-    parent: levels of the same tensor in the parent, as many as ``levels``, or None. The tables of a small tensor can
-    outweigh what rearrangement saves, so there all arrangements are tried.
+    parent: the levels of the parent's tensor, as many as ``levels``, or None. Small tensors try all arrangements,
+    because the tables can outweigh what rearranging saves.
     """
     if parent is None:
         candidates: tuple[Arrangement, ...] = ("alone",)
@@ -44,16 +44,16 @@ def encode(levels: Levels, parent: Levels | None) -> tuple[Arrangement, bytes]:
 
 
 def encode_as(arrangement: Arrangement, levels: Levels, parent: Levels | None, run_length: bool = True) -> bytes:
-    """The coded levels in one arrangement; ``run_length=False`` leaves Huffman coding alone (for ablations)."""
+    """Return the coded levels in one arrangement. run_length: False uses Huffman codes only, for ablations."""
     return _native.encode_levels(levels.values, *_arguments(arrangement, levels.count, parent), run_length)
 
 
 def decode(stream: bytes, size: int, count: int, arrangement: Arrangement, parent: Levels | None) -> Levels:
-    """The ``size`` levels that ``encode`` made ``stream`` of, with the same parent. ``count`` levels can occur.
+    """Return the ``size`` levels of a stream that ``encode`` made with the same parent.
 
-    Raises ValueError when the stream is not that.
+    count: how many different levels can occur. Raises ValueError if the stream is damaged.
     """
-    if size > _BLOCK * (len(stream) // 4):  # every block has a length of four bytes: not a byte for what is not there
+    if size > _BLOCK * (len(stream) // 4):  # a block takes at least four bytes, its length; checked first
         raise ValueError("the coded levels end too early")
     values = np.empty(size, dtype=np.uint8)
     _native.decode_levels(stream, *_arguments(arrangement, count, parent), values)

@@ -1,4 +1,8 @@
-"""How the stream of one tensor is coded, as a checkpoint's header says it (docs/format.md, "Tensor entries")."""
+"""Schemes: how the stream of one tensor is coded, as stated in a header (docs/format.md, "Tensor entries").
+
+In a header a scheme is the JSON object ``coding``. The attribute ``needs_parent`` says whether decoding needs the
+parent's tensor.
+"""
 
 from __future__ import annotations
 
@@ -14,44 +18,46 @@ from dynaquant.tensors.stored import MAX_BINS
 CodebookKind = Literal["centres", "grid", "log_grid"]
 MAX_PACE = 64
 MAX_EXPANSION = 131_072
-"""A stream that stands alone decodes to at most this many times its own size (docs/format.md, "Limits").
+"""A stream that needs no other tensor decodes to at most this many times its own size (docs/format.md, "Limits").
 
-No coder can exceed it: zstd spends 4 bytes on at most 128 KiB, coded levels 5 bytes on at most 65,536 values.
+No coder can exceed it: zstd takes at least 4 bytes for 128 KiB, coded levels take at least 5 bytes for 65,536 values.
 """
 
 
 @dataclass(frozen=True)
 class Raw:
-    """The tensor's bytes as they are."""
+    """The tensor's bytes, unchanged."""
 
     needs_parent = False
 
 
 @dataclass(frozen=True)
 class BytePlanes:
-    """Byte planes + zstd (``coding.byte_planes``)."""
+    """Exact values as byte planes, by zstd (``coding.byte_planes``)."""
 
     needs_parent = False
 
 
 @dataclass(frozen=True)
 class Lossless:
-    """Exact values, given the parent's where that helps (``coding.exact``)."""
+    """Exact values, conditioned on the parent's if that helps (``coding.lossless``)."""
 
     needs_parent: bool
 
 
 @dataclass(frozen=True)
 class Reference:
-    """No stream: the tensor is the parent's tensor of the same name."""
+    """No stream: the tensor is the same as the parent's tensor of this name."""
 
     needs_parent = True
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """No stream: the values are those of the tensor of this name in ``file``, the identity of a file of frozen
-    parameters in the same folder."""
+    """No stream: the values are in a file of frozen parameters in the same folder, under the same name.
+
+    file: the identity of that file.
+    """
 
     file: str
     needs_parent = False
@@ -66,7 +72,7 @@ class Omitted:
 
 @dataclass(frozen=True)
 class RoundedFromMaster:
-    """No stream: the values of ``of``, another tensor of the checkpoint, rounded to this one's dtype."""
+    """No stream: a half-precision weight, rounded from its master weight. of: the master weight's name."""
 
     of: str
     needs_parent = False
@@ -74,7 +80,10 @@ class RoundedFromMaster:
 
 @dataclass(frozen=True)
 class Rearranged:
-    """Centres, protected values, coded levels (``coding.rearrange``)."""
+    """Centres, outliers, coded levels (``coding.rearrange``).
+
+    bins: number of centres. protected: number of outliers. protected_size: their bytes in the stream.
+    """
 
     bins: int
     protected: int
@@ -83,16 +92,17 @@ class Rearranged:
 
     @property
     def needs_parent(self) -> bool:
-        """Whether the levels are coded given the parent's."""
+        """Whether the levels are conditioned on the parent's."""
         return self.arrangement != "alone"
 
 
 @dataclass(frozen=True)
 class Conditional:
-    """A codebook, protected values, coded levels (``coding.conditional``).
+    """A codebook, outliers, coded levels (``coding.conditional``).
 
-    codebook: centres are in the stream. first: the rung of a grid's step, the first bin of a logarithmic grid. pace: of
-    a logarithmic grid. size: of the stream, which may be a part of a tensor's.
+    codebook: its kind; only centres are in the stream. first: the rung of a grid's step, or the first bin of a
+    logarithmic grid. pace: of a logarithmic grid. protected: number of outliers. protected_size: their bytes in the
+    stream. size: bytes of this stream; a rank-one tensor has two.
     """
 
     codebook: CodebookKind
@@ -107,27 +117,27 @@ class Conditional:
 
 @dataclass(frozen=True)
 class RankOneFactors:
-    """The rows, then the columns of a rank-one tensor; zeros may follow."""
+    """A rank-one tensor: the stream of its rows, the stream of its columns, and maybe zeros."""
 
     rows: Conditional
     columns: Conditional
 
     @property
     def needs_parent(self) -> bool:
-        """Whether one of them is coded given the parent's."""
+        """Whether the rows or the columns are conditioned on the parent's."""
         return self.rows.needs_parent or self.columns.needs_parent
 
 
 @dataclass(frozen=True)
 class SecondMomentUnits:
-    """A tensor in units of the root of ``second``, another tensor of the checkpoint."""
+    """A first moment in units of the root of its second moment. second: the name of the second moment."""
 
     units: Conditional
     second: str
 
     @property
     def needs_parent(self) -> bool:
-        """Whether the units are coded given the parent's."""
+        """Whether the units are conditioned on the parent's."""
         return self.units.needs_parent
 
 
@@ -161,19 +171,19 @@ _NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 def kind_of(scheme: Scheme) -> str:
-    """The coding's name in a header."""
+    """Return the kind of a scheme in a header, e.g. ``"conditional"``."""
     return _NAMES[type(scheme)]
 
 
 def depends_on(scheme: Scheme) -> str | None:
-    """The name of the tensor of the same checkpoint that has to be decoded before one that is coded like this."""
+    """Return the name of the other tensor of the checkpoint that must be decoded first, or None."""
     if isinstance(scheme, SecondMomentUnits):
         return scheme.second
     return scheme.of if isinstance(scheme, RoundedFromMaster) else None
 
 
 def parse(data: dict[str, Any]) -> Scheme:
-    """A coding from what a header says of it. Raises KeyError, TypeError or ValueError for anything else."""
+    """Return the scheme that a header describes. Raises KeyError, TypeError or ValueError if it is not valid."""
     rest = dict(data)
     scheme: Scheme = _parse(KINDS[rest.pop("kind")], rest)
     return scheme
@@ -181,14 +191,14 @@ def parse(data: dict[str, Any]) -> Scheme:
 
 @cache
 def _types(kind: type) -> dict[str, type]:
-    """The type of every field of a coding; what is one of several words is a string."""
+    """Return the JSON type of every field of a scheme. The type of a ``Literal`` is str."""
     return {key: wanted if isinstance(wanted, type) else str for key, wanted in get_type_hints(kind).items()}
 
 
 def _parse(kind: type, data: dict[str, Any]) -> Any:
     wanted = _types(kind)
     if data.keys() != wanted.keys():
-        raise TypeError(f"its coding has the keys {sorted(data)}")
+        raise TypeError(f"its scheme has the keys {sorted(data)} instead of {sorted(wanted)}")
     values = {}
     for key, value in data.items():
         if wanted[key] is Conditional:
@@ -203,54 +213,58 @@ def _parse(kind: type, data: dict[str, Any]) -> Any:
 
 
 EXTERNAL = (Frozen, Omitted)
-"""Codings of tensors whose values are not in the checkpoint (``external``)."""
+"""Schemes of tensors whose values are not in the checkpoint."""
 _WITHOUT_STREAM = (Reference, RoundedFromMaster, *EXTERNAL)
 _IDENTITY = re.compile("[0-9a-f]{64}")
 _ARRANGEMENTS, _CODEBOOKS = get_args(Arrangement), get_args(CodebookKind)
 
 
 def check(scheme: Scheme, shape: tuple[int, ...], elements: int, size: int) -> None:
-    """Raises ValueError for a coding that no tensor of that shape has in a stream of that size."""
+    """Raise ValueError if no tensor of this shape has a stream of this scheme and size.
+
+    elements: of the tensor. size: bytes of the stream.
+    """
     if isinstance(scheme, _WITHOUT_STREAM) and size != 0:
         raise ValueError(f"its size is {size}")
     if isinstance(scheme, Frozen) and not _IDENTITY.fullmatch(scheme.file):
         raise ValueError(f"its file is {scheme.file!r}")
     if isinstance(scheme, Rearranged):
         if scheme.arrangement not in _ARRANGEMENTS:
-            raise ValueError(f"its coding is {scheme}")
+            raise ValueError(f"its scheme is not valid: {scheme}")
         _check_levels(scheme, elements, size, 4 * scheme.bins)
     elif isinstance(scheme, Conditional):
-        _check_part(scheme, elements, size)
+        _check_conditional(scheme, elements, size)
     elif isinstance(scheme, SecondMomentUnits):
-        _check_part(scheme.units, elements, size)
+        _check_conditional(scheme.units, elements, size)
     elif isinstance(scheme, RankOneFactors):
         if len(shape) < 2:
             raise ValueError("it has no rows and columns")
         rows = shape[0]
-        _check_part(scheme.rows, rows, scheme.rows.size)
-        _check_part(scheme.columns, elements // max(rows, 1), scheme.columns.size)
+        _check_conditional(scheme.rows, rows, scheme.rows.size)
+        _check_conditional(scheme.columns, elements // max(rows, 1), scheme.columns.size)
         if scheme.rows.size + scheme.columns.size > size:
             raise ValueError("its rows and columns do not fit its stream")
 
 
-def _check_part(part: Conditional, elements: int, size: int) -> None:
-    if part.codebook not in _CODEBOOKS or part.size != size:
-        raise ValueError(f"its coding is {part}")
-    if part.codebook == "log_grid":
-        rungs = (part.first * part.pace, (part.first + part.bins) * part.pace)
-        if not 1 <= part.pace <= MAX_PACE:
-            raise ValueError(f"its pace is {part.pace}")
+def _check_conditional(scheme: Conditional, elements: int, size: int) -> None:
+    if scheme.codebook not in _CODEBOOKS or scheme.size != size:
+        raise ValueError(f"its scheme is not valid: {scheme}")
+    if scheme.codebook == "log_grid":
+        rungs = (scheme.first * scheme.pace, (scheme.first + scheme.bins) * scheme.pace)
+        if not 1 <= scheme.pace <= MAX_PACE:
+            raise ValueError(f"its pace is {scheme.pace}")
     else:
-        rungs = (part.first, part.first)
+        rungs = (scheme.first, scheme.first)
     if not all(LOWEST_RUNG - MAX_PACE <= rung <= HIGHEST_RUNG + MAX_PACE for rung in rungs):
-        raise ValueError("its codebook holds numbers that float32 does not have")
-    _check_levels(part, elements, size, 4 * part.bins if part.codebook == "centres" else 0)
+        raise ValueError("its codebook has values outside the range of float32")
+    _check_levels(scheme, elements, size, 4 * scheme.bins if scheme.codebook == "centres" else 0)
 
 
 def _check_levels(scheme: Rearranged | Conditional, elements: int, size: int, codebook_size: int) -> None:
+    """codebook_size: bytes of the codebook in the stream."""
     if not 0 <= scheme.bins <= MAX_BINS:
-        raise ValueError(f"its coding is {scheme}")
+        raise ValueError(f"its scheme is not valid: {scheme}")
     if not 0 <= scheme.protected <= elements:
-        raise ValueError("it has more protected values than values")
+        raise ValueError("it has more protected values than elements")
     if not 0 <= scheme.protected_size <= size - codebook_size:
         raise ValueError("its protected values do not fit its stream")

@@ -1,7 +1,13 @@
-"""Passes over all values of a tensor, where it is: ``host`` by the native core, ``device`` by tensor operations.
+"""Kernels: passes over all values of a tensor, on the device where the tensor is.
 
-Levels and values are the same bit for bit wherever they are computed; sums agree to the precision of float64. Only
-levels and what is small cross from a device to the host.
+In reading order:
+
+- this file: the functions that every kernel set has, and which set a device uses
+- ``host``: kernels for tensors in host memory, by the native core
+- ``device``: kernels for tensors on a device, by PyTorch operations
+
+Levels and values are the same, bit for bit, on every device. Sums agree to the precision of float64. Only levels and
+small arrays move from a device to the host.
 """
 
 from __future__ import annotations
@@ -14,64 +20,71 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant.kernels import device, host
+from dynaquant.kernels import device as device_kernels
+from dynaquant.kernels import host as host_kernels
 from dynaquant.kernels.host import Sensitivity
 
 HOST = torch.device("cpu")
 
 
 class Kernels(Protocol):
-    """What ``host`` and ``device`` both have. Tensors are dense, of any shape; levels are uint8, flat in C order."""
+    """The functions of ``host`` and ``device``. Tensors are dense, of any shape. Levels are uint8, flat in C order."""
 
     def sums(self, tensor: Tensor) -> tuple[float, float]:
-        """The sum of the values and that of their squares, in float64."""
+        """Return the sum of the values and the sum of their squares, computed in float64."""
         ...
 
     def row_and_column_sums(self, matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The sums of the rows and those of the columns of a matrix."""
+        """Return the sum of each row and the sum of each column of a matrix."""
         ...
 
     def log_histogram(self, tensor: Tensor) -> NDArray[np.int64]:
-        """How many values have each top 16 bits, int64[65536]. float64 is rounded to float32 first."""
+        """Count the values by their top 16 bits, int64[65536]. float64 is rounded to float32 first."""
         ...
 
     def table_levels(self, tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitivity | None = None) -> Tensor:
-        """Levels by the top 16 bits of each value, unless those of its sensitivity prune or protect it. Protection by
-        either beats pruning by either.
+        """Return the level that the table has for the top 16 bits of each value.
+
+        If the table of the sensitivity prunes or protects a value, that decides instead. Protection, by either table,
+        has precedence over pruning.
         """
         ...
 
     def grid_levels(self, tensor: Tensor, inverse: float, seed: int | None) -> tuple[Tensor, Tensor | int]:
-        """Levels of the grid with step ``1 / inverse``, and the highest, 256 or more where a value is protected.
+        """Return levels of the grid with step ``1 / inverse``, and the highest level.
 
-        seed: rounds up or down at random, right in the mean; None: to the nearest.
+        The highest level counts as 256 or more if a value is protected. seed: a number selects stochastic rounding;
+        None rounds to the nearest.
         """
         ...
 
     def values(
-        self, levels: NDArray[np.uint8], table: Tensor, protected: NDArray[np.uint16], where: torch.device
+        self, levels: NDArray[np.uint8], table: Tensor, protected: NDArray[np.uint16], device: torch.device
     ) -> Tensor:
-        """``table[levels]``, flat, on a device; for a protected level the next of the protected values.
+        """Return ``table[levels]``, flat, on a device. Each protected level takes the next of the protected values.
 
         table: on the host, of the dtype of the result, 16 or 32 bits. protected: the top 16 bits of the values. Raises
-        ValueError when either does not fit the levels.
+        ValueError if either does not fit the levels.
         """
         ...
 
     def square_root(self, tensor: Tensor) -> Tensor:
-        """Of a float32 tensor, correctly rounded."""
+        """Return the square root of a float32 tensor, correctly rounded."""
         ...
 
 
-def for_device(where: torch.device) -> Kernels:
-    """The kernels for tensors on a device. Other devices than CUDA's need not have what it takes (float64)."""
-    return cast(Kernels, device if where.type == "cuda" else host)
+def for_device(device: torch.device) -> Kernels:
+    """Return the kernels for tensors on a device.
+
+    Devices other than CUDA use the host's kernels, because they may lack necessary features such as float64.
+    """
+    return cast(Kernels, device_kernels if device.type == "cuda" else host_kernels)
 
 
 def to_host(tensor: Tensor) -> Callable[[], NDArray[Any]]:
-    """Begins to copy a tensor to host memory, from CUDA without waiting for it; what is returned waits and has it.
+    """Start to copy a tensor to host memory. Return a function that waits for the copy and returns it.
 
-    What is in host memory is not copied.
+    Only a copy from CUDA runs in the background. A tensor in host memory is not copied.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu().numpy
@@ -80,16 +93,18 @@ def to_host(tensor: Tensor) -> Callable[[], NDArray[Any]]:
 
     def finish() -> NDArray[Any]:
         torch.cuda.current_stream(tensor.device).synchronize()
-        return pinned.numpy().copy()  # pinned memory is scarce
+        return pinned.numpy().copy()  # frees the pinned memory, which is scarce
 
     return finish
 
 
-def empty(shape: torch.Size, dtype: torch.dtype, where: torch.device = HOST) -> Tensor:
-    """A new tensor on a device."""
-    return host.empty(shape, dtype) if where.type == "cpu" else torch.empty(shape, dtype=dtype, device=where)
+def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device = HOST) -> Tensor:
+    """Return a new tensor on a device, not initialized."""
+    if device.type == "cpu":
+        return host_kernels.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
-def piece_size(where: torch.device) -> int:
-    """How many values are best worked on at once."""
-    return device.PIECE if where.type == "cuda" else host.PIECE
+def piece_size(device: torch.device) -> int:
+    """Return the number of values to process at once, for the best speed."""
+    return device_kernels.PIECE if device.type == "cuda" else host_kernels.PIECE

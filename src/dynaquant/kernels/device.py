@@ -1,4 +1,4 @@
-"""Kernels for tensors on a device, by plain tensor operations, most of them in pieces that need little memory."""
+"""Kernels for tensors on a device, by PyTorch operations. Most of them work in pieces, to need little memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from dynaquant import _native
 from dynaquant.kernels.host import Sensitivity
 
 PIECE = 1 << 24
-"""Values that are worked on at once."""
+"""Number of values to process at once."""
 _BUCKETS = 65_536
-_BEYOND = 200.0
+_FAR = 200.0
+"""Grid steps. Values beyond count as this far from zero, which protects them and cannot overflow."""
 _HIGHEST_LEVEL = 255
 _WORD = 0xFFFF_FFFF
 
@@ -29,7 +30,7 @@ def _pieces(size: int) -> Iterator[slice]:
 
 
 def _buckets(flat: Tensor) -> Tensor:
-    """The top 16 bits of each value, int32."""
+    """Return the top 16 bits of each value, int32."""
     if flat.dtype in (torch.float32, torch.float64):
         return flat.to(torch.float32).view(torch.int32) >> 16 & 0xFFFF
     return flat.view(torch.int16).to(torch.int32) & 0xFFFF
@@ -70,15 +71,16 @@ def log_histogram(tensor: Tensor) -> NDArray[np.int64]:
 
 def table_levels(tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitivity | None = None) -> Tensor:
     flat = _flat(tensor)
-    own_table = torch.from_numpy(table).to(tensor.device)
+    magnitude_table = torch.from_numpy(table).to(tensor.device)
     levels = torch.empty(flat.numel(), dtype=torch.uint8, device=tensor.device)
     other = None if sensitivity is None else (_flat(sensitivity[0]), torch.from_numpy(sensitivity[1]).to(tensor.device))
     for piece in _pieces(flat.numel()):
-        own = _look_up(own_table, _buckets(flat[piece]))
+        level = _look_up(magnitude_table, _buckets(flat[piece]))
         if other is not None:
-            say = _look_up(other[1], _buckets(other[0][piece].to(torch.float32)))
-            own = torch.where((say == _native.NO_SAY) | (own == _native.LEVEL_PROTECTED), own, say)
-        levels[piece] = own
+            by_sensitivity = _look_up(other[1], _buckets(other[0][piece].to(torch.float32)))
+            undecided = by_sensitivity == _native.NO_SAY
+            level = torch.where(undecided | (level == _native.LEVEL_PROTECTED), level, by_sensitivity)
+        levels[piece] = level
     return levels
 
 
@@ -87,7 +89,7 @@ def grid_levels(tensor: Tensor, inverse: float, seed: int | None) -> tuple[Tenso
     levels = torch.empty(flat.numel(), dtype=torch.uint8, device=tensor.device)
     highest = torch.zeros((), dtype=torch.int32, device=tensor.device)
     for piece in _pieces(flat.numel()):
-        steps = (flat[piece].to(torch.float32) * inverse).clamp_(-_BEYOND, _BEYOND)
+        steps = (flat[piece].to(torch.float32) * inverse).clamp_(-_FAR, _FAR)
         rounded = steps.round()  # ties to even
         if seed is not None:
             below = torch.where(rounded > steps, rounded - 1, rounded)
@@ -100,9 +102,12 @@ def grid_levels(tensor: Tensor, inverse: float, seed: int | None) -> tuple[Tenso
     return levels, highest
 
 
-def _uniform(piece: slice, seed: int, where: torch.device) -> Tensor:
-    """The finalizer of MurmurHash3, from an index and a seed to [0, 1); int64 has room for words without a sign."""
-    h = torch.arange(piece.start, piece.stop, dtype=torch.int64, device=where)
+def _uniform(piece: slice, seed: int, device: torch.device) -> Tensor:
+    """Return a random number in [0, 1) for each index, by the finalizer of MurmurHash3.
+
+    Computes in int64, which holds unsigned 32-bit words.
+    """
+    h = torch.arange(piece.start, piece.stop, dtype=torch.int64, device=device)
     h = (h & _WORD) * 0x9E3779B1 & _WORD ^ seed
     h = (h ^ h >> 16) * 0x85EBCA6B & _WORD
     h = (h ^ h >> 13) * 0xC2B2AE35 & _WORD
@@ -110,25 +115,25 @@ def _uniform(piece: slice, seed: int, where: torch.device) -> Tensor:
     return (h >> 8).to(torch.float32) * 2.0**-24
 
 
-def values(levels: NDArray[np.uint8], table: Tensor, protected: NDArray[np.uint16], where: torch.device) -> Tensor:
-    here, own_table = torch.from_numpy(levels).to(where), table.to(where)
-    if levels.size and int(here.max()) >= len(table):
+def values(levels: NDArray[np.uint8], table: Tensor, protected: NDArray[np.uint16], device: torch.device) -> Tensor:
+    moved_levels, moved_table = torch.from_numpy(levels).to(device), table.to(device)
+    if levels.size and int(moved_levels.max()) >= len(table):
         raise ValueError("a level lies outside the codebook")
-    is_protected = here == _native.LEVEL_PROTECTED
+    is_protected = moved_levels == _native.LEVEL_PROTECTED
     if int(is_protected.sum()) != len(protected):
         raise ValueError("the number of protected values differs from the number of protected levels")
-    out = torch.empty(levels.size, dtype=table.dtype, device=where)
+    out = torch.empty(levels.size, dtype=table.dtype, device=device)
     for piece in _pieces(levels.size):
-        out[piece] = _look_up(own_table, here[piece].to(torch.int32))
+        out[piece] = _look_up(moved_table, moved_levels[piece].to(torch.int32))
     if len(protected):
         shift = 16 if table.dtype == torch.float32 else 0
         bits = torch.from_numpy((protected.astype(np.int32) << shift).astype(np.int32 if shift else np.uint16))
-        out[is_protected] = bits.view(table.dtype).to(where)
+        out[is_protected] = bits.view(table.dtype).to(device)
     return out
 
 
 def square_root(tensor: Tensor) -> Tensor:
-    # A root of float64, rounded to float32, is the correctly rounded root of a float32.
+    # The square root in float64, rounded to float32, is the correctly rounded square root of a float32.
     flat, out = _flat(tensor), torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
     for piece in _pieces(flat.numel()):
         out.view(-1)[piece] = flat[piece].to(torch.float64).sqrt().to(torch.float32)

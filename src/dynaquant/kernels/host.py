@@ -1,4 +1,4 @@
-"""Kernels for tensors in host memory, by the native core. Others are copied there."""
+"""Kernels for tensors in host memory, by the native core. Tensors on a device are copied to the host first."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from torch import Tensor
 from dynaquant import _native
 
 Sensitivity = tuple[Tensor, NDArray[np.uint8]]
-"""Of each value, float32, and a table of 65,536 of what it says about the level."""
+"""The sensitivity of each value, float32, and a table of levels by the top 16 bits of a sensitivity, uint8[65536].
+
+The table holds pruned, protected or ``NO_SAY`` (undecided)."""
 PIECE = (1 << 17) * _native.threads()
-"""Values that stay in the caches of the processors from one pass over them to the next."""
+"""Number of values that fit into the caches of the processors, for several passes over them."""
 _BUCKETS = 65_536
 _NOTHING = np.zeros(0, dtype=np.uint32)
-_NO_SAY = np.full(_BUCKETS, _native.NO_SAY, dtype=np.uint8)
+_UNDECIDED = np.full(_BUCKETS, _native.NO_SAY, dtype=np.uint8)
 
 
 def empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A new tensor. Its memory comes from NumPy, which asks for large pages: they are filled several times faster."""
+    """Return a new tensor in memory from NumPy. NumPy asks for large pages, which are several times faster to fill."""
     if not shape.numel():
-        return torch.empty(shape, dtype=dtype, device="cpu")  # NumPy's has strides that no view can be made of
+        return torch.empty(shape, dtype=dtype, device="cpu")  # empty NumPy arrays have strides without a view
     return torch.from_numpy(np.empty(shape.numel() * dtype.itemsize, dtype=np.uint8)).view(dtype).reshape(shape)
 
 
 def _flat(tensor: Tensor) -> Tensor:
     flat = tensor.detach().cpu().reshape(-1).contiguous()
-    # A tensor of a mapped file may begin at any byte.
+    # A tensor in a memory-mapped file may begin at any byte.
     return flat if flat.data_ptr() % flat.element_size() == 0 else flat.clone()
 
 
@@ -37,7 +39,7 @@ def _float32(tensor: Tensor) -> NDArray[np.float32]:
 
 
 def bits_of(tensor: Tensor) -> NDArray[np.uint32] | NDArray[np.uint16]:
-    """The bit patterns, flat; a copy only where one is needed. float64 is rounded to float32 first."""
+    """Return the bit patterns, flat. Copies only if necessary. float64 is rounded to float32 first."""
     flat = _flat(tensor.to(torch.float32) if tensor.dtype == torch.float64 else tensor)
     bits: NDArray[np.uint32] | NDArray[np.uint16] = flat.view(_unsigned(flat.dtype)).numpy()
     return bits
@@ -65,10 +67,10 @@ def log_histogram(tensor: Tensor) -> NDArray[np.int64]:
 
 def table_levels(tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitivity | None = None) -> Tensor:
     levels = empty(torch.Size([tensor.numel()]), torch.uint8)
-    own, say = (
-        (_NOTHING, _NO_SAY) if sensitivity is None else (_float32(sensitivity[0]).view(np.uint32), sensitivity[1])
+    bits, by_sensitivity = (
+        (_NOTHING, _UNDECIDED) if sensitivity is None else (_float32(sensitivity[0]).view(np.uint32), sensitivity[1])
     )
-    _native.assign_levels(bits_of(tensor), table, own, say, levels.numpy())
+    _native.assign_levels(bits_of(tensor), table, bits, by_sensitivity, levels.numpy())
     return levels
 
 
@@ -81,7 +83,7 @@ def values(
     levels: NDArray[np.uint8],
     table: Tensor,
     protected: NDArray[np.uint16],
-    where: torch.device,  # noqa: ARG001 - there is only one
+    device: torch.device,  # noqa: ARG001 - always the host
 ) -> Tensor:
     if not levels.size and not len(protected):
         return empty(torch.Size([0]), table.dtype)
@@ -92,5 +94,5 @@ def values(
 
 
 def square_root(tensor: Tensor) -> Tensor:
-    # NumPy's root is correctly rounded everywhere; PyTorch's in float32 is not.
+    # The square root of NumPy is correctly rounded on every machine; that of PyTorch in float32 is not.
     return torch.from_numpy(np.asarray(np.sqrt(tensor.cpu().numpy())))
