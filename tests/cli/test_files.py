@@ -152,8 +152,8 @@ def test_bad_input_is_one_message_and_nothing_changed(model, tmp_path, fails):
     nameless.write_bytes(model.read_bytes())
     before = set(tmp_path.rglob("*"))
     new = tmp_path / "new"
-    fails("neither safetensors nor made by torch.save", "compress", text)
-    fails("a list and no dictionary", "compress", tmp_path / "list.pt")
+    fails("neither a safetensors file nor one of torch.save", "compress", text)
+    fails("a list, not a dictionary", "compress", tmp_path / "list.pt")
     fails("No such file", "compress", tmp_path / "nowhere.pt")
     fails("no *.safetensors file in it", "compress", tmp_path / "folder")
     fails("compressed already", "compress", tmp_path / "m.dqc")

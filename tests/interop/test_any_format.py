@@ -63,8 +63,8 @@ def test_a_torch_file_that_is_cut_off_anywhere_is_refused(tmp_path, zipped):
 def test_what_torch_saved_but_a_checkpoint_cannot_hold_is_refused(tmp_path):
     path = tmp_path / "model.pt"
     for thing, reason in (
-        ([torch.ones(2)], "a list and no dictionary"),
-        (torch.ones(2), "a Tensor and no dictionary"),
+        ([torch.ones(2)], "a list, not a dictionary"),
+        (torch.ones(2), "a Tensor, not a dictionary"),
         ({"w": torch.ones(2, 2).to_sparse()}, "sparse_coo"),
     ):
         torch.save(thing, path)

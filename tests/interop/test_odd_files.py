@@ -41,8 +41,8 @@ def fifo(path: Path) -> Path:
 
 
 def test_a_fifo_or_a_device_is_no_file_to_be_read(tmp_path):
-    refuses(fifo(tmp_path / "m.safetensors"), "is a FIFO and no file")
-    refuses(Path("/dev/zero"), "is a device and no file")
+    refuses(fifo(tmp_path / "m.safetensors"), "is a FIFO, not a file")
+    refuses(Path("/dev/zero"), "is a device, not a file")
     with pytest.raises(dq.CheckpointError, match="is a FIFO"):
         compress(fifo(tmp_path / "m.pt"), tmp_path / "m.dqc", Packer())
     with pytest.raises(dq.CheckpointError, match="is a FIFO"):
@@ -65,7 +65,7 @@ def test_a_fifo_or_a_folder_where_a_folders_file_is_expected_is_refused(tmp_path
     dcp.write(tmp_path / "dcp", {"w": torch.randn(4)})
     part = next((tmp_path / "dcp").glob("*.distcp"))
     fifo(part)
-    refuses(tmp_path / "dcp", "is a FIFO and no file")
+    refuses(tmp_path / "dcp", "is a FIFO, not a file")
     fifo(tmp_path / "dcp" / DCP_METADATA)
     refuses(tmp_path / "dcp", "no .metadata")
 

@@ -289,7 +289,7 @@ def test_what_cannot_be_packed_leaves_no_run(tmp_path):
     (tmp_path / "ckpt-2.pt").write_text("nonsense")
     for wrong, reason in (
         ({1: files[1], 2: tmp_path / "nowhere-2.pt"}, "does not exist"),
-        ({2: tmp_path / "ckpt-2.pt"}, "neither safetensors nor"),
+        ({2: tmp_path / "ckpt-2.pt"}, "neither a safetensors file nor"),
         ({2**70: files[1]}, "too large for a step"),
     ):
         with pytest.raises(dq.CheckpointError, match=reason):

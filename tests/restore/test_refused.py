@@ -62,10 +62,13 @@ def set_in(part, **values):
         (set_in(lambda s: s, parameters={"optimizer": [[1]]}), "holds no state of a training"),
         (set_in(lambda s: s, order=torch.zeros(3, dtype=torch.uint8)), "order cannot take the state of the generator"),
         (set_in(lambda s: s["optimizer"]["state"], **{"model.0.weight": 1}), "model.0.weight is a int"),
-        (set_in(first, exp_avg=torch.ones(3)), r"model\.0\.weight\.exp_avg is \[3\] in it, where \[40, 24\] is needed"),
+        (set_in(first, exp_avg=torch.ones(3)), r"model\.0\.weight\.exp_avg is \[3\] in it, but must be \[40, 24\]"),
         (set_in(first, exp_avg="x"), r"exp_avg is a str, not a tensor of \[40, 24\]"),
-        (set_in(first, exp_avg=torch.ones(40, 24, dtype=torch.int64)), "exp_avg is torch.int64 in it, where floats"),
-        (set_in(first, step=torch.ones(2)), r"step is \[2\] in it, where \[\] is needed"),
+        (
+            set_in(first, exp_avg=torch.ones(40, 24, dtype=torch.int64)),
+            "exp_avg is torch.int64 in it, but must be of floats",
+        ),
+        (set_in(first, step=torch.ones(2)), r"step is \[2\] in it, but must be \[\]"),
         (set_in(lambda s: s["optimizer"]["param_groups"][0], lr="fast"), "optimizer has 0.01 for lr and had 'fast'"),
         (set_in(lambda s: s["optimizer"]["param_groups"][0], betas=(0.9,)), "for betas and had"),
     ],
@@ -127,7 +130,7 @@ def test_unknown_optimizer_state_must_have_its_parameters_shape_only_if_it_had(t
         ckpt.save(2)
     other = things(1)
     train(other["model"], other["optimizer"])
-    assert_refused(tmp_path, other, dq.StateError, r"model\.0\.weight\.slow is \[2\] in it, where \[40, 24\] is needed")
+    assert_refused(tmp_path, other, dq.StateError, r"model\.0\.weight\.slow is \[2\] in it, but must be \[40, 24\]")
 
 
 class WithMask(nn.Module):

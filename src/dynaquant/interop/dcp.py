@@ -1,7 +1,7 @@
-"""Folders of ``torch.distributed.checkpoint`` (DCP), read and written by one process.
+"""Reads and writes folders of ``torch.distributed.checkpoint`` (DCP) in one process.
 
-Their metadata is a pickle, and so are the values in them that are no tensors. They are read by unpicklers that know
-tensors, plain values and DCP's own records, and refuse all else.
+DCP pickles its metadata and all values that are not tensors. The unpicklers here accept only tensors, plain values and
+DCP's own classes. Import this module only where it is used: DCP takes seconds to import.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dynaquant.interop.model_file import DCP_METADATA, ModelFile
 from dynaquant.interop.torchfile import BROKEN, check_version, flatten_file, problem
 from dynaquant.store.files import kind_of, system_error
 
-_RECORDS = "torch.distributed.checkpoint.metadata"
-_PLAIN = {
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
     ("collections", "OrderedDict"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
@@ -36,13 +36,13 @@ _PLAIN = {
 }
 
 
-_InPython: Any = pickle._Unpickler
+_PythonUnpickler: Any = pickle._Unpickler
 
 
-class _Unpickler(_InPython):  # type: ignore[misc]
-    """In Python, as the other one does not let itself be told not to give attributes to a class."""
+class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
+    """Unpickles metadata. Derives from the pure-Python unpickler, as the C one cannot be kept from changing classes."""
 
-    dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
+    dispatch: ClassVar[dict[int, Any]] = dict(_PythonUnpickler.dispatch)
 
     def load_build(self) -> None:
         if isinstance(self.stack[-2], type) or callable(self.stack[-2]):
@@ -53,17 +53,19 @@ class _Unpickler(_InPython):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "pathlib" and name.endswith("Path"):
-            return PurePosixPath  # where the folder once was; that of another system cannot be made here
-        if (module, name) in _PLAIN:
+            return PurePosixPath  # the folder's path when it was written; a Windows path could not be made here
+        if (module, name) in _ALLOWED:
             return super().find_class(module, name)
-        found = super().find_class(module, name) if module in (_RECORDS, "torch") else None
-        own = isinstance(found, type) and found.__module__ == _RECORDS
+        found = super().find_class(module, name) if module in (_METADATA_MODULE, "torch") else None
+        own = isinstance(found, type) and found.__module__ == _METADATA_MODULE
         if own or isinstance(found, torch.dtype | torch.layout | torch.memory_format):
             return found
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
 class _Reader(FileSystemReader):
+    """Reads tensors with metadata that was unpickled safely."""
+
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
         self._metadata = metadata
@@ -73,14 +75,16 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
+    """Unpickles plain values safely."""
+
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
 
 def read(folder: Path) -> tuple[ModelFile, set[str]]:
-    """Reads a folder. Returns its content and the names of the files that belong to it.
+    """Reads a folder. Returns its content and the names of the files that belong to DCP.
 
-    Raises CheckpointError if it holds other objects than tensors and plain values, or is not complete.
+    Raises CheckpointError if the folder is not complete, or holds objects other than tensors and plain values.
     """
     check_version(folder)
     path = folder / DCP_METADATA
@@ -90,14 +94,14 @@ def read(folder: Path) -> tuple[ModelFile, set[str]]:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path}: not the metadata of torch.distributed.checkpoint")
-        for place in metadata.storage_data.values():
-            if PurePosixPath(place.relative_path).name != place.relative_path:
-                raise CheckpointError(f"{path}: it leads to {place.relative_path!r}, which is not a file beside it")
-            used.add(place.relative_path)
+        for stored in metadata.storage_data.values():
+            if PurePosixPath(stored.relative_path).name != stored.relative_path:
+                raise CheckpointError(f"{path}: it names {stored.relative_path!r}, which is not a file in this folder")
+            used.add(stored.relative_path)
         for name in used:
             if (kind := kind_of(folder / name)) is not None:
-                raise CheckpointError(f"{folder / name} is {kind} and no file")
-        flat = {name: _place_of(entry) for name, entry in metadata.state_dict_metadata.items()}
+                raise CheckpointError(f"{folder / name} is {kind}, not a file")
+        flat = {name: _destination_of(entry) for name, entry in metadata.state_dict_metadata.items()}
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _as_one_process():
             load(flat, storage_reader=_Reader(folder, metadata), planner=planner, no_dist=True)
@@ -110,21 +114,22 @@ def read(folder: Path) -> tuple[ModelFile, set[str]]:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """What DCP has wrapped."""
+    """Returns the error that DCP has wrapped."""
     causes = error.failures.values() if isinstance(error, CheckpointException) else []
     return next((cause[0] for cause in causes), error)
 
 
-def _place_of(entry: TensorStorageMetadata | BytesStorageMetadata) -> Any:
+def _destination_of(entry: TensorStorageMetadata | BytesStorageMetadata) -> Any:
+    """Returns an empty tensor or byte stream for DCP to fill. Raises ValueError if parts of a tensor are missing."""
     if isinstance(entry, TensorStorageMetadata):
         if sum(chunk.sizes.numel() for chunk in entry.chunks) < entry.size.numel():
-            raise ValueError("parts of a tensor are missing")  # DCP would leave uninitialized memory there
+            raise ValueError("parts of a tensor are missing")  # DCP would leave uninitialized memory in their place
         return torch.empty(entry.size, dtype=entry.properties.dtype)
     return io.BytesIO()
 
 
 def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> Any:
-    """The state that DCP has flattened. paths: of what has been, by its name; integers are places in lists."""
+    """Undoes DCP's flattening of a state. paths: where each entry was in it, by name; integers are list indices."""
     root: dict[Any, Any] = {}
     for name, value in flat.items():
         *inner, last = paths.get(name, (name,))
@@ -145,7 +150,7 @@ def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> An
 
 
 def write(folder: Path, state: dict[str, Any]) -> None:
-    """Writes a state into a folder that is new or empty. Raises OSError when it cannot be written."""
+    """Writes a state into a new or empty folder. Raises OSError if it cannot be written."""
     try:
         with _as_one_process():
             save(state, checkpoint_id=folder, no_dist=True)
@@ -157,7 +162,7 @@ def write(folder: Path, state: dict[str, Any]) -> None:
 
 @contextmanager
 def _as_one_process() -> Iterator[None]:
-    """DCP warns of what is wanted here."""
+    """Silences DCP's warnings about running without other processes, which is intended here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""A checkpoint's model, or its whole state, as files that other programs read."""
+"""Writes a checkpoint's model, or its whole state, as files that other programs read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def target_for(stored: Stored, out: Path) -> Target:
-    """What is meant by the name of a file: its suffix says, else where the checkpoint comes from, else safetensors."""
+    """Returns the target that an output path means: by its suffix, else by the original format, else safetensors."""
     if out.suffix == ".safetensors":
         return Target.SAFETENSORS
     if out.suffix in _TORCH_SUFFIXES:
@@ -38,15 +38,15 @@ def target_for(stored: Stored, out: Path) -> Target:
 
 
 def export(stored: Stored, target: Target, out: Path, tell: Callable[[str], None] = lambda _text: None) -> None:
-    """Writes a checkpoint to ``out``, a file or a folder, which is there at once or, on any error, not at all.
+    """Writes a checkpoint to ``out``, a file or a folder. Atomic: on any error nothing is left there.
 
-    Of a model only one tensor at a time is in memory, but for ``torch.save``. A tensor that has several names is
-    written under the first of them to safetensors, which has no shared tensors; the file's metadata maps the others to
-    it, as ``safetensors.torch.save_model`` does. Where the exact form of the checkpoint is damaged, all is written anew
-    from the small one. tell: is told how far it has come.
+    Only one tensor of a model is in memory at a time, except for ``torch.save``. safetensors has no shared tensors: a
+    tensor with several names is written under the first one, and the file's metadata maps the other names to it, as
+    ``safetensors.torch.save_model`` does. If the checkpoint's lossless copy is damaged, everything is written again
+    from the quantized checkpoint. tell: called with a text that reports progress.
 
-    Raises CheckpointError when the checkpoint cannot be decoded or the format has no place for it, OSError when ``out``
-    cannot be written.
+    Raises CheckpointError if the checkpoint cannot be decoded or the format cannot hold it, OSError if ``out`` cannot
+    be written.
     """
     stored.sound(lambda: _write(stored, target, out, tell))
 
@@ -59,17 +59,17 @@ def _write(stored: Stored, target: Target, out: Path, tell: Callable[[str], None
             else:
                 from dynaquant.interop import dcp  # noqa: PLC0415 (PyTorch's DCP takes seconds to import)
 
-                beside = _beside(stored)
+                other_files = _other_files(stored)
                 dcp.write(folder, _state(stored, tell))
                 if _source(stored).get("format") == "dcp":
-                    _write_carried(stored, folder, beside)
+                    _write_carried(stored, folder, other_files)
         return
     with replacing(out) as file:
         if target is Target.SAFETENSORS:
             names, ties = _untied(stored.state_dict)
             _write_safetensors(stored, file, names, _metadata(stored) | ties, tell)
         elif target is Target.TORCH:
-            torchfile.write(file, stored.model(_told(stored.tensors, tell)))
+            torchfile.write(file, stored.model(_with_progress(stored.tensors, tell)))
         else:
             torchfile.write(file, _state(stored, tell))
 
@@ -79,9 +79,9 @@ def _state(stored: Stored, tell: Callable[[str], None]) -> dict[str, Any]:
 
 
 def _tensors_of(stored: Stored, node: Any, tell: Callable[[str], None]) -> dict[str, Tensor]:
-    """The tensors that a node of the tree names, decoded."""
+    """Returns the decoded tensors that a node of the tree names."""
     names = [name for name in dict.fromkeys(tensor_names_in(node)) if name in stored.tensors]
-    return dict(_told(LazyMapping(names, stored.tensors.__getitem__), tell))
+    return dict(_with_progress(LazyMapping(names, stored.tensors.__getitem__), tell))
 
 
 def _source(stored: Stored) -> dict[str, Any]:
@@ -90,21 +90,21 @@ def _source(stored: Stored) -> dict[str, Any]:
 
 
 def _metadata(stored: Stored) -> dict[str, str]:
-    """Of a safetensors file: as it was where there was one, else what readers look for."""
+    """Returns the metadata for a safetensors file: that of the original if it was one, else what readers expect."""
     source = _source(stored)
     if source.get("format") == "safetensors":
-        return _texts(source.get("metadata"))
+        return _strings_in(source.get("metadata"))
     return {"format": "pt"} if source else {"format": "pt", "step": str(stored.file.header.step)}
 
 
-def _texts(metadata: Any) -> dict[str, str]:
-    """What of a record can be the metadata of a safetensors file."""
+def _strings_in(metadata: Any) -> dict[str, str]:
+    """Returns the entries that can be metadata of a safetensors file: strings by string."""
     pairs = metadata.items() if isinstance(metadata, dict) else ()
-    return {key: text for key, text in pairs if isinstance(text, str)}
+    return {key: value for key, value in pairs if isinstance(value, str)}
 
 
 def _untied(state_dict: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """The tensors of a state dict by the first of their names, and metadata with the other names."""
+    """Returns the tensors of a state dict by their first key, and metadata that maps their other keys to it."""
     first_names: dict[str, str] = {}
     names: dict[str, str] = {}
     metadata: dict[str, str] = {}
@@ -123,13 +123,17 @@ def _write_safetensors(
     shapes = stored.shapes
     tensors = LazyMapping(names, lambda key: stored.tensors[names[key]])
     like = {key: shapes[name] for key, name in names.items()}
-    safetensors.write(file, _told(tensors, tell), like, metadata or None)
+    safetensors.write(file, _with_progress(tensors, tell), like, metadata or None)
 
 
 @dataclass(frozen=True)
-class _Beside:
-    """What a folder held besides its model. models: state dicts, and what the record says of their files. states: nodes
-    by the files of ``torch.save`` that they go into. carried: tensors by the files whose bytes they are."""
+class _OtherFiles:
+    """What a compressed folder held besides its main model.
+
+    model: whether there is a main model. models: further state dicts, each with the record's entry on its files.
+    states: nodes of the tree, by their file of ``torch.save``. carried: names of the tensors that hold a file's bytes,
+    by file name.
+    """
 
     model: bool
     models: list[tuple[dict[str, str], dict[str, Any]]]
@@ -137,8 +141,8 @@ class _Beside:
     carried: dict[str, str]
 
 
-def _beside(stored: Stored) -> _Beside:
-    """As the record has it, which may say anything. Raises CheckpointError when the checkpoint is not like that."""
+def _other_files(stored: Stored) -> _OtherFiles:
+    """Reads the record, which may be malformed. Raises CheckpointError if it does not match the checkpoint."""
     source, entries = _source(stored), stored.file.header.by_name
     nodes = {key: node for key, node in dict_items(stored.file.header.tree) if type(key) is str}
     try:
@@ -158,27 +162,27 @@ def _beside(stored: Stored) -> _Beside:
             f"{stored.file.path}: its record of the files that were in the folder is broken; export the model alone, "
             "e.g. to safetensors"
         )
-    return _Beside(bool(nodes.keys() - more.keys() - set(files.values())), models, states, carried)
+    return _OtherFiles(bool(nodes.keys() - more.keys() - set(files.values())), models, states, carried)
 
 
 def _write_folder(stored: Stored, folder: Path, tell: Callable[[str], None]) -> None:
-    """The model as a Hugging Face folder; and where a folder was compressed, all else that was in it."""
-    beside = _beside(stored)
+    """Writes the model as a Hugging Face folder, and all other files if a folder was compressed."""
+    other_files = _other_files(stored)
     try:
-        if beside.model:
+        if other_files.model:
             _write_shards(stored, stored.state_dict, _source(stored), folder, tell)
-        for state_dict, source in beside.models:
+        for state_dict, source in other_files.models:
             _write_shards(stored, state_dict, source, folder, tell)
-        for file, node in beside.states.items():
+        for file, node in other_files.states.items():
             with (folder / file).open("xb") as out:
                 torchfile.write(out, stored.part(node, _tensors_of(stored, node, tell)))
-        _write_carried(stored, folder, beside)
+        _write_carried(stored, folder, other_files)
     except FileExistsError as error:
         raise CheckpointError(f"{stored.file.path}: its record names the file {error.filename} twice") from None
 
 
-def _write_carried(stored: Stored, folder: Path, beside: _Beside) -> None:
-    for file, name in beside.carried.items():
+def _write_carried(stored: Stored, folder: Path, other_files: _OtherFiles) -> None:
+    for file, name in other_files.carried.items():
         try:
             with (folder / file).open("xb") as out:
                 out.write(bytes_of(stored.tensors[name]).data)
@@ -189,7 +193,7 @@ def _write_carried(stored: Stored, folder: Path, beside: _Beside) -> None:
 def _write_shards(
     stored: Stored, state_dict: Mapping[str, str], source: Mapping[str, Any], folder: Path, tell: Callable[[str], None]
 ) -> None:
-    """A state dict as the files that it was in. source: what the record says of them."""
+    """Writes a state dict into the files that it came from. source: the record's entry on them."""
     names, ties = _untied(state_dict)
     shapes = stored.shapes
     index = source.get("index")
@@ -197,7 +201,7 @@ def _write_shards(
         known = {file: (list(shard["tensors"]), shard["metadata"]) for file, shard in source.get("shards", {}).items()}
     except (AttributeError, KeyError, TypeError):
         known = {}
-    # A record may say anything: its files are to lie in this folder, and to hold each tensor once.
+    # The record may be malformed. Its files must lie in this folder and hold each tensor once.
     listed = [key for keys, _ in known.values() for key in keys]
     files = [*known, index] if index is not None else list(known)
     if (
@@ -207,7 +211,7 @@ def _write_shards(
         and len(set(files)) == len(files)
     ):
         shards = {file: keys for file, (keys, _) in known.items()}
-        metadata = {file: _texts(texts) for file, (_, texts) in known.items()}
+        metadata = {file: _strings_in(entries) for file, (_, entries) in known.items()}
     else:
         shards = safetensors.shards_of({key: shapes[name] for key, name in names.items()})
         metadata = {file: {"format": "pt", **ties} for file in shards}
@@ -220,7 +224,8 @@ def _write_shards(
         (folder / index).write_text(safetensors.index_of(shards, source.get("metadata"), total))
 
 
-def _told(tensors: Mapping[str, Tensor], tell: Callable[[str], None]) -> Mapping[str, Tensor]:
+def _with_progress(tensors: Mapping[str, Tensor], tell: Callable[[str], None]) -> Mapping[str, Tensor]:
+    """Returns the tensors; each access is reported."""
     order = {name: i for i, name in enumerate(tensors, 1)}
 
     def tensor(name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reads a trainer's checkpoint folder: weights, states of optimizers, and the other files in it."""
+"""Reads a trainer's checkpoint folder: weights, optimizer states, and the other files in it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from dynaquant.store.files import is_file_name, kind_of
 from dynaquant.tensors.lazy_mapping import LazyMapping
 
 CARRIED_BYTES = 64 << 20
-"""Most bytes of a file that is stored byte for byte."""
+"""Largest size of a file that is stored byte for byte."""
 READ_FROM = 64 << 10
-"""Bytes from which on a file of ``torch.save`` is read. Smaller ones are read if they hold weights or an optimizer."""
+"""Files of ``torch.save`` from this size on are read. Smaller ones are read if they hold weights or an optimizer."""
 MODEL = "model"
 _WEIGHTS = re.compile(r"(pytorch|adapter)_model.*\.bin")
-"""Names of the files of ``torch.save`` that hold weights, in older folders."""
+"""File names of weights that ``torch.save`` wrote, in older folders."""
 
 
 def read(folder: Path) -> ModelFile:
-    """Reads a folder of ``torch.distributed.checkpoint``, or one with a model's weights, and the other files in it.
+    """Reads a folder of DCP, or one with a model's weights, and the other files in it.
 
     If the folder holds only weights, the state is their state dict. Otherwise it is a dictionary: the state dict under
     ``"model"``, and each file of ``torch.save`` under its name without suffix, e.g. ``"optimizer"``.
@@ -73,7 +73,7 @@ def read(folder: Path) -> ModelFile:
 def _files_in(folder: Path) -> tuple[list[str], dict[str, str]]:
     """Returns the names of the files in a folder, and everything that is left out, with the reason."""
     here = folder.resolve()
-    hub = here.parent.parent / "blobs"  # the cache of the Hugging Face hub: files of a snapshot are links to here
+    hub = here.parent.parent / "blobs"  # in the cache of the Hugging Face hub, files of a snapshot link to here
     inside = (here, hub) if here.parent.name == "snapshots" else (here,)
     names: list[str] = []
     left_out: dict[str, str] = {}
@@ -133,8 +133,8 @@ def _state_in(path: Path, reasons: dict[str, str]) -> Any:
         if large:
             reasons[path.name] = str(error).removeprefix(f"{path}: ")
         return None
-    worth = large or optimizers_in(tree) or _WEIGHTS.fullmatch(path.name)
-    return state if tensors and worth else None
+    wanted = large or optimizers_in(tree) or _WEIGHTS.fullmatch(path.name)
+    return state if tensors and wanted else None
 
 
 def _put_together(
@@ -170,9 +170,10 @@ def _put_together(
 def _with_carried(
     folder: Path, whole: ModelFile, names: list[str], left_out: dict[str, str], reasons: dict[str, str]
 ) -> ModelFile:
-    """Adds the bytes of files to a state, as further tensors.
+    """Adds files to a state byte for byte, as further tensors.
 
-    names: of the files. reasons: why files of ``torch.save`` among them were not read.
+    names: of the files. left_out: files that are not stored, with the reason. reasons: why files of ``torch.save`` were
+    not read.
     """
     files: dict[str, str] = {}
     notes = []

@@ -1,6 +1,6 @@
-"""Roles, layer types and gradients of a state of which only the tensors' names and places are known (files of others).
+"""Infers roles, layer types and gradients from the names of tensors and their places in the tree.
 
-``roles.labels`` asks the modules and optimizers themselves; here there are none.
+Another program's file comes without its modules and optimizers, which ``state/roles.py`` would ask.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ _NORMS = ("norm", "ln", "bn")
 
 @dataclass
 class _Found:
-    """The dictionaries of a tree: those that hold nothing but tensors, and the states of optimizers."""
+    """The dictionaries in a tree that hold only tensors, and the states of optimizers."""
 
     state_dicts: list[dict[str, str]] = field(default_factory=list)
     optimizers: list[dict[str, Any]] = field(default_factory=list)
 
 
 def labels(tree: Any, tensors: Mapping[str, Tensor], weights: Collection[str] | None = None) -> dict[str, Label]:
-    """The label of every tensor. tree, tensors: of a state, as from ``state.flatten``. weights: names of those that can
-    be weights, None for all.
+    """Returns the label of every tensor of a state.
 
-    Floating-point tensors in dictionaries of nothing but tensors are weights, unless they are called like a buffer;
-    moments are known by their keys in the state of an optimizer (a dictionary of ``state`` and ``param_groups``).
+    Floating-point tensors in dictionaries that hold only tensors are weights, unless their name is that of a buffer.
+    Moments are found by their keys in the state of an optimizer (a dictionary with ``state`` and ``param_groups``).
     Everything else is exact.
+
+    tree, tensors: as ``flatten`` returns them. weights: names of the tensors that can be weights, None for all.
     """
-    found = _look_through(tree)
+    found = _search(tree)
     result = {name: Label("exact") for name in tensors}
     for state_dict in found.state_dicts:
         for name in state_dict.values():
@@ -58,17 +59,18 @@ def labels(tree: Any, tensors: Mapping[str, Tensor], weights: Collection[str] | 
 
 
 def optimizers_in(tree: Any) -> list[dict[str, Any]]:
-    """The nodes of the states of optimizers in a tree, by their keys."""
-    return _look_through(tree).optimizers
+    """Returns the states of optimizers in a tree, each as its nodes by key."""
+    return _search(tree).optimizers
 
 
 def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Mapping[str, Label]) -> dict[str, float]:
-    """F of the weights of a state, by the second moments of an optimizer in it; empty where they cannot be matched.
+    """Returns F (the mean squared gradient) of the weights, from the second moments of an optimizer in the state.
 
-    An optimizer numbers its parameters in the order of the model, or of its groups: matrices before vectors, say. A
-    match is one in which all shapes agree; weights may be left over, as frozen ones are, or the copy of a tied one.
+    An optimizer numbers its parameters in the order of the model or of its groups, e.g. matrices before vectors. In a
+    match all shapes are equal. Weights may be left over: frozen ones, or the second name of a tied one. Returns an
+    empty dictionary if no optimizer matches.
     """
-    found = _look_through(tree)
+    found = _search(tree)
     for optimizer in found.optimizers:
         moments = [tensors[name] for name in _second_moments(optimizer)]
         if not moments:
@@ -83,7 +85,8 @@ def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Map
 
 
 def _matched(names: list[str], tensors: Mapping[str, Tensor], moments: list[Tensor]) -> list[str]:
-    """The weights that the moments belong to, in their order; weights between them may have none. Empty if it fails."""
+    """Returns the weights of the moments, in the same order; empty if they do not match. Weights without moments are
+    skipped."""
     matched: list[str] = []
     for name in names:
         if len(matched) < len(moments) and tensors[name].shape == moments[len(matched)].shape:
@@ -92,12 +95,12 @@ def _matched(names: list[str], tensors: Mapping[str, Tensor], moments: list[Tens
 
 
 def _second_moments(optimizer: Mapping[str, Any]) -> list[str]:
-    """The names of the second moments of an optimizer's parameters, in its order; empty when one has none."""
-    states = {str(key): _by_text(node) for key, node in dict_items(optimizer["state"])}
-    groups = [_by_text(group).get("params") for group in optimizer["param_groups"]]
+    """Returns the names of the second moments, in the order of the parameters; empty if a parameter has none."""
+    states = {str(key): _by_text_key(node) for key, node in dict_items(optimizer["state"])}
+    groups = [_by_text_key(group).get("params") for group in optimizer["param_groups"]]
     moments = []
     for number in (number for params in groups if isinstance(params, list) for number in params):
-        state = states.get(str(number), {})  # DCP makes text of numbers
+        state = states.get(str(number), {})  # DCP turns numbers into text
         name = tensor_name(state.get("exp_avg_sq", state.get("square_avg")))
         if name is None:
             return []
@@ -105,18 +108,18 @@ def _second_moments(optimizer: Mapping[str, Any]) -> list[str]:
     return moments
 
 
-def _by_text(node: Any) -> dict[str, Any]:
-    """A dictionary's node by its keys as text, as a key may be anything."""
+def _by_text_key(node: Any) -> dict[str, Any]:
+    """Returns the values of a dictionary's node by key. A key may be of any type, so all are made text."""
     return {str(key): value for key, value in dict_items(node)}
 
 
-def _look_through(tree: Any) -> _Found:
+def _search(tree: Any) -> _Found:
     found = _Found()
 
-    def look(node: Any) -> None:
+    def visit(node: Any) -> None:
         if isinstance(node, list):
             for item in node:
-                look(item)
+                visit(item)
             return
         pairs = dict_items(node)
         if not pairs:
@@ -128,9 +131,9 @@ def _look_through(tree: Any) -> _Found:
             found.state_dicts.append({str(key): tensor_name(value) or "" for key, value in pairs})
         else:
             for _, value in pairs:
-                look(value)
+                visit(value)
 
-    look(tree)
+    visit(tree)
     return found
 
 

@@ -1,4 +1,4 @@
-"""What a file of another program holds, whatever its format."""
+"""What another program's file or folder holds, whatever its format."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ DCP_METADATA = ".metadata"
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A state as another program has written it.
+    """A state that another program has written.
 
-    tree, tensors: as from ``state.flatten``. Tensors may be read only when they are asked for, so a file need not fit
-    into memory. Tensors that the tree does not name are the bytes of files that are stored byte for byte. format: of
-    the file. details: what else is needed to write the same file again, as JSON values.
+    tree, tensors: as ``flatten`` returns them. Tensors may be read on access, so a file need not fit into memory.
+    Tensors that the tree does not name are files that are stored byte for byte. details: what else is needed to write
+    the same file again, as JSON values.
 
     weights: names of the tensors that can be weights, None for all. in_order: whether weights are in the order of the
-    model; safetensors sorts them by name. notes: what of a folder is left out or could not be read.
+    model; safetensors sorts them by name. notes: files of a folder that were left out or could not be read.
     """
 
     format: Format
@@ -36,5 +36,5 @@ class ModelFile:
 
     @property
     def source(self) -> dict[str, Any]:
-        """What a record keeps of where a checkpoint comes from."""
+        """The entry ``source`` of the record, from which the same file can be written again."""
         return {"format": self.format, **self.details}

@@ -1,4 +1,4 @@
-"""Files of other programs become checkpoints: one alone, or a series in a run."""
+"""Compresses files of other programs into checkpoints: a single file, or a series of them into a run."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ from dynaquant.tensors.stored import Quantized, QuantizedTensor, StoredTensor
 from dynaquant.training.ranks import Group
 
 VECTORS = 64.0
-"""How much more a squared movement of a vector (bias, norm) counts than that of a matrix, where nothing is known of
-either: one value of a norm multiplies a whole channel, and all vectors together are hardly a percent of a model."""
+"""Sensitivity of the loss to vectors (biases, norms) relative to matrices, if neither is measured. One value of a norm
+multiplies a whole channel, and all vectors together are hardly a percent of a model."""
 KEYFRAME_EVERY = 8
-"""Half of a training's: old checkpoints are opened more than they are written."""
-_PREFIX = "model."  # what the configuration manager calls a model's own weights by
+"""Checkpoints from one keyframe to the next. Half as many as in a training, as old checkpoints are read more often."""
+_PREFIX = "model."  # the configuration manager expects names of a model's weights to begin with it
 
 Metric = Callable[[Any], float]
-"""A number of a state, as ``dynaquant.load`` returns it: for a file of weights, the state dict."""
+"""Scores a state, which it gets as ``dynaquant.load`` returns it; for a file of weights, the state dict."""
 Tell = Callable[[str], None]
 
 
 class StreamedWeights(GridWeights):
-    """Weights that are quantized when they are asked for, one by one, so that they need not fit into memory."""
+    """Weights that are quantized on access, one by one, so that they need not fit into memory."""
 
     def quantize(self, configuration: GridConfiguration) -> Mapping[str, QuantizedTensor]:
-        """The weights with the steps of a scale, by name; made anew each time."""
+        """Returns the quantized weights by name. Every access quantizes again."""
         rungs = self.rungs(configuration)
         return LazyMapping(self.weights, lambda name: quantize(self.weights[name], rungs[name]))
 
 
 class _Holder(nn.Module):
-    """The weights of a state as the parameters of a module, whose names may have dots in them."""
+    """A module whose parameters are the weights of a state. Their names may contain dots."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -72,15 +72,16 @@ class _Holder(nn.Module):
 
 
 class Packer:
-    """Makes a checkpoint of each of a series of states, or of one.
+    """Makes checkpoints of one state, or of a series of states.
 
-    quality, max_degradation: as for ``Checkpointer``. metric: what decides, on the state as it would be restored;
-    without it an estimate from the weights' movement does. tell: is told what goes on, for people.
+    quality, max_degradation: as for ``Checkpointer``. metric: scores the state as it would be restored, and so decides
+    the configuration; without a metric, the distortion of the weights decides. tell: called with texts that report
+    progress.
 
-    How much a tensor matters is known from the optimizer's second moments, where the state has them; else it is
-    measured by the metric (``search.sensitivity``); else it goes by the tensor's size.
+    The loss's sensitivity to a tensor comes from the optimizer's second moments if the state has them, else from the
+    metric (``search/sensitivity.py``), else from the tensor's size.
 
-    Raises ValueError for what does not go together.
+    Raises ValueError if arguments do not go together.
     """
 
     def __init__(
@@ -102,13 +103,13 @@ class Packer:
         )
         self._metric, self._higher_is_better, self._tell = metric, higher_is_better, tell
         self._history, self._noise = History(), Noise()
-        self._last: dict[str, int] = {}  # rungs of the checkpoint before
+        self._last: dict[str, int] = {}  # rungs of the previous checkpoint
         self._probed: dict[str, float] = {}
 
     def checkpoint(self, file: ModelFile, step: int) -> Checkpoint:
-        """The checkpoint of a state. Its tensors are made when they are asked for, and not kept.
+        """Returns the checkpoint of a state. Its tensors are made on access, and not kept.
 
-        Raises EvaluateError when the metric fails on the state as it is.
+        Raises EvaluateError if the metric fails on the original state.
         """
         start = time.perf_counter()
         labels = inferred_roles.labels(file.tree, file.tensors, file.weights)
@@ -136,7 +137,7 @@ class Packer:
         self._tell("looking through the weights")
         names = {_PREFIX + name: name for name, label in labels.items() if label.role == "weight"}
         weights = LazyMapping(names, lambda inside: file.tensors[names[inside]])
-        # Matched with weights in another order than the model's, moments would be taken for those of other weights.
+        # If weights are not in the model's order, moments could be matched with the wrong weights.
         fisher = inferred_roles.mean_squared_gradients(file.tree, file.tensors, labels) if file.in_order else {}
         measured = {_PREFIX + name: value for name, value in fisher.items()}
         holder = _Holder(LazyMapping(names.values(), file.tensors.__getitem__) if self._metric else {})
@@ -163,7 +164,7 @@ class Packer:
         return decision, [note.removeprefix(_PREFIX) for note in grid.notes]
 
     def _evaluate_on(self, file: ModelFile) -> Evaluate:
-        """The metric of a state with the parameters of a ``_Holder`` for its weights."""
+        """Returns a function that scores the state with the parameters of a ``_Holder`` as its weights."""
         metric, tensors = self._metric, file.tensors
         assert metric is not None
         count = itertools.count(1)
@@ -171,14 +172,14 @@ class Packer:
         def evaluate(holder: nn.Module) -> float:
             self._tell(f"evaluating: {next(count)}")
             weights = {name: parameter.detach() for name, parameter in holder.named_parameters(remove_duplicate=False)}
-            # Copies, as the metric may write to them; those of the weights are.
+            # Copies, as the metric may write to them. The weights are copies already.
             others = {name: tensors[name].clone() for name in tensor_names_in(file.tree) if name not in weights}
             return metric(unflatten(file.tree, {**others, **weights}))
 
         return evaluate
 
     def _probe(self, weights: GridWeights, judge: MetricJudge) -> dict[str, float]:
-        """What the metric says of each tensor; for a series, what it said of the first state of the same tensors."""
+        """Returns the measured sensitivity to each tensor. A series is measured once for the same set of tensors."""
         if self._probed.keys() != weights.weights.keys():
             self._probed = measure_sensitivity(weights, lambda quantized: judge(quantized).degradation, self._tell)
         return self._probed
@@ -188,9 +189,9 @@ def _score_of_original(holder: nn.Module, evaluate: Evaluate) -> float:
     try:
         found = score(holder, {}, evaluate)
     except Exception as error:
-        raise EvaluateError(f"the metric failed on the weights as they are ({error!r})") from error
+        raise EvaluateError(f"the metric failed on the original weights ({error!r})") from error
     if not math.isfinite(found):
-        raise EvaluateError(f"the metric of the weights as they are is {found}, by which nothing can be judged")
+        raise EvaluateError(f"the metric of the original weights is {found}; it must be finite")
     return found
 
 
@@ -204,17 +205,17 @@ def _by_size(grid: GridWeights, name: str) -> float:
 
 
 def compress(source: Path, out: Path, packer: Packer) -> Record:
-    """Makes one small file of a model's, or of a whole training state's. It is written at once or not at all.
+    """Compresses the file or folder of a model, or of a whole training state, into one file. Writes it atomically.
 
-    Raises CheckpointError when the source cannot be used, OSError when ``out`` cannot be written.
+    Raises CheckpointError if the source cannot be read, OSError if ``out`` cannot be written.
     """
     check_output(out)
     if out.exists() and source.exists() and out.samefile(source):
-        raise CheckpointError(f"{out} is the file to be compressed; give another name")
+        raise CheckpointError(f"{out} is the file to be compressed; give another name for the output")
     file = any_format.read(source)
     checkpoint = packer.checkpoint(file, 0)
     draft = Header(0, 1, None, checkpoint.tree, (), checkpoint.record)
-    aside = temporary_beside(out)  # a file next to it may be somebody else's
+    aside = temporary_beside(out)  # a folder of its own, as a file next to the output may belong to another program
     aside.mkdir()
     try:
         with held(aside):
@@ -231,8 +232,11 @@ def compress(source: Path, out: Path, packer: Packer) -> Record:
 
 
 def step_of(path: Path) -> int | None:
-    """The last number in a file's name, e.g. 4000 for ``ckpt-4000.safetensors``, or else in that of the folder it is
-    in, as for ``checkpoint-500/model.safetensors``; None where there is none."""
+    """Returns the last number in a file's name, e.g. 4000 for ``ckpt-4000.safetensors``.
+
+    If it has none, the last number in the name of its folder, e.g. 500 for ``checkpoint-500/model.safetensors``; None
+    if there is none either.
+    """
     path = path.absolute()
     suffix = path.suffix if path.is_file() and not path.suffix[1:].isdecimal() else ""
     names = [path.name.removesuffix(suffix), *([path.parent.name] if path.is_file() else [])]
@@ -241,7 +245,7 @@ def step_of(path: Path) -> int | None:
 
 
 def _check_packed(run: Run) -> None:
-    """Raises CheckpointError for a run that files cannot be packed into: a training's own, or an unreadable one."""
+    """Raises CheckpointError if files cannot be packed into a run: it is a training's own, or cannot be read."""
     summaries, broken = run.summaries()
     for error in broken:
         if isinstance(error.__cause__, OSError):
@@ -252,11 +256,10 @@ def _check_packed(run: Run) -> None:
 
 
 def pack(files: Mapping[int, Path], folder: Path, packer: Packer) -> Iterator[Record | None]:
-    """Makes a run of existing checkpoints in the order of their steps; yields a record for each, None for those that
-    are there already.
+    """Compresses files into a run, in the order of their steps. Yields a record for each, None for steps already there.
 
-    files: by step. Raises CheckpointError when a file cannot be used or another process writes to the run; what was
-    packed before stays.
+    files: by step. Raises CheckpointError if a file cannot be read or another process writes to the run; checkpoints
+    that are packed by then stay.
     """
     for step, path in files.items():
         if step >= 2**63:
@@ -266,7 +269,7 @@ def pack(files: Mapping[int, Path], folder: Path, packer: Packer) -> Iterator[Re
     run = Run(folder)
     with nothing_empty(folder), run.writer():
         _check_packed(run)
-        there = {known.step for known in run.chain_lengths()}  # not those whose parents are gone
+        there = {known.step for known in run.chain_lengths()}  # without those whose parents are missing
         base: Base | None = None
         chain = 0
         for step, path in sorted(files.items()):

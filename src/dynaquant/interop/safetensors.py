@@ -1,4 +1,4 @@
-"""safetensors: one file, or several and an index, as Hugging Face has it. Tensors are read and written one by one."""
+"""Reads and writes safetensors, one tensor at a time: single files, or shards with an index as of Hugging Face."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 5_000_000_000
-"""Of a file of a folder at most, as Hugging Face has it."""
+"""Largest size of a shard, the same as Hugging Face's default."""
 
 _TYPES = {
     torch.float64: "F64",
@@ -46,7 +46,7 @@ _TYPES = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
     **{
-        getattr(torch, name): code  # that a PyTorch of today has
+        getattr(torch, name): code  # only recent versions of PyTorch have these
         for name, code in (
             ("float8_e4m3fnuz", "F8_E4M3FNUZ"),
             ("float8_e5m2fnuz", "F8_E5M2FNUZ"),
@@ -58,7 +58,7 @@ _TYPES = {
 }
 _METADATA = "__metadata__"
 _INDEX_BYTES = 1 << 30
-"""Most bytes of an index, which is read into memory and has a line for each tensor."""
+"""Largest size of an index, which is read into memory. It has a line for each tensor."""
 _ALIGNMENT = 8
 
 
@@ -70,7 +70,7 @@ def read(path: Path) -> ModelFile:
 
 @dataclass(frozen=True)
 class Shards:
-    """A model in files of one folder. details: what is needed to write them again, as JSON values."""
+    """A model in several files of a folder. details: what is needed to write them again, as JSON values."""
 
     tensors: Mapping[str, Tensor]
     details: dict[str, Any]
@@ -83,21 +83,24 @@ class Shards:
 
 
 def read_indexed(folder: Path, index: str, names: Collection[str]) -> Shards:
-    """Reads the model of an index. names: of the files in the folder. Raises CheckpointError if a part is missing."""
+    """Reads the model of an index.
+
+    names: the files in the folder. Raises CheckpointError if a file or a tensor is missing.
+    """
     content = _read_index(folder / index)
     files = sorted(set(content["weight_map"].values()))
     if missing := [file for file in files if file not in names]:
-        raise CheckpointError(f"{folder}: {missing[0]} is missing, which {index} names")
+        raise CheckpointError(f"{folder}: {missing[0]} is missing, but {index} names it")
     model = read_shards(folder, files)
     if unknown := sorted(content["weight_map"].keys() - model.tensors.keys()):
-        raise CheckpointError(f"{folder}: {unknown[0]} is in no file, and {index} names it")
+        raise CheckpointError(f"{folder}: {unknown[0]} is in no file, but {index} names it")
     return Shards(model.tensors, {**model.details, "index": index, "metadata": content.get("metadata")})
 
 
 def read_shards(folder: Path, files: Iterable[str]) -> Shards:
-    """Reads a model from files of a folder.
+    """Reads a model from several files of a folder.
 
-    Raises CheckpointError if one is damaged, or if two of them have a tensor of the same name.
+    Raises CheckpointError if a file is damaged, or if two files have a tensor of the same name.
     """
     shards: dict[str, Any] = {}
     parts: dict[str, Mapping[str, Tensor]] = {}
@@ -120,7 +123,7 @@ def _read_index(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not the index of a model ({error!r})") from None
     if not all(type(text) is str for text in names | files) or not all(map(is_file_name, files)):
-        raise CheckpointError(f"{path}: its weight_map does not lead from tensors to files beside it")
+        raise CheckpointError(f"{path}: its weight_map does not map tensor names to file names in this folder")
     return dict(index)
 
 
@@ -142,32 +145,36 @@ def _open(path: Path) -> tuple[LazyMapping[Tensor], dict[str, str] | None]:
 
 
 def write(file: BinaryIO, tensors: Mapping[str, Tensor], shapes: Mapping[str, Tensor], metadata: Any) -> None:
-    """Writes a file, asking for one tensor at a time.
+    """Writes a file. Accesses one tensor at a time.
 
-    shapes: tensors of the same names, dtypes and shapes, whose values do not count (meta tensors). metadata: text by
-    text, or None. Raises CheckpointError for a dtype or a name that the format does not have.
+    shapes: meta tensors with the same names, dtypes and shapes. metadata: a dictionary of strings, or None. Raises
+    CheckpointError for a dtype or a name that the format does not allow.
     """
     header: dict[str, Any] = {} if metadata is None else {_METADATA: metadata}
-    names = sorted(shapes, key=lambda name: -shapes[name].dtype.itemsize)  # aligned, as readers like it
+    names = sorted(
+        shapes, key=lambda name: -shapes[name].dtype.itemsize
+    )  # large items first, so that each tensor is aligned
     offset = 0
     for name in names:
         like = shapes[name]
         if like.dtype not in _TYPES:
             raise CheckpointError(
-                f"safetensors has no {dtype_name(like.dtype)} tensors, such as {name}; export to torch instead"
+                f"safetensors cannot store {name}, which is {dtype_name(like.dtype)}; export to torch instead"
             )
         if name == _METADATA or not _is_unicode(name):
-            raise CheckpointError(f"safetensors has no tensors called {name!r}; export to torch instead")
+            raise CheckpointError(f"safetensors does not allow the name {name!r} for a tensor; export to torch instead")
         size = like.numel() * like.dtype.itemsize
         shape = list(like.shape)
-        if _TYPES[like.dtype] == "F4":  # which counts values, where PyTorch counts pairs
+        if _TYPES[like.dtype] == "F4":  # safetensors counts values, PyTorch pairs of values
             shape[-1] *= 2
         header[name] = {"dtype": _TYPES[like.dtype], "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
     try:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise CheckpointError("safetensors cannot hold names that are no text; export to torch instead") from None
+        raise CheckpointError(
+            "safetensors cannot store metadata that is not Unicode text; export to torch instead"
+        ) from None
     text += b" " * (-len(text) % _ALIGNMENT)
     file.write(struct.pack("<Q", len(text)) + text)
     for name in names:
@@ -179,7 +186,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def shards_of(shapes: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """The files that a Hugging Face folder gets, and the tensors in each of them."""
+    """Divides tensors among the files of a Hugging Face folder. Returns the tensors' names by file."""
     parts: list[list[str]] = [[]]
     size = 0
     for name, like in shapes.items():
@@ -195,6 +202,6 @@ def shards_of(shapes: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 def index_of(shards: Mapping[str, Iterable[str]], metadata: Any, total: int) -> str:
-    """The text of an index. metadata: as it was, or None; total: bytes of all tensors."""
+    """Returns the JSON text of an index. metadata: of the original index, or None. total: bytes of all tensors."""
     weight_map = {name: file for file, names in shards.items() for name in names}
     return json.dumps({"metadata": metadata or {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
