@@ -181,7 +181,7 @@ def test_a_metric_that_fails_on_the_original_is_an_error_and_nothing_is_written(
     state = {"model": linear.state_dict()} | ({"optimizer": optimizer.state_dict()} if with_moments else {})
     torch.save(state, tmp_path / "state.pt")
     for wrong in (lambda _: 1 / 0, lambda _: "text", lambda _: torch.ones(3)):
-        with pytest.raises(dq.EvaluateError, match="metric failed on the weights as they are"):
+        with pytest.raises(dq.EvaluateError, match="metric failed on the original weights"):
             compress(tmp_path / "state.pt", tmp_path / "state.dqc", Packer(metric=wrong))
     assert os.listdir(tmp_path) == ["state.pt"]
 
@@ -189,7 +189,7 @@ def test_a_metric_that_fails_on_the_original_is_an_error_and_nothing_is_written(
 @pytest.mark.parametrize("score", [float("nan"), float("inf")])
 def test_a_metric_that_is_no_number_is_an_error_and_nothing_is_written(tmp_path, score):
     torch.save(tensors_of(), tmp_path / "state.pt")
-    with pytest.raises(dq.EvaluateError, match="nothing can be judged"):
+    with pytest.raises(dq.EvaluateError, match="it must be finite"):
         compress(tmp_path / "state.pt", tmp_path / "state.dqc", Packer(metric=lambda _: score))
     assert os.listdir(tmp_path) == ["state.pt"]
 
