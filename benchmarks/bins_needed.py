@@ -41,19 +41,19 @@ LIMITS = (0.05, 0.01, 0.001)
 CLUSTERS, GRID = "dynaquant, published", "dynaquant, grid"
 
 Judge = Callable[[dict[str, Tensor]], float]
-"""The degradation of the model with these values for its parameters."""
+"""Returns the degradation of the model with these values as its parameters."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint of a training. work: with its weights. gradients: their moving averages, by name with "model."."""
+    """A checkpoint of a training. work: holds its weights. gradients: moving averages, by name with "model."."""
 
     work: Workload
     gradients: dict[str, Tensor]
 
     @classmethod
     def of(cls, work: Workload, stored: dict[str, Any]) -> Snapshot:
-        """stored: as ``workloads.snapshots`` returns it."""
+        """Load a snapshot into a workload. stored: as ``workloads.snapshots`` returns it."""
         work.model.load_state_dict(stored["model"])
         work.optimizer.load_state_dict(stored["optimizer"])
         return cls(work, stored["gradients"])
@@ -65,7 +65,7 @@ class Snapshot:
 
     @cached_property
     def fisher(self) -> dict[str, float]:
-        """Adam's second moments, or else the squares of the averaged gradients."""
+        """The mean squared gradient of each tensor: from Adam's second moments, or else of the averaged gradients."""
         squares = {name: float(gradient.square().mean()) for name, gradient in self.gradients.items()}
         named = {f"model.{name}": parameter for name, parameter in self.work.model.named_parameters()}
         return mean_squared_gradients(named, [self.work.optimizer], squares)
@@ -80,7 +80,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Quantized weights. bins: how many. values: of parameters by name. size: bytes of all parameters once coded."""
+    """Quantized weights. values: of parameters by name. size: returns the bytes of all parameters when coded."""
 
     bins: float
     values: dict[str, Tensor]
@@ -88,7 +88,7 @@ class Candidate:
 
 
 Method = Callable[[Snapshot, Judge, Sequence[int]], Iterator[Candidate]]
-"""A snapshot quantized with more and more bins, those of the sequence. The judge is for who decides by quality."""
+"""Quantizes a snapshot with each number of bins of the sequence. Methods that decide by quality use the judge."""
 
 
 def of_peer(
@@ -104,14 +104,14 @@ def _packed_size(encoded: Encoded) -> int:
 
 
 def clusters(snapshot: Snapshot, _judge: Judge, bins: Sequence[int]) -> Iterator[Candidate]:
-    """dynaquant's published quantizer: k-means on the histogram."""
+    """Quantize by dynaquant's published method: k-means on the histogram."""
     for count in (min(count, MAX_BINS) for count in bins):
         configuration = Configuration(bins=count, embedding_bins=count, pruned=0.0)
         yield _candidate(count, snapshot, quantize_weights(snapshot.sketched, configuration), "rearranged")
 
 
 def grid(snapshot: Snapshot, judge: Judge, _bins: Sequence[int]) -> Iterator[Candidate]:
-    """dynaquant's default: for each limit the scale that its own search finds."""
+    """Quantize by dynaquant's default method: for each limit, with the scale that its own search finds."""
     ready = grid_weights({f"model.{name}": tensor for name, tensor in snapshot.weights.items()}, snapshot.fisher, {}, 0)
     lowest, highest = ready.scale_exponent_for(LEAST_DISTORTION), ready.scale_exponent_for(MOST_DISTORTION)
 
@@ -145,7 +145,7 @@ def _candidate(bins: float, snapshot: Snapshot, quantized: dict[str, QuantizedTe
 
 
 def effective_levels(quantized: Iterable[QuantizedTensor]) -> float:
-    """Two to the power of the mean entropy of the levels: so many equally frequent ones would take as many bits."""
+    """Return two to the power of the mean entropy of the levels. So many equally frequent levels take as many bits."""
     bits = values = 0.0
     for tensor in quantized:
         counts = np.bincount(tensor.levels).astype(np.float64)
@@ -156,7 +156,7 @@ def effective_levels(quantized: Iterable[QuantizedTensor]) -> float:
 
 
 def ranges(bins: int) -> Ranges:
-    """Check-N-Run's search of ranges as its space has it for as many bins or fewer."""
+    """Return Check-N-Run's settings of the range search that its space has for this number of bins or fewer."""
     fewer = [settings for settings in CHECK_N_RUN.space if settings.bins <= bins]
     return replace(fewer[-1] if fewer else CHECK_N_RUN.space[0], bins=bins)
 
@@ -172,7 +172,10 @@ METHODS: dict[str, Method] = {
 
 @dataclass(frozen=True)
 class Tried:
-    """One number of bins. bits: per weight, all in, where these are the fewest bins for a limit; None elsewhere."""
+    """A number of bins that was tried.
+
+    bits: per weight, everything counted, if these are the fewest bins for a limit; otherwise None.
+    """
 
     bins: float
     degradation: float
@@ -181,7 +184,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Walk:
-    """What was tried on one checkpoint by one method, from few bins to many."""
+    """What one method tried on one checkpoint, from few bins to many."""
 
     workload: str
     step: int
@@ -190,16 +193,16 @@ class Walk:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Walk:
-        """The inverse of ``asdict``."""
+        """Return the inverse of ``asdict``."""
         return cls(**{**stored, "tried": [Tried(**tried) for tried in stored["tried"]]})
 
     def needed(self, limit: float) -> Tried | None:
-        """The fewest bins that are good enough; None where none are."""
+        """Return the fewest bins that are good enough for a limit, or None."""
         return next((tried for tried in self.tried if tried.degradation <= limit), None)
 
 
 def walk(candidates: Iterable[Candidate], judge: Judge, weights: int) -> list[Tried]:
-    """Tries candidates until one is good enough for every limit. weights: how many there are."""
+    """Try candidates until one is good enough for every limit. weights: how many the model has."""
     tried: list[Tried] = []
     for candidate in candidates:
         worse = judge(candidate.values)
@@ -212,7 +215,7 @@ def walk(candidates: Iterable[Candidate], judge: Judge, weights: int) -> list[Tr
 
 
 def walks(name: str, stored: list[dict[str, Any]], work: Workload, bins: Sequence[int], cache: Path) -> Iterator[Walk]:
-    """Every snapshot by every method, taken from the cache where the same was tried on the same weights."""
+    """Yield the walk of every method on every snapshot. Takes it from the cache if it was done on the same weights."""
     for one in stored:
         snapshot = Snapshot.of(work, one)
         original = score(work.model, {}, work.search_loss)

@@ -1,8 +1,8 @@
-"""Checkpoints of a training by each method: dynaquant's own checkpointer, and peers with the same search around them.
+"""Checkpoints of a training by each method: dynaquant's own Checkpointer, and peers with a search around them.
 
-A method is attached to a training at its first step, brings back what it has, and saves. Peers store every checkpoint
-with the smallest settings that are good enough, and what they do not store (moments, buffers) exactly, as byte planes
-and zstd.
+A method is attached to a training at its first step. It restores its last checkpoint, and then saves. Peers store every
+checkpoint with the smallest settings that are good enough. Moments and buffers that a peer does not store are stored
+exactly, as byte planes and zstd.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ MOMENTS = {"first": ("exp_avg", "momentum_buffer"), "second": ("exp_avg_sq",)}
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint by one method: raw and stored bytes, of the weights and of all; degradation of the weights.
+    """One checkpoint by one method.
 
-    weights: None where they are not stored apart. blocked: seconds for which training waited: quantizing and searching,
-    not coding and writing, which can be done in the background. how: the settings.
+    weights, state: raw and stored bytes of the weights and of the whole checkpoint; weights is None if the method does
+    not store them separately. degradation: of the weights. blocked: seconds that training waited for quantizing and
+    searching; coding and writing can be done in the background. how: the settings.
     """
 
     step: int
@@ -47,26 +48,26 @@ class Saved:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Saved:
-        """The inverse of ``asdict`` and JSON, which has no tuples."""
+        """Return the inverse of ``asdict`` and JSON. JSON has no tuples."""
         weights = stored["weights"]
         return cls(**{**stored, "state": tuple(stored["state"]), "weights": weights and tuple(weights)})
 
 
 class Checkpoints(Protocol):
-    """The checkpoints of one training by one method."""
+    """Checkpoints of one training by one method."""
 
     def attach(self, work: Workload) -> int:
-        """Go on with a training from its last checkpoint: the step of it, 0 without one."""
+        """Restore the last checkpoint into a training. Returns its step, or 0 if there is none."""
 
     def save(self, step: int) -> Saved:
-        """Store the training as it is."""
+        """Save a checkpoint of the training."""
 
     def close(self) -> None:
-        """No more of them."""
+        """Release what the method holds."""
 
 
 class Ours:
-    """dynaquant, in a folder of its own. method: ``grid`` or ``published``."""
+    """dynaquant's Checkpointer. method: ``grid`` or ``published``."""
 
     def __init__(self, method: Any, folder: Path, max_degradation: float, every: int) -> None:
         self._settings = {"method": method, "max_degradation": max_degradation, "every": every}
@@ -74,7 +75,7 @@ class Ours:
         self._checkpointer: dq.Checkpointer | None = None
 
     def attach(self, work: Workload) -> int:
-        """Like a new process after a crash: nothing is left but the folder."""
+        """Restore as a new process would after a crash: only the folder is left."""
         self.close()
         extras = {"scheduler": work.scheduler, "data": work.generator}
         self._checkpointer = dq.Checkpointer(
@@ -83,7 +84,7 @@ class Ours:
         return self._checkpointer.restore() or 0
 
     def save(self, step: int) -> Saved:
-        """Waits until it is written, so that methods do not disturb each other."""
+        """Save, and wait for the write, so that methods do not disturb each other."""
         assert self._checkpointer is not None
         start = perf_counter()
         future = self._checkpointer.save(step)
@@ -101,13 +102,13 @@ class Ours:
         )
 
     def close(self) -> None:
-        """Waits for the last one."""
+        """Wait for the last write."""
         if self._checkpointer is not None:
             self._checkpointer.close()
 
 
 def checkpoint_of(work: Workload) -> Checkpoint:
-    """A training's state now, copied."""
+    """Return a copy of a training's state."""
     parameters = dict(work.model.named_parameters())
     found = Checkpoint(
         {name: parameter.detach().clone() for name, parameter in parameters.items()},
@@ -123,12 +124,12 @@ def checkpoint_of(work: Workload) -> Checkpoint:
 
 
 def size(tensors: dict[str, Tensor]) -> int:
-    """Bytes in memory."""
+    """Return the bytes of tensors in memory."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 class Theirs:
-    """A peer. What its decoder would have after a crash is kept in memory; the errors, which it would not, are lost."""
+    """A peer. It keeps in memory what its decoder would know after a crash; a crash loses its quantization errors."""
 
     def __init__(self, peer: Peer[Any], max_degradation: float) -> None:
         self._peer, self._limit, self._at = peer, max_degradation, 0
@@ -137,7 +138,7 @@ class Theirs:
         self._rest: tuple[int, Checkpoint, dict[str, Any]] | None = None
 
     def attach(self, work: Workload) -> int:
-        """The first checkpoint's differences are those to the initial weights, which the seed tells every process."""
+        """Restore. The first checkpoint is coded as differences to the initial weights, which follow from the seed."""
         self._work = work
         if self._known is None:
             self._known = Known(Checkpoint({name: p.detach().clone() for name, p in work.model.named_parameters()}))
@@ -160,7 +161,7 @@ class Theirs:
         return step
 
     def save(self, step: int) -> Saved:
-        """With the smallest settings that are good enough, or the finest; what was too small before may do now."""
+        """Save with the smallest settings that are good enough, or the finest. Starts one below the last settings."""
         assert self._work is not None
         work, start = self._work, perf_counter()
         checkpoint = checkpoint_of(work)
@@ -190,7 +191,7 @@ class Theirs:
         )
 
     def _packed(self, checkpoint: Checkpoint, encoded: Encoded) -> tuple[int, int | None, Checkpoint]:
-        """Bytes of everything and of the weights where they are apart, and the whole checkpoint as it comes back."""
+        """Return the bytes of the checkpoint, those of the weights if they are separate, and the decoded checkpoint."""
         peer, data = self._peer, encoded.pack()
         groups = checkpoint.groups()
         rest = {group: tensors for group, tensors in groups.items() if group not in peer.groups}
@@ -199,7 +200,7 @@ class Theirs:
         return len(data) + exactly, len(data) if peer.groups == ("weights",) else None, decoded
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 PUBLISHED, DEFAULT = "dynaquant, published", "dynaquant"
@@ -211,17 +212,17 @@ METHODS: dict[str, Peer[Any] | Literal["published", "grid"]] = {
     PUBLISHED: "published",
     DEFAULT: "grid",
 }
-"""Methods by name: peers, and dynaquant's own."""
+"""Methods by name: peers, and dynaquant's two methods."""
 
 
 def checkpoints_by(method: str, folder: Path, max_degradation: float, every: int) -> Checkpoints:
-    """Of a method by its name. folder: empty. every: the steps between checkpoints."""
+    """Return the checkpoints of a method by name. folder: an empty one. every: training steps between checkpoints."""
     found = METHODS[method]
     return Theirs(found, max_degradation) if isinstance(found, Peer) else Ours(found, folder, max_degradation, every)
 
 
 def sources(method: str) -> list[Path]:
-    """The files that a method is made of."""
+    """Return the source files of a method."""
     found = METHODS[method]
     if isinstance(found, Peer):
         return [Path(inspect.getfile(found.encode)), Path(body.__file__ or "")]

@@ -1,6 +1,6 @@
-"""Speeds on one core and on all: functions on a choice of cores, and the page that tells of them.
+"""Speeds on one core and on all cores: run functions on chosen cores, and write the page with the results.
 
-Libraries look at the number of cores when they are loaded, so every choice has a process of its own.
+Libraries read the number of cores when they are loaded, so each choice of cores gets its own process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def on_cores(cores: set[int], function: Callable[..., Result], *arguments: Any) -> Result:
-    """``function(*arguments)`` in a new process that has only these cores. The function is found by its name."""
+    """Return ``function(*arguments)``, called in a new process on these cores. The function must have a global name."""
     everything = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -28,7 +28,7 @@ def on_cores(cores: set[int], function: Callable[..., Result], *arguments: Any) 
 
 
 def by_cores(results: Mapping[str, tuple[Sequence[Any], Sequence[Any]]]) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Rows (dataclasses) on one core and on all, by what was measured, for JSON."""
+    """Return rows (dataclasses) on one core and on all cores as JSON values, by what was measured."""
     return {
         name: {"1 core": [asdict(row) for row in one], "all cores": [asdict(row) for row in every]}
         for name, (one, every) in results.items()
@@ -44,7 +44,10 @@ def page(
     bars: list[str],
     notes: str,
 ) -> str:
-    """name: of the script. picture: what it shows. bars: on one core, with synthetic values."""
+    """Return the page of a report in Markdown.
+
+    name: of the script. picture: what it shows. bars: what was to be reached, on one core with synthetic values.
+    """
     parts = [
         f"# {heading}\n\n```\nmake benchmark-setup\n.venv/bin/python benchmarks/{name}.py\n```\n",
         sentence(described) + "\n",

@@ -1,8 +1,9 @@
-"""Trainings that crash and go on from the checkpoints of one method, and the same trainings left alone.
+"""Trainings that crash and resume from the checkpoints of one method, and the same trainings without crashes.
 
-A crash throws away model, optimizer and all that a method has in memory but what its decoder would know, some steps
-after a checkpoint; everything is built anew, restored, and those steps are done again. Every training is kept in a
-cache folder under a name that its settings and the code behind it decide, so a benchmark that was stopped goes on.
+A crash comes some steps after a checkpoint. It discards the model, the optimizer and everything that the method has in
+memory except what its decoder would know. Then all objects are built anew and restored, and the lost steps are
+repeated. Every training is kept in a cache folder. Its name depends on its settings and on the code behind it, so a
+benchmark that was stopped continues where it was.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from workloads import WORKLOADS, Uninterrupted, key_of, uninterrupted
 from dynaquant.search.quality import degradation
 
 SEED = 0
-"""Of the training that crashes."""
+"""Random seed of the training that crashes."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run. lost: steps from a checkpoint to the crash. seeds: trainings left alone.
+    """Settings of a training. lost: steps from a checkpoint to the crash. seeds: number of trainings without crashes.
 
-    threads: PyTorch's; one, so that results do not depend on how many cores there are.
+    threads: of PyTorch. With one, results do not depend on the number of cores.
     """
 
     workload: str
@@ -56,7 +57,7 @@ class Settings:
         return f"{self.workload}-{self.max_degradation:g}-{self.restores}"
 
     def command(self, script: str) -> str:
-        """How to run a script of this folder again."""
+        """Return the command that runs a script of this folder with these settings."""
         given = [
             f"--{field.name.replace('_', '-')} {getattr(self, field.name)}"
             for field in fields(self)
@@ -66,23 +67,23 @@ class Settings:
 
     @property
     def restore_points(self) -> list[int]:
-        """The checkpoints nearest to evenly spaced points of the training."""
+        """The steps of the checkpoints nearest to evenly spaced points of the training."""
         parts = self.restores + 1
         return [int(k * self.steps / parts / self.every + 0.5) * self.every for k in range(1, parts)]
 
     def alone(self, data: Path, cache: Path) -> list[Uninterrupted]:
-        """The same training without crashes, with each of the seeds; the first is that of the training with them."""
+        """Return the same training without crashes, for each seed; the first is that of the training with crashes."""
         torch.set_num_threads(self.threads)
         return [uninterrupted(self.workload, data, cache, self.steps, self.every, seed) for seed in self.alone_seeds]
 
     @property
     def alone_seeds(self) -> range:
-        """Of the trainings left alone."""
+        """Random seeds of the trainings without crashes."""
         return range(SEED, SEED + self.seeds)
 
 
 def of_size(workload: str, max_degradation: float, restores: int, quick: bool) -> Settings:
-    """What the tables of several methods are made with; quick: only to see that everything works."""
+    """Return the settings for the tables of several methods. quick: only to see that everything works."""
     if quick:
         return Settings(workload, max_degradation, min(restores, 1), steps=4, every=2, lost=1, seeds=1)
     return Settings(workload, max_degradation, restores, steps=800, every={"gpt": 40, "resnet": 32}[workload])
@@ -90,7 +91,7 @@ def of_size(workload: str, max_degradation: float, restores: int, quick: bool) -
 
 @dataclass(frozen=True)
 class Training:
-    """One training with crashes. final: the metric at the end, on more data. seconds: of training alone."""
+    """One training with crashes. final: the metric at the end, on more data. seconds: spent on training itself."""
 
     method: str
     settings: Settings
@@ -101,7 +102,7 @@ class Training:
 
     @property
     def weights(self) -> float | None:
-        """How many times smaller the weights of all checkpoints are, None where they are not stored apart."""
+        """How many times smaller the weights of all checkpoints are; None if they are not stored separately."""
         sizes = [saved.weights for saved in self.saved if saved.weights is not None]
         return sum(raw for raw, _ in sizes) / sum(stored for _, stored in sizes) if sizes else None
 
@@ -117,26 +118,26 @@ class Training:
 
     @property
     def failed(self) -> int:
-        """Checkpoints of which nothing in the method's space was good enough."""
+        """How many checkpoints no settings of the method were good enough for."""
         return sum(not saved.degradation <= self.settings.max_degradation for saved in self.saved)
 
     @property
     def evaluations(self) -> float:
-        """Settings that the metric judged, for each checkpoint."""
+        """How many settings the metric scored for a checkpoint, on average."""
         return sum(saved.evaluations for saved in self.saved) / len(self.saved)
 
     @property
     def blocked(self) -> float:
-        """Seconds for which a checkpoint keeps training waiting, in the mean."""
+        """Seconds that training waits for a checkpoint, on average."""
         return sum(saved.blocked for saved in self.saved) / len(self.saved)
 
     def worse_than(self, alone: list[Uninterrupted]) -> float:
-        """How much worse it ends than the training of the same seed that was left alone."""
+        """Return how much worse it ends than the training with the same seed and no crashes."""
         return degradation(alone[0].final, self.final, self.higher_is_better)
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Training:
-        """The inverse of ``asdict``."""
+        """Return the inverse of ``asdict``."""
         saved = [Saved.from_json(one) for one in stored["saved"]]
         return cls(**{**stored, "settings": Settings(**stored["settings"]), "saved": saved})
 
@@ -149,19 +150,19 @@ def spread(alone: list[Uninterrupted]) -> float:
 
 @lru_cache
 def _code(method: str) -> str:
-    """What the sources behind a method say, less comments and layout."""
+    """Return a key of the source files of a method. Comments and layout do not count."""
     files = [Path(checkpointers.__file__), Path(workloads.__file__), *checkpointers.sources(method)]
     return key_of([ast.dump(ast.parse(file.read_text())) for file in files])
 
 
 def _file(method: str, settings: Settings, cache: Path) -> Path:
-    """Where a training is kept."""
+    """Return the file that keeps a training."""
     key = key_of(method, settings, _code(method), torch.__version__)
     return cache / f"training-{settings.workload}-{method.replace(', ', '-')}-{key}.json"
 
 
 def train(method: str, settings: Settings, data: Path, cache: Path, tell: Callable[[int], None]) -> Training:
-    """Trains with crashes. tell: is given the number of steps done so far."""
+    """Train with crashes. tell: called with the number of steps that are done."""
     torch.set_num_threads(settings.threads)
     points = settings.restore_points
     saved: list[Saved] = []
@@ -186,9 +187,9 @@ def train(method: str, settings: Settings, data: Path, cache: Path, tell: Callab
 
 
 def trainings(jobs: Sequence[tuple[str, Settings]], data: Path, cache: Path, workers: int) -> list[Training]:
-    """The training of each method and settings, ``workers`` at a time, from the cache where they are in it.
+    """Return the training of each method and settings, from the cache if it is there. Trains ``workers`` at a time.
 
-    The trainings left alone that they are compared with are in the cache afterwards, too.
+    Afterwards the cache also has the trainings without crashes.
     """
     alone = {(s.workload, s.steps, s.every, seed, s.threads) for _, s in jobs for seed in s.alone_seeds}
     missing = [job for job in jobs if not _file(*job, cache).exists()]
@@ -225,19 +226,19 @@ def _train_and_keep(method: str, settings: Settings, data: Path, cache: Path, st
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Of a report, with how many trainings run at a time."""
+    """Return the parser of a report, with the number of trainings that run at a time."""
     made = options.parser(description, data="shakespeare.txt and cifar10.zip")
-    made.add_argument("--workers", type=int, default=os.cpu_count(), help="trainings at a time")
+    made.add_argument("--workers", type=int, default=os.cpu_count(), help="trainings that run at a time")
     return made
 
 
 def times(ratio: float | None) -> str:
-    """A ratio for a table."""
+    """Return a ratio as text for a table."""
     return "–" if ratio is None else f"{ratio:.1f}×"
 
 
 def parse(description: str | None) -> tuple[Settings, argparse.Namespace]:
-    """The settings of one training on the command line, and the folders ``data``, ``cache`` and ``out``, both made."""
+    """Return the settings of one training from the command line, and all arguments. Makes the named folders."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds shakespeare.txt or cifar10.zip")
     parser.add_argument("--workload", choices=list(WORKLOADS), required=True)
@@ -246,14 +247,16 @@ def parse(description: str | None) -> tuple[Settings, argparse.Namespace]:
     parser.add_argument("--steps", type=int, default=Settings.steps)
     parser.add_argument("--every", type=int, default=Settings.every)
     parser.add_argument("--lost", type=int, default=Settings.lost, help="steps from a checkpoint to the crash")
-    parser.add_argument("--seeds", type=int, default=Settings.seeds, help="trainings that are left alone")
-    parser.add_argument("--threads", type=int, default=Settings.threads, help="PyTorch's")
-    parser.add_argument("--cache", type=Path, default=Path("build/benchmarks"), help="where those are kept")
+    parser.add_argument("--seeds", type=int, default=Settings.seeds, help="trainings without crashes")
+    parser.add_argument("--threads", type=int, default=Settings.threads, help="threads of PyTorch")
+    parser.add_argument("--cache", type=Path, default=Path("build/benchmarks"), help="folder that keeps trainings")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the results")
     arguments = parser.parse_args()
     settings = Settings(**{field.name: getattr(arguments, field.name) for field in fields(Settings)})
     if not 0 <= settings.restores < settings.steps // settings.every or not 0 <= settings.lost < settings.every:
-        parser.error("every restore needs a checkpoint of its own before the last, and a crash before the next one")
+        parser.error(
+            "every restore needs its own checkpoint, before the last one, and a crash before the next checkpoint"
+        )
     torch.set_num_threads(settings.threads)
     for folder in (arguments.cache, arguments.out):
         folder.mkdir(parents=True, exist_ok=True)

@@ -226,10 +226,9 @@ def comparison(chain: list[Checkpoint]) -> str:
     return f"""\
 The order is the paper's: rearrangement gains most. There, run lengths make Huffman codes {paper[0]:.2f} times smaller
 and rearrangement makes that {paper[1]:.2f} times smaller. Here, both on deltas, it is
-{sizes["delta + Huffman"] / sizes[BEFORE]:.2f} and {sizes[BEFORE] / sizes[REARRANGED]:.2f} times: in the mean,
-{changed:.0%} of the levels change from one checkpoint to the next. At the last, where {last.changed:.0%} do, it is
-{last.coded["delta + Huffman"] / last.coded[BEFORE]:.2f} and {last.coded[BEFORE] / last.coded[REARRANGED]:.2f} times:
-the fewer change, the longer are the runs."""
+{sizes["delta + Huffman"] / sizes[BEFORE]:.2f} and {sizes[BEFORE] / sizes[REARRANGED]:.2f} times: on average,
+{changed:.0%} of the levels change from one checkpoint to the next. At the last one {last.changed:.0%} change, and it is
+{last.coded["delta + Huffman"] / last.coded[BEFORE]:.2f} and {last.coded[BEFORE] / last.coded[REARRANGED]:.2f} times. The fewer levels change, the longer are the runs."""
 
 
 def page(found: list[Checkpoint], weights: int, bins: int, described: dict[str, str | int], plotted: str) -> str:
@@ -248,25 +247,25 @@ def page(found: list[Checkpoint], weights: int, bins: int, described: dict[str, 
 
 `DIR` holds `shakespeare.txt`. {sentence(described)}
 
-A GPT trained with AdamW for {found[-1].step} steps, a checkpoint every {found[1].step - found[0].step}, all quantized
-by the published quantizer with its default configuration, of {bins} bins. Every stream was decoded and compared.
+A GPT is trained with AdamW for {found[-1].step} steps, with a checkpoint every {found[1].step - found[0].step}. All are
+quantized by the published quantizer with its default configuration, {bins} bins. Every stream was decoded and compared.
 
 {verdict(found[1:])}.
 
 Run lengths gain {gains[0]} without a delta, as neighbouring weights rarely share a bin, and {gains[1]} with one: they
-pay once few levels change. *{CONDITIONAL}* is dynaquant's default coder, which codes every level with the statistics
-of its parent's level ([why](../architecture.md)). It makes the levels {gain:.2f}× smaller than the
+pay once few levels change. *{CONDITIONAL}* is dynaquant's default coder. It conditions every level on the level in the
+parent ([why](../decisions.md#what-is-a-level-conditioned-on)). It makes the levels {gain:.2f}× smaller than the
 rearranged streams of the paper.
 
 ![bits per weight by coding, and validation loss]({plotted})
 
 {summary(found[1:], weights).in_markdown()}
 
-*float32 ratio* counts the levels alone, *all in* the centres and protected values as well. *In the paper* is its
-ablation on ResNet-152 ({PAPER["Huffman"]}×, {PAPER[ALONE]}× and {PAPER[REARRANGED]}× in total). The
-rearranged streams, tables included, take {above:.1%} more than the entropy of the levels given the parent's: Huffman
-codes spend whole bits. That is all that a better coder with the same context can gain. Conditional coding, tables
-included, takes {closer:.1%} more: rANS spends fractions of a bit.
+*float32 ratio* counts only the levels, *all in* also the centres and the outliers. *In the paper* is its ablation on
+ResNet-152 ({PAPER["Huffman"]}×, {PAPER[ALONE]}× and {PAPER[REARRANGED]}× in total). The rearranged streams, with their
+tables, take {above:.1%} more than the entropy of the levels conditioned on the parent, because Huffman codes spend
+whole bits. A better coder with the same context cannot gain more than that. Conditional coding, with its tables,
+takes {closer:.1%} more: rANS spends fractions of a bit.
 
 ## What agrees with the paper, and what does not
 
@@ -276,10 +275,10 @@ included, takes {closer:.1%} more: rANS spends fractions of a bit.
 
 {by_step(found, weights).in_markdown()}
 
-R: run length, H: Huffman, Δ: delta. *side* is centres and protected values; *stored* is all that a checkpoint file
-holds of the weights with the paper's coder, where small tensors take the arrangement that suits them best. Keyframe and
-deltas together, the weights take {ratio:.1f} times less than float32. The loss on restored weights is at most
-{worst:.2%} worse.
+R: run length, H: Huffman, Δ: delta. *side* is centres and outliers. *stored* is all that a checkpoint file holds of the
+weights with the paper's coder; there, small tensors take the arrangement that suits them best. In keyframe and deltas
+together, the weights take {ratio:.1f} times less than float32. The loss on restored weights is at most {worst:.2%}
+worse.
 """
 
 

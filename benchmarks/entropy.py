@@ -119,13 +119,13 @@ make benchmark-setup
 .venv/bin/python benchmarks/entropy.py {" ".join(map(str, folders))}
 ```
 
-Levels of whole checkpoints as they are stored, tables included, against the entropy of the levels given those of the
-parent, by the counts of each tensor itself (in keyframes of the levels alone).
+The bytes of all levels in whole checkpoints, tables included, beside the entropy of the levels conditioned on the
+parent's. In keyframes it is the entropy of the levels alone. The entropy comes from the counts of each tensor itself.
 
 {table(rows).in_markdown()}
 
-*Small tensors* have fewer than {LARGE:,} values. There, the tables of a coder weigh: the entropy is that of a decoder
-which knows how often everything occurs.
+*Small tensors* have fewer than {LARGE:,} values. There, the tables of the coder weigh. The entropy leaves them out: a
+decoder would have to know the counts.
 """
 
 

@@ -1,9 +1,9 @@
-"""Trainings that crash ten times, each method going on from its own checkpoints: the paper's main table.
+"""Train with ten crashes, resuming from each method's own checkpoints: the paper's main table.
 
     python benchmarks/failure_recovery.py --data DIR
 
-Every method stores every checkpoint with the smallest settings that the validation loss allows. The same trainings left
-alone tell what the crashes have cost, and their seeds how much luck is worth.
+Every method stores every checkpoint with the smallest settings that the validation loss allows. The same trainings
+without crashes show what the crashes have cost. Their seeds show how much chance alone changes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAPER = {
 
 @dataclass(frozen=True)
 class Workload:
-    """One workload's trainings by every method, and those left alone."""
+    """The trainings of one workload: with crashes by every method, and without crashes."""
 
     settings: Settings
     methods: list[Training]
@@ -87,7 +87,7 @@ def plot(found: list[Workload], path: Path) -> None:
 
 
 def comparison(workload: Workload) -> str:
-    """What the figures say about one workload."""
+    """Return the results of one workload in words."""
     by = {one.method: one for one in workload.methods}
     ours, published = by[DEFAULT], by[PUBLISHED]
     peers = [one for one in workload.methods if one.method not in (DEFAULT, PUBLISHED)]
@@ -96,11 +96,12 @@ def comparison(workload: Workload) -> str:
     weights = max(apart, key=lambda one: one.weights or 0)
     lost = [one.method for one in workload.methods if one.worse_than(workload.alone) > spread(workload.alone)]
     return (
-        f"**{workload.settings.workload}.** The published method stores weights in {times(published.weights)} less, "
-        f"{weights.method}, the best of the peers that store weights apart, in {times(weights.weights)}. dynaquant's "
-        f"default: {times(ours.weights)}. Of whole states {largest.method} is the best peer with "
-        f"{times(largest.state)}, against {times(ours.state)}. At the end "
-        + (f"{', '.join(lost)} lost more than seeds are apart." if lost else "none lost more than seeds are apart.")
+        f"**{workload.settings.workload}.** Weights: the published method makes them {times(published.weights)} "
+        f"smaller, {weights.method}, the best peer that stores weights separately, {times(weights.weights)}, and "
+        f"dynaquant's default {times(ours.weights)}. Whole states: the best peer, {largest.method}, makes them "
+        f"{times(largest.state)} smaller, dynaquant's default {times(ours.state)}. At the end, "
+        + (f"{', '.join(lost)}" if lost else "no method")
+        + " lost more than seeds are apart."
     )
 
 
@@ -121,37 +122,43 @@ make benchmark-setup
 
 `DIR` holds `shakespeare.txt` and `cifar10.zip`. {sentence(described)}
 
-Every training is of {settings.steps} steps on one core; a crash comes {settings.lost} steps after a checkpoint. Every
-method goes on from its own checkpoints.
+Every training has {settings.steps} steps, on one core. A crash comes {settings.lost} steps after a checkpoint. Every
+method resumes from its own checkpoints.
 
 ![ratio against what was lost at the end](failure_recovery.png)
 
 {table(found).in_markdown()}
 
-*weights*: raw over stored bytes of the weights of all checkpoints, where they are stored apart; *whole state*: of
-weights, moments and buffers, where moments of methods that store weights only are kept exactly, as byte planes and
-zstd. *At the end*: how much worse the metric (GPT: validation loss, ResNet: accuracy, on more data than the search
-sees) is than without crashes; negative is better. *Beyond ε*: checkpoints of which nothing in a method's space was good
-enough; its finest settings were taken. *Evaluations*: settings scored for each checkpoint. *Overhead*: time in which
-training waits for quantizing and searching, of that of training, here, and with a checkpoint every half an hour.
-dynaquant's states include the generator of the data's order, which the peers are given for nothing.
+- *weights*: raw over stored bytes of the weights of all checkpoints, for methods that store them separately.
+- *whole state*: the same of weights, moments and buffers. Methods that store only weights get moments stored exactly,
+  as byte planes and zstd. dynaquant's states include the generator of the data's order; peers get it for nothing.
+- *at the end*: how much worse the metric is than without crashes; negative is better. It is the validation loss of the
+  GPT and the accuracy of the ResNet, on more data than the search sees.
+- *beyond ε*: checkpoints for which no settings of the method were good enough. Its finest settings were taken.
+- *evaluations*: settings scored for each checkpoint.
+- *overhead*: time that training waits for quantizing and searching, relative to training: here, and with a checkpoint
+  every half an hour.
 
 ## What agrees with the paper, and what does not
 
 {chr(10).join(comparison(one) + chr(10) for one in found)}
 The paper has, for ε = 0.05 and models of 60 to 350 million weights: {"; ".join(f"{k} {v}" for k, v in PAPER.items())}.
-Per weight, the published method is {" and ".join(f"{ratio:.1f}" for ratio in smaller)} times smaller than the better of
-Check-N-Run+ and QD-Compressor+ here. The models are small and far from convergence, ε is {settings.max_degradation:g},
-and checkpoints lie close together. The overhead here is that of a checkpoint every few seconds.
+Here, the published method's weights are {" and ".join(f"{ratio:.1f}" for ratio in smaller)} times smaller than those
+of the better of Check-N-Run+ and QD-Compressor+. The models are small and far from convergence, ε is
+{settings.max_degradation:g}, and checkpoints lie close together. The overhead here is that of a checkpoint every few
+seconds.
 
 Every checkpoint is within ε, and yet a training can end much worse: ten restores add up, and metrics do not see
-moments. ExCP's β, its paper's, sets most second moments to zero, so that Adam's steps after a restore are much too
-large. (Measured while writing this, with the paper's constants for the GPT at step 800: a ninth of them is left, the
-next step is 4.5 times as long as with exact moments, and the loss 4 % higher after five.) And what rounds to the
-nearest takes weights back to where the last restore had put them. Both of dynaquant's methods must keep the progress
-since a restore ([why](../decisions.md#what-must-a-checkpoint-keep-after-a-restore)); the peers, as published, need not.
+moments.
 
-ExCP may store its weights in 2 bits here, too, which its paper does not have. (Measured while writing this: with the 4
+- ExCP's β, from its paper, sets most second moments to zero, so Adam's steps after a restore are much too large.
+  (Measured while writing this, with the paper's constants for the GPT at step 800: a ninth of the moments is left, the
+  next step is 4.5 times as long as with exact moments, and the loss is 4 % higher after five steps.)
+- Rounding to the nearest value takes weights back to where the last restore had put them. Both of dynaquant's methods
+  must keep the displacement since the restore
+  ([why](../decisions.md#what-must-a-checkpoint-keep-after-a-restore)). The peers, as published, need not.
+
+Here, ExCP may also store its weights in 2 bits, which its paper does not. (Measured while writing this: with the 4
 bits of the paper the ResNet's checkpoints are 31.6 times smaller, and the training ends as well as with 2.)
 """
 

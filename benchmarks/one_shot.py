@@ -40,8 +40,10 @@ PAPERS_LIMIT = 0.01
 
 @dataclass(frozen=True)
 class Mean:
-    """Over checkpoints, of bins and of bits per weight. failed: how many had not enough bins with the most, for which
-    that most counts."""
+    """Mean bins and bits per weight over checkpoints.
+
+    failed: checkpoints for which no number of bins was good enough; the largest number counts for them.
+    """
 
     bins: float
     bits: float | None
@@ -53,7 +55,7 @@ class Mean:
 
 
 def mean(found: Sequence[Walk], limit: float) -> Mean:
-    """found: of one workload and method."""
+    """Return the mean over walks of one workload and method."""
     needed = [one.needed(limit) for one in found]
     most = max(BINS)
     bits = [tried.bits for tried in needed if tried is not None and tried.bits is not None]
@@ -66,7 +68,7 @@ def mean(found: Sequence[Walk], limit: float) -> Mean:
 
 
 def means(found: Sequence[Walk]) -> dict[str, dict[str, dict[float, Mean]]]:
-    """By workload, method and limit."""
+    """Return the means by workload, method and limit."""
     return {
         workload: {
             method: {
@@ -99,7 +101,7 @@ STYLES = {"Check-N-Run+": "C0", "QD-Compressor+": "C1", "GOBO+": "C2", CLUSTERS:
 
 
 def plot(found: dict[str, dict[str, dict[float, Mean]]], file: Path) -> None:
-    """Bins and bits over the limit, for each workload."""
+    """Draw bins and bits over the limit, for each workload."""
     figure = Figure(figsize=(11, 8), layout="constrained")
     rows = figure.subplots(2, len(found), squeeze=False)
     for i, (workload, by_method) in enumerate(found.items()):
@@ -140,7 +142,7 @@ def _limits_below(axes: Axes) -> None:
 
 
 def against_paper(workload: str, by_method: dict[str, dict[float, Mean]]) -> str:
-    """The paper's two figures beside those found."""
+    """Return the paper's two numbers of bins beside those found, in words."""
     name, clusters, check_n_run = PAPER[workload]
     ours, theirs = by_method[CLUSTERS][PAPERS_LIMIT], by_method["Check-N-Run+"][PAPERS_LIMIT]
     return (
@@ -151,7 +153,7 @@ def against_paper(workload: str, by_method: dict[str, dict[float, Mean]]) -> str
 
 
 def nearer_than_in_paper(workload: str, by_method: dict[str, dict[float, Mean]]) -> bool:
-    """Whether Check-N-Run+ needs fewer bins for one of dynaquant's than in the paper."""
+    """Return whether Check-N-Run+ needs fewer bins, relative to dynaquant, than in the paper."""
     _, clusters, check_n_run = PAPER[workload]
     return (
         by_method["Check-N-Run+"][PAPERS_LIMIT].bins / by_method[CLUSTERS][PAPERS_LIMIT].bins < check_n_run / clusters
@@ -159,7 +161,7 @@ def nearer_than_in_paper(workload: str, by_method: dict[str, dict[float, Mean]])
 
 
 def short_rows(by_workload: dict[str, dict[str, dict[float, Mean]]]) -> str:
-    """Why Check-N-Run+ may be nearer."""
+    """Return why Check-N-Run+ may be closer than in the paper."""
     by_layer = []
     for workload, by_method in by_workload.items():
         ours, theirs = (by_method[method][PAPERS_LIMIT] for method in (CLUSTERS, "QD-Compressor+"))
@@ -167,17 +169,17 @@ def short_rows(by_workload: dict[str, dict[str, dict[float, Mean]]]) -> str:
             f"{theirs} on the {NAMES[workload]}, {theirs.bins / ours.bins:.1f} times as many as the clusters"
         )
     return (
-        "That Check-N-Run+ comes nearer than in the paper goes with its ranges: it has one for each row, and the rows "
-        "of these small models are short (256 or 1,024 values in the GPT; 27 to 1,152 in the ResNet's convolutions), "
-        "so that each range fits. QD-Compressor+, uniform as well, but with one range for a layer, needs "
-        f"{'; '.join(by_layer)}. Ranges cost bits instead, which numbers of bins do not show: a row's two floats are a "
-        "quarter of a bit per weight where it has 256 values, two bits where it has 32. Besides, Check-N-Run+ and "
-        "GOBO+ pack their levels, as published; QD-Compressor+ and dynaquant code their entropy."
+        "Check-N-Run+ is closer here than in the paper because of its ranges. It has one for each row, and the rows of "
+        "these small models are short (256 or 1,024 values in the GPT; 27 to 1,152 in the ResNet's convolutions), so "
+        "each range fits. QD-Compressor+ is uniform as well, but has one range for a layer. It needs "
+        f"{'; '.join(by_layer)}. Ranges cost bits, which numbers of bins do not show: the two floats of a row take a "
+        "quarter of a bit per weight if the row has 256 values, and two bits if it has 32. Also, Check-N-Run+ and "
+        "GOBO+ pack their levels, as published; QD-Compressor+ and dynaquant use entropy coding."
     )
 
 
 def fewest(by_workload: dict[str, dict[str, dict[float, Mean]]]) -> str:
-    """Who needs the fewest bins and the fewest bits, by workload and limit."""
+    """Return a list of the methods with the fewest bins and the fewest bits, by workload and limit."""
     rows = []
     for workload, by_method in by_workload.items():
         for limit in reversed(LIMITS):
@@ -198,20 +200,20 @@ def page(found: list[Walk], bins: Sequence[int], described: dict[str, str | int]
         "# Bins for one checkpoint",
         "```\nmake benchmark-setup\n.venv/bin/python benchmarks/one_shot.py --data DIR\n```",
         f"`DIR` holds `shakespeare.txt` and `cifar10.zip`. {sentence(described)}",
-        "How many bins does a quantizer need until the validation loss of a checkpoint is at most so much worse? Each "
-        "checkpoint of a training stands alone: there is no delta, nothing is pruned, and training goes on from the "
-        f"original. Numbers of bins are tried from few to many ({', '.join(map(str, bins))}; {MAX_BINS} at most for "
-        "dynaquant's clusters); the first that is good enough counts. Where none is, the most counts, and the mean is "
-        "marked with ≥.",
+        "How many bins does a quantizer need so that the validation loss of a checkpoint rises by no more than a "
+        "limit? Each checkpoint of a training stands alone: there is no delta, nothing is pruned, and training goes on "
+        f"from the original. Numbers of bins are tried from few to many ({', '.join(map(str, bins))}; {MAX_BINS} at "
+        "most for dynaquant's clusters). The first that is good enough counts. If none is, the largest number counts, "
+        "and the mean is marked with ≥.",
         *(table(workload, by_method).in_markdown() for workload, by_method in by_workload.items()),
         "![bins and bits per weight over the degradation that is allowed](one_shot.png)",
-        "Check-N-Run+ has bins for each row of a matrix, with the range search that its space has for as many. "
-        "QD-Compressor+ gives all layers as many. GOBO+ keeps outliers exact beside its bins, dynaquant's clusters "
-        f"{Configuration().protected:.1%} of the weights in bfloat16. *Bits per weight* are all in: ranges, centroids, "
-        "outliers and the vectors that a method leaves exact; they are the mean over the checkpoints that were good "
-        "enough. dynaquant's grid has no bins to choose but one scale, which its own search finds; what stands for "
-        "bins is two to the power of the entropy of its levels, as so many equally frequent ones would take as many "
-        "bits. It quantizes vectors, too.",
+        "Check-N-Run+ has separate bins for each row of a matrix, with the range search that its space has for this "
+        "number of bins. QD-Compressor+ gives all layers the same number. GOBO+ stores outliers exactly beside its "
+        f"bins, and dynaquant's clusters store {Configuration().protected:.1%} of the weights in bfloat16. *Bits per "
+        "weight* count everything: ranges, centroids, outliers and the vectors that a method leaves exact. They are "
+        "the mean over the checkpoints that were good enough. dynaquant's grid has one scale to choose instead of "
+        "bins, and its own search finds it. In place of its bins, the table has two to the power of the entropy of its "
+        "levels: this number of equally frequent bins would take as many bits. It quantizes vectors, too.",
         "## What agrees with the paper, and what does not",
         *(against_paper(workload, by_method) for workload, by_method in by_workload.items()),
         *([short_rows(by_workload)] if all(nearer_than_in_paper(*item) for item in by_workload.items()) else []),

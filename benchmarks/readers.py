@@ -1,9 +1,9 @@
-"""Everything that reads a run, over and over, beside a training that saves as fast as it can and keeps two checkpoints.
+"""Read a run in all ways, over and over, while a training saves as fast as it can and keeps two checkpoints.
 
     python benchmarks/readers.py [--seconds 60] [--exact] [--scratch build/benchmarks]
 
-The training stores every bit, or with ``--exact`` a small form and a lossless copy. Every reader has a process of its
-own and checks what it gets: all biases of the model say the step, and a half-read model would have several.
+The training saves losslessly, or with ``--exact`` a small form and a lossless copy. Every reader has its own process
+and checks what it reads: all biases of the model hold the step, so a mixture of checkpoints would show several steps.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ OPTIONS: dict[bool, dict[str, Any]] = {
     False: {"quality": "lossless"},
     True: {"exact": "latest", "configuration": dq.GridConfiguration(scale=-200)},
 }
-"""Of the Checkpointer, without and with lossless copies."""
+"""Options of the Checkpointer, without and with lossless copies."""
 
 
 @dataclass(frozen=True)
 class Count:
-    """How often something was done, how often it failed, and the first error."""
+    """How often a task was done, how often it failed, and the first error."""
 
     done: int
     failed: int
@@ -49,7 +49,7 @@ def model() -> nn.Sequential:
 
 
 def train(folder: Path, seconds: float, exact: bool) -> Count:
-    """Saves for so many seconds; how many checkpoints."""
+    """Save for this many seconds. Returns the number of checkpoints."""
     torch.set_num_threads(1)
     trained = model()
     step, end = 0, time.monotonic() + seconds
@@ -67,7 +67,7 @@ def train(folder: Path, seconds: float, exact: bool) -> Count:
 
 
 def step_in(weights: dict[str, Tensor]) -> int:
-    """The step that all biases say. Raises ValueError where they differ."""
+    """Return the step that all biases hold. Raises ValueError if they differ."""
     found = {float(value) for name, tensor in weights.items() if name.endswith("bias") for value in tensor}
     if len(found) != 1:
         raise ValueError(f"a mixture of checkpoints: {sorted(found)}")
@@ -89,7 +89,7 @@ def loads_into(folder: Path, _out: Path) -> None:
 
 
 def calls(*arguments: object) -> str:
-    """What a command prints. Raises RuntimeError when it fails."""
+    """Return the output of a command. Raises RuntimeError if it fails."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exit_code:
         raise RuntimeError(f"{arguments[0]}: {result.output} {result.exception!r}")
@@ -115,7 +115,7 @@ READERS: dict[str, Callable[[Path, Path], object]] = {
 
 
 def read(reader: str, folder: Path, seconds: float) -> Count:
-    """Reads over and over for so many seconds."""
+    """Read over and over for this many seconds."""
     torch.set_num_threads(1)
     done = failed = 0
     error = ""
@@ -132,7 +132,7 @@ def read(reader: str, folder: Path, seconds: float) -> Count:
 
 
 def beside(folder: Path, seconds: float, exact: bool, readers: list[str]) -> dict[str, Count]:
-    """How often a training saved, and how often each reader read meanwhile."""
+    """Return how often a training saved, and how often each reader read during that time."""
     with multiprocessing.get_context("fork").Pool(len(readers) + 1) as pool:
         counts = {"saves": pool.apply_async(train, (folder, seconds + 1, exact))}
         while not any(folder.glob("step-*.dqc")):

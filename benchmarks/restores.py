@@ -1,4 +1,4 @@
-"""What 0, 5, 10 and 20 restores cost at the end of a training.
+"""Measure what 0, 5, 10 and 20 restores cost at the end of a training.
 
 python benchmarks/restores.py --data DIR [--workload resnet] [--max-degradation 0.01]
 """
@@ -59,7 +59,7 @@ def plot(found: list[Training], alone: list[Uninterrupted], path: Path) -> None:
 
 
 def in_words(found: list[Training], alone: list[Uninterrupted]) -> str:
-    """What the figures say."""
+    """Return the results in words."""
     most = max(one.settings.restores for one in found)
     by = {(one.method, one.settings.restores): one for one in found}
     ends = "; ".join(
@@ -68,12 +68,12 @@ def in_words(found: list[Training], alone: list[Uninterrupted]) -> str:
     ours, none = by[DEFAULT, most], by[DEFAULT, 0]
     outside = [f"{one.method} with {one.settings.restores}" for one in found if one.worse_than(alone) > spread(alone)]
     return (
-        f"The paper: {PAPER}. Here, after {most} restores: {ends} (negative is better), with seeds {spread(alone):.2%} "
-        f"apart; farther than those end {', '.join(outside) or 'none'}. So many restores leave a training of "
-        f"{ours.settings.steps} steps hardly more than the steps between two checkpoints at a time, and dynaquant's "
-        f"default forgets the momentum at each of them. Its whole states are {times(none.state)} smaller without "
-        f"restores, {times(ours.state)} with {most}. Without restores a training is not touched, so its end is that of "
-        f"the one left alone to the last bit."
+        f"The paper: {PAPER}. Here, after {most} restores: {ends} (negative is better). Seeds are {spread(alone):.2%} "
+        f"apart; worse by more than that: {', '.join(outside) or 'none'}. With so many restores, a training of "
+        f"{ours.settings.steps} steps has hardly more than the steps between two checkpoints before it is restored "
+        f"again, and dynaquant's default forgets the momentum at each restore. Its whole states are "
+        f"{times(none.state)} smaller without restores, {times(ours.state)} with {most}. Saving does not change a "
+        f"training, so without restores it ends bit for bit like the training without checkpoints."
     )
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks leave behind: tables on the screen and in Markdown, and a description of the machine."""
+"""Output of the benchmarks: tables on the screen and in Markdown, files, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Table:
 
 
 def machine(*packages: str) -> dict[str, str | int]:
-    """Processor, number of cores and the versions of Python and of these packages."""
+    """Return processor, number of cores, and the versions of Python and of these packages."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
     versions = {package: version(package) for package in packages}
@@ -47,13 +47,13 @@ def machine(*packages: str) -> dict[str, str | int]:
 
 
 def sentence(described: dict[str, str | int]) -> str:
-    """``machine`` in words."""
+    """Return the description of a machine, as ``machine`` returns it, as a sentence."""
     versions = ", ".join(f"{name} {value}" for name, value in described.items() if name not in ("cpu", "cores"))
     return f"Machine: {described['cores']} cores of an {described['cpu']}; {versions}."
 
 
 def show(*shown: Table | str, width: int) -> None:
-    """On the screen, at least so many characters wide."""
+    """Print tables and texts. width: of the screen in characters, at least."""
     console = Console()
     console.width = max(console.width, width)
     for one in shown:
@@ -61,14 +61,14 @@ def show(*shown: Table | str, width: int) -> None:
 
 
 def publish(out: Path, name: str, numbers: dict[str, Any], plot: Callable[[Path], None], page: str) -> None:
-    """Numbers as JSON, a picture and a page in Markdown, side by side in a folder."""
+    """Write numbers as JSON, a picture and a page in Markdown, side by side into a folder."""
     (out / f"{name}.json").write_text(json.dumps(numbers, indent=1) + "\n")
     plot(out / f"{name}.png")
     (out / f"{name}.md").write_text(page)
 
 
 def plain_ticks(axis: Axis) -> None:
-    """Numbers like 20 and 50 on a logarithmic axis, instead of powers of ten."""
+    """Label a logarithmic axis with numbers like 20 and 50 instead of powers of ten."""
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axis.set_minor_formatter(NullFormatter())

@@ -125,16 +125,16 @@ def page(shown: Table, described: dict[str, str | int]) -> str:
     make benchmark-setup
     .venv/bin/python benchmarks/series.py --data DIR
 
-Model and AdamW state of the GPT (3.2 M weights), saved with `torch.save` every few steps of a training, then made a run
-by what `dynaquant pack ckpt-*.pt -o run` calls. Every step is opened with `dq.load`, in random order.
+Model and AdamW state of the GPT (3.2 M weights) are saved with `torch.save` every few steps of a training. What
+`dynaquant pack ckpt-*.pt -o run` calls then makes them a run. Every step is opened with `dq.load`, in random order.
 
 {shown.in_markdown()}
 
 ![size and seconds to open, by step](series.png)
 
-Every {KEYFRAME_EVERY}th checkpoint stands alone, so opening a step reads {KEYFRAME_EVERY} files at most. How much each
-tensor matters is known from Adam's second moments in the files; that all checkpoints are good enough is an estimate
-here, as there is no metric.
+Every {KEYFRAME_EVERY}th checkpoint stands alone, so opening a step reads {KEYFRAME_EVERY} files at most. The
+sensitivity of each tensor comes from Adam's second moments in the files. There is no metric, so an estimate decides
+that the checkpoints are good enough.
 {sentence(described)}
 """
 

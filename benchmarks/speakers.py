@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Task:
-    """Who speaks? names: those of the speakers."""
+    """The task to tell who speaks. names: of the speakers."""
 
     training: Part
     test: Part
@@ -46,12 +46,12 @@ class Task:
 
     @property
     def most_frequent(self) -> float:
-        """The accuracy of always naming the same speaker, the best one."""
+        """The accuracy of always naming the most frequent speaker."""
         return int(self.test.speaker.bincount().max()) / len(self.test.speaker)
 
 
 def speeches(text: str, speakers: int) -> list[tuple[str, str]]:
-    """The name and words of every speech by those who speak most often, in random order, always the same."""
+    """Return name and words of all speeches by the most frequent speakers, in the same random order each time."""
     parts = (block.partition(":\n") for block in text.split("\n\n"))
     found = [(name, " ".join(words.split())) for name, _, words in parts if words.strip() and "\n" not in name]
     often = [name for name, _ in Counter(name for name, _ in found).most_common(speakers)]
@@ -61,7 +61,7 @@ def speeches(text: str, speakers: int) -> list[tuple[str, str]]:
 
 
 def new_task(text: str, training: int, test: int | None) -> Task:
-    """So many speeches to train on, and so many others, or all, to test with."""
+    """Return a task. training, test: numbers of speeches to train on and to test with; None for all others."""
     found = speeches(text, SPEAKERS)[: None if test is None else training + test]
     names = sorted({name for name, _ in found})
     tokenizer = tools()[0]
@@ -74,7 +74,7 @@ def new_task(text: str, training: int, test: int | None) -> Task:
 
 
 class Classifier(nn.Module):
-    """The encoder with these weights, the mean over the tokens, and a linear layer."""
+    """The encoder with given weights, the mean over the tokens, and a linear layer."""
 
     def __init__(self, state: State, classes: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Classifier(nn.Module):
         self.head = nn.Linear(self.encoder.config.hidden_size, classes)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Token ids and attention masks, (batch, TOKENS), to logits, (batch, classes)."""
+        """Map token ids and attention masks, (batch, TOKENS), to logits, (batch, classes)."""
         hidden = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         weights = mask[..., None]
         logits: Tensor = self.head((hidden * weights).sum(1) / weights.sum(1))
@@ -92,14 +92,14 @@ class Classifier(nn.Module):
 
 @dataclass(frozen=True)
 class Tuned:
-    """A fine-tuned model on the test speeches: share that it tells right, and mean cross-entropy in nats."""
+    """Results of a fine-tuned model on the test speeches. loss: mean cross-entropy in nats."""
 
     accuracy: float
     loss: float
 
 
 def fine_tune(state: State, task: Task, steps: int, seed: int, what: str) -> Tuned:
-    """All weights, with AdamW at a rate that falls to zero. what: is shown."""
+    """Fine-tune all weights, with AdamW and a learning rate that falls to zero. what: shown beside the progress."""
     torch.manual_seed(seed)
     model = Classifier(state, len(task.names)).train()
     groups = [{"params": model.encoder.parameters()}, {"params": model.head.parameters(), "lr": HEAD_RATE}]
@@ -126,7 +126,7 @@ def fine_tune(state: State, task: Task, steps: int, seed: int, what: str) -> Tun
 
 
 def tuned(state: State, task: Task, steps: int, seed: int, cache: Path, what: str) -> Tuned:
-    """``fine_tune``, taken from the cache where these very values have been fine-tuned before."""
+    """Return the result of ``fine_tune``, from the cache if the same values have been fine-tuned before."""
     values = [(name, tensor_hash(state[name])) for name in sorted(state)]
     data = len(task.training.ids), len(task.test.ids), task.names, TOKENS, BATCH
     file = cache / f"transfer-{key_of(values, data, steps, seed, RATE, HEAD_RATE, torch.__version__)}.json"

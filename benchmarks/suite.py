@@ -1,9 +1,10 @@
-"""Every comparison with peers, one after another: tables on the screen, JSON, pictures and pages in docs/results.
+"""Run all comparisons with peers, one after another. Tables go to the screen, JSON, pictures and pages to docs/results.
 
     make bench DATA=DIR            # DIR holds shakespeare.txt and cifar10.zip
-    make bench DATA=DIR QUICK=1    # a few steps of everything, to see that it works; results go to build/bench-quick
+    make bench DATA=DIR QUICK=1    # a few steps of everything, only to see that it works
 
-What a report has trained or measured is kept in build/benchmarks, so a suite that was stopped goes on where it was.
+What a report has trained or measured is kept in build/benchmarks, so a suite that was stopped continues there. Quick
+results go to build/bench-quick.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from workloads import WORKLOADS
 
 HERE = Path(__file__).parent
 STEP = 0.12
-"""Seconds of a step of the ResNet on one core of the machine that the minutes below are from, which has two."""
+"""Seconds of a training step of the ResNet on one core of the machine on which the minutes below were measured."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """One command. minutes: of it alone, with nothing cached, in full and quick."""
+    """One command. minutes: what it takes alone, with an empty cache: in full, and quick."""
 
     script: str
     what: str
@@ -48,7 +49,7 @@ REPORTS = [
 
 
 def slower(data: Path, cache: Path) -> float:
-    """How many times as long as on the machine of the estimates a step of training takes here."""
+    """Return how many times as long a training step takes here as on the machine of the estimates."""
     torch.set_num_threads(1)
     work = WORKLOADS["resnet"](data, cache, 10, 0)
     work.train_step()
@@ -65,7 +66,7 @@ def spoken(minutes: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder that holds shakespeare.txt and cifar10.zip")
-    parser.add_argument("--quick", action="store_true", help="a few steps of everything, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="a few steps of everything, only to see that it works")
     arguments = parser.parse_args()
     quick = arguments.quick
     cache, out = (QUICK, QUICK) if quick else (CACHE, RESULTS)
@@ -76,7 +77,7 @@ def main() -> None:
     expected = sum(report.minutes[quick] for report in REPORTS) * factor
     console.print(
         f"{len(REPORTS)} reports, about {spoken(expected)} here (training takes {factor:.1f} times as long as on the "
-        f"machine of the estimates), less what {cache} has already; results go to {out}"
+        f"machine of the estimates). What {cache} already has takes no time. Results go to {out}"
     )
     failed = []
     began = perf_counter()
@@ -92,7 +93,7 @@ def main() -> None:
         console.print(f"{report.script}: {(perf_counter() - start) / 60:.1f} minutes")
     console.rule(f"{(perf_counter() - began) / 60:.0f} minutes, results in {out}")
     if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}; run again to go on where they stopped")
+        raise SystemExit(f"failed: {', '.join(failed)}; run again to continue")
 
 
 if __name__ == "__main__":

