@@ -1,4 +1,4 @@
-// The Python module dynaquant._native: NumPy arrays in, NumPy arrays or bytes out; the GIL is free while it works.
+// The Python module dynaquant._native: NumPy arrays in, NumPy arrays or bytes out. The long functions release the GIL.
 // std::invalid_argument becomes ValueError.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -33,7 +33,7 @@ using Table = nb::ndarray<T, nb::shape<65536>, nb::c_contig, nb::device::cpu>;
 
 using Contexts = nb::ndarray<const std::uint8_t, nb::shape<256>, nb::c_contig, nb::device::cpu>;
 
-// An array may begin anywhere in a file that is mapped into memory; numbers must not.
+// Checks the alignment: an array in a memory-mapped file may begin at any byte, but C++ needs aligned numbers.
 template <class T>
 T* aligned(T* data) {
     if (reinterpret_cast<std::uintptr_t>(data) % alignof(T) != 0)
@@ -151,7 +151,7 @@ void symbols_of_levels(const Table<const std::uint8_t>& level_of, std::size_t sy
     dynaquant::symbols_of_levels(view(level_of), symbols, view(symbol_of));
 }
 
-// All pieces, one after the other.
+// Returns all pieces, one after the other.
 nb::bytes joined(const std::vector<std::vector<std::uint8_t>>& pieces) {
     std::size_t size = 0;
     for (const auto& piece : pieces) size += piece.size();
@@ -193,8 +193,8 @@ NB_MODULE(_native, m) {
     m.attr("NO_SAY") = dynaquant::no_say;
 
     m.def("threads", &threads,
-          "How many threads a call may keep busy, the calling thread included (docs/guide.md).\n"
-          "ValueError: DYNAQUANT_THREADS is no positive number.");
+          "Returns how many threads a call may use, the calling thread included (docs/guide.md).\n"
+          "ValueError: DYNAQUANT_THREADS is not a positive number.");
 
     const char* histogram_doc = "Adds to counts[b] the number of values whose top 16 bits are b.";
     m.def("log_histogram", &log_histogram<std::uint32_t>, "values"_a.noconvert(), "counts"_a.noconvert(),
@@ -202,51 +202,52 @@ NB_MODULE(_native, m) {
     m.def("log_histogram", &log_histogram<std::uint16_t>, "values"_a.noconvert(), "counts"_a.noconvert(),
           histogram_doc);
     const char* assign_doc =
-        "levels[i] = table[top 16 bits of values[i]], unless sensitivity_table prunes or protects the weight.";
+        "Sets levels[i] to table[top 16 bits of values[i]], unless sensitivity_table prunes or protects the weight.";
     m.def("assign_levels", &assign_levels<std::uint32_t>, "values"_a.noconvert(), "table"_a.noconvert(),
           "sensitivity"_a.noconvert(), "sensitivity_table"_a.noconvert(), "levels"_a.noconvert(), assign_doc);
     m.def("assign_levels", &assign_levels<std::uint16_t>, "values"_a.noconvert(), "table"_a.noconvert(),
           "sensitivity"_a.noconvert(), "sensitivity_table"_a.noconvert(), "levels"_a.noconvert(), assign_doc);
     const char* values_doc =
-        "out[i] = table[levels[i]], or the next protected value, shifted to the top 16 bits, for LEVEL_PROTECTED.\n"
-        "ValueError: a level outside the table, or another number of protected values than protected levels.";
+        "Sets out[i] to table[levels[i]], or for LEVEL_PROTECTED to the next protected value, as its top 16 bits.\n"
+        "ValueError: a level is outside the table, or the numbers of protected values and levels differ.";
     m.def("values_of_levels", &values_of_levels<std::uint32_t>, "levels"_a.noconvert(), "table"_a.noconvert(),
           "protected_values"_a.noconvert(), "out"_a.noconvert(), values_doc);
     m.def("values_of_levels", &values_of_levels<std::uint16_t>, "levels"_a.noconvert(), "table"_a.noconvert(),
           "protected_values"_a.noconvert(), "out"_a.noconvert(), values_doc);
     m.def("encode_levels", &encode_levels, "levels"_a.noconvert(), "parent"_a.noconvert(), "modulus"_a, "groups"_a,
           "run_length"_a,
-          "The coded levels (docs/format.md). parent: empty or as long as levels; groups: 1, or above every level of\n"
-          "parent. ValueError: arguments that do not fit each other.");
+          "Returns the coded levels (docs/format.md). parent: empty or as long as levels; groups: 1, or above every\n"
+          "level of parent. ValueError: the arguments do not fit each other.");
     m.def("decode_levels", &decode_levels, "stream"_a, "parent"_a.noconvert(), "modulus"_a, "groups"_a,
           "levels"_a.noconvert(),
-          "Fills levels from what encode_levels made with the same parent, modulus and groups.\n"
-          "ValueError: the stream is not such a stream.");
+          "Fills levels from a stream of encode_levels with the same parent, modulus and groups.\n"
+          "ValueError: the stream is damaged.");
     m.def("grid_levels", &grid_levels, "values"_a.noconvert(), "inverse"_a, "seed"_a.none(), "levels"_a.noconvert(),
-          "Fills levels of the grid with step 1 / inverse; returns the highest, or 256 where a value is protected.\n"
-          "seed: rounds up or down at random, right in the mean; None: to the nearest.");
+          "Fills levels of the grid with step 1 / inverse; returns the highest, or 256 if a value is protected.\n"
+          "seed: a number selects stochastic rounding; None rounds to the nearest.");
     m.def("sums", &sums, "values"_a.noconvert(),
-          "The sum of the values and that of their squares, in double precision, the same on every machine.");
+          "Returns the sums of the values and of their squares, in double precision, the same on every machine.");
     m.def("row_and_column_sums", &row_and_column_sums, "values"_a.noconvert(), "row_sums"_a.noconvert(),
-          "column_sums"_a.noconvert(), "Fills the sums of a matrix, which is given row by row.");
+          "column_sums"_a.noconvert(), "Fills the sums of the rows and columns of a matrix. values: row by row.");
     m.def("encode_conditional", &encode_conditional, "levels"_a.noconvert(), "parent"_a.noconvert(),
           "symbol_of"_a.noconvert(), "context_of"_a.noconvert(), "contexts"_a,
-          "The coded levels (docs/format.md). parent: empty or as long as levels; symbol_of: for each parent level a\n"
-          "row of 256 symbols by level; context_of: by parent level. ValueError: arguments that do not fit each other.");
+          "Returns the coded levels (docs/format.md). parent: empty or as long as levels; symbol_of: for each parent\n"
+          "level a row with the symbol of each of 256 levels; context_of: the context of each parent level.\n"
+          "ValueError: the arguments do not fit each other.");
     m.def("decode_conditional", &decode_conditional, "stream"_a, "parent"_a.noconvert(), "level_of"_a.noconvert(),
           "context_of"_a.noconvert(), "contexts"_a, "symbols"_a, "levels"_a.noconvert(),
-          "Fills levels from what encode_conditional made with the same parent and contexts; level_of: for each parent\n"
-          "level a row of 256 levels by symbol. ValueError: the stream is not such a stream.");
+          "Fills levels from a stream of encode_conditional with the same parent and contexts; level_of: for each\n"
+          "parent level a row with the level of each of 256 symbols. ValueError: the stream is damaged.");
     m.def("nearest_levels", &nearest_levels, "positions"_a.noconvert(), "sources"_a.noconvert(), "is_parent"_a,
           "level_of"_a.noconvert(),
-          "Fills, for each parent level, a row of 256 levels by how near they are (docs/format.md). positions, sources:\n"
-          "where levels and the parent's lie, float64. ValueError: too many of them, or one that is no number.");
+          "Fills, for each parent level, a row of 256 levels sorted by their distance (docs/format.md). positions,\n"
+          "sources: the levels and the parent's levels on a line, float64. ValueError: wrong number, or not finite.");
     m.def("symbols_of_levels", &symbols_of_levels, "level_of"_a.noconvert(), "symbols"_a, "symbol_of"_a.noconvert(),
-          "Fills the inverse of what nearest_levels made for so many levels.");
+          "Inverts a table of nearest_levels. symbols: how many levels there are.");
     m.def("encode_exact", &encode_exact, "data"_a.noconvert(), "parent"_a.noconvert(), "itemsize"_a,
-          "The exact values (docs/format.md) of elements of 1, 2, 4 or 8 bytes. parent: empty or as long as data.\n"
-          "ValueError: arguments that do not fit each other.");
+          "Returns the coded elements of 1, 2, 4 or 8 bytes (docs/format.md). parent: empty or as long as data.\n"
+          "ValueError: the arguments do not fit each other.");
     m.def("decode_exact", &decode_exact, "stream"_a, "parent"_a.noconvert(), "itemsize"_a, "data"_a.noconvert(),
-          "Fills data from what encode_exact made with the same parent (or none, if the stream does without).\n"
-          "ValueError: the stream is not such a stream.");
+          "Fills data from a stream of encode_exact with the same parent (or none, if the stream does not need it).\n"
+          "ValueError: the stream is damaged.");
 }

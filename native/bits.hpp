@@ -1,4 +1,4 @@
-// Bit streams. Bits fill each byte from the lowest upwards, so a value's low bits come first.
+// Bit streams. Bits fill each byte from the lowest bit upwards, so the low bits of a value come first.
 #pragma once
 
 #include <bit>
@@ -12,7 +12,7 @@
 
 namespace dynaquant {
 
-// Streams are little-endian, and parts of them are read and written as whole words of the machine.
+// Streams are little-endian. Parts of them are read and written as machine words, so the machine must be, too.
 static_assert(std::endian::native == std::endian::little);
 
 class BitWriter {
@@ -28,7 +28,7 @@ public:
         }
     }
 
-    // The stream, its last byte filled up with zeros.
+    // Returns the stream. Zeros fill up its last byte.
     std::vector<std::uint8_t> finish() {
         if (filled_ > 0) bytes_.push_back(static_cast<std::uint8_t>(buffer_));
         return std::move(bytes_);
@@ -40,12 +40,12 @@ private:
     unsigned filled_ = 0;
 };
 
-// Never reads outside the bytes it was given. `peek` sees zeros past the end; `take` past the end throws.
+// Never reads outside its bytes. Past the end, `peek` returns zeros and `take` throws.
 class BitReader {
 public:
     explicit BitReader(std::span<const std::uint8_t> bytes) : bytes_(bytes) {}
 
-    // The next `count` bits without consuming them. count ≤ 32.
+    // Returns the next `count` bits without consuming them. count ≤ 32.
     std::uint32_t peek(unsigned count) {
         if (available_ < count) refill();
         return static_cast<std::uint32_t>(buffer_ & ((std::uint64_t{1} << count) - 1));
@@ -71,7 +71,7 @@ public:
         return position_ - available_ / 8;
     }
 
-    // Throws unless all that is left is the zero bits that fill the last byte.
+    // Throws unless only the zero bits that fill up the last byte are left.
     void expect_end() {
         if (position_ != bytes_.size() || available_ >= 8 || buffer_ != 0)
             throw std::invalid_argument("the coded levels go on after their end");
@@ -86,7 +86,7 @@ private:
             const unsigned added = (63 - available_) / 8;
             position_ += added;
             available_ += 8 * added;
-            // The word may have brought more bits than the whole bytes that were counted.
+            // Clear the bits of the word beyond the whole bytes that were counted.
             buffer_ &= (std::uint64_t{1} << available_) - 1;
             return;
         }

@@ -1,4 +1,4 @@
-// Levels to bytes and back given the parent's levels, by conditional entropy coding.
+// Levels to bytes and back: entropy coding conditioned on the parent's levels.
 #include "conditional.hpp"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ using namespace level_rans;
 
 using Bytes = std::span<const std::uint8_t>;
 
-// Every state costs two bytes, which shows in a small block; only a large one gains from several.
+// A state takes bytes, which matters in a small block. Several states make decoding a large block faster.
 constexpr unsigned many_states = 4;
 constexpr std::size_t many_values = 8192;
 
@@ -46,7 +46,7 @@ void check_shape(std::size_t levels, std::size_t parent, ContextTable context_of
         if (context >= contexts) throw std::invalid_argument("a context is not below the number of contexts");
 }
 
-// Contexts that share one table: those from `begin` up to the next group's.
+// Contexts that share one frequency table: from `begin` to the beginning of the next group.
 struct Group {
     std::size_t begin;
     Counts counts;
@@ -64,10 +64,10 @@ Group merged(const Group& a, const Group& b) {
     return {a.begin, sum};
 }
 
-// Neighbouring contexts are merged for as long as that saves bits, those that save most first.
+// Merges neighbouring contexts as long as that saves bits. The pair that saves most is merged first.
 std::vector<Group> grouped(const std::vector<Counts>& counts) {
     struct Pair {
-        Group group, merged;  // with the next one; of the last one that means nothing
+        Group group, merged;  // merged: with the next group; unused in the last pair
         double saves;
     };
     std::list<Pair> pairs;
@@ -100,23 +100,24 @@ std::vector<Group> grouped(const std::vector<Counts>& counts) {
     return groups;
 }
 
-// Whether at most one symbol occurs: then coding a value changes no state.
+// Whether at most one symbol occurs. Then coding a value does not change the state.
 bool is_certain(const Frequencies& frequencies) {
     return std::count_if(frequencies.begin(), frequencies.end(), [](std::uint32_t f) { return f > 0; }) <= 1;
 }
 
-// Whether all are the same, as where a moment was dropped.
+// Whether all levels are the same, for example because a moment was dropped.
 bool is_uniform(const std::uint8_t* levels, std::size_t count) {
     return levels == nullptr || count < 2 || std::memcmp(levels, levels + 1, count - 1) == 0;
 }
 
-// By parent level << 8 | level, of which counts has as many rows as parent levels occur.
+// Counts the pairs of levels at index parent level << 8 | level. counts: `ways` tables, added up by the caller; each
+// has a row for each parent level up to the highest one.
 void count_pairs(Bytes levels, const std::uint8_t* parent, std::span<std::uint32_t> counts, std::size_t ways) {
     if (is_uniform(levels.data(), levels.size()) && is_uniform(parent, levels.size())) {
         counts[(parent ? std::size_t{*parent} : 0) << 8 | levels.front()] = static_cast<std::uint32_t>(levels.size());
         return;
     }
-    // An increment has to wait for the one before it on the same address: two tables in turn.
+    // An increment waits for the one before it at the same address. Two tables in turn avoid that.
     const std::size_t size = counts.size() / ways;
     for (std::size_t i = 0; i < levels.size(); ++i) {
         const std::size_t source = parent ? parent[i] : 0;
@@ -124,7 +125,7 @@ void count_pairs(Bytes levels, const std::uint8_t* parent, std::span<std::uint32
     }
 }
 
-// share_of: the index of its share for every pair of parent level and level.
+// share_of: the index into shares for every pair parent level << 8 | level.
 template <unsigned States>
 void encode_block(Bytes levels, const std::uint8_t* parent, const std::uint16_t* share_of, const Share* shares,
                   std::vector<std::uint8_t>& out) {
@@ -147,7 +148,7 @@ void decode_block(Bytes stream, const std::uint8_t* parent, LevelTable level_of,
     RansDecoder<States> coder(stream);
     const auto source_of = [&](std::size_t i) -> std::size_t { return parent ? parent[i] : 0; };
     std::size_t i = 0;
-    auto quick = coder;  // a copy whose address nothing has: levels, being bytes, might else lie in it
+    auto quick = coder;  // a local copy: the compiler knows that writing levels cannot change it
     const auto decode = [&](std::size_t j, unsigned state) {
         const std::size_t source = source_of(j);
         levels[j] = level_of[source << 8 | quick.get_unchecked(state, tables[source])];
@@ -174,13 +175,13 @@ std::vector<std::uint8_t> encode_conditional(Bytes levels, Bytes parent, LevelTa
 
     const std::size_t rows = std::size_t{highest_of(parent)} + 1, columns = std::size_t{highest_of(levels)} + 1;
 
-    // How often every symbol occurs in every context.
+    // Count every symbol in every context.
     std::vector<Counts> counts(contexts);
     std::mutex counts_mutex;
     parallel_for(blocks, [&](std::size_t b) {
         const auto [begin, length] = block_range(levels.size(), b);
         const std::size_t ways = length < many_values ? 1 : 2;
-        std::vector<std::uint32_t> found(ways * rows * 256);  // 32 bits suffice for a block
+        std::vector<std::uint32_t> found(ways * rows * 256);  // 32 bits are enough for a block
         count_pairs(levels.subspan(begin, length), parent_of(begin), found, ways);
         const std::lock_guard lock(counts_mutex);
         for (std::size_t row = 0; row < ways * rows; ++row) {
@@ -266,7 +267,7 @@ void decode_conditional(Bytes stream, Bytes parent, LevelTable level_of, Context
     for (std::size_t source = 0; source < 256; ++source)
         table_of[source] = slots.data() + group_of[context_of[source]] * frequency_total;
 
-    std::array<std::uint8_t, 256> only;  // the level that follows each parent level, where all is certain
+    std::array<std::uint8_t, 256> only;  // the only level after each parent level, if all tables are certain
     for (std::size_t source = 0; source < 256; ++source)
         only[source] = levels.empty() ? std::uint8_t{0} : level_of[source << 8 | table_of[source][0] >> 24];
 

@@ -1,4 +1,5 @@
-// Functions that use AVX2 where the processor has it. They are marked one by one: no other code may come to need it.
+// Marks functions that are compiled for AVX2, and tells whether the processor has it. Only marked functions may use
+// AVX2, so that the library runs on every processor.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__)

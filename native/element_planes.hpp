@@ -1,5 +1,5 @@
-// Elements <-> planes of bytes, alone or as differences from the parent's, one block at a time. These loops are the
-// only ones that touch every byte of a tensor; they are written so that compilers vectorise them.
+// Splits the elements of a block into byte planes and joins them again: the values, or their differences from the
+// parent's. These loops touch every byte of a tensor, so they are written for compilers to vectorise.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace dynaquant {
 template <class U>
 inline constexpr unsigned bits_of = 8 * sizeof(U);
 
-// Elements may lie at any address.
+// Elements may be at any address, also an unaligned one.
 template <class U>
 [[gnu::always_inline]] inline U load(const std::uint8_t* bytes, std::size_t i) {
     U value;
@@ -25,8 +25,8 @@ template <class U>
     return value;
 }
 
-// The sign follows the 16 highest bits of the magnitude: these are what is entropy coded, and a sign is often more
-// likely than the other. (It comes last in elements of 16 bits or less.)
+// The sign bit follows the 16 highest bits of the magnitude. Mostly these planes are the ones that entropy coding
+// reduces, and one sign is often more likely than the other. In elements of 16 bits or less the sign bit comes last.
 template <class U>
 inline constexpr unsigned sign_place = bits_of<U> <= 16 ? 0 : bits_of<U> - 16;
 
@@ -48,7 +48,7 @@ template <class U>
     return static_cast<U>((folded >> 1 & static_cast<U>(~below)) | (folded & below));
 }
 
-// The value of a float, its exponent first.
+// Folds the value of a float: the exponent first.
 template <class U>
 [[gnu::always_inline]] inline U fold(U value) {
     constexpr U magnitude = static_cast<U>(~U{0}) >> 1;
@@ -60,7 +60,7 @@ template <class U>
     return static_cast<U>(magnitude_of(folded) | sign_of(folded) << (bits_of<U> - 1));
 }
 
-// The difference from the parent's, as signed integers: 0, -1, 1, -2, … have the magnitudes 0, 0, 1, 1, …
+// Folds the difference from the parent's element, as signed integers: 0, -1, 1, -2, … have magnitudes 0, 0, 1, 1, …
 template <class U>
 [[gnu::always_inline]] inline U fold(U value, U parent) {
     const auto d = static_cast<U>(value - parent);
@@ -73,7 +73,7 @@ template <class U>
     return static_cast<U>(parent + static_cast<U>(magnitude_of(folded) ^ static_cast<U>(0 - sign_of(folded))));
 }
 
-// The element as it is cut into planes.
+// Returns the folded element, which is then split into bytes.
 template <class U>
 [[gnu::always_inline]] inline U folded(const std::uint8_t* values, const std::uint8_t* parent, std::size_t i) {
     const U value = load<U>(values, i);
@@ -85,7 +85,7 @@ using Planes = std::array<std::uint8_t*, sizeof(U)>;
 template <class U>
 using ConstPlanes = std::array<const std::uint8_t*, sizeof(U)>;
 
-// planes[k] receives byte k of the elements, from the highest. parent: null, or where the parent's elements begin.
+// Writes byte k of all elements to planes[k]; byte 0 is the highest. parent: the parent's elements, or null.
 template <class U>
 [[gnu::always_inline]] inline void split_loop(const std::uint8_t* values, const std::uint8_t* parent,
                                               std::size_t count, const Planes<U>& planes) {
@@ -128,14 +128,14 @@ template <class U>
     }
 }
 
-// The exponent of a float32, bfloat16 or float64; of others the highest bits without the sign.
+// Returns the exponent of a float32, bfloat16 or float64; for other types the highest bits below the sign.
 template <class U>
 [[gnu::always_inline]] inline unsigned exponent_of(U value) {
     constexpr unsigned exponent_bits = sizeof(U) == 8 ? 11 : 8;
     return static_cast<unsigned>(static_cast<U>(value << 1) >> (bits_of<U> - exponent_bits));
 }
 
-// Classes by the exponents of the parent's elements.
+// Computes the class of each element from the exponent of the parent's element.
 template <class U>
 [[gnu::always_inline]] inline void classes_loop(const std::uint8_t* parent, std::size_t count, unsigned top,
                                                 std::uint8_t* classes) {

@@ -1,4 +1,4 @@
-// Exact values to bytes and back, given the parent's values.
+// Exact values to bytes and back, conditioned on the parent's values.
 #include "exact.hpp"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ using Block = std::vector<std::uint8_t>;
 enum : std::uint8_t { values_alone = 0, differences = 1 };
 enum : std::uint8_t { plane_raw = 0, plane_constant = 1, plane_coded = 2, plane_by_parent = 3, plane_by_previous = 4 };
 
-// Memory that a thread keeps for its next block: fresh pages from the system cost as much time as the coding.
+// Memory that a thread keeps for its next block: getting new pages from the system takes as long as the coding.
 struct Scratch {
     std::vector<std::uint8_t> planes;
     std::vector<std::uint8_t> classes = std::vector<std::uint8_t>(exact_block);
@@ -39,14 +39,14 @@ Scratch& scratch() {
     return own;
 }
 
-// Coding a plane costs time, so it has to save 1/64 of it; classes have to save as much again.
+// Coding a plane costs time, so it must save at least 1/64 of the plane. Classes must save another 1/64.
 constexpr std::size_t worthwhile(std::size_t count) { return count / 64; }
 
 // -- Encoding ---------------------------------------------------------------------------------------------------------
 
 constexpr std::size_t strips = 16, strip = 256;
 
-// Calls work with the places of some of the elements, in strips.
+// Calls work with the indices of a sample of the elements, taken in strips.
 template <class Work>
 void for_sample(std::size_t count, Work&& work) {
     const std::size_t pieces = std::min(strips, (count + strip - 1) / strip);
@@ -56,7 +56,7 @@ void for_sample(std::size_t count, Work&& work) {
     }
 }
 
-// How often each byte occurs in each plane of some of the elements, alone or as differences.
+// Counts the bytes in each plane of a sample: of the values, or of the differences if there is a parent.
 template <class U>
 std::array<Counts, sizeof(U)> sample(const std::uint8_t* values, const std::uint8_t* parent, std::size_t count) {
     std::array<Counts, sizeof(U)> counts{};
@@ -75,15 +75,16 @@ std::size_t size_of_sample(const std::array<Counts, n>& counts) {
     return size;
 }
 
-// Whether it is likely that the plane can be coded. A sample looks more regular than it is: not by much.
+// Whether coding the plane will probably save bytes. The 1/128 allows for a sample, which looks a little more regular
+// than the plane.
 bool promising(const Counts& sampled) {
     const std::size_t count = std::accumulate(sampled.begin(), sampled.end(), std::size_t{0});
     return information(sampled) < static_cast<double>(count - count / 128);
 }
 
-// counts[c] receives how often each byte occurs in class c; without classes, all are class 0.
+// Counts each byte in each class c, in counts[c]. Without classes, all bytes are of class 0.
 void count_symbols(Bytes symbols, Bytes classes, std::span<Counts> counts) {
-    // Neighbours are often alike; counting them in different tables spares the wait for the same counter.
+    // Neighbouring bytes are often equal. Different tables avoid waiting for the same counter.
     constexpr std::size_t ways = 4;
     std::array<std::array<Counts, class_count>, ways> tables{};
     if (classes.empty())
@@ -112,7 +113,7 @@ std::size_t plane_size(std::span<const Counts> counts) {
     return size;
 }
 
-// The largest index such that only one in 512 of what was counted is larger.
+// Returns the smallest index such that at most 1 in 512 of the counted items have a larger one.
 unsigned top_of(std::span<const std::uint32_t> counts) {
     const std::size_t total = std::accumulate(counts.begin(), counts.end(), std::size_t{0});
     std::size_t left = total / 512;
@@ -123,7 +124,7 @@ unsigned top_of(std::span<const std::uint32_t> counts) {
 
 using ClassCounts = std::array<Counts, class_count>;
 
-// Whether it is likely, going by a sample, that classes by the previous byte are worth the time.
+// Whether classes by the previous byte will probably save enough, judged by a sample.
 bool previous_tells(Bytes plane, std::uint8_t top) {
     ClassCounts classed{};
     Counts all{};
@@ -138,7 +139,7 @@ bool previous_tells(Bytes plane, std::uint8_t top) {
     return size + static_cast<double>(worthwhile(sampled)) < information(all);
 }
 
-// classes: the parent's, or empty when the block is not coded as differences.
+// Appends one plane. classes: from the parent; empty if the block is not coded as differences.
 void put_plane(Bytes plane, Bytes classes, Scratch& room, Block& out) {
     ClassCounts classed{};
     std::array<Counts, 1> all{};
@@ -170,7 +171,7 @@ void put_plane(Bytes plane, Bytes classes, Scratch& room, Block& out) {
     encode_plane(plane, classes, tables_of(classed), room.rans, out);
 }
 
-// Of the parent's elements, by a sample.
+// Returns top_of the exponents of the parent's elements, from a sample.
 template <class U>
 unsigned top_exponent(const std::uint8_t* parent, std::size_t count) {
     std::array<std::uint32_t, 2048> counts{};
@@ -267,7 +268,7 @@ Range block_range(std::size_t elements, std::size_t block) {
     return {begin, std::min(exact_block, elements - begin)};
 }
 
-// Calls work with a zero of the unsigned type of so many bytes.
+// Calls work with a zero of the unsigned type of `itemsize` bytes.
 template <class Work>
 void with_element(std::size_t itemsize, Work&& work) {
     switch (itemsize) {

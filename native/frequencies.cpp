@@ -9,7 +9,7 @@
 namespace dynaquant::level_rans {
 namespace {
 
-// A frequency is written as its number of bits and the highest of them: an error of 1/32 costs next to nothing.
+// A frequency is written as its width in bits and its highest bits. The error of up to 1/32 costs almost nothing.
 constexpr unsigned mantissa_bits = 4;
 constexpr unsigned width_bits = 4;
 constexpr unsigned run_bits = 4;
@@ -30,14 +30,14 @@ Rounded rounded(std::uint32_t frequency) {
     return {width, extra_bits, kept & ((1u << extra_bits) - 1), kept << dropped};
 }
 
-// The symbol whose frequency is not written, as it is what the others leave: the most frequent one.
+// Returns the most frequent symbol. Its frequency is not written: it is the rest of 4096.
 template <class Table>
 std::size_t rest_of(const Table& frequencies, std::size_t end) {
     const auto first = frequencies.begin();
     return static_cast<std::size_t>(std::max_element(first, first + static_cast<std::ptrdiff_t>(end)) - first);
 }
 
-// One more than the last symbol that occurs: mostly far below 256, and tables are made by the hundred.
+// Returns one more than the last symbol that occurs. It is mostly far below 256, which makes the loops shorter.
 template <class Table>
 std::size_t end_of(const Table& counts) {
     std::size_t end = counts.size();
@@ -83,7 +83,8 @@ Frequencies scaled(const Counts& counts) {
         result[s] = rounded(std::max(nearest, 1u)).value;
         sum += result[s];
     }
-    // Symbols that are rarer than 1 in 4096 can take more than there is: then the others give way.
+    // Every symbol gets at least 1 of 4096, so many rare symbols can take too much. Then reduce the largest
+    // frequencies.
     while (sum >= frequency_total) {
         const std::size_t largest = rest_of(result, end);
         const std::uint32_t less = rounded(result[largest] - 1).value;
@@ -91,7 +92,7 @@ Frequencies scaled(const Counts& counts) {
         result[largest] = less;
     }
     result[rest] = frequency_total - sum;
-    // Where rare symbols have taken much of it, another symbol is the one that gets what is left.
+    // If the rare symbols have taken much, another symbol is now the most frequent one, and so gets the rest.
     if (const std::size_t largest = rest_of(result, end); largest != rest) {
         const std::uint32_t kept = rounded(result[rest]).value;
         result[largest] += result[rest] - kept;

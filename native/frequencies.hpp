@@ -1,4 +1,4 @@
-// Frequency tables of symbols: scaled to 4096 for rANS, and written in few bits (docs/format.md, "Frequency tables").
+// Frequency tables of symbols. They add up to 4096 for rANS and take few bits (docs/format.md, "Frequency tables").
 #pragma once
 
 #include <array>
@@ -12,16 +12,16 @@ namespace dynaquant::level_rans {
 using Counts = std::array<std::uint64_t, 256>;
 using Frequencies = std::array<std::uint32_t, 256>;
 
-// Frequencies that add up to 4096, at least 1 where a symbol occurs, of which put_frequencies can write every one.
-// All zero when nothing occurs.
+// Returns frequencies that add up to 4096, at least 1 for each symbol that occurs. put_frequencies can write them
+// without loss. Returns all zeros if no symbol occurs.
 Frequencies scaled(const Counts& counts);
 
 void put_frequencies(BitWriter& out, const Frequencies& frequencies);
 
-// Throws std::invalid_argument unless they add up to 4096 and only symbols below `symbols` occur.
+// Throws std::invalid_argument if the frequencies do not add up to 4096 or if a symbol is not below `symbols`.
 Frequencies get_frequencies(BitReader& in, std::size_t symbols);
 
-// Bits of the symbols when coded with these frequencies, and of the table.
+// Returns the bits that the symbols take with these frequencies, plus the bits of the table.
 double bits_of(const Counts& counts, const Frequencies& frequencies);
 
 }  // namespace dynaquant::level_rans

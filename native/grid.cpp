@@ -15,16 +15,17 @@ namespace {
 
 constexpr std::size_t block_size = std::size_t{1} << 16;
 constexpr std::int32_t highest_level = 255;
-constexpr float beyond = 200.0f;  // steps; as good as infinitely many, and no trouble for what follows
+// In steps. Values farther from zero count as this far: they are protected, and nothing overflows.
+constexpr float beyond = 200.0f;
 
-// Adding and taking away 1.5 · 2^23 leaves no room for bits below 1: rounds to the nearest integer, ties to even, and
-// compilers make vector instructions of it on every processor.
+// Rounds to the nearest integer, ties to even: adding and subtracting 1.5 · 2^23 drops all bits below 1. Unlike library
+// functions, compilers can vectorise this for every processor.
 float nearest(float x) {
     constexpr float large = 12582912.0f;
     return (x + large) - large;
 }
 
-// The finalizer of MurmurHash3, from an index and a seed to [0, 1).
+// Returns a random number in [0, 1) from an index and a seed, by the finalizer of MurmurHash3.
 float uniform(std::uint32_t index, std::uint32_t seed) {
     std::uint32_t h = index * 0x9e3779b1u ^ seed;
     h = (h ^ h >> 16) * 0x85ebca6bu;
@@ -33,11 +34,11 @@ float uniform(std::uint32_t index, std::uint32_t seed) {
     return static_cast<float>(h >> 8) * 0x1p-24f;
 }
 
-// Quantizes a block and returns its highest level, 256 or more where a value is protected.
+// Quantizes a block and returns its highest level: 256 or more if a value is protected.
 template <bool Dithered>
 [[gnu::always_inline]] inline std::int32_t quantize(std::span<const float> values, float inverse, std::uint32_t seed,
                                                     std::size_t begin, std::uint8_t* levels) {
-    // In pieces, so that each step is a loop of its own over values of one size, which compilers vectorise.
+    // Works in pieces of three loops, each over values of one size, so that compilers vectorise them.
     std::int32_t highest = 0;
     std::array<std::int32_t, 512> piece;
     for (std::size_t done = 0; done < values.size(); done += piece.size()) {
@@ -54,7 +55,7 @@ template <bool Dithered>
             }
             const auto multiple = static_cast<std::int32_t>(rounded);
             const std::int32_t sign = multiple >> 31;
-            piece[i] = 2 * ((multiple ^ sign) - sign) - sign;  // 2 · |multiple|, and 1 more below zero
+            piece[i] = 2 * ((multiple ^ sign) - sign) - sign;  // 2 · |multiple|, plus 1 if it is negative
         }
         for (std::size_t i = 0; i < count; ++i) highest = std::max(highest, piece[i]);
         for (std::size_t i = 0; i < count; ++i)

@@ -1,4 +1,5 @@
-// Values to levels of a uniform grid (docs/format.md, "Levels"): zero is pruned, +1, -1, +2, -2, … steps follow.
+// Values to levels of a uniform grid (docs/format.md, "Levels"). Zero is the level pruned; bins are +1, -1, +2, -2, …
+// steps.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +8,10 @@
 
 namespace dynaquant {
 
-// levels[i] = the level of the multiple of the step that is nearest to values[i], ties to even; protected where that is
-// further than 127 steps from zero. inverse: 1 / step. seed: rounds up with the probability of how far a value has come
-// from the multiple below it to that above, by a hash of seed and i. Returns the highest level, or 256 where a value is
-// protected. values are finite.
+// Rounds every value to a multiple of the step and sets levels[i] to its level, or to protected beyond 127 steps from
+// zero. values: finite. inverse: 1 / step. seed: without one, rounds to the nearest multiple, ties to even. With a
+// seed, rounds stochastically: the probability of the multiple above is the distance from the multiple below, in steps;
+// the random number is a hash of seed and i. Returns the highest level, or 256 if a value is protected.
 std::uint32_t grid_levels(std::span<const float> values, float inverse, std::optional<std::uint32_t> seed,
                           std::span<std::uint8_t> levels);
 

@@ -15,7 +15,7 @@ std::uint16_t reversed(std::uint32_t code, unsigned length) {
     return static_cast<std::uint16_t>(out);
 }
 
-// The canonical code of every symbol, bit-reversed: shorter codes first, then by symbol.
+// Returns the canonical code of every symbol, bit-reversed. Codes are assigned by length, then by symbol.
 std::vector<std::uint16_t> canonical_codes(std::span<const std::uint8_t> lengths) {
     std::array<std::uint32_t, max_code_length + 2> next{};
     for (const auto length : lengths)
@@ -41,9 +41,9 @@ std::vector<std::uint8_t> code_lengths(std::span<const std::uint64_t> frequencie
     std::sort(symbols.begin(), symbols.end(), [&](std::size_t a, std::size_t b) {
         return frequencies[a] != frequencies[b] ? frequencies[a] < frequencies[b] : a < b;
     });
-    // Level by level, the packages of the level below are paired and merged with the symbols. The code length of a
-    // symbol is how often it lies in the 2(n-1) lightest packages of the top level. Symbols enter every merge in the
-    // same order, so it is enough to remember which entries of a level are symbols, and to count them backwards.
+    // Package-merge: each level pairs the packages of the level below and merges the pairs with the symbols. The code
+    // length of a symbol is how often it is in the 2(n-1) lightest packages of the top level. Symbols have the same
+    // order in every level, so it is enough to remember which entries are symbols and to count them from the top down.
     std::vector<std::uint64_t> leaves;
     for (const auto s : symbols) leaves.push_back(frequencies[s]);
     std::vector<std::uint64_t> level = leaves;

@@ -17,14 +17,14 @@ inline constexpr unsigned max_code_length = 12;
 // length 0; a single occurring symbol has length 1.
 std::vector<std::uint8_t> code_lengths(std::span<const std::uint64_t> frequencies);
 
-// Writes the lengths, four bits each; a run of up to 16 zero lengths takes eight bits.
+// Writes the lengths with four bits each. A run of up to 16 zero lengths takes eight bits.
 void put_lengths(BitWriter& out, std::span<const std::uint8_t> lengths);
 
-// The number of bits that put_lengths writes.
+// Returns the number of bits that put_lengths writes.
 std::size_t size_of_lengths(std::span<const std::uint8_t> lengths);
 
-// Reads `symbols` lengths. Throws std::invalid_argument unless they form a prefix code that wastes nothing (or are
-// all zero, or a single 1), so every bit pattern a decoder meets has one meaning.
+// Reads `symbols` lengths. Throws std::invalid_argument unless they form a complete prefix code, are all zero, or are
+// zero but for a single 1. So every bit pattern has at most one meaning.
 std::vector<std::uint8_t> get_lengths(BitReader& in, std::size_t symbols);
 
 class HuffmanEncoder {
@@ -48,7 +48,7 @@ public:
         return entry.symbol;
     }
 
-    // The next symbol, left where it is: 0 bits are consumed. Past the end it may be any symbol.
+    // Returns the next symbol without consuming bits. Past the end it may be any symbol.
     std::size_t peek(BitReader& in) const { return table_[in.peek(max_code_length)].symbol; }
 
 private:

@@ -1,8 +1,10 @@
-// Interleaved range asymmetric numeral systems (Duda 2013), with 32-bit states, 16-bit words and 12-bit frequencies.
+// The entropy coder of levels: interleaved range asymmetric numeral systems (rANS, Duda 2013), with 32-bit states,
+// 16-bit words and 12-bit frequencies. (plane_rans is the other one: more states and frequencies of 11 bits, for byte
+// planes.)
 //
-// What surprises: a coder is last in, first out, so values are encoded from the last to the first and words are written
-// from the end of the buffer backwards; the decoder then reads both forwards. Value i belongs to state i % states, so
-// that a decoder has several independent chains of work. A state is in [2^16, 2^32) between values.
+// Surprising: rANS is last in, first out. The encoder takes the values from the last to the first and writes words
+// backwards from the end of its buffer; the decoder reads both forwards. Value i belongs to state i % states, so that a
+// decoder has several independent chains of work. Between values a state is in [2^16, 2^32).
 #pragma once
 
 #include <algorithm>
@@ -18,15 +20,15 @@ inline constexpr unsigned frequency_bits = 12;
 inline constexpr std::uint32_t frequency_total = 1u << frequency_bits;
 inline constexpr std::uint32_t lowest_state = 1u << 16;
 
-// A symbol that occurs `frequency` of 4096 times, at least once, and all symbols before it `begin` times. Dividing a
-// state by the frequency is a multiplication by its inverse: with 64 bits of it, exact for every state.
+// One symbol's share of the 4096 slots: `frequency` slots, at least one, from slot `begin` on. To divide a state by the
+// frequency, it multiplies with a 64-bit inverse, which is exact for every state.
 class Share {
 public:
     Share() = default;
     Share(std::uint32_t frequency, std::uint32_t begin)
         : inverse_(frequency == 1 ? ~std::uint64_t{0} : ~std::uint64_t{0} / frequency + 1),
           frequency_(frequency),
-          // 1 has no inverse below 2^64: the one used instead gives x - 1, which this makes up for.
+          // The inverse of 1 does not fit into 64 bits. The one used instead gives x - 1, which this corrects.
           begin_(frequency == 1 ? begin + frequency_total - 1 : begin) {}
 
     std::uint32_t frequency() const { return frequency_; }
@@ -43,7 +45,7 @@ private:
     std::uint32_t begin_ = 0;
 };
 
-// One value takes at most one word, so `room` needs as many words as there are values.
+// A value takes at most one word, so `room` needs as many words as there are values.
 template <unsigned States>
 class RansEncoder {
 public:
@@ -51,17 +53,17 @@ public:
         std::fill_n(states_, States, lowest_state);
     }
 
-    // Call for the last value first, with state = its index % States.
+    // Call it for the last value first. state: index of the value % States.
     void put(unsigned state, const Share& share) {
         std::uint32_t x = states_[state];
-        if (x >> (32 - frequency_bits) >= share.frequency()) {  // pushed as it is, it would grow beyond 32 bits
+        if (x >> (32 - frequency_bits) >= share.frequency()) {  // else it would grow beyond 32 bits
             *--first_ = static_cast<std::uint16_t>(x);
             x >>= 16;
         }
         states_[state] = share.push(x);
     }
 
-    // Appends the states, then the words in the order in which a decoder needs them.
+    // Appends the states, then the words in the order in which a decoder reads them.
     void finish(std::vector<std::uint8_t>& out) const {
         const auto put16 = [&](std::uint32_t word) {
             out.push_back(static_cast<std::uint8_t>(word));
@@ -81,14 +83,14 @@ private:
     const std::uint16_t* end_;
 };
 
-// The symbol and share of every 12-bit slot of one table: 8 bits symbol, 12 bits frequency - 1, 12 bits slot - begin.
+// What a decoder needs for one of the 4096 slots: 8 bits symbol, 12 bits frequency - 1, 12 bits slot - begin.
 using Slot = std::uint32_t;
 
 inline Slot slot_of(std::uint32_t symbol, std::uint32_t frequency, std::uint32_t offset) {
     return symbol << 24 | (frequency - 1) << 12 | offset;
 }
 
-// Never reads outside the bytes it was given: a missing word is read as 0, and `expect_end` then throws.
+// Never reads outside its bytes: a missing word counts as 0, and `expect_end` throws later.
 template <unsigned States>
 class RansDecoder {
 public:
@@ -109,7 +111,7 @@ public:
         return slot >> 24;
     }
 
-    // Whether `get_unchecked` may be called so many times.
+    // Whether `get_unchecked` may be called for this number of values.
     bool has(std::size_t values) const { return static_cast<std::size_t>(end_ - next_) >= 2 * values; }
 
     std::uint32_t get_unchecked(unsigned state, const Slot* table) {
@@ -123,7 +125,7 @@ public:
         return slot >> 24;
     }
 
-    // Throws unless all words have been read and every state is back where the encoder began.
+    // Throws unless all words have been read and every state has the value with which the encoder began.
     void expect_end() const {
         if (next_ != end_ || missing_)
             throw std::invalid_argument("the coded levels have another length than their values");

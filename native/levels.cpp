@@ -1,4 +1,4 @@
-// Levels to bytes and back, given the parent's levels.
+// Levels to bytes and back as published: deltas, run lengths and Huffman codes.
 #include "levels.hpp"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace {
 
 using Bytes = std::span<const std::uint8_t>;
 
-// Where each group's deltas begin inside a block, and where the last one ends.
+// Returns where the deltas of each group begin in a block, and where the last group ends.
 std::vector<std::size_t> group_starts(Bytes parent, std::size_t block_length, std::size_t groups) {
     std::vector<std::size_t> starts(groups + 1);
     if (groups == 1) {
@@ -31,7 +31,7 @@ std::vector<std::size_t> group_starts(Bytes parent, std::size_t block_length, st
     return starts;
 }
 
-// Calls value(v) for each value and run(length) after each value that repeats.
+// Calls value(v) for each run of equal values, and then run(length) if the run is longer than 1.
 template <class Value, class Run>
 void for_each_run(Bytes deltas, Value&& value, Run&& run) {
     for (std::size_t i = 0; i < deltas.size();) {
@@ -75,7 +75,7 @@ std::vector<std::uint8_t> encode_levels(Bytes levels, Bytes parent, std::size_t 
     const std::size_t symbols = modulus + run_classes;
     const std::size_t blocks = block_count(levels.size(), levels_block);
 
-    // First pass: the deltas of every block, rearranged, and how often each symbol occurs with and without runs.
+    // First pass: rearrange the deltas of every block, and count each symbol with and without run lengths.
     std::vector<std::uint8_t> deltas(levels.size());
     std::vector<std::vector<std::size_t>> starts(blocks);
     const std::size_t table_size = groups * symbols;
@@ -112,7 +112,7 @@ std::vector<std::uint8_t> encode_levels(Bytes levels, Bytes parent, std::size_t 
         }
     });
 
-    // One Huffman table per group, and the choice whether the group uses run lengths.
+    // Make one Huffman table per group, and decide whether the group uses run lengths.
     std::vector<HuffmanEncoder> codes;
     std::vector<bool> uses_runs;
     BitWriter tables;
@@ -127,7 +127,7 @@ std::vector<std::uint8_t> encode_levels(Bytes levels, Bytes parent, std::size_t 
         codes.emplace_back(lengths);
     }
 
-    // Second pass: the symbols.
+    // Second pass: write the symbols.
     std::vector<std::vector<std::uint8_t>> coded(blocks);
     parallel_for(blocks, [&](std::size_t b) {
         BitWriter out;
@@ -187,7 +187,7 @@ void decode_levels(Bytes stream, Bytes parent, std::size_t modulus, std::size_t 
                 const std::size_t value = codes[g].get(in);
                 if (value >= modulus) throw std::invalid_argument("the coded levels hold a run of nothing");
                 std::size_t count = 1;
-                // Only another value can follow a value, or its run length; past the last value neither does.
+                // After a value comes its run length or another value; after the last value neither.
                 if (i + 1 < starts[g + 1]) {
                     const std::size_t symbol = codes[g].peek(in);
                     if (symbol >= modulus) {

@@ -1,4 +1,4 @@
-// Pieces of a stream: little-endian numbers and spans of bytes, never read beyond its end.
+// Little-endian numbers and spans of bytes of a stream. Never reads beyond the end of the stream.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// The table that tells a conditional coder how near levels are to those of the parent.
+// The table of a conditional coder: for each parent level, the levels sorted by their distance.
 #include "nearest.hpp"
 
 #include <algorithm>
@@ -16,8 +16,8 @@ namespace {
 
 constexpr std::size_t row_size = 256;
 
-// Levels, sorted by how near they are to a source. From one source to the next one on the line few of them change
-// places, so that insertion sort hardly has to move any.
+// Sorts the levels by their distance from a source. From one source to the next on the line, few levels change places,
+// so insertion sort is fast.
 class Nearest {
   public:
     explicit Nearest(std::span<const double> positions) : positions_(positions), distances_(positions.size()) {
@@ -71,7 +71,7 @@ void nearest_levels(std::span<const double> positions, std::span<const double> s
     Nearest nearest(positions);
     for (const std::size_t source : along) {
         const auto row = level_of.subspan(source * row_size, positions.size());
-        // What was protected before probably is again; of other levels, none is a protected value's.
+        // A value that was protected before probably is again. Other values rarely become protected.
         const bool first = is_parent && source == level_protected;
         row[first ? 0 : row.size() - 1] = level_protected;
         const auto& sorted = nearest.to(sources[source]);

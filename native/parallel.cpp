@@ -1,7 +1,7 @@
-// Runs independent pieces of work on several threads and hands the first failure back to the caller.
+// Runs independent pieces of work on several threads and reports the first failure to the caller.
 //
-// The caller of a job always works on it, too, and waits for others only once nothing is left to begin. So a job ends
-// even when all other threads are busy with other jobs, or when there are none.
+// The caller of a job works on it, too, and waits for other threads only when no work is left to start. So a job ends
+// even if all other threads are busy with other jobs, or if there are none.
 #include "parallel.hpp"
 
 #include <algorithm>
@@ -45,9 +45,9 @@ public:
 
     const Processors& processors() const { return processors_; }
 
-    // These belong to the pool, under its mutex.
+    // Only the pool uses these, under its mutex.
     std::size_t places = 0;   // how many more threads may join
-    std::size_t helpers = 0;  // how many have joined and are at work
+    std::size_t helpers = 0;  // how many threads have joined and are working
     std::condition_variable left;
 
 private:
@@ -62,7 +62,7 @@ private:
 // Threads that wait for jobs to join.
 class Pool {
 public:
-    // Works on the job with at most so many threads beside the calling one; returns when all of it is done.
+    // Works on the job with at most `helpers` threads beside the calling one. Returns when the job is done.
     void run(Job& job, std::size_t helpers) {
         job.places = helpers;
         std::unique_lock lock(mutex_);
@@ -77,12 +77,12 @@ public:
     }
 
 private:
-    // Under the mutex.
+    // Call it under the mutex.
     void start_threads(std::size_t wanted) {
         try {
             for (; threads_ < wanted; ++threads_) std::thread([this] { join_jobs(); }).detach();
         } catch (const std::system_error&) {
-            // No more threads to be had: those that are there do the work.
+            // The system allows no more threads: the existing ones do the work.
         }
     }
 
@@ -95,27 +95,27 @@ private:
             ++job.helpers;
             if (--job.places == 0) jobs_.erase(jobs_.begin());
             lock.unlock();
-            // Where the caller may not run, nor may those that help it.
+            // A helper may only use the processors that the caller may use.
             if (!(processors == job.processors())) (processors = job.processors()).hold_this_thread();
             job.do_work();
             lock.lock();
-            // Notified under the mutex, as the job is gone once its caller has it.
+            // Notify under the mutex, because the caller destroys the job as soon as it has the mutex.
             if (--job.helpers == 0) job.left.notify_one();
         }
     }
 
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::vector<Job*> jobs_;  // those that more threads may join, the oldest first
+    std::vector<Job*> jobs_;  // jobs that more threads may join, the oldest first
     std::size_t threads_ = 0;
 };
 
-// Never deleted: its threads are there until the process ends.
+// Never deleted: its threads run until the process ends.
 Pool* const pool = new Pool;
 
 #ifndef _WIN32
-// A forked child has none of the threads, and the mutex may be held by one that it lacks. It begins with a new pool in
-// the place of the old one, which must not be touched, not even to destroy it.
+// A forked child has none of the threads, and one of them may have held the mutex. So the child makes a new pool in the
+// memory of the old one. It must not touch the old pool, not even to destroy it.
 [[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] { std::construct_at(pool); });
 #endif
 

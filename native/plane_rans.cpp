@@ -1,4 +1,4 @@
-// Order-0 entropy coding of one plane of bytes, each under the statistics of its class.
+// The entropy coder of byte planes: frequency tables, states and words of one plane.
 #include "plane_rans.hpp"
 
 #include <algorithm>
@@ -28,7 +28,8 @@ std::vector<EncoderStep> encoder_steps(std::span<const Frequencies> tables) {
     return steps;
 }
 
-// Up to 16 zeros are 0000 and how many less one; any other number is its width and the bits below the highest.
+// Writes 1 to 16 zeros as 0000 and their number minus one. Writes another frequency as its width and the bits below the
+// highest one.
 void put_table(BitWriter& out, const Frequencies& table) {
     for (std::size_t s = 0; s < byte_values;) {
         if (table[s] == 0) {
@@ -65,7 +66,7 @@ Frequencies get_table(BitReader& in) {
     return table;
 }
 
-// What every remainder of a state stands for. A class without symbols gets entries that do no harm.
+// Fills the slots of one class: what each remainder of a state means. A class without symbols gets harmless slots.
 void fill_slots(const Frequencies& table, Slot* slots) {
     std::uint32_t start = 0;
     for (std::uint32_t s = 0; s < byte_values; ++s) {
@@ -89,7 +90,8 @@ Frequencies frequencies_of(const Counts& counts) {
         table[s] = static_cast<std::uint16_t>(std::max<std::uint64_t>(rounded, 1));
         left -= table[s];
     }
-    // What rounding left over goes to the most frequent, and so does what it took too much, where that costs least.
+    // Rounding may leave the sum too small or too large. The most frequent byte takes the difference: there it costs
+    // least.
     while (left != 0) {
         auto& largest = *std::max_element(table.begin(), table.end());
         const std::int64_t change = left > 0 ? left : std::max<std::int64_t>(left, -(largest / 8 + 1));

@@ -1,4 +1,4 @@
-// The inner loops of rANS, plain and with AVX2.
+// The inner loops of plane_rans, in plain C++ and with AVX2.
 #include "plane_rans_steps.hpp"
 
 #include <bit>
@@ -15,7 +15,7 @@ std::size_t class_at(const Classes& classes, const std::uint8_t* symbols, std::s
     return classes.kind == Classes::one || i < rans_states ? 0 : class_of(classes.top, symbols[i - rans_states]);
 }
 
-// Symbols [begin, end), one after the other.
+// Decodes symbols [begin, end), one after the other.
 void decode_plain(States& states, Words& words, const Slot* slots, const Classes& classes, std::uint8_t* symbols,
                   std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i) {
@@ -31,7 +31,7 @@ void decode_plain(States& states, Words& words, const Slot* slots, const Classes
     }
 }
 
-// Symbols [begin, end), the last one first.
+// Encodes symbols [begin, end), the last one first.
 std::uint16_t* encode_plain(States& states, const EncoderStep* steps, const std::uint8_t* classes,
                             const std::uint8_t* symbols, std::size_t begin, std::size_t end, std::uint16_t* next) {
     for (std::size_t i = end; i-- > begin;) {
@@ -51,7 +51,7 @@ std::uint16_t* encode_plain(States& states, const EncoderStep* steps, const std:
 
 #ifdef DYNAQUANT_X86
 
-// For every set of lanes that take a word: which of the next eight words each lane takes.
+// For every set of lanes that need a word: the index of the word that each lane takes.
 constexpr auto word_of_lane = [] {
     std::array<std::array<std::uint8_t, 8>, 256> table{};
     for (unsigned mask = 0; mask < 256; ++mask) {
@@ -62,7 +62,7 @@ constexpr auto word_of_lane = [] {
     return table;
 }();
 
-// slots[index[lane]] in every lane. Gather instructions do the same, more slowly on many processors.
+// Returns slots[index[lane]] in every lane. Gather instructions do the same, but are slower on many processors.
 DYNAQUANT_AVX2 inline __m256i look_up(const Slot* slots, __m256i index) {
     alignas(32) std::array<std::uint32_t, 8> at;
     _mm256_store_si256(reinterpret_cast<__m256i*>(at.data()), index);
@@ -70,7 +70,8 @@ DYNAQUANT_AVX2 inline __m256i look_up(const Slot* slots, __m256i index) {
     return _mm256_setr_epi32(slot(0), slot(1), slot(2), slot(3), slot(4), slot(5), slot(6), slot(7));
 }
 
-// One step of eight states; returns their slots, with the symbols in the low bytes. Reads 16 bytes of words.
+// Decodes one symbol in each of eight states. Returns the slots, whose low bytes are the symbols. Reads 16 bytes of
+// words.
 DYNAQUANT_AVX2 inline __m256i step(__m256i& state, const std::uint8_t*& next, const Slot* slots, __m256i rows) {
     const __m256i low = _mm256_set1_epi32(probability_whole - 1);
     const __m256i index = _mm256_or_si256(_mm256_and_si256(state, low), rows);
@@ -91,7 +92,7 @@ DYNAQUANT_AVX2 inline __m256i step(__m256i& state, const std::uint8_t*& next, co
     return slot;
 }
 
-// Where the slots of eight classes begin.
+// Returns where the slots of the classes of eight symbols begin.
 template <Classes::Kind kind>
 DYNAQUANT_AVX2 inline __m256i rows_of(const Classes& classes, std::size_t i, __m256i previous) {
     if constexpr (kind == Classes::one) return _mm256_setzero_si256();
@@ -105,14 +106,15 @@ DYNAQUANT_AVX2 inline __m256i rows_of(const Classes& classes, std::size_t i, __m
     return _mm256_slli_epi32(row, probability_bits);
 }
 
-// Thirty-two symbols at a time, as long as whole groups and the words they could need are left. Returns how many.
+// Decodes 32 symbols at a time, while 32 symbols and all words that they may need are left. Returns how many it
+// decoded.
 template <Classes::Kind kind>
 DYNAQUANT_AVX2 std::size_t decode_avx2(States& states, Words& words, const Slot* slots, const Classes& classes,
                                        std::span<std::uint8_t> symbols) {
     __m256i state[4], symbol[4];
     for (unsigned v = 0; v < 4; ++v) {
         state[v] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(states.data() + 8 * v));
-        symbol[v] = _mm256_set1_epi32(classes.top);  // the first 32 are of class 0
+        symbol[v] = _mm256_set1_epi32(classes.top);  // so that the first 32 symbols are of class 0
     }
     const __m256i bytes = _mm256_set1_epi32(0xFF);
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
@@ -123,7 +125,7 @@ DYNAQUANT_AVX2 std::size_t decode_avx2(States& states, Words& words, const Slot*
             const __m256i rows = rows_of<kind>(classes, i + 8 * v, symbol[v]);
             symbol[v] = _mm256_and_si256(step(state[v], next, slots, rows), bytes);
         }
-        // Packing interleaves the halves of the registers; `order` puts groups of four back.
+        // Packing interleaves the halves of the registers. `order` moves groups of four back.
         const __m256i packed = _mm256_packus_epi16(_mm256_packus_epi32(symbol[0], symbol[1]),
                                                    _mm256_packus_epi32(symbol[2], symbol[3]));
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(symbols.data() + i),
@@ -135,7 +137,7 @@ DYNAQUANT_AVX2 std::size_t decode_avx2(States& states, Words& words, const Slot*
     return i;
 }
 
-// For every set of lanes that give up a word: these lanes, moved to the end, their order kept.
+// For every set of lanes that write a word: these lanes at the end, in their order.
 constexpr auto lane_of_word = [] {
     std::array<std::array<std::uint8_t, 8>, 256> table{};
     for (unsigned mask = 0; mask < 256; ++mask) {
@@ -150,7 +152,7 @@ struct Steps {
     __m256i reciprocal, rest;
 };
 
-// The steps of eight symbols.
+// Returns the steps of eight symbols.
 template <bool with_classes>
 DYNAQUANT_AVX2 inline Steps look_up(const EncoderStep* steps, const std::uint8_t* classes,
                                     const std::uint8_t* symbols) {
@@ -165,13 +167,13 @@ DYNAQUANT_AVX2 inline Steps look_up(const EncoderStep* steps, const std::uint8_t
             _mm256_castps_si256(_mm256_shuffle_ps(low, high, 0xDD))};
 }
 
-// Encodes one symbol in each of eight states. Writes eight words before `next`, of which as many count as it is moved.
+// Encodes one symbol in each of eight states. Stores eight words before `next`, but moves it only by those that count.
 DYNAQUANT_AVX2 inline void encode_step(__m256i& state, const Steps& steps, std::uint16_t*& next) {
     const __m256i whole = _mm256_set1_epi32(probability_whole);
     const __m256i complement = _mm256_and_si256(steps.rest, _mm256_set1_epi32(probability_whole - 1));
     const __m256i bias = _mm256_and_si256(_mm256_srli_epi32(steps.rest, 11), _mm256_set1_epi32(0xFFF));
     const __m256i limit = _mm256_slli_epi32(_mm256_sub_epi32(whole, complement), 31 - probability_bits);
-    // One less, as 2^31 is negative.
+    // Compare with one less, because 2^31 would be negative.
     const __m256i full = _mm256_cmpgt_epi32(state, _mm256_sub_epi32(limit, _mm256_set1_epi32(1)));
 
     const auto mask = static_cast<unsigned>(_mm256_movemask_ps(_mm256_castsi256_ps(full)));
@@ -189,7 +191,7 @@ DYNAQUANT_AVX2 inline void encode_step(__m256i& state, const Steps& steps, std::
     state = _mm256_add_epi32(_mm256_add_epi32(state, bias), _mm256_mullo_epi32(quotient, complement));
 }
 
-// The first `count` symbols, a multiple of 32.
+// Encodes the first `count` symbols, a multiple of 32.
 template <bool with_classes>
 DYNAQUANT_AVX2 std::uint16_t* encode_avx2(States& states, const EncoderStep* steps, const std::uint8_t* classes,
                                           const std::uint8_t* symbols, std::size_t count, std::uint16_t* next) {

@@ -1,4 +1,4 @@
-// Run lengths as symbols: small ones directly, larger ones as a class and extra bits (docs/format.md, "Runs").
+// Run lengths as symbols: short runs directly, longer runs as a class and extra bits (docs/format.md, "Runs").
 #pragma once
 
 #include <bit>
@@ -7,7 +7,7 @@
 
 namespace dynaquant {
 
-// A run has 2 to 2^16 values (a block), which the classes 0 to 33 cover.
+// A run has 2 to 2^16 values (a block). The classes 0 to 33 cover these lengths.
 inline constexpr std::size_t run_classes = 34;
 
 struct RunCode {

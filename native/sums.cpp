@@ -13,7 +13,7 @@ namespace {
 
 constexpr std::size_t block_size = std::size_t{1} << 16;
 constexpr std::size_t tile_rows = 1024, tile_columns = 2048;
-constexpr std::size_t lanes = 16;  // sums that run side by side: enough of them to be vectorised
+constexpr std::size_t lanes = 16;  // independent sums: enough for compilers to vectorise
 
 struct Tile {
     const float* first;
@@ -39,7 +39,7 @@ struct Tile {
     return result;
 }
 
-// Adds to column_sums, sets row_sums.
+// Adds to column_sums; sets row_sums.
 [[gnu::always_inline]] inline void sums_of_tile(const Tile& tile, double* row_sums, std::size_t row_stride,
                                                 double* column_sums) {
     const std::size_t whole = tile.columns / lanes * lanes;

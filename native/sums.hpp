@@ -1,5 +1,5 @@
-// Sums of many floats in double precision. Every sum is taken in one order, whatever the processor or the number of
-// threads, so that what is decided by it is decided the same everywhere.
+// Sums of many floats in double precision. The order of additions does not depend on the processor or the number of
+// threads, so that decisions based on a sum are the same everywhere.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ struct Sums {
 
 Sums sums(std::span<const float> values);
 
-// values: a matrix, row by row, of row_sums.size() rows and column_sums.size() columns.
+// Fills the sums of a matrix. values: row by row, row_sums.size() rows of column_sums.size() columns.
 void row_and_column_sums(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums);
 
 }  // namespace dynaquant

@@ -1,4 +1,4 @@
-// Work on values through 65,536-entry tables indexed by the top 16 bits of a float.
+// Passes over values with tables of 65,536 entries, indexed by the top 16 bits of a float.
 #include "tables.hpp"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 
 // Values per piece of parallel work.
 constexpr std::size_t block_size = std::size_t{1} << 20;
-constexpr std::size_t small_block = std::size_t{1} << 16;  // stays in the cache from one look at it to the next
+constexpr std::size_t small_block = std::size_t{1} << 16;  // fits into the cache, for two passes
 
 template <class Bits>
 constexpr unsigned bucket_shift = 8 * sizeof(Bits) - 16;
@@ -29,22 +29,22 @@ std::span<T> block_of(std::span<T> values, std::size_t block, std::size_t size =
 }  // namespace
 
 std::uint8_t highest_of(std::span<const std::uint8_t> levels) {
-    std::uint8_t highest = 0;  // unlike std::max_element, a loop that compilers vectorise
+    std::uint8_t highest = 0;  // compilers vectorise this loop, unlike std::max_element
     for (const auto level : levels) highest = std::max(highest, level);
     return highest;
 }
 
 template <class Bits>
 void log_histogram(std::span<const Bits> values, std::span<std::int64_t, bucket_count> counts) {
-    // Clearing and adding up the tables below costs as much as counting a few hundred thousand values.
+    // To clear and add up the tables below takes as long as counting a few hundred thousand values.
     if (values.size() < block_size / 4) {
         for (const auto value : values) ++counts[value >> bucket_shift<Bits>];
         return;
     }
     std::mutex mutex;
     parallel_for(block_count(values.size(), block_size), [&](std::size_t b) {
-        // Neighbouring weights often share a bucket, and an increment has to wait for the one before it on the same
-        // address. Four tables in turn break that dependence.
+        // Neighbouring weights often share a bucket, and an increment waits for the one before it at the same address.
+        // Four tables in turn avoid that.
         constexpr std::size_t ways = 4;
         std::vector<std::uint32_t> partial(ways * bucket_count);
         const auto block = block_of(values, b);
@@ -91,9 +91,9 @@ void values_of_levels(std::span<const std::uint8_t> levels, std::span<const Bits
         first[b + 1] = static_cast<std::size_t>(std::count(block.begin(), block.end(), level_protected));
         return block;
     };
-    std::array<Bits, 256> full{};  // with a value for every byte, nothing has to be checked once more
+    std::array<Bits, 256> full{};  // has a value for every byte, so look-ups need no check
     std::copy_n(table.begin(), std::min(table.size(), full.size()), full.begin());
-    // What is protected takes the next of the protected values, so blocks depend on those before them: rare, and slower.
+    // Protected levels take the next of the protected values, so a block depends on those before it: rare, and slower.
     if (protected_values.empty()) {
         parallel_for(blocks, [&](std::size_t b) {
             const auto block = checked(b);

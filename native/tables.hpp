@@ -1,4 +1,5 @@
-// Work on values through 65,536-entry tables indexed by the top 16 bits of a float (docs/architecture.md, "Buckets").
+// Passes over values with tables of 65,536 entries, indexed by the top 16 bits of a float (docs/architecture.md,
+// "Buckets").
 #pragma once
 
 #include <cstddef>
@@ -12,26 +13,26 @@ inline constexpr std::size_t bucket_count = 65536;
 // The two levels that are not bins (docs/format.md, "Levels").
 inline constexpr std::uint8_t level_pruned = 0;
 inline constexpr std::uint8_t level_protected = 1;
-// In a sensitivity table: sensitivity has no say about this weight.
+// In a sensitivity table: sensitivity does not decide about this weight.
 inline constexpr std::uint8_t no_say = 255;
 
-// The highest of them, 0 where there are none.
+// Returns the highest level, 0 if there are none.
 std::uint8_t highest_of(std::span<const std::uint8_t> levels);
 
 // Adds to counts[b] the number of values whose top 16 bits are b. Bits is uint32_t (float32) or uint16_t.
 template <class Bits>
 void log_histogram(std::span<const Bits> values, std::span<std::int64_t, bucket_count> counts);
 
-// levels[i] = table[bucket of values[i]], unless the sensitivity table prunes or protects the weight. Protection by
-// either beats pruning by either. sensitivity is empty or as long as values.
+// Sets levels[i] to table[bucket of values[i]]. If the sensitivity table prunes or protects the weight, that decides
+// instead. Protection, by either table, has precedence over pruning. sensitivity: empty or as long as values.
 template <class Bits>
 void assign_levels(std::span<const Bits> values, std::span<const std::uint8_t, bucket_count> table,
                    std::span<const std::uint32_t> sensitivity,
                    std::span<const std::uint8_t, bucket_count> sensitivity_table, std::span<std::uint8_t> levels);
 
-// out[i] = table[levels[i]], or the next of the protected values, in order, where the level is level_protected. A
-// protected value is the top 16 bits of an output value. Throws std::invalid_argument for a level outside the table or
-// when the number of protected values differs from the number of protected levels.
+// Sets out[i] to table[levels[i]]. Each level_protected takes the next of the protected values, which are the top 16
+// bits of an output value. Throws std::invalid_argument if a level is outside the table or if the number of protected
+// values differs from the number of protected levels.
 template <class Bits>
 void values_of_levels(std::span<const std::uint8_t> levels, std::span<const Bits> table,
                       std::span<const std::uint16_t> protected_values, std::span<Bits> out);

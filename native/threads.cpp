@@ -1,4 +1,4 @@
-// How many threads may work at a time, and on which processors.
+// The number of threads that may work at a time, and their processors.
 #include "threads.hpp"
 
 #include <algorithm>
@@ -26,8 +26,8 @@ std::optional<std::size_t> positive_number(std::string_view text) {
     return number;
 }
 
-// What the environment says, which is the same for all threads.
-std::size_t requested_threads() {  // 0: nothing
+// Returns DYNAQUANT_THREADS, which is the same for all threads; 0 if it is not set.
+std::size_t requested_threads() {
     const char* const text = std::getenv("DYNAQUANT_THREADS");
     if (text == nullptr || *text == '\0') return 0;
     if (const auto number = positive_number(text)) return *number;
@@ -35,7 +35,8 @@ std::size_t requested_threads() {  // 0: nothing
                                 "', but has to be a whole number from 1");
 }
 
-// OMP_NUM_THREADS says nothing about it: torchrun sets it to 1 for every rank, however many processors there are.
+// Returns this process's share of the processors if a launcher started several processes. Ignores OMP_NUM_THREADS,
+// because torchrun sets it to 1 for every rank, however many processors there are.
 std::size_t share_of_ranks() {
     const char* const text = std::getenv("LOCAL_WORLD_SIZE");
     const auto ranks = positive_number(text == nullptr ? "" : text);
@@ -58,7 +59,7 @@ std::size_t Processors::count() const {
 }
 
 void Processors::hold_this_thread() const {
-    // Where this fails, the thread stays where it is.
+    // If this fails, the thread keeps its processors.
     if (known_) sched_setaffinity(0, sizeof set_, &set_);
 }
 

@@ -1,4 +1,4 @@
-// How many threads may work at a time, and on which processors.
+// The number of threads that may work at a time, and their processors.
 #pragma once
 
 #include <cstddef>
@@ -9,11 +9,11 @@
 
 namespace dynaquant {
 
-// The processors that a thread may use. All of them where the system does not restrict threads to some.
+// The processors that a thread may use. If the system cannot restrict threads, all processors.
 class Processors {
 public:
     static Processors of_this_thread() { return Processors(0); }
-    // Of the process that started this one.
+    // Returns the processors of the process that started this one.
     static Processors of_parent_process();
 
     std::size_t count() const;
@@ -30,11 +30,12 @@ private:
 #endif
 };
 
-// How many threads a call may keep busy, the calling thread included, when that may use these processors. It is
-// DYNAQUANT_THREADS where the environment has it. Else it is the number of processors; but where LOCAL_WORLD_SIZE says
-// that a launcher started several processes on this machine, no more than this process's share of the launcher's
-// processors: ranks that are not pinned all see every processor. The environment is read once. Throws
-// std::invalid_argument when DYNAQUANT_THREADS is no positive number.
+// Returns how many threads a call may use, the calling thread included, if that may use these processors.
+//
+// If the environment has DYNAQUANT_THREADS, it is that number. Otherwise it is the number of processors. But if
+// LOCAL_WORLD_SIZE tells that a launcher started several processes on this machine, it is at most this process's share
+// of the launcher's processors, because ranks that are not pinned all see every processor. The environment is read
+// once. Throws std::invalid_argument if DYNAQUANT_THREADS is not a positive number.
 std::size_t thread_limit(const Processors& processors);
 
 }  // namespace dynaquant
