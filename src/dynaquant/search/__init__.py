@@ -3,7 +3,7 @@
 - ``manager``: decides at every checkpoint, and carries what one search found to the next.
 - ``decision``: what a search finds, and what is decided.
 - ``grid_method``: the search for the grid's scale exponent, with ``scale_search``, its search algorithm.
-- ``clusters_method``: the search of the published configurations, with ``space`` (which there are), ``size`` (how large
+- ``kmeans_method``: the search of the published configurations, with ``space`` (which there are), ``size`` (how large
   each is), ``exhaustive`` and ``neighbourhood`` (its two search algorithms).
 - ``trials``: quantizes with a configuration and scores the result; shares the work among ranks.
 - ``quality``: one evaluation: calls ``evaluate`` on a model with other weights. Also ``LossOn``.

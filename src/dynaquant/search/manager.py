@@ -14,16 +14,16 @@ from dynaquant.quantize.grid_weights import GridWeights
 from dynaquant.quantize.kmeans_weights import KMeansWeights
 from dynaquant.quantize.knobs import Knobs
 from dynaquant.quantize.partition import Configuration
-from dynaquant.search.clusters_method import search_clusters
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found
 from dynaquant.search.displacement import Displacement, keeps_enough
 from dynaquant.search.grid_method import search_grid
 from dynaquant.search.history import History
 from dynaquant.search.judge import DistortionJudge, Judge, MetricJudge
+from dynaquant.search.kmeans_method import KMeansQuantizer, search_kmeans
 from dynaquant.search.metric import UserMetric
 from dynaquant.search.noise import Noise
 from dynaquant.search.quality import Evaluate, ParameterValues
-from dynaquant.search.size import ClusteredWeights, SizeModel
+from dynaquant.search.size import SizeModel
 from dynaquant.search.trials import MixedScoresError, Quantizer, Trials, why_none_is_good_enough
 from dynaquant.tensors.stored import QuantizedTensor
 from dynaquant.training.ranks import Group
@@ -98,7 +98,7 @@ class ConfigurationManager:
         the weights in training before it has ever worked.
         """
         allowed = self._agree()
-        quantizer: Quantizer = weights if isinstance(weights, GridWeights) else self._clustered(weights)
+        quantizer: Quantizer = weights if isinstance(weights, GridWeights) else self._kmeans_quantizer(weights)
         if self._metric is not None:
             try:
                 return self._decide_by_metric(self._metric, quantizer, decided, allowed)
@@ -118,8 +118,8 @@ class ConfigurationManager:
         self._size_factor = by_rank[0][1]
         return min(max_degradation for max_degradation, _ in by_rank)
 
-    def _clustered(self, sketched: KMeansWeights) -> ClusteredWeights:
-        return ClusteredWeights(sketched, SizeModel(sketched), self._size_factor)
+    def _kmeans_quantizer(self, weights: KMeansWeights) -> KMeansQuantizer:
+        return KMeansQuantizer(weights, SizeModel(weights), self._size_factor)
 
     def _decide_by_metric(
         self, metric: UserMetric, quantizer: Quantizer, decided: Mapping[str, ParameterValues], allowed: float
@@ -174,8 +174,8 @@ class ConfigurationManager:
         if isinstance(quantizer, GridWeights):
             found = search_grid(quantizer, trials, self.history.last_exponent(trials.limit), self._gave_up)
         else:
-            assert isinstance(quantizer, ClusteredWeights)
-            found = search_clusters(quantizer, trials, self.history.last_configuration(trials.limit), self._gave_up)
+            assert isinstance(quantizer, KMeansQuantizer)
+            found = search_kmeans(quantizer, trials, self.history.last_configuration(trials.limit), self._gave_up)
         self._gave_up = found.good_enough is None
         if found.good_enough is not None:
             self.history.remember(trials.limit, found.good_enough)

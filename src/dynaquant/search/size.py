@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dynaquant.quantize.kmeans import bins_table, codebook
-from dynaquant.quantize.kmeans_weights import KMeansWeights, quantize_weights
+from dynaquant.quantize.kmeans_weights import KMeansWeights
 from dynaquant.quantize.partition import Configuration, Thresholds, thresholds
 from dynaquant.tensors.log_histogram import MAGNITUDES
-from dynaquant.tensors.stored import PROTECTED, PRUNED, QuantizedTensor
+from dynaquant.tensors.stored import PROTECTED, PRUNED
 
 
 class SizeModel:
@@ -24,9 +20,9 @@ class SizeModel:
     takes less, by a factor that does not matter when configurations are compared.
     """
 
-    def __init__(self, sketched: KMeansWeights) -> None:
-        self._sketched = sketched
-        self._totals = sketched.by_layer_type(sketched.histograms)
+    def __init__(self, weights: KMeansWeights) -> None:
+        self._weights = weights
+        self._totals = weights.by_layer_type(weights.histograms)
         self._thresholds: dict[tuple[str, float, float], Thresholds] = {}
         self._bins: dict[tuple[str, int], NDArray[np.uint8]] = {}
         self._predicted: dict[Configuration, float] = {}
@@ -34,11 +30,11 @@ class SizeModel:
     def predict(self, configuration: Configuration) -> float:
         """Returns the bytes of the coded weights."""
         if configuration not in self._predicted:
-            self._predicted[configuration] = sum(self._bytes(name, configuration) for name in self._sketched.histograms)
+            self._predicted[configuration] = sum(self._bytes(name, configuration) for name in self._weights.histograms)
         return self._predicted[configuration]
 
     def _bytes(self, name: str, configuration: Configuration) -> float:
-        histogram, kind = self._sketched.histograms[name], self._sketched.layer_types[name]
+        histogram, kind = self._weights.histograms[name], self._weights.layer_types[name]
         key = kind, configuration.pruned, configuration.protected
         if key not in self._thresholds:
             self._thresholds[key] = thresholds(self._totals[kind], *key[1:])
@@ -57,31 +53,6 @@ class SizeModel:
     def _bins_of_buckets(self, name: str, bins: int) -> NDArray[np.uint8]:
         """Returns the level of every bucket that occurs in a tensor."""
         if (name, bins) not in self._bins:
-            histogram, dtype = self._sketched.histograms[name], self._sketched.weights[name].dtype
+            histogram, dtype = self._weights.histograms[name], self._weights.weights[name].dtype
             self._bins[name, bins] = bins_table(codebook(histogram, bins, dtype), dtype)[histogram.buckets]
         return self._bins[name, bins]
-
-
-@dataclass(frozen=True)
-class ClusteredWeights:
-    """The weights of a checkpoint, ready to be quantized by k-means, and the size that is expected.
-
-    factor: size of earlier deltas, relative to their predicted size.
-    """
-
-    sketched: KMeansWeights
-    sizes: SizeModel
-    factor: float
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """The weights by name."""
-        return self.sketched.weights
-
-    def quantize(self, configuration: Configuration) -> dict[str, QuantizedTensor]:
-        """Returns the quantized weights by name. A pure function."""
-        return quantize_weights(self.sketched, configuration)
-
-    def predict(self, configuration: Configuration) -> float:
-        """Returns the bytes of the coded weights."""
-        return self.factor * self.sizes.predict(configuration)

@@ -2,40 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from torch import Tensor
+
+from dynaquant.quantize.kmeans_weights import KMeansWeights, quantize_weights
 from dynaquant.quantize.knobs import Knobs, in_short
 from dynaquant.quantize.partition import Configuration
 from dynaquant.search import displacement
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Found, Search
 from dynaquant.search.exhaustive import guided_exhaustive
 from dynaquant.search.neighbourhood import delta_neighbourhood
-from dynaquant.search.size import ClusteredWeights, SizeModel
+from dynaquant.search.size import SizeModel
 from dynaquant.search.space import Candidate, Space
 from dynaquant.search.trials import Trials
+from dynaquant.tensors.stored import QuantizedTensor
 
 SWITCH_MARGIN = 0.1
 """Share of the limit by which another pruning metric must be better to take over."""
 
 
-def search_clusters(weights: ClusteredWeights, trials: Trials, last: Configuration | None, gave_up: bool) -> Found:
+@dataclass(frozen=True)
+class KMeansQuantizer:
+    """The weights of a checkpoint, ready to be quantized by k-means, and their predicted sizes.
+
+    size_factor: size of earlier deltas, relative to their predicted size.
+    """
+
+    prepared: KMeansWeights
+    sizes: SizeModel
+    size_factor: float
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The weights by name."""
+        return self.prepared.weights
+
+    def quantize(self, configuration: Configuration) -> dict[str, QuantizedTensor]:
+        """Returns the quantized weights by name. A pure function."""
+        return quantize_weights(self.prepared, configuration)
+
+    def predict(self, configuration: Configuration) -> float:
+        """Returns the bytes of the coded weights."""
+        return self.size_factor * self.sizes.predict(configuration)
+
+
+def search_kmeans(quantizer: KMeansQuantizer, trials: Trials, last: Configuration | None, gave_up: bool) -> Found:
     """Finds the smallest configuration that is good enough and keeps enough of the displacement since a restore.
 
     last: the configuration that was found before for this limit or a near one (``History.last_configuration``).
     gave_up: whether the last search found nothing good enough. Collective.
     """
-    sketched = weights.sketched
+    prepared, sizes = quantizer.prepared, quantizer.sizes
     space = Space(
-        embeddings="embedding" in sketched.layer_types.values(),
-        metrics=("magnitude", "sensitivity") if sketched.sensitivities else ("magnitude",),
+        embeddings="embedding" in prepared.layer_types.values(),
+        metrics=("magnitude", "sensitivity") if prepared.sensitivities else ("magnitude",),
     )
-    search, found = _good_enough(space, weights.sizes, trials, last, gave_up)
+    search, found = _good_enough(space, sizes, trials, last, gave_up)
     if found is None:
         return NOTHING_GOOD_ENOUGH
     good_enough = space.configuration(found)
     if displacement.keeps_enough(trials.trial(good_enough).progress):
         return Found(search, good_enough, good_enough)
-    chosen = _keeping_enough(space, weights.sizes, trials, found)
+    chosen = _keeping_enough(space, sizes, trials, found)
     instead = (
         "no other configuration that is good enough keeps more"
         if chosen == good_enough
