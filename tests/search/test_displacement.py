@@ -1,4 +1,4 @@
-"""How much of what training has done since a restore the next checkpoints keep."""
+"""Checkpoints after a restore keep most of the displacement since that restore."""
 
 import math
 
@@ -21,7 +21,7 @@ BOTH_METHODS = pytest.mark.parametrize("method", ["grid", "published"])
 
 
 def checkpointer(folder, model: nn.Module, **options) -> dq.Checkpointer:
-    """One that searches among k-means configurations, as published, unless told otherwise."""
+    """A Checkpointer of the published method, unless ``method`` says otherwise."""
     return dq.Checkpointer(folder, model, **{"method": "published"} | options)
 
 
@@ -36,18 +36,20 @@ def some_weights(dtype=torch.float32) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_the_share_of_the_way_is_the_projection_on_it(dtype):
+def test_the_share_kept_is_the_projection_on_the_displacement(dtype):
     origin = quantized(some_weights(dtype))
     begin = {name: dequantize(stored) for name, stored in origin.items()}
     here = {name: value + 0.25 for name, value in begin.items()}
-    progress = Displacement(here, origin)
-    assert progress.share_kept(origin) == 0
+    since_restore = Displacement(here, origin)
+    assert since_restore.share_kept(origin) == 0
     half = {name: value + 0.125 for name, value in begin.items()}
     assert Displacement(here, origin).share_kept(quantized(half, FINE)) == pytest.approx(0.5, abs=0.15)
-    assert progress.share_kept(quantized(here, FINE)) == pytest.approx(1, abs=0.15)
+    assert since_restore.share_kept(quantized(here, FINE)) == pytest.approx(1, abs=0.15)
     stored = quantized(here)
     shares = [float((dequantize(stored[n]).double() - begin[n].double()).mean()) / 0.25 for n in here]
-    assert progress.share_kept(stored) == pytest.approx(sum(min(max(share, 0), 1) for share in shares) / 2, rel=0.01)
+    assert since_restore.share_kept(stored) == pytest.approx(
+        sum(min(max(share, 0), 1) for share in shares) / 2, rel=0.01
+    )
 
 
 def test_a_layer_that_moves_little_counts_as_much_as_one_that_moves_far():
@@ -58,7 +60,7 @@ def test_a_layer_that_moves_little_counts_as_much_as_one_that_moves_far():
     assert Displacement(here, origin).share_kept(stored) == pytest.approx(0.5, abs=0.05)
 
 
-def test_going_too_far_in_one_layer_makes_up_for_nothing_in_another():
+def test_overshooting_in_one_layer_does_not_compensate_for_another():
     origin = quantized(some_weights())
     begin = {name: dequantize(stored) for name, stored in origin.items()}
     here = {name: value + 0.1 for name, value in begin.items()}
@@ -67,14 +69,14 @@ def test_going_too_far_in_one_layer_makes_up_for_nothing_in_another():
     assert Displacement(here, origin).share_kept(stored) == 0.5
 
 
-def test_nothing_is_lost_where_nothing_was_restored_or_has_moved():
+def test_nothing_is_lost_if_nothing_was_restored_or_nothing_has_moved():
     weights = some_weights()
     stored = quantized(weights)
     assert Displacement(weights, {}).share_kept(stored) is None
     assert Displacement({name: dequantize(q) for name, q in stored.items()}, stored).share_kept(stored) == 1
 
 
-def test_only_what_was_restored_from_levels_counts_and_has_its_shape_still():
+def test_only_tensors_restored_from_levels_that_still_have_their_shape_count():
     weights = some_weights()
     origin = quantized(some_weights())
     moved = {"a": dequantize(origin["a"]) + 1e-3, "b": weights["b"]}
@@ -85,7 +87,7 @@ def test_only_what_was_restored_from_levels_counts_and_has_its_shape_still():
 
 
 class Drift:
-    """A training whose weights all move by the same small random steps, whatever they are."""
+    """A training that moves its weights in a fixed random direction, whatever their values are."""
 
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -97,13 +99,13 @@ class Drift:
         with torch.no_grad():
             self.model.weight += distance * self.direction
 
-    def come(self) -> float:
-        """How far the weights have come in the direction of training."""
+    def distance(self) -> float:
+        """Returns how far the weights have moved in that direction."""
         return float((self.model.weight.detach() - self.begin).flatten() @ self.direction.flatten()) / 3000
 
 
 def crash_and_go_on(folder, distance: float, **options) -> tuple[Drift, list[dq.Record]]:
-    """Twelve times a checkpoint after a bit of training, and a restore from it."""
+    """Twelve times: trains a little, saves, and restores that checkpoint. Returns the training and all records."""
     records = []
     drift = Drift()
     for step in range(12):
@@ -124,25 +126,25 @@ def indifferent(model: nn.Module) -> float:  # noqa: ARG001
 @BOTH_METHODS
 @pytest.mark.parametrize("evaluate", [indifferent, None])
 def test_a_training_that_crashes_again_and_again_goes_on(tmp_path, evaluate, method):
-    # A step is a fortieth of the distance between two of the four bins that an indifferent metric asks for.
+    # The metric accepts four bins; the weights move by a fortieth of the distance between two of them.
     drift, records = crash_and_go_on(tmp_path, 0.002, evaluate=evaluate, max_degradation=0.05, method=method)
-    for record in records[1:]:  # rounded at random, weights keep their way in the mean over checkpoints
+    for record in records[1:]:  # stochastic rounding keeps the displacement on average over checkpoints
         assert record.progress is None or record.progress >= LEAST or record.configuration.dithered
-    assert drift.come() >= LEAST * 12 * 0.002
+    assert drift.distance() >= LEAST * 12 * 0.002
 
 
 @pytest.mark.parametrize(("method", "evaluate"), [("grid", None), ("published", indifferent)])
-def test_without_the_rule_it_would_not(tmp_path, monkeypatch, method, evaluate):
+def test_without_the_rule_about_displacement_it_would_not_go_on(tmp_path, monkeypatch, method, evaluate):
     monkeypatch.setattr(displacement, "LEAST_KEPT", -math.inf)
     drift, records = crash_and_go_on(tmp_path, 0.002, evaluate=evaluate, method=method)
     if method == "published":
         assert all(record.configuration.bins == 4 for record in records)
     assert records[-1].progress < 0.1
-    assert drift.come() < 0.5 * 12 * 0.002
+    assert drift.distance() < 0.5 * 12 * 0.002
 
 
 def after_a_restore(folder, distance: float, **options) -> tuple[dq.Record, dq.Record]:
-    """The record of a first checkpoint, and that of the next, with a restore and some training in between."""
+    """Saves, restores, trains a little and saves again. Returns both records."""
     drift = Drift()
     options.setdefault("evaluate", indifferent)
     with checkpointer(folder, drift.model, **options) as ckpt:
@@ -152,7 +154,7 @@ def after_a_restore(folder, distance: float, **options) -> tuple[dq.Record, dq.R
         return first, ckpt.save(1).result()
 
 
-def test_finer_levels_keep_small_steps_and_the_record_says_so(tmp_path):
+def test_finer_levels_keep_small_displacements_and_the_record_says_so(tmp_path):
     first, second = after_a_restore(tmp_path, 0.002)
     assert first.progress is None
     assert first.notes == []
@@ -161,12 +163,12 @@ def test_finer_levels_keep_small_steps_and_the_record_says_so(tmp_path):
     assert by_quality.progress < LEAST <= second.progress
     assert chosen.bins > first.configuration.bins
     assert any("displacement since the restore" in note for note in second.notes)
-    # What keeps too little is not evaluated, but for what the search by quality came from.
+    # Except for the result of the search by quality, what keeps too little is not evaluated.
     for trial in second.trials[1:]:
         assert (trial.degradation is None) == (trial.progress < LEAST)
 
 
-def test_rounding_at_random_keeps_small_steps_and_the_record_says_so(tmp_path):
+def test_stochastic_rounding_keeps_small_displacements_and_the_record_says_so(tmp_path):
     first, second = after_a_restore(tmp_path, 0.002, method="grid")
     assert (first.progress, first.notes, first.configuration.dithered) == (None, [], False)
     by_quality = next(trial for trial in second.trials if trial.configuration == first.configuration)
@@ -176,16 +178,16 @@ def test_rounding_at_random_keeps_small_steps_and_the_record_says_so(tmp_path):
     assert any("displacement since the restore; with stochastic rounding, " in note for note in second.notes)
 
 
-def test_where_nothing_rounded_at_random_is_good_enough_what_keeps_most_is_taken(tmp_path):
+def test_if_stochastic_rounding_is_never_good_enough_the_configuration_that_keeps_most_is_chosen(tmp_path):
     drift = Drift()
     exact = drift.model.weight.detach().clone()
 
-    def particular(model: nn.Module) -> float:
-        """Good where no weight is farther off than half the distance between two levels."""
+    def demanding(model: nn.Module) -> float:
+        """Good if no weight is off by more than half the distance between two levels."""
         off = (model.weight - exact).abs().max()
         return 1.0 if off <= 0.55 * model.weight.unique().diff().min() or off == 0 else 2.0
 
-    with checkpointer(tmp_path, drift.model, method="grid", evaluate=particular) as ckpt:
+    with checkpointer(tmp_path, drift.model, method="grid", evaluate=demanding) as ckpt:
         ckpt.save(0).result()
         ckpt.restore()
         drift.train(0.002)
@@ -199,7 +201,7 @@ def test_where_nothing_rounded_at_random_is_good_enough_what_keeps_most_is_taken
 
 
 @BOTH_METHODS
-def test_large_steps_need_nothing_finer(tmp_path, method):
+def test_large_displacements_need_no_finer_configuration(tmp_path, method):
     first, second = after_a_restore(tmp_path, 0.5, method=method)
     assert second.configuration == first.configuration
     assert len(second.trials) == 1
@@ -207,7 +209,7 @@ def test_large_steps_need_nothing_finer(tmp_path, method):
 
 
 @BOTH_METHODS
-def test_the_next_search_starts_from_what_quality_asked_for(tmp_path, method):
+def test_the_next_search_starts_from_what_the_search_by_quality_found(tmp_path, method):
     drift = Drift()
     with checkpointer(tmp_path, drift.model, evaluate=indifferent, method=method) as ckpt:
         first = ckpt.save(0).result().configuration
@@ -218,13 +220,13 @@ def test_the_next_search_starts_from_what_quality_asked_for(tmp_path, method):
         assert ckpt.save(2).result().configuration == first
 
 
-def test_less_is_pruned_where_pruning_undoes_the_way(tmp_path):
+def test_less_is_pruned_if_pruning_undoes_the_displacement(tmp_path):
     first, second = after_a_restore(tmp_path, 0.002)
     assert first.configuration.pruned > second.configuration.pruned
 
 
 @BOTH_METHODS
-def test_a_slow_layer_goes_on_beside_a_fast_one(tmp_path, method):
+def test_a_slow_layer_makes_progress_beside_a_fast_one(tmp_path, method):
     def layers() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(60, 50, bias=False), nn.Linear(50, 60, bias=False))
@@ -239,18 +241,18 @@ def test_a_slow_layer_goes_on_beside_a_fast_one(tmp_path, method):
                 model[0].weight += 0.5 * torch.randn_like(model[0].weight)
                 model[1].weight += 0.002 * direction
             ckpt.save(step)
-    come = float((dq.load(tmp_path)["model"]["1.weight"] - begin).flatten() @ direction.flatten())
-    assert come / float(direction.square().sum()) > 0.7 * 12 * 0.002
+    moved = float((dq.load(tmp_path)["model"]["1.weight"] - begin).flatten() @ direction.flatten())
+    assert moved / float(direction.square().sum()) > 0.7 * 12 * 0.002
 
 
-def share(folder, step: int, begin: torch.Tensor, here: torch.Tensor) -> float:
-    """Of the way from ``begin`` to ``here``, what the checkpoint of a step has."""
+def share_kept(folder, step: int, begin: torch.Tensor, here: torch.Tensor) -> float:
+    """Returns the share of the displacement from ``begin`` to ``here`` that the checkpoint of a step keeps."""
     stored, begin, here = (w.double() for w in (dq.load(folder, step)["model"]["weight"], begin, here))
     return float(((stored - begin) * (here - begin)).sum() / (here - begin).square().sum())
 
 
 @BOTH_METHODS
-def test_the_way_is_that_since_the_restore_for_all_later_checkpoints(tmp_path, method):
+def test_the_displacement_is_measured_from_the_restore_for_all_later_checkpoints(tmp_path, method):
     drift = Drift()
     with checkpointer(tmp_path, drift.model, evaluate=indifferent, method=method) as ckpt:
         ckpt.save(0).result()
@@ -259,13 +261,13 @@ def test_the_way_is_that_since_the_restore_for_all_later_checkpoints(tmp_path, m
         for step, distance in enumerate((0.002, 0.002, 0.004), start=1):
             drift.train(distance)
             record = ckpt.save(step).result()
-            expected = share(tmp_path, step, begin, drift.model.weight.detach())
+            expected = share_kept(tmp_path, step, begin, drift.model.weight.detach())
             assert record.progress == pytest.approx(min(expected, 1), rel=1e-4)
             assert record.progress >= LEAST or record.configuration.dithered
 
 
 @BOTH_METHODS
-def test_a_second_restore_begins_another_way(tmp_path, method):
+def test_after_a_second_restore_the_displacement_is_measured_from_there(tmp_path, method):
     drift = Drift()
     with checkpointer(tmp_path, drift.model, evaluate=indifferent, method=method) as ckpt:
         for step, distance in enumerate((0.0, 0.5)):
@@ -275,12 +277,12 @@ def test_a_second_restore_begins_another_way(tmp_path, method):
         begin = drift.model.weight.detach().clone()
         drift.train(0.002)
         record = ckpt.save(2).result()
-    expected = share(tmp_path, 2, begin, drift.model.weight.detach())
+    expected = share_kept(tmp_path, 2, begin, drift.model.weight.detach())
     assert LEAST <= record.progress == pytest.approx(min(expected, 1), rel=1e-4)
 
 
 @BOTH_METHODS
-def test_a_restore_that_is_far_behind_is_forgotten(tmp_path, method):
+def test_once_the_displacement_is_large_the_restore_no_longer_matters(tmp_path, method):
     drift = Drift()
     with checkpointer(tmp_path, drift.model, evaluate=indifferent, method=method) as ckpt:
         ckpt.save(0).result()
@@ -291,7 +293,7 @@ def test_a_restore_that_is_far_behind_is_forgotten(tmp_path, method):
         assert ckpt.save(2).result().progress is None
 
 
-def test_it_is_the_smallest_that_keeps_enough(tmp_path):
+def test_the_smallest_configuration_that_keeps_enough_is_chosen(tmp_path):
     _, second = after_a_restore(tmp_path, 0.002)
     enough = [t for t in second.trials if t.degradation is not None and t.progress >= LEAST]
     assert len(enough) > 1
@@ -299,8 +301,8 @@ def test_it_is_the_smallest_that_keeps_enough(tmp_path):
     assert second.configuration.bins <= 16
 
 
-class Fussy:
-    """A metric that is bad, from some moment on, for so many different weights."""
+class BadForSome:
+    """A metric that turns bad, once ``now`` is set, for weights with a certain number of different values."""
 
     def __init__(self, fewest: int, most: int) -> None:
         self.fewest, self.most, self.now = fewest, most, False
@@ -309,7 +311,7 @@ class Fussy:
         return 2.0 if self.now and self.fewest <= len(model.weight.unique()) <= self.most else 1.0
 
 
-def saved_for(folder, evaluate: Fussy, distance: float = 0.002) -> tuple[dq.Record, dq.Record]:
+def saved_for(folder, evaluate: BadForSome, distance: float = 0.002) -> tuple[dq.Record, dq.Record]:
     drift = Drift()
     with checkpointer(folder, drift.model, evaluate=evaluate) as ckpt:
         first = ckpt.save(0).result()
@@ -319,15 +321,15 @@ def saved_for(folder, evaluate: Fussy, distance: float = 0.002) -> tuple[dq.Reco
         return first, ckpt.save(1).result()
 
 
-def test_what_keeps_enough_must_be_good_enough_too(tmp_path):
-    first, second = saved_for(tmp_path, Fussy(9, 60))
+def test_a_configuration_that_keeps_enough_must_be_good_enough_too(tmp_path):
+    first, second = saved_for(tmp_path, BadForSome(9, 60))
     assert second.trials[0].configuration == first.configuration != second.configuration
     assert any(trial.degradation == 1 for trial in second.trials)
     assert second.quality.degradation <= second.limit
     assert second.progress >= LEAST
 
 
-def test_where_nothing_keeps_enough_what_keeps_most_is_taken(tmp_path, monkeypatch):
+def test_if_no_configuration_keeps_enough_the_one_that_keeps_most_is_chosen(tmp_path, monkeypatch):
     monkeypatch.setattr(displacement, "LEAST_KEPT", 1.1)
     first, second = after_a_restore(tmp_path, 0.002)
     assert second.configuration != first.configuration
@@ -335,15 +337,15 @@ def test_where_nothing_keeps_enough_what_keeps_most_is_taken(tmp_path, monkeypat
     assert second.quality.degradation == 0
 
 
-def test_where_nothing_finer_is_good_enough_quality_decides_and_a_note_says_what_is_lost(tmp_path):
-    first, second = saved_for(tmp_path, Fussy(9, 2000))
+def test_if_no_finer_configuration_is_good_enough_quality_decides_and_a_note_says_so(tmp_path):
+    first, second = saved_for(tmp_path, BadForSome(9, 2000))
     assert second.configuration == first.configuration
     assert second.progress < LEAST
     assert any(f"keeps only {second.progress:.0%} of the displacement" in note for note in second.notes)
 
 
-def test_a_metric_that_fails_on_a_finer_candidate_is_noted(tmp_path):
-    class Failing(Fussy):
+def test_a_failure_of_the_metric_on_a_finer_candidate_is_noted(tmp_path):
+    class Failing(BadForSome):
         def __call__(self, model: nn.Module) -> float:
             if super().__call__(model) == 2:
                 raise ZeroDivisionError("too fine")
@@ -353,7 +355,7 @@ def test_a_metric_that_fails_on_a_finer_candidate_is_noted(tmp_path):
     assert any("evaluate failed on a candidate (ZeroDivisionError: too fine)" in note for note in second.notes)
 
 
-def test_a_configuration_of_the_users_is_kept_and_what_it_keeps_recorded(tmp_path):
+def test_with_the_users_configuration_the_share_kept_is_only_recorded(tmp_path):
     first, second = after_a_restore(tmp_path, 0.002, configuration=dq.Configuration(bins=4))
     assert second.configuration == first.configuration
     assert second.progress < LEAST
@@ -361,7 +363,7 @@ def test_a_configuration_of_the_users_is_kept_and_what_it_keeps_recorded(tmp_pat
 
 
 @BOTH_METHODS
-def test_records_with_progress_read_back(tmp_path, method):
+def test_records_with_a_share_kept_read_back(tmp_path, method):
     records = after_a_restore(tmp_path, 0.002, method=method)
     with checkpointer(tmp_path, Drift().model) as ckpt:
         for record, back in zip(records, ckpt.records(), strict=True):

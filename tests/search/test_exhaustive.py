@@ -1,4 +1,4 @@
-"""Guided exhaustive search: the optimum of brute force, for a small part of its trials."""
+"""Guided exhaustive search finds the optimum of brute force with a small part of its trials."""
 
 import math
 import random
@@ -14,8 +14,10 @@ CUBES = math.prod(SHAPE) * len(METRICS)
 MOST_AGGRESSIVE, MOST_CONSERVATIVE = (0, 0, 0, 0), (5, 1, 5, 2)
 
 
-def search(landscape: Landscape, width: int = 1, score=None) -> Candidate | None:
-    return guided_exhaustive(landscape.shape, METRICS, landscape.size, score or landscape.score, landscape.limit, width)
+def search(landscape: Landscape, per_round: int = 1, score=None) -> Candidate | None:
+    return guided_exhaustive(
+        landscape.shape, METRICS, landscape.size, score or landscape.score, landscape.limit, per_round
+    )
 
 
 def test_it_finds_the_optimum_of_brute_force_with_a_small_part_of_the_trials():
@@ -31,13 +33,13 @@ def test_it_finds_the_optimum_of_brute_force_with_a_small_part_of_the_trials():
     assert statistics.mean(fractions) <= 0.05
 
 
-def test_wider_rounds_are_fewer_and_find_the_same():
-    rounds = {width: [] for width in (1, 2, 4, 8)}
+def test_more_candidates_per_round_take_fewer_rounds_and_find_the_same():
+    rounds = {per_round: [] for per_round in (1, 2, 4, 8)}
     for seed in range(20):
-        for width, counts in rounds.items():
+        for per_round, counts in rounds.items():
             landscape = Landscape(seed)
-            assert landscape.size(search(landscape, width)) == landscape.smallest_good()
-            assert max(map(len, landscape.rounds)) <= width
+            assert landscape.size(search(landscape, per_round)) == landscape.smallest_good()
+            assert max(map(len, landscape.rounds)) <= per_round
             assert len(set(landscape.scored)) == len(landscape.scored) <= 0.15 * CUBES
             counts.append(len(landscape.rounds))
     one, two, four, eight = map(statistics.mean, rounds.values())
@@ -45,14 +47,14 @@ def test_wider_rounds_are_fewer_and_find_the_same():
     assert eight < 0.6 * one
 
 
-@pytest.mark.parametrize("width", [1, 4])
-def test_a_landscape_that_is_not_quite_monotone_costs_some_size_but_no_quality(width):
+@pytest.mark.parametrize("per_round", [1, 4])
+def test_if_degradation_is_not_quite_monotone_the_result_may_be_larger_but_is_good_enough(per_round):
     larger = []
     for seed in range(40):
         landscape = Landscape(seed, noise=0.02)
-        best = search(landscape, width)
+        best = search(landscape, per_round)
         optimum = landscape.smallest_good()
-        if best is None:  # a failure by chance ruled out the few that were good enough
+        if best is None:  # a chance failure has ruled out the few that were good enough
             assert sum(map(landscape.is_good, landscape.degradations)) < 0.05 * CUBES
             continue
         assert landscape.is_good(best)
@@ -62,51 +64,51 @@ def test_a_landscape_that_is_not_quite_monotone_costs_some_size_but_no_quality(w
     assert statistics.mean(larger) < 0.02
 
 
-@pytest.mark.parametrize("width", [1, 8])
-def test_where_nothing_is_good_enough_the_diagonal_shows_it(width):
+@pytest.mark.parametrize("per_round", [1, 8])
+def test_if_nothing_is_good_enough_the_diagonal_shows_it(per_round):
     landscape = Landscape(0)
     landscape.limit = landscape.quantile(0) / 2
-    assert search(landscape, width) is None
+    assert search(landscape, per_round) is None
     assert {Candidate(metric, MOST_CONSERVATIVE) for metric in METRICS} <= set(landscape.scored)
     assert len(landscape.scored) <= len(METRICS) * max(SHAPE)
 
 
-@pytest.mark.parametrize("width", [1, 8])
-def test_where_everything_is_good_enough_it_is_the_smallest(width):
+@pytest.mark.parametrize("per_round", [1, 8])
+def test_if_everything_is_good_enough_the_smallest_is_found(per_round):
     landscape = Landscape(0)
     landscape.limit = math.inf
-    assert search(landscape, width).point == MOST_AGGRESSIVE
+    assert search(landscape, per_round).point == MOST_AGGRESSIVE
     assert len(landscape.scored) <= max(SHAPE) + len(METRICS)
 
 
-@pytest.mark.parametrize("width", [1, 4])
-def test_what_cannot_be_judged_is_not_good_enough(width):
-    """Models that blow up when they are quantized too far: the scores of all that is smaller are NaN."""
+@pytest.mark.parametrize("per_round", [1, 4])
+def test_a_candidate_without_a_score_is_not_good_enough(per_round):
+    """Some models diverge if they are quantized too coarsely: from some degradation on, all scores are NaN."""
     for seed in range(10):
         landscape = Landscape(seed)
         landscape.limit = math.inf
         breaks = landscape.quantile(random.Random(seed).random())
         landscape.degradations = {c: d if d < breaks else math.nan for c, d in landscape.degradations.items()}
-        assert landscape.size(search(landscape, width)) == landscape.smallest_good()
+        assert landscape.size(search(landscape, per_round)) == landscape.smallest_good()
     landscape.degradations = dict.fromkeys(landscape.degradations, math.nan)
-    assert search(landscape, width) is None
+    assert search(landscape, per_round) is None
 
 
-def test_a_score_that_just_reaches_the_limit_is_good_enough():
+def test_a_score_exactly_at_the_limit_is_good_enough():
     landscape = Landscape(3)
     landscape.limit = landscape.degradations[Candidate("magnitude", (2, 1, 2, 1))]
     assert landscape.size(search(landscape)) <= landscape.size(Candidate("magnitude", (2, 1, 2, 1)))
 
 
 @pytest.mark.parametrize("shape", [(6, 1, 6, 3), (1, 1, 1, 1), (1, 2, 1, 3), (9, 5, 6, 3)])
-@pytest.mark.parametrize("width", [1, 4])
-def test_axes_may_have_any_length(shape, width):
+@pytest.mark.parametrize("per_round", [1, 4])
+def test_axes_may_have_any_length(shape, per_round):
     for seed in range(5):
         landscape = Landscape(seed, shape)
-        assert landscape.size(search(landscape, width)) == landscape.smallest_good()
+        assert landscape.size(search(landscape, per_round)) == landscape.smallest_good()
 
 
-def test_a_second_metric_is_asked_only_about_what_is_smaller():
+def test_with_the_second_metric_only_smaller_candidates_are_scored():
     for seed in range(10):
         landscape = Landscape(seed)
         first = guided_exhaustive(SHAPE, METRICS[:1], landscape.size, landscape.score, landscape.limit)
@@ -114,7 +116,7 @@ def test_a_second_metric_is_asked_only_about_what_is_smaller():
         assert all(landscape.size(c) < landscape.size(first) for c in landscape.scored if c.metric == METRICS[1])
 
 
-def test_the_same_landscape_is_searched_the_same_way():
+def test_a_search_is_deterministic():
     one, other = Landscape(5), Landscape(5)
     assert search(one, 4) == search(other, 4)
     assert one.rounds == other.rounds

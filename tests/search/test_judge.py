@@ -1,4 +1,4 @@
-"""What decides whether a configuration is good enough: a metric, and what stands in for it."""
+"""Judges of quantized weights: the metric, or the distortion if there is no metric."""
 
 import math
 
@@ -15,13 +15,13 @@ from dynaquant.state.roles import labels
 from dynaquant.tensors.dequantize import dequantize
 
 
-def sketched(model: nn.Module) -> KMeansWeights:
+def prepared(model: nn.Module) -> KMeansWeights:
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters() if p.ndim >= 2}
     return kmeans_weights(weights, labels(weights, {"model": model}, {}), {})
 
 
 def probability(model: nn.Module) -> float:
-    """A metric that is higher for a better model: the mean probability of the right token."""
+    """Returns the mean probability of the right token: a metric that is higher for a better model."""
     with torch.no_grad():
         return model.eval()(torch.arange(40)).softmax(1).diagonal().mean().item()
 
@@ -42,10 +42,10 @@ def model() -> nn.Module:
 
 
 @pytest.mark.parametrize(("metric", "higher_is_better"), [(loss, False), (probability, True)])
-def test_the_metric_sees_the_weights_as_they_would_be_restored(model, metric, higher_is_better):
+def test_the_metric_sees_the_weights_that_a_restore_would_return(model, metric, higher_is_better):
     judge = MetricJudge(model, metric, higher_is_better, metric(model), {})
     for configuration in (dq.Configuration(bins=4, pruned=0.5), dq.Configuration(bins=254, embedding_bins=254)):
-        quantized = quantize_weights(sketched(model), configuration)
+        quantized = quantize_weights(prepared(model), configuration)
         quality = judge(quantized)
         restored = model_of()
         values = {name.removeprefix("model."): dequantize(tensor) for name, tensor in quantized.items()}
@@ -57,23 +57,23 @@ def test_the_metric_sees_the_weights_as_they_would_be_restored(model, metric, hi
         assert (quality.degradation > 0.05) == (configuration.bins == 4)
 
 
-def test_weights_that_are_decided_already_are_judged_as_they_will_be(model):
+def test_the_metric_sees_the_given_values_of_weights_that_are_already_decided(model):
     seen = {}
 
     def evaluate(scored: nn.Module) -> float:
         seen.update({name: bits(p) for name, p in scored.named_parameters()})
         return 1.0
 
-    known = {"1.weight": torch.ones(24, 24)}
-    quantized = quantize_weights(sketched(model), dq.Configuration())
+    decided = {"1.weight": torch.ones(24, 24)}
+    quantized = quantize_weights(prepared(model), dq.Configuration())
     del quantized["model.1.weight"]
-    MetricJudge(model, evaluate, False, 1.0, known)(quantized)
-    assert seen["1.weight"] == bits(nn.Parameter(known["1.weight"]))
+    MetricJudge(model, evaluate, False, 1.0, decided)(quantized)
+    assert seen["1.weight"] == bits(nn.Parameter(decided["1.weight"]))
     assert seen["4.weight"] == bits(nn.Parameter(dequantize(quantized["model.4.weight"])))
     assert seen["4.bias"] == bits(model[4].bias)
 
 
-def test_a_metric_that_raises_is_left_to_the_caller(model):
+def test_exceptions_of_the_metric_reach_the_caller(model):
     def fail(_: nn.Module) -> float:
         raise ZeroDivisionError("no tokens")
 
@@ -82,13 +82,13 @@ def test_a_metric_that_raises_is_left_to_the_caller(model):
 
 
 @pytest.mark.parametrize("fisher", [{}, {"model.0.weight": 1e-4, "model.1.weight": 1e-6, "model.4.weight": 3e-5}])
-def test_the_distortion_stands_in_for_the_metric(model, fisher):
-    weights = sketched(model).weights
+def test_without_a_metric_finer_configurations_have_a_lower_estimated_degradation(model, fisher):
+    weights = prepared(model).weights
     judge = DistortionJudge(weights, fisher, "fisher distortion" if fisher else "distortion")
     found = []
     for bins in (4, 8, 16, 32, 64):
         configuration = dq.Configuration(bins=bins, embedding_bins=bins)
-        quantized = quantize_weights(sketched(model), configuration)
+        quantized = quantize_weights(prepared(model), configuration)
         quality = judge(quantized)
         assert math.isnan(quality.original)
         assert math.isnan(quality.restored)
@@ -98,9 +98,9 @@ def test_the_distortion_stands_in_for_the_metric(model, fisher):
     assert 0 < found[-1] < found[0] / 20
 
 
-def test_distortion_is_the_movement_relative_to_the_weights(model):
-    weights = sketched(model).weights
-    quantized = quantize_weights(sketched(model), dq.Configuration(bins=8))
+def test_distortion_is_the_squared_error_relative_to_the_squared_weights(model):
+    weights = prepared(model).weights
+    quantized = quantize_weights(prepared(model), dq.Configuration(bins=8))
     fisher = {name: 10.0**-i for i, name in enumerate(weights)}
     moved = {name: float((dequantize(quantized[name]) - w).double().square().sum()) for name, w in weights.items()}
     total = {name: float(w.double().square().sum()) for name, w in weights.items()}
@@ -126,7 +126,7 @@ def moments_after(optimizer: optim.Optimizer, model: nn.Module) -> dict[str, flo
 @pytest.mark.parametrize(
     ("kind", "key"), [(optim.Adam, "exp_avg_sq"), (optim.AdamW, "exp_avg_sq"), (optim.RMSprop, "square_avg")]
 )
-def test_it_is_taken_from_the_optimizers_second_moments(kind, key):
+def test_fisher_information_comes_from_the_optimizers_second_moments(kind, key):
     model = model_of()
     optimizer = kind(model.parameters(), lr=1e-3)
     found = moments_after(optimizer, model)
@@ -135,13 +135,13 @@ def test_it_is_taken_from_the_optimizers_second_moments(kind, key):
     assert all(value > 0 for value in found.values())
 
 
-def test_else_from_recorded_gradients():
+def test_without_second_moments_it_comes_from_recorded_gradients():
     model = model_of()
     found = moments_after(optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), model)
     assert found == {f"model.{name}": 4.0 for name, _ in model.named_parameters()}
 
 
-def test_sources_that_differ_in_scale_are_not_mixed():
+def test_second_moments_and_recorded_gradients_are_not_mixed():
     model = model_of()
     optimizer = optim.AdamW(model[1].parameters(), lr=1e-3)
     train(model, optimizer, 3)
@@ -152,14 +152,14 @@ def test_sources_that_differ_in_scale_are_not_mixed():
         f"model.1.{name}": pytest.approx(float(optimizer.state[p]["exp_avg_sq"].mean()))
         for name, p in model[1].named_parameters()
     }
-    # Whichever knows more parameters, and of two that know as many the optimizer.
+    # The source that knows more parameters; the optimizer if both know as many.
     assert mean_squared_gradients(parameters, [optimizer], one) == moments
     assert mean_squared_gradients(parameters, [optimizer], every) == every
-    known = {name: p for name, p in parameters.items() if name in moments}
-    assert mean_squared_gradients(known, [optimizer], every) == moments
+    with_moments = {name: p for name, p in parameters.items() if name in moments}
+    assert mean_squared_gradients(with_moments, [optimizer], every) == moments
 
 
-def test_of_several_optimizers_each_knows_its_own():
+def test_with_several_optimizers_each_parameter_gets_its_own_second_moments():
     model = model_of()
     optimizers = [optim.AdamW(part.parameters(), lr=1e-3) for part in (model[0], model[1])]
     for optimizer in optimizers:
@@ -170,7 +170,7 @@ def test_of_several_optimizers_each_knows_its_own():
     assert all(value > 0 for value in found.values())
 
 
-def test_moments_that_are_no_numbers_tell_nothing_and_the_others_still_do():
+def test_moments_that_are_not_finite_or_coded_in_8_bits_are_ignored():
     model = model_of()
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     train(model, optimizer, 2)
@@ -178,14 +178,14 @@ def test_moments_that_are_no_numbers_tell_nothing_and_the_others_still_do():
     whole = mean_squared_gradients(parameters, [optimizer], {})
     broken, coded, *_ = parameters
     optimizer.state[parameters[broken]]["exp_avg_sq"].view(-1)[0] = torch.nan
-    codes = torch.full_like(parameters[coded], 130, dtype=torch.uint8)  # of an optimizer with 8 bits
+    codes = torch.full_like(parameters[coded], 130, dtype=torch.uint8)  # as an optimizer with 8 bits has them
     optimizer.state[parameters[coded]]["exp_avg_sq"] = codes
     found = mean_squared_gradients(parameters, [optimizer], {})
     assert found == {name: value for name, value in whole.items() if name not in (broken, coded)}
     assert found
 
 
-def test_where_nothing_is_known_there_is_none():
+def test_without_any_source_there_is_no_fisher_information():
     model = model_of()
     parameters = {f"model.{name}": p for name, p in model.named_parameters()}
     zeros = dict.fromkeys(parameters, 0.0)

@@ -1,4 +1,4 @@
-"""The configuration manager at work in a Checkpointer: every checkpoint as small as its quality allows."""
+"""The configuration manager in a Checkpointer: every checkpoint is as small as its quality allows."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def training_of(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def checkpointer(folder, model: nn.Module, optimizer=None, **options) -> dq.Checkpointer:
-    """One that searches among k-means configurations, as published, unless told otherwise."""
+    """A Checkpointer of the published method, unless ``method`` says otherwise."""
     return dq.Checkpointer(folder, model, optimizer, **{"method": "published"} | options)
 
 
@@ -52,7 +52,7 @@ def loss(model: nn.Module) -> float:
 
 
 def run(folder, evaluate, saves: int, steps: int = 5, **options) -> list[dq.Record]:
-    """The records of a training that saves every few steps."""
+    """Trains and saves every few steps. Returns the records."""
     model, optimizer = training_of()
     if isinstance(evaluate, int | float):
         evaluate = Movement(model, evaluate)
@@ -93,7 +93,7 @@ def test_a_larger_allowance_makes_smaller_checkpoints(tmp_path, method):
 
 
 @BOTH_METHODS
-def test_where_higher_is_better_a_higher_metric_is_no_degradation(tmp_path, method):
+def test_with_higher_is_better_a_higher_metric_is_no_degradation(tmp_path, method):
     model, optimizer = training_of()
     train(model, optimizer, 30)
     with checkpointer(
@@ -110,7 +110,7 @@ def test_where_higher_is_better_a_higher_metric_is_no_degradation(tmp_path, meth
 # How a configuration is found
 
 
-def test_the_first_search_is_exhaustive_and_the_later_ones_stay_near(tmp_path):
+def test_the_first_search_is_exhaustive_and_later_ones_search_the_neighbourhood(tmp_path):
     records = run(tmp_path, 1.0, 6, max_degradation=0.003)
     assert [record.search for record in records] == ["exhaustive"] + 5 * ["neighbourhood"]
     assert len(records[0].trials) > 4
@@ -143,7 +143,9 @@ def test_no_configuration_is_evaluated_twice(tmp_path, method):
         (1e9, "lossless", 0),
     ],
 )
-def test_where_the_space_is_not_good_enough_more_bins_are_tried_then_none(tmp_path, strictness, search, bins):
+def test_if_no_published_configuration_is_good_enough_more_bins_are_tried_then_lossless(
+    tmp_path, strictness, search, bins
+):
     first, second = run(tmp_path, strictness, 2)
     assert first.search == search
     assert (first.configuration.bins if first.configuration else 0) == bins
@@ -152,14 +154,14 @@ def test_where_the_space_is_not_good_enough_more_bins_are_tried_then_none(tmp_pa
         beyond = [n for n in tried if n > 32]
         assert beyond == [64, 128, 254][: len(beyond)]
         assert tried[: -len(beyond)] == [n for n in tried if n <= 32]
-    # What was not enough before is not tried again.
+    # Configurations that failed before are not tried again.
     assert second.search == ("lossless" if search == "lossless" else "neighbourhood")
     assert {trial.configuration.bins for trial in second.trials} == {bins or 254}
 
 
 @BOTH_METHODS
 def test_a_lossless_checkpoint_restores_every_bit(tmp_path, method):
-    """Of the weights; the moments of the grid method are not searched for."""
+    """Of the weights. Moments are quantized without a search, by the grid method only."""
     model, optimizer = training_of()
     train(model, optimizer, 5)
     evaluate = Movement(model, 1e9)
@@ -197,7 +199,7 @@ def test_after_a_lossless_checkpoint_a_milder_metric_quantizes_again(tmp_path, m
     assert searches == expected
 
 
-def test_a_model_without_embeddings_is_searched_too(tmp_path):
+def test_a_model_without_embeddings_has_a_smaller_space(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20))
     with checkpointer(tmp_path, model, evaluate=Movement(model, 1.0)) as ckpt:
@@ -208,7 +210,7 @@ def test_a_model_without_embeddings_is_searched_too(tmp_path):
 
 
 @BOTH_METHODS
-def test_weights_that_have_not_changed_are_not_searched_for_again(tmp_path, method):
+def test_unchanged_weights_need_no_new_search(tmp_path, method):
     model, optimizer = training_of()
     train(model, optimizer)
     evaluate = Movement(model, 1.0)
@@ -225,7 +227,7 @@ def test_weights_that_have_not_changed_are_not_searched_for_again(tmp_path, meth
 
 
 @BOTH_METHODS
-def test_weights_that_have_not_changed_are_quantized_again_where_less_is_allowed(tmp_path, method):
+def test_unchanged_weights_are_quantized_again_if_less_is_allowed(tmp_path, method):
     model, optimizer = training_of()
     train(model, optimizer)
     options = {"evaluate": Movement(model, 1.0), "max_degradation": 0.02, "method": method}
@@ -237,7 +239,7 @@ def test_weights_that_have_not_changed_are_quantized_again_where_less_is_allowed
 
 
 @pytest.mark.parametrize("configuration", [dq.Configuration(bins=4), dq.GridConfiguration(scale=-60)], ids=str)
-def test_a_configuration_of_the_users_is_not_searched_for(tmp_path, configuration):
+def test_with_the_users_configuration_nothing_is_searched_for(tmp_path, configuration):
     for record in run(tmp_path, 1000.0, 2, configuration=configuration, method=None):
         assert record.search == "fixed"
         assert record.configuration == configuration
@@ -246,11 +248,11 @@ def test_a_configuration_of_the_users_is_not_searched_for(tmp_path, configuratio
         assert [trial.configuration for trial in record.trials] == [configuration]
 
 
-# ε
+# A changed max_degradation
 
 
 @BOTH_METHODS
-def test_a_lower_max_degradation_is_heeded_by_the_next_save(tmp_path, method):
+def test_a_lower_max_degradation_holds_from_the_next_save_on(tmp_path, method):
     model, optimizer = training_of()
     evaluate = Movement(model, 1.0)
     with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, max_degradation=0.02, method=method) as ckpt:
@@ -263,7 +265,7 @@ def test_a_lower_max_degradation_is_heeded_by_the_next_save(tmp_path, method):
             assert record.quality.degradation <= allowed
 
 
-def test_a_higher_max_degradation_is_searched_for_from_scratch(tmp_path):
+def test_a_max_degradation_higher_than_all_before_starts_an_exhaustive_search(tmp_path):
     model, optimizer = training_of()
     evaluate = Movement(model, 1.0)
     searches, bins = [], []
@@ -283,7 +285,7 @@ def test_a_higher_max_degradation_is_searched_for_from_scratch(tmp_path):
 
 
 @BOTH_METHODS
-def test_a_restored_training_goes_on_from_the_last_configuration(tmp_path, method):
+def test_a_restored_training_starts_from_the_last_configuration(tmp_path, method):
     last = run(tmp_path, None, 2, steps=20, method=method)[-1]
     model, optimizer = training_of(1)
     with checkpointer(tmp_path, model, optimizer, method=method) as ckpt:
@@ -292,7 +294,7 @@ def test_a_restored_training_goes_on_from_the_last_configuration(tmp_path, metho
         record = ckpt.save(3).result()
     assert record.search == LATER_SEARCH[method]
     assert record.trials[0].configuration == last.configuration
-    assert len(record.trials) <= 6  # two of them beyond a failure
+    assert len(record.trials) <= 6  # two of them are larger than a failed one
 
 
 @BOTH_METHODS
@@ -312,11 +314,11 @@ def test_what_was_found_for_each_limit_survives_a_restore(tmp_path, method):
             assert ckpt.save(seed).result().trials[0].configuration == configuration
 
 
-# Metrics that misbehave
+# Metrics that are noisy or fail
 
 
 class Noisy(Movement):
-    """The metric with noise of its own; keeps what it returned."""
+    """The metric with noise. Keeps what it returned."""
 
     def __init__(self, model: nn.Module, strictness: float, noise: float) -> None:
         super().__init__(model, strictness)
@@ -328,7 +330,7 @@ class Noisy(Movement):
 
 
 @BOTH_METHODS
-def test_a_noisy_metric_leaves_less_room_and_is_noted(tmp_path, method):
+def test_a_noisy_metric_lowers_the_limit_by_a_margin_and_is_noted(tmp_path, method):
     model, optimizer = training_of()
     evaluate = Noisy(model, 0.1, noise=0.001)
     squares, freedom = 0.0, 0
@@ -351,7 +353,7 @@ def test_a_noisy_metric_leaves_less_room_and_is_noted(tmp_path, method):
 
 
 @BOTH_METHODS
-def test_noise_beyond_what_is_allowed_leaves_only_lossless(tmp_path, method):
+def test_noise_larger_than_max_degradation_leaves_only_lossless(tmp_path, method):
     model, optimizer = training_of()
     train(model, optimizer)
     evaluate = Noisy(model, 0.1, noise=0.2)
@@ -363,7 +365,7 @@ def test_noise_beyond_what_is_allowed_leaves_only_lossless(tmp_path, method):
 
 
 @BOTH_METHODS
-def test_a_metric_with_wild_values_is_saved_all_the_same(tmp_path, method):
+def test_a_metric_with_extreme_values_does_not_prevent_a_save(tmp_path, method):
     values = iter([1.0, 1e200] * 50)
     record = run(tmp_path, lambda _: next(values), 1, method=method)[0]
     assert record.search == "lossless"
@@ -371,7 +373,7 @@ def test_a_metric_with_wild_values_is_saved_all_the_same(tmp_path, method):
 
 
 class Faulty(Movement):
-    """Does what ``fault`` says with the weights of training (or with all others), and else what the metric does."""
+    """The metric, but calls ``fault`` on the weights in training, or on all others if not ``on_the_original``."""
 
     def __init__(self, model: nn.Module, fault, on_the_original: bool) -> None:
         super().__init__(model, 1.0)
@@ -404,7 +406,9 @@ NAMES = ["raises", "no number", "nan", "infinite"]
     ids=["nan at first", *NAMES],
 )
 @BOTH_METHODS
-def test_a_metric_that_fails_on_the_weights_in_training_judges_nothing(tmp_path, caplog, fault, says, at, method):
+def test_if_the_metric_fails_on_the_weights_in_training_the_checkpoint_is_lossless(
+    tmp_path, caplog, fault, says, at, method
+):
     model, optimizer = training_of()
     evaluate = Faulty(model, fault, on_the_original=True)
     searches = []
@@ -418,7 +422,7 @@ def test_a_metric_that_fails_on_the_weights_in_training_judges_nothing(tmp_path,
             if step == at:
                 assert (record.quality, record.configuration, record.judged_by, record.trials) == (None, None, None, [])
                 noted = [note for note in record.notes if (says or "not finite") in note]
-                assert caplog.messages == noted  # told at once: the file is many times as large
+                assert caplog.messages == noted  # logged at once: the file is many times larger
                 assert len(noted) == 1
                 assert bits(dq.load(tmp_path)["model"]) == bits(model.state_dict())
     expected = ["scale", "scale"] if method == "grid" else ["exhaustive", "neighbourhood"]
@@ -428,7 +432,7 @@ def test_a_metric_that_fails_on_the_weights_in_training_judges_nothing(tmp_path,
 
 @pytest.mark.parametrize(("fault", "says"), [RAISES, OTHER_FAULTS[0]], ids=NAMES[:2])
 @pytest.mark.parametrize("options", [{"method": "grid"}, {"method": "published"}, {"configuration": FIXED}], ids=str)
-def test_a_metric_that_has_never_worked_is_a_mistake(tmp_path, caplog, fault, says, options):
+def test_a_metric_that_has_never_worked_is_an_error(tmp_path, caplog, fault, says, options):
     model, optimizer = training_of()
     order = torch.Generator().manual_seed(3)
 
@@ -439,7 +443,7 @@ def test_a_metric_that_has_never_worked_is_a_mistake(tmp_path, caplog, fault, sa
     evaluate.broken = True
     options = {"evaluate": evaluate, "extras": {"order": order}} | options
     with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
-        for step in (1, 2):  # also when it was caught
+        for step in (1, 2):  # the second time, too
             train(model, optimizer)
             before = bits([model.state_dict(), optimizer.state_dict(), order.get_state(), torch.get_rng_state()])
             files = sorted(tmp_path.iterdir())
@@ -452,7 +456,7 @@ def test_a_metric_that_has_never_worked_is_a_mistake(tmp_path, caplog, fault, sa
         evaluate.broken = False
         assert ckpt.save(3).result().quality.degradation == 0
         evaluate.broken = True
-        record = ckpt.save(4).result()  # a training does not die of a metric that has worked
+        record = ckpt.save(4).result()  # once the metric has worked, a failure does not end the training
         assert [note for note in record.notes if says in note]
     assert len(caplog.messages) == ("configuration" not in options)
 
@@ -467,7 +471,7 @@ OUT_OF_MEMORY = [
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: str(error)[:20])
 @pytest.mark.parametrize("at", [1, 6, 7], ids=["original", "first candidate", "second candidate"])
-def test_running_out_of_memory_is_no_verdict_on_a_candidate(tmp_path, error, at):
+def test_running_out_of_memory_ends_the_save(tmp_path, error, at):
     model, optimizer = training_of()
     order = torch.Generator().manual_seed(3)
     train(model, optimizer, 20)
@@ -492,10 +496,10 @@ def test_running_out_of_memory_is_no_verdict_on_a_candidate(tmp_path, error, at)
         assert caught.value is error
         assert "while dynaquant called evaluate; nothing was saved" in caught.value.__notes__[-1]
         assert (state(), sorted(tmp_path.iterdir())) == (before, files)
-        assert ckpt.save(1).result().search == "scale"  # it was a moment's shortage
+        assert ckpt.save(1).result().search == "scale"  # memory was short for a moment only
 
 
-def test_memory_of_the_host_that_runs_out_for_real_is_told_from_other_errors(tmp_path):
+def test_a_real_lack_of_host_memory_is_recognised(tmp_path):
     model, optimizer = training_of()
 
     def evaluate(scored: nn.Module) -> float:
@@ -509,7 +513,7 @@ def test_memory_of_the_host_that_runs_out_for_real_is_told_from_other_errors(tmp
             ckpt.save(2)
 
 
-def test_an_interrupt_in_evaluate_ends_the_save_and_puts_the_generators_back(tmp_path):
+def test_an_interrupt_in_evaluate_ends_the_save_and_resets_the_generators(tmp_path):
     model, optimizer = training_of()
     order = torch.Generator().manual_seed(3)
     calls = []
@@ -531,7 +535,7 @@ def test_an_interrupt_in_evaluate_ends_the_save_and_puts_the_generators_back(tmp
 @pytest.mark.parametrize(("fault", "says"), [RAISES, *OTHER_FAULTS], ids=NAMES)
 @BOTH_METHODS
 def test_a_candidate_on_which_the_metric_fails_is_not_good_enough(tmp_path, fault, says, method):
-    """It fails on weights of few values."""
+    """Here it fails on weights with few different values."""
     model, optimizer = training_of()
     train(model, optimizer, 20)
     evaluate = Faulty(model, None, on_the_original=False)
@@ -564,7 +568,7 @@ def test_a_metric_that_fails_on_every_candidate_leaves_lossless(tmp_path, method
         assert record.trials[-1].configuration.scale == min(trial.configuration.scale for trial in record.trials)
 
 
-# Lossless, and why
+# Reasons for a lossless checkpoint
 
 
 def strict(model: nn.Module) -> Movement:
@@ -603,7 +607,9 @@ def not_a_number_elsewhere(model: nn.Module) -> Movement:
     ids=["strict", "noisy", "zero", "not finite", "no metric"],
 )
 @BOTH_METHODS
-def test_a_lossless_checkpoint_is_told_of_once_with_the_reason(tmp_path, caplog, metric_of, allowed, says, method):
+def test_a_warning_and_a_note_give_the_reason_for_a_lossless_checkpoint(
+    tmp_path, caplog, metric_of, allowed, says, method
+):
     model, optimizer = training_of()
     train(model, optimizer, 5)
     evaluate = None if metric_of is None else metric_of(model)
@@ -619,7 +625,7 @@ def test_a_lossless_checkpoint_is_told_of_once_with_the_reason(tmp_path, caplog,
             caplog.clear()
 
 
-def test_noise_that_leaves_too_little_is_told_of(tmp_path):
+def test_the_note_says_if_noise_leaves_too_little(tmp_path):
     model, optimizer = training_of()
     train(model, optimizer)
     with checkpointer(tmp_path, model, optimizer, evaluate=Noisy(model, 1e9, noise=0.001), method="grid") as ckpt:
@@ -655,7 +661,7 @@ def sgd_with_momentum(parameters) -> torch.optim.Optimizer:
     [
         (torch.optim.AdamW, "fisher distortion"),
         (sgd_with_momentum, "fisher distortion"),  # from recorded gradients
-        (plain_sgd, "distortion"),  # which the Checkpointer is not given
+        (plain_sgd, "distortion"),  # not given to the Checkpointer
     ],
 )
 @BOTH_METHODS
@@ -666,7 +672,7 @@ def test_without_a_metric_the_distortion_decides(tmp_path, optimizer_of, judged_
     assert record.limit == 0.01
     degradations = {trial.configuration: trial.degradation for trial in record.trials}
     assert 0 < degradations[record.configuration] <= 0.01
-    # The limit holds it back: something larger was not good enough, or what was aimed at was near it at once.
+    # The search has reached the limit: another candidate failed, or the first prediction was near the limit.
     assert max(degradations.values()) > (0.005 if method == "grid" else 0.01)
 
 
@@ -675,7 +681,7 @@ def test_without_a_metric_the_distortion_decides(tmp_path, optimizer_of, judged_
 
 @pytest.mark.parametrize("evaluate", [loss, None, 100.0, 1e9], ids=["loss", "no metric", "more bins", "lossless"])
 @BOTH_METHODS
-def test_records_read_back_are_those_of_save_but_for_the_time_of_writing(tmp_path, evaluate, method):
+def test_records_read_back_equal_those_of_save_except_for_the_time_of_writing(tmp_path, evaluate, method):
     records = run(tmp_path, evaluate, 2, method=method)
     with checkpointer(tmp_path, *training_of()) as ckpt:
         read = ckpt.records()
@@ -696,7 +702,7 @@ def run_of_one(tmp_path_factory):
 
 
 def resumed(folder, run_of_one, **changes) -> tuple[dq.Checkpointer, nn.Module, torch.optim.Optimizer]:
-    """A training restored from a checkpoint whose record says something else than was written."""
+    """Restores a training from a checkpoint with a changed record."""
     shutil.copytree(run_of_one, folder, dirs_exist_ok=True)
     with_record(Run(folder).path(1), **changes)
     model, optimizer = training_of(1)
@@ -706,7 +712,7 @@ def resumed(folder, run_of_one, **changes) -> tuple[dq.Checkpointer, nn.Module, 
 
 
 @pytest.mark.parametrize("search", [None, {"history": [7]}, {"history": {"-7": {"bins": "16"}}}], ids=str)
-def test_a_restored_search_that_makes_no_sense_starts_a_new_one(tmp_path, run_of_one, search):
+def test_an_invalid_search_in_a_restored_record_starts_a_new_one(tmp_path, run_of_one, search):
     ckpt, model, optimizer = resumed(tmp_path, run_of_one, search=search)
     with ckpt:
         train(model, optimizer, 5)
@@ -716,7 +722,7 @@ def test_a_restored_search_that_makes_no_sense_starts_a_new_one(tmp_path, run_of
 
 
 @pytest.mark.parametrize("interval", ["often", -5, 0, 2.5, []])
-def test_a_restored_interval_that_makes_no_sense_is_not_taken_over(tmp_path, run_of_one, interval):
+def test_an_invalid_interval_in_a_restored_record_is_ignored(tmp_path, run_of_one, interval):
     with resumed(tmp_path, run_of_one, interval=interval)[0] as ckpt:
         assert not ckpt.due(2)
         assert ckpt.due(1 + 50)
@@ -746,7 +752,7 @@ def test_a_restored_interval_that_makes_no_sense_is_not_taken_over(tmp_path, run
     ],
     ids=["quality", "trials", "predicted", "bins", "scale"],
 )
-def test_a_record_that_makes_no_sense_is_an_error_to_who_asks_for_it(tmp_path, run_of_one, changes):
+def test_reading_an_invalid_record_raises_an_error(tmp_path, run_of_one, changes):
     with (
         resumed(tmp_path, run_of_one, **changes)[0] as ckpt,
         pytest.raises(dq.CheckpointError, match="its record of the save cannot be understood"),
@@ -770,7 +776,7 @@ RECORDS = st.fixed_dictionaries({}, optional={"search": st.fixed_dictionaries({"
 
 
 def decide(record, method: str) -> tuple[Decision, ConfigurationManager]:
-    """The decision of a manager that goes on from a record, for a model of 30 weights."""
+    """Returns the decision of a manager that resumes from a record, for a model with 30 weights, and the manager."""
     torch.manual_seed(0)
     model = nn.Linear(6, 5)
     weights = {"model.weight": model.weight.detach()}
@@ -786,7 +792,7 @@ def decide(record, method: str) -> tuple[Decision, ConfigurationManager]:
 @BOTH_METHODS
 @given(record=RECORDS)
 @settings(max_examples=20)
-def test_whatever_stands_in_a_record_the_next_decision_keeps_to_what_is_allowed(method, record):
+def test_whatever_a_record_contains_the_next_decision_keeps_to_the_limit(method, record):
     decision, manager = decide(record, method)
     assert decision.limit <= 0.01
     assert decision.search == "lossless" or decision.quality.degradation <= decision.limit
@@ -810,7 +816,7 @@ def test_whatever_stands_in_a_record_the_next_decision_keeps_to_what_is_allowed(
     ],
     ids=str,
 )
-def test_a_history_that_makes_no_sense_starts_a_new_search(history):
+def test_an_invalid_history_starts_a_new_search(history):
     assert decide({"search": {"history": history}}, "published")[0].search == "exhaustive"
 
 
@@ -828,6 +834,6 @@ def test_a_history_that_makes_no_sense_starts_a_new_search(history):
     ],
     ids=lambda history: str(history)[:40],
 )
-def test_a_history_of_scales_that_makes_no_sense_starts_a_new_search(history):
+def test_an_invalid_history_of_scale_exponents_starts_a_new_search(history):
     found, afresh = (decide({"search": {"history": past}}, "grid")[0] for past in (history, None))
     assert [trial.configuration for trial in found.trials] == [trial.configuration for trial in afresh.trials]

@@ -1,4 +1,4 @@
-"""Delta-neighbourhood search: from the last best configuration to the next, mostly in one or two trials."""
+"""Delta-neighbourhood search gets from the last best configuration to the next, mostly in one or two trials."""
 
 import math
 import random
@@ -14,7 +14,7 @@ from dynaquant.search.space import Candidate, at_most
 
 LAST = Candidate("magnitude", (2, 0, 3, 1))
 OTHER = Candidate("sensitivity", LAST.point)
-WIDTHS = pytest.mark.parametrize("width", [1, 2, 4, 8])
+EVERY_PER_ROUND = pytest.mark.parametrize("per_round", [1, 2, 4, 8])
 
 
 def search(landscape: Landscape, last: Candidate = LAST, **options) -> Candidate | None:
@@ -24,13 +24,13 @@ def search(landscape: Landscape, last: Candidate = LAST, **options) -> Candidate
 
 
 def neighbours(last: Candidate, shape=SHAPE, reach: int = 1) -> list[Candidate]:
-    """All that is at most ``reach`` steps more conservative on every axis, with its metric."""
+    """Returns the candidates that are up to ``reach`` more conservative on every axis, with the same metric."""
     ranges = [range(at, min(at + reach, length - 1) + 1) for at, length in zip(last.point, shape, strict=True)]
     return [Candidate(last.metric, point) for point in product(*ranges)]
 
 
 def with_scores(scores: dict[Candidate, float], otherwise: float, limit: float = 1.0) -> Landscape:
-    """A landscape where only a few degradations matter."""
+    """Returns a landscape with these degradations, and the same one everywhere else."""
     landscape = Landscape(0)
     landscape.degradations = dict.fromkeys(landscape.degradations, otherwise) | scores
     landscape.limit = limit
@@ -38,7 +38,7 @@ def with_scores(scores: dict[Candidate, float], otherwise: float, limit: float =
 
 
 def random_cases(count: int):
-    """A landscape, and a last best that may lie anywhere in it."""
+    """Yields a landscape and a last best anywhere in it."""
     for seed in range(count):
         draw = random.Random(seed)
         yield Landscape(seed), Candidate(draw.choice(METRICS), tuple(draw.randrange(n) for n in SHAPE))
@@ -47,35 +47,35 @@ def random_cases(count: int):
 # Metrics
 
 
-@WIDTHS
+@EVERY_PER_ROUND
 @pytest.mark.parametrize(
     ("own", "others", "best"),
     [
         (0.5, 0.3, OTHER),
-        (0.5, 0.41, LAST),  # better, but not clearly
+        (0.5, 0.41, LAST),  # better, but by less than the margin
         (0.5, 0.39, OTHER),
         (0.5, 0.7, LAST),
         (0.5, 1.2, LAST),
         (0.5, math.nan, LAST),
-        (1.05, 0.99, OTHER),  # not clearly better, but good enough
+        (1.05, 0.99, OTHER),  # better by less than the margin, but good enough
         (math.nan, 0.9, OTHER),
     ],
 )
-def test_another_metric_takes_over_when_it_is_clearly_better(width, own, others, best):
+def test_another_metric_takes_over_if_it_is_better_by_the_margin(per_round, own, others, best):
     landscape = with_scores({LAST: own, OTHER: others}, otherwise=0.0)
-    assert search(landscape, switch_margin=0.1, per_round=width) == best
+    assert search(landscape, switch_margin=0.1, per_round=per_round) == best
 
 
-@WIDTHS
+@EVERY_PER_ROUND
 @pytest.mark.parametrize(("others", "metric"), [(1.5, "sensitivity"), (2.5, "magnitude"), (math.nan, "magnitude")])
-def test_the_better_metric_is_searched_when_both_fail(width, others, metric):
+def test_if_both_metrics_fail_the_better_one_is_searched(per_round, others, metric):
     landscape = with_scores({LAST: 2.0, OTHER: others}, otherwise=0.5)
-    found = search(landscape, switch_margin=0.1, per_round=width)
+    found = search(landscape, switch_margin=0.1, per_round=per_round)
     assert found.metric == metric
     assert landscape.size(found) == min(landscape.size(c) for c in neighbours(LAST) if c.point != LAST.point)
 
 
-def test_a_metric_that_is_no_longer_there_is_not_asked_for():
+def test_a_metric_that_is_no_longer_available_is_not_tried():
     landscape = with_scores({LAST: 2.0, OTHER: 0.0}, otherwise=0.5)
     found = delta_neighbourhood(LAST, SHAPE, ("magnitude",), landscape.size, landscape.score, 1.0)
     assert found.metric == "magnitude"
@@ -85,11 +85,11 @@ def test_a_metric_that_is_no_longer_there_is_not_asked_for():
 # What is found
 
 
-@WIDTHS
+@EVERY_PER_ROUND
 @pytest.mark.parametrize("reach", [1, 2])
-def test_it_finds_the_smallest_good_neighbour_of_brute_force(width, reach):
+def test_it_finds_the_smallest_good_neighbour_of_brute_force(per_round, reach):
     for landscape, last in random_cases(60):
-        found = search(landscape, last, reach=reach, per_round=width)
+        found = search(landscape, last, reach=reach, per_round=per_round)
         scores = {metric: landscape.degradations[Candidate(metric, last.point)] for metric in METRICS}
         best = Candidate(min(METRICS, key=scores.get), last.point)
         optimum = landscape.smallest_good(neighbours(best, reach=reach))
@@ -98,10 +98,10 @@ def test_it_finds_the_smallest_good_neighbour_of_brute_force(width, reach):
             assert landscape.is_good(found)
 
 
-@WIDTHS
-def test_nothing_more_aggressive_than_the_last_best_is_ever_tried(width):
+@EVERY_PER_ROUND
+def test_nothing_more_aggressive_than_the_last_best_is_ever_tried(per_round):
     for landscape, last in random_cases(60):
-        search(landscape, last, per_round=width)
+        search(landscape, last, per_round=per_round)
         near = {Candidate(metric, c.point) for metric in METRICS for c in neighbours(last)}
         assert set(landscape.scored) <= near
         assert all(at_most(last.point, candidate.point) for candidate in landscape.scored)
@@ -115,7 +115,7 @@ def test_the_first_good_one_in_order_of_size_ends_the_search():
         assert landscape.scored == [LAST, OTHER, *by_size[1 : i + 1]]
 
 
-def test_what_is_nowhere_more_conservative_than_a_failure_is_passed_over():
+def test_candidates_nowhere_more_conservative_than_a_failed_one_are_skipped():
     for landscape, last in random_cases(60):
         search(landscape, last)
         tried = [c for c in landscape.scored if c.metric == landscape.scored[-1].metric]
@@ -124,55 +124,55 @@ def test_what_is_nowhere_more_conservative_than_a_failure_is_passed_over():
             assert not any(at_most(candidate.point, earlier.point) for earlier in failed)
 
 
-@WIDTHS
-def test_where_nothing_in_reach_is_good_enough_there_is_none(width):
+@EVERY_PER_ROUND
+def test_if_nothing_within_reach_is_good_enough_nothing_is_found(per_round):
     landscape = with_scores({}, otherwise=2.0)
     landscape.degradations |= {c: 0.0 for c in landscape.degradations if not at_most(c.point, (3, 1, 4, 2))}
-    assert search(landscape, per_round=width) is None
-    assert search(landscape, reach=2, per_round=width) is not None
+    assert search(landscape, per_round=per_round) is None
+    assert search(landscape, reach=2, per_round=per_round) is not None
     landscape.degradations = dict.fromkeys(landscape.degradations, math.nan)
-    assert search(landscape, per_round=width) is None
+    assert search(landscape, per_round=per_round) is None
 
 
-@WIDTHS
-def test_at_the_most_conservative_corner_only_the_metrics_are_left(width):
+@EVERY_PER_ROUND
+def test_at_the_most_conservative_corner_only_other_metrics_are_tried(per_round):
     landscape = with_scores({}, otherwise=2.0)
     corner = Candidate("sensitivity", (5, 1, 5, 2))
-    assert search(landscape, corner, per_round=width) is None
+    assert search(landscape, corner, per_round=per_round) is None
     assert set(landscape.scored) == {corner, Candidate("magnitude", corner.point)}
 
 
-# What it costs
+# Number of trials
 
 
-@WIDTHS
-def test_no_round_is_wider_than_there_are_ranks_and_nothing_is_scored_twice(width):
+@EVERY_PER_ROUND
+def test_a_round_scores_at_most_one_candidate_per_rank_and_none_twice(per_round):
     rounds = []
     for landscape, last in random_cases(40):
-        search(landscape, last, per_round=width)
-        assert max(map(len, landscape.rounds)) <= width
+        search(landscape, last, per_round=per_round)
+        assert max(map(len, landscape.rounds)) <= per_round
         assert len(set(landscape.scored)) == len(landscape.scored)
         rounds.append(len(landscape.rounds))
-        # The last best and the other metric, then fifteen neighbours of one metric, some of them wasted on the wrong.
-        assert len(landscape.rounds) <= 2 + -(-15 // width)
-    assert statistics.median(rounds) <= {1: 3, 2: 2, 4: 2, 8: 2}[width]
+        # The last best and the other metric, then fifteen neighbours of one metric; some were scored with the other.
+        assert len(landscape.rounds) <= 2 + -(-15 // per_round)
+    assert statistics.median(rounds) <= {1: 3, 2: 2, 4: 2, 8: 2}[per_round]
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_training_that_drifts_slowly_takes_few_trials_and_few_searches_from_scratch(seed):
+def test_a_slow_drift_takes_few_trials_and_few_exhaustive_searches(seed):
     landscape = Landscape(seed)
     landscape.limit = landscape.quantile(0.5)
     best = guided_exhaustive(SHAPE, METRICS, landscape.size, landscape.score, landscape.limit)
-    trials, from_scratch = [], 0
+    trials, exhaustive_searches = [], 0
     for _ in range(20):
         landscape.drift()
         landscape.rounds.clear()
         found = search(landscape, best, switch_margin=0.1 * landscape.limit)
         if found is None:
-            from_scratch += 1
+            exhaustive_searches += 1
             found = guided_exhaustive(SHAPE, METRICS, landscape.size, landscape.score, landscape.limit)
         assert landscape.is_good(found)
         best = found
         trials.append(len(landscape.scored))
     assert statistics.median(trials) <= 4
-    assert from_scratch <= 3
+    assert exhaustive_searches <= 3

@@ -1,4 +1,4 @@
-"""The noise of a metric is found, also where scores move in steps, and not made up where there is none."""
+"""The noise of a metric is found, even if scores move in steps, and not assumed if there is none."""
 
 import math
 import random
@@ -15,8 +15,8 @@ from dynaquant.search.scale_search import scale_search
 from dynaquant.training.ranks import Group
 
 
-def looked(noise: Noise, metric: Callable[[], float]) -> list[float]:
-    """The scores of one save, of which the noise takes note."""
+def measured(noise: Noise, metric: Callable[[], float]) -> list[float]:
+    """Evaluates as often as one save does, and adds the scores to the noise. Returns them."""
     scores = [metric() for _ in range(noise.evaluations)]
     assert noise.learn([scores])
     return scores
@@ -27,44 +27,44 @@ def gauss(sigma: float, value: float = 2.0, seed: int = 0) -> Callable[[], float
     return lambda: value * (1 + sigma * draw.gauss(0, 1))
 
 
-def accuracy(images: int, of_noise: float, draw: random.Random, correct: float = 0.9) -> Callable[[], float]:
-    """Of so many images; noise, in images, decides on those that are near the border."""
-    return lambda: round(images * correct + of_noise * draw.gauss(0, 1)) / images
+def accuracy(images: int, sigma: float, draw: random.Random, correct: float = 0.9) -> Callable[[], float]:
+    """An accuracy on so many images. sigma: standard deviation of the number of correct ones."""
+    return lambda: round(images * correct + sigma * draw.gauss(0, 1)) / images
 
 
-# A metric that repeats itself
+# A metric without noise
 
 
-def test_a_metric_that_repeats_itself_is_looked_at_closely_once_and_then_at_times():
+def test_a_metric_without_noise_is_evaluated_five_times_at_first_and_later_twice_at_every_tenth_save():
     noise = Noise()
-    assert [len(looked(noise, lambda: 2.0)) for _ in range(31)] == [5, *3 * [*9 * [1], 2]]
+    assert [len(measured(noise, lambda: 2.0)) for _ in range(31)] == [5, *3 * [*9 * [1], 2]]
     assert noise.margin == 0
 
 
-def test_after_a_restore_it_is_looked_at_again():
+def test_after_a_restore_it_is_evaluated_twice():
     noise = Noise()
     for _ in range(3):
-        looked(noise, lambda: 2.0)
+        measured(noise, lambda: 2.0)
     noise.look_again()
-    assert [len(looked(noise, lambda: 2.0)) for _ in range(3)] == [2, 1, 1]
+    assert [len(measured(noise, lambda: 2.0)) for _ in range(3)] == [2, 1, 1]
 
 
-def test_a_metric_that_no_longer_repeats_itself_is_found_out():
+def test_a_metric_that_becomes_noisy_is_noticed():
     noise, noisy = Noise(), gauss(0.01)
-    looked(noise, lambda: 2.0)
-    counts = [len(looked(noise, noisy)) for _ in range(14)]
+    measured(noise, lambda: 2.0)
+    counts = [len(measured(noise, noisy)) for _ in range(14)]
     assert counts == [*9 * [1], *5 * [2]]
     assert noise.margin == pytest.approx(2 * math.sqrt(2) * 0.01, rel=0.7)
 
 
-# Its size
+# The margin
 
 
 def test_the_margin_is_two_standard_deviations_of_a_difference():
     noise, metric = Noise(), gauss(0.03)
     squares, freedom = 0.0, 0
     for save in range(5):
-        scores = looked(noise, metric)
+        scores = measured(noise, metric)
         assert len(scores) == (2 if save else 5)
         relative = [score / statistics.mean(scores) for score in scores]
         squares += statistics.variance(relative) * (len(scores) - 1)
@@ -72,10 +72,10 @@ def test_the_margin_is_two_standard_deviations_of_a_difference():
         assert noise.margin == pytest.approx(2 * math.sqrt(2 * squares / freedom))
 
 
-def test_of_pairs_it_is_twice_the_root_mean_square_of_their_differences():
+def test_from_pairs_the_margin_is_twice_the_root_mean_square_of_their_differences():
     noise, metric = Noise(), gauss(0.03)
-    looked(noise, metric)
-    pairs = [looked(noise, metric) for _ in range(8)]
+    measured(noise, metric)
+    pairs = [measured(noise, metric) for _ in range(8)]
     differences = [(second - first) / (first / 2 + second / 2) for first, second in pairs]
     assert noise.margin == pytest.approx(2 * math.sqrt(statistics.mean(d * d for d in differences)))
 
@@ -83,22 +83,22 @@ def test_of_pairs_it_is_twice_the_root_mean_square_of_their_differences():
 def test_the_margin_follows_the_noise_of_the_last_saves():
     noise, metric = Noise(), gauss(0.1)
     for _ in range(40):
-        looked(noise, metric)
+        measured(noise, metric)
     assert noise.margin == pytest.approx(2 * math.sqrt(2) * 0.1, rel=0.5)
     metric = gauss(0.001)
     for _ in range(8):
-        looked(noise, metric)
+        measured(noise, metric)
     assert noise.margin == pytest.approx(2 * math.sqrt(2) * 0.001, rel=0.7)
 
 
 def test_noise_is_relative_to_the_metric():
     small, large = Noise(), Noise()
-    looked(small, gauss(0.02, 0.001))
-    looked(large, gauss(0.02, -1000.0))
+    measured(small, gauss(0.02, 0.001))
+    measured(large, gauss(0.02, -1000.0))
     assert small.margin == pytest.approx(large.margin)
 
 
-def test_of_several_ranks_the_noisiest_counts():
+def test_with_several_ranks_the_noisiest_counts():
     one, all_ranks = Noise(), Noise()
     scores = [[2.0] * 5, [2.0, 2.1, 2.0, 2.2, 2.0], [2.0, 2.01, 2.0, 2.0, 2.0]]
     one.learn([scores[1]])
@@ -110,51 +110,51 @@ def test_of_several_ranks_the_noisiest_counts():
     "scores",
     [[math.nan, 1.0], [1.0, math.nan], [math.inf, math.inf], [1.0, -math.inf], [1.0, -1.0], [1e-300, -1e300, 1e300]],
 )
-def test_what_is_no_relative_noise_is_not_remembered(scores):
+def test_scores_without_a_relative_noise_are_not_remembered(scores):
     noise = Noise()
     for ranks in ([scores], [[1.0] * len(scores), scores]):
         assert not noise.learn(ranks)
         assert (noise.margin, noise.evaluations) == (0, 5)
 
 
-def test_a_metric_that_is_zero_repeats_itself_too():
+def test_a_metric_that_is_always_zero_has_no_noise():
     noise = Noise()
-    looked(noise, lambda: 0.0)
+    measured(noise, lambda: 0.0)
     assert (noise.margin, noise.evaluations) == (0, 1)
 
 
 # Scores that move in steps
 
 
-@pytest.mark.parametrize("of_noise", [1.0, 2.0, 4.0])
-def test_an_accuracy_with_noise_of_about_an_image_is_not_taken_for_exact(of_noise):
+@pytest.mark.parametrize("sigma", [1.0, 2.0, 4.0])
+def test_an_accuracy_with_noise_of_about_one_image_is_seen_as_noisy(sigma):
     draw = random.Random(0)
-    at_first, for_good, runs = 0, 0, 3000
+    none_at_first, none_at_all, runs = 0, 0, 3000
     for _ in range(runs):
-        noise, metric = Noise(), accuracy(1000, of_noise, draw, correct=draw.uniform(0.8, 0.95))
+        noise, metric = Noise(), accuracy(1000, sigma, draw, correct=draw.uniform(0.8, 0.95))
         margins = []
         for _ in range(12):
-            looked(noise, metric)
+            measured(noise, metric)
             margins.append(noise.margin)
-        at_first += margins[0] == 0
-        for_good += not any(margins)
-    assert at_first <= 0.015 * runs  # 1 %, and what chance does to 3,000
-    assert for_good <= 0.005 * runs
+        none_at_first += margins[0] == 0
+        none_at_all += not any(margins)
+    assert none_at_first <= 0.015 * runs  # 1 %, plus what chance adds in 3,000 runs
+    assert none_at_all <= 0.005 * runs
 
 
-def test_a_step_by_chance_is_not_taken_for_more_than_it_is():
-    """Once in a while an image of 1,000 goes the other way: that hardly matters where ten may."""
+def test_one_image_by_chance_causes_only_a_small_margin():
+    """Once, one image of 1,000 is classified differently. That hardly matters if ten are allowed."""
     noise = Noise()
     for _ in range(8):
-        looked(noise, lambda: 0.9)
+        measured(noise, lambda: 0.9)
     noise.look_again()
     noise.learn([[0.9, 0.901]])
     assert 0 < noise.margin < 0.002
 
 
-@pytest.mark.parametrize("of_noise", [0.0, 1.0, 2.0])
-def test_checkpoints_of_an_accuracy_stay_within_what_is_allowed(of_noise):
-    """A search accepts what looks good enough, so it likes what is so by chance; the margin makes up for it."""
+@pytest.mark.parametrize("sigma", [0.0, 1.0, 2.0])
+def test_checkpoints_judged_by_an_accuracy_stay_within_the_limit(sigma):
+    """A search prefers candidates that look good by chance. The margin makes up for it."""
     draw, allowed = random.Random(1), 0.01
     beyond, accepted, margins = 0, 0, []
     for _ in range(100):
@@ -165,10 +165,10 @@ def test_checkpoints_of_an_accuracy_stay_within_what_is_allowed(of_noise):
             def degradation(scale: int, drift=drift) -> float:
                 return allowed * 2 ** (2 * (scale / 16 + drift))
 
-            original = statistics.mean(looked(noise, accuracy(1000, of_noise, draw)))
+            original = statistics.mean(measured(noise, accuracy(1000, sigma, draw)))
 
             def score(scales, original=original, degradation=degradation) -> list[float]:
-                restored = [accuracy(1000, of_noise, draw, 0.9 * (1 - degradation(scale)))() for scale in scales]
+                restored = [accuracy(1000, sigma, draw, 0.9 * (1 - degradation(scale)))() for scale in scales]
                 return [(original - one) / original for one in restored]
 
             margins.append(noise.margin)
@@ -177,20 +177,20 @@ def test_checkpoints_of_an_accuracy_stay_within_what_is_allowed(of_noise):
             if found is not None:
                 last = found
                 accepted += 1
-                beyond += degradation(found) > allowed * (1 + 0.5 / 9)  # half an image is what 1,000 cannot tell
+                beyond += degradation(found) > allowed * (1 + 0.5 / 9)  # 1,000 images cannot resolve half an image
     assert accepted > 1000
     assert beyond < 0.01 * accepted
-    assert (max(margins) == 0) == (of_noise == 0)
+    assert (max(margins) == 0) == (sigma == 0)
 
 
-# What is asked of a metric
+# The metric of the weights in training
 
 
 def metric_of(evaluate: Callable[[nn.Module], float], noise: Noise | None = None) -> UserMetric:
     return UserMetric(nn.Linear(2, 2), evaluate, False, noise or Noise(), Group())
 
 
-def test_the_weights_in_training_count_with_the_mean_of_their_scores():
+def test_the_score_of_the_weights_in_training_is_the_mean_of_their_evaluations():
     noisy, same, noise = gauss(0.01), gauss(0.01), Noise()
     metric = metric_of(lambda _: noisy(), noise)
     for count in (5, 2, 2):
@@ -200,25 +200,25 @@ def test_the_weights_in_training_count_with_the_mean_of_their_scores():
         assert original.problem is None
 
 
-def test_the_score_of_a_metric_that_repeats_itself_keeps_every_bit():
+def test_the_score_of_a_metric_without_noise_keeps_every_bit():
     values = [0.1, 1 / 3, 1e300, 5e-324]
     for value in values:
         assert metric_of(lambda _, value=value: value).original().score == value
 
 
-def test_what_a_metric_draws_from_the_global_generators_is_not_noise():
+def test_random_numbers_from_the_global_generators_are_not_noise():
     metric = metric_of(lambda _: float(torch.rand(()) + random.random()))
     for _ in range(3):
         assert metric.original().noise_margin == 0
 
 
-def test_a_metric_that_is_not_finite_says_so_and_is_looked_at_closely_when_it_is():
+def test_a_metric_that_is_not_finite_is_a_problem_and_evaluated_five_times_once_it_is_finite():
     values = iter([*5 * [math.nan], *5 * [2.0], 3.0])
     metric = metric_of(lambda _: next(values))
     assert "not finite" in metric.original().problem
     assert (metric.original().score, metric.original().score) == (2.0, 3.0)
 
 
-def test_from_zero_no_relative_noise_can_be_told():
+def test_a_metric_that_is_noisy_around_zero_is_a_problem():
     values = iter([0.5, -0.5, 0.0, 0.0, 0.0])
     assert "noisy around 0" in metric_of(lambda _: next(values)).original().problem

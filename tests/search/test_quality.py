@@ -1,4 +1,4 @@
-"""Quality of decoded weights: measured on the user's metric, and no trace of it left on training."""
+"""Evaluating the user's metric on other weights: the right score, and no effect on training."""
 
 import copy
 import math
@@ -37,7 +37,7 @@ def zeros(model):
 
 
 def snapshot(model):
-    """Everything a measurement must leave alone: which objects the tensors are, their values, modes, and randomness."""
+    """Returns all that an evaluation must not change: tensor objects and values, modes, random number generators."""
     return (
         {name: (id(p), p.requires_grad, p.grad, p.detach().clone()) for name, p in model.named_parameters()},
         {name: (id(b), b.clone()) for name, b in model.named_buffers()},
@@ -55,9 +55,9 @@ def check_same(before, after):
     assert before[2:] == after[2:]
 
 
-def meddle(model):
-    """An evaluation that changes all there is to change."""
-    found = loss(model.train())  # moves the statistics of the batch norm, draws for dropout
+def change_everything(model):
+    """An evaluation that changes all that it can change."""
+    found = loss(model.train())  # updates the statistics of the batch norm, and draws for dropout
     model[1].running_mean.fill_(7.0)
     model[1].running_var = torch.full((8,), 3.0)
     model[0].eval()
@@ -67,21 +67,21 @@ def meddle(model):
 
 
 def fail(model):
-    meddle(model)
+    change_everything(model)
     raise ZeroDivisionError
 
 
-def test_the_model_and_the_generators_are_as_before():
+def test_an_evaluation_leaves_model_and_generators_unchanged():
     model = model_of()
     model[3].eval()
     model[0].weight.requires_grad_(False)
     before = snapshot(model)
     for values in (zeros(model), {}):
-        score(model, values, meddle)
+        score(model, values, change_everything)
     check_same(before, snapshot(model))
 
 
-def test_the_model_and_the_generators_are_as_before_when_evaluating_fails():
+def test_an_evaluation_that_fails_leaves_model_and_generators_unchanged():
     model = model_of()
     before = snapshot(model)
     with pytest.raises(ZeroDivisionError):
@@ -91,24 +91,24 @@ def test_the_model_and_the_generators_are_as_before_when_evaluating_fails():
     check_same(before, snapshot(model))
 
 
-def test_training_takes_the_same_steps_with_and_without_measurements():
-    def weights(measured):
+def test_training_takes_the_same_steps_with_and_without_evaluations():
+    def weights(evaluated):
         model = model_of()
         optimizer = optim.AdamW(model.parameters(), lr=0.01)
         for _ in range(5):
             optimizer.zero_grad()
             F.cross_entropy(model(INPUTS + torch.randn_like(INPUTS)), TARGETS).backward()
-            if measured:
-                score(model, zeros(model), meddle)
+            if evaluated:
+                score(model, zeros(model), change_everything)
             optimizer.step()
-            if measured:
+            if evaluated:
                 score(model, {"0.weight": torch.ones(8, 4)}, evaluation_loss)
         return [tensor.clone() for tensor in model.state_dict().values()]
 
-    assert all(map(torch.equal, weights(measured=True), weights(measured=False)))
+    assert all(map(torch.equal, weights(evaluated=True), weights(evaluated=False)))
 
 
-def test_the_score_is_that_of_the_model_with_the_values():
+def test_the_score_is_that_of_a_model_with_the_given_values():
     model = model_of()
     other = copy.deepcopy(model)
     values = {"0.weight": torch.randn(8, 4), "3.weight": torch.randn(3, 8)}
@@ -122,9 +122,9 @@ def test_the_score_is_that_of_the_model_with_the_values():
 def test_all_scores_see_the_same_random_numbers_and_statistics():
     model = model_of()
     own = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    first = score(model, own, meddle)
-    assert score(model, zeros(model), meddle) != first
-    assert score(model, own, meddle) == score(model, {}, meddle) == first
+    first = score(model, own, change_everything)
+    assert score(model, zeros(model), change_everything) != first
+    assert score(model, own, change_everything) == score(model, {}, change_everything) == first
 
     def draw(_):
         return random.random() + np.random.rand() + float(torch.rand(()))
@@ -159,7 +159,7 @@ def test_the_weights_of_recurrent_layers_are_replaced(make):
     assert score(layer, {}, size) == size(layer) != size(other)
 
 
-def test_a_module_that_is_used_twice_is_replaced_and_put_back_once():
+def test_the_weights_of_a_module_that_is_used_twice_are_replaced_and_put_back_once():
     layer = nn.Linear(3, 3, bias=False)
     model = nn.Sequential(layer, layer)
     before = snapshot(model)
@@ -167,7 +167,7 @@ def test_a_module_that_is_used_twice_is_replaced_and_put_back_once():
     check_same(before, snapshot(model))
 
 
-def test_a_buffer_that_two_modules_share_stays_shared_while_evaluating():
+def test_a_buffer_shared_by_two_modules_stays_shared_in_evaluate():
     model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
     model[1].running_mean = model[0].running_mean
 
@@ -178,14 +178,14 @@ def test_a_buffer_that_two_modules_share_stays_shared_while_evaluating():
     assert model[0].running_mean is model[1].running_mean
 
 
-def test_gradients_are_off_while_evaluating():
+def test_gradients_are_off_in_evaluate():
     model = model_of()
     assert score(model, {}, lambda m: float(m(INPUTS).requires_grad or torch.is_grad_enabled())) == 0
     assert torch.is_grad_enabled()
 
 
 def backward(model):
-    """The slope of the loss, which takes gradients to measure, of the inputs and of all weights."""
+    """Returns the norm of the gradient of the loss by the inputs. Computes that of all weights, too."""
     model.requires_grad_(True)
     inputs = INPUTS.clone().requires_grad_()
     with torch.enable_grad():
@@ -213,7 +213,7 @@ def test_a_backward_pass_in_evaluate_does_not_reach_the_gradients_of_training(na
             assert torch.equal(parameter.grad, gradients[name])
 
 
-def test_what_evaluate_registers_or_takes_away_is_as_before():
+def test_parameters_and_buffers_that_evaluate_adds_or_removes_are_reset():
     model = model_of()
     before, state = snapshot(model), list(model.state_dict())
 
@@ -240,7 +240,7 @@ def test_tensors_and_numpy_numbers_are_scores_too(number):
 
 
 @pytest.mark.parametrize("no_number", ["bad", None, torch.ones(2), [1.0]], ids=str)
-def test_what_is_no_number_is_an_error_that_says_what_it_was(no_number):
+def test_a_result_that_is_not_a_number_is_an_error_that_shows_it(no_number):
     model = model_of()
     before = snapshot(model)
     with pytest.raises(ValueError, match=r"evaluate returned .*; it must return one number") as caught:
@@ -258,7 +258,7 @@ def test_degradation_is_relative_and_positive_for_worse(original, restored, wors
     assert degradation(original, restored, higher_is_better=True) == -worse
 
 
-def test_degradation_from_zero_is_infinite_or_nothing():
+def test_degradation_relative_to_zero_is_infinite_or_zero():
     assert degradation(0.0, 0.0, False) == degradation(0.0, 0.0, True) == 0
     assert degradation(0.0, 1e-9, False) == degradation(0.0, -1e-9, True) == math.inf
     assert degradation(0.0, -1e-9, False) == -math.inf
@@ -281,7 +281,7 @@ def cross_entropy(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def test_loss_on_batches_is_their_mean_loss():
+def test_loss_on_returns_the_mean_loss_of_the_batches():
     model = model_of().eval()
     losses = [cross_entropy(model, batch).item() for batch in BATCHES]
     evaluate = dq.LossOn(BATCHES, cross_entropy)
@@ -292,7 +292,7 @@ def test_loss_on_batches_is_their_mean_loss():
     assert dq.LossOn([2.0], lambda _, batch: torch.tensor([batch]))(model) == 2.0
 
 
-def test_loss_on_batches_is_that_of_evaluation_mode_and_the_modes_are_put_back():
+def test_loss_on_uses_evaluation_mode_and_resets_the_modes():
     model = model_of()
     model[1].eval()
     before, modes = snapshot(model), []
@@ -307,7 +307,7 @@ def test_loss_on_batches_is_that_of_evaluation_mode_and_the_modes_are_put_back()
     assert [module.training for module in model] == [True, False, True, True]
 
 
-def test_loss_on_batches_needs_a_batch():
+def test_loss_on_needs_a_batch():
     with pytest.raises(ValueError, match="at least one batch"):
         dq.LossOn([], cross_entropy)
 
@@ -321,6 +321,6 @@ def test_loss_on_batches_needs_a_batch():
     ],
     ids=["iterator", "generator", "DataLoader"],
 )
-def test_batches_that_cannot_be_gone_through_again_and_again_are_refused(make):
+def test_loss_on_refuses_batches_that_can_be_used_only_once(make):
     with pytest.raises(TypeError, match="give a list"):
         dq.LossOn(make(), cross_entropy)

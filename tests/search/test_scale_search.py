@@ -1,4 +1,4 @@
-"""The search for a grid's scale, on made-up degradations: what it finds, and how few it scores."""
+"""The search for a grid's scale power, on synthetic degradations: what it finds, and how few it scores."""
 
 import math
 import random
@@ -21,14 +21,14 @@ from dynaquant.search.scale_search import (
 )
 
 LIMIT = 0.01
-LOWEST, HIGHEST = -150, 62  # as far apart as the configuration manager's
-EXPONENTS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LOWEST, HIGHEST = -150, 62  # a typical range
+POWERS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 NEAR_TARGET = TARGET * 2 ** (-SECOND_ORDER_POWER * RESOLUTION / SCALES_PER_OCTAVE)
-"""Share of the limit from which on a scale may be taken without another evaluation (by the second-order model)."""
+"""Share of the limit from which on an exponent may be accepted without another evaluation (second-order model)."""
 
 
 class Scored:
-    """Degradation as a function of the scale; keeps what was scored, round by round."""
+    """Scores by a function of the exponent. Keeps what was scored, round by round."""
 
     def __init__(self, degradation):
         self.degradation = degradation
@@ -43,18 +43,18 @@ class Scored:
         return sum(map(len, self.rounds))
 
 
-def power_law(exponent, best, limit=LIMIT):
-    """Just good enough at ``best``."""
-    return lambda scale: limit * 2 ** (exponent * (scale - best - 0.5) / SCALES_PER_OCTAVE)
+def power_law(power, best, limit=LIMIT):
+    """A degradation that grows with a power of the scale. The exponent ``best`` is just good enough."""
+    return lambda scale: limit * 2 ** (power * (scale - best - 0.5) / SCALES_PER_OCTAVE)
 
 
-def search(degradation, start=0, settled=False, width=1, limit=LIMIT, lowest=LOWEST, highest=HIGHEST):
-    """What is found, after checking what holds for every search."""
+def search(degradation, start=0, start_was_good=False, per_round=1, limit=LIMIT, lowest=LOWEST, highest=HIGHEST):
+    """Searches, checks what holds for every search, and returns what is found and what was scored."""
     scored = Scored(degradation)
-    found = scale_search(start, lowest, highest, scored, limit, settled, width)
+    found = scale_search(start, lowest, highest, scored, limit, start_was_good, per_round)
     flat = [scale for scales in scored.rounds for scale in scales]
-    assert len(flat) == len(set(flat)), "a scale was scored twice"
-    assert all(1 <= len(scales) <= width for scales in scored.rounds)
+    assert len(flat) == len(set(flat)), "an exponent was scored twice"
+    assert all(1 <= len(scales) <= per_round for scales in scored.rounds)
     assert all(lowest <= scale <= highest for scale in flat)
     assert scored.rounds[0][0] == min(max(start, lowest), highest)
     assert len(scored.rounds) <= MOST_ROUNDS + MOST_BEYOND
@@ -63,7 +63,7 @@ def search(degradation, start=0, settled=False, width=1, limit=LIMIT, lowest=LOW
 
 
 def best_of(degradation, limit=LIMIT):
-    """The largest scale before the first that is not good enough, by trying all of them."""
+    """Tries all exponents, and returns the largest one before the first that is not good enough."""
     best = None
     for scale in range(LOWEST, HIGHEST + 1):
         if not degradation(scale) <= limit:
@@ -86,24 +86,24 @@ def assert_close_to_the_best(found, degradation):
     assert best - found <= RESOLUTION or near_target or degradation(found) >= NEAR_TARGET * LIMIT, (found, best)
 
 
-@pytest.mark.parametrize("exponent", EXPONENTS)
-@pytest.mark.parametrize("width", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("power", POWERS)
+@pytest.mark.parametrize("per_round", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("start", [LOWEST, -60, 0, HIGHEST, 500])
-def test_a_search_ends_close_to_the_best_whatever_power_of_the_scale_degradation_is(exponent, width, start):
+def test_a_search_ends_close_to_the_best_for_any_power_of_the_scale(power, per_round, start):
     for best in range(LOWEST - 3, HIGHEST + 3, 7):
-        degradation = power_law(exponent, best)
-        found, _ = search(degradation, start, width=width)
+        degradation = power_law(power, best)
+        found, _ = search(degradation, start, per_round=per_round)
         assert_close_to_the_best(found, degradation)
 
 
-@pytest.mark.parametrize("exponent", EXPONENTS)
-def test_a_search_from_anywhere_scores_few(exponent):
-    counts = [search(power_law(exponent, best), 0)[1].count for best in range(-100, 60, 3)]
+@pytest.mark.parametrize("power", POWERS)
+def test_a_search_scores_few_exponents(power):
+    counts = [search(power_law(power, best), 0)[1].count for best in range(-100, 60, 3)]
     assert sum(counts) / len(counts) <= 6
     assert max(counts) <= 10
 
 
-def test_by_the_second_order_model_the_second_score_is_the_last_unless_the_first_fails():
+def test_if_the_second_order_model_holds_two_scores_are_enough_unless_the_first_fails():
     for best in range(-28, 28):
         _, scored = search(power_law(SECOND_ORDER_POWER, best), 0)
         assert scored.count <= (2 if best >= 0 else 4)
@@ -118,34 +118,34 @@ def staircase(jumps):
 
 
 @settings(max_examples=300)
-@given(jumps=STAIRS, start=STARTS, width=st.integers(1, 4))
+@given(jumps=STAIRS, start=STARTS, per_round=st.integers(1, 4))
 @example([(-100, 0.012)], 0, 1)
 @example([(-140, 0.0101)], HIGHEST, 1)
 @example([(40, 0.02)], LOWEST, 1)
-def test_where_something_is_good_enough_something_is_found(jumps, start, width):
+def test_if_a_prefix_is_good_enough_something_is_found(jumps, start, per_round):
     degradation = staircase(jumps)
-    found, _ = search(degradation, start, width=width)
+    found, _ = search(degradation, start, per_round=per_round)
     assert (found is None) == (best_of(degradation) is None)
 
 
 @settings(max_examples=300)
-@given(jumps=STAIRS, start=STARTS, width=st.integers(1, 4))
+@given(jumps=STAIRS, start=STARTS, per_round=st.integers(1, 4))
 @example([(0, 0.012)], -10, 1)
 @example([(-50, 0.02)], -80, 1)
 @example([(-20, 0.004), (0, 1.0)], -20, 1)
-def test_a_search_ends_close_to_the_best_on_any_staircase(jumps, start, width):
+def test_a_search_ends_close_to_the_best_on_a_staircase_unless_its_rounds_run_out(jumps, start, per_round):
     degradation = staircase(jumps)
-    found, _ = search(degradation, start, width=width)
-    if found is not None:
+    found, scored = search(degradation, start, per_round=per_round)
+    if found is not None and len(scored.rounds) < MOST_ROUNDS:
         assert_close_to_the_best(found, degradation)
 
 
 @pytest.mark.parametrize("floor", [0.0, 1e-7, 0.5 * LIMIT, 0.9 * LIMIT])
-@pytest.mark.parametrize("exponent", EXPONENTS)
-def test_a_floor_below_the_limit_does_not_mislead_a_search(floor, exponent):
-    """Where fine scales are all the same, such as with a metric that does not notice them."""
+@pytest.mark.parametrize("power", POWERS)
+def test_a_constant_degradation_at_fine_scales_does_not_mislead_a_search(floor, power):
+    """Such as with a metric that does not resolve them."""
     for best in range(-80, 60, 9):
-        law = power_law(exponent, best)
+        law = power_law(power, best)
 
         def degradation(scale, law=law):
             return max(law(scale), floor)
@@ -154,28 +154,28 @@ def test_a_floor_below_the_limit_does_not_mislead_a_search(floor, exponent):
         assert_close_to_the_best(found, degradation)
 
 
-@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("start_was_good", [False, True])
 @pytest.mark.parametrize("start", [LOWEST, 0, HIGHEST])
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("per_round", [1, 3])
 @pytest.mark.parametrize("value", [0.0, -0.5, 1e-30, -math.inf])
-def test_where_everything_is_good_enough_the_largest_is_found(value, settled, start, width):
-    found, _ = search(lambda _: value, start, settled, width)
-    assert HIGHEST - found < LEAST_GAIN if settled else found == HIGHEST or HIGHEST - found < RESOLUTION
+def test_if_everything_is_good_enough_the_largest_is_found(value, start_was_good, start, per_round):
+    found, _ = search(lambda _: value, start, start_was_good, per_round)
+    assert HIGHEST - found < LEAST_GAIN if start_was_good else found == HIGHEST or HIGHEST - found < RESOLUTION
 
 
-@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("start_was_good", [False, True])
 @pytest.mark.parametrize("start", [LOWEST, 0, HIGHEST])
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("per_round", [1, 3])
 @pytest.mark.parametrize("value", [1.0, 1.01 * LIMIT, math.inf, math.nan])
-def test_where_nothing_is_good_enough_nothing_is_found(value, settled, start, width):
-    found, scored = search(lambda _: value, start, settled, width)
+def test_if_nothing_is_good_enough_nothing_is_found(value, start_was_good, start, per_round):
+    found, scored = search(lambda _: value, start, start_was_good, per_round)
     assert found is None
     assert len(scored.rounds) <= 12
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0, 1e4])
 @pytest.mark.parametrize("start", [-80, 0, HIGHEST])
-def test_a_cliff_is_found_whether_what_lies_beyond_can_be_judged_or_not(bad, start):
+def test_a_cliff_is_found_whatever_the_scores_beyond_it(bad, start):
     for best in range(-100, 60, 13):
         law = power_law(2, best)
 
@@ -187,90 +187,92 @@ def test_a_cliff_is_found_whether_what_lies_beyond_can_be_judged_or_not(bad, sta
 
 
 @pytest.mark.parametrize("limit", [0.0, -0.001])
-def test_with_nothing_allowed_only_what_loses_nothing_is_found(limit):
+def test_if_no_degradation_is_allowed_only_lossless_scales_are_found(limit):
     found, _ = search(lambda scale: 0.0 if scale < -20 else 1e-6, 0, limit=limit)
     assert found is None if limit < 0 else found < -20
     found, _ = search(lambda scale: -0.01 if scale < -20 else 1e-6, 0, limit=limit)
     assert found < -20
 
 
-@pytest.mark.parametrize("width", [1, 4])
-def test_with_one_scale_to_choose_from_it_is_that_or_nothing(width):
+@pytest.mark.parametrize("per_round", [1, 4])
+def test_if_there_is_only_one_exponent_it_or_nothing_is_found(per_round):
     for limit, wanted in ((1.0, 5), (0.1, None)):
-        found, scored = search(lambda _: 0.5, 0, width=width, limit=limit, lowest=5, highest=5)
+        found, scored = search(lambda _: 0.5, 0, per_round=per_round, limit=limit, lowest=5, highest=5)
         assert found == wanted
         assert scored.count == 1
 
 
-@pytest.mark.parametrize("exponent", EXPONENTS)
+@pytest.mark.parametrize("power", POWERS)
 @pytest.mark.parametrize("noise", [0.02, 0.1, 0.3])
-@pytest.mark.parametrize("width", [1, 4])
-def test_what_is_found_is_good_enough_under_noise_and_not_far_from_the_best(exponent, noise, width):
+@pytest.mark.parametrize("per_round", [1, 4])
+def test_with_noise_the_result_is_good_enough_and_near_the_best(power, noise, per_round):
     for seed in range(20):
         draw = random.Random(seed)
         errors = {scale: math.exp(draw.gauss(0, noise)) for scale in range(LOWEST, HIGHEST + 1)}
         best = draw.randint(-60, 50)
-        law = power_law(exponent, best)
-        found, _ = search(lambda scale, law=law, errors=errors: law(scale) * errors[scale], 0, width=width)
-        # So far can noise of three deviations, and the aim, be from the best.
-        octaves = (3 * noise * math.log2(math.e) - math.log2(NEAR_TARGET)) / exponent
+        law = power_law(power, best)
+        found, _ = search(lambda scale, law=law, errors=errors: law(scale) * errors[scale], 0, per_round=per_round)
+        # Noise of three standard deviations, and the target below the limit, can shift the result this far.
+        octaves = (3 * noise * math.log2(math.e) - math.log2(NEAR_TARGET)) / power
         assert abs(found - best) <= octaves * SCALES_PER_OCTAVE * 2 + 2 * RESOLUTION
 
 
-@pytest.mark.parametrize("exponent", EXPONENTS)
+@pytest.mark.parametrize("power", POWERS)
 @pytest.mark.parametrize("pace", [0.5, 1.0, 2.0, LEAST_GAIN - 1])
 @pytest.mark.parametrize("trend", [-0.3, 0.0, 0.3])
-def test_a_settled_search_scores_about_two_in_the_mean_while_what_is_good_enough_drifts(exponent, pace, trend):
-    """Drift by less than LEAST_GAIN from one checkpoint to the next."""
+def test_from_a_good_start_a_search_scores_about_two_on_average_while_the_best_drifts(power, pace, trend):
+    """It drifts by less than LEAST_GAIN from one checkpoint to the next."""
     draw = random.Random(1)
     best = 0.0
-    last, _ = search(power_law(exponent, best), 0)
+    last, _ = search(power_law(power, best), 0)
     counts = []
     for _ in range(200):
         best += draw.uniform(-pace, pace) + trend * pace / 2
         best = min(max(best, LOWEST + 20), HIGHEST - 20)
-        law = power_law(exponent, best)
-        found, scored = search(law, last, settled=True)
+        law = power_law(power, best)
+        found, scored = search(law, last, start_was_good=True)
         counts.append(scored.count)
         assert found is not None
         last = found
     assert sum(counts) / len(counts) <= 2.25
 
 
-@pytest.mark.parametrize("exponent", EXPONENTS)
-def test_a_settled_scale_that_is_good_enough_is_left_only_for_much_more(exponent):
+@pytest.mark.parametrize("power", POWERS)
+def test_a_good_start_is_left_only_for_a_much_larger_exponent(power):
     for ahead in range(60):
-        degradation = power_law(exponent, ahead)
-        found, scored = search(degradation, 0, settled=True)
+        degradation = power_law(power, ahead)
+        found, scored = search(degradation, 0, start_was_good=True)
         if scored.count == 1:
-            # By the second-order model fewer steps than LEAST_GAIN lie before the aim.
+            # By the second-order model, the target is nearer than LEAST_GAIN.
             assert found == 0
             assert degradation(0) > TARGET * LIMIT * 2 ** (-SECOND_ORDER_POWER * LEAST_GAIN / SCALES_PER_OCTAVE)
         else:
             assert (
                 found >= LEAST_GAIN or ahead < LEAST_GAIN + RESOLUTION
-            )  # or nearly: the aim lies a little before the limit
+            )  # or nearly: the target is a little below the limit
 
 
 @settings(max_examples=300)
-@given(jumps=STAIRS, start=STARTS, settled=st.booleans(), width=st.integers(1, 4))
+@given(jumps=STAIRS, start=STARTS, start_was_good=st.booleans(), per_round=st.integers(1, 4))
 @example([(-100, 0.012)], 0, False, 1)
 @example([(-20, 0.004), (0, 1.0)], 20, True, 1)
-def test_where_degradation_grows_with_the_scale_looking_beyond_a_failure_costs_two_rounds(jumps, start, settled, width):
+def test_if_degradation_grows_with_the_scale_looking_beyond_a_failure_costs_at_most_two_rounds(
+    jumps, start, start_was_good, per_round
+):
     degradation = staircase(jumps)
-    found, scored = search(degradation, start, settled, width)
+    found, scored = search(degradation, start, start_was_good, per_round)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scale_module, "MOST_BEYOND", 0)
-        plain, without = search(degradation, start, settled, width)
+        plain, without = search(degradation, start, start_was_good, per_round)
     assert (found is None) == (plain is None)
     assert len(scored.rounds) <= len(without.rounds) + 2 or found > plain
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1.0, 1e4])
-@pytest.mark.parametrize("settled", [False, True])
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("start_was_good", [False, True])
+@pytest.mark.parametrize("per_round", [1, 3])
 @pytest.mark.parametrize("gap", [1, STRIDE_BEYOND // 2, STRIDE_BEYOND])
-def test_an_octave_of_good_scales_up_to_half_an_octave_beyond_a_failure_is_found(gap, width, settled, bad):
+def test_an_octave_of_good_scales_up_to_half_an_octave_beyond_a_failure_is_found(gap, per_round, start_was_good, bad):
     for best in range(-100, 0, 7):
         law = power_law(SECOND_ORDER_POWER, best)
 
@@ -279,18 +281,18 @@ def test_an_octave_of_good_scales_up_to_half_an_octave_beyond_a_failure_is_found
                 return 0.5 * LIMIT
             return law(scale) if scale <= best else bad
 
-        found, _ = search(degradation, best + 2 * SCALES_PER_OCTAVE, settled, width)
+        found, _ = search(degradation, best + 2 * SCALES_PER_OCTAVE, start_was_good, per_round)
         assert best + gap < found <= best + gap + SCALES_PER_OCTAVE
 
 
 def rugged(draw, best, height):
-    """A power law with waves of about an octave and a half, so many times as high as the law itself."""
+    """A power law with waves of about one and a half octaves, ``height`` times as high as the law itself."""
     law, phase, length = power_law(SECOND_ORDER_POWER, best), draw.uniform(0, math.tau), draw.uniform(18, 30)
     return lambda scale: law(scale) * (1 + height * math.sin(math.tau * scale / length + phase))
 
 
 @pytest.mark.parametrize("height", [1.5, 3, 10])
-def test_where_degradation_goes_up_and_down_what_is_found_lies_beyond_the_first_failure(height):
+def test_if_degradation_goes_up_and_down_the_result_lies_beyond_the_first_failure(height):
     draw = random.Random(2)
     gains, counts, rounds = [], [], []
     for _ in range(200):
@@ -298,32 +300,32 @@ def test_where_degradation_goes_up_and_down_what_is_found_lies_beyond_the_first_
         found, scored = search(degradation, 0)
         gains.append(found - best_of(degradation))
         counts.append(scored.count)
-        rounds.append(len(search(degradation, 0, width=4)[1].rounds))
+        rounds.append(len(search(degradation, 0, per_round=4)[1].rounds))
     assert sum(gains) / len(gains) >= SCALES_PER_OCTAVE
     assert sum(counts) / len(counts) <= 10
     assert sum(rounds) / len(rounds) <= 5
     assert max(counts) <= 16
 
 
-@pytest.mark.parametrize("exponent", EXPONENTS)
-def test_a_scale_that_was_good_by_chance_does_not_mislead_the_next_search(exponent):
-    """It fails at the next checkpoint, and what is found is near the best again."""
+@pytest.mark.parametrize("power", POWERS)
+def test_an_exponent_that_was_good_by_chance_does_not_mislead_the_next_search(power):
+    """It fails at the next checkpoint, and the result is near the best again."""
     for chance in range(4, 60, 5):
         for best in range(-100, 0, 7):
-            law = power_law(exponent, best)
-            found, scored = search(law, best + chance, settled=True)
+            law = power_law(power, best)
+            found, scored = search(law, best + chance, start_was_good=True)
             assert best - found <= 2 * LEAST_GAIN
             assert scored.count <= 8
 
 
-@pytest.mark.parametrize("width", [2, 4, 8])
-def test_scoring_several_at_once_takes_no_more_rounds_and_finds_as_much(width):
-    rounds = {1: 0, width: 0}
-    for exponent in EXPONENTS:
+@pytest.mark.parametrize("per_round", [2, 4, 8])
+def test_several_exponents_per_round_take_no_more_rounds_and_find_as_much(per_round):
+    rounds = {1: 0, per_round: 0}
+    for power in POWERS:
         for best in range(-90, 60, 7):
-            degradation = power_law(exponent, best)
+            degradation = power_law(power, best)
             for each in rounds:
-                found, scored = search(degradation, 0, width=each)
+                found, scored = search(degradation, 0, per_round=each)
                 rounds[each] += len(scored.rounds)
                 assert_close_to_the_best(found, degradation)
-    assert rounds[width] <= rounds[1]
+    assert rounds[per_round] <= rounds[1]

@@ -1,4 +1,4 @@
-"""How much a metric minds each tensor, measured."""
+"""Measuring the sensitivity of a metric to each tensor."""
 
 import pytest
 import torch
@@ -8,12 +8,12 @@ from dynaquant.search.sensitivity import LEAST_SENSITIVITY, MOST_GROUPS, groups_
 from dynaquant.tensors.dequantize import dequantize
 
 
-def test_large_tensors_are_tried_alone_and_small_ones_together():
+def test_large_tensors_are_quantized_alone_and_small_ones_together():
     sizes = {"a.weight": 10_000, "a.bias": 10, "b.weight": 20_000, "b.norm": 10}
     assert groups_of(sizes) == [["a.weight"], ["b.weight"], ["a.bias", "b.norm"]]
 
 
-def test_many_layers_are_tried_with_their_neighbours_and_every_tensor_once():
+def test_if_there_are_many_layers_neighbours_are_quantized_together():
     sizes = {f"h.{i}.{kind}": 1000 for i in range(100) for kind in ("attn", "mlp")} | {"wte": 50_000}
     groups = groups_of(sizes)
     assert len(groups) <= MOST_GROUPS
@@ -38,17 +38,19 @@ def squared_movement(weights, quantized) -> dict[str, float]:
     return {n: float((dequantize(q) - weights.weights[n]).square().sum()) for n, q in quantized.items()}
 
 
-def test_what_is_measured_is_how_much_worse_a_squared_movement_makes_the_metric():
+def test_the_sensitivity_is_the_degradation_per_squared_error():
     weights = weights_of(a=1.0, b=1.0, c=10.0)
-    minds = {"a": 1.0, "b": 7.0, "c": 0.5}
+    sensitivities = {"a": 1.0, "b": 7.0, "c": 0.5}
     fisher = measure_sensitivity(
-        weights, lambda q: sum(minds[n] * moved for n, moved in squared_movement(weights, q).items()), lambda _: None
+        weights,
+        lambda q: sum(sensitivities[n] * moved for n, moved in squared_movement(weights, q).items()),
+        lambda _: None,
     )
     assert fisher["b"] / fisher["a"] == pytest.approx(7, rel=0.01)
     assert fisher["c"] / fisher["a"] == pytest.approx(0.5, rel=0.01)
 
 
-def test_what_cannot_be_told_counts_as_the_median_does():
+def test_a_tensor_of_unknown_sensitivity_counts_like_the_median():
     weights = weights_of(a=1.0, b=1.0, c=1.0, d=1.0, e=1.0)
 
     def degradation(quantized):
@@ -61,15 +63,17 @@ def test_what_cannot_be_told_counts_as_the_median_does():
     assert fisher["b"] == pytest.approx(fisher["a"], rel=0.3)
     assert fisher["c"] == pytest.approx(fisher["a"], rel=0.3)
     assert fisher["d"] == pytest.approx(fisher["a"], rel=0.3)
-    assert fisher["e"] == pytest.approx(LEAST_SENSITIVITY * fisher["a"], rel=0.3)  # better is not what it minds
+    assert fisher["e"] == pytest.approx(
+        LEAST_SENSITIVITY * fisher["a"], rel=0.3
+    )  # an improvement counts as a low sensitivity
 
 
-def test_a_metric_that_minds_nothing_tells_nothing():
+def test_a_metric_that_never_changes_has_no_sensitivities():
     assert measure_sensitivity(weights_of(a=1.0, b=1.0), lambda _: 0.0, lambda _: None) == {}
     assert measure_sensitivity(weights_of(), lambda _: 1.0, lambda _: None) == {}
 
 
-def test_it_says_how_far_it_has_come():
-    told: list[str] = []
-    measure_sensitivity(weights_of(a=1.0, b=1.0), lambda _: 1.0, told.append)
-    assert [text.rpartition(": ")[2] for text in told] == ["1 of 2", "2 of 2"]
+def test_it_reports_its_progress():
+    reported: list[str] = []
+    measure_sensitivity(weights_of(a=1.0, b=1.0), lambda _: 1.0, reported.append)
+    assert [text.rpartition(": ")[2] for text in reported] == ["1 of 2", "2 of 2"]

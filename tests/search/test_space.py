@@ -1,4 +1,4 @@
-"""The configuration space: points of a cube <-> knobs of the quantizer."""
+"""The published configurations: from candidates to configurations and back."""
 
 from itertools import pairwise, product
 
@@ -18,7 +18,7 @@ def candidates(space: Space, shape=None) -> list[Candidate]:
 
 
 def knobs(configuration: dq.Configuration) -> tuple[float, ...]:
-    """Larger is more conservative."""
+    """Returns numbers that are larger for more conservative configurations."""
     return (
         configuration.bins,
         configuration.embedding_bins,
@@ -28,7 +28,7 @@ def knobs(configuration: dq.Configuration) -> tuple[float, ...]:
 
 
 @EVERY_SPACE
-def test_it_is_the_published_one(space):
+def test_the_space_is_the_published_one(space):
     found = {space.configuration(candidate) for candidate in candidates(space)}
     assert {c.bins for c in found} == {4, 6, 8, 12, 16, 32}
     assert {c.embedding_bins for c in found} == ({16, 32} if space.embeddings else {32})
@@ -63,7 +63,7 @@ def test_along_every_axis_configurations_become_more_conservative(space):
                 assert after[:axis] + after[axis + 1 :] == before[:axis] + before[axis + 1 :]
 
 
-def test_where_nothing_is_pruned_the_metric_makes_no_difference():
+def test_if_nothing_is_pruned_the_metric_makes_no_difference():
     space = Space(embeddings=True, metrics=BOTH)
     for candidate in candidates(space):
         other = Candidate(BOTH[candidate.metric == BOTH[0]], candidate.point)
@@ -84,16 +84,16 @@ def test_where_nothing_is_pruned_the_metric_makes_no_difference():
         ({"pruned": 0.01}, {"pruned": 0.0}),
         ({"protected": 0.0}, {"protected": 0.0005}),
         ({"protected": 0.001}, {"protected": 0.005}),
-        ({"protected": 0.2}, {"protected": 0.01}),  # the most there is
+        ({"protected": 0.2}, {"protected": 0.01}),  # the largest value
     ],
 )
-def test_what_lies_between_two_points_becomes_the_more_conservative_one(space, knobs, expected):
+def test_a_configuration_between_two_points_becomes_the_more_conservative_one(space, knobs, expected):
     start = {"bins": 16, "embedding_bins": 32, "pruned": 0.1, "protected": 0.005}
     configuration = space.configuration(space.candidate(dq.Configuration(**start | knobs)))
     assert configuration == dq.Configuration(**start | expected)
 
 
-def test_bins_of_embeddings_count_only_where_there_are_embeddings():
+def test_embedding_bins_count_only_if_the_model_has_embeddings():
     configuration = dq.Configuration(embedding_bins=20)
     space = Space(embeddings=True, metrics=BOTH)
     assert space.configuration(space.candidate(configuration)).embedding_bins == 32
@@ -102,7 +102,7 @@ def test_bins_of_embeddings_count_only_where_there_are_embeddings():
     assert space.shape[1] == space.wide_shape[1] == 1
 
 
-def test_a_metric_that_is_not_there_is_replaced():
+def test_an_unavailable_metric_is_replaced():
     space = Space(embeddings=True, metrics=("magnitude",))
     assert space.candidate(dq.Configuration(pruning_metric="sensitivity")).metric == "magnitude"
 
@@ -122,7 +122,7 @@ def test_more_bins_come_after_the_most_conservative_corner(space):
 
 
 @EVERY_SPACE
-def test_finer_candidates_have_more_bins_and_less_pruned_in_every_step(space):
+def test_finer_candidates_have_more_bins_and_less_pruning(space):
     for candidate in candidates(space, space.wide_shape):
         before = space.configuration(candidate)
         assert space.finer(candidate, 0, 0) == candidate

@@ -1,4 +1,4 @@
-"""Made-up degradations and sizes over the configuration space, for tests of the searches without a model."""
+"""Synthetic degradations and sizes of configurations, to test the searches without a model."""
 
 import math
 import random
@@ -13,9 +13,9 @@ METRICS: tuple[Metric, ...] = ("magnitude", "sensitivity")
 
 
 class Landscape:
-    """Along every axis degradation falls and size rises, by amounts that are drawn; one metric is better than another.
+    """Random degradations that fall and sizes that rise along every axis. One metric is better than the other.
 
-    noise: standard deviation of each degradation, relative to it. What is scored is kept, round by round.
+    noise: relative standard deviation of each degradation. ``rounds`` keeps what was scored.
     """
 
     def __init__(self, seed: int, shape: Point = SHAPE, noise: float = 0.0) -> None:
@@ -26,12 +26,12 @@ class Landscape:
         self._factors = {"magnitude": 1.0, "sensitivity": self._draw.uniform(0.7, 1.4)}
         self.degradations: dict[Candidate, float] = {}
         self._refresh()
-        # From where hardly anything is good enough to where nearly everything is.
+        # Some landscapes have hardly any candidate that is good enough, others have many.
         self.limit = self.quantile(self._draw.uniform(0.02, 0.98))
         self.rounds: list[list[Candidate]] = []
 
     def _axis(self, length: int, skew: int = 1) -> list[float]:
-        """Rising values along an axis, which weighs more or less than the others."""
+        """Returns rising values along an axis with a random weight."""
         weight = self._draw.random()
         return sorted(weight * self._draw.random() ** skew for _ in range(length))
 
@@ -43,14 +43,14 @@ class Landscape:
                 self.degradations[Candidate(metric, point)] = self._factors[metric] * loss * error
 
     def drift(self) -> None:
-        """Some steps of training: every axis matters a little more or less, on the whole more."""
+        """Changes degradations as training does: every axis matters a little more or less, on average more."""
         self._losses = [[loss * math.exp(self._draw.gauss(0.02, 0.04)) for loss in axis] for axis in self._losses]
         self._losses = [sorted(axis, reverse=True) for axis in self._losses]
         self._factors["sensitivity"] *= math.exp(self._draw.gauss(0, 0.05))
         self._refresh()
 
     def quantile(self, fraction: float) -> float:
-        """The degradation that this fraction of the candidates stays below."""
+        """Returns the degradation that this fraction of the candidates stays below."""
         return sorted(self.degradations.values())[int(len(self.degradations) * fraction)]
 
     def size(self, candidate: Candidate) -> float:
@@ -68,6 +68,6 @@ class Landscape:
         return self.degradations[candidate] <= self.limit
 
     def smallest_good(self, among: Iterable[Candidate] | None = None) -> float | None:
-        """What brute force finds: the smallest size of those that are good enough."""
+        """Returns the smallest size of all candidates that are good enough, by brute force."""
         candidates = self.degradations if among is None else among
         return min((self.size(candidate) for candidate in candidates if self.is_good(candidate)), default=None)

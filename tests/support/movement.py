@@ -1,12 +1,13 @@
-"""A metric that asks for as many bins as it is told to, whatever the model."""
+"""A metric with adjustable strictness, for any model."""
 
 from torch import nn
 
 
 class Movement:
-    """1 for the weights in training; any movement away from them makes it worse.
+    """Is 1 for the weights in training, and higher, which is worse, for all others.
 
-    The degradation is ``strictness`` times their squared movement, relative to their squares. calls: evaluations.
+    The degradation is ``strictness`` times the squared error of the weights, relative to their squares. ``calls``
+    counts evaluations.
     """
 
     def __init__(self, model: nn.Module, strictness: float) -> None:
@@ -15,12 +16,14 @@ class Movement:
         self.remember()
 
     def remember(self) -> None:
-        """The weights in training have changed."""
+        """Takes the current weights as those in training."""
         self.weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
     def moved(self, model: nn.Module) -> float:
-        of = [(p - self.weights[name], self.weights[name]) for name, p in model.named_parameters()]
-        return float(sum(d.double().square().sum() for d, _ in of) / sum(w.double().square().sum() for _, w in of))
+        """Returns the squared error of the weights, relative to their squares."""
+        pairs = [(p - self.weights[name], self.weights[name]) for name, p in model.named_parameters()]
+        squares = [(error.double().square().sum(), w.double().square().sum()) for error, w in pairs]
+        return float(sum(error for error, _ in squares) / sum(w for _, w in squares))
 
     def __call__(self, model: nn.Module) -> float:
         self.calls += 1

@@ -1,4 +1,4 @@
-"""Replicas of a data-parallel training, for torchrun: they save, fail and restore, and report what happened as JSON.
+"""Replicas of a data-parallel training, for torchrun. They save, fail and restore, and write what happened as JSON.
 
 Usage: torchrun … replicas.py {two,four,metrics} FOLDER
 """
@@ -25,7 +25,7 @@ import dynaquant as dq
 from dynaquant.training.ranks import Group
 
 STEPS = 8
-"""Between saves."""
+"""Training steps between saves."""
 
 
 def model_of() -> nn.Module:
@@ -46,12 +46,12 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def plain(model: nn.Module) -> dict[str, list]:
-    """The weights as JSON has them; floats keep every bit."""
+    """Returns the weights as JSON values. Floats keep every bit."""
     return {name: w.tolist() for name, w in weights_of(model).items()}
 
 
 class Replica:
-    """One rank's training: model, optimizer, random numbers of its own, and a metric that it can be made to fail at."""
+    """One rank's training: model, optimizer, its own random numbers, and a metric that can be made to fail."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -64,10 +64,10 @@ class Replica:
         self.fails_at = 0
         self.failure: type[Exception] = ZeroDivisionError
         self.share: Callable[[float], float] = float
-        """What the metric makes of a rank's own number."""
+        """Computes the metric from the rank's own number."""
 
     def checkpointer(self, folder: Path, **options) -> dq.Checkpointer:
-        """One that searches among k-means configurations, as published, unless told otherwise."""
+        """A Checkpointer of the published method, unless ``method`` says otherwise."""
         extras = {"generator": self.generator}
         options = {"method": "published"} | options
         return dq.Checkpointer(folder, self.model, self.optimizer, extras=extras, evaluate=self.evaluate, **options)
@@ -89,7 +89,7 @@ class Replica:
             self.optimizer.step()
 
     def save(self, ckpt: dq.Checkpointer, step: int) -> dict:
-        """What a save came to on this rank: the record, or the error."""
+        """Saves, and returns the record or the error of this rank."""
         self.calls = 0
         self.metric.remember()
         before = sorted(path.name for path in ckpt._run.folder.iterdir())
@@ -101,15 +101,15 @@ class Replica:
         finally:
             dist.barrier()
         ratio = None if math.isnan(record.ratio) else record.ratio
-        file = {"ratio": ratio, "keyframe": record.keyframe, "ratios": [known.ratio for known in ckpt.records()]}
+        file = {"ratio": ratio, "keyframe": record.keyframe, "ratios": [each.ratio for each in ckpt.records()]}
         return {"record": record.to_json(), "file": file, "calls": self.calls, "weights": plain(self.model)}
 
     def draws(self) -> dict:
-        """The next random numbers."""
+        """Draws random numbers."""
         return {"torch": torch.rand(4).tolist(), "generator": torch.rand(4, generator=self.generator).tolist()}
 
     def spoil(self) -> None:
-        """Other weights, other random numbers."""
+        """Overwrites weights and random number generators."""
         torch.manual_seed(300 + self.rank)
         self.generator.manual_seed(400 + self.rank)
         with torch.no_grad():
@@ -122,7 +122,7 @@ class Replica:
 
 
 def two(folder: Path) -> dict:
-    """Four saves; two that fail on rank 1, on the weights in training and on a candidate; one more, two restores."""
+    """Saves four times, fails twice on rank 1 (on the weights in training, on a candidate), saves again, restores."""
     replica = Replica()
     run = folder / "run"
     with replica.checkpointer(run) as ckpt:
@@ -151,7 +151,7 @@ def two(folder: Path) -> dict:
 
 
 def saves_after_a_restore(replica: Replica, run: Path, copy: Path) -> list[dict]:
-    """Two saves after a restore and steps so small that the levels of before would undo them."""
+    """Restores, and saves twice after training so little that the levels of before would undo it."""
     if replica.rank == 0:
         shutil.copytree(run, copy)
     dist.barrier()
@@ -167,7 +167,7 @@ def saves_after_a_restore(replica: Replica, run: Path, copy: Path) -> list[dict]
 
 
 def saves_on_the_grid(replica: Replica, folder: Path) -> list[dict]:
-    """Three saves by the default method and, after a restore, two with small steps; the restored weights with them."""
+    """Saves three times by the default method, restores, and saves twice after training little."""
     for group in replica.optimizer.param_groups:
         group["lr"] = 1e-2
     saves = []
@@ -183,7 +183,7 @@ def saves_on_the_grid(replica: Replica, folder: Path) -> list[dict]:
 
 
 def metrics(folder: Path) -> dict:
-    """Saves whose metric communicates: at every call, at late ones only, to rank 0 only, not at all; and one on which
+    """Saves with metrics that communicate at every call, at late calls, only to rank 0, or never; and saves once while
     memory runs out on rank 1."""
     replica = Replica()
     rank, generator = replica.rank, replica.generator
@@ -220,7 +220,7 @@ def metrics(folder: Path) -> dict:
 
 
 def ways() -> dict[str, Callable[[nn.Module], object]]:
-    """Ways to communicate, and one not to."""
+    """Returns functions that communicate in different ways, and one that does not."""
     ones, group = torch.ones(2), dist.new_group(backend="gloo")
     alone = [dist.new_group([rank], backend="gloo") for rank in range(2)][dist.get_rank()]
     wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
@@ -249,7 +249,7 @@ def ways() -> dict[str, Callable[[nn.Module], object]]:
         "buffers of DDP": lambda _: wrapped.eval()(torch.ones(3, 2)),
         "in a thread": in_a_thread,
         "nothing": lambda model: model.eval()(torch.arange(3)),
-        "of one's own": lambda _: dist.all_reduce(ones, group=alone),
+        "a group of one rank": lambda _: dist.all_reduce(ones, group=alone),
     }
 
 
@@ -260,7 +260,7 @@ def seen(way: Callable[[nn.Module], object]) -> bool:
 
 
 def four(folder: Path) -> dict:
-    """A run of two ranks is restored, another one is begun; in the end ``evaluate`` fails, and nobody catches it."""
+    """Restores a run of two ranks, starts another one, and lets ``evaluate`` fail on rank 2 without catching it."""
     replica = Replica()
     with replica.checkpointer(folder / "run") as ckpt:
         replica.spoil()

@@ -1,4 +1,7 @@
-"""Replicas of a training whose model is wrapped otherwise after every restart, for torchrun. Usage: … FOLDER"""
+"""Replicas of a training that wraps its model in another way after every restart, for torchrun.
+
+Usage: torchrun … wrapped_replicas.py FOLDER
+"""
 
 import json
 import sys
@@ -30,7 +33,7 @@ def loss(model):
 
 
 class Position:
-    """An extra that cannot be loaded on rank 1."""
+    """An extra whose state cannot be loaded on rank 1."""
 
     at = 3
 
@@ -43,8 +46,8 @@ class Position:
             raise RuntimeError("no")
 
 
-def where_it_stays_when_a_rank_fails(folder: Path) -> tuple[int, bool]:
-    """After a restore that raises on rank 1: where the extra is, and whether the model is as it was."""
+def state_after_a_failed_restore(folder: Path) -> tuple[int, bool]:
+    """Restores with a failure on rank 1. Returns the position of the extra, and whether the model is unchanged."""
     model, position = DistributedDataParallel(model_of()), Position()
     with dq.Checkpointer(folder, model, extras={"position": position}, quality="lossless") as ckpt:
         ckpt.save(1).result()
@@ -73,7 +76,7 @@ def main(folder: Path) -> None:
             train(model, optimizer, 2)
             ckpt.save(step + 1).result()
         report[name] = [step, step + 1]
-    report["failed"] = where_it_stays_when_a_rank_fails(folder / "failing")
+    report["failed"] = state_after_a_failed_restore(folder / "failing")
     (folder / f"rank-{dist.get_rank()}.json").write_text(json.dumps(report))
 
 

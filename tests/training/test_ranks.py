@@ -1,4 +1,4 @@
-"""Several processes: one decision, the work shared, every rank's random numbers kept, and no rank left waiting."""
+"""Several processes: all ranks decide the same, share the work, keep their random numbers, and never hang."""
 
 import fcntl
 import json
@@ -22,13 +22,13 @@ from dynaquant.state.roles import labels
 SUPPORT = Path(__file__).parents[1] / "support"
 
 TIMEOUT = 150
-"""Seconds; far beyond what it takes, so that whoever waits for ever fails."""
+"""Seconds. Far more than a launch needs, so that a rank that hangs is a failure."""
 OF_THE_FIRST_ORIGINAL = 5
 """Evaluations of the weights in training at a first save."""
 
 
 def launch(scenario: str, ranks: int, folder: Path) -> tuple[int, str]:
-    """Exit status and output of the launcher."""
+    """Runs the launcher. Returns its exit status and output."""
     script = SUPPORT / "replicas.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     with subprocess.Popen(
@@ -49,7 +49,7 @@ def launch(scenario: str, ranks: int, folder: Path) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory) -> dict[str, Path]:
-    """The folders of all launches, which all workers of pytest-xdist share."""
+    """The folders of all launches, shared by all workers of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "replicas"
     shared.mkdir(exist_ok=True)
@@ -66,7 +66,7 @@ def launched(tmp_path_factory) -> dict[str, Path]:
 
 
 def reports_of(folder: Path, ranks: int) -> list[dict]:
-    """What each rank reports."""
+    """Returns the report of each rank."""
     reports = [folder / f"rank-{rank}.json" for rank in range(ranks)]
     assert all(report.exists() for report in reports), json.loads((folder / "end.json").read_text())[1]
     return [json.loads(report.read_text()) for report in reports]
@@ -94,7 +94,7 @@ def metrics(launched) -> list[dict]:
 
 @pytest.fixture(params=[2, 4])
 def saves(request) -> list[list[dict]]:
-    """By save, what it came to on every rank."""
+    """The outcomes of each save, by rank."""
     reports = request.getfixturevalue({2: "two", 4: "four"}[request.param])
     saves = [report["saves"] + ([report["after"]] if "after" in report else []) for report in reports]
     return list(zip(*saves, strict=True))
@@ -102,7 +102,7 @@ def saves(request) -> list[list[dict]]:
 
 @pytest.fixture(scope="module")
 def alone(folder, tmp_path_factory) -> list[dict]:
-    """The records of a single process that makes the steps of the two ranks again, from their gradients."""
+    """The records of a single process that repeats the training of the two ranks with their gradients."""
     model = model_of()
     optimizer = optimizer_of(model)
     metric = metric_of(model)
@@ -153,15 +153,15 @@ def test_all_ranks_come_to_the_same_decision(saves):
     assert "neighbourhood" in searches
 
 
-def test_ranks_that_write_no_file_do_not_say_how_small_it_is(two):
+def test_ranks_that_write_no_file_report_no_ratio(two):
     for first, other in zip(*(report["saves"] for report in two), strict=True):
         assert first["file"]["ratio"] > 1
         assert first["file"]["keyframe"] == (first["record"]["parent"] is None)
         assert (other["file"]["ratio"], other["file"]["keyframe"]) == (None, None)
-    assert min(two[1]["saves"][-1]["file"]["ratios"]) > 1  # what the run holds can be read on every rank
+    assert min(two[1]["saves"][-1]["file"]["ratios"]) > 1  # every rank can read the run
 
 
-def test_after_a_restore_all_ranks_keep_the_same_progress(two):
+def test_after_a_restore_all_ranks_keep_the_same_displacement(two):
     for outcomes in zip(*(report["later"] for report in two), strict=True):
         assert outcomes[0]["weights"] == outcomes[1]["weights"]
         record, other = (outcome["record"] for outcome in outcomes)
@@ -192,7 +192,7 @@ def test_on_the_grid_all_ranks_come_to_the_same_decision(two, folder):
     assert same(tensors(weights), dq.load(folder / "grid", 3)["model"])
 
 
-def test_it_is_the_decision_of_a_single_process(two, alone):
+def test_several_ranks_decide_like_a_single_process(two, alone):
     for outcome, record in zip(two[0]["saves"], alone, strict=True):
         assert same(tensors(outcome["weights"]), record["weights"])
         assert outcome["record"]["quality"]["original"] == record["quality"]["original"]
@@ -201,19 +201,19 @@ def test_it_is_the_decision_of_a_single_process(two, alone):
         assert outcome["record"]["quality"] == record["quality"]
 
 
-def test_whoever_tries_a_configuration_its_degradation_is_that_of_a_single_process(two, alone):
+def test_degradations_equal_those_of_a_single_process_whichever_rank_measures_them(two, alone):
     common = 0
     for outcome, record in zip(two[0]["saves"], alone, strict=True):
-        known = {json.dumps(trial["configuration"]): trial for trial in record["trials"]}
+        trials_alone = {json.dumps(trial["configuration"]): trial for trial in record["trials"]}
         for trial in outcome["record"]["trials"]:
-            if other := known.get(json.dumps(trial["configuration"])):
+            if other := trials_alone.get(json.dumps(trial["configuration"])):
                 common += 1
                 assert trial["degradation"] == other["degradation"]
     assert common > 5
 
 
-def test_whoever_tries_a_configuration_its_size_is_predicted_by_the_same_factor(saves):
-    """What deltas take less than keyframes is learned from those that were written, by rank 0."""
+def test_all_ranks_predict_sizes_with_the_same_factor(saves):
+    """The factor by which deltas are smaller than keyframes is learned by rank 0, which writes them."""
     for outcomes in saves:
         weights = {f"model.{name}": w for name, w in tensors(outcomes[0]["weights"]).items() if w.ndim == 2}
         sizes = SizeModel(kmeans_weights(weights, labels(weights, {"model": model_of()}, {}), {}))
@@ -229,10 +229,10 @@ def test_only_rank_0_writes(saves):
         assert {outcome["record"]["identity"] for outcome in outcomes[1:]} == {""}
 
 
-# The work is shared
+# Sharing the work
 
 
-def test_candidates_are_dealt_out(saves):
+def test_each_rank_scores_other_candidates(saves):
     for save, outcomes in enumerate(saves):
         of_the_original = 1 if save else OF_THE_FIRST_ORIGINAL
         rounds = {outcome["calls"] - of_the_original for outcome in outcomes}
@@ -244,7 +244,7 @@ def test_candidates_are_dealt_out(saves):
             assert max(rounds) < 1.8 * trials / len(outcomes)
 
 
-def test_the_work_of_an_exhaustive_search_takes_fewer_rounds_than_alone(two, alone):
+def test_an_exhaustive_search_takes_fewer_rounds_than_in_a_single_process(two, alone):
     rounds = two[0]["saves"][0]["calls"] - OF_THE_FIRST_ORIGINAL
     assert rounds < 0.8 * len(alone[0]["trials"])
 
@@ -252,15 +252,15 @@ def test_the_work_of_an_exhaustive_search_takes_fewer_rounds_than_alone(two, alo
 # Metrics that communicate
 
 
-def test_communication_is_seen_whichever_way_it_goes(metrics):
+def test_every_way_of_communication_is_noticed(metrics):
     ways = metrics[0]["seen"]
-    assert {name for name, seen in ways.items() if not seen} == {"nothing", "of one's own"}
+    assert {name for name, seen in ways.items() if not seen} == {"nothing", "a group of one rank"}
     assert len(ways) > 12
     assert metrics[1]["seen"] == ways
 
 
 @pytest.mark.parametrize("metric", ["mean", "late", "to_rank_0"])
-def test_a_metric_that_communicates_scores_the_weights_that_are_stored(metrics, launched, metric):
+def test_a_metric_that_communicates_scores_the_stored_weights(metrics, launched, metric):
     for step, (save, other) in enumerate(zip(*(report["saves"][metric] for report in metrics), strict=True), start=1):
         record = save["record"]
         for name in ("configuration", "quality", "trials", "notes"):
@@ -276,7 +276,7 @@ def test_a_metric_that_communicates_scores_the_weights_that_are_stored(metrics, 
         assert [note for note in record["notes"] if "evaluate communicates between ranks" in note]
 
 
-def test_where_it_communicates_all_ranks_score_the_same_candidate(metrics):
+def test_if_the_metric_communicates_all_ranks_score_the_same_candidate(metrics):
     for report in metrics:
         first, second = report["saves"]["mean"]
         assert first["calls"] == OF_THE_FIRST_ORIGINAL + len(first["record"]["trials"])
@@ -289,14 +289,14 @@ def test_where_it_communicates_all_ranks_score_the_same_candidate(metrics):
 # Failures
 
 
-def test_memory_that_runs_out_on_one_rank_ends_the_save_on_all(metrics):
+def test_if_memory_runs_out_on_one_rank_the_save_ends_on_all(metrics):
     (ended, own) = (report["saves"]["no memory"][0] for report in metrics)
     assert (own["error"], own["says"]) == ("MemoryError", "made to fail on rank 1")
     assert (ended["error"], ended["says"]) == ("DynaquantError", "rank 1 failed: MemoryError: made to fail on rank 1")
     assert all(outcome["same files"] and outcome["same draws"] for outcome in (ended, own))
 
 
-def test_a_metric_that_fails_on_one_rank_is_an_error_on_all(two):
+def test_if_the_metric_fails_on_one_rank_all_ranks_raise_an_error(two):
     for report in two:
         for failure in report["failures"]:
             assert failure["error"] == "EvaluateError"
@@ -305,17 +305,17 @@ def test_a_metric_that_fails_on_one_rank_is_an_error_on_all(two):
             assert failure["same files"]
 
 
-def test_after_the_failure_training_goes_on_and_saves(two):
+def test_after_the_failure_training_continues_and_saves(two):
     assert [report["after"]["record"]["step"] for report in two] == [5, 5]
     assert two[0]["after"]["record"]["configuration"] == two[1]["after"]["record"]["configuration"]
 
 
-def test_processes_that_catch_their_failures_end_well(folder):
+def test_processes_that_catch_failures_exit_normally(folder):
     status, output = json.loads((folder / "end.json").read_text())
     assert status == 0, output
 
 
-def test_a_failure_that_nobody_catches_ends_all_processes(launched):
+def test_an_uncaught_failure_ends_all_processes(launched):
     status, output = json.loads((launched["four"] / "end.json").read_text())
     assert status != 0
     assert "ends with evaluate failed" in output
@@ -326,7 +326,7 @@ def test_a_failure_that_nobody_catches_ends_all_processes(launched):
 # Restore
 
 
-def test_all_ranks_restore_the_same_and_each_its_own_random_numbers(two, folder):
+def test_all_ranks_restore_the_same_weights_and_their_own_random_numbers(two, folder):
     stored = dq.load(folder / "run")["model"]
     for report in two:
         assert report["restored"]["step"] == 5
@@ -341,7 +341,7 @@ def test_a_checkpoint_of_two_ranks_is_restored_by_four(two, four):
         assert report["restored"]["step"] == 5
         assert report["restored"]["weights"] == two[0]["restored"]["weights"]
     assert [report["restored"]["draws"] for report in four[:2]] == [report["draws"] for report in two]
-    # Those that were not there before keep their random numbers.
+    # The ranks that are new keep their random numbers.
     assert [report["restored"]["draws"] for report in four[2:]] == [report["own"] for report in four[2:]]
 
 
@@ -356,8 +356,8 @@ def test_a_checkpoint_of_two_ranks_is_restored_by_a_single_process(two, folder, 
     assert torch.rand(4, generator=generator).tolist() == two[0]["draws"]["generator"]
 
 
-def test_a_run_of_several_ranks_reads_like_any_other(two, folder, tmp_path):
-    shutil.copytree(folder / "run", tmp_path / "run")  # other processes test on the folder, and one may hold its lock
+def test_a_single_process_reads_the_records_of_several_ranks(two, folder, tmp_path):
+    shutil.copytree(folder / "run", tmp_path / "run")  # another test process may hold the lock of the folder
     model = model_of()
     generator = torch.Generator()
     with dq.Checkpointer(tmp_path / "run", model, optimizer_of(model), extras={"generator": generator}) as ckpt:
