@@ -23,7 +23,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 TIMEOUT = 150
 """Seconds. Far more than a launch needs, so that a rank that hangs is a failure."""
-OF_THE_FIRST_ORIGINAL = 5
+FIRST_EVALUATIONS = 5
 """Evaluations of the weights in training at a first save."""
 
 
@@ -184,7 +184,7 @@ def test_on_the_grid_all_ranks_come_to_the_same_decision(two, folder):
         assert [record["identity"] == "" for record in (record, other)] == [False, True]
     records = [outcome["record"] for outcome in two[0]["grid"]]
     assert [record["progress"] is None for record in records[:4]] == [True, True, True, False]
-    tried = [report["grid"][0]["calls"] - OF_THE_FIRST_ORIGINAL for report in two]
+    tried = [report["grid"][0]["calls"] - FIRST_EVALUATIONS for report in two]
     assert sum(tried) >= len(records[0]["trials"])
     step, weights = two[0]["grid"][2]["restored"]
     assert [report["grid"][2]["restored"] for report in two] == [[step, weights]] * 2
@@ -234,7 +234,7 @@ def test_only_rank_0_writes(saves):
 
 def test_each_rank_scores_other_candidates(saves):
     for save, outcomes in enumerate(saves):
-        of_the_original = 1 if save else OF_THE_FIRST_ORIGINAL
+        of_the_original = 1 if save else FIRST_EVALUATIONS
         rounds = {outcome["calls"] - of_the_original for outcome in outcomes}
         assert len(rounds) == 1  # no rank is left out of a round
         trials = len(outcomes[0]["record"]["trials"])
@@ -245,7 +245,7 @@ def test_each_rank_scores_other_candidates(saves):
 
 
 def test_an_exhaustive_search_takes_fewer_rounds_than_in_a_single_process(two, alone):
-    rounds = two[0]["saves"][0]["calls"] - OF_THE_FIRST_ORIGINAL
+    rounds = two[0]["saves"][0]["calls"] - FIRST_EVALUATIONS
     assert rounds < 0.8 * len(alone[0]["trials"])
 
 
@@ -279,10 +279,10 @@ def test_a_metric_that_communicates_scores_the_stored_weights(metrics, launched,
 def test_if_the_metric_communicates_all_ranks_score_the_same_candidate(metrics):
     for report in metrics:
         first, second = report["saves"]["mean"]
-        assert first["calls"] == OF_THE_FIRST_ORIGINAL + len(first["record"]["trials"])
+        assert first["calls"] == FIRST_EVALUATIONS + len(first["record"]["trials"])
         assert second["calls"] == 1 + len(second["record"]["trials"])
         (dealt,) = report["saves"]["float"]
-        assert dealt["calls"] < OF_THE_FIRST_ORIGINAL + len(dealt["record"]["trials"])
+        assert dealt["calls"] < FIRST_EVALUATIONS + len(dealt["record"]["trials"])
         assert dealt["record"]["notes"] == []
 
 
