@@ -1,4 +1,4 @@
-"""The page of a report in a real browser: what is drawn, what is legible, what it asks of the network."""
+"""The page of a report in a real browser: charts, legibility, printing, no network."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import call, data
-from report_values import at, numbers, save
+from report_values import at, save, statistics
 from reported import SAVES, train_reported
 from torch import nn
 
@@ -20,14 +20,16 @@ from dynaquant.store.run import Run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium (apt-get install chromium)"),
-    pytest.mark.skipif(importlib.util.find_spec("playwright") is None, reason="there is no playwright (pip install)"),
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("playwright") is None, reason="playwright is not installed (pip install playwright)"
+    ),
 ]
 
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 CHARTS = ["sizes", "ratios", "degradation", "configuration", "bits", "seconds", "restore", "storage"]
 
-# Of every element with text of its own: the contrast with what is behind it, by WCAG 2.
+# The contrast (WCAG 2) of every element with text of its own against its background.
 CONTRASTS = """() => {
   const channels = text => text.match(/[\\d.]+/g).map(Number);
   const linear = v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
@@ -87,7 +89,7 @@ def browser():
 
 @contextmanager
 def opened(browser, file: Path, viewport=DESKTOP, scheme="light") -> Iterator:
-    """The page, drawn. At the end nothing was complained of, and nothing but the file itself was asked for."""
+    """The page with all charts drawn. Fails if the browser reports an error or requests anything but the file."""
     page = browser.new_page(viewport=viewport, color_scheme=scheme)
     said, asked = [], []
     page.on("console", lambda message: said.append(message.text))
@@ -99,12 +101,12 @@ def opened(browser, file: Path, viewport=DESKTOP, scheme="light") -> Iterator:
     yield page
     page.close()
     assert said == []
-    # What is in the page itself has an address, too.
+    # Data inside the page has a URL as well.
     assert [url for url in asked if not url.startswith(("data:", "blob:"))] == [file.as_uri()]
 
 
 def until(page, condition: str) -> None:
-    """Waits for it to be true. (The page's own rules forbid what playwright does to wait for a function.)"""
+    """Wait until a condition is true. (playwright's own way is forbidden by the page's content security policy.)"""
     for _ in range(200):
         if page.evaluate(condition):
             return
@@ -128,7 +130,7 @@ def test_every_chart_is_drawn(browser, report):
         assert chart["marks"] >= (1 if key == "bits" else SAVES), key
 
 
-def test_table_and_charts_say_what_the_log_says(browser, report, run):
+def test_table_and_charts_agree_with_the_log(browser, report, run):
     with opened(browser, report) as page:
         lines = page.evaluate(
             "Object.fromEntries([...document.querySelectorAll('.chart')].flatMap(c => c.data).map(t => [t.name, t.y]))"
@@ -153,7 +155,7 @@ def test_table_and_charts_say_what_the_log_says(browser, report, run):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_light_and_dark_are_legible(browser, report, scheme):
+def test_text_is_legible_in_light_and_dark_mode(browser, report, scheme):
     with opened(browser, report, scheme=scheme) as page:
         assert illegible(page) == []
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (
@@ -161,13 +163,13 @@ def test_light_and_dark_are_legible(browser, report, scheme):
         )
 
 
-def test_the_page_follows_a_change_between_light_and_dark(browser, report):
+def test_the_page_follows_a_switch_to_dark_mode(browser, report):
     with opened(browser, report) as page:
         page.emulate_media(color_scheme="dark")
         assert illegible(page) == []
 
 
-def test_what_is_under_the_pointer_is_legible(browser, report, run):
+def test_the_text_at_the_pointer_is_legible(browser, report, run):
     with opened(browser, report, scheme="dark") as page:
         page.hover("#ratios .drag.nsewdrag")
         page.wait_for_selector("#ratios .hoverlayer .legend text")
@@ -181,29 +183,29 @@ def test_what_is_under_the_pointer_is_legible(browser, report, run):
 
 
 @pytest.mark.parametrize("viewport", [PHONE, {"width": 800, "height": 600}, DESKTOP])
-def test_nothing_sticks_out_to_the_right(browser, report, viewport):
+def test_the_page_is_no_wider_than_the_window(browser, report, viewport):
     with opened(browser, report, viewport) as page:
         assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"]
         widths = page.evaluate(DRAWN)
         assert all(chart["width"] < viewport["width"] for key, chart in widths.items() if key != "bits")
 
 
-def test_nothing_offers_to_upload_a_chart(browser, report):
+def test_no_button_uploads_a_chart(browser, report):
     with opened(browser, report) as page:
         offered = page.eval_on_selector_all("#sizes .modebar-btn", "buttons => buttons.map(b => b.dataset.title)")
     assert offered == ["Download plot as a PNG", "Zoom", "Pan", "Zoom in", "Zoom out", "Reset axes"]
 
 
-def test_charts_follow_the_window(browser, report):
+def test_charts_shrink_with_the_window(browser, report):
     with opened(browser, report) as page:
         page.set_viewport_size(PHONE)
         until(page, "document.querySelector('#sizes .main-svg').clientWidth < 390")
         assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
 
 
-def test_it_prints_in_light_within_the_paper(browser, report):
+def test_the_page_prints_in_light_colours_and_fits_the_paper(browser, report):
     with opened(browser, report, scheme="dark") as page:
-        # After the page's own listener, so that it sees what will be printed.
+        # Added after the page's own listener, so that it sees what will be printed.
         page.evaluate(f"addEventListener('beforeprint', () => {{ window.printed = ({DRAWN})(); }})")
         pdf = page.pdf(prefer_css_page_size=True)
         printed = page.evaluate("window.printed")
@@ -220,7 +222,7 @@ def test_it_prints_in_light_within_the_paper(browser, report):
         assert set(apart) == {"avoid"}
 
 
-def test_hostile_names_are_text(browser, tmp_path):
+def test_markup_in_names_is_shown_as_text(browser, tmp_path):
     hostile = "</script><script>alert(1)</script><img src='https://example.com/x'><b>bold</b>"
     model = nn.Linear(8, 8)
     model.register_parameter(hostile.replace(".", "·"), nn.Parameter(model.weight.detach().clone()))
@@ -235,11 +237,11 @@ def test_hostile_names_are_text(browser, tmp_path):
         assert "</script>" in page.wait_for_selector("#bits .hoverlayer text").text_content()
 
 
-def test_a_run_with_little_to_show_has_a_page(browser, tmp_path):
+def test_a_lossless_run_of_one_checkpoint_has_a_page(browser, tmp_path):
     save(tmp_path / "run", nn.Linear(8, 8), 1, quality="lossless")
     out = tmp_path / "report.html"
     call("report", tmp_path / "run", "-o", out)
-    expected = [chart.key for chart in charts(numbers(tmp_path / "run")) if chart.figure is not None]
+    expected = [chart.key for chart in charts(statistics(tmp_path / "run")) if chart.figure is not None]
     assert "configuration" not in expected
     for viewport in (PHONE, DESKTOP):
         with opened(browser, out, viewport) as page:
@@ -247,8 +249,8 @@ def test_a_run_with_little_to_show_has_a_page(browser, tmp_path):
             assert page.evaluate("document.documentElement.scrollWidth") == viewport["width"]
 
 
-def test_a_screenshot(browser, report, run, tmp_path):
-    """From the top to the heat map; to where DYNAQUANT_SCREENSHOT says, as the README has it."""
+def test_a_screenshot_can_be_taken(browser, report, run, tmp_path):
+    """From the top to the heat map. The file for the README is written if DYNAQUANT_SCREENSHOT gives its path."""
     out = Path(os.environ.get("DYNAQUANT_SCREENSHOT", tmp_path / "report.png"))
     with opened(browser, report) as page:
         box = page.locator("section", has=page.locator("#bits")).bounding_box()

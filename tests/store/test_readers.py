@@ -16,7 +16,7 @@ from training import bits
 
 import dynaquant as dq
 from dynaquant.errors import CheckpointError, MovedOnError
-from dynaquant.report.statistics import numbers_of
+from dynaquant.report.statistics import statistics_of
 from dynaquant.restore.load import Stored
 from dynaquant.store.chain import ATTEMPTS, noticing_moves
 from dynaquant.store.container import CheckpointFile
@@ -190,7 +190,7 @@ def test_a_report_whose_files_go_is_not_one_of_a_damaged_run(tmp_path):
     files = run.files()[0]
     training(5)
     with pytest.raises(MovedOnError):
-        numbers_of(run, files[1:], [])
+        statistics_of(run, files[1:], [])
 
 
 # A checkpoint that is damaged is damaged

@@ -1,16 +1,16 @@
-"""What a report shows, from the run itself."""
+"""Statistics of a run, and values of its records, for tests of the report."""
 
 import torch
 
 import dynaquant as dq
-from dynaquant.report.statistics import Numbers, numbers_of
+from dynaquant.report.statistics import Statistics, statistics_of
 from dynaquant.store.run import Run
 
 
-def numbers(folder, **options) -> Numbers:
+def statistics(folder, **options) -> Statistics:
     run = Run(folder)
     summaries, broken = run.summaries()
-    return numbers_of(run, [run.file(summary.step) for summary in summaries], broken, **options)
+    return statistics_of(run, [run.file(summary.step) for summary in summaries], broken, **options)
 
 
 def at(record: dict, field: str):

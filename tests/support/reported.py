@@ -1,4 +1,4 @@
-"""A small training with all that a report can show: a metric, searches, keyframes, a restore."""
+"""A small training with everything that a report shows: a metric, searches, keyframes, a restore."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ CONTEXT, EVERY, SAVES, RESTORED_AFTER = 32, 20, 14, 9
 
 
 def train_reported(folder: Path) -> None:
-    """A GPT of 0.1 million weights on the source text of Python; 14 checkpoints, the last five after a restore."""
+    """Train a GPT of 0.1 million weights on Python source text; 14 checkpoints, the last five after a restore."""
     text = torch.frombuffer(bytearray(Path(os.__file__).with_name("argparse.py").read_bytes()), dtype=torch.uint8)
     held_out = _windows(text[-20_000:], 64, torch.Generator().manual_seed(1))
 

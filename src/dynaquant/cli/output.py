@@ -56,7 +56,7 @@ def open_run(folder: Path) -> tuple[Run, list[CheckpointFile]]:
     run = run_of(folder)[0]
     files, broken = run.files()
     for error in broken:
-        print(f"dynaquant: passed over {error}", file=sys.stderr)
+        print(f"dynaquant: skipped {error}", file=sys.stderr)
     if not files:
         raise CheckpointError(f"{folder}: no checkpoint of this run can be read")
     return run, files

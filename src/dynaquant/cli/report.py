@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,40 +14,27 @@ from dynaquant.cli import output
 from dynaquant.cli.output import AsJson, RunFolder
 from dynaquant.formatting import in_bytes, plural
 from dynaquant.report.prices import S3_STANDARD
-from dynaquant.store.files import replacing
-
-if TYPE_CHECKING:
-    from dynaquant.report.statistics import Numbers
 
 
 def report(
     folder: RunFolder,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file to write.")] = Path("report.html"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("report.html"),
     price: Annotated[
-        float, typer.Option(help="Of storage, in USD per GB and month; by default what S3 Standard lists.", min=0)
+        float,
+        typer.Option(help="Price of storage in USD per GB and month; by default the list price of S3 Standard.", min=0),
     ] = S3_STANDARD,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a page about a run: sizes, loss of quality, configuration, bits of every layer, time, cost.
+    """Write the report of a run: size, degradation, configuration, bits of every tensor, time and cost.
 
-    One file that needs no network, for any browser.
+    The report is one HTML file that any browser shows without a network.
     """
-    from dynaquant.report.page import page_of
-    from dynaquant.report.statistics import numbers_of
-    from dynaquant.store.chain import until_settled
+    from dynaquant.report.page import write_report
 
     output.must_not_exist(out, force)
     run, _ = output.open_run(folder)
-
-    def read() -> Numbers:
-        files, broken = run.files()
-        return numbers_of(run, output.with_progress(files, "reading headers", len(files)), broken, price)
-
-    numbers = until_settled(read)
-    page = page_of(numbers).encode("utf-8", errors="replace")
-    with replacing(out) as file:
-        file.write(page)
-    count = len(numbers.rows)
-    text = f"{out}: {plural(count, 'checkpoint')}, {in_bytes(len(page))}"
-    output.report(as_json, text, out=str(out), checkpoints=count, bytes=len(page))
+    statistics = write_report(run, out, price, lambda files: output.with_progress(files, "reading headers", len(files)))
+    count, size = len(statistics.rows), output.size_of(out)
+    text = f"{out}: {plural(count, 'checkpoint')}, {in_bytes(size)}"
+    output.report(as_json, text, out=str(out), checkpoints=count, bytes=size)

@@ -1,1 +1,9 @@
-"""A run as one page to look at: its numbers, the charts of them, the page."""
+"""What can be learned from the files of a run, and the report of a run.
+
+In reading order:
+
+- ``inspection.py``: tensors, levels, differences and disk use, from the files of a run
+- ``statistics.py``: the statistics of a whole run, from the headers of its files; ``prices.py``: what storage costs
+- ``charts.py``: the statistics as plotly figures
+- ``page.py``: the statistics and charts as one HTML file, with ``page.html``, ``page.css`` and ``page.js``
+"""

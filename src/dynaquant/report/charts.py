@@ -1,4 +1,4 @@
-"""The charts of a report: numbers to plotly figures, without colours of text and background, which the page gives."""
+"""The charts of a report as plotly figures. The page sets the colours of text and background."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynaquant.formatting import dollars, in_bytes, in_seconds, percent, plural,
 from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.quantize.partition import Configuration
 from dynaquant.report.prices import S3_STANDARD
-from dynaquant.report.statistics import Numbers, Row
+from dynaquant.report.statistics import Row, Statistics
 
 try:
     import plotly.graph_objects as go
@@ -23,38 +23,39 @@ except ModuleNotFoundError as error:
     raise MissingPackageError("The report of a run", "plotly", "report") from error
 
 BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#3b82c4", "#d9822b", "#2e9e6b", "#9b6cd1", "#d9534f", "#8a8f98"
-"""Visible on white and on near-black."""
+"""These colours are visible on white and on near-black."""
 ROLES = {"weight": BLUE, "first_moment": ORANGE, "second_moment": GREEN, "buffer": PURPLE, "exact": RED}
 STAGES = {"wait": GREY, "capture": ORANGE, "search": BLUE}
 MOST_TENSORS = 200
-"""Rows of the heat map; with more nobody finds one, and the page grows with rows times checkpoints."""
+"""Rows of the heat map. More would be hard to read, and the page grows with rows times checkpoints."""
 LEAST_BITS = 1 / 64
-"""Whatever is less has the colour of this in the heat map, as logarithms have no end."""
+"""Smaller values have the same colour as this one in the heat map: its colours are logarithmic."""
 CROWDED = 60
-"""Checkpoints beyond which there is no room between them."""
+"""With more checkpoints than this, bars have no gaps and markers are small."""
 LABEL = 36
-"""Characters of a tensor's name beside the heat map; all of them are shown under the pointer."""
+"""Characters shown of a tensor's name beside the heat map; the pointer shows the whole name."""
 ROW_HEIGHT, HEIGHT = 18, 320
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure and what to see in it. figure: None where there is nothing to draw; text then says why.
+    """A figure and a text about it.
 
-    room: half or all of the page's width; scrolled where there is more than fits in the window.
+    figure: None if there is nothing to draw; the text then says why. width: half or all of the page's width; scrolled
+    if the figure may be larger than the window.
     """
 
     key: str
     title: str
     text: str
     figure: go.Figure | None
-    room: Literal["half", "wide", "scrolled"] = "half"
+    width: Literal["half", "wide", "scrolled"] = "half"
 
 
-def charts(numbers: Numbers) -> list[Chart]:
-    """All charts, in the order of the page."""
+def charts(statistics: Statistics) -> list[Chart]:
+    """Return all charts in the order of the page."""
     drawn = (_sizes, _ratios, _degradation, _configuration, _bits, _seconds, _restore, _storage)
-    return [draw(numbers) for draw in drawn]
+    return [draw(statistics) for draw in drawn]
 
 
 def javascript() -> str:
@@ -63,17 +64,18 @@ def javascript() -> str:
     return source
 
 
-def _sizes(numbers: Numbers) -> Chart:
-    rows = numbers.by_step
+def _sizes(statistics: Statistics) -> Chart:
+    rows = statistics.by_step
     divisor, unit = unit_of(max(row.record.total.stored for row in rows))
-    figure = _figure(rows, f"{unit} on the disk")
+    figure = _figure(rows, f"{unit} on disk")
     parts = [(role.replace("_", " "), color, [_stored(row, role) for row in rows]) for role, color in ROLES.items()]
     for name, color, sizes in [*parts, ("header", GREY, [_header(row) for row in rows])]:
         if any(sizes):
             _bars(figure, rows, [size / divisor for size in sizes], name, color, [in_bytes(size) for size in sizes])
-    raw, mean = numbers.whole.raw / len(rows), numbers.whole.stored / len(rows)
+    raw, stored = statistics.whole.raw / len(rows), statistics.whole.stored / len(rows)
     text = (
-        f"In the mean {in_bytes(mean)}, where the tensors take {in_bytes(raw)}. Keyframes stand alone and are larger."
+        f"On average {in_bytes(stored)} for tensors of {in_bytes(raw)}. "
+        "Keyframes are larger: they depend on no other checkpoint."
     )
     return Chart("sizes", "Size of each checkpoint", text, figure)
 
@@ -86,9 +88,9 @@ def _header(row: Row) -> int:
     return row.record.total.stored - sum(size.stored for size in row.record.roles.values())
 
 
-def _ratios(numbers: Numbers) -> Chart:
-    rows = numbers.by_step
-    figure = _figure(rows, "times smaller")
+def _ratios(statistics: Statistics) -> Chart:
+    rows = statistics.by_step
+    figure = _figure(rows, "ratio")
     figure.update_yaxes(rangemode="tozero", ticksuffix="×")
     for name, color, ratios in (
         ("whole state", BLUE, [row.record.ratio for row in rows]),
@@ -100,32 +102,32 @@ def _ratios(numbers: Numbers) -> Chart:
     ):
         if any(ratio is not None for ratio in ratios):
             _line(figure, rows, ratios, name, color, [times(ratio or 1) for ratio in ratios])
-    text = f"Bytes of the tensors over bytes stored; all checkpoints together: {times(numbers.whole.ratio)}."
-    return Chart("ratios", "How many times smaller", text, figure)
+    text = f"Bytes of the tensors divided by bytes stored. All checkpoints together: {times(statistics.whole.ratio)}."
+    return Chart("ratios", "Compression ratio", text, figure)
 
 
-def _degradation(numbers: Numbers) -> Chart:
-    rows, title = numbers.by_step, "Loss of quality, and what was allowed"
+def _degradation(statistics: Statistics) -> Chart:
+    rows, title = statistics.by_step, "Degradation and its limit"
     losses = [row.record.quality.degradation if row.record.quality else None for row in rows]
     unknown = [loss is None or not math.isfinite(loss) for loss in losses]
     if all(unknown):
         if any(row.record.quality for row in rows):
-            return Chart("degradation", title, "At no step did the metric give a loss that is a finite number.", None)
+            return Chart("degradation", title, "No checkpoint has a finite degradation of the metric.", None)
         judges = sorted({row.record.judged_by for row in rows if row.record.judged_by})
-        by = f" Configurations were judged by {' and '.join(judges)}." if judges else ""
-        return Chart("degradation", title, f"No step was measured by a metric: there was no evaluate.{by}", None)
-    figure = _figure(rows, "worse by")
+        by = f" The search was guided by {' and '.join(judges)}." if judges else ""
+        return Chart("degradation", title, f"Nothing was measured: there was no evaluate function.{by}", None)
+    figure = _figure(rows, "degradation")
     figure.update_yaxes(tickformat=".2~%", rangemode="tozero")
     limits = [row.record.limit for row in rows]
     if any(limit is not None and math.isfinite(limit) for limit in limits):
         figure.add_scatter(
             x=_steps(rows),
             y=[_finite(limit) for limit in limits],
-            name="allowed",
+            name="limit",
             mode="lines+markers" if len(rows) == 1 else "lines",
             line={"color": RED, "dash": "dash", "width": 2},
             customdata=[percent(limit) for limit in limits],
-            hovertemplate="allowed: %{customdata}<extra></extra>",
+            hovertemplate="limit: %{customdata}<extra></extra>",
         )
     _line(figure, rows, losses, "measured", BLUE, [percent(loss, sign=True) for loss in losses])
     if any(unknown):
@@ -140,45 +142,54 @@ def _degradation(numbers: Numbers) -> Chart:
             hovertemplate="%{customdata}<extra></extra>",
         )
     text = (
-        "Of the metric, relative, by the weights as a restore returns them. No point should lie above the dashed line; "
-        "below zero the stored weights score better than those in training."
+        "How much worse the metric is with the weights that a restore returns, relative to the weights in training. No "
+        "point should lie above the dashed line. Below zero the restored weights score better."
     )
     if any(unknown):
-        text += f" {plural(sum(unknown), 'checkpoint')} of {len(rows)} without a number: marked by a cross."
+        text += f" Crosses mark checkpoints without a finite degradation: {sum(unknown)} of {len(rows)}."
     return Chart("degradation", title, text, figure)
 
 
 def _why_unknown(row: Row) -> str:
     if row.record.quality:
         return f"the metric is {percent(row.record.quality.degradation)}"
-    return f"no metric; judged by {_escape(row.record.judged_by)}" if row.record.judged_by else "no metric"
+    return (
+        f"no metric; the search was guided by {_escape(row.record.judged_by)}" if row.record.judged_by else "no metric"
+    )
 
 
-def _configuration(numbers: Numbers) -> Chart:
-    rows, title = numbers.by_step, "Configuration"
+def _configuration(statistics: Statistics) -> Chart:
+    rows, title = statistics.by_step, "Configuration"
     chosen = [row.record.configuration for row in rows]
     grids = [knobs if isinstance(knobs, GridConfiguration) else None for knobs in chosen]
     bins = [knobs if isinstance(knobs, Configuration) else None for knobs in chosen]
-    panels = (["log₂ of the scale"] if any(grids) else []) + (["bins", "share of weights"] if any(bins) else [])
+    panels = (["scale, log₂"] if any(grids) else []) + (["bins", "share of weights"] if any(bins) else [])
     if not panels:
-        return Chart("configuration", title, "The weights of every checkpoint are exact; nothing was configured.", None)
+        return Chart(
+            "configuration",
+            title,
+            "The weights of every checkpoint are stored exactly; there is no configuration.",
+            None,
+        )
     figure = _figure(rows, *panels)
     text = []
     if any(grids):
         exponents = [knobs.scale / SCALES_PER_OCTAVE if knobs else None for knobs in grids]
         dithered = [knobs is not None and knobs.dithered for knobs in grids]
         hover = [f"2^{exponent:.2f}" if exponent is not None else None for exponent in exponents]
-        _line(figure, rows, exponents, "scale of the grid", BLUE, hover)
-        text.append("One up: steps of the grid twice as coarse.")
+        _line(figure, rows, exponents, "scale of the grids", BLUE, hover)
+        text.append("One more: grid steps are twice as large.")
         if any(dithered):
-            heights = [exponent if random else None for exponent, random in zip(exponents, dithered, strict=True)]
+            heights = [
+                exponent if stochastic else None for exponent, stochastic in zip(exponents, dithered, strict=True)
+            ]
             figure.add_scatter(
                 x=_steps(rows),
                 y=heights,
-                name="rounded at random",
+                name="stochastic rounding",
                 mode="markers",
                 marker={"color": ORANGE, "symbol": "diamond", "size": 11},
-                hovertemplate="rounded at random, after a restore<extra></extra>",
+                hovertemplate="stochastic rounding, after a restore<extra></extra>",
             )
     if any(bins):
         first = len(panels) - 1
@@ -186,7 +197,7 @@ def _configuration(numbers: Numbers) -> Chart:
             ("bins", "bins", BLUE, first),
             ("bins of embeddings", "embedding_bins", GREEN, first),
             ("pruned", "pruned", ORANGE, first + 1),
-            ("protected", "protected", PURPLE, first + 1),
+            ("protected (outliers)", "protected", PURPLE, first + 1),
         )
         for name, field, color, panel in series:
             values = [getattr(knobs, field) if knobs else None for knobs in bins]
@@ -194,21 +205,21 @@ def _configuration(numbers: Numbers) -> Chart:
             _line(figure, rows, values, name, color, texts, panel)
         figure.update_yaxes(row=first, type="log", dtick=math.log10(2))
         figure.update_yaxes(row=first + 1, tickformat=".1~%", rangemode="tozero")
-        text.append("More bins and less pruned: closer to the original, and larger.")
+        text.append("More bins and less pruning: closer to the original, and larger.")
     if exact := sum(knobs is None for knobs in chosen):
-        text.append(f"The weights of {plural(exact, 'checkpoint')} of {len(rows)} are exact.")
+        text.append(f"The weights of {plural(exact, 'checkpoint')} of {len(rows)} are stored exactly.")
     return Chart("configuration", title, " ".join(text), figure)
 
 
-def _bits(numbers: Numbers) -> Chart:
-    rows, title, names = numbers.by_step, "Bits per weight, by tensor", numbers.tensors
-    text = "Darker is smaller; empty where a checkpoint does not have the tensor."
+def _bits(statistics: Statistics) -> Chart:
+    rows, title, names = statistics.by_step, "Bits per weight of each tensor", statistics.tensors
+    text = "Darker is smaller. Empty: the checkpoint does not have the tensor."
     if not names:
-        return Chart("bits", title, "No tensor of this run is a weight of the model.", None, "wide")
+        return Chart("bits", title, "No tensor of this run has the role weight.", None, "wide")
     if len(names) > MOST_TENSORS:
         taken = {name: sum(row.weights[name].size.stored for row in rows if name in row.weights) for name in names}
         kept = set(sorted(names, key=lambda name: -taken[name])[:MOST_TENSORS])
-        text += f" Of {len(names):,} tensors the {MOST_TENSORS} that take the most bytes, in the order of the model."
+        text += f" The {MOST_TENSORS} largest of {len(names):,} tensors, in the order of the model."
         names = [name for name in names if name in kept]
     bits = [[row.weights[name].bits if name in row.weights else None for row in rows] for name in names]
     known = [max(value, LEAST_BITS) for values in bits for value in values if value] or [1.0]
@@ -256,11 +267,11 @@ def _short(name: str) -> str:
     return name if len(name) <= LABEL else f"…{name[1 - LABEL :]}"
 
 
-def _seconds(numbers: Numbers) -> Chart:
-    rows, title, total = numbers.by_step, "Time that each save kept training waiting", numbers.seconds
+def _seconds(statistics: Statistics) -> Chart:
+    rows, title, total = statistics.by_step, "Time that training waited for each save", statistics.seconds
     whole = sum(total.values())
     if not whole:
-        return Chart("seconds", title, "The files say nothing of the time that saving took.", None)
+        return Chart("seconds", title, "The files do not say how long saving took.", None)
     figure = _figure(rows, "seconds")
     for stage in sorted(total, key=lambda stage: list(STAGES).index(stage) if stage in STAGES else len(STAGES)):
         seconds = [row.record.seconds.get(stage, 0.0) for row in rows]
@@ -269,8 +280,8 @@ def _seconds(numbers: Numbers) -> Chart:
         _bars(figure, rows, seconds, _escape(stage), STAGES.get(stage, PURPLE), hover)
     stages = ", ".join(f"{stage} {_share(seconds, whole)}" for stage, seconds in total.items())
     text = (
-        f"All saves together {in_seconds(whole)}: {stages}. Writing is in the background, and how long it took "
-        "is not in the file that it wrote."
+        f"All saves together {in_seconds(whole)}: {stages}. Without the time of writing, which happens in the "
+        "background."
     )
     return Chart("seconds", title, text, figure)
 
@@ -279,8 +290,8 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "0%"
 
 
-def _restore(numbers: Numbers) -> Chart:
-    rows, title = numbers.by_step, "What a restore has to read"
+def _restore(statistics: Statistics) -> Chart:
+    rows, title = statistics.by_step, "What a restore reads"
     sizes = [row.restore.size if row.restore else None for row in rows]
     if not any(sizes):
         return Chart("restore", title, "No checkpoint of this run can be restored.", None)
@@ -293,36 +304,38 @@ def _restore(numbers: Numbers) -> Chart:
     files = [row.restore.files if row.restore else None for row in rows]
     _line(figure, rows, files, "files", ORANGE, [f"{count}" for count in files], 2)
     figure.update_yaxes(row=2, rangemode="tozero", dtick=1 if max(count or 0 for count in files) < 6 else None)
-    text = "A delta needs what it was coded against, up to the keyframe before it."
+    text = "A delta needs its parents, back to the last keyframe."
     if lost := sum(size is None for size in sizes):
-        text += f" {plural(lost, 'checkpoint')} cannot be restored, see below."
+        text += f" {plural(lost, 'checkpoint')} cannot be restored: see Skipped, at the top."
     return Chart("restore", title, text, figure)
 
 
-def _storage(numbers: Numbers) -> Chart:
-    rows = numbers.by_step
+def _storage(statistics: Statistics) -> Chart:
+    rows = statistics.by_step
     figure = _figure(rows, "USD per month")
     figure.update_yaxes(rangemode="tozero", tickprefix="$", exponentformat="none")
     raw = stored = 0
     costs: dict[str, list[float]] = {"raw": [], "stored": []}
     for row in rows:
         raw, stored = raw + row.record.total.raw, stored + row.record.total.stored
-        costs["raw"].append(numbers.cost(raw))
-        costs["stored"].append(numbers.cost(stored))
+        costs["raw"].append(statistics.cost(raw))
+        costs["stored"].append(statistics.cost(stored))
     for name, color in (("raw", GREY), ("stored", BLUE)):
         _line(figure, rows, costs[name], name, color, [dollars(cost) for cost in costs[name]])
-    what = " (list price of Amazon S3 Standard)" if numbers.price == S3_STANDARD else ""
+    what = " (list price of Amazon S3 Standard)" if statistics.price == S3_STANDARD else ""
     text = (
-        f"All checkpoints up to a step, kept for a month at ${numbers.price:g} per GB{what}: at the end "
+        f"Storing all checkpoints up to a step for a month at ${statistics.price:g} per GB{what}: at the end "
         f"{dollars(costs['stored'][-1])} instead of {dollars(costs['raw'][-1])}."
     )
-    if numbers.exact:
-        text += f" The exact copy of the newest checkpoint adds {dollars(numbers.cost(numbers.exact))}."
+    if statistics.lossless_copy:
+        text += (
+            f" The lossless copy of the newest checkpoint adds {dollars(statistics.cost(statistics.lossless_copy))}."
+        )
     return Chart("storage", "What storage costs", text, figure, "wide")
 
 
 def _figure(rows: Sequence[Row], *panels: str) -> go.Figure:
-    """An empty figure with a place for every checkpoint, and panels below one another with these units."""
+    """Return an empty figure: one position for each checkpoint; one panel below the other, with these units."""
     panels = panels or ("",)
     figure = make_subplots(rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.08)
     figure.update_layout(
@@ -340,7 +353,7 @@ def _figure(rows: Sequence[Row], *panels: str) -> go.Figure:
         showlegend=True,
         dragmode="zoom",
     )
-    # A place for each, not a scale: after a retention the newest lie close together and the older far apart.
+    # One position for each, not a linear axis: with keep_every, old checkpoints are far apart, new ones close together.
     steps = _steps(rows)
     figure.update_xaxes(
         type="category", categoryorder="array", categoryarray=steps, nticks=10, automargin=True, showgrid=False
@@ -394,5 +407,5 @@ def _finite(value: float | None) -> float | None:
 
 
 def _escape(name: str) -> str:
-    """A name for plotly, which takes some tags in text for markup."""
+    """Escape a name for plotly, which interprets some tags in text."""
     return html.escape(name, quote=False)

@@ -1,4 +1,4 @@
-"""What one can learn of a run from its files, without the training that made it."""
+"""What can be learned from the files of a run: its tensors, their levels, differences, disk use."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from dynaquant.tensors.stored import FIRST_BIN, PROTECTED, PRUNED, QuantizedTens
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint as its file has it.
+    """One tensor of a checkpoint, as its file describes it.
 
-    coding: as the header names it (docs/format.md), ``reference`` for the parent's, unchanged. bins: of the codebook,
-    None where there is none. size: bytes of its values and of its stream.
+    scheme: how the tensor is coded, by its name in the header (docs/format.md); ``reference`` if it is unchanged since
+    the parent. bins: of the codebook, None if there is no codebook. size: bytes of the values and of the stream.
     """
 
     name: str
@@ -61,7 +61,7 @@ class TensorInfo:
 
 
 def tensors_of(file: CheckpointFile) -> list[TensorInfo]:
-    """The tensors of a checkpoint, in the order of its streams."""
+    """Return the tensors of a checkpoint in the order of their streams."""
     return [_info(entry) for entry in file.header.entries]
 
 
@@ -86,16 +86,18 @@ def _bins(scheme: Scheme) -> int | None:
 
 @dataclass(frozen=True)
 class RestoreCost:
-    """What has to be read to restore a checkpoint: so many files, its own and what it builds on, and bytes of them."""
+    """How many files, and how many bytes of them, a restore reads: its own file and the files that it depends on."""
 
     files: int
     size: int
 
 
 def restore_cost(chain: list[CheckpointFile]) -> RestoreCost:
-    """By the headers alone: every file's own, and the streams that the first file's tensors need.
+    """Return what a restore reads: the header of every file, and the streams that the tensors of the first file need.
 
-    chain: ``Run.chain`` of the checkpoint. Raises CheckpointError when a tensor that is needed is in none of them.
+    Only headers are read here. chain: ``Run.chain`` of the checkpoint.
+
+    Raises CheckpointError if a tensor that is needed is in none of the files.
     """
     headers = sum(file.size - sum(entry.size for entry in file.header.entries) for file in chain)
     needed = needed_entries(chain, [entry.name for entry in chain[0].header.entries])
@@ -106,7 +108,7 @@ def restore_cost(chain: list[CheckpointFile]) -> RestoreCost:
 
 @dataclass(frozen=True)
 class LevelCount:
-    """A level of a quantized tensor: the value that it stands for, None for protected ones, and how often it occurs."""
+    """A level of a quantized tensor and how often it occurs. value: None for outliers, each of which has its own."""
 
     level: str
     value: float | None
@@ -114,7 +116,7 @@ class LevelCount:
 
 
 def level_counts(quantized: QuantizedTensor) -> list[LevelCount]:
-    """Pruned, protected, then the bins from the lowest value to the highest; what does not occur is left out."""
+    """Count the levels of a tensor that occur: pruned, protected (outliers), then the bins from the lowest value up."""
     counts = np.bincount(quantized.levels, minlength=FIRST_BIN + len(quantized.centres))
     special = [LevelCount("pruned", 0.0, int(counts[PRUNED])), LevelCount("protected", None, int(counts[PROTECTED]))]
     bins = [
@@ -128,10 +130,10 @@ def level_counts(quantized: QuantizedTensor) -> list[LevelCount]:
 class Change:
     """How a tensor differs between two checkpoints.
 
-    kind: ``same``, ``changed``, ``added``, ``removed`` or ``reshaped`` (another shape or dtype). moved: the norm of the
-    difference over the norm of the first; changed: the share of values that differ; migrated: the share of values on
-    another level, where both are quantized to as many bins. All None where they cannot be told: a move away from zero,
-    or to or from infinities and NaNs, has no relative size.
+    kind: ``same``, ``changed``, ``added``, ``removed`` or ``reshaped`` (another shape or dtype). moved: norm of the
+    difference relative to the norm of the first. changed: share of the values that differ. migrated: share of the
+    values on another level, if both tensors are quantized to the same number of bins. Each is None if it is not
+    defined: a change from zero, or from or to infinities and NaNs, has no relative size.
     """
 
     name: str
@@ -142,13 +144,13 @@ class Change:
 
 
 def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator[Change]:
-    """How the tensors of two checkpoints of a run differ, in the order of the later one; removed ones come last.
+    """Compare the tensors of two checkpoints of a run, in the order of ``after``; removed tensors come last.
 
-    Raises CheckpointError when a tensor that differs cannot be decoded, MovedOnError where a writer has deleted what it
-    was to be decoded from.
+    Raises CheckpointError if a tensor that differs cannot be decoded, MovedOnError if a writer has deleted a file that
+    it depends on.
     """
     old, new = before.header.by_name, after.header.by_name
-    chains: list[list[CheckpointFile]] = []  # read when the first tensor differs
+    chains: list[list[CheckpointFile]] = []  # opened at the first tensor that differs
     for name, entry in new.items():
         known = old.get(name)
         if known is None:
@@ -175,7 +177,7 @@ def _change(name: str, before: StoredTensor, after: StoredTensor) -> Change:
     try:
         a, b = one.to(wide).reshape(-1), other.to(wide).reshape(-1)
         changed = float((one != other).double().mean())
-    except NotImplementedError:  # of dtypes that PyTorch cannot count with
+    except NotImplementedError:  # PyTorch has no arithmetic for this dtype
         return Change(name, "changed")
     distance, norm = float(torch.linalg.vector_norm(b - a)), float(torch.linalg.vector_norm(a))
     moved = distance / norm if norm else (0.0 if distance == 0 else math.inf)
@@ -190,40 +192,43 @@ def _change(name: str, before: StoredTensor, after: StoredTensor) -> Change:
 
 
 @dataclass(frozen=True)
-class Use:
-    """A part of what a run takes on the disk. files: None for parts of files. size: as tensors, and on the disk."""
+class DiskUse:
+    """What one part of a run takes on the disk. files: None for a part of files. size: raw as tensors, and stored."""
 
     what: str
     files: int | None
     size: Size
 
 
-def disk_use(run: Run, files: list[CheckpointFile]) -> list[Use]:
-    """What a run takes: by kind of file, in all, and of the checkpoints by role. files: its sound checkpoints."""
-    exact = [file for path in run.lossless_copy_paths() if (file := _sound(path)) is not None]
-    held = [file for path in paths(run.folder, frozen.PREFIX) if (file := _sound(path)) is not None]
-    known = {file.path for file in [*files, *exact, *held]}
+def disk_use(run: Run, files: list[CheckpointFile]) -> list[DiskUse]:
+    """Return what a run takes by kind of file, in total, and what its checkpoints take by role.
+
+    files: the readable checkpoints of the run.
+    """
+    copies = [file for path in run.lossless_copy_paths() if (file := _readable(path)) is not None]
+    shared = [file for path in paths(run.folder, frozen.PREFIX) if (file := _readable(path)) is not None]
+    known = {file.path for file in [*files, *copies, *shared]}
     others = [size for path in run.folder.rglob("*") if path not in known and (size := _size_of(path)) is not None]
     kinds = [
         _use("keyframes", [file for file in files if file.header.parent is None]),
         _use("deltas", [file for file in files if file.header.parent is not None]),
-        _use("exact copies", exact),
-        _use("frozen parameters", held),
-        Use("other files", len(others), Size(0, sum(others))),
+        _use("lossless copies", copies),
+        _use("frozen parameters", shared),
+        DiskUse("other files", len(others), Size(0, sum(others))),
     ]
     roles = sizes_by_role(entry for file in files for entry in file.header.entries)
     streams = sum(size.stored for size in roles.values())
     headers = Size(0, sum(file.size for file in files) - streams)
     return [
         *(use for use in kinds if use.files),
-        Use("all", sum(use.files or 0 for use in kinds), sum((use.size for use in kinds), Size())),
-        *(Use(f"  {role}", None, size) for role, size in roles.items()),
-        Use("  headers", None, headers),
+        DiskUse("all", sum(use.files or 0 for use in kinds), sum((use.size for use in kinds), Size())),
+        *(DiskUse(f"  {role}", None, size) for role, size in roles.items()),
+        DiskUse("  headers", None, headers),
     ]
 
 
-def _sound(path: Path) -> CheckpointFile | None:
-    """A file that can be opened; others count as what they are, files."""
+def _readable(path: Path) -> CheckpointFile | None:
+    """Open a file of checkpoints; None if it cannot be read (it then counts as another file)."""
     try:
         return CheckpointFile(path)
     except CheckpointError:
@@ -231,13 +236,13 @@ def _sound(path: Path) -> CheckpointFile | None:
 
 
 def _size_of(path: Path) -> int | None:
-    """The size of a file, None for anything else and for a file that has been deleted since it was listed."""
+    """Return the size of a file; None if it is no file or has been deleted since it was listed."""
     try:
         return path.stat().st_size if path.is_file() else None
     except FileNotFoundError:
         return None
 
 
-def _use(what: str, files: list[CheckpointFile]) -> Use:
+def _use(what: str, files: list[CheckpointFile]) -> DiskUse:
     raw = sum(size.raw for size in sizes_by_role(entry for file in files for entry in file.header.entries).values())
-    return Use(what, len(files), Size(raw, sum(file.size for file in files)))
+    return DiskUse(what, len(files), Size(raw, sum(file.size for file in files)))

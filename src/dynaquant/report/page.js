@@ -4,7 +4,7 @@ const settings = {
   responsive: true,
   displaylogo: false,
   modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
-  // plotly would offer to upload the chart.
+  // Without this, plotly offers to upload the chart.
   showSendToCloud: false,
   plotlyServerURL: "",
 };
@@ -14,8 +14,8 @@ for (const [key, figure] of Object.entries(figures)) {
   Plotly.newPlot(key, figure.data, figure.layout, settings);
 }
 
-// A chart is drawn for the width of the window and does not shrink by itself. A4 within its margins is 186 mm wide, and
-// three charts of this height fill it; those that grow with the number of tensors stay as they are.
+// A chart has the width of the window and does not shrink for the printer by itself. A4 without margins is 186 mm wide,
+// and three charts of this height fill it. The height of a chart that grows with the number of tensors is not changed.
 const PRINTED = { autosize: false, width: 670 };
 const PRINTED_HEIGHT = 230;
 addEventListener("beforeprint", () => {

@@ -1,33 +1,39 @@
-"""The page of a report: numbers and charts to one HTML file that needs nothing else."""
+"""The report of a run as one HTML file that needs no other file and no network."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from html import escape
 from importlib.metadata import version
 from importlib.resources import files
+from pathlib import Path
 from string import Template
 from typing import Any
 
 from dynaquant.formatting import NONE, dollars, in_bytes, in_seconds, percent, plural, times
 from dynaquant.quantize.knobs import in_short, knobs_to_json
 from dynaquant.report.charts import Chart, charts, javascript
-from dynaquant.report.statistics import Numbers
+from dynaquant.report.prices import S3_STANDARD
+from dynaquant.report.statistics import Statistics, statistics_of
 from dynaquant.save.record import Record
 from dynaquant.search.trials import number_to_json
+from dynaquant.store.chain import until_settled
+from dynaquant.store.container import CheckpointFile
+from dynaquant.store.files import replacing
+from dynaquant.store.run import Run
 
 COLUMNS = (
     "step",
     "parent",
     "bytes stored",
     "raw",
-    "times smaller",
+    "ratio",
     "weights stored",
     "raw",
-    "times smaller",
-    "worse by",
-    "allowed",
+    "ratio",
+    "degradation",
+    "limit",
     "configuration",
     "found by",
     "scored",
@@ -35,28 +41,51 @@ COLUMNS = (
 )
 
 
-def page_of(numbers: Numbers) -> str:
-    """The whole page."""
-    drawn = charts(numbers)
+def write_report(
+    run: Run,
+    out: Path,
+    price: float = S3_STANDARD,
+    with_progress: Callable[[list[CheckpointFile]], Iterable[CheckpointFile]] = iter,
+) -> Statistics:
+    """Write the report of a run to the file ``out``, which is replaced if it exists, and return the statistics.
+
+    price: of storage, in USD per GB (10⁹ bytes) and month. with_progress: iterates over the files as they are read.
+
+    Raises CheckpointError if the run has no checkpoint with a valid record, OSError if ``out`` cannot be written.
+    """
+
+    def read() -> Statistics:
+        files, broken = run.files()
+        return statistics_of(run, with_progress(files), broken, price)
+
+    statistics = until_settled(read)
+    with replacing(out) as file:
+        file.write(page_of(statistics).encode("utf-8", errors="replace"))
+    return statistics
+
+
+def page_of(statistics: Statistics) -> str:
+    """Return the whole page as HTML."""
+    drawn = charts(statistics)
     figures = {chart.key: chart.figure.to_json(engine="json") for chart in drawn if chart.figure is not None}
     body = [
-        f"<h1>{escape(numbers.name)}</h1>",
-        f'<p class="muted">{escape(_subtitle(numbers))}</p>',
-        _facts(numbers),
-        _list("Passed over", numbers.passed_over, "warn"),
+        f"<h1>{escape(statistics.name)}</h1>",
+        f'<p class="muted">{escape(_subtitle(statistics))}</p>',
+        _facts(statistics),
+        _list("Skipped", statistics.skipped, "warn"),
         '<div class="grid">',
         *map(_section, drawn),
         "</div>",
-        _table(numbers),
-        _list("Notes", [f"step {row.record.step}: {note}" for row in numbers.rows for note in row.record.notes]),
-        f"<footer>dynaquant {version('dynaquant')}; the numbers are of <code>dynaquant log --json</code>.</footer>",
+        _table(statistics),
+        _list("Notes", [f"step {row.record.step}: {note}" for row in statistics.rows for note in row.record.notes]),
+        f"<footer>dynaquant {version('dynaquant')}; for programs: <code>dynaquant log --json</code></footer>",
     ]
     return Template(_part("page.html")).substitute(
-        title=escape(f"{numbers.name} – dynaquant"),
+        title=escape(f"{statistics.name} – dynaquant"),
         style=_part("page.css"),
         body="\n".join(body),
         plotly=javascript(),
-        # plotly writes < and / as escapes, so that no name ends the script that they are in.
+        # plotly escapes < and /, so that no name can end the script element around the figures.
         figures="{" + ",".join(f'"{key}":{figure}' for key, figure in figures.items()) + "}",
         script=_part("page.js"),
     )
@@ -66,35 +95,35 @@ def _part(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _subtitle(numbers: Numbers) -> str:
-    steps = [row.record.step for row in numbers.by_step]
+def _subtitle(statistics: Statistics) -> str:
+    steps = [row.record.step for row in statistics.by_step]
     span = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
     return f"{plural(len(steps), 'checkpoint')}, {span}"
 
 
-def _facts(numbers: Numbers) -> str:
-    whole, weights = numbers.whole, numbers.weights
+def _facts(statistics: Statistics) -> str:
+    whole, weights = statistics.whole, statistics.weights
     facts = [("Whole state", times(whole.ratio, 1), f"{in_bytes(whole.stored)} instead of {in_bytes(whole.raw)}")]
     if weights.raw:
         detail = f"{in_bytes(weights.stored)} instead of {in_bytes(weights.raw)}"
         facts.append(("Weights", times(weights.ratio, 1), detail))
-    limits = {row.record.limit for row in numbers.rows if row.record.limit is not None}
-    allowed = f"of {percent(max(limits))} allowed in one checkpoint" if limits else "in one checkpoint"
-    if numbers.worst is None:
-        why = "no finite number" if any(row.record.quality for row in numbers.rows) else "no metric was given"
-        facts.append(("Worst loss of quality", NONE, why))
+    limits = {row.record.limit for row in statistics.rows if row.record.limit is not None}
+    allowed = f"limit {percent(max(limits))} for each checkpoint" if limits else "of one checkpoint"
+    if statistics.worst is None:
+        why = "not finite" if any(row.record.quality for row in statistics.rows) else "no metric was given"
+        facts.append(("Largest degradation", NONE, why))
     else:
-        facts.append(("Worst loss of quality", percent(numbers.worst, sign=True), allowed))
-    seconds, scored = sum(numbers.seconds.values()), sum(row.record.evaluations for row in numbers.rows)
+        facts.append(("Largest degradation", percent(statistics.worst, sign=True), allowed))
+    seconds, scored = sum(statistics.seconds.values()), sum(row.record.evaluations for row in statistics.rows)
     facts.append(("Training waited", in_seconds(seconds), f"{plural(scored, 'configuration')} scored"))
-    costs = [row.restore for row in numbers.rows if row.restore is not None]
+    costs = [row.restore for row in statistics.rows if row.restore is not None]
     if costs:
         most = max(costs, key=lambda cost: cost.size)
-        detail = f"to read for a restore at most, from {plural(most.files, 'file')}"
+        detail = f"read by the largest restore, from {plural(most.files, 'file')}"
         facts.append(("Restore", in_bytes(most.size), detail))
-    stored, raw = dollars(numbers.cost(whole.stored + numbers.exact)), dollars(numbers.cost(whole.raw))
+    stored, raw = dollars(statistics.cost(whole.stored + statistics.lossless_copy)), dollars(statistics.cost(whole.raw))
     short = stored if len(stored) < 8 else "< $0.01"
-    facts.append(("Storage a month", short, f"{stored} instead of {raw}" if short != stored else f"instead of {raw}"))
+    facts.append(("Storage per month", short, f"{stored} instead of {raw}" if short != stored else f"instead of {raw}"))
     cards = (
         f'<div><dt>{label}</dt><dd class="number">{number}</dd><dd class="detail">{detail}</dd></div>'
         for label, number, detail in facts
@@ -104,16 +133,16 @@ def _facts(numbers: Numbers) -> str:
 
 def _section(chart: Chart) -> str:
     place = "" if chart.figure is None else f'<div class="chart" id="{chart.key}"></div>'
-    if place and chart.room == "scrolled":
+    if place and chart.width == "scrolled":
         place = f'<div class="scroll">{place}</div>'
-    kind = "" if chart.room == "half" else ' class="wide"'
+    kind = "" if chart.width == "half" else ' class="wide"'
     return f"<section{kind}><h2>{escape(chart.title)}</h2><p>{escape(chart.text)}</p>{place}</section>"
 
 
-def _table(numbers: Numbers) -> str:
+def _table(statistics: Statistics) -> str:
     left = {"configuration", "found by"}
     head = "".join(f'<th class="left">{name}</th>' if name in left else f"<th>{name}</th>" for name in COLUMNS)
-    rows = "".join(f"<tr>{''.join(_cells(row.record))}</tr>" for row in numbers.rows)
+    rows = "".join(f"<tr>{''.join(_cells(row.record))}</tr>" for row in statistics.rows)
     return (
         '<section class="long"><h2>All checkpoints</h2><div class="scroll"><table>'
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div></section>"
@@ -140,9 +169,9 @@ def _cells(record: Record) -> Iterator[str]:
 
 
 def _cell(field: str, value: Any, text: str, kind: str = "") -> str:
-    """A number to be read, with all its digits, and where ``log --json`` has it, for programs."""
-    exact = escape(json.dumps(value))
-    return f'<td class="{kind}"><data data-field="{field}" value="{exact}">{escape(text)}</data></td>'
+    """Return a table cell: a text for people; for programs the exact value and its key in ``log --json``."""
+    full = escape(json.dumps(value))
+    return f'<td class="{kind}"><data data-field="{field}" value="{full}">{escape(text)}</data></td>'
 
 
 def _list(title: str, items: Iterable[str], kind: str = "") -> str:

@@ -1,4 +1,4 @@
-"""The numbers of a report, from the headers of a run's files. Nothing is decoded."""
+"""The statistics of a run, read from the headers of its files. No tensor is decoded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dynaquant.store.run import Run
 class Row:
     """One checkpoint.
 
-    restore: None where a checkpoint that it builds on is missing. weights: by name, in the order of the model.
+    restore: None if a checkpoint that this one depends on is missing. weights: by name, in the order of the model.
     """
 
     record: Record
@@ -28,44 +28,44 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Numbers:
-    """Of a whole run.
+class Statistics:
+    """The statistics of a whole run.
 
-    rows: in the order of ``dynaquant log``, from the oldest to the newest. passed_over: what is wrong with which file,
-    in sentences. exact: bytes of the exact copy of the newest checkpoint, 0 where none is kept. price: USD per GB
+    rows: in the order of ``dynaquant log``, from the oldest to the newest. skipped: one sentence for each problem of a
+    file. lossless_copy: bytes of the lossless copy of the newest checkpoint, 0 if the run keeps none. price: USD per GB
     (10⁹ bytes) and month.
     """
 
     name: str
     rows: tuple[Row, ...]
-    passed_over: tuple[str, ...]
-    exact: int
+    skipped: tuple[str, ...]
+    lossless_copy: int
     price: float
 
     @cached_property
     def by_step(self) -> list[Row]:
-        """The rows in the order of their steps, which differs from theirs once training has gone back."""
+        """The rows sorted by step. ``rows`` has another order if training went back to an older checkpoint."""
         return sorted(self.rows, key=lambda row: row.record.step)
 
     @property
     def whole(self) -> Size:
-        """Of all checkpoints."""
+        """Size of all checkpoints together."""
         return sum((row.record.total for row in self.rows), Size())
 
     @property
     def weights(self) -> Size:
-        """Of the weights of all checkpoints."""
+        """Size of the weights of all checkpoints together."""
         return sum((row.record.roles.get("weight", Size()) for row in self.rows), Size())
 
     @property
     def worst(self) -> float | None:
-        """The largest measured loss of quality; None where nothing was measured."""
+        """The largest measured degradation; None if nothing was measured."""
         measured = [row.record.quality.degradation for row in self.rows if row.record.quality]
         return max((loss for loss in measured if not math.isnan(loss)), default=None)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """That saving has kept training waiting, by stage."""
+        """Seconds that training waited for all saves together, by stage of a save."""
         total: dict[str, float] = {}
         for row in self.rows:
             for stage, seconds in row.record.seconds.items():
@@ -74,29 +74,29 @@ class Numbers:
 
     @property
     def tensors(self) -> list[str]:
-        """All weights of the run: those of the newest checkpoint in the order of the model, then older ones."""
+        """Names of all weights: those of the newest checkpoint in the order of the model, then those of older ones."""
         return list(dict.fromkeys(name for row in reversed(self.rows) for name in row.weights))
 
     def cost(self, size: int) -> float:
-        """USD for keeping so many bytes for a month."""
+        """Return the price in USD of storing this many bytes for a month."""
         return self.price * size / 1e9
 
 
-def numbers_of(
+def statistics_of(
     run: Run, files: Iterable[CheckpointFile], broken: Iterable[CheckpointError], price: float = S3_STANDARD
-) -> Numbers:
-    """The numbers of a run, whose sound files come parents first, as ``Run.summaries`` lists them.
+) -> Statistics:
+    """Return the statistics of a run.
 
-    broken: what is wrong with the others. A file that cannot be understood, or that cannot be restored, adds to that.
+    files: the readable files of the run, parents first, as ``Run.summaries`` lists them. broken: what is wrong with the
+    other files. Problems found here are added: a record with invalid fields, a checkpoint that cannot be restored.
 
-    Raises CheckpointError when no record can be understood, MovedOnError where a writer has deleted what others of the
-    files build on.
+    Raises CheckpointError if no record is valid, MovedOnError if a writer has deleted a file that others depend on.
     """
-    passed_over = [str(error) for error in broken]
+    skipped = [str(error) for error in broken]
     chains: dict[Parent, list[CheckpointFile]] = {}
     without_chain: dict[Parent, str] = {}
     rows: list[Row] = []
-    exact = 0
+    lossless_copy = 0
     for file in files:
         header = file.header
         itself = Parent(header.step, header.identity)
@@ -105,7 +105,7 @@ def numbers_of(
         try:
             if header.parent in without_chain:
                 raise CheckpointError(without_chain[header.parent])
-            # Where the parent is not known, Run.chain says what is wrong with it.
+            # If the chain of the parent is not known, Run.chain says what is wrong with it.
             chains[itself] = run.chain(file) if above is None else [file, *above]
             restore = restore_cost(chains[itself])
         except MovedOnError:
@@ -113,17 +113,17 @@ def numbers_of(
         except CheckpointError as error:
             if itself not in chains:
                 without_chain[itself] = str(error)
-            passed_over.append(f"step {header.step} is listed, but cannot be restored: {error}")
+            skipped.append(f"step {header.step} is listed, but cannot be restored: {error}")
         try:
-            if (twin := run.lossless_copy(file)) is not None:
-                exact, restore = twin.size, restore_cost([twin])
+            if (copy := run.lossless_copy(file)) is not None:
+                lossless_copy, restore = copy.size, restore_cost([copy])
         except CheckpointError as error:
-            passed_over.append(str(error))
+            skipped.append(str(error))
         weights = {info.name: info for info in tensors_of(file) if info.role == "weight"}
         try:
             rows.append(Row(record_of(file), restore, weights))
         except CheckpointError as error:
-            passed_over.append(str(error))
+            skipped.append(str(error))
     if not rows:
-        raise CheckpointError(f"{run.folder}: no checkpoint of this run has a record that can be understood")
-    return Numbers(run.folder.resolve().name, tuple(rows), tuple(passed_over), exact, price)
+        raise CheckpointError(f"{run.folder}: no checkpoint of this run has a valid record")
+    return Statistics(run.folder.resolve().name, tuple(rows), tuple(skipped), lossless_copy, price)
