@@ -11,8 +11,8 @@ NATIVE_TESTS := tests/kernels/test_native.py tests/kernels/test_native_lossless.
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
-demo: .venv/ready  ## train, crash, restore, compare
-	$(BIN)/dynaquant demo --out build/demo
+demo: .venv/ready  ## train, crash, restore, compare (FULL=1: longer, with ten crashes each)
+	$(BIN)/dynaquant demo --out build/demo $(if $(FULL),--full)
 
 test: .venv/ready  ## run the tests
 	$(BIN)/pytest -n 2

@@ -1,4 +1,4 @@
-"""The command line as a test calls it, and a run to call it on."""
+"""Calling the command line in tests, and a run to call it on."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ STEPS = [20, 40, 60, 80]
 
 
 def make_run(folder) -> nn.Module:
-    """Four checkpoints, keyframes at 20 and 80, of a model with a tied and a constant tensor."""
+    """Save four checkpoints, with keyframes at 20 and 80, of a model that has a tied and a constant tensor."""
     torch.manual_seed(0)
     model = model_of(32)
     model[4].weight = model[0].weight
@@ -42,7 +42,7 @@ def data(*arguments, code: int = 0):
 
 
 def failed(monkeypatch, capsys, reason: str, *arguments) -> None:
-    """The command ends with exit code 1, one message on stderr and nothing on stdout."""
+    """Assert that a command ends with exit code 1, one message on stderr and nothing on stdout."""
     monkeypatch.setattr(sys, "argv", ["dynaquant", *map(str, arguments)])
     with pytest.raises(SystemExit) as end:
         main()

@@ -1,4 +1,14 @@
-"""The command line: ``dynaquant``."""
+"""The command line: ``dynaquant``.
+
+In reading order:
+
+- ``arguments.py``: arguments that several commands take, and opening the runs and files that they name
+- ``output.py``: printing text, tables, JSON and progress
+- ``convert.py``: files of other programs: ``compress``, ``decompress``, ``pack``, ``unpack``, ``export``
+- ``inspect.py``: looking into a run: ``log``, ``show``, ``diff``, ``verify``, ``du``; ``report.py``: ``report``
+- ``maintain.py``: changing a run: ``tag``, ``branch``, ``compact``, ``prune``
+- ``demo.py``: ``demo``
+"""
 
 from __future__ import annotations
 
@@ -9,33 +19,33 @@ from typing import Annotated
 
 import typer
 
-from dynaquant.cli import demo, files, report, runs, upkeep
+from dynaquant.cli import convert, demo, inspect, maintain, report
 from dynaquant.errors import DynaquantError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 app.command(epilog="Example: dynaquant demo --quick")(demo.demo)
 _PANELS: dict[str, dict[Callable[..., None], str]] = {
     "Files of other programs": {
-        files.compress: "compress model.safetensors -o model.dqc",
-        files.decompress: "decompress model.dqc -o model.safetensors",
-        files.pack: "pack old/ckpt-100.pt old/ckpt-200.pt -o runs/packed",
-        files.unpack: "unpack runs/packed -o again",
+        convert.compress: "compress model.safetensors -o model.dqc",
+        convert.decompress: "decompress model.dqc -o model.safetensors",
+        convert.pack: "pack old/ckpt-100.pt old/ckpt-200.pt -o runs/packed",
+        convert.unpack: "unpack runs/packed -o again",
     },
     "Runs of checkpoints": {
-        runs.log: "log runs/gpt",
-        runs.show: "show runs/gpt 4000",
-        runs.diff: "diff runs/gpt 3000 4000",
-        runs.du: "du runs/gpt",
+        inspect.log: "log runs/gpt",
+        inspect.show: "show runs/gpt 4000",
+        inspect.diff: "diff runs/gpt 3000 4000",
+        inspect.du: "du runs/gpt",
         report.report: "report runs/gpt -o report.html",
-        runs.verify: "verify runs/gpt",
-        files.export: "export runs/gpt 4000 -o model.safetensors",
-        upkeep.tag: "tag runs/gpt best 4000",
-        upkeep.branch: "branch runs/gpt best runs/other",
-        upkeep.compact: "compact runs/gpt --keyframe-every 8",
-        upkeep.prune: "prune runs/gpt --keep-last 3 --keep-every 1000",
+        inspect.verify: "verify runs/gpt",
+        convert.export: "export runs/gpt 4000 -o model.safetensors",
+        maintain.tag: "tag runs/gpt best 4000",
+        maintain.branch: "branch runs/gpt best runs/other",
+        maintain.compact: "compact runs/gpt --keyframe-every 8",
+        maintain.prune: "prune runs/gpt --keep-last 3 --keep-every 1000",
     },
 }
-"""The commands as help lists them, and an example of each."""
+"""The commands in the order of the help, each with an example."""
 for panel, commands in _PANELS.items():
     for command, example in commands.items():
         app.command(rich_help_panel=panel, epilog=f"Example: dynaquant {example}")(command)
@@ -43,7 +53,7 @@ for panel, commands in _PANELS.items():
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version  # noqa: PLC0415  (slow, and only this needs it)
+        from importlib.metadata import version  # noqa: PLC0415  (slow to import)
 
         print(f"dynaquant {version('dynaquant')}")
         raise typer.Exit
@@ -55,17 +65,17 @@ def options(
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Checkpoints of deep-learning training in a small fraction of their size.
+    """Store PyTorch training checkpoints in a small fraction of their size.
 
-    Exit codes: 0 all is well, 1 something is wrong, 2 the command line cannot be understood.
+    Exit codes: 0 success, 1 error or damaged checkpoints, 2 invalid command line.
     """
 
 
 def main() -> None:
-    """Runs the command line; errors become one message and exit code 1."""
+    """Run the command line. An error becomes one message on stderr and exit code 1."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that has no × is no reason to fail
+            stream.reconfigure(errors="replace")  # a terminal without × prints ? instead of failing
     try:
         app()
     except (DynaquantError, OSError) as error:
@@ -74,5 +84,5 @@ def main() -> None:
             print(f"  ({note})", file=sys.stderr)
         sys.exit(1)
     except MemoryError:
-        print("dynaquant: there is not enough memory; use a machine that has more", file=sys.stderr)
+        print("dynaquant: out of memory; use a machine with more memory", file=sys.stderr)
         sys.exit(1)

@@ -1,5 +1,8 @@
 """``dynaquant demo``."""
 
+# ruff: noqa: PLC0415
+# Commands import what they need when they run, so that --help does not load PyTorch, which takes seconds.
+
 from __future__ import annotations
 
 import importlib.util
@@ -15,39 +18,61 @@ from dynaquant.save.presets import BALANCED
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the runs, the picture and the numbers.")] = Path("demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the runs, the reports, the picture and the results.")] = Path(
+        "demo"
+    ),
     max_degradation: Annotated[
-        float, typer.Option(help="Relative loss of quality that one checkpoint may cause.", min=0)
+        float, typer.Option(help="Largest relative degradation of the metric that one checkpoint may cause.", min=0)
     ] = BALANCED.max_degradation,
-    seed: Annotated[int, typer.Option(help="Of the trainings and of the crashes.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    full: Annotated[
+        bool, typer.Option("--full", help="Longer trainings with ten crashes each, in a quarter of an hour.")
+    ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="A much shorter training with two crashes, in less than a minute.")
+        bool, typer.Option("--quick", help="Very short trainings with two crashes each, in a minute.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of tables.")] = False,
 ) -> None:
-    """Train two small models, killing the training again and again, and compare with a training left alone.
+    """Train two small models, kill the training processes again and again, and compare with undisturbed trainings.
 
-    Takes about a quarter of an hour on one core. Writes the runs of checkpoints, demo.png and demo.json to OUT.
+    Takes a few minutes on two processors. Writes to OUT: a run of checkpoints and a report for each model, demo.png
+    and demo.json.
     """
     packages = {"matplotlib": "matplotlib", "sklearn": "scikit-learn"}
     if missing := [package for module, package in packages.items() if importlib.util.find_spec(module) is None]:
         raise MissingPackageError("The demo", " and ".join(missing), "demo")
-    # Imported here: matplotlib is an extra, and the other commands do not need it.
-    from dynaquant.demo import demo as demonstration  # noqa: PLC0415
-    from dynaquant.demo.figure import draw  # noqa: PLC0415
+    if full and quick:
+        raise typer.BadParameter("give --full or --quick, not both")
+    from dynaquant.demo import comparison
+    from dynaquant.demo.figure import draw
 
     out.mkdir(parents=True, exist_ok=True)
-    scale = demonstration.QUICK if quick else demonstration.FULL
-    results = demonstration.run_demo(out, scale, max_degradation, seed, Console(stderr=True))
-    numbers = json.dumps([result.to_json() for result in results], indent=1)
-    (out / "demo.json").write_text(numbers + "\n")
+    plan = comparison.QUICK if quick else comparison.FULL if full else comparison.SHORT
+    results = comparison.run_demo(out, plan, max_degradation, seed, Console(stderr=True))
+    text = json.dumps([result.to_json() for result in results], indent=1)
+    (out / "demo.json").write_text(text + "\n")
     draw(results, out / "demo.png")
+    reports = _write_reports(out, [result.name for result in results])
     if as_json:
-        print(numbers)
+        print(text)
         return
     console = Console()
     for result in results:
         console.print()
-        console.print(demonstration.table_of(result))
-        console.print(demonstration.summary_of(result), highlight=False, soft_wrap=True)
-    console.print(f"\npicture: {out / 'demo.png'}\nnumbers: {out / 'demo.json'}", soft_wrap=True)
+        console.print(comparison.table_of(result))
+        console.print(comparison.summary_of(result), highlight=False, soft_wrap=True)
+    console.print(f"\npicture: {out / 'demo.png'}\nresults: {out / 'demo.json'}\n{reports}", soft_wrap=True)
+
+
+def _write_reports(out: Path, workloads: list[str]) -> str:
+    """Write the report of each run; return lines that say where, or how to get reports if plotly is missing."""
+    from dynaquant.store.run import Run
+
+    try:
+        from dynaquant.report.page import write_report
+    except MissingPackageError as error:
+        return f"no reports: {error}"
+    files = {name: out / f"{name}.html" for name in workloads}
+    for name, file in files.items():
+        write_report(Run(out / name), file)
+    return "\n".join(f"report: {file}" for file in files.values())

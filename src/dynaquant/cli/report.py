@@ -1,7 +1,7 @@
 """``dynaquant report``."""
 
 # ruff: noqa: PLC0415
-# Each command imports what it needs when it runs, so that --help does not load PyTorch, which takes seconds.
+# Commands import what they need when they run, so that --help does not load PyTorch, which takes seconds.
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dynaquant.cli import output
-from dynaquant.cli.output import AsJson, RunFolder
+from dynaquant.cli.arguments import AsJson, RunFolder, must_not_exist, open_run
 from dynaquant.formatting import in_bytes, plural
 from dynaquant.report.prices import S3_STANDARD
 
@@ -32,9 +32,9 @@ def report(
     """
     from dynaquant.report.page import write_report
 
-    output.must_not_exist(out, force)
-    run, _ = output.open_run(folder)
+    must_not_exist(out, force)
+    run, _ = open_run(folder)
     statistics = write_report(run, out, price, lambda files: output.with_progress(files, "reading headers", len(files)))
     count, size = len(statistics.rows), output.size_of(out)
     text = f"{out}: {plural(count, 'checkpoint')}, {in_bytes(size)}"
-    output.report(as_json, text, out=str(out), checkpoints=count, bytes=size)
+    output.print_result(as_json, text, out=str(out), checkpoints=count, bytes=size)

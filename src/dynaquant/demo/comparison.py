@@ -1,7 +1,9 @@
-"""The demonstration: each workload once without crashes and once with many, and a comparison of the two."""
+"""Each workload trained once without crashes and once with many, and the tables that compare the two."""
 
 from __future__ import annotations
 
+import asyncio
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,34 +12,38 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dynaquant.demo.crashes import Story, arguments_for, run_training
+from dynaquant.demo.crashes import Outcome, arguments_for, run_training
 from dynaquant.save.record import Record, Size, record_of
 from dynaquant.store.listing import SUFFIX
 from dynaquant.store.run import Run
 
 
 @dataclass(frozen=True)
-class Scale:
-    """How much is done for each workload: training steps, steps between checkpoints."""
+class Plan:
+    """How much the demo does. steps: of each training. every: steps between checkpoints. crashes: of each workload."""
 
     steps: dict[str, int]
     every: dict[str, int]
     crashes: int
 
 
-FULL = Scale({"transformer": 800, "convnet": 800}, {"transformer": 50, "convnet": 50}, crashes=10)
-QUICK = Scale({"transformer": 40, "convnet": 120}, {"transformer": 10, "convnet": 20}, crashes=2)
+FULL = Plan({"transformer": 800, "convnet": 800}, {"transformer": 50, "convnet": 50}, crashes=10)
+SHORT = Plan({"transformer": 480, "convnet": 480}, {"transformer": 30, "convnet": 30}, crashes=5)
+QUICK = Plan({"transformer": 40, "convnet": 120}, {"transformer": 10, "convnet": 20}, crashes=2)
+
+AT_ONCE = 2
+"""Trainings that run at the same time, each with an equal share of the processors."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One workload: the training without crashes and without checkpoints, the one with both, and its checkpoints."""
+    """One workload: its training without crashes and checkpoints, its training with both, and the checkpoints."""
 
     name: str
     metric: str
     steps: int
-    undisturbed: Story
-    crashed: Story
+    undisturbed: Outcome
+    crashed: Outcome
     records: list[Record]
 
     @property
@@ -51,16 +57,16 @@ class Result:
 
     @property
     def total(self) -> Size:
-        """Tensor bytes against file bytes, summed over all checkpoints."""
+        """Bytes of the tensors and bytes of the files, summed over all checkpoints."""
         return sum((record.total for record in self.records), Size())
 
     @property
     def saving_share(self) -> float:
-        """Time that ``save`` took, as a share of the rest of the training loop's time."""
+        """Time spent in ``save``, relative to the rest of the time in the training loop."""
         return self.crashed.saving / (self.crashed.seconds - self.crashed.saving)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything the table shows, for machines."""
+        """Return everything that the table shows as plain JSON values."""
         sizes = {**self.roles, "total": self.total}
         return {
             "workload": self.name,
@@ -83,45 +89,59 @@ class Result:
 METRICS = {"transformer": "validation loss", "convnet": "accuracy"}
 
 
-def run_demo(out: Path, scale: Scale, max_degradation: float, seed: int, console: Console) -> list[Result]:
-    """Trains everything, showing progress on ``console``. Runs are left in ``out``; earlier ones are replaced."""
+def run_demo(out: Path, plan: Plan, max_degradation: float, seed: int, console: Console) -> list[Result]:
+    """Train every workload with and without crashes, two trainings at a time; show the progress on ``console``.
+
+    Leaves the runs in ``out`` and replaces those of an earlier demo.
+    """
     with Progress(
         TextColumn("{task.description:48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     ) as progress:
-        return [_run_workload(name, out, scale, max_degradation, seed, progress) for name in scale.steps]
+        return asyncio.run(_run_all(out, plan, max_degradation, seed, progress))
 
 
-def _run_workload(name: str, out: Path, scale: Scale, max_degradation: float, seed: int, progress: Progress) -> Result:
-    steps, every = scale.steps[name], scale.every[name]
-    folder = out / name
-    for file in folder.glob(f"step-*{SUFFIX}*"):  # of an earlier demo; anything else is not ours to delete
-        file.unlink()
+async def _run_all(out: Path, plan: Plan, max_degradation: float, seed: int, progress: Progress) -> list[Result]:
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, processors // AT_ONCE)
+    turns = asyncio.Semaphore(min(AT_ONCE, processors))
 
-    task = progress.add_task(f"{name}: undisturbed", total=steps)
-    undisturbed = run_training(
-        arguments_for(name, steps, every, max_degradation, seed, None),
-        steps,
-        0,
-        seed,
-        lambda step, _: progress.update(task, completed=step),
-    )
-    task = progress.add_task(f"{name}: {scale.crashes} crashes to come", total=steps)
+    async def training(name: str, folder: Path | None) -> Outcome:
+        steps, crashes = plan.steps[name], plan.crashes if folder else 0
+        what = f"{name}, {crashes} crashes" if folder else f"{name}, undisturbed"
+        task = progress.add_task(what, total=steps, start=False)
 
-    def show(step: int, story: Story) -> None:
-        done = len(story.crashes)
-        text = f", {done} of {scale.crashes} crashes" + (f", last at {story.crashes[-1]}" if done else "")
-        progress.update(task, completed=step, description=f"{name}{text}")
+        def show(step: int, outcome: Outcome) -> None:
+            done = f": {len(outcome.crashes)} so far" if outcome.crashes else ""
+            progress.update(task, completed=step, description=what + done)
 
-    crashed = run_training(
-        arguments_for(name, steps, every, max_degradation, seed, folder), steps, scale.crashes, seed, show
-    )
+        arguments = arguments_for(name, steps, plan.every[name], max_degradation, seed, folder)
+        async with turns:
+            progress.start_task(task)
+            outcome = await run_training(arguments, steps, crashes, seed, threads, show)
+            progress.stop_task(task)
+        return outcome
+
+    folders = {name: out / name for name in plan.steps}
+    for folder in folders.values():
+        for file in folder.glob(f"step-*{SUFFIX}*"):  # of an earlier demo; other files are not the demo's to delete
+            file.unlink()
+    # The trainings with crashes come first in the queue, because they take longest.
+    waiting = [training(name, folder) for name, folder in folders.items()] + [training(name, None) for name in folders]
+    outcomes = await asyncio.gather(*waiting)
+    pairs = zip(outcomes[: len(folders)], outcomes[len(folders) :], strict=True)
+    return [
+        Result(name, METRICS[name], plan.steps[name], undisturbed, crashed, _records(folders[name]))
+        for name, (crashed, undisturbed) in zip(folders, pairs, strict=True)
+    ]
+
+
+def _records(folder: Path) -> list[Record]:
     run = Run(folder)
-    records = [record_of(run.file(summary.step)) for summary in run.summaries()[0]]
-    return Result(name, METRICS[name], steps, undisturbed, crashed, records)
+    return [record_of(run.file(summary.step)) for summary in run.summaries()[0]]
 
 
 def table_of(result: Result) -> Table:
-    """The sizes of a workload's checkpoints by role."""
+    """Return a table of the sizes of a workload's checkpoints by role."""
     title = f"{result.name}: {len(result.records)} checkpoints"
     table = Table(title=title, title_justify="left", title_style="bold")
     for column in ("role", "raw", "stored", "ratio"):
@@ -134,17 +154,17 @@ def table_of(result: Result) -> Table:
 
 
 def summary_of(result: Result) -> str:
-    """What happened to a workload, in a few lines."""
+    """Say in a few lines what happened to a workload."""
     crashed = result.crashed
     worst = max((r.quality.degradation for r in result.records if r.quality), default=0.0)
     trials = sum(record.evaluations for record in result.records)
     return (
-        f"  {len(crashed.crashes)} crashes (SIGKILL), {crashed.crashes_in_save} of them in a save, "
+        f"  {len(crashed.crashes)} crashes (SIGKILL), {crashed.crashes_in_save} of them during a save, "
         f"at steps {', '.join(map(str, crashed.crashes))}\n"
         f"  resumed from steps {', '.join(map(str, crashed.resumed))}\n"
         f"  {result.metric} at the end: {crashed.quality:.4f}, undisturbed: {result.undisturbed.quality:.4f} "
         f"({crashed.quality / result.undisturbed.quality - 1:+.2%})\n"
-        f"  worst loss of quality in one checkpoint: {worst:.2%}\n"
+        f"  largest degradation of one checkpoint: {worst:.2%}\n"
         f"  {trials} configurations scored for {len(result.records)} checkpoints\n"
         f"  saving took {crashed.saving:.1f} s, {result.saving_share:.1%} of {crashed.seconds - crashed.saving:.1f} s "
         f"of training, at a checkpoint every {result.records[0].step} steps"

@@ -1,118 +1,145 @@
-"""Runs the demo's training process to its end, killing it on the way as often as asked."""
+"""Runs the demo's training process to its end and kills it on the way as often as asked."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import random
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 SAVING_SHARE = 0.4
-"""Share of the crashes that are put into a save; of those at random moments hardly any would hit one."""
+"""Share of the crashes that are aimed at a save. Crashes at random moments would hardly ever hit one."""
 
 
 @dataclass
-class Story:
+class Outcome:
     """What happened to a training until its end."""
 
     quality: float = 0.0
     """The metric at the end."""
     qualities: dict[int, float] = field(default_factory=dict)
-    """The metric on the way, by step, of a training without checkpoints."""
+    """The metric on the way, by step; only of a training without checkpoints."""
     crashes: list[int] = field(default_factory=list)
     """The steps at which the process was killed."""
     crashes_in_save: int = 0
-    """How many of them came while a checkpoint was being captured, scored or written."""
+    """How many of the crashes came while a checkpoint was captured, scored or written."""
     resumed: list[int] = field(default_factory=list)
-    """The steps from which it went on after each crash."""
+    """The step from which training resumed after each crash."""
     seconds: float = 0.0
-    """Time spent in the training loop, of all processes."""
+    """Time in the training loop, summed over all processes."""
     saving: float = 0.0
-    """The part of it that ``save`` took."""
+    """The part of ``seconds`` spent in ``save``."""
 
 
-def run_training(
-    arguments: list[str], steps: int, crashes: int, seed: int, progress: Callable[[int, Story], None]
-) -> Story:
-    """Runs ``dynaquant.demo.train`` with these arguments until it ends; kills it (SIGKILL) ``crashes`` times.
+async def run_training(
+    arguments: list[str], steps: int, crashes: int, seed: int, threads: int, progress: Callable[[int, Outcome], None]
+) -> Outcome:
+    """Run ``dynaquant.demo.train`` with these arguments until it ends; kill it (SIGKILL) ``crashes`` times.
 
-    Each crash comes at a random step of its share of the training. progress is called with the current step. Raises
-    RuntimeError with the process's own words when it fails by itself.
+    The training is divided into as many equal parts as there are crashes; each part has one, at a random step.
+    threads: threads of the training process. progress: called with the current step.
+
+    Raises RuntimeError with the error output of the process if it fails by itself.
     """
     chance = random.Random(f"{seed} {arguments[0]}")
     targets = [int(steps * (number + chance.random()) / crashes) for number in range(crashes)]
     in_save = set(chance.sample(range(crashes), round(SAVING_SHARE * crashes)))
-    story = Story()
-    while True:
-        target = targets[len(story.crashes)] if len(story.crashes) < crashes else None
-        wanted = "saving" if target is not None and len(story.crashes) in in_save else "step"
-        if _run_once(arguments, story, target, wanted, chance, progress):
-            return story
+    outcome = Outcome()
+    for number, target in enumerate(targets):
+        crash = _Crash(target, "saving" if number in in_save else "step", chance)
+        if await _run_once(arguments, outcome, crash, threads, progress):
+            return outcome
+    await _run_once(arguments, outcome, None, threads, progress)
+    return outcome
 
 
-def _run_once(
+@dataclass(frozen=True)
+class _Crash:
+    """When to kill the process: shortly after the first event of this kind at or after a step."""
+
+    step: int
+    kind: str
+    chance: random.Random
+
+    async def wait(self) -> None:
+        """Wait until the moment of the crash."""
+        await asyncio.sleep(self.chance.uniform(0, 0.25))  # about as long as a save takes
+
+
+async def _run_once(
     arguments: list[str],
-    story: Story,
-    target: int | None,
-    wanted: str,
-    chance: random.Random,
-    progress: Callable[[int, Story], None],
+    outcome: Outcome,
+    crash: _Crash | None,
+    threads: int,
+    progress: Callable[[int, Outcome], None],
 ) -> bool:
-    """Runs the process until it ends (True) or reaches the target step and is killed (False)."""
-    seconds = saving = 0.0
-    ended = killed = False
+    """Run the process until it ends (True) or is killed (False)."""
+    command = [sys.executable, "-m", "dynaquant.demo.train", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "DYNAQUANT_THREADS": str(threads)}
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dynaquant.demo.train", *arguments], stdout=subprocess.PIPE, stderr=errors
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.PIPE, stderr=errors, env=environment
         )
-        for event in _until_end(process):
-            kind, step = event["event"], event.get("step", 0)
-            if kind == "start" and story.crashes:
-                story.resumed.append(step)
-            elif kind == "quality":
-                story.qualities[step] = event["quality"]
-            elif kind == "step":
-                seconds, saving = event["seconds"], event["saving"]
-                progress(step, story)
-            elif kind == "end":
-                story.quality, ended = event["quality"], True
-            if kind == wanted and target is not None and step >= target:
-                time.sleep(chance.uniform(0, 0.25))  # about the time that a save takes
+        try:
+            how = await _follow(process, outcome, crash, progress)
+        finally:  # Ctrl-C must not leave the process behind
+            if process.returncode is None:
                 process.kill()
-                killed = True
-                story.crashes.append(step)
-                break
-        rest, _ = process.communicate()
-        if killed and wanted == "saving":
-            later = [json.loads(line) for line in rest.splitlines() if line.endswith(b"}")]
-            story.crashes_in_save += not any(event["event"] == "committed" for event in later)
-        errors.seek(0)
-        if not ended and not killed:
+                await process.wait()
+        if how is None:
+            errors.seek(0)
             raise RuntimeError(f"the training process failed:\n{errors.read().decode(errors='replace')}")
-    story.seconds += seconds
-    story.saving += saving
-    return ended
+    return how == "ended"
 
 
-def _until_end(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+async def _follow(
+    process: asyncio.subprocess.Process,
+    outcome: Outcome,
+    crash: _Crash | None,
+    progress: Callable[[int, Outcome], None],
+) -> Literal["ended", "killed"] | None:
+    """Note in ``outcome`` what the process reports. Return None if the process stops before it has ended."""
     assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            yield json.loads(line)
-    except BaseException:
-        process.kill()  # Ctrl-C must not leave it behind
-        raise
+    seconds = saving = 0.0
+    how: Literal["ended", "killed"] | None = None
+    async for line in process.stdout:
+        event = json.loads(line)
+        kind, step = event["event"], event.get("step", 0)
+        if kind == "start" and outcome.crashes:
+            outcome.resumed.append(step)
+        elif kind == "quality":
+            outcome.qualities[step] = event["quality"]
+        elif kind == "step":
+            seconds, saving = event["seconds"], event["saving"]
+            progress(step, outcome)
+        elif kind == "end":
+            outcome.quality, how = event["quality"], "ended"
+        if crash is not None and kind == crash.kind and step >= crash.step:
+            await crash.wait()
+            if process.returncode is None:
+                process.kill()
+            outcome.crashes.append(step)
+            how = "killed"
+            break
+    rest = await process.stdout.read()
+    await process.wait()
+    if crash is not None and how == "killed" and crash.kind == "saving":
+        later = [json.loads(line) for line in rest.splitlines() if line.endswith(b"}")]
+        outcome.crashes_in_save += not any(event["event"] == "committed" for event in later)
+    outcome.seconds += seconds
+    outcome.saving += saving
+    return how
 
 
 def arguments_for(
     workload: str, steps: int, every: int, max_degradation: float, seed: int, run: Path | None
 ) -> list[str]:
-    """The command line of the training process."""
+    """Return the command line of the training process."""
     numbers = [f"--steps={steps}", f"--every={every}", f"--max-degradation={max_degradation}", f"--seed={seed}"]
     return [workload, *numbers, *(["--run", str(run)] if run else [])]

@@ -1,4 +1,4 @@
-"""The demo's picture: size and quality over the steps, one row for each workload."""
+"""The demo's picture: size and quality by step, one row for each workload."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from dynaquant.demo.demo import Result
+from dynaquant.demo.comparison import Result
 
 
 def draw(results: list[Result], file: Path) -> None:
-    """Writes the picture as a PNG."""
+    """Write the picture as a PNG file."""
     figure, rows = plt.subplots(len(results), 2, figsize=(12, 3.8 * len(results)), squeeze=False)
     for result, (left, right) in zip(results, rows, strict=True):
         _sizes(left, result)
@@ -45,7 +45,7 @@ def _quality(axes: Axes, result: Result) -> None:
     scored = [(record.step, record.quality) for record in result.records if record.quality]
     steps = [step for step, _ in scored]
     axes.plot(steps, [quality.original for _, quality in scored], "-", label="with crashes, in training")
-    axes.plot(steps, [quality.restored for _, quality in scored], "x", label="with crashes, as stored")
+    axes.plot(steps, [quality.restored for _, quality in scored], "x", label="with crashes, as restored")
     axes.set(title=f"{result.name}: {result.metric}", xlabel="step", ylabel=result.metric)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,4 +1,4 @@
-"""The two small networks that the demo and the benchmarks train: a GPT and a convolutional net."""
+"""The networks that the demo trains, a small GPT and a convolutional net; benchmarks use them too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, width) to the same."""
+        """Map activations (batch, length, width) to activations of the same shape."""
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
@@ -49,7 +49,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if residual else 0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Token ids, int64 (batch, length ≤ context), to logits (batch, length, vocabulary)."""
+        """Map token ids, int64 (batch, length ≤ context), to logits (batch, length, vocabulary)."""
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
         logits: Tensor = self.head(self.norm(self.blocks(x)))
         return logits
@@ -66,7 +66,7 @@ class ConvNet(nn.Module):
         self.head = nn.Linear(widths[-1], classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images, float32 (batch, 1, height, width), to logits (batch, classes)."""
+        """Map images, float32 (batch, 1, height, width), to logits (batch, classes)."""
         x = images
         for conv, norm in zip(self.convs, self.norms, strict=True):
             x = F.relu(norm(conv(x)))

@@ -1,7 +1,7 @@
 """The demo's training process, run as ``python -m dynaquant.demo.train``; it may be killed at any moment.
 
-The three lines that dynaquant asks of a training loop are marked. Without ``--run`` it trains without checkpoints.
-It reports what happens as lines of JSON on standard output.
+Comments mark the three lines that dynaquant adds to a training loop. Without ``--run`` there are no checkpoints. The
+process reports what it does as lines of JSON on standard output.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dynaquant.demo.workloads import WORKLOADS
 
 
 def report(event: str, **details: Any) -> None:
-    """Tells the supervising process, in one piece, as two threads report."""
+    """Report an event to the parent process, in a single write, because two threads report."""
     os.write(1, json.dumps({"event": event, **details}).encode() + b"\n")
 
 
 def train(name: str, run: str | None, steps: int, every: int, max_degradation: float, seed: int) -> None:
-    """Trains to the end, from the run's newest checkpoint if there is one."""
+    """Train to the end, starting from the newest checkpoint of the run if there is one."""
     work = WORKLOADS[name](steps, seed)
     checkpointer = None
     step = 0

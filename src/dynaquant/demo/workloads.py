@@ -1,4 +1,4 @@
-"""The demo's two trainings: a transformer on Python's own source text, a convolutional net on scikit-learn's digits."""
+"""The demo's two trainings: a transformer on Python source text, a convolutional net on scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TEXT_BYTES = 4_000_000
 
 @dataclass(frozen=True)
 class Workload:
-    """A training, made from a seed: everything a step needs, and the metric that judges it.
+    """A training made from a seed: everything that a step needs, and the metric.
 
-    next_batch draws from ``generator``, so a restored generator means the same data order.
+    next_batch draws from ``generator``: once the generator is restored, the order of the data is the same.
     """
 
     model: nn.Module
@@ -36,7 +36,7 @@ class Workload:
 
 
 def transformer(steps: int, seed: int) -> Workload:
-    """A 0.8 M-weight GPT on the bytes of the standard library's source, AdamW; validation loss in nats per byte."""
+    """Return a GPT of 0.8 M weights on Python source text; AdamW; validation loss in nats per byte."""
     text = _standard_library()
     split = int(0.95 * len(text))
     generator = torch.Generator().manual_seed(seed)
@@ -66,8 +66,8 @@ def transformer(steps: int, seed: int) -> Workload:
 
 
 def convnet(steps: int, seed: int) -> Workload:
-    """A 0.1 M-weight convolutional net on 8×8 digits, SGD with momentum; accuracy on held-out images."""
-    from sklearn.datasets import load_digits  # noqa: PLC0415  (an extra, and a second to import)
+    """Return a convolutional net of 0.1 M weights on 8×8 digits; SGD with momentum; accuracy on held-out images."""
+    from sklearn.datasets import load_digits  # noqa: PLC0415  (only here: an extra, slow to import)
 
     digits = load_digits()
     images = torch.from_numpy(digits.images.astype(np.float32) / 16)[:, None]
@@ -101,7 +101,7 @@ WORKLOADS: dict[str, Callable[[int, int], Workload]] = {"transformer": transform
 
 
 def _standard_library() -> Tensor:
-    """The first few MB of the standard library's source, uint8."""
+    """Return the first few MB of the standard library's source text, uint8."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text, size = [], 0
     for file in sorted(folder.glob("*.py")):

@@ -1,7 +1,7 @@
-"""Commands that look into a run: ``log``, ``show``, ``diff``, ``verify``, ``du``."""
+"""Commands that look into a run or a checkpoint: ``log``, ``show``, ``diff``, ``verify``, ``du``."""
 
 # ruff: noqa: PLC0415
-# Each command imports what it needs when it runs, so that --help does not load PyTorch, which takes seconds.
+# Commands import what they need when they run, so that --help does not load PyTorch, which takes seconds.
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dynaquant.cli import output
-from dynaquant.cli.output import AsJson, RunFolder, Step
-from dynaquant.formatting import in_bytes
+from dynaquant.cli.arguments import AsJson, RunFolder, RunOrFile, Step, checkpoint, open_run, run_of
+from dynaquant.formatting import in_bytes, plural
 
 if TYPE_CHECKING:
     from dynaquant.report.inspection import Change, TensorInfo
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def log(folder: RunFolder, as_json: AsJson = False) -> None:
-    """List the checkpoints of a run: tags, size, ratio, loss of quality, configuration."""
+    """List the checkpoints of a run: tags, size, compression ratio, degradation, configuration."""
     from dynaquant.quantize.knobs import in_short
     from dynaquant.save.record import Size, record_of
     from dynaquant.store.container import opened
@@ -32,7 +32,7 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
     from dynaquant.store.listing import paths
     from dynaquant.store.tags import tags_of
 
-    run, files = output.open_run(folder)
+    run, files = open_run(folder)
     records = [record_of(file) for file in files]
     known = tags_of(run)
     tags = {file.header.step: [tag.name for tag in known if tag.marks(file)] for file in files}
@@ -40,7 +40,7 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
         output.print_json([{**record.to_json(), "tags": tags[record.step]} for record in records])
         return
     table = output.table(
-        "step", "tags", "parent", "size", "whole", "weights", "worse by", "allowed", "configuration", "found by"
+        "step", "tags", "parent", "size", "ratio", "weights", "degradation", "limit", "configuration", "found by"
     )
     for record in records:
         quality, chosen = record.quality, record.configuration
@@ -61,31 +61,31 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
     whole = sum((record.total for record in records), Size())
     weights = sum((record.roles.get("weight", Size()) for record in records), Size())
     output.print_(
-        f"{len(records)} checkpoints, {output.smaller(whole)}; their weights {_smaller(weights)} ({weights.ratio:.1f}×)"
+        f"{plural(len(records), 'checkpoint')}: {output.reduction(whole)}; weights: {output.reduction(weights)}"
     )
     for path in run.lossless_copy_paths():
         if (copy := opened(path)) is not None:
-            output.print_(f"beside them {path.name}, a checkpoint as it was: {in_bytes(copy.size)}")
+            output.print_(f"{path.name}, the lossless copy of a checkpoint: {in_bytes(copy.size)}")
     for path in paths(run.folder, PREFIX):
-        output.print_(f"beside them {path.name}, frozen parameters: {in_bytes(path.stat().st_size)}")
+        output.print_(f"{path.name}, frozen parameters: {in_bytes(path.stat().st_size)}")
 
 
 def show(
-    folder: RunFolder,
+    folder: RunOrFile,
     step: Step = None,
     tensor: Annotated[
-        str | None, typer.Option(help="Show the codebook of one tensor and how often it is used.")
+        str | None, typer.Option(help="Name of a tensor: show its levels, their values and how often they occur.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one checkpoint: how it was made, and what each kind of tensor and each tensor takes."""
+    """Show one checkpoint: configuration, degradation, and the size of every tensor."""
     from dynaquant.report.inspection import tensors_of
     from dynaquant.save.record import Size, record_of
 
     if tensor is not None:
         _show_tensor(folder, step, tensor, as_json)
         return
-    file = output.checkpoint(folder, step)
+    file = checkpoint(folder, step)
     record, tensors = record_of(file), tensors_of(file)
     if as_json:
         output.print_json({**record.to_json(), "tensors": [info.to_json() for info in tensors]})
@@ -112,7 +112,7 @@ def show(
             output.add(table, group, *cells, bits)
         if groups:
             output.print_(table)
-    table = output.table("Tensor", "dtype", "shape", "coding", "bins", "stored", "ratio", "bits per value")
+    table = output.table("Tensor", "dtype", "shape", "coded as", "bins", "stored", "ratio", "bits per value")
     for info in tensors:
         output.add(
             table,
@@ -138,26 +138,26 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
 
     yield "step", str(record.step)
     yield "identity", record.identity
-    yield "parent", "none, it is a keyframe" if record.parent is None else f"step {record.parent}"
-    yield "size", output.smaller(record.total)
+    yield "parent", "none (keyframe)" if record.parent is None else f"step {record.parent}"
+    yield "size", output.reduction(record.total)
     chosen = record.configuration
     if chosen is None:
-        yield "configuration", "none, weights are exact"
+        yield "configuration", "none (weights are stored exactly)"
     elif isinstance(chosen, GridConfiguration):
-        rounding = "rounded at random" if chosen.dithered else "rounded to the nearest"
-        yield "configuration", f"{in_short(chosen)}: a step of 2^{chosen.scale}/16 over the root of F, {rounding}"
+        rounding = "stochastic rounding" if chosen.dithered else "rounding to nearest"
+        yield "configuration", f"{in_short(chosen)}: grid steps of 2^({chosen.scale}/16) / sqrt(F), {rounding}"
     else:
         yield (
             "configuration",
             f"{chosen.bins} bins ({chosen.embedding_bins} for embeddings), {chosen.pruned:.0%} pruned by "
-            f"{chosen.pruning_metric}, {chosen.protected:.2%} protected by {chosen.protection_metric}",
+            f"{chosen.pruning_metric}, {chosen.protected:.2%} outliers by {chosen.protection_metric}",
         )
-    yield "found by", f"{record.search or 'unknown'}, {record.evaluations} configurations scored"
+    yield "found by", f"{record.search or 'unknown'}, {plural(record.evaluations, 'configuration')} scored"
     if quality := record.quality:
         yield (
             "quality",
-            f"{quality.original:.6g} in training, {quality.restored:.6g} as restored: "
-            f"{quality.degradation:+.2%}" + ("" if record.limit is None else f" ({record.limit:.2%} allowed)"),
+            f"{quality.original:.6g} in training, {quality.restored:.6g} as restored: degradation "
+            f"{quality.degradation:+.2%}" + ("" if record.limit is None else f" (limit {record.limit:.2%})"),
         )
     yield "seconds", ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in record.seconds.items()) or "unknown"
     for note in record.notes:
@@ -172,7 +172,7 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
     from dynaquant.tensors.stored import QuantizedTensor
 
     def decoded() -> tuple[CheckpointFile, StoredTensor]:
-        chain = Run(folder if folder.is_dir() else folder.parent).chain(output.checkpoint(folder, step))
+        chain = Run(folder if folder.is_dir() else folder.parent).chain(checkpoint(folder, step))
         with noticing_moves(chain):
             return chain[0], load_tensor(chain, name)
 
@@ -185,8 +185,8 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
         return
     output.print_(f"{name}: {info.dtype}, {_shape(info)}, {info.scheme}, {info.bits:.3f} bits per value")
     if not isinstance(stored, QuantizedTensor):
-        where = "not in this file" if info.scheme in ("frozen", "omitted") else "exact"
-        output.print_(f"its values are {where}; there is no codebook")
+        where = "not in this file" if info.scheme in ("frozen", "omitted") else "stored exactly"
+        output.print_(f"its values are {where}; it has no levels")
         return
     table = output.table("level", "value", "count", "share", "")
     most = max((found.count for found in counts), default=0)
@@ -200,18 +200,18 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
 
 def diff(
     folder: RunFolder,
-    before: Annotated[str, typer.Argument(help="A step or a tag.", show_default=False)],
-    after: Annotated[str, typer.Argument(help="Another one.", show_default=False)],
+    before: Annotated[str, typer.Argument(help="Step or tag of a checkpoint.", show_default=False)],
+    after: Annotated[str, typer.Argument(help="Step or tag of the checkpoint to compare with it.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Compare two checkpoints: which tensors moved, how far, and how many of their values changed level."""
+    """Compare two checkpoints: which tensors changed, how far they moved, how many values changed level."""
     from dynaquant.report.inspection import changes
     from dynaquant.store.chain import until_settled
 
-    run, _ = output.open_run(folder)
+    run, _ = open_run(folder)
 
     def compared() -> list[Change]:
-        old, new = output.checkpoint(folder, before), output.checkpoint(folder, after)
+        old, new = checkpoint(folder, before), checkpoint(folder, after)
         count = len(new.header.entries)
         return list(output.with_progress(changes(run, old, new), f"comparing {before} and {after}", count))
 
@@ -219,7 +219,7 @@ def diff(
     if as_json:
         output.print_json([asdict(change) for change in found])
         return
-    table = output.table("tensor", "", "moved by", "values changed", "on another level")
+    table = output.table("tensor", "", "moved by", "values changed", "levels changed")
     for change in found:
         if change.kind != "same":
             shares = [change.moved, change.changed, change.migrated]
@@ -227,13 +227,13 @@ def diff(
     same = sum(change.kind == "same" for change in found)
     if table.row_count:
         output.print_(table)
-    output.print_(f"tensors that differ: {table.row_count}; the same, bit for bit: {same}")
+    output.print_(f"{plural(table.row_count, 'tensor')} changed, {same:,} identical")
 
 
-def verify(folder: RunFolder, as_json: AsJson = False) -> None:
+def verify(folder: RunOrFile, as_json: AsJson = False) -> None:
     """Decode every checkpoint of a run, or one file, and compare all values with their hashes.
 
-    Exit code 1 if any is damaged.
+    The exit code is 1 if a checkpoint is damaged.
     """
     from dynaquant.store.verifying import damage_of_file, verify_run
 
@@ -241,7 +241,7 @@ def verify(folder: RunFolder, as_json: AsJson = False) -> None:
         error = damage_of_file(folder)
         _print_verified(int(error is None), [] if error is None else [str(error)], as_json)
         return
-    run, broken = output.run_of(folder)
+    run, broken = run_of(folder)
     summaries = run.summaries()[0]
     found = dict(output.with_progress(verify_run(run), "verifying", len(summaries)))
     damaged = [str(error) for error in broken]
@@ -261,10 +261,10 @@ def _print_verified(sound: int, damaged: list[str], as_json: bool) -> None:
 
 
 def du(folder: RunFolder, as_json: AsJson = False) -> None:
-    """Show what takes the space: keyframes, deltas, exact copies; and in them weights, moments and so on."""
+    """Show the disk use of a run: keyframes, deltas, lossless copies; and within them weights, moments, ...."""
     from dynaquant.report.inspection import disk_use
 
-    run, files = output.open_run(folder)
+    run, files = open_run(folder)
     use = disk_use(run, files)
     if as_json:
         output.print_json([asdict(part) for part in use])
@@ -280,10 +280,6 @@ def du(folder: RunFolder, as_json: AsJson = False) -> None:
 
 def _shape(info: TensorInfo) -> str:
     return "×".join(map(str, info.shape)) or "scalar"
-
-
-def _smaller(size: Size) -> str:
-    return f"{in_bytes(size.stored)} instead of {in_bytes(size.raw)}"
 
 
 def _ratio(size: Size) -> str:

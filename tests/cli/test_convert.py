@@ -1,4 +1,4 @@
-"""The commands for files of other programs and for keeping runs, as a shell would call them."""
+"""The commands for files of other programs, called as from a shell."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def series(tmp_path):
-    """Three files, and what is in them."""
+    """Three files, with their contents."""
     weight, found = torch.randn(64, 64), {}
     for step in (100, 200, 300):
         weight = weight + 0.01 * torch.randn(64, 64)
@@ -52,18 +52,18 @@ def test_a_file_is_compressed_beside_itself_and_comes_back(model, tmp_path):
     said = call("compress", model)
     small = tmp_path / "model.safetensors.dqc"
     assert str(small) in said
-    assert "an estimate" in said
+    assert "estimated" in said
     call("decompress", small, "-o", tmp_path / "back.safetensors")
     assert bits(load_file(tmp_path / "back.safetensors")) == bits(dq.load(small))
 
 
-def test_lossless_says_so_and_is(model, tmp_path):
-    assert "nothing is lost" in call("compress", model, "-o", tmp_path / "m.dqc", "--quality", "lossless")
+def test_lossless_compression_restores_the_file_byte_for_byte(model, tmp_path):
+    assert "lossless" in call("compress", model, "-o", tmp_path / "m.dqc", "--quality", "lossless")
     call("decompress", tmp_path / "m.dqc", "-o", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == model.read_bytes()
 
 
-def test_what_compress_did_is_json(model, tmp_path):
+def test_compress_reports_sizes_as_json(model, tmp_path):
     record = data("compress", model, "-o", tmp_path / "m.dqc")
     assert record["before"] == record["total"]["raw"] == 64 * 65 * 4
     assert record["total"]["stored"] == (tmp_path / "m.dqc").stat().st_size
@@ -80,18 +80,18 @@ number = 3
 """
 
 
-def test_a_metric_is_a_function_of_a_module_here(model, tmp_path, monkeypatch):
+def test_a_metric_is_a_function_of_a_module_in_the_working_directory(model, tmp_path, monkeypatch):
     (tmp_path / "metrics_here.py").write_text(METRICS)
     monkeypatch.chdir(tmp_path)
     said = call("compress", model, "-o", tmp_path / "m.dqc", "--metric", "metrics_here:size")
-    assert "1.00% allowed" in said
+    assert "limit 1.00%" in said
     call("compress", model, "-o", tmp_path / "m2.dqc", "--metric", "metrics_here:minus", "--higher-is-better")
     quality = data("show", tmp_path / "m2.dqc")["quality"]
     assert quality["original"] < 0 <= quality["degradation"] <= 0.01
     assert str(tmp_path) not in sys.path
 
 
-def test_a_metric_that_cannot_be_had_is_a_mistake_of_the_command_line(model, tmp_path, monkeypatch):
+def test_invalid_metrics_and_options_give_exit_code_2(model, tmp_path, monkeypatch):
     (tmp_path / "metrics_wrong.py").write_text(METRICS)
     (tmp_path / "metrics_broken.py").write_text("1 / 0")
     monkeypatch.chdir(tmp_path)
@@ -117,7 +117,7 @@ def test_a_metric_that_cannot_be_had_is_a_mistake_of_the_command_line(model, tmp
     assert not (tmp_path / "model.safetensors.dqc").exists()
 
 
-def test_a_metric_that_fails_is_one_message(model, tmp_path, monkeypatch, fails):
+def test_a_metric_that_raises_gives_one_message(model, tmp_path, monkeypatch, fails):
     (tmp_path / "metrics_fail.py").write_text(METRICS)
     monkeypatch.chdir(tmp_path)
     before = contents(tmp_path).keys()
@@ -125,7 +125,7 @@ def test_a_metric_that_fails_is_one_message(model, tmp_path, monkeypatch, fails)
     assert {name for name in os.listdir(tmp_path) if name != "__pycache__"} == before - {"__pycache__"}
 
 
-def test_nothing_is_replaced_unless_told_to(model, tmp_path, fails):
+def test_outputs_are_replaced_only_with_force(model, tmp_path, fails):
     before = contents(tmp_path)
     fails("exists", "compress", model, "-o", model)
     fails("is the file to be compressed", "compress", model, "-o", model, "--force")
@@ -141,7 +141,7 @@ def test_nothing_is_replaced_unless_told_to(model, tmp_path, fails):
     assert bits(load_file(model)) == bits(dq.load(small))
 
 
-def test_bad_input_is_one_message_and_nothing_changed(model, tmp_path, fails):
+def test_bad_input_gives_one_message_and_changes_no_file(model, tmp_path, fails):
     text = tmp_path / "text.pt"
     text.write_text("hello")
     torch.save([1], tmp_path / "list.pt")
@@ -160,8 +160,8 @@ def test_bad_input_is_one_message_and_nothing_changed(model, tmp_path, fails):
     fails("is no folder", "compress", model, "-o", tmp_path / "nowhere" / "m.dqc")
     fails("is a folder", "compress", model, "-o", tmp_path / "folder", "--force")
     fails("not a dynaquant checkpoint", "decompress", text, "-o", new)
-    fails("is no file", "decompress", tmp_path / "nowhere", "-o", new)
-    fails("unpack and export", "decompress", tmp_path / "folder", "-o", new)
+    fails("is not a file", "decompress", tmp_path / "nowhere", "-o", new)
+    fails("use unpack or export", "decompress", tmp_path / "folder", "-o", new)
     fails("not an empty folder", "decompress", tmp_path / "m.dqc", "-o", text, "--to", "hf", "--force")
     fails("no number in its name", "pack", nameless, "-o", new)
     fails("is a file", "unpack", tmp_path / "m.dqc", "-o", new)
@@ -172,7 +172,7 @@ def test_bad_input_is_one_message_and_nothing_changed(model, tmp_path, fails):
     assert set(tmp_path.rglob("*")) == before
 
 
-def test_one_file_can_be_looked_into_verified_and_exported(model, tmp_path):
+def test_show_verify_and_export_accept_a_single_file(model, tmp_path):
     call("compress", model, "-o", tmp_path / "m.dqc")
     small = tmp_path / "m.dqc"
     assert {tensor["name"] for tensor in data("show", small)["tensors"]} == {"weight", "bias"}
@@ -183,7 +183,7 @@ def test_one_file_can_be_looked_into_verified_and_exported(model, tmp_path):
     assert data("verify", small, code=1)["sound"] == 0
 
 
-def test_a_run_is_unpacked_to_the_files_that_were_packed(series, run, tmp_path, fails):
+def test_unpack_writes_the_files_that_were_packed(series, run, tmp_path, fails):
     call("unpack", run, "-o", tmp_path / "back")
     assert sorted(os.listdir(tmp_path / "back")) == [path.name for path in series]
     for step, path in zip((100, 200, 300), series, strict=True):
@@ -195,7 +195,7 @@ def test_a_run_is_unpacked_to_the_files_that_were_packed(series, run, tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["../precious", "/tmp/precious", "..", "", "a\0b", "a/b", "same", 5, None])
-def test_a_name_in_a_run_leads_nowhere_else(run, tmp_path, name):
+def test_a_file_name_in_a_run_cannot_lead_out_of_the_folder(run, tmp_path, name):
     (tmp_path / "precious").write_text("precious")
     for step in (100, 200, 300):
         file = Run(run).file(step)
@@ -209,10 +209,10 @@ def test_a_name_in_a_run_leads_nowhere_else(run, tmp_path, name):
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-def test_pack_adds_what_is_new_and_says_what_was_there(series, tmp_path, fails):
+def test_pack_adds_new_steps_and_skips_known_ones(series, tmp_path, fails):
     first, *rest = series
     assert "1 checkpoint packed;" in call("pack", first, "-o", tmp_path / "run")
-    assert "2 checkpoints packed, 1 were there already" in call("pack", first, *rest, "-o", tmp_path / "run")
+    assert "2 checkpoints packed, 1 skipped (already in the run)" in call("pack", first, *rest, "-o", tmp_path / "run")
     assert data("pack", *series, "-o", tmp_path / "run") == []
     assert [record["step"] for record in data("log", tmp_path / "run")] == [100, 200, 300]
     fails("would both be step 100", "pack", first, first, "-o", tmp_path / "other")
@@ -220,7 +220,7 @@ def test_pack_adds_what_is_new_and_says_what_was_there(series, tmp_path, fails):
     assert "step 50 was packed last" in call("pack", tmp_path / "old-50.safetensors", "-o", tmp_path / "run")
 
 
-def test_packing_that_was_killed_can_be_given_again(tmp_path):
+def test_pack_can_be_repeated_after_it_was_killed(tmp_path):
     weight = torch.randn(256, 256)
     files = [tmp_path / f"ckpt-{step}.safetensors" for step in range(40)]
     for path in files:
@@ -238,54 +238,7 @@ def test_packing_that_was_killed_can_be_given_again(tmp_path):
     assert Run(tmp_path / "run").steps() == list(range(40))
 
 
-def test_a_half_copied_run_is_one_message(run, tmp_path, fails):
-    Run(run).delete(100)
-    for arguments in (("unpack", run, "-o", tmp_path / "x"), ("compact", run), ("branch", run, "200", tmp_path / "y")):
-        fails("its parent, step 100", *arguments)
-    assert not (tmp_path / "y").exists()
-    assert data("verify", run, code=1)["sound"] == 0
-
-
-def test_tags_stand_for_steps_everywhere(run, tmp_path, fails):
-    call("tag", run, "best", "200")
-    call("tag", run, "last")
-    assert [(tag["name"], tag["step"]) for tag in data("tag", run)] == [("best", 200), ("last", 300)]
-    assert [record["tags"] for record in data("log", run)] == [[], ["best"], ["last"]]
-    assert data("show", run, "best")["step"] == 200
-    call("diff", run, "best", "last")
-    call("unpack", run, "--step", "best", "-o", tmp_path / "best.safetensors")
-    call("export", run, "best", "-o", tmp_path / "best.pt", "--to", "torch")
-    fails("is the tag of step 200", "tag", run, "best", "300")
-    fails("cannot be a tag", "tag", run, "../best", "300")
-    fails("there is no tag 'worst' (tags: best, last)", "show", run, "worst")
-    call("prune", run, "--keep-last", "1")
-    assert [record["step"] for record in data("log", run)] == [200, 300]
-    call("tag", run, "best", "--delete")
-    call("tag", run, "--delete", code=2)
-    assert [tag["name"] for tag in data("tag", run)] == ["last"]
-
-
-def test_a_branch_begins_where_it_is_told_to(run, tmp_path, fails):
-    call("branch", run, "200", tmp_path / "new")
-    assert [record["step"] for record in data("log", tmp_path / "new")] == [200]
-    assert bits(dq.load(tmp_path / "new")) == bits(dq.load(run, 200))
-    fails("there are checkpoints in it", "branch", run, "100", tmp_path / "new")
-
-
-def test_compact_says_what_it_has_done_and_du_what_is_there(run):
-    before = {step: bits(dq.load(run, step)) for step in (100, 200, 300)}
-    assert "3 checkpoints, 3 of them keyframes" in call("compact", run, "--keyframe-every", "1")
-    assert "3 checkpoints, 1 of them keyframes" in call("compact", run)
-    assert {step: bits(dq.load(run, step)) for step in before} == before
-    call("compact", run, "--keyframe-every", "0", code=2)
-    use = {part["what"].strip(): part for part in data("du", run)}
-    assert (use["keyframes"]["files"], use["deltas"]["files"]) == (1, 2)
-    assert use["all"]["size"]["stored"] == sum(path.stat().st_size for path in run.iterdir())
-    assert use["weight"]["size"]["stored"] + use["headers"]["size"]["stored"] == use["all"]["size"]["stored"]
-    call("du", run)
-
-
-def test_what_is_no_terminal_gets_neither_colours_nor_progress(run, model):
+def test_a_pipe_gets_neither_colours_nor_progress(run, model):
     for command in (["log", str(run)], ["compress", str(model), "--json"]):
         done = subprocess.run([sys.executable, "-m", "dynaquant.cli", *command], check=True, capture_output=True)
         assert b"\x1b" not in done.stdout

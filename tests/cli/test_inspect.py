@@ -1,4 +1,4 @@
-"""The commands on a run, as a shell would call them."""
+"""The commands that look into a run, called as from a shell."""
 
 import io
 import json
@@ -61,18 +61,18 @@ def test_log_has_the_records_of_all_checkpoints(run):
     assert f"{records[-1]['total']['stored'] / 1000:.2f} kB" in shown
 
 
-def test_log_tells_of_an_exact_copy(tmp_path):
+def test_log_lists_a_lossless_copy(tmp_path):
     with dq.Checkpointer(tmp_path, nn.Linear(40, 40), exact="latest") as ckpt:
         for step in (1, 2):
             ckpt.save(step)
     (copy,) = tmp_path.glob("exact-*")
     name = "exact-000000000002-000000000002.dqc"
-    said = f"beside them {name}, a checkpoint as it was: {copy.stat().st_size / 1000:.2f} kB"
+    said = f"{name}, the lossless copy of a checkpoint: {copy.stat().st_size / 1000:.2f} kB"
     assert said in call("log", tmp_path)
 
 
 @pytest.mark.parametrize("environment", [{}, {"COLUMNS": "80"}, {"COLUMNS": "80", "FORCE_COLOR": "1"}], ids=str)
-def test_nothing_is_cut_where_output_is_piped(tmp_path, environment):
+def test_a_pipe_gets_tables_of_any_width(tmp_path, environment):
     with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
         ckpt.save(10**9).result()
     names = [f"a-rather-long-name-of-a-checkpoint-{i}" for i in range(9)]
@@ -83,7 +83,7 @@ def test_nothing_is_cut_where_output_is_piped(tmp_path, environment):
     assert not any("…" in line for line in lines)
 
 
-def test_a_narrow_terminal_folds_what_it_has_no_room_for():
+def test_a_narrow_terminal_folds_long_cells():
     shown = io.StringIO()
     table = output.table("tensor", "bytes")
     output.add(table, "model.layers.0.attention.weight", "1000000000")
@@ -96,7 +96,7 @@ def test_a_narrow_terminal_folds_what_it_has_no_room_for():
     ]
 
 
-def test_every_command_has_an_example_that_it_understands():
+def test_every_command_has_a_valid_example():
     commands = get_command(app).commands
     assert len(commands) > 15
     for name, command in commands.items():
@@ -106,7 +106,7 @@ def test_every_command_has_an_example_that_it_understands():
         command.make_context(name, shlex.split(example[1]))
 
 
-def test_show_adds_up(run):
+def test_sizes_in_show_add_up(run):
     for step in (20, 40, 80):
         shown = data("show", run, step)
         streams = sum(tensor["size"]["stored"] for tensor in shown["tensors"])
@@ -130,10 +130,10 @@ def test_show_counts_the_levels_of_a_tensor(run):
     values = [level["value"] for level in shown["levels"] if level["level"].startswith("bin")]
     assert values == sorted(values)
     assert "█" in call("show", run, "40", "--tensor", "model.1.weight")
-    assert "there is no codebook" in call("show", run, "--tensor", "model.1.bias")
+    assert "it has no levels" in call("show", run, "--tensor", "model.1.bias")
 
 
-def test_diff_tells_how_far_tensors_have_moved(run):
+def test_diff_shows_how_far_tensors_moved(run):
     changes = {change["name"]: change for change in data("diff", run, 20, 40)}
     assert changes["model.kept[bold]"]["kind"] == "same"
     before, after = (dq.load(run, step)["model"]["1.weight"].double() for step in (20, 40))
@@ -147,7 +147,7 @@ def test_diff_tells_how_far_tensors_have_moved(run):
     assert f"{weight['moved']:.2%}" in call("diff", run, 20, 40)
 
 
-def test_diff_of_other_architectures(tmp_path):
+def test_diff_of_different_architectures(tmp_path):
     for step, model in enumerate((nn.Linear(8, 8), nn.Linear(8, 9, bias=False), nn.Linear(8, 9))):
         with dq.Checkpointer(tmp_path, model, roles={"*": "exact"}) as ckpt:
             ckpt.save(step).result()
@@ -157,7 +157,7 @@ def test_diff_of_other_architectures(tmp_path):
     assert (kinds["model.weight"], kinds["model.bias"]) == ("changed", "added")
 
 
-def test_a_move_away_from_zero_has_no_relative_size(tmp_path):
+def test_a_change_from_zero_has_no_relative_size(tmp_path):
     model = nn.Linear(4, 4)
     with dq.Checkpointer(tmp_path, model, roles={"*": "exact"}) as ckpt:
         for step in range(2):
@@ -168,7 +168,7 @@ def test_a_move_away_from_zero_has_no_relative_size(tmp_path):
     call("diff", tmp_path, 0, 1)
 
 
-def test_verify_finds_what_is_damaged_and_what_builds_on_it(tmp_path):
+def test_verify_finds_damaged_checkpoints_and_their_dependent_deltas(tmp_path):
     make_run(tmp_path)
     assert data("verify", tmp_path) == {"sound": 4, "damaged": []}
     damage(tmp_path, 40, "model.1.weight")
@@ -199,7 +199,7 @@ def test_export_holds_the_values_that_a_restore_returns(run, tmp_path, to):
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_export_replaces_nothing_unless_told_to(run, tmp_path, fails):
+def test_export_replaces_a_file_only_with_force(run, tmp_path, fails):
     out = tmp_path / "model.safetensors"
     out.write_bytes(b"precious")
     fails("exists", "export", run, "-o", out)
@@ -208,7 +208,7 @@ def test_export_replaces_nothing_unless_told_to(run, tmp_path, fails):
     assert load_file(out)
 
 
-def test_export_of_what_safetensors_cannot_hold_leaves_nothing(tmp_path, fails):
+def test_a_failed_export_leaves_no_file(tmp_path, fails):
     model = nn.Linear(4, 4)
     model.register_buffer("phase", torch.ones(2, dtype=torch.complex128))
     with dq.Checkpointer(tmp_path / "run", model) as ckpt:
@@ -219,7 +219,7 @@ def test_export_of_what_safetensors_cannot_hold_leaves_nothing(tmp_path, fails):
     call("export", tmp_path / "run", "--to", "torch", "-o", out)
 
 
-def test_prune_keeps_what_it_is_told_to_and_its_values(tmp_path):
+def test_prune_deletes_the_others_and_keeps_all_values(tmp_path):
     make_run(tmp_path)
     before = {step: bits(dq.load(tmp_path, step)) for step in (60, 80)}
     assert "would delete 2 (20, 40), keep 2 (60, 80)" in call("prune", tmp_path, "--keep-last", 2, "--dry-run")
@@ -230,20 +230,20 @@ def test_prune_keeps_what_it_is_told_to_and_its_values(tmp_path):
     assert data("verify", tmp_path)["sound"] == 2
 
 
-def test_prune_must_be_told_what_to_keep(run):
+def test_prune_needs_an_option(run):
     assert len(data("log", run)) == 4
     call("prune", run, code=2)
     assert len(data("log", run)) == 4
 
 
-def test_a_run_that_is_being_written_is_not_pruned(tmp_path, fails):
+def test_a_run_with_an_open_checkpointer_is_not_pruned(tmp_path, fails):
     model = make_run(tmp_path)
     with dq.Checkpointer(tmp_path, model):
         fails("another Checkpointer", "prune", tmp_path, "--keep-last", 1)
         assert [record["step"] for record in data("log", tmp_path)] == STEPS
 
 
-def test_bad_input_is_one_message(run, tmp_path, fails):
+def test_bad_input_gives_one_message(run, tmp_path, fails):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("no run")
     fails("no checkpoints in this folder", "log", tmp_path / "empty")
@@ -256,13 +256,13 @@ def test_bad_input_is_one_message(run, tmp_path, fails):
         fails("is no folder; make it first", "export", run, "--to", to, "-o", tmp_path / "nowhere" / "model.out")
 
 
-def test_a_truncated_file_is_passed_over_and_said_so(tmp_path, fails):
+def test_a_truncated_file_is_skipped_with_a_warning(tmp_path, fails):
     make_run(tmp_path)
     path = Run(tmp_path).path(80)
     path.write_bytes(path.read_bytes()[:-5])
     result = CliRunner().invoke(app, ["log", str(tmp_path), "--json"])
     assert [record["step"] for record in json.loads(result.stdout)] == [20, 40, 60]
-    assert "passed over" in result.stderr
+    assert "skipped" in result.stderr
     assert path.name in result.stderr
     assert data("verify", tmp_path, code=1)["sound"] == 3
     for step in (20, 40, 60):
@@ -271,7 +271,7 @@ def test_a_truncated_file_is_passed_over_and_said_so(tmp_path, fails):
     fails("no checkpoint of this run can be read", "log", tmp_path)
 
 
-def test_a_process_of_its_own_says_what_is_wrong_without_a_traceback(tmp_path):
+def test_an_error_is_one_line_without_a_traceback(tmp_path):
     command = [sys.executable, "-m", "dynaquant.cli", "log", "nowhere"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
@@ -279,22 +279,22 @@ def test_a_process_of_its_own_says_what_is_wrong_without_a_traceback(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch", "torch-state"])
-def test_export_to_a_full_disk_leaves_nothing(run, tmp_path, fails, to):
+def test_export_to_a_full_disk_leaves_no_file(run, tmp_path, fails, to):
     with files_of_at_most(5000):
         fails("", "export", run, "--to", to, "-o", tmp_path / "model.out")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_prune_keeps_a_sound_checkpoint_where_the_newest_is_damaged(tmp_path):
+def test_prune_keeps_an_older_checkpoint_if_the_newest_is_damaged(tmp_path):
     make_run(tmp_path)
-    damage(tmp_path, 80, "model.1.weight")  # a keyframe, which nothing else would decode
+    damage(tmp_path, 80, "model.1.weight")  # a keyframe, so no other checkpoint is damaged
     assert "keep 2 (60, 80)" in call("prune", tmp_path, "--keep-last", 1, "--dry-run")
     before = bits(dq.load(tmp_path, 60))
     assert "kept 2 (60, 80)" in call("prune", tmp_path, "--keep-last", 1)
     assert bits(dq.load(tmp_path, 60)) == before
 
 
-def test_export_touches_no_other_file(run, tmp_path, fails):
+def test_export_changes_no_other_file(run, tmp_path, fails):
     others = {"model.out.tmp", f"taken.{os.getpid()}.tmp"}
     for name in others:
         (tmp_path / name).write_text("precious")
@@ -305,7 +305,7 @@ def test_export_touches_no_other_file(run, tmp_path, fails):
     assert all((tmp_path / name).read_text() == "precious" for name in others)
 
 
-def test_what_a_writer_deletes_meanwhile_is_not_damaged(tmp_path, monkeypatch):
+def test_verify_ignores_a_checkpoint_that_is_deleted_meanwhile(tmp_path, monkeypatch):
     make_run(tmp_path / "verify")
     file = Run.file
 
@@ -318,7 +318,7 @@ def test_what_a_writer_deletes_meanwhile_is_not_damaged(tmp_path, monkeypatch):
     assert data("verify", tmp_path / "verify") == {"sound": 3, "damaged": []}
 
 
-def test_tensors_of_all_shapes_are_shown(tmp_path):
+def test_scalars_empty_tensors_and_nans_are_shown(tmp_path):
     model = nn.Module()
     model.register_buffer("count", torch.tensor(3))
     model.register_buffer("nothing", torch.empty(0, 4))

@@ -1,7 +1,7 @@
-"""Commands that read or write files of other programs: ``compress``, ``decompress``, ``pack``, ``unpack``, …"""
+"""Commands for files of other programs: ``compress``, ``decompress``, ``pack``, ``unpack``, ``export``."""
 
 # ruff: noqa: PLC0415
-# Each command imports what it needs when it runs, so that --help does not load PyTorch, which takes seconds.
+# Commands import what they need when they run, so that --help does not load PyTorch, which takes seconds.
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from dynaquant.cli import output
-from dynaquant.cli.output import AsJson
+from dynaquant.cli.arguments import AsJson, RunFolder, RunOrFile, Step, must_not_exist, open_run, open_stored
 from dynaquant.errors import CheckpointError
 from dynaquant.formatting import in_bytes, plural
 from dynaquant.interop.targets import Target
@@ -29,30 +29,36 @@ if TYPE_CHECKING:
     from dynaquant.save.record import Record
     from dynaquant.store.container import CheckpointFile
 
-Quality = Annotated[str, typer.Option(help=f"One of {', '.join(get_args(QualityName))}.")]
+Quality = Annotated[str, typer.Option(help=f"How much may be lost: {', '.join(get_args(QualityName))}.")]
 MaxDegradation = Annotated[
-    float | None, typer.Option(help="Relative loss of the metric that is allowed; else the quality's.", min=0)
+    float | None,
+    typer.Option(help="Largest relative degradation of the metric.", show_default="what the quality allows", min=0),
 ]
 MetricName = Annotated[
     str | None,
-    typer.Option("--metric", help="module:function of what dynaquant.load returns; gives a number.", metavar="NAME"),
+    typer.Option(
+        "--metric",
+        help="Function that scores the model, as module:function. It gets what dynaquant.load returns and returns a "
+        "number.",
+        metavar="NAME",
+    ),
 ]
-HigherIsBetter = Annotated[bool, typer.Option("--higher-is-better", help="Of the metric; else lower is.")]
-To = Annotated[Target | None, typer.Option(help="Format.", show_default="by the suffix of OUT, else as it was")]
-Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+HigherIsBetter = Annotated[bool, typer.Option("--higher-is-better", help="A higher metric is better.")]
+To = Annotated[
+    Target | None, typer.Option(help="Format to write.", show_default="by the suffix of OUT, else the original format")
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
 
 
 def compress(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A safetensors or torch.save file; a folder of Hugging Face, a trainer's checkpoint, or DCP.",
+            help="A safetensors or torch.save file; or a folder: Hugging Face model, checkpoint of a trainer, or DCP.",
             show_default=False,
         ),
     ],
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="The file to write.", show_default="SOURCE.dqc")
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write.", show_default="SOURCE.dqc")] = None,
     quality: Quality = "balanced",
     max_degradation: MaxDegradation = None,
     metric: MetricName = None,
@@ -60,65 +66,67 @@ def compress(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make one small file of a model's weights, or of a whole training state.
+    """Compress a model's weights, or a whole training state, to one small file.
 
-    Of a folder, the weights and the optimizer are taken apart, and other files carried along byte for byte.
+    Of a folder, the weights and the optimizer state are compressed; other files are stored byte for byte.
 
-    With --metric the most compact form is searched for that makes the metric worse by at most what the quality allows,
-    and each tensor is stored as precisely as the metric minds; without, an estimate from how far the weights move
-    decides. No code in the source is run.
+    With --metric, dynaquant searches for the most compact form whose degradation stays within --max-degradation, and
+    measures the sensitivity of the metric to each tensor. Without it, an estimate from how far the weights move
+    decides. No code in SOURCE is run.
     """
     from dynaquant.interop.packing import compress as compress_file
     from dynaquant.store.container import CheckpointFile
     from dynaquant.store.listing import SUFFIX
 
     out = out if out is not None else source.with_name(source.name + SUFFIX)
-    output.must_not_exist(out, force)
-    with output.telling() as tell:
+    must_not_exist(out, force)
+    with output.status_line() as tell:
         record = compress_file(source, out, _packer(quality, max_degradation, metric, higher_is_better, tell))
     if as_json:
         output.print_json({**record.to_json(), "out": str(out), "before": record.total.raw})
         return
-    output.print_(f"{out}: {output.smaller(record.total)}")
+    output.print_(f"{out}: {output.reduction(record.total)}")
     _print_carried(CheckpointFile(out))
     _print_quality(record)
 
 
 def decompress(
-    source: Annotated[Path, typer.Argument(help="A file that compress has made.", show_default=False)],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file or folder to write.", show_default=False)],
+    source: Annotated[Path, typer.Argument(help="A file written by compress.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File or folder to write.", show_default=False)],
     to: To = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a compressed file back in the format that it had, or in another one."""
+    """Write a compressed file in its original format, or in another one."""
     from dynaquant.interop.export import export as export_checkpoint
     from dynaquant.interop.export import target_for
     from dynaquant.restore.load import Stored
 
-    output.must_not_exist(out, force)
+    must_not_exist(out, force)
     if not source.is_file():
-        raise CheckpointError(f"{source} is no file" + (" (unpack and export go with runs)" if source.is_dir() else ""))
+        raise CheckpointError(
+            f"{source} is not a file" + (" (for a run, use unpack or export)" if source.is_dir() else "")
+        )
     stored = Stored(source)
-    with output.telling() as tell:
+    with output.status_line() as tell:
         export_checkpoint(stored, to or target_for(stored, out), out, tell)
     size = output.size_of(out)
-    output.report(as_json, f"{out}: {in_bytes(size)}", out=str(out), bytes=size)
+    output.print_result(as_json, f"{out}: {in_bytes(size)}", out=str(out), bytes=size)
 
 
 def pack(
-    files: Annotated[list[Path], typer.Argument(help="Checkpoints: files or folders as for compress.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The run's folder.", show_default=False)],
+    files: Annotated[list[Path], typer.Argument(help="Checkpoints: files or folders, as for compress.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the run.", show_default=False)],
     quality: Quality = "balanced",
     max_degradation: MaxDegradation = None,
     metric: MetricName = None,
     higher_is_better: HigherIsBetter = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a run of a series of existing checkpoints, each coded given the one before.
+    """Compress a series of existing checkpoints to a run, each as a delta to the one before.
 
-    Steps are the last numbers in the names, or else in those of the folders they are in. Those that the run has
-    already are left as they are, so that an interrupted command can be given again, and new checkpoints be added.
+    The step is the last number in the name of a checkpoint, or else of its folder. Steps that the run already has are
+    skipped, so you can repeat an interrupted command, or add new checkpoints later.
     """
     from dynaquant.interop.packing import pack as pack_files
     from dynaquant.interop.packing import step_of
@@ -129,13 +137,15 @@ def pack(
     for file in files:
         step = step_of(file)
         if step is None:
-            raise CheckpointError(f"{file}: there is no number in its name, or its folder's, to be its step; rename it")
+            raise CheckpointError(f"{file}: no number in its name or its folder's name gives the step; rename it")
         if step in by_step:
-            raise CheckpointError(f"{file} and {by_step[step]} would both be step {step}; the last number counts")
+            raise CheckpointError(
+                f"{file} and {by_step[step]} would both be step {step}, the last number in the name; rename one"
+            )
         by_step[step] = file
     records: list[Record] = []
     there = 0
-    with output.telling() as tell:
+    with output.status_line() as tell:
 
         def tell_of(text: str) -> None:
             tell(f"{len(records) + there + 1} of {len(by_step)}: {text}")
@@ -152,81 +162,85 @@ def pack(
     files_of_run = [Run(out).file(step) for step in by_step]
     text = f"{out}: {plural(len(records), 'checkpoint')} packed"
     if there:
-        text += f", {there} were there already and stay as they are"
-    output.print_(f"{text}; {output.smaller(sum((record_of(file).total for file in files_of_run), Size()))}")
+        text += f", {there} skipped (already in the run)"
+    output.print_(f"{text}; {output.reduction(sum((record_of(file).total for file in files_of_run), Size()))}")
     _print_notes(records)
     order = Run(out).steps()
     if order[-1] != max(order):
-        output.print_(f"note: step {order[-1]} was packed last and counts as the newest, though there is {max(order)}")
+        output.print_(
+            f"note: step {order[-1]} was packed last and counts as the newest, although step {max(order)} exists"
+        )
 
 
 def export(
-    folder: output.RunFolder,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file or folder to write.", show_default=False)],
-    step: output.Step = None,
-    to: Annotated[Target, typer.Option(help="Format.")] = Target.SAFETENSORS,
+    folder: RunOrFile,
+    out: Annotated[Path, typer.Option("--out", "-o", help="File or folder to write.", show_default=False)],
+    step: Step = None,
+    to: Annotated[Target, typer.Option(help="Format to write.")] = Target.SAFETENSORS,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the model of a checkpoint as a file that needs no dynaquant to be read.
+    """Write a checkpoint in a format that other programs read.
 
-    A model's state dict as safetensors, as a Hugging Face folder (hf) or as torch.save does (torch). The whole state of
-    the training with torch-state, which torch.load reads with weights_only=False, and with dcp, a folder of
-    torch.distributed.checkpoint.
+    The model's state dict: safetensors, hf (a Hugging Face folder) or torch (as torch.save writes it). The whole
+    training state: torch-state (for torch.load with weights_only=False) or dcp (a folder of
+    torch.distributed.checkpoint).
     """
     from dynaquant.interop.export import export as export_checkpoint
 
-    output.must_not_exist(out, force)
-    stored = output.stored(folder, step)
-    with output.telling() as tell:
+    must_not_exist(out, force)
+    stored = open_stored(folder, step)
+    with output.status_line() as tell:
         export_checkpoint(stored, to, out, tell)
     _say_written(stored, out, as_json)
 
 
 def unpack(
-    folder: output.RunFolder,
-    out: Annotated[Path, typer.Option("--out", "-o", help="What to write.", show_default=False)],
-    step: Annotated[str | None, typer.Option(help="Only this one (a step or a tag), as OUT itself.")] = None,
+    folder: RunFolder,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Folder to write, or with --step one file.", show_default=False)
+    ],
+    step: Annotated[str | None, typer.Option(help="Write only this checkpoint (a step or a tag).")] = None,
     to: To = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the checkpoints of a run back as the files that were packed: all into the folder OUT, or one as OUT."""
+    """Write the checkpoints of a packed run in their original format: all into the folder OUT, or one as OUT."""
     from dynaquant.interop.export import export as export_checkpoint
     from dynaquant.interop.export import target_for
     from dynaquant.restore.load import Stored
 
-    files = output.open_run(folder)[1]
+    files = open_run(folder)[1]
     if step is not None:
-        output.must_not_exist(out, force)
-        stored = output.stored(folder, step)
-        with output.telling() as tell:
+        must_not_exist(out, force)
+        stored = open_stored(folder, step)
+        with output.status_line() as tell:
             export_checkpoint(stored, to or target_for(stored, out), out, tell)
         _say_written(stored, out, as_json)
         return
     out.mkdir(parents=True, exist_ok=True)
     paths = {file.header.step: out / _name_of(file.header.record, file.header.step) for file in files}
-    if len(set(paths.values())) < len(paths):  # a run that was put together by hand
+    if len(set(paths.values())) < len(paths):  # equal names: the run was put together by hand
         paths = {step: out / f"step-{step}" for step in paths}
     for path in paths.values():
-        output.must_not_exist(path, force)
+        must_not_exist(path, force)
     for number, path in output.with_progress(paths.items(), "unpacking", len(paths)):
         stored = Stored(folder, number)
         export_checkpoint(stored, to or target_for(stored, path), path)
     written = {step: {"out": str(path), "bytes": output.size_of(path)} for step, path in paths.items()}
     text = f"{out}: {plural(len(paths), 'checkpoint')}, {in_bytes(output.size_of(out))}"
-    output.report(as_json, text, out=str(out), checkpoints=written)
+    output.print_result(as_json, text, out=str(out), checkpoints=written)
 
 
 def _say_written(stored: Stored, out: Path, as_json: bool) -> None:
     step, size = stored.file.header.step, output.size_of(out)
-    output.report(as_json, f"{out}: step {step}, {in_bytes(size)}", out=str(out), step=step, bytes=size)
+    output.print_result(as_json, f"{out}: step {step}, {in_bytes(size)}", out=str(out), step=step, bytes=size)
 
 
 def _name_of(record: dict[str, Any], step: int) -> str:
     source = record.get("source")
     name = source.get("name") if isinstance(source, dict) else None
-    return str(name) if is_file_name(name) else f"step-{step}"  # a name out of a file is not to lead anywhere else
+    return str(name) if is_file_name(name) else f"step-{step}"  # a name from a file must not lead out of the folder
 
 
 def _packer(
@@ -235,7 +249,7 @@ def _packer(
     from dynaquant.interop.packing import Packer
 
     if quality not in get_args(QualityName):
-        raise typer.BadParameter(f"--quality is one of {', '.join(get_args(QualityName))}, not {quality!r}")
+        raise typer.BadParameter(f"--quality must be one of {', '.join(get_args(QualityName))}, not {quality!r}")
     try:
         function = _function(metric) if metric is not None else None
         return Packer(quality, max_degradation, function, higher_is_better, tell)  # type: ignore[arg-type]
@@ -246,28 +260,28 @@ def _packer(
 def _function(name: str) -> Callable[[Any], float]:
     module, colon, function = name.partition(":")
     if not (module and colon and function):
-        raise typer.BadParameter(f"--metric is module:function, e.g. metrics:loss for loss in metrics.py, not {name!r}")
+        raise typer.BadParameter(
+            f"--metric must be module:function, e.g. metrics:loss for loss in metrics.py, not {name!r}"
+        )
     sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function)
-    except Exception as error:  # anything may happen while a module is imported
+    except Exception as error:  # importing a module can raise anything
         raise typer.BadParameter(f"--metric {name}: {error!r}") from None
     finally:
         sys.path.remove(os.getcwd())
     if not callable(found):
-        raise typer.BadParameter(f"--metric {name}: it is no function")
+        raise typer.BadParameter(f"--metric {name}: not a function")
     checked: Callable[[Any], float] = found
     return checked
 
 
 def _print_carried(file: CheckpointFile) -> None:
-    """Which files are in a checkpoint that was just written, byte for byte."""
+    """Print which files a checkpoint that was just written contains byte for byte."""
     source = file.header.record["source"]
     if files := source.get("files"):
         size = sum(file.header.by_name[tensor].raw_size for tensor in files.values())
-        output.print_(
-            f"carried along byte for byte: {plural(len(files), 'file')}, {in_bytes(size)} ({', '.join(files)})"
-        )
+        output.print_(f"stored byte for byte: {plural(len(files), 'file')}, {in_bytes(size)} ({', '.join(files)})")
 
 
 def _print_notes(records: list[Record]) -> None:
@@ -279,12 +293,12 @@ def _print_notes(records: list[Record]) -> None:
 def _print_quality(record: Record) -> None:
     quality = record.quality
     if record.search == "lossless":
-        output.print_("nothing is lost")
+        output.print_("lossless: all values are stored exactly")
     elif quality is not None:
         output.print_(
-            f"metric: {quality.original:.6g} before, {quality.restored:.6g} after: {quality.degradation:+.2%} "
-            f"({record.limit:.2%} allowed)"
+            f"metric: {quality.original:.6g} before, {quality.restored:.6g} after; "
+            f"degradation {quality.degradation:+.2%} (limit {record.limit:.2%})"
         )
     else:
-        output.print_("quality: an estimate from how far the weights move; --metric measures it")
+        output.print_("quality: estimated from how far the weights move; use --metric to measure it")
     _print_notes([record])

@@ -1,0 +1,91 @@
+"""Arguments that several commands take, and opening the runs and files that they name."""
+
+# ruff: noqa: PLC0415
+# Commands import what they need when they run, so that --help does not load PyTorch, which takes seconds.
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dynaquant.errors import CheckpointError
+from dynaquant.store.files import kind_of
+
+if TYPE_CHECKING:
+    from dynaquant.restore.load import Stored
+    from dynaquant.store.container import CheckpointFile
+    from dynaquant.store.run import Run
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of checkpoints.", show_default=False)]
+RunOrFile = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Folder of checkpoints, or one checkpoint file.", show_default=False)
+]
+Step = Annotated[
+    str | None,
+    typer.Argument(metavar="STEP", help="Step or tag of the checkpoint.", show_default="the newest checkpoint"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def run_of(folder: Path) -> tuple[Run, list[CheckpointError]]:
+    """Return the run in a folder, and what is wrong with files in it. Raises CheckpointError if there is no run."""
+    from dynaquant.store.run import Run
+
+    if not folder.is_dir():
+        what = f"is {kind_of(folder) or 'a file'}" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{folder} {what}; give the folder that a Checkpointer writes to")
+    run = Run(folder)
+    summaries, broken = run.summaries()
+    if not summaries and not broken:
+        raise CheckpointError(f"{folder}: there are no checkpoints in this folder (files named step-….dqc)")
+    return run, broken
+
+
+def open_run(folder: Path) -> tuple[Run, list[CheckpointFile]]:
+    """Return the run in a folder and its readable checkpoints, at least one. Warns of files that cannot be read."""
+    run = run_of(folder)[0]
+    files, broken = run.files()
+    for error in broken:
+        print(f"dynaquant: skipped {error}", file=sys.stderr)
+    if not files:
+        raise CheckpointError(f"{folder}: no checkpoint of this run can be read")
+    return run, files
+
+
+def checkpoint(path: Path, step: str | None) -> CheckpointFile:
+    """Return a checkpoint of a run by its step or tag (None: the newest), or the checkpoint in a single file."""
+    from dynaquant.store.container import CheckpointFile
+    from dynaquant.store.tags import file_of
+
+    if path.is_file():
+        if step is not None:
+            raise CheckpointError(f"{path} is one checkpoint, not a run with steps; leave out STEP")
+        return CheckpointFile(path)
+    run, files = open_run(path)
+    return files[-1] if step is None else file_of(run, _step_or_tag(step))
+
+
+def open_stored(path: Path, step: str | None) -> Stored:
+    """Open the same checkpoint for reading its tensors."""
+    from dynaquant.restore.load import Stored
+
+    if path.is_file():
+        checkpoint(path, step)
+        return Stored(path)
+    open_run(path)
+    return Stored(path, None if step is None else _step_or_tag(step))
+
+
+def _step_or_tag(step: str) -> int | str:
+    return int(step) if re.fullmatch(r"[0-9]{1,19}", step) else step
+
+
+def must_not_exist(out: Path, force: bool) -> None:
+    """Raise CheckpointError if an output exists, unless ``force`` allows replacing it."""
+    if out.exists() and not force:
+        advice = "" if out.is_dir() else ", or --force to replace it"
+        raise CheckpointError(f"{out} exists; give another name{advice}")

@@ -1,0 +1,146 @@
+"""Commands that change a run or start a new one from it: ``tag``, ``branch``, ``compact``, ``prune``."""
+
+# ruff: noqa: PLC0415
+# Commands import what they need when they run, so that --help does not load PyTorch, which takes seconds.
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dynaquant.cli import output
+from dynaquant.cli.arguments import AsJson, RunFolder, Step, checkpoint, open_run
+from dynaquant.formatting import in_bytes, plural
+
+if TYPE_CHECKING:
+    from dynaquant.store.retention import Retention
+    from dynaquant.store.run import Run
+
+
+def tag(
+    folder: RunFolder,
+    name: Annotated[str | None, typer.Argument(help="Name of the tag; without it, all tags are listed.")] = None,
+    step: Step = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Delete the tag; the checkpoint stays.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Move the tag if another checkpoint has it.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Give a checkpoint a name, list the tags, or delete one.
+
+    Commands accept a tag wherever they accept a step. prune never deletes a checkpoint that has a tag.
+    """
+    from dynaquant.store.tags import remove_tag, set_tag, tags_of
+
+    run, _ = open_run(folder)
+    if delete and name is None:
+        raise typer.BadParameter("--delete needs the name of a tag")
+    if name is None:
+        known = tags_of(run)
+        if as_json:
+            output.print_json([asdict(found) for found in known])
+        else:
+            output.print_("\n".join(f"{found.name}: step {found.step}" for found in known) or "no tags")
+    elif delete:
+        remove_tag(run, name)
+        output.print_result(as_json, f"deleted the tag {name}; its checkpoint stays", deleted=name)
+    else:
+        made = set_tag(run, name, checkpoint(folder, step), force)
+        output.print_result(as_json, f"{made.name}: step {made.step}", **asdict(made))
+
+
+def branch(
+    folder: RunFolder,
+    step: Annotated[str, typer.Argument(metavar="STEP", help="Step or tag of the checkpoint to start from.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="Folder of the new run.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Start a new run with a copy of a checkpoint, to go on training from there with other settings."""
+    from dynaquant.store.chain import until_settled
+    from dynaquant.store.recoding import branch as branch_run
+
+    run, _ = open_run(folder)
+    written = until_settled(lambda: branch_run(run, checkpoint(folder, step), new))
+    text = f"{new}: starts with step {written.header.step}, {in_bytes(written.size)}"
+    text += "; a Checkpointer for this folder restores it"
+    output.print_result(as_json, text, run=str(new), step=written.header.step, bytes=written.size)
+
+
+def compact(
+    folder: RunFolder,
+    keyframe_every: Annotated[
+        int,
+        typer.Option(
+            help="Checkpoints from one keyframe to the next. More are smaller, fewer are faster to restore.", min=1
+        ),
+    ] = 16,
+    as_json: AsJson = False,
+) -> None:
+    """Encode all checkpoints of a run again: smaller files, or faster restores. All values stay the same."""
+    from dynaquant.store.recoding import compact as compact_run
+
+    run, files = open_run(folder)
+    before = sum(file.size for file in files)
+    with run.writer():
+        for _ in output.with_progress(compact_run(run, keyframe_every), "re-coding", len(files)):
+            pass
+    left = run.files()[0]
+    keyframes = sum(file.header.parent is None for file in left)
+    after = sum(file.size for file in left)
+    text = f"{plural(len(left), 'checkpoint')}, {plural(keyframes, 'keyframe')}: "
+    text += f"{in_bytes(after)} instead of {in_bytes(before)}"
+    output.print_result(as_json, text, checkpoints=len(left), keyframes=keyframes, bytes=after, before=before)
+
+
+def prune(
+    folder: RunFolder,
+    keep_last: Annotated[int | None, typer.Option(help="Keep this many of the newest checkpoints.", min=1)] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(help="Keep all checkpoints whose step is a multiple of this.", min=1)
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be deleted.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete old checkpoints; checkpoints with a tag stay.
+
+    A checkpoint that stays is re-coded if it depends on a deleted one. Its values stay the same.
+    """
+    from dynaquant.store.retention import Retention, superfluous
+    from dynaquant.store.retention import prune as prune_run
+
+    if keep_last is None and keep_every is None:
+        raise typer.BadParameter("give --keep-last, --keep-every, or both")
+    run, files = open_run(folder)
+    retention = Retention(keep_last, keep_every)
+    before = sum(file.size for file in files)
+    known = run.steps()
+    if dry_run:
+        steps = superfluous(run, retention, _damaged(run, retention))
+        left = [step for step in known if step not in steps]
+        text = f"would delete {output.list_of(steps)}, keep {output.list_of(left)}"
+        output.print_result(as_json, text, deleted=steps, kept=left, dry_run=True)
+        return
+    with run.writer():
+        notes = prune_run(run, retention, _damaged(run, retention))
+    files = run.files()[0]
+    left = [file.header.step for file in files]
+    deleted = [step for step in known if step not in left]
+    after = sum(file.size for file in files)
+    text = f"deleted {output.list_of(deleted)}; kept {output.list_of(left)}, "
+    text += f"{in_bytes(after)} instead of {in_bytes(before)}"
+    output.print_result(as_json, text, deleted=deleted, kept=left, bytes=after, before=before, notes=notes)
+    for note in notes:
+        print(f"dynaquant: {note}", file=sys.stderr)
+    if notes:
+        raise typer.Exit(1)
+
+
+def _damaged(run: Run, retention: Retention) -> set[int]:
+    from dynaquant.store.retention import damaged_among_kept
+
+    return damaged_among_kept(
+        run, retention, lambda steps: output.with_progress(steps, "verifying what stays", len(steps))
+    )
