@@ -12,7 +12,8 @@ from commands import call
 from dynaquant.store.run import Run
 
 COMMAND = [sys.executable, "-m", "dynaquant.cli", "demo", "--quick"]
-RATIOS = {"transformer": {"weight": 1.0, "total": 1.0}, "convnet": {"weight": 1.0, "total": 1.0}}
+RATIOS = {"transformer": {"weight": 74, "total": 65}, "convnet": {"weight": 45, "total": 51}}
+"""How many times smaller, as measured for ``--quick``. They vary a little with the moments of the crashes."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def test_sizes_are_those_of_the_files(demo):
         assert len(files) == len(Run(out / result["workload"]).summaries()[0]) == result["checkpoints"]
 
 
-def test_ratios_are_as_high_as_measured(demo):
+def test_ratios_reach_70_percent_of_the_measured_ones(demo):
     _, results = demo
     for result in results:
         for what, ratio in RATIOS[result["workload"]].items():

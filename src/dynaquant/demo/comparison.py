@@ -28,7 +28,7 @@ class Plan:
 
 
 FULL = Plan({"transformer": 800, "convnet": 800}, {"transformer": 50, "convnet": 50}, crashes=10)
-SHORT = Plan({"transformer": 480, "convnet": 480}, {"transformer": 30, "convnet": 30}, crashes=5)
+SHORT = Plan({"transformer": 500, "convnet": 500}, {"transformer": 50, "convnet": 50}, crashes=6)
 QUICK = Plan({"transformer": 40, "convnet": 120}, {"transformer": 10, "convnet": 20}, crashes=2)
 
 AT_ONCE = 2

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from dynaquant.errors import MissingPackageError
 from dynaquant.formatting import dollars, in_bytes, in_seconds, percent, plural, times, unit_of
 from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.quantize.partition import Configuration
+from dynaquant.report.figures import (
+    BLUE,
+    CROWDED,
+    GREEN,
+    GREY,
+    HEIGHT,
+    ORANGE,
+    PURPLE,
+    RED,
+    add_bars,
+    add_line,
+    escape,
+    figure_for,
+    finite,
+    steps_of,
+)
 from dynaquant.report.prices import S3_STANDARD
 from dynaquant.report.statistics import Row, Statistics
 
-try:
-    import plotly.graph_objects as go
-    from plotly.offline import get_plotlyjs
-    from plotly.subplots import make_subplots
-except ModuleNotFoundError as error:
-    raise MissingPackageError("The report of a run", "plotly", "report") from error
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
-BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#3b82c4", "#d9822b", "#2e9e6b", "#9b6cd1", "#d9534f", "#8a8f98"
-"""These colours are visible on white and on near-black."""
 ROLES = {"weight": BLUE, "first_moment": ORANGE, "second_moment": GREEN, "buffer": PURPLE, "exact": RED}
 STAGES = {"wait": GREY, "capture": ORANGE, "search": BLUE}
 MOST_TENSORS = 200
 """Rows of the heat map. More would be hard to read, and the page grows with rows times checkpoints."""
 LEAST_BITS = 1 / 64
 """Smaller values have the same colour as this one in the heat map: its colours are logarithmic."""
-CROWDED = 60
-"""With more checkpoints than this, bars have no gaps and markers are small."""
 LABEL = 36
 """Characters shown of a tensor's name beside the heat map; the pointer shows the whole name."""
-ROW_HEIGHT, HEIGHT = 18, 320
+ROW_HEIGHT = 18
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Chart:
     key: str
     title: str
     text: str
-    figure: go.Figure | None
+    figure: Figure | None
     width: Literal["half", "wide", "scrolled"] = "half"
 
 
@@ -58,20 +63,14 @@ def charts(statistics: Statistics) -> list[Chart]:
     return [draw(statistics) for draw in drawn]
 
 
-def javascript() -> str:
-    """Return plotly's own JavaScript, which draws the charts in the page."""
-    source: str = get_plotlyjs()
-    return source
-
-
 def _sizes(statistics: Statistics) -> Chart:
     rows = statistics.by_step
     divisor, unit = unit_of(max(row.record.total.stored for row in rows))
-    figure = _figure(rows, f"{unit} on disk")
+    figure = figure_for(rows, f"{unit} on disk")
     parts = [(role.replace("_", " "), color, [_stored(row, role) for row in rows]) for role, color in ROLES.items()]
     for name, color, sizes in [*parts, ("header", GREY, [_header(row) for row in rows])]:
         if any(sizes):
-            _bars(figure, rows, [size / divisor for size in sizes], name, color, [in_bytes(size) for size in sizes])
+            add_bars(figure, rows, [size / divisor for size in sizes], name, color, [in_bytes(size) for size in sizes])
     raw, stored = statistics.whole.raw / len(rows), statistics.whole.stored / len(rows)
     text = (
         f"On average {in_bytes(stored)} for tensors of {in_bytes(raw)}. "
@@ -90,7 +89,7 @@ def _header(row: Row) -> int:
 
 def _ratios(statistics: Statistics) -> Chart:
     rows = statistics.by_step
-    figure = _figure(rows, "ratio")
+    figure = figure_for(rows, "ratio")
     figure.update_yaxes(rangemode="tozero", ticksuffix="×")
     for name, color, ratios in (
         ("whole state", BLUE, [row.record.ratio for row in rows]),
@@ -101,7 +100,7 @@ def _ratios(statistics: Statistics) -> Chart:
         ),
     ):
         if any(ratio is not None for ratio in ratios):
-            _line(figure, rows, ratios, name, color, [times(ratio or 1) for ratio in ratios])
+            add_line(figure, rows, ratios, name, color, [times(ratio or 1) for ratio in ratios])
     text = f"Bytes of the tensors divided by bytes stored. All checkpoints together: {times(statistics.whole.ratio)}."
     return Chart("ratios", "Compression ratio", text, figure)
 
@@ -116,24 +115,24 @@ def _degradation(statistics: Statistics) -> Chart:
         judges = sorted({row.record.judged_by for row in rows if row.record.judged_by})
         by = f" The search was guided by {' and '.join(judges)}." if judges else ""
         return Chart("degradation", title, f"Nothing was measured: there was no evaluate function.{by}", None)
-    figure = _figure(rows, "degradation")
+    figure = figure_for(rows, "degradation")
     figure.update_yaxes(tickformat=".2~%", rangemode="tozero")
     limits = [row.record.limit for row in rows]
     if any(limit is not None and math.isfinite(limit) for limit in limits):
         figure.add_scatter(
-            x=_steps(rows),
-            y=[_finite(limit) for limit in limits],
+            x=steps_of(rows),
+            y=[finite(limit) for limit in limits],
             name="limit",
             mode="lines+markers" if len(rows) == 1 else "lines",
             line={"color": RED, "dash": "dash", "width": 2},
             customdata=[percent(limit) for limit in limits],
             hovertemplate="limit: %{customdata}<extra></extra>",
         )
-    _line(figure, rows, losses, "measured", BLUE, [percent(loss, sign=True) for loss in losses])
+    add_line(figure, rows, losses, "measured", BLUE, [percent(loss, sign=True) for loss in losses])
     if any(unknown):
         missing = [row for row, is_unknown in zip(rows, unknown, strict=True) if is_unknown]
         figure.add_scatter(
-            x=_steps(missing),
+            x=steps_of(missing),
             y=[0.0] * len(missing),
             name="no number",
             mode="markers",
@@ -154,7 +153,7 @@ def _why_unknown(row: Row) -> str:
     if row.record.quality:
         return f"the metric is {percent(row.record.quality.degradation)}"
     return (
-        f"no metric; the search was guided by {_escape(row.record.judged_by)}" if row.record.judged_by else "no metric"
+        f"no metric; the search was guided by {escape(row.record.judged_by)}" if row.record.judged_by else "no metric"
     )
 
 
@@ -171,20 +170,20 @@ def _configuration(statistics: Statistics) -> Chart:
             "The weights of every checkpoint are stored exactly; there is no configuration.",
             None,
         )
-    figure = _figure(rows, *panels)
+    figure = figure_for(rows, *panels)
     text = []
     if any(grids):
         exponents = [knobs.scale / SCALES_PER_OCTAVE if knobs else None for knobs in grids]
         dithered = [knobs is not None and knobs.dithered for knobs in grids]
         hover = [f"2^{exponent:.2f}" if exponent is not None else None for exponent in exponents]
-        _line(figure, rows, exponents, "scale of the grids", BLUE, hover)
+        add_line(figure, rows, exponents, "scale of the grids", BLUE, hover)
         text.append("One more: grid steps are twice as large.")
         if any(dithered):
             heights = [
                 exponent if stochastic else None for exponent, stochastic in zip(exponents, dithered, strict=True)
             ]
             figure.add_scatter(
-                x=_steps(rows),
+                x=steps_of(rows),
                 y=heights,
                 name="stochastic rounding",
                 mode="markers",
@@ -202,7 +201,7 @@ def _configuration(statistics: Statistics) -> Chart:
         for name, field, color, panel in series:
             values = [getattr(knobs, field) if knobs else None for knobs in bins]
             texts = [None if value is None else f"{value}" if panel == first else f"{value:.2%}" for value in values]
-            _line(figure, rows, values, name, color, texts, panel)
+            add_line(figure, rows, values, name, color, texts, panel)
         figure.update_yaxes(row=first, type="log", dtick=math.log10(2))
         figure.update_yaxes(row=first + 1, tickformat=".1~%", rangemode="tozero")
         text.append("More bins and less pruning: closer to the original, and larger.")
@@ -225,13 +224,13 @@ def _bits(statistics: Statistics) -> Chart:
     known = [max(value, LEAST_BITS) for values in bits for value in values if value] or [1.0]
     low, high = math.floor(math.log2(min(known))), math.ceil(math.log2(max(known)))
     high = max(high, low + 1)
-    figure = _figure(rows)
+    figure = figure_for(rows)
     figure.add_heatmap(
-        x=_steps(rows),
+        x=steps_of(rows),
         y=list(range(len(names))),  # not the names: two may look the same once shortened
         z=[[value if value is None else math.log2(max(value, 2.0**low)) for value in values] for values in bits],
         customdata=[
-            [[_escape(name), f"{value or 0:.3f}"] for value in values] for name, values in zip(names, bits, strict=True)
+            [[escape(name), f"{value or 0:.3f}"] for value in values] for name, values in zip(names, bits, strict=True)
         ],
         hovertemplate="%{customdata[0]}<br>step %{x}: %{customdata[1]} bits<extra></extra>",
         colorscale="Viridis",
@@ -254,7 +253,7 @@ def _bits(statistics: Statistics) -> Chart:
     figure.update_layout(height=max(HEIGHT, 90 + ROW_HEIGHT * len(names)), hovermode="closest")
     figure.update_yaxes(
         tickvals=list(range(len(names))),
-        ticktext=[_escape(_short(name)) for name in names],
+        ticktext=[escape(_short(name)) for name in names],
         range=[len(names) - 0.5, -0.5],
         showgrid=False,
         zeroline=False,
@@ -272,12 +271,12 @@ def _seconds(statistics: Statistics) -> Chart:
     whole = sum(total.values())
     if not whole:
         return Chart("seconds", title, "The files do not say how long saving took.", None)
-    figure = _figure(rows, "seconds")
+    figure = figure_for(rows, "seconds")
     for stage in sorted(total, key=lambda stage: list(STAGES).index(stage) if stage in STAGES else len(STAGES)):
         seconds = [row.record.seconds.get(stage, 0.0) for row in rows]
         shares = [_share(value, sum(row.record.seconds.values())) for value, row in zip(seconds, rows, strict=True)]
         hover = [f"{value:.3f} s, {share}" for value, share in zip(seconds, shares, strict=True)]
-        _bars(figure, rows, seconds, _escape(stage), STAGES.get(stage, PURPLE), hover)
+        add_bars(figure, rows, seconds, escape(stage), STAGES.get(stage, PURPLE), hover)
     stages = ", ".join(f"{stage} {_share(seconds, whole)}" for stage, seconds in total.items())
     text = (
         f"All saves together {in_seconds(whole)}: {stages}. Without the time of writing, which happens in the "
@@ -296,13 +295,13 @@ def _restore(statistics: Statistics) -> Chart:
     if not any(sizes):
         return Chart("restore", title, "No checkpoint of this run can be restored.", None)
     divisor, unit = unit_of(max(size or 0 for size in sizes))
-    figure = _figure(rows, unit, "files")
+    figure = figure_for(rows, unit, "files")
     read = [(size or 0) / divisor for size in sizes]
-    _bars(
+    add_bars(
         figure, rows, read, "bytes to read", BLUE, [in_bytes(size) if size else "cannot be restored" for size in sizes]
     )
     files = [row.restore.files if row.restore else None for row in rows]
-    _line(figure, rows, files, "files", ORANGE, [f"{count}" for count in files], 2)
+    add_line(figure, rows, files, "files", ORANGE, [f"{count}" for count in files], 2)
     figure.update_yaxes(row=2, rangemode="tozero", dtick=1 if max(count or 0 for count in files) < 6 else None)
     text = "A delta needs its parents, back to the last keyframe."
     if lost := sum(size is None for size in sizes):
@@ -312,7 +311,7 @@ def _restore(statistics: Statistics) -> Chart:
 
 def _storage(statistics: Statistics) -> Chart:
     rows = statistics.by_step
-    figure = _figure(rows, "USD per month")
+    figure = figure_for(rows, "USD per month")
     figure.update_yaxes(rangemode="tozero", tickprefix="$", exponentformat="none")
     raw = stored = 0
     costs: dict[str, list[float]] = {"raw": [], "stored": []}
@@ -321,7 +320,7 @@ def _storage(statistics: Statistics) -> Chart:
         costs["raw"].append(statistics.cost(raw))
         costs["stored"].append(statistics.cost(stored))
     for name, color in (("raw", GREY), ("stored", BLUE)):
-        _line(figure, rows, costs[name], name, color, [dollars(cost) for cost in costs[name]])
+        add_line(figure, rows, costs[name], name, color, [dollars(cost) for cost in costs[name]])
     what = " (list price of Amazon S3 Standard)" if statistics.price == S3_STANDARD else ""
     text = (
         f"Storing all checkpoints up to a step for a month at ${statistics.price:g} per GB{what}: at the end "
@@ -332,80 +331,3 @@ def _storage(statistics: Statistics) -> Chart:
             f" The lossless copy of the newest checkpoint adds {dollars(statistics.cost(statistics.lossless_copy))}."
         )
     return Chart("storage", "What storage costs", text, figure, "wide")
-
-
-def _figure(rows: Sequence[Row], *panels: str) -> go.Figure:
-    """Return an empty figure: one position for each checkpoint; one panel below the other, with these units."""
-    panels = panels or ("",)
-    figure = make_subplots(rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.08)
-    figure.update_layout(
-        template="none",
-        height=HEIGHT,
-        margin={"l": 8, "r": 8, "t": 8, "b": 8},
-        barmode="stack",
-        bargap=0.25 if len(rows) <= CROWDED else 0,
-        hovermode="x unified",
-        hoverlabel={"bgcolor": "#ffffff", "bordercolor": GREY, "font": {"color": "#1c1f24", "size": 12}},
-        font={"size": 12, "family": "system-ui, sans-serif"},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        legend={"orientation": "h", "x": 0, "y": 1, "xanchor": "left", "yanchor": "bottom", "traceorder": "normal"},
-        showlegend=True,
-        dragmode="zoom",
-    )
-    # One position for each, not a linear axis: with keep_every, old checkpoints are far apart, new ones close together.
-    steps = _steps(rows)
-    figure.update_xaxes(
-        type="category", categoryorder="array", categoryarray=steps, nticks=10, automargin=True, showgrid=False
-    )
-    figure.update_xaxes(range=[-0.5, len(steps) - 0.5], unifiedhovertitle={"text": "step %{x}"})
-    figure.update_xaxes(row=len(panels), title={"text": "step", "standoff": 8})
-    figure.update_yaxes(automargin=True, gridcolor=GREY, zerolinecolor=GREY, zerolinewidth=1)
-    for number, unit in enumerate(panels, start=1):
-        figure.update_yaxes(row=number, title={"text": unit, "standoff": 8})
-    return figure
-
-
-def _bars(
-    figure: go.Figure, rows: Sequence[Row], heights: Sequence[float], name: str, color: str, hover: Sequence[str]
-) -> None:
-    hovertemplate = f"{name}: %{{customdata}}<extra></extra>"
-    figure.add_bar(
-        x=_steps(rows), y=heights, name=name, marker={"color": color}, customdata=hover, hovertemplate=hovertemplate
-    )
-
-
-def _line(
-    figure: go.Figure,
-    rows: Sequence[Row],
-    heights: Sequence[float | None],
-    name: str,
-    color: str,
-    hover: Sequence[Any],
-    panel: int = 1,
-) -> None:
-    figure.add_scatter(
-        x=_steps(rows),
-        y=[_finite(height) for height in heights],
-        name=name,
-        mode="lines+markers",
-        line={"color": color, "width": 2},
-        marker={"size": 7 if len(rows) <= CROWDED else 3},
-        customdata=hover,
-        hovertemplate=f"{name}: %{{customdata}}<extra></extra>",
-        row=panel,
-        col=1,
-    )
-
-
-def _steps(rows: Iterable[Row]) -> list[str]:
-    return [str(row.record.step) for row in rows]
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _escape(name: str) -> str:
-    """Escape a name for plotly, which interprets some tags in text."""
-    return html.escape(name, quote=False)

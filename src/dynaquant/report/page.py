@@ -13,7 +13,8 @@ from typing import Any
 
 from dynaquant.formatting import NONE, dollars, in_bytes, in_seconds, percent, plural, times
 from dynaquant.quantize.knobs import in_short, knobs_to_json
-from dynaquant.report.charts import Chart, charts, javascript
+from dynaquant.report.charts import Chart, charts
+from dynaquant.report.figures import javascript
 from dynaquant.report.prices import S3_STANDARD
 from dynaquant.report.statistics import Statistics, statistics_of
 from dynaquant.save.record import Record
