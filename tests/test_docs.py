@@ -87,7 +87,7 @@ def test_links_lead_to_files_headings_and_definitions_that_exist(page):
 
 def test_a_broken_link_is_found():
     text = (
-        "# A b\n[x](no.md) [x](#a-b) [x](#b) [`Run.commit`](src/dynaquant/store/run.py) [`no`](src/dynaquant/errors.py)"
+        "# A b\n[x](no.md) [x](#a-b) [x](#b) [`Run.load`](src/dynaquant/store/run.py) [`no`](src/dynaquant/errors.py)"
     )
     problems = [links.problem(link) for link in links.links("README.md", text)]
     heading = "there is no heading #"
@@ -105,10 +105,10 @@ def test_lists_look_the_same_on_github_and_on_the_site(page):
 
 
 def test_source_files_become_pages_of_the_site():
-    text = "[`Run.commit`](../src/dynaquant/store/run.py), [it](../README.md#x), [core](../native/), [guide](guide.md)"
-    line = links.line_of((ROOT / "src/dynaquant/store/run.py").read_text(), "Run.commit")
+    text = "[`Run.load`](../src/dynaquant/store/run.py), [it](../README.md#x), [core](../native/), [guide](guide.md)"
+    line = links.line_of((ROOT / "src/dynaquant/store/run.py").read_text(), "Run.load")
     assert links.for_site("docs/architecture.md", text) == (
-        f"[`Run.commit`](source/src/dynaquant/store/run.py.md#L-{line}), [it](index.md#x), core, [guide](guide.md)"
+        f"[`Run.load`](source/src/dynaquant/store/run.py.md#L-{line}), [it](index.md#x), core, [guide](guide.md)"
     )
     code = "```\n[a](../README.md)\n```"
     assert links.for_site("docs/guide.md", code) == code

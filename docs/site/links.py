@@ -87,7 +87,7 @@ def links(page: str, markdown: str) -> list[Link]:
 
 
 def line_of(source: str, name: str) -> int | None:
-    """The line on which Python source defines a name, such as ``Run.commit``; None where it does not."""
+    """The line on which Python source defines a name, such as ``Run.load``; None where it does not."""
     scope: list[ast.stmt] = ast.parse(source).body
     line = None
     for part in name.split("."):

@@ -34,9 +34,9 @@ from dynaquant.save.turn import Turn
 from dynaquant.search.quality import Evaluate, of_several
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import labels
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import is_step
 from dynaquant.store.retention import Retention
-from dynaquant.store.run import Run
 from dynaquant.training import supported
 from dynaquant.training.collect import collect
 from dynaquant.training.objects import objects_of
@@ -166,7 +166,7 @@ class Checkpointer:
         self._damaged: set[int] = set()  # steps whose files a restore found damaged
         self._turn = Turn()
         self._closed = False
-        self._run = Run(folder)
+        self._run = WritableRun(folder)
         with ExitStack() as undo:
             lock = undo.enter_context(ExitStack())  # of the run; the writing thread releases it
             hold_for_writing(self._run, lock, self._group)

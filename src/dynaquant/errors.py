@@ -18,7 +18,7 @@ class CheckpointError(DynaquantError):
     """A checkpoint file or run cannot be used: truncated, altered, of another version, or missing its parent."""
 
 
-class MovedOnError(CheckpointError):
+class RunChangedError(CheckpointError):
     """The writer replaced or deleted a file during a read. Readers catch this and retry."""
 
 

@@ -17,7 +17,7 @@ def test_a_failed_write_is_raised_once_at_the_next_save(tmp_path):
     ckpt.save(1).result()
     shutil.move(folder, tmp_path / "away")
     failed = ckpt.save(2)
-    with pytest.raises(dq.CheckpointError, match="is not there any more, so nothing was written"):
+    with pytest.raises(dq.CheckpointError, match="no longer exists, so nothing was written"):
         ckpt.save(3)
     assert isinstance(failed.exception(), dq.CheckpointError)
     shutil.move(tmp_path / "away", folder)

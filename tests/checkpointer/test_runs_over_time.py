@@ -9,6 +9,7 @@ from training import bits, named_state, train
 
 import dynaquant as dq
 from dynaquant.store import verifying
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.run import Run
 
 
@@ -30,21 +31,21 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path):
 def test_a_step_is_not_replaced_while_another_depends_on_it(tmp_path, monkeypatch):
     saved(tmp_path, [1, 2, 3])
     before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
-    recode = Run.recode
+    recode = WritableRun.recode
 
     def failing(*_):
         raise dq.CheckpointError("re-coding would change the values")
 
-    monkeypatch.setattr(Run, "recode", failing)
+    monkeypatch.setattr(WritableRun, "recode", failing)
     model, optimizer = training_of(1)
     with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
         ckpt.restore(step=1)
-        with pytest.raises(dq.CheckpointError, match="step 2 was not replaced, as step 3 depends on it"):
+        with pytest.raises(dq.CheckpointError, match="step 2 was not replaced, because step 3 depends on it"):
             ckpt.save(2).result()
         with pytest.raises(dq.CheckpointError, match="step 2 was not replaced"):
             ckpt.wait()
         assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == before
-        monkeypatch.setattr(Run, "recode", recode)
+        monkeypatch.setattr(WritableRun, "recode", recode)
         ckpt.save(2).result()
     assert verifying.damage(Run(tmp_path), 3) is None
 

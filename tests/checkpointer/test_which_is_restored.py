@@ -26,7 +26,7 @@ def test_restore_takes_the_step_asked_for(tmp_path):
         for step in (2, 1, 3):
             assert ckpt.restore(step=step) == step
             assert bits(dict(weights_of(model))) == bits(dict(dq.load(tmp_path, step)["model"]))
-        with pytest.raises(dq.CheckpointError, match=r"there is no checkpoint of step 9 \(there are: 1, 2, 3\)"):
+        with pytest.raises(dq.CheckpointError, match=r"there is no checkpoint of step 9 \(available steps: 1, 2, 3\)"):
             ckpt.restore(step=9)
     assert len({repr(state) for state in states}) == 3
 

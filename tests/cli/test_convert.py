@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from training import bits
 
 import dynaquant as dq
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Base
 
@@ -157,7 +158,7 @@ def test_bad_input_gives_one_message_and_changes_no_file(model, tmp_path, fails)
     fails("No such file", "compress", tmp_path / "nowhere.pt")
     fails("no *.safetensors file in it", "compress", tmp_path / "folder")
     fails("compressed already", "compress", tmp_path / "m.dqc")
-    fails("is no folder", "compress", model, "-o", tmp_path / "nowhere" / "m.dqc")
+    fails("is not a folder", "compress", model, "-o", tmp_path / "nowhere" / "m.dqc")
     fails("is a folder", "compress", model, "-o", tmp_path / "folder", "--force")
     fails("not a dynaquant checkpoint", "decompress", text, "-o", new)
     fails("is not a file", "decompress", tmp_path / "nowhere", "-o", new)
@@ -191,7 +192,7 @@ def test_unpack_writes_the_files_that_were_packed(series, run, tmp_path, fails):
     call("unpack", run, "--step", "200", "-o", tmp_path / "one.pt")
     assert bits(torch.load(tmp_path / "one.pt")) == bits(dq.load(run, 200))
     fails("exists", "unpack", run, "-o", tmp_path / "back")
-    fails("there are: 100, 200, 300", "unpack", run, "--step", "250", "-o", tmp_path / "x")
+    fails("available steps: 100, 200, 300", "unpack", run, "--step", "250", "-o", tmp_path / "x")
 
 
 @pytest.mark.parametrize("name", ["../precious", "/tmp/precious", "..", "", "a\0b", "a/b", "same", 5, None])
@@ -202,8 +203,8 @@ def test_a_file_name_in_a_run_cannot_lead_out_of_the_folder(run, tmp_path, name)
         file.header.record["source"]["name"] = name
         labels = {entry.name: entry.label for entry in file.header.entries}
         older = Run(run).parent_of(file)
-        base = Base.loaded(older.header, Run(run).load(older)) if older else None
-        Run(run).write(file.header, Run(run).load(file), labels, base)
+        base = Base.from_loaded(older.header, Run(run).load(older)) if older else None
+        WritableRun(run).write(file.header, Run(run).load(file), labels, base)
     call("unpack", run, "-o", tmp_path / "back", "--to", "safetensors")
     assert sorted(os.listdir(tmp_path / "back")) == ["step-100", "step-200", "step-300"]
     assert (tmp_path / "precious").read_text() == "precious"

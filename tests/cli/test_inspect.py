@@ -250,10 +250,10 @@ def test_bad_input_gives_one_message(run, tmp_path, fails):
     fails("is a file", "log", tmp_path / "file")
     fails("not a dynaquant checkpoint", "show", tmp_path / "file")
     fails("does not exist", "verify", tmp_path / "nowhere")
-    fails("there are: 20, 40, 60, 80", "show", run, "30")
+    fails("available steps: 20, 40, 60, 80", "show", run, "30")
     fails("there is no tensor 'model.9'", "show", run, "--tensor", "model.9")
     for to in ("safetensors", "torch"):
-        fails("is no folder; make it first", "export", run, "--to", to, "-o", tmp_path / "nowhere" / "model.out")
+        fails("is not a folder; create it first", "export", run, "--to", to, "-o", tmp_path / "nowhere" / "model.out")
 
 
 def test_a_truncated_file_is_skipped_with_a_warning(tmp_path, fails):

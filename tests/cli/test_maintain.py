@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from training import bits
 
 import dynaquant as dq
-from dynaquant.store.run import Run
+from dynaquant.store.commit import WritableRun
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def run(tmp_path):
 
 
 def test_a_run_without_its_keyframe_gives_one_message(run, tmp_path, fails):
-    Run(run).delete(100)
+    WritableRun(run).delete(100)
     for arguments in (("unpack", run, "-o", tmp_path / "x"), ("compact", run), ("branch", run, "200", tmp_path / "y")):
         fails("its parent, step 100", *arguments)
     assert not (tmp_path / "y").exists()

@@ -199,9 +199,9 @@ def test_on_any_error_nothing_is_left(trained, tmp_path, target):
         assert set(os.listdir(tmp_path)) == before
         assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(out))
         assert caught.value.__notes__ == [
-            "files may not be that large there: give a place on another disk, or raise the limit"
+            "the file exceeds the largest size allowed there: choose a path on another disk, or raise the limit"
         ]
-    with pytest.raises(dq.CheckpointError, match="is no folder; make it first"):
+    with pytest.raises(dq.CheckpointError, match="is not a folder; create it first"):
         export(trained, target, tmp_path / "nowhere" / "out")
     content = bytearray(trained.file.path.read_bytes())
     for place in range(20, len(content) // 2):

@@ -77,7 +77,7 @@ def test_what_is_no_file_is_not_written_over(tmp_path, target):
     with pytest.raises(dq.CheckpointError, match="is a FIFO; give the name of a file"):
         compress(tmp_path / "m.safetensors", out, Packer())
     compress(tmp_path / "m.safetensors", tmp_path / "m.dqc", Packer())
-    with pytest.raises(dq.CheckpointError, match=r"is a FIFO|is there already"):
+    with pytest.raises(dq.CheckpointError, match=r"is a FIFO|exists and is not"):
         export(Stored(tmp_path / "m.dqc"), target, out)
     assert out.is_fifo()
 

@@ -19,6 +19,7 @@ from dynaquant.interop.export import export, target_for
 from dynaquant.interop.packing import KEYFRAME_EVERY, Packer, compress, pack, step_of
 from dynaquant.restore.load import Stored
 from dynaquant.state.flatten import unflatten
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.run import Run
 from dynaquant.store.verifying import damage
 from dynaquant.tensors.dtypes import DTYPES
@@ -217,7 +218,7 @@ def test_what_is_compressed_is_there_as_a_whole_or_not_at_all(tmp_path):
         compress(tmp_path / "m.safetensors", out, Packer())
     with pytest.raises(dq.CheckpointError, match="is a folder"):
         compress(tmp_path / "m.safetensors", tmp_path, Packer())
-    with pytest.raises(dq.CheckpointError, match="is no folder"):
+    with pytest.raises(dq.CheckpointError, match="is not a folder"):
         compress(tmp_path / "m.safetensors", tmp_path / "nowhere" / "m.dqc", Packer())
     assert contents(tmp_path) == before
     compress(tmp_path / "m.safetensors", out, Packer())
@@ -279,7 +280,7 @@ def test_packing_again_goes_on_where_it_was_interrupted(tmp_path):
 def test_packing_again_mends_a_half_copied_run(tmp_path):
     files = series(tmp_path / "files", (1, 2, 3))
     list(pack(files, tmp_path / "run", Packer()))
-    Run(tmp_path / "run").delete(1)
+    WritableRun(tmp_path / "run").delete(1)
     assert [record.step for record in pack(files, tmp_path / "run", Packer())] == [1, 2, 3]
     assert all(damage(Run(tmp_path / "run"), step) is None for step in files)
 

@@ -126,7 +126,7 @@ def test_the_command_writes_one_file_and_replaces_another_only_with_force(run, t
     call("report", run, "-o", out, "--price", "0.05", "--force")
     assert "$0.05 per GB" in out.read_text()
     fails("is a folder", "report", run, "-o", tmp_path, "--force")
-    fails("is no folder; make it first", "report", run, "-o", tmp_path / "nowhere" / "report.html")
+    fails("is not a folder; create it first", "report", run, "-o", tmp_path / "nowhere" / "report.html")
     fails("does not exist", "report", tmp_path / "nowhere")
     call("report", run, "-o", tmp_path / "other.html", "--price", "-1", code=2)
     assert list(tmp_path.iterdir()) == [out]

@@ -8,7 +8,7 @@ from training import bits, model_of, train
 import dynaquant as dq
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label
-from dynaquant.store.run import Run
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.writing import Checkpoint
 from dynaquant.training.collect import collect
 
@@ -26,8 +26,8 @@ def crafted(folder, change) -> None:
     state = collect(things)
     change(state)
     tree, tensors = flatten(state)
-    run = Run(folder)
-    with run.writer():
+    run = WritableRun(folder)
+    with run.locked():
         run.commit(Checkpoint(1, tree, tensors, {name: Label("exact") for name in tensors}), None)
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from training import bits
 
 import dynaquant as dq
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.run import Run
 from dynaquant.store.verifying import damage
 
@@ -148,7 +149,7 @@ def test_a_write_cannot_be_cancelled(tmp_path):
 def held(folder) -> bool:
     """Whether a Checkpointer holds the run."""
     try:
-        with Run(folder).writer():
+        with WritableRun(folder).locked():
             return False
     except dq.CheckpointError:
         return True

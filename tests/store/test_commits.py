@@ -19,6 +19,7 @@ from training import bits
 import dynaquant as dq
 from dynaquant.errors import CheckpointError
 from dynaquant.restore.load import lossless_copy_of
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.recoding import branch
 from dynaquant.store.run import Run
 
@@ -45,8 +46,8 @@ def assert_newest(folder, numbers: tuple[int, ...]) -> int:
 
 def assert_goes_on(folder) -> None:
     """That the next commit leaves one lossless copy, its own, and nothing half written."""
-    run = Run(folder)
-    with run.writer():
+    run = WritableRun(folder)
+    with run.locked():
         run.commit(checkpoint_of(1, 4), None)
     assert_newest(folder, (4,))
     names = os.listdir(folder)
@@ -67,15 +68,15 @@ def test_an_error_at_any_call_loses_neither_form_of_the_newest_checkpoint(tmp_pa
         def fail() -> None:
             raise OSError(errno.EIO, "Input/output error")
 
-        run = Run(folder)
-        with run.writer(), at_call(n, when, fail):
+        run = WritableRun(folder)
+        with run.locked(), at_call(n, when, fail):
             try:
                 commit_all(run, done.append)
             except OSError:
                 failed = True
         assert_newest(folder, (done[-1], done[-1] + 1) if failed else (4,))
         if failed and done[-1]:  # the same process goes on
-            with run.writer():
+            with run.locked():
                 run.commit(checkpoint_of(1, 4), None)
             assert_newest(folder, (4,))
         assert_goes_on(folder)
@@ -105,7 +106,7 @@ def test_a_kill_before_any_call_loses_neither_form_of_the_newest_checkpoint(tmp_
 
 
 def test_a_copy_of_a_commit_that_never_was_is_taken_for_none(tmp_path):
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     run.commit(checkpoint_of(1, 1), None)
     run.commit(checkpoint_of(1, 2), None)
     stray = next(tmp_path.glob("exact-*"))
@@ -203,7 +204,7 @@ HIDDEN = ["an error of the disk", "a stale handle", "truncated", "damaged"]
 
 @pytest.mark.parametrize("how", [*HIDDEN, "missing"])
 def test_a_file_that_comes_back_is_older_than_what_was_committed_meanwhile(tmp_path, how, monkeypatch):
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     series(run, [10, 20, 30])
     hidden_as(run.path(30), how, monkeypatch)
     assert run.steps() == [10, 20]
@@ -236,21 +237,21 @@ def test_a_new_process_that_cannot_read_the_newest_goes_on_from_the_one_before(t
 
 
 def test_two_files_that_cannot_be_read_come_back_older_as_well(tmp_path):
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     series(run, [10, 20, 30, 40, 50])
     for step in (20, 30):
         run.delete(step)
     kept = {step: run.path(step).read_bytes() for step in (40, 50)}
     for step in kept:
         run.path(step).write_bytes(b"not a checkpoint")
-    Run(tmp_path).commit(checkpoint_of(11, 1), None)
+    WritableRun(tmp_path).commit(checkpoint_of(11, 1), None)
     for step, content in kept.items():
         run.path(step).write_bytes(content)
     assert Run(tmp_path).steps() == [10, 40, 50, 11]
 
 
 def test_where_the_folder_cannot_be_read_nothing_is_committed(tmp_path, monkeypatch):
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     series(run, [1, 2])
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
@@ -260,12 +261,12 @@ def test_where_the_folder_cannot_be_read_nothing_is_committed(tmp_path, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(os, "listdir", failing)
         with pytest.raises(CheckpointError, match=r"cannot be read \(Stale file handle\)"):
-            Run(tmp_path).commit(checkpoint_of(3, 3), None)
+            WritableRun(tmp_path).commit(checkpoint_of(3, 3), None)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_damage_of_values_uses_up_no_numbers(tmp_path):
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     series(run, [1, 2])
     damage_levels(run, 2)
     run.commit(checkpoint_of(3, 3), None)
@@ -274,6 +275,6 @@ def test_damage_of_values_uses_up_no_numbers(tmp_path):
 
 def test_a_crafted_number_that_leaves_none_for_another_is_an_error(tmp_path):
     write(tmp_path, header(sequence=2**63 - 1))
-    with pytest.raises(CheckpointError, match=r"leaves none for another .* take its file out"):
-        Run(tmp_path).commit(checkpoint_of(2, 2), None)
+    with pytest.raises(CheckpointError, match=r"leaves no number for another commit; move its file out"):
+        WritableRun(tmp_path).commit(checkpoint_of(2, 2), None)
     assert os.listdir(tmp_path) == ["step-000000000001.dqc"]

@@ -34,6 +34,7 @@ from dynaquant.quantize.partition import Configuration
 from dynaquant.quantize.second_moment import quantize_rank_one
 from dynaquant.state.flatten import flatten, unflatten
 from dynaquant.state.roles import Label
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import FORMAT_VERSION, CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.store.entry import Entry
 from dynaquant.store.run import Run
@@ -140,7 +141,7 @@ def test_a_file_written_by_hand_is_read(tmp_path):
 def small_run(tmp_path_factory, request) -> Run:
     """A keyframe and a delta that have tensors of every coding, with either one for levels."""
     torch.manual_seed(0)
-    run, base = Run(tmp_path_factory.mktemp("run")), None
+    run, base = WritableRun(tmp_path_factory.mktemp("run")), None
     weights, moment, counts = torch.randn(12, 8), torch.rand(6, 4) ** 2, torch.arange(40)
     for step in (1, 2):
         sketched = kmeans_weights({"w": weights}, {"w": Label("weight")}, {})
@@ -240,7 +241,7 @@ def test_a_file_of_another_version_says_which(tmp_path):
 
 def test_a_folder_in_place_of_a_file_is_an_error(tmp_path):
     (tmp_path / "some.dqc").mkdir()
-    with pytest.raises(CheckpointError, match=r"some\.dqc is a folder, and no file"):
+    with pytest.raises(CheckpointError, match=r"some\.dqc is a folder, not a file"):
         CheckpointFile(tmp_path / "some.dqc")
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import dynaquant as dq
 from dynaquant.interop.packing import Packer, compress
-from dynaquant.store.files import new_folder, replacing
+from dynaquant.store.atomic_files import atomic_file, atomic_folder
 from dynaquant.store.run import Run
 from dynaquant.store.tags import remove_tag, set_tag, tags_of
 from dynaquant.store.verifying import damage
@@ -37,7 +37,7 @@ def done(monkeypatch):
 
 
 def test_a_file_is_durable_before_it_gets_its_name_and_the_name_after_that(tmp_path, done):
-    with replacing(tmp_path / "out") as file:
+    with atomic_file(tmp_path / "out") as file:
         file.write(b"whole")
     temporary = str(tmp_path / f"out.dynaquant-{os.getpid()}.tmp")
     assert done == [("durable", temporary), ("named", temporary), ("durable", str(tmp_path))]
@@ -45,7 +45,7 @@ def test_a_file_is_durable_before_it_gets_its_name_and_the_name_after_that(tmp_p
 
 
 def test_so_is_all_of_a_folder(tmp_path, done):
-    with new_folder(tmp_path / "out") as folder:
+    with atomic_folder(tmp_path / "out") as folder:
         (folder / "deep").mkdir()
         (folder / "deep" / "file").write_bytes(b"whole")
         (folder / "index").write_text("{}")
@@ -83,7 +83,7 @@ def half(place) -> None:
 
 def test_on_an_error_nothing_is_left_and_nothing_changed(tmp_path):
     (tmp_path / "out").write_text("precious")
-    for place in (replacing(tmp_path / "out"), new_folder(tmp_path / "new")):
+    for place in (atomic_file(tmp_path / "out"), atomic_folder(tmp_path / "new")):
         with pytest.raises(ZeroDivisionError):
             half(place)
     assert os.listdir(tmp_path) == ["out"]
@@ -127,7 +127,7 @@ def test_a_folder_that_cannot_be_synced_is_named_and_the_checkpoint_is_there(tmp
         with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}'") as caught:
             ckpt.save(3)
         path = tmp_path / "step-000000000002.dqc"
-        assert caught.value.__notes__ == [f"{path} is in place, but may be gone after a power cut; check the disk"]
+        assert caught.value.__notes__ == [f"{path} is in place, but a power loss may undo that; check the disk"]
         failing_sync.clear()
         assert ckpt.restore() == 2
         ckpt.save(3).result()
@@ -138,7 +138,7 @@ def test_a_folder_that_cannot_be_synced_is_named_and_the_checkpoint_is_there(tmp
 def test_so_is_that_of_any_other_file(tmp_path, failing_sync):
     failing_sync.add("out")
     with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}'") as caught:  # noqa: SIM117
-        with replacing(tmp_path / "out") as file:
+        with atomic_file(tmp_path / "out") as file:
             file.write(b"whole")
     assert "out is in place" in caught.value.__notes__[0]
     assert (tmp_path / "out").read_bytes() == b"whole"

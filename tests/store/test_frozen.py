@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import dynaquant as dq
 from dynaquant.cli import app
 from dynaquant.errors import CheckpointError, EvaluateError, StateError
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.recoding import branch, compact
 from dynaquant.store.retention import Retention, prune
 from dynaquant.store.run import Run
@@ -346,10 +347,10 @@ def test_a_run_goes_on_where_the_file_of_frozen_parameters_was_deleted(tmp_path)
 
 def test_runs_with_frozen_parameters_are_branched_compacted_and_pruned(tmp_path):
     model, _ = saved_run(tmp_path / "run", saves=5, exact="latest")
-    run = Run(tmp_path / "run")
+    run = WritableRun(tmp_path / "run")
     branch(run, run.file(5), tmp_path / "branch")
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
-    with run.writer():
+    with run.locked():
         assert list(compact(run, 2)) == [1, 2, 3, 4, 5]
         prune(run, Retention(keep_last=2))
     assert len(list(tmp_path.glob("run/frozen-*.dqc"))) == 1

@@ -10,7 +10,7 @@ from training import bits, model_of, named_state, train
 
 import dynaquant as dq
 from dynaquant.interop import torchfile
-from dynaquant.store.files import replacing
+from dynaquant.store.atomic_files import atomic_file
 
 EVERY_WAY = pytest.mark.parametrize(
     "way", [{}, {"quality": "lossless"}, {"configuration": dq.Configuration()}], ids=["grid", "lossless", "kmeans"]
@@ -58,7 +58,7 @@ def test_no_space_left_is_raised_and_the_run_can_still_be_restored(tmp_path, way
             ckpt.restore()
         assert caught.value.errno == errno.ENOSPC
         assert caught.value.filename == str(tmp_path / "step-000000000002.dqc")
-        assert any(note.startswith("the disk is full: make room there") for note in caught.value.__notes__)
+        assert any(note.startswith("the disk is full: free some space") for note in caught.value.__notes__)
         assert contents(tmp_path) == before
         assert ckpt.restore() == 1
         assert ckpt.save(2).result().step == 2
@@ -125,12 +125,12 @@ def test_what_torch_makes_of_a_full_disk_names_the_file_and_says_what_to_do(tmp_
         fill_disk(tmp_path / "model.pt")
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.__notes__ == [
-        "the disk is full: make room there and try again, or give a place on another disk"
+        "the disk is full: free some space and try again, or choose a path on another disk"
     ]
     assert os.listdir(tmp_path) == []
 
 
 def fill_disk(out):
-    with replacing(out) as file:
+    with atomic_file(out) as file:
         os.dup2(os.open("/dev/full", os.O_WRONLY), file.fileno())
         torchfile.write(file, {"w": torch.randn(30_000)})

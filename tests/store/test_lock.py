@@ -14,15 +14,16 @@ from faults import checkpoint_of as with_copy
 
 import dynaquant as dq
 from dynaquant.errors import CheckpointError
-from dynaquant.store import file_lock, lock
+from dynaquant.store import flock, writer_lock
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.retention import Retention, prune
 from dynaquant.store.run import Run
 
 
 @pytest.fixture
-def run(tmp_path) -> Run:
+def run(tmp_path) -> WritableRun:
     (tmp_path / "run").mkdir()
-    return Run(tmp_path / "run")
+    return WritableRun(tmp_path / "run")
 
 
 def contents(folder) -> dict[str, bytes]:
@@ -39,10 +40,10 @@ def moved_away(folder, replaced: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("replaced", "reason"), [(True, "is another folder than the one that was opened"), (False, "is not there any more")]
+    ("replaced", "reason"), [(True, "is another folder than the one that was opened"), (False, "no longer exists")]
 )
 def test_nothing_is_written_where_the_folder_is_no_longer_the_one_that_is_held(run, replaced, reason):
-    with run.writer():
+    with run.locked():
         series(run, [1, 2])
         before = contents(run.folder)
         moved_away(run.folder, replaced)
@@ -55,24 +56,24 @@ def test_nothing_is_written_where_the_folder_is_no_longer_the_one_that_is_held(r
 
 
 def test_a_folder_that_was_deleted_and_made_again_is_another_one(run):
-    with run.writer():
+    with run.locked():
         run.folder.rmdir()
         run.folder.mkdir()
-        with Run(run.folder).writer(), pytest.raises(CheckpointError, match="is another folder"):
+        with WritableRun(run.folder).locked(), pytest.raises(CheckpointError, match="is another folder"):
             series(run, [1])
         assert contents(run.folder) == {}
 
 
 def test_nothing_is_committed_where_the_folder_goes_while_a_checkpoint_is_written(run, monkeypatch):
-    written = Run._written
+    written = WritableRun._write_temporary
 
     def slow(self, *options):
         found = written(self, *options)
         moved_away(run.folder, True)
         return found
 
-    with run.writer():
-        monkeypatch.setattr(Run, "_written", slow)
+    with run.locked():
+        monkeypatch.setattr(WritableRun, "_write_temporary", slow)
         with pytest.raises(CheckpointError, match="is another folder"):
             series(run, [1])
         assert contents(run.folder) == {}
@@ -80,7 +81,7 @@ def test_nothing_is_committed_where_the_folder_goes_while_a_checkpoint_is_writte
 
 
 def test_writing_goes_on_where_the_folder_is_put_back(run):
-    with run.writer():
+    with run.locked():
         series(run, [1])
         moved_away(run.folder, True)
         with pytest.raises(CheckpointError, match="put the old one back"):
@@ -126,15 +127,15 @@ def test_a_folder_that_cannot_be_locked_is_held_by_a_file(run, monkeypatch, code
         raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with run.writer():
+    with run.locked():
         series(run, [1])
-        with pytest.raises(CheckpointError, match=r"process \d+ on .* is writing to this run") as caught, run.writer():
+        with pytest.raises(CheckpointError, match=r"process \d+ on .* is writing to this run") as caught, run.locked():
             pass
         assert f"process {os.getpid()} on " in str(caught.value)
-        assert f"delete {run.folder / lock.LOCK_FILE}" in str(caught.value)
+        assert f"delete {run.folder / writer_lock.LOCK_FILE}" in str(caught.value)
         series(run, [2])
     assert sorted(contents(run.folder)) == ["step-000000000001.dqc", "step-000000000002.dqc"]
-    with run.writer():
+    with run.locked():
         pass
 
 
@@ -143,7 +144,7 @@ def test_other_errors_of_flock_are_raised(run, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(fcntl, "flock", failing)
-    with pytest.raises(OSError, match="Input/output error"), run.writer():
+    with pytest.raises(OSError, match="Input/output error"), run.locked():
         pass
 
 
@@ -153,8 +154,8 @@ def unsupported(*_):
     raise OSError(errno.ENOLCK, "No locks available")
 fcntl.flock = unsupported
 from pathlib import Path
-from dynaquant.store.lock import holding
-with holding(Path(sys.argv[1])):
+from dynaquant.store.writer_lock import lock_for_writing
+with lock_for_writing(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.readline()
     os.kill(os.getpid(), signal.SIGKILL)
@@ -166,60 +167,60 @@ def test_another_process_is_refused_until_it_is_gone_even_if_it_was_killed(run):
     command = [sys.executable, "-c", HOLDS, run.folder]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(CheckpointError, match=rf"process {other.pid} on .* is writing to this run"), run.writer():
+        with pytest.raises(CheckpointError, match=rf"process {other.pid} on .* is writing to this run"), run.locked():
             pass
         other.stdin.write("\n")
-    assert (run.folder / lock.LOCK_FILE).exists()
-    with run.writer():
+    assert (run.folder / writer_lock.LOCK_FILE).exists()
+    with run.locked():
         series(run, [1])
     assert run.steps() == [1]
 
 
 def owned_by(run: Run, **owner) -> None:
-    known = {"machine": lock._machine(), "pid": os.getpid(), "token": "of another process"}
-    (run.folder / lock.LOCK_FILE).write_text(json.dumps({**known, **owner}))
+    known = {"machine": writer_lock._machine(), "pid": os.getpid(), "token": "of another process"}
+    (run.folder / writer_lock.LOCK_FILE).write_text(json.dumps({**known, **owner}))
 
 
 @pytest.mark.usefixtures("no_flock")
 def test_a_process_of_another_machine_is_never_taken_for_gone(run):
     owned_by(run, machine="elsewhere pid:[1]", pid=2**30)
-    with pytest.raises(CheckpointError, match=r"on elsewhere .*If it no longer runs, delete"), run.writer():
+    with pytest.raises(CheckpointError, match=r"on elsewhere .*If it no longer runs, delete"), run.locked():
         pass
-    (run.folder / lock.LOCK_FILE).unlink()
-    with run.writer():
+    (run.folder / writer_lock.LOCK_FILE).unlink()
+    with run.locked():
         series(run, [1])
 
 
 @pytest.mark.usefixtures("no_flock")
 def test_a_killed_process_that_had_the_number_of_this_one_is_gone(run):
     owned_by(run)
-    with run.writer():
+    with run.locked():
         series(run, [1])
 
 
 @pytest.mark.usefixtures("no_flock")
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"pid": "x"}'])
 def test_a_lock_file_that_says_nothing_is_not_taken_away(run, content):
-    (run.folder / lock.LOCK_FILE).write_text(content)
-    with pytest.raises(CheckpointError, match="is writing to this run, or was killed while it did"), run.writer():
+    (run.folder / writer_lock.LOCK_FILE).write_text(content)
+    with pytest.raises(CheckpointError, match="is writing to this run, or was killed while doing so"), run.locked():
         pass
-    assert (run.folder / lock.LOCK_FILE).read_text() == content
+    assert (run.folder / writer_lock.LOCK_FILE).read_text() == content
 
 
 @pytest.mark.usefixtures("no_flock")
 def test_a_writer_whose_lock_file_was_taken_writes_no_more(run):
-    with run.writer():
+    with run.locked():
         series(run, [1])
         owned_by(run, pid=1)
         with pytest.raises(CheckpointError, match="no longer names this process but process 1 on"):
             series(run, [2])
-    assert (run.folder / lock.LOCK_FILE).exists()  # it is not this writer's to delete
+    assert (run.folder / writer_lock.LOCK_FILE).exists()  # it is not this writer's to delete
     assert run.steps() == [1]
 
 
 @pytest.mark.usefixtures("no_flock")
 def test_a_forked_child_that_leaves_the_block_does_not_let_the_lock_go(run):
-    held = lock.holding(run.folder)
+    held = writer_lock.lock_for_writing(run.folder)
     held.__enter__()
     child = os.fork()
     if child == 0:
@@ -228,22 +229,22 @@ def test_a_forked_child_that_leaves_the_block_does_not_let_the_lock_go(run):
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    assert (run.folder / lock.LOCK_FILE).exists()
+    assert (run.folder / writer_lock.LOCK_FILE).exists()
     held.__exit__(None, None, None)
-    assert not (run.folder / lock.LOCK_FILE).exists()
+    assert not (run.folder / writer_lock.LOCK_FILE).exists()
 
 
 def test_without_fcntl_a_run_can_be_read_and_not_written(run, monkeypatch):
     series(run, [1])
-    monkeypatch.setattr(file_lock, "AVAILABLE", False)
+    monkeypatch.setattr(flock, "AVAILABLE", False)
     assert run.load(run.file(1))
-    with pytest.raises(CheckpointError, match="runs can be written on Linux and macOS only"), run.writer():
+    with pytest.raises(CheckpointError, match="runs can be written on Linux and macOS only"), run.locked():
         pass
 
 
 def test_what_another_writer_has_in_the_new_folder_is_left_alone(run, monkeypatch):
     names = ["step-000000000001.dqc.tmp", "exact-000000000001-000000000001.dqc"]
-    written = Run._written
+    written = WritableRun._write_temporary
 
     def slow(self, *options):
         found = written(self, *options)
@@ -253,8 +254,8 @@ def test_what_another_writer_has_in_the_new_folder_is_left_alone(run, monkeypatc
                 (run.folder / name).write_text("of another writer")
         return found
 
-    with run.writer():
-        monkeypatch.setattr(Run, "_written", slow)
+    with run.locked():
+        monkeypatch.setattr(WritableRun, "_write_temporary", slow)
         with pytest.raises(CheckpointError, match="is another folder"):
             run.commit(with_copy(1, 1), None)
         assert sorted(contents(run.folder)) == sorted(names)

@@ -15,10 +15,11 @@ from readers import READERS
 from training import bits
 
 import dynaquant as dq
-from dynaquant.errors import CheckpointError, MovedOnError
+from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.report.statistics import statistics_of
 from dynaquant.restore.load import Stored
-from dynaquant.store.chain import ATTEMPTS, noticing_moves
+from dynaquant.store.chain import ATTEMPTS, detect_run_changes
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.reading import load_tensor
 from dynaquant.store.run import Run
@@ -121,15 +122,15 @@ def test_a_chain_longer_than_files_can_be_open_is_read(tmp_path):
 
 
 def test_a_closed_file_is_read_only_if_it_is_still_the_one_of_its_name(tmp_path):
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     series(run, [1])
     file = run.files()[0][0]
     assert load_tensor([file], "b").tolist() == [1.0, 1.0, 1.0]
     run.commit(checkpoint_of(1, {"w": torch.randn(80, 50)}), None)
-    with pytest.raises(MovedOnError, match=r"step-000000000001\.dqc: was replaced while it was read"):
+    with pytest.raises(RunChangedError, match=r"step-000000000001\.dqc: was replaced while it was read"):
         load_tensor([file], "b")
     run.delete(1)
-    with pytest.raises(MovedOnError, match="cannot be read"), noticing_moves([file]):
+    with pytest.raises(RunChangedError, match="cannot be read"), detect_run_changes([file]):
         load_tensor([file], "b")
 
 
@@ -170,7 +171,7 @@ def test_a_step_that_the_training_deletes_meanwhile_is_no_longer_there(tmp_path,
     training(2)
     with going_on_at(monkeypatch, "step-000000000001", lambda: training(3)), pytest.raises(CheckpointError) as caught:
         dq.load(tmp_path, 2)
-    assert str(caught.value) == f"{tmp_path}: the checkpoint of step 2 is no longer there (there are: 4, 5)"
+    assert str(caught.value) == f"{tmp_path}: the checkpoint of step 2 no longer exists (available steps: 4, 5)"
     with pytest.raises(CheckpointError, match="there is no checkpoint of step 2"):
         dq.load(tmp_path, 2)
 
@@ -189,7 +190,7 @@ def test_a_report_whose_files_go_is_not_one_of_a_damaged_run(tmp_path):
     run = Run(tmp_path)
     files = run.files()[0]
     training(5)
-    with pytest.raises(MovedOnError):
+    with pytest.raises(RunChangedError):
         statistics_of(run, files[1:], [])
 
 
@@ -198,7 +199,7 @@ def test_a_report_whose_files_go_is_not_one_of_a_damaged_run(tmp_path):
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_damage_is_found_at_once(tmp_path, monkeypatch, gone):
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     series(run, [1, 2, 3])
     if gone:
         run.path(2).unlink()
@@ -215,13 +216,13 @@ def test_damage_is_found_at_once(tmp_path, monkeypatch, gone):
 
 
 def test_a_run_that_never_settles_is_an_error_in_the_end(tmp_path, monkeypatch):
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     series(run, [1, 2])
     tries = []
 
     def moving(_self, file):
         tries.append(file)
-        raise MovedOnError("it moves on and on")
+        raise RunChangedError("it moves on and on")
 
     monkeypatch.setattr(Run, "chain", moving)
     with pytest.raises(CheckpointError, match="it moves on and on"):

@@ -14,6 +14,7 @@ from torch import nn
 from training import bits, model_of, train
 
 import dynaquant as dq
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.recoding import branch, compact
 from dynaquant.store.retention import Retention, prune
 from dynaquant.store.run import Run
@@ -51,8 +52,8 @@ def values(run: Run) -> dict[int, object]:
     return found
 
 
-def compacted(run: Run, keyframe_every: int, stop: int | None = None) -> None:
-    with run.writer():
+def compacted(run: WritableRun, keyframe_every: int, stop: int | None = None) -> None:
+    with run.locked():
         for _ in itertools.islice(compact(run, keyframe_every), stop):
             pass
 
@@ -64,7 +65,7 @@ def chains(run: Run) -> dict[int, int]:
 @pytest.mark.parametrize("options", [{}, PUBLISHED, {"quality": "lossless"}, {"exact": "latest"}], ids=str)
 def test_compacting_changes_the_chains_and_no_value(tmp_path, options):
     save(tmp_path, range(4), *training(), keyframe_every=2, **options)
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     before = values(run)
     assert chains(run) == {0: 1, 1: 2, 2: 1, 3: 2}
     for keyframe_every, expected in (
@@ -78,7 +79,7 @@ def test_compacting_changes_the_chains_and_no_value(tmp_path, options):
 
 def test_compacting_that_is_done_writes_nothing(tmp_path):
     save(tmp_path, range(4), *training(), keyframe_every=3)
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     compacted(run, 3)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     compacted(run, 3)
@@ -87,8 +88,8 @@ def test_compacting_that_is_done_writes_nothing(tmp_path):
 
 def test_a_run_can_be_compacted_after_pruning(tmp_path):
     save(tmp_path, range(6), *training())
-    run = Run(tmp_path)
-    with run.writer():
+    run = WritableRun(tmp_path)
+    with run.locked():
         prune(run, Retention(keep_last=1, keep_every=2))
     assert list(chains(run)) == [0, 2, 4, 5]
     before = values(run)
@@ -101,7 +102,7 @@ def test_compacting_can_be_interrupted_between_any_two_steps(tmp_path):
     save(tmp_path / "run", range(4), *training(), keyframe_every=2)
     before = values(Run(tmp_path / "run"))
     for stop in (1, 3):
-        run = Run(shutil.copytree(tmp_path / "run", tmp_path / str(stop)))
+        run = WritableRun(shutil.copytree(tmp_path / "run", tmp_path / str(stop)))
         compacted(run, 3, stop)
         assert values(run) == before
         compacted(run, 3)
@@ -114,7 +115,7 @@ def test_a_run_of_two_lines_is_compacted(tmp_path):
     save(tmp_path, (1, 2, 3), model, optimizer, keyframe_every=2)
     save(tmp_path, (4, 5), model, optimizer, restore=1)
     save(tmp_path, (6, 7), model, optimizer, restore=3)
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     before = values(run)
     for keyframe_every in (1, 4):
         compacted(run, keyframe_every)
@@ -128,7 +129,7 @@ def test_checkpoints_that_hold_the_same_do_not_make_a_chain_too_long(tmp_path):
         for step in range(6):
             torch.manual_seed(0)
             ckpt.save(step).result()
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     before = values(run)
     assert len({identity for *_, identity in before.values()}) == 1
     compacted(run, 2)
@@ -148,7 +149,7 @@ def test_whatever_was_saved_comes_through(tmp_path, seed):
         restored = chance.choice(there) if there else None
         steps = [chance.randrange(12) for _ in range(3)]
         save(tmp_path, steps, model, optimizer, restored, keyframe_every=chance.choice([1, 2, 16]), **options)
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     before = values(run)
     for keyframe_every in (chance.choice([1, 2, 3]),):
         compacted(run, keyframe_every)
@@ -164,7 +165,7 @@ def test_what_children_were_coded_against_stays_what_it_was(tmp_path):
         ckpt.restore(1)
         ckpt.save(2).result()
     save(tmp_path, (3, 4), model, optimizer, restore=2, quality="lossless")
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     before = values(run)
     compacted(run, 16)
     assert chains(run)[4] == 4
@@ -173,7 +174,7 @@ def test_what_children_were_coded_against_stays_what_it_was(tmp_path):
 
 def test_what_cannot_be_decoded_stops_compacting_and_nothing_is_lost(tmp_path):
     save(tmp_path, range(4), *training(), keyframe_every=2)
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     before = values(run)
     run.delete(2)
     with pytest.raises(dq.CheckpointError, match="step 3: its parent, step 2"):
@@ -184,7 +185,7 @@ def test_what_cannot_be_decoded_stops_compacting_and_nothing_is_lost(tmp_path):
 
 def test_a_full_disk_stops_compacting_and_nothing_is_lost(tmp_path):
     save(tmp_path, range(4), *training())
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     before = contents(tmp_path)
     with files_of_at_most(1000), pytest.raises(OSError, match="File too large"):
         compacted(run, 1)
@@ -193,7 +194,7 @@ def test_a_full_disk_stops_compacting_and_nothing_is_lost(tmp_path):
 
 def test_tags_stay_with_what_is_compacted(tmp_path):
     save(tmp_path, range(3), *training(), keyframe_every=1)
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     set_tag(run, "best", run.file(1))
     compacted(run, 16)
     assert tagged_file(run, "best").header.step == 1
@@ -257,7 +258,7 @@ def test_a_branch_onto_a_full_disk_leaves_nothing(tmp_path):
 
 def test_a_branch_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
     save(tmp_path / "old", (1, 2), *training(), exact="latest")
-    run, recode = Run(tmp_path / "old"), Run.recode
+    run, recode = Run(tmp_path / "old"), WritableRun.recode
     seen = []
 
     def failing(self, file, *others):
@@ -266,7 +267,7 @@ def test_a_branch_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, "No space left on device")
         return recode(self, file, *others)
 
-    monkeypatch.setattr(Run, "recode", failing)
+    monkeypatch.setattr(WritableRun, "recode", failing)
     with pytest.raises(OSError, match="No space left"):
         branch(run, run.file(2), tmp_path / "new")
     assert seen == ["exact-000000000002-000000000002.dqc"]
@@ -296,7 +297,7 @@ def test_runs_that_were_put_together_by_hand_are_compacted(tmp_path):
         save(tmp_path / folder, steps, *training())
     for path in (tmp_path / "b").glob("*.dqc"):  # with the sequence numbers of the others
         path.rename(tmp_path / "a" / path.name)
-    run = Run(tmp_path / "a")
+    run = WritableRun(tmp_path / "a")
     before = values(run)
     compacted(run, 16)
     assert values(run) == before
@@ -304,9 +305,9 @@ def test_runs_that_were_put_together_by_hand_are_compacted(tmp_path):
 
 def test_nothing_is_coded_against_a_checkpoint_that_came_later(tmp_path):
     save(tmp_path, range(3), *training(), keyframe_every=1)
-    run = Run(tmp_path)
+    run = WritableRun(tmp_path)
     before = contents(tmp_path)
-    newest = Base.loaded(run.file(2).header, run.load(run.file(2)))
-    with run.writer(), pytest.raises(dq.CheckpointError, match="to have been written after it"):
+    newest = Base.from_loaded(run.file(2).header, run.load(run.file(2)))
+    with run.locked(), pytest.raises(dq.CheckpointError, match="to have been written after it"):
         run.recode(run.file(0), run.load(run.file(0)), newest)
     assert contents(tmp_path) == before

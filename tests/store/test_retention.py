@@ -8,14 +8,15 @@ from torch import randn
 
 from dynaquant.coding.schemes import Rearranged
 from dynaquant.errors import CheckpointError
-from dynaquant.store.retention import Retention, make_way, prune, release
+from dynaquant.store.commit import WritableRun
+from dynaquant.store.retention import Retention, prepare_replacement, prune, recode_dependents
 from dynaquant.store.run import Run
 
 
 @pytest.fixture
-def run(tmp_path) -> Run:
+def run(tmp_path) -> WritableRun:
     (tmp_path / "run").mkdir()
-    return Run(tmp_path / "run")
+    return WritableRun(tmp_path / "run")
 
 
 def steps_of(run: Run) -> list[int]:
@@ -77,7 +78,7 @@ def test_step_zero_is_a_multiple(run):
     st.none() | st.integers(1, 60),
 )
 def test_the_newest_and_the_multiples_always_stay(steps, keep_last, keep_every):
-    gone = set(Retention(keep_last, keep_every).superfluous(steps, steps))
+    gone = set(Retention(keep_last, keep_every).steps_to_delete(steps, steps))
     assert gone <= set(steps)
     assert not gone & set(steps[-(keep_last or 1) :])
     assert not any(keep_every and step % keep_every == 0 for step in gone)
@@ -97,9 +98,9 @@ def test_limits_below_one_are_refused(limits):
 @pytest.mark.parametrize("coder", ["conditional", "rearranged"])
 def test_children_are_coded_against_the_nearest_ancestor_that_stays(run, coder):
     made = series(run, [1, 2, 3, 4, 5], coder=coder)
-    assert release(run, [2, 3, 5]) == (set(), [])
+    assert recode_dependents(run, [2, 3, 5]) == (set(), [])
     assert parents(run) == {1: None, 2: 1, 3: 2, 4: 1, 5: 4}
-    assert release(run, [1, 2, 3]) == (set(), [])
+    assert recode_dependents(run, [1, 2, 3]) == (set(), [])
     assert parents(run) == {1: None, 2: 1, 3: 2, 4: None, 5: 4}
     for checkpoint in made:
         scheme = assert_holds(run, checkpoint).header.by_name["w"].scheme
@@ -109,7 +110,7 @@ def test_children_are_coded_against_the_nearest_ancestor_that_stays(run, coder):
 def test_a_crash_between_recoding_and_deleting_leaves_a_whole_run(run):
     made = series(run, [1, 2, 3, 4])
     before = identities(run)
-    release(run, [1, 2])
+    recode_dependents(run, [1, 2])
     for checkpoint in made:
         assert_holds(run, checkpoint)
     assert identities(run) == before
@@ -123,7 +124,7 @@ class PowerCutError(Exception):
     pass
 
 
-class DiesAfterOneDeletion(Run):
+class DiesAfterOneDeletion(WritableRun):
     def delete(self, step: int) -> None:
         super().delete(step)
         raise PowerCutError
@@ -173,7 +174,7 @@ def test_a_damaged_child_is_noted_and_keeps_its_parent_until_it_goes_itself(run)
     notes = prune(run, Retention(keep_last=2))
     assert len(notes) == 1
     assert notes[0].startswith(
-        f"step 2 could not be re-coded, so what it depends on was kept: {run.path(2)}: tensor w "
+        f"step 2 could not be re-coded, so the steps it depends on were kept: {run.path(2)}: tensor w "
     )
     assert run.path(2).read_bytes() == damaged
     assert parents(run) == {1: None, 2: 1, 3: None}
@@ -206,7 +207,7 @@ def test_while_a_header_cannot_be_read_nothing_is_deleted(run):
     assert len(notes) == 1
     assert notes[0].startswith(f"nothing was deleted: {run.path(2)}: cannot be read")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        release(run, [1])  # nor is anything replaced
+        recode_dependents(run, [1])  # nor is anything replaced
     run.path(2).unlink()
     run.path(2).write_bytes(hidden)
     for checkpoint in made:
@@ -233,7 +234,7 @@ def test_checkpoints_that_are_known_to_be_damaged_do_not_count_as_kept(run):
 # What is replaced
 
 
-def chain_with(run: Run, extra: int) -> list:
+def chain_with(run: WritableRun, extra: int) -> list:
     """Steps 1 to 4, each coded against the one before; a tensor that step ``extra`` alone has is damaged in it."""
     made, base = [], None
     for step in (1, 2, 3, 4):
@@ -248,7 +249,7 @@ def test_what_is_coded_against_a_damaged_checkpoint_and_decodes_outlives_it(run)
     made = chain_with(run, 1)
     for checkpoint in made[1:]:
         assert_holds(run, checkpoint)
-    assert make_way(run, 2) == []
+    assert prepare_replacement(run, 2) == []
     assert parents(run) == {1: None, 2: 1, 3: None, 4: 3}
     run.commit(checkpoint_of(2, {"w": randn(80, 50)}), None)
     for checkpoint in made[2:]:
@@ -257,14 +258,14 @@ def test_what_is_coded_against_a_damaged_checkpoint_and_decodes_outlives_it(run)
 
 def test_what_builds_on_a_damaged_child_and_decodes_outlives_what_is_replaced(run):
     made = chain_with(run, 3)
-    notes = make_way(run, 2)
+    notes = prepare_replacement(run, 2)
     assert len(notes) == 1
-    assert notes[0].startswith("step 3 was damaged, and step 2, on which it built, was replaced: ")
+    assert notes[0].startswith("step 3 was damaged, and step 2, which it depended on, was replaced: ")
     assert parents(run) == {1: None, 2: 1, 3: 2, 4: 1}
     run.commit(checkpoint_of(2, {"w": randn(80, 50)}), None)
     for checkpoint in (made[0], made[3]):
         assert_holds(run, checkpoint)
-    assert make_way(run, 2) == []  # nothing builds on what is there now
+    assert prepare_replacement(run, 2) == []  # nothing builds on what is there now
     assert prune(run, Retention(keep_last=1)) == []
 
 
@@ -274,8 +275,10 @@ def test_nothing_is_replaced_that_a_checkpoint_depends_on_which_could_not_be_rec
     def failing(*_):
         raise CheckpointError("re-coding would change the values")
 
-    monkeypatch.setattr(Run, "recode", failing)
-    with pytest.raises(CheckpointError, match="step 2 was not replaced, as step 3 depends on it and could not be re-"):
-        make_way(run, 2)
+    monkeypatch.setattr(WritableRun, "recode", failing)
+    with pytest.raises(
+        CheckpointError, match="step 2 was not replaced, because step 3 depends on it and could not be re-"
+    ):
+        prepare_replacement(run, 2)
     for checkpoint in made:
         assert_holds(run, checkpoint)

@@ -15,15 +15,16 @@ from crafted import entry, header, write
 
 from dynaquant.coding.schemes import Reference
 from dynaquant.errors import CheckpointError
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Base, Checkpoint
 
 
 @pytest.fixture
-def run(tmp_path) -> Run:
+def run(tmp_path) -> WritableRun:
     (tmp_path / "run").mkdir()
-    return Run(tmp_path / "run")
+    return WritableRun(tmp_path / "run")
 
 
 # What is committed is loaded
@@ -44,7 +45,7 @@ def test_the_base_that_commit_returns_is_the_one_that_loading_makes(run):
     file = base = None
     for checkpoint in series(run, [1, 2, 3]):
         file, base = run.commit(checkpoint, base)
-    loaded = Base.loaded(file.header, run.load(file))
+    loaded = Base.from_loaded(file.header, run.load(file))
     assert (base.parent, base.hashes) == (loaded.parent, loaded.hashes)
     assert values(base.tensors) == values(loaded.tensors)
     assert base.tensors["w"].levels.tobytes() == loaded.tensors["w"].levels.tobytes()
@@ -124,10 +125,10 @@ def test_a_reader_sees_what_a_writer_replaced(run):
 
 
 def test_a_step_that_is_not_there_is_an_error_that_lists_the_others(run):
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint of step 3 \(there are: none\)"):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint of step 3 \(available steps: none\)"):
         run.file(3)
     series(run, [1, 2])
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint of step 3 \(there are: 1, 2\)"):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint of step 3 \(available steps: 1, 2\)"):
         run.file(3)
 
 
@@ -136,7 +137,7 @@ def test_a_step_that_is_not_there_is_an_error_that_lists_the_others(run):
 
 def test_an_identity_is_that_of_the_values_however_they_are_coded(run, tmp_path):
     made = series(run, [1, 2, 3])
-    other = Run(tmp_path / "other")
+    other = WritableRun(tmp_path / "other")
     other.folder.mkdir()
     for checkpoint in made:
         keyframe, _ = other.commit(checkpoint, None)
@@ -244,7 +245,7 @@ def test_other_files_in_the_folder_are_left_alone(run):
     series(run, [1])
     (run.folder / "notes.txt").write_text("mine")
     (run.folder / "notes.tmp").write_text("mine")
-    with run.writer():
+    with run.locked():
         assert [s.step for s in run.summaries()[0]] == [1]
     assert sorted(os.listdir(run.folder)) == ["notes.tmp", "notes.txt", "step-000000000001.dqc"]
 
@@ -264,20 +265,21 @@ def test_a_failed_write_leaves_the_run_as_it_was(run):
 
 def test_a_second_writer_is_refused_until_the_first_is_done(run):
     with (
-        run.writer(),
+        run.locked(),
         pytest.raises(
             CheckpointError, match="another Checkpointer, here or in another process, is writing to this run"
         ),
-        run.writer(),
+        run.locked(),
     ):
         pass
-    with run.writer():
+    with run.locked():
         pass
 
 
 def test_a_writer_in_another_process_is_refused(run):
-    script = f"from dynaquant.store.run import Run\nwith Run({str(run.folder)!r}).writer(): print('writing')"
-    with run.writer():
+    script = "from dynaquant.store.commit import WritableRun\n"
+    script += f"with WritableRun({str(run.folder)!r}).locked(): print('writing')"
+    with run.locked():
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
         assert f"{run.folder}: another Checkpointer, here or in another process, is writing to this run" in done.stderr
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
@@ -300,10 +302,10 @@ def ended(child: int) -> None:
 
 
 def test_a_forked_worker_that_lives_on_does_not_hold_the_run_after_close(run):
-    with run.writer():
+    with run.locked():
         worker = forked(lambda: None)
     try:
-        with run.writer():
+        with run.locked():
             pass
     finally:
         ended(worker)
@@ -313,7 +315,7 @@ def test_a_forked_worker_that_lives_on_does_not_hold_the_run_of_a_killed_trainin
     reader, out = os.pipe()
 
     def train_with_a_worker() -> object:
-        holding = run.writer()
+        holding = run.locked()
         holding.__enter__()
         forked(lambda: os.write(out, os.getpid().to_bytes(4, "little")))
         return holding
@@ -322,7 +324,7 @@ def test_a_forked_worker_that_lives_on_does_not_hold_the_run_of_a_killed_trainin
     worker = int.from_bytes(os.read(reader, 4), "little")
     ended(training)
     try:
-        with run.writer():
+        with run.locked():
             pass
     finally:
         os.kill(worker, 9)
@@ -336,7 +338,7 @@ def test_a_new_writer_clears_away_what_a_killed_one_left(run):
     for stray in strays:
         stray.write_bytes(b"half a checkpoint")
     assert [s.step for s in run.summaries()[0]] == [1]
-    with run.writer():
+    with run.locked():
         assert not any(stray.exists() for stray in strays)
     assert_holds(run, made[0])
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import dynaquant as dq
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.retention import Retention, prune
-from dynaquant.store.run import Run
 from dynaquant.store.tags import FOLDER, remove_tag, set_tag, tagged_file, tags_of
 
 
@@ -25,7 +25,7 @@ def save(folder, *steps: int, model=None, **options) -> None:
 @pytest.fixture
 def run(tmp_path):
     save(tmp_path, 1, 2, 3)
-    return Run(tmp_path)
+    return WritableRun(tmp_path)
 
 
 def names(run) -> dict[str, int]:
@@ -126,14 +126,14 @@ def test_a_step_that_no_checkpoint_can_have_is_an_error(run, step):
 def test_a_tag_of_a_checkpoint_that_is_gone_is_an_error(run):
     set_tag(run, "best", run.file(3))
     run.delete(3)
-    with pytest.raises(dq.CheckpointError, match="the checkpoint of step 3 is no longer there"):
+    with pytest.raises(dq.CheckpointError, match="the checkpoint of step 3 no longer exists"):
         tagged_file(run, "best")
 
 
 def test_pruning_keeps_what_is_tagged_and_its_values(run):
     set_tag(run, "best", run.file(1))
     before = dq.load(run.folder, 1)["model"]
-    with run.writer():
+    with run.locked():
         prune(run, Retention(keep_last=1))
     assert run.steps() == [1, 3]
     assert all(torch.equal(before[name], value) for name, value in dq.load(run.folder, 1)["model"].items())
@@ -143,7 +143,7 @@ def test_a_training_keeps_what_is_tagged_while_it_writes(tmp_path):
     model = nn.Linear(4, 4)
     with dq.Checkpointer(tmp_path, model, keep_last=1) as ckpt:
         ckpt.save(1).result()
-        run = Run(tmp_path)
+        run = WritableRun(tmp_path)
         set_tag(run, "best", run.file(1))
         for step in (2, 3):
             ckpt.save(step).result()
@@ -160,7 +160,7 @@ def test_python_takes_tags_for_steps(tmp_path):
         for step in (1, 2):
             ckpt.save(step).result()
             nn.init.normal_(model.weight)
-        set_tag(Run(tmp_path), "first", Run(tmp_path).file(1))
+        set_tag(WritableRun(tmp_path), "first", WritableRun(tmp_path).file(1))
         assert ckpt.restore("first") == 1
         with pytest.raises(dq.CheckpointError, match="no tag 'second'"):
             ckpt.restore("second")

@@ -9,6 +9,7 @@ from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.quantize.partition import Configuration
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Checkpoint
@@ -55,7 +56,7 @@ def damage_levels(run: Run, step: int) -> bytes:
     return bytes(content)
 
 
-def series(run: Run, steps, **options) -> list[Checkpoint]:
+def series(run: WritableRun, steps, **options) -> list[Checkpoint]:
     """Commits a chain of weights that change little by little."""
     torch.manual_seed(1)
     weight, base, made = torch.randn(80, 50), None, []

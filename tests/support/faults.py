@@ -13,8 +13,8 @@ import torch
 
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointWriter
-from dynaquant.store.run import Run
 from dynaquant.store.writing import Checkpoint
 
 STEPS = (1, 2, 2, 1)
@@ -60,7 +60,7 @@ def at_call(n: int, when: str, fault: Callable[[], None]):
             setattr(place, name, call)
 
 
-def commit_all(run: Run, committed: Callable[[int], None]) -> None:
+def commit_all(run: WritableRun, committed: Callable[[int], None]) -> None:
     base = None
     for number, step in enumerate(STEPS, 1):
         _, base = run.commit(checkpoint_of(step, number), None if base and base.parent.step == step else base)
@@ -77,8 +77,8 @@ if __name__ == "__main__":
         child = os.fork()
         if child == 0:
             torch.set_num_threads(1)
-            killed = Run(folder)
-            with at_call(int(call), "before", die), killed.writer():
+            killed = WritableRun(folder)
+            with at_call(int(call), "before", die), killed.locked():
                 commit_all(killed, lambda number: os.write(1, f"{number} ".encode()))
             os._exit(0)
         status = os.waitpid(child, 0)[1]

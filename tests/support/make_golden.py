@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import dynaquant as dq
 from dynaquant.quantize.grid import GridConfiguration
-from dynaquant.store import run
+from dynaquant.store import commit
 
 STEPS = range(10, 121, 10)
 
@@ -113,7 +113,7 @@ def make(folder):
     """A training that is stored in one manner after the other."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    run.FROZEN_FROM = 0  # a golden file is small
+    commit.MIN_FROZEN_BYTES = 0  # a golden file is small
     model = Model()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3, eps=1e-4)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, max(STEPS))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dynaquant.errors import CheckpointError
-from dynaquant.store.files import kind_of
+from dynaquant.store.files import non_file_kind
 
 if TYPE_CHECKING:
     from dynaquant.restore.load import Stored
@@ -36,7 +36,7 @@ def run_of(folder: Path) -> tuple[Run, list[CheckpointError]]:
     from dynaquant.store.run import Run
 
     if not folder.is_dir():
-        what = f"is {kind_of(folder) or 'a file'}" if folder.exists() else "does not exist"
+        what = f"is {non_file_kind(folder) or 'a file'}" if folder.exists() else "does not exist"
         raise CheckpointError(f"{folder} {what}; give the folder that a Checkpointer writes to")
     run = Run(folder)
     summaries, broken = run.summaries()
@@ -59,14 +59,14 @@ def open_run(folder: Path) -> tuple[Run, list[CheckpointFile]]:
 def checkpoint(path: Path, step: str | None) -> CheckpointFile:
     """Return a checkpoint of a run by its step or tag (None: the newest), or the checkpoint in a single file."""
     from dynaquant.store.container import CheckpointFile
-    from dynaquant.store.tags import file_of
+    from dynaquant.store.tags import open_step_or_tag
 
     if path.is_file():
         if step is not None:
             raise CheckpointError(f"{path} is one checkpoint, not a run with steps; leave out STEP")
         return CheckpointFile(path)
     run, files = open_run(path)
-    return files[-1] if step is None else file_of(run, _step_or_tag(step))
+    return files[-1] if step is None else open_step_or_tag(run, _step_or_tag(step))
 
 
 def open_stored(path: Path, step: str | None) -> Stored:

@@ -27,15 +27,15 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
     """List the checkpoints of a run: tags, size, compression ratio, degradation, configuration."""
     from dynaquant.quantize.knobs import in_short
     from dynaquant.save.record import Size, record_of
-    from dynaquant.store.container import opened
+    from dynaquant.store.container import open_if_exists
     from dynaquant.store.frozen import PREFIX
-    from dynaquant.store.listing import paths
+    from dynaquant.store.listing import checkpoint_paths
     from dynaquant.store.tags import tags_of
 
     run, files = open_run(folder)
     records = [record_of(file) for file in files]
     known = tags_of(run)
-    tags = {file.header.step: [tag.name for tag in known if tag.marks(file)] for file in files}
+    tags = {file.header.step: [tag.name for tag in known if tag.refers_to(file)] for file in files}
     if as_json:
         output.print_json([{**record.to_json(), "tags": tags[record.step]} for record in records])
         return
@@ -64,9 +64,9 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
         f"{plural(len(records), 'checkpoint')}: {output.reduction(whole)}; weights: {output.reduction(weights)}"
     )
     for path in run.lossless_copy_paths():
-        if (copy := opened(path)) is not None:
+        if (copy := open_if_exists(path)) is not None:
             output.print_(f"{path.name}, the lossless copy of a checkpoint: {in_bytes(copy.size)}")
-    for path in paths(run.folder, PREFIX):
+    for path in checkpoint_paths(run.folder, PREFIX):
         output.print_(f"{path.name}, frozen parameters: {in_bytes(path.stat().st_size)}")
 
 
@@ -166,17 +166,17 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
 
 def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> None:
     from dynaquant.report.inspection import level_counts, tensors_of
-    from dynaquant.store.chain import noticing_moves, until_settled
+    from dynaquant.store.chain import detect_run_changes, retry_if_run_changed
     from dynaquant.store.reading import load_tensor
     from dynaquant.store.run import Run
     from dynaquant.tensors.stored import QuantizedTensor
 
     def decoded() -> tuple[CheckpointFile, StoredTensor]:
         chain = Run(folder if folder.is_dir() else folder.parent).chain(checkpoint(folder, step))
-        with noticing_moves(chain):
+        with detect_run_changes(chain):
             return chain[0], load_tensor(chain, name)
 
-    file, stored = until_settled(decoded)
+    file, stored = retry_if_run_changed(decoded)
     info = next(info for info in tensors_of(file) if info.name == name)
     counts = level_counts(stored) if isinstance(stored, QuantizedTensor) else []
     if as_json:
@@ -206,7 +206,7 @@ def diff(
 ) -> None:
     """Compare two checkpoints: which tensors changed, how far they moved, how many values changed level."""
     from dynaquant.report.inspection import changes
-    from dynaquant.store.chain import until_settled
+    from dynaquant.store.chain import retry_if_run_changed
 
     run, _ = open_run(folder)
 
@@ -215,7 +215,7 @@ def diff(
         count = len(new.header.entries)
         return list(output.with_progress(changes(run, old, new), f"comparing {before} and {after}", count))
 
-    found = until_settled(compared)
+    found = retry_if_run_changed(compared)
     if as_json:
         output.print_json([asdict(change) for change in found])
         return

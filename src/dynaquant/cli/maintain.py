@@ -59,11 +59,11 @@ def branch(
     as_json: AsJson = False,
 ) -> None:
     """Start a new run with a copy of a checkpoint, to go on training from there with other settings."""
-    from dynaquant.store.chain import until_settled
+    from dynaquant.store.chain import retry_if_run_changed
     from dynaquant.store.recoding import branch as branch_run
 
     run, _ = open_run(folder)
-    written = until_settled(lambda: branch_run(run, checkpoint(folder, step), new))
+    written = retry_if_run_changed(lambda: branch_run(run, checkpoint(folder, step), new))
     text = f"{new}: starts with step {written.header.step}, {in_bytes(written.size)}"
     text += "; a Checkpointer for this folder restores it"
     output.print_result(as_json, text, run=str(new), step=written.header.step, bytes=written.size)
@@ -80,12 +80,13 @@ def compact(
     as_json: AsJson = False,
 ) -> None:
     """Encode all checkpoints of a run again: smaller files, or faster restores. All values stay the same."""
+    from dynaquant.store.commit import WritableRun
     from dynaquant.store.recoding import compact as compact_run
 
     run, files = open_run(folder)
     before = sum(file.size for file in files)
-    with run.writer():
-        for _ in output.with_progress(compact_run(run, keyframe_every), "re-coding", len(files)):
+    with (writable := WritableRun(run.folder)).locked():
+        for _ in output.with_progress(compact_run(writable, keyframe_every), "re-coding", len(files)):
             pass
     left = run.files()[0]
     keyframes = sum(file.header.parent is None for file in left)
@@ -108,7 +109,8 @@ def prune(
 
     A checkpoint that stays is re-coded if it depends on a deleted one. Its values stay the same.
     """
-    from dynaquant.store.retention import Retention, superfluous
+    from dynaquant.store.commit import WritableRun
+    from dynaquant.store.retention import Retention, steps_to_delete
     from dynaquant.store.retention import prune as prune_run
 
     if keep_last is None and keep_every is None:
@@ -118,13 +120,13 @@ def prune(
     before = sum(file.size for file in files)
     known = run.steps()
     if dry_run:
-        steps = superfluous(run, retention, _damaged(run, retention))
+        steps = steps_to_delete(run, retention, _damaged(run, retention))
         left = [step for step in known if step not in steps]
         text = f"would delete {output.list_of(steps)}, keep {output.list_of(left)}"
         output.print_result(as_json, text, deleted=steps, kept=left, dry_run=True)
         return
-    with run.writer():
-        notes = prune_run(run, retention, _damaged(run, retention))
+    with (writable := WritableRun(run.folder)).locked():
+        notes = prune_run(writable, retention, _damaged(run, retention))
     files = run.files()[0]
     left = [file.header.step for file in files]
     deleted = [step for step in known if step not in left]

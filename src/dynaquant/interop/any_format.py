@@ -8,7 +8,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.interop import folder, safetensors, torchfile
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.store.container import MAGIC
-from dynaquant.store.files import kind_of
+from dynaquant.store.files import non_file_kind
 
 
 def read(path: Path) -> ModelFile:
@@ -18,7 +18,7 @@ def read(path: Path) -> ModelFile:
     the problem, if it cannot be read.
     """
     try:
-        kind = kind_of(path)
+        kind = non_file_kind(path)
         if kind == "a folder":
             return folder.read(path)
         if kind is not None:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from dynaquant.errors import CheckpointError
 from dynaquant.interop.model_file import DCP_METADATA, ModelFile
 from dynaquant.interop.torchfile import BROKEN, check_version, flatten_file, problem
-from dynaquant.store.files import kind_of, system_error
+from dynaquant.store.files import non_file_kind, underlying_os_error
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
@@ -99,7 +99,7 @@ def read(folder: Path) -> tuple[ModelFile, set[str]]:
                 raise CheckpointError(f"{path}: it names {stored.relative_path!r}, which is not a file in this folder")
             used.add(stored.relative_path)
         for name in used:
-            if (kind := kind_of(folder / name)) is not None:
+            if (kind := non_file_kind(folder / name)) is not None:
                 raise CheckpointError(f"{folder / name} is {kind}, not a file")
         flat = {name: _destination_of(entry) for name, entry in metadata.state_dict_metadata.items()}
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -155,7 +155,7 @@ def write(folder: Path, state: dict[str, Any]) -> None:
         with _as_one_process():
             save(state, checkpoint_id=folder, no_dist=True)
     except CheckpointException as error:
-        if cause := system_error(_first_cause(error)):
+        if cause := underlying_os_error(_first_cause(error)):
             raise OSError(cause.errno, cause.strerror, str(folder)) from error
         raise OSError(f"torch.distributed.checkpoint could not write to {folder} ({_first_cause(error)})") from error
 

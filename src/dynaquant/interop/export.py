@@ -15,7 +15,8 @@ from dynaquant.interop import safetensors, torchfile
 from dynaquant.interop.targets import Target
 from dynaquant.restore.load import Stored, state_of
 from dynaquant.state.tree import dict_items, tensor_name, tensor_names_in
-from dynaquant.store.files import is_file_name, new_folder, replacing
+from dynaquant.store.atomic_files import atomic_file, atomic_folder
+from dynaquant.store.files import is_file_name
 from dynaquant.tensors.dtypes import bytes_of
 from dynaquant.tensors.lazy_mapping import LazyMapping
 
@@ -53,7 +54,7 @@ def export(stored: Stored, target: Target, out: Path, tell: Callable[[str], None
 
 def _write(stored: Stored, target: Target, out: Path, tell: Callable[[str], None]) -> None:
     if target in (Target.HF, Target.DCP):
-        with new_folder(out) as folder:
+        with atomic_folder(out) as folder:
             if target is Target.HF:
                 _write_folder(stored, folder, tell)
             else:
@@ -64,7 +65,7 @@ def _write(stored: Stored, target: Target, out: Path, tell: Callable[[str], None
                 if _source(stored).get("format") == "dcp":
                     _write_carried(stored, folder, other_files)
         return
-    with replacing(out) as file:
+    with atomic_file(out) as file:
         if target is Target.SAFETENSORS:
             names, ties = _untied(stored.state_dict)
             _write_safetensors(stored, file, names, _metadata(stored) | ties, tell)

@@ -22,7 +22,7 @@ from dynaquant.interop.safetensors import Shards
 from dynaquant.state.flatten import flatten
 from dynaquant.state.tree import dict_items, state_dict_tree, tensor_names_in
 from dynaquant.store.container import MAGIC
-from dynaquant.store.files import is_file_name, kind_of
+from dynaquant.store.files import is_file_name, non_file_kind
 from dynaquant.tensors.lazy_mapping import LazyMapping
 
 CARRIED_BYTES = 64 << 20
@@ -78,7 +78,7 @@ def _files_in(folder: Path) -> tuple[list[str], dict[str, str]]:
     names: list[str] = []
     left_out: dict[str, str] = {}
     for path in sorted(folder.iterdir()):
-        kind = kind_of(path) if path.exists() else "a link to nothing"
+        kind = non_file_kind(path) if path.exists() else "a link to nothing"
         if kind is not None:
             left_out[path.name] = kind
             continue

@@ -33,10 +33,11 @@ from dynaquant.search.sensitivity import measure_sensitivity
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.roles import Label
 from dynaquant.state.tree import tensor_names_in
+from dynaquant.store.atomic_files import in_use, temporary_path
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile, Header
-from dynaquant.store.files import check_output, nothing_empty, sync_name
+from dynaquant.store.files import check_output, removing_empty_folders, sync_parent
 from dynaquant.store.run import Run
-from dynaquant.store.temporaries import held, temporary_beside
 from dynaquant.store.writing import Base, Checkpoint
 from dynaquant.tensors.lazy_mapping import LazyMapping
 from dynaquant.tensors.stored import Quantized, QuantizedTensor, StoredTensor
@@ -215,11 +216,12 @@ def compress(source: Path, out: Path, packer: Packer) -> Record:
     file = any_format.read(source)
     checkpoint = packer.checkpoint(file, 0)
     draft = Header(0, 1, None, checkpoint.tree, (), checkpoint.record)
-    aside = temporary_beside(out)  # a folder of its own, as a file next to the output may belong to another program
+    aside = temporary_path(out)  # a folder of its own, as a file next to the output may belong to another program
     aside.mkdir()
     try:
-        with held(aside):
-            written = Run(aside).write(draft, checkpoint.tensors, checkpoint.labels, None, path=aside / out.name)
+        with in_use(aside):
+            run, path = WritableRun(aside), aside / out.name
+            written = run.write(draft, checkpoint.tensors, checkpoint.labels, None, path=path)
             written.path.replace(out)
     except OSError as error:
         if error.filename == str(aside / out.name):
@@ -227,7 +229,7 @@ def compress(source: Path, out: Path, packer: Packer) -> Record:
         raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    sync_name(out)
+    sync_parent(out)
     return record_of(CheckpointFile(out))
 
 
@@ -266,8 +268,8 @@ def pack(files: Mapping[int, Path], folder: Path, packer: Packer) -> Iterator[Re
             raise CheckpointError(f"{path}: {step} is too large for a step; rename it")
         if not path.exists():
             raise CheckpointError(f"{path} does not exist")
-    run = Run(folder)
-    with nothing_empty(folder), run.writer():
+    run = WritableRun(folder)
+    with removing_empty_folders(folder), run.locked():
         _check_packed(run)
         there = {known.step for known in run.chain_lengths()}  # without those whose parents are missing
         base: Base | None = None

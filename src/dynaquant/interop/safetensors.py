@@ -16,7 +16,7 @@ from torch import Tensor
 from dynaquant.errors import CheckpointError
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.state.tree import state_dict_tree
-from dynaquant.store.container import no_constant
+from dynaquant.store.container import reject_constant
 from dynaquant.store.files import is_file_name
 from dynaquant.tensors.dtypes import bytes_of, dtype_name
 from dynaquant.tensors.lazy_mapping import LazyMapping
@@ -118,7 +118,7 @@ def _read_index(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _INDEX_BYTES:
             raise ValueError(f"it has more than {_INDEX_BYTES:,} bytes")
-        index = json.loads(path.read_text(), parse_constant=no_constant)
+        index = json.loads(path.read_text(), parse_constant=reject_constant)
         names, files = set(index["weight_map"].keys()), set(index["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: not the index of a model ({error!r})") from None

@@ -18,7 +18,7 @@ from dynaquant.errors import CheckpointError, StateError
 from dynaquant.formatting import in_bytes
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.state.flatten import flatten
-from dynaquant.store.files import system_error
+from dynaquant.store.files import underlying_os_error
 
 SAFE = (2, 10)
 """The first version of PyTorch whose ``weights_only`` is safe."""
@@ -111,6 +111,6 @@ def write(file: BinaryIO, state: Any) -> None:
     try:
         torch.save(state, file)
     except RuntimeError as error:  # PyTorch wraps an OSError in it
-        if cause := system_error(error):
+        if cause := underlying_os_error(error):
             raise OSError(cause.errno, cause.strerror) from error
         raise OSError(f"torch.save failed ({error})") from error

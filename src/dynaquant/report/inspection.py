@@ -16,11 +16,11 @@ from dynaquant.coding.schemes import Conditional, Rearranged, Scheme, SecondMome
 from dynaquant.errors import CheckpointError
 from dynaquant.save.record import Size, sizes_by_role
 from dynaquant.store import frozen
-from dynaquant.store.chain import noticing_moves
+from dynaquant.store.chain import detect_run_changes
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
-from dynaquant.store.listing import paths
-from dynaquant.store.memory import memory_for
+from dynaquant.store.listing import checkpoint_paths
+from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.store.reading import load_tensor, needed_entries
 from dynaquant.store.run import Run
 from dynaquant.tensors.dequantize import values_of
@@ -101,7 +101,7 @@ def restore_cost(chain: list[CheckpointFile]) -> RestoreCost:
     """
     headers = sum(file.size - sum(entry.size for entry in file.header.entries) for file in chain)
     needed = needed_entries(chain, [entry.name for entry in chain[0].header.entries])
-    held = [frozen.opened(chain[0], identity).size for identity in chain[0].header.frozen]
+    held = [frozen.open_frozen(chain[0], identity).size for identity in chain[0].header.frozen]
     streams = sum(entry.size for entries in needed for entry in entries)
     return RestoreCost(len(chain) + len(held), headers + streams + sum(held))
 
@@ -146,8 +146,8 @@ class Change:
 def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator[Change]:
     """Compare the tensors of two checkpoints of a run, in the order of ``after``; removed tensors come last.
 
-    Raises CheckpointError if a tensor that differs cannot be decoded, MovedOnError if a writer has deleted a file that
-    it depends on.
+    Raises CheckpointError if a tensor that differs cannot be decoded, RunChangedError if a writer has deleted a file
+    that it depends on.
     """
     old, new = before.header.by_name, after.header.by_name
     chains: list[list[CheckpointFile]] = []  # opened at the first tensor that differs
@@ -163,9 +163,9 @@ def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator
             yield Change(name, "reshaped")
         else:
             chains = chains or [run.chain(before), run.chain(after)]
-            with noticing_moves([file for chain in chains for file in chain]):
+            with detect_run_changes([file for chain in chains for file in chain]):
                 stored = [load_tensor(chain, name) for chain in chains]
-            with memory_for(after, entry):
+            with explain_out_of_memory(after, entry):
                 change = _change(name, *stored)
             yield change
     yield from (Change(name, "removed") for name in old if name not in new)
@@ -206,7 +206,7 @@ def disk_use(run: Run, files: list[CheckpointFile]) -> list[DiskUse]:
     files: the readable checkpoints of the run.
     """
     copies = [file for path in run.lossless_copy_paths() if (file := _readable(path)) is not None]
-    shared = [file for path in paths(run.folder, frozen.PREFIX) if (file := _readable(path)) is not None]
+    shared = [file for path in checkpoint_paths(run.folder, frozen.PREFIX) if (file := _readable(path)) is not None]
     known = {file.path for file in [*files, *copies, *shared]}
     others = [size for path in run.folder.rglob("*") if path not in known and (size := _size_of(path)) is not None]
     kinds = [

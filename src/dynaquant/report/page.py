@@ -19,9 +19,9 @@ from dynaquant.report.prices import S3_STANDARD
 from dynaquant.report.statistics import Statistics, statistics_of
 from dynaquant.save.record import Record
 from dynaquant.search.trials import number_to_json
-from dynaquant.store.chain import until_settled
+from dynaquant.store.atomic_files import atomic_file
+from dynaquant.store.chain import retry_if_run_changed
 from dynaquant.store.container import CheckpointFile
-from dynaquant.store.files import replacing
 from dynaquant.store.run import Run
 
 COLUMNS = (
@@ -59,8 +59,8 @@ def write_report(
         files, broken = run.files()
         return statistics_of(run, with_progress(files), broken, price)
 
-    statistics = until_settled(read)
-    with replacing(out) as file:
+    statistics = retry_if_run_changed(read)
+    with atomic_file(out) as file:
         file.write(page_of(statistics).encode("utf-8", errors="replace"))
     return statistics
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from dynaquant.errors import CheckpointError, MovedOnError
+from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.report.inspection import RestoreCost, TensorInfo, restore_cost, tensors_of
 from dynaquant.report.prices import S3_STANDARD
 from dynaquant.save.record import Record, Size, record_of
@@ -90,7 +90,7 @@ def statistics_of(
     files: the readable files of the run, parents first, as ``Run.summaries`` lists them. broken: what is wrong with the
     other files. Problems found here are added: a record with invalid fields, a checkpoint that cannot be restored.
 
-    Raises CheckpointError if no record is valid, MovedOnError if a writer has deleted a file that others depend on.
+    Raises CheckpointError if no record is valid, RunChangedError if a writer has deleted a file that others depend on.
     """
     skipped = [str(error) for error in broken]
     chains: dict[Parent, list[CheckpointFile]] = {}
@@ -108,7 +108,7 @@ def statistics_of(
             # If the chain of the parent is not known, Run.chain says what is wrong with it.
             chains[itself] = run.chain(file) if above is None else [file, *above]
             restore = restore_cost(chains[itself])
-        except MovedOnError:
+        except RunChangedError:
             raise
         except CheckpointError as error:
             if itself not in chains:

@@ -12,16 +12,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from dynaquant.errors import CheckpointError, MovedOnError, StateError
+from dynaquant.errors import CheckpointError, RunChangedError, StateError
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import model_in, state_dict_in, tensor_names_in
 from dynaquant.state.wrappers import bare, state_dict
-from dynaquant.store.chain import load_all, noticing_moves, until_settled
+from dynaquant.store.chain import detect_run_changes, load_all, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile
-from dynaquant.store.memory import memory_for
+from dynaquant.store.lossless_copies import LOSSLESS_COPY
+from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.store.reading import Tensors, load_tensor
-from dynaquant.store.run import LOSSLESS_COPY, Run
-from dynaquant.store.tags import file_of
+from dynaquant.store.run import Run
+from dynaquant.store.tags import open_step_or_tag
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.hashing import tensor_hash
 from dynaquant.tensors.lazy_mapping import LazyMapping
@@ -46,7 +47,7 @@ class Stored:
         if self._alone and step is not None:
             raise ValueError(f"{path} is one checkpoint; a step can be asked for of a run's folder")
         self._run = Run(self._path.parent if self._alone else self._path)
-        until_settled(self._open)
+        retry_if_run_changed(self._open)
 
     def _open(self) -> None:
         self._damage: CheckpointError | None = None
@@ -66,16 +67,16 @@ class Stored:
         return LazyMapping(self._names, self._values)  # kept, it would keep this alive, and with it the open files
 
     def _values(self, name: str) -> Tensor:
-        with self._noting_damage(), noticing_moves(self.chain):
+        with self._noting_damage(), detect_run_changes(self.chain):
             stored = load_tensor(self.chain, name)
-            with memory_for(self.file, self.file.header.by_name[name]):
+            with explain_out_of_memory(self.file, self.file.header.by_name[name]):
                 return values_of(stored)
 
     def state(self) -> dict[str, Any]:
         """The whole state (``load``)."""
         with self._noting_damage():
             tensors = load_all(self.chain)
-            with memory_for(self.file, *self.file.header.entries):
+            with explain_out_of_memory(self.file, *self.file.header.entries):
                 kept = {n: stored for n, stored in tensors.items() if not self.file.header.by_name[n].omitted}
                 values = {name: values_of(stored) for name, stored in kept.items()}
         return state_of(self.file, values)
@@ -107,13 +108,13 @@ class Stored:
             found = False
             return self._with_either_form(use)
 
-        return until_settled(with_what_is_there)
+        return retry_if_run_changed(with_what_is_there)
 
     def _with_either_form(self, use: Callable[[], T]) -> T:
         try:
             return use()
         except CheckpointError as error:
-            if self._small is None or error is not self._damage or isinstance(error, MovedOnError):
+            if self._small is None or error is not self._damage or isinstance(error, RunChangedError):
                 raise
             _warn_of_exact(self._small, error)
             small, self._small = self._small, None
@@ -160,13 +161,13 @@ class Stored:
 
 def chosen(run: Run, step: int | str | None) -> CheckpointFile:
     """The checkpoint of a step or a tag, or the newest."""
-    return run.newest() if step is None else file_of(run, step)
+    return run.newest() if step is None else open_step_or_tag(run, step)
 
 
 def _copy_of(run: Run, file: CheckpointFile, newest: bool) -> CheckpointFile | None:
     """The lossless copy of a checkpoint. None where it was not kept, or cannot be used, which a warning says.
 
-    newest: whether the checkpoint is to be the newest. Raises MovedOnError where another one is by now.
+    newest: whether the checkpoint is to be the newest. Raises RunChangedError where another one is by now.
     """
     try:
         copy = run.lossless_copy(file)
@@ -174,7 +175,7 @@ def _copy_of(run: Run, file: CheckpointFile, newest: bool) -> CheckpointFile | N
         _warn_of_exact(file, error)
         return None
     if copy is None and newest and file.header.record.get(LOSSLESS_COPY) is not None:
-        raise MovedOnError(f"{file.path}: its lossless copy has gone with the next checkpoint")
+        raise RunChangedError(f"{file.path}: its lossless copy has gone with the next checkpoint")
     return copy
 
 

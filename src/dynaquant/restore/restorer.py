@@ -14,9 +14,9 @@ from dynaquant.restore.fitting import fitting, refuse, selected
 from dynaquant.restore.in_place import already_there, fill, new, places
 from dynaquant.restore.load import lossless_copy_of, state_of
 from dynaquant.store.container import CheckpointFile
-from dynaquant.store.memory import memory_for
+from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.store.run import Run
-from dynaquant.store.tags import file_of
+from dynaquant.store.tags import open_step_or_tag
 from dynaquant.tensors.stored import External, StoredTensor
 from dynaquant.training import rng
 from dynaquant.training.changes import HashCache
@@ -101,7 +101,7 @@ class Restorer:
 
     def _newest(self, step: int | str | None) -> Loaded | None:
         if step is not None:
-            return self._fitting(file_of(self.run, step))
+            return self._fitting(open_step_or_tag(self.run, step))
         summaries, broken = self.run.summaries()
         self.skipped += broken
         for summary in reversed(summaries):
@@ -133,7 +133,7 @@ class Restorer:
             there = already_there(now, stored, self.hashes)
             omitted = {entry.name for entry in source.header.entries if entry.omitted}
             own_memory = places(now, source.header.tree, {n: stored[n] for n in stored.keys() - there - omitted})
-            with memory_for(source, *source.header.entries):
+            with explain_out_of_memory(source, *source.header.entries):
                 needed = [name for name in stored if name not in there and name not in omitted]
                 values = {name: own_memory[name] if name in own_memory else new(stored[name]) for name in needed}
                 for name in own_memory:

@@ -61,7 +61,7 @@ def capture(
         tensors,
         label_of,
         last_hashes={} if base is None else base.hashes,
-        last_external={} if base is None else run.frozen.held(base.tensors),
+        last_external={} if base is None else run.frozen_files.available(base.tensors),
     )
 
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from dynaquant.save.record import Record, record_without_file
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.run import Run
 from dynaquant.training.collect import rank_rng_state
 from dynaquant.training.ranks import Group
@@ -30,12 +31,12 @@ def on_rank_zero(action: Callable[[], T], group: Group) -> T | None:
     return group.run_on_all_ranks(lambda: action() if group.rank == 0 else None)
 
 
-def hold_for_writing(run: Run, lock: ExitStack, group: Group) -> None:
+def hold_for_writing(run: WritableRun, lock: ExitStack, group: Group) -> None:
     """Takes the run's lock on rank 0. Closing ``lock`` releases it. Collective.
 
     Raises CheckpointError if another process or Checkpointer holds the run.
     """
-    on_rank_zero(lambda: lock.enter_context(run.writer()), group)
+    on_rank_zero(lambda: lock.enter_context(run.locked()), group)
 
 
 def warn_of_another_line(run: Run, group: Group) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 from dynaquant.save.background import BackgroundWriter
 from dynaquant.save.record import Record, record_of
 from dynaquant.save.timing import timed
-from dynaquant.store.retention import Retention, can_be_parent, make_way, prune
-from dynaquant.store.run import Run
+from dynaquant.store.commit import WritableRun
+from dynaquant.store.retention import Retention, can_be_parent, prepare_replacement, prune
 from dynaquant.store.writing import Base, Checkpoint
 
 log = logging.getLogger("dynaquant")
@@ -28,7 +28,7 @@ class RunWriter:
 
     def __init__(
         self,
-        run: Run,
+        run: WritableRun,
         retention: Retention,
         keyframe_every: int,
         damaged: set[int],
@@ -50,7 +50,7 @@ class RunWriter:
         seconds: dict[str, float] = {}
         with timed(seconds, "write"):
             parent = self._parent_for(checkpoint.step)
-            notes = make_way(self._run, checkpoint.step) if self._run.path(checkpoint.step).exists() else []
+            notes = prepare_replacement(self._run, checkpoint.step) if self._run.path(checkpoint.step).exists() else []
             file, self.base = self._run.commit(checkpoint, parent)
             self._damaged.discard(checkpoint.step)
             notes += self._prune(checkpoint.step)

@@ -87,7 +87,7 @@ class Saver:
         tensors: of the checkpoint, as stored, by name. restored: names of those that models and optimizers got.
         from_lossless_copy: whether they got the values of the lossless copy instead.
         """
-        self._writer.base = Base.loaded(header, tensors)
+        self._writer.base = Base.from_loaded(header, tensors)
         self._continues_a_line = True
         self._compressor.resume(header, {n: t for n, t in tensors.items() if n in restored}, from_lossless_copy)
         self.schedule.begin(header.step, header.record.get("interval"))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from dynaquant.errors import CheckpointError, MovedOnError
+from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.store import frozen
 from dynaquant.store.container import CheckpointFile, is_missing
 from dynaquant.store.reading import Tensors, load_tensors
@@ -27,30 +27,30 @@ PathOf = Callable[[int], Path]
 """The file of a step."""
 
 
-def until_settled(read: Callable[[], T]) -> T:
-    """Returns what ``read`` returns. Calls it again while it raises MovedOnError, up to 100 times in all."""
+def retry_if_run_changed(read: Callable[[], T]) -> T:
+    """Returns what ``read`` returns. Calls it again while it raises RunChangedError, up to 100 times in all."""
     for _ in range(ATTEMPTS - 1):
         try:
             return read()
-        except MovedOnError:
+        except RunChangedError:
             continue
     return read()
 
 
 @contextmanager
-def noticing_moves(chain: list[CheckpointFile]) -> Iterator[None]:
-    """Turns a CheckpointError of the block into MovedOnError if a file of the chain was replaced or deleted.
+def detect_run_changes(chain: list[CheckpointFile]) -> Iterator[None]:
+    """Turns a CheckpointError of the block into RunChangedError if a file of the chain was replaced or deleted.
 
     If all files are unchanged, the error is real, and a retry would not help.
     """
     try:
         yield
-    except MovedOnError:
+    except RunChangedError:
         raise
     except CheckpointError as error:
         if all(file.is_at(file.path) for file in chain):
             raise
-        raise MovedOnError(str(error)) from error
+        raise RunChangedError(str(error)) from error
 
 
 def parent_of(file: CheckpointFile, path_of: PathOf) -> CheckpointFile | None:
@@ -80,12 +80,12 @@ def parent_of(file: CheckpointFile, path_of: PathOf) -> CheckpointFile | None:
 def chain_of(file: CheckpointFile, path_of: PathOf) -> list[CheckpointFile]:
     """Returns the file, its parent, the parent's parent, …, up to the keyframe.
 
-    Raises CheckpointError for a broken chain, MovedOnError if the writer has changed the chain meanwhile.
+    Raises CheckpointError for a broken chain, RunChangedError if the writer has changed the chain meanwhile.
     """
     chain = [file]
-    with noticing_moves(chain):
+    with detect_run_changes(chain):
         for identity in file.header.frozen:
-            frozen.opened(file, identity)
+            frozen.open_frozen(file, identity)
         while (parent := parent_of(chain[-1], path_of)) is not None:
             if len(chain) >= _MOST_OPEN:
                 parent.close()
@@ -99,16 +99,16 @@ def load_all(chain: list[CheckpointFile]) -> Tensors:
     Raises CheckpointError, naming file and tensor, when one cannot be decoded or is not what was stored.
     """
     file = chain[0]
-    with naming(file), noticing_moves(chain):
+    with name_step_in_errors(file), detect_run_changes(chain):
         return load_tensors(chain, [entry.name for entry in file.header.entries])
 
 
 @contextmanager
-def naming(file: CheckpointFile) -> Iterator[None]:
+def name_step_in_errors(file: CheckpointFile) -> Iterator[None]:
     """Adds the name of the checkpoint to errors of other files in its chain."""
     try:
         yield
-    except MovedOnError:
+    except RunChangedError:
         raise
     except CheckpointError as error:
         itself = f"checkpoint step {file.header.step}: "

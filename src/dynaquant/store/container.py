@@ -20,7 +20,7 @@ import zstandard
 from blake3 import blake3
 
 from dynaquant.coding.schemes import Frozen
-from dynaquant.errors import CheckpointError, MovedOnError
+from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.state.tree import MAX_DEPTH, is_too_deep
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import open_file
@@ -144,10 +144,10 @@ def _checksum(preamble: bytes, stored_header: bytes) -> bytes:
     return blake3(preamble + stored_header).digest(length=16)
 
 
-Version = tuple[int, int, int, int]
+FileVersion = tuple[int, int, int, int]
 
 
-def version_of(status: os.stat_result) -> Version:
+def file_version(status: os.stat_result) -> FileVersion:
     """What tells a file from any other that has had its name, and from itself before a change."""
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
@@ -193,11 +193,11 @@ class CheckpointFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.frozen: dict[str, CheckpointFile] = {}
-        """The files of frozen parameters that were opened for it, by identity (``frozen.opened``)."""
+        """The files of frozen parameters that were opened for it, by identity (``frozen.open_frozen``)."""
         try:
             with open_file(path) as file:
                 status = os.fstat(file.fileno())
-                self.size, self._version = status.st_size, version_of(status)
+                self.size, self._version = status.st_size, file_version(status)
                 self.header, streams_end = self._checked(file)
                 self._open: _Open | None = _Open(os.dup(file.fileno()))
         except OSError as error:
@@ -255,7 +255,7 @@ class CheckpointFile:
     @staticmethod
     def _parse(plain: bytes) -> Header:
         try:
-            data = json.loads(plain.decode("utf-8", errors="surrogatepass"), parse_constant=no_constant)
+            data = json.loads(plain.decode("utf-8", errors="surrogatepass"), parse_constant=reject_constant)
             parent = None if data["parent"] is None else Parent(data["parent"]["step"], data["parent"]["identity"])
             header = Header(
                 step=data["step"],
@@ -288,19 +288,19 @@ class CheckpointFile:
     def is_at(self, path: Path) -> bool:
         """Whether this file, and no other one, has that name. True as well where the system cannot tell just now."""
         try:
-            return version_of(path.stat()) == self._version
+            return file_version(path.stat()) == self._version
         except FileNotFoundError:
             return False
         except OSError:
             return True
 
-    def content(self) -> bytes:
+    def read_all(self) -> bytes:
         """The whole file, also where it has been replaced or deleted since it was opened."""
         if self._open is None:
             return self.path.read_bytes()
         return _read_at(self._open.descriptor, 0, self.size)
 
-    def moved(self, path: Path) -> CheckpointFile:
+    def renamed(self, path: Path) -> CheckpointFile:
         """The same file after it was given another name."""
         found = copy(self)
         found.path = path
@@ -314,8 +314,8 @@ class CheckpointFile:
                 stream = _read_at(self._open.descriptor, offset, entry.size)
             else:
                 with open_file(self.path) as file:
-                    if version_of(os.fstat(file.fileno())) != self._version:
-                        raise MovedOnError(f"{self.path}: was replaced while it was read")
+                    if file_version(os.fstat(file.fileno())) != self._version:
+                        raise RunChangedError(f"{self.path}: was replaced while it was read")
                     stream = _read_at(file.fileno(), offset, entry.size)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
@@ -329,7 +329,7 @@ def is_step(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
-def opened(path: Path) -> CheckpointFile | None:
+def open_if_exists(path: Path) -> CheckpointFile | None:
     """A checkpoint file that need not be there."""
     try:
         return CheckpointFile(path)
@@ -339,6 +339,6 @@ def opened(path: Path) -> CheckpointFile | None:
         raise
 
 
-def no_constant(constant: str) -> Any:
+def reject_constant(constant: str) -> Any:
     """For ``json.loads``, which would take what is not JSON: NaN and the infinities."""
     raise ValueError(f"{constant} is not JSON")

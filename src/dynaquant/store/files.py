@@ -1,10 +1,9 @@
-"""Files and folders that are there whole or not at all."""
+"""Checks, opens and syncs files and folders; explains the errors of a full disk."""
 
 from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,32 +11,31 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dynaquant.errors import CheckpointError
-from dynaquant.store.temporaries import held, temporary_beside
 
-_FULL = {
-    errno.ENOSPC: "the disk is full: make room there and try again, or give a place on another disk",
-    errno.EDQUOT: "your share of the disk is used up: make room there and try again, or give a place on another disk",
-    errno.EFBIG: "files may not be that large there: give a place on another disk, or raise the limit",
+_DISK_FULL = {
+    errno.ENOSPC: "the disk is full: free some space and try again, or choose a path on another disk",
+    errno.EDQUOT: "your disk quota is used up: free some space and try again, or choose a path on another disk",
+    errno.EFBIG: "the file exceeds the largest size allowed there: choose a path on another disk, or raise the limit",
 }
 
 
-def system_error(error: BaseException) -> OSError | None:
-    """An error of the system that another one comes from; PyTorch makes RuntimeErrors of them that do not say so."""
+def underlying_os_error(error: BaseException) -> OSError | None:
+    """Returns the OSError that caused an error, or None. PyTorch raises RuntimeErrors in place of OSErrors."""
     found: BaseException | None = error
     while found is not None and not (isinstance(found, OSError) and found.errno is not None):
         found = found.__cause__ or found.__context__
     return found
 
 
-def tell_of_full_disk(error: BaseException, out: Path) -> None:
-    """Adds to an error, where it comes from a full disk, which file was to be written, and what can be done."""
-    if isinstance(error, OSError) and error.errno in _FULL:
+def add_disk_full_note(error: BaseException, out: Path) -> None:
+    """If a full disk caused the error, adds to it the file that was being written and what the user can do."""
+    if isinstance(error, OSError) and error.errno in _DISK_FULL:
         error.filename = str(out)
-        error.add_note(_FULL[error.errno])
+        error.add_note(_DISK_FULL[error.errno])
 
 
 _FOLDERS_CAN_BE_OPENED = hasattr(os, "O_DIRECTORY")
-"""Not on Windows, which cannot sync a folder, and a file only through a descriptor that can be written to."""
+"""False on Windows. It cannot sync a folder, and syncs a file only through a descriptor opened for writing."""
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -48,38 +46,38 @@ _KINDS = {
 }
 
 
-def kind_of(path: Path) -> str | None:
-    """What is there instead of a regular file; None for a regular file, or where nothing is."""
+def non_file_kind(path: Path) -> str | None:
+    """Returns what is at the path, e.g. "a folder"; None if it is a regular file or nothing is there."""
     try:
-        return _kind(path.stat())
+        return _non_file_kind(path.stat())
     except OSError:
         return None
 
 
-def _kind(status: os.stat_result) -> str | None:
+def _non_file_kind(status: os.stat_result) -> str | None:
     return None if stat.S_ISREG(status.st_mode) else _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Opens a regular file to be read.
+    """Opens a regular file for reading.
 
     Raises CheckpointError for anything else: a FIFO would wait for a writer, and a device has no end. Raises OSError
-    when the file cannot be opened.
+    if the file cannot be opened.
     """
-    kind = kind_of(path)  # before it is opened, which does things to a device
+    kind = non_file_kind(path)  # checked before opening, because opening a device has side effects
     if kind is None:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-        kind = _kind(os.fstat(descriptor))
+        kind = _non_file_kind(os.fstat(descriptor))
         if kind is None:
             return os.fdopen(descriptor, "rb")
         os.close(descriptor)
-    raise CheckpointError(f"{path} is {kind}, and no file")
+    raise CheckpointError(f"{path} is {kind}, not a file")
 
 
 def sync(path: Path) -> None:
-    """Makes what a file holds, or which files a folder has under which names, durable.
+    """Makes a file's content durable, or the names of the files in a folder.
 
-    Raises OSError, which names the file or the folder, when that cannot be done.
+    Raises OSError, naming the file or folder, if this fails.
     """
     if not _FOLDERS_CAN_BE_OPENED and path.is_dir():
         return
@@ -93,106 +91,58 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_name(path: Path) -> None:
-    """Makes the name durable that a file or a folder has just got.
+def sync_parent(path: Path) -> None:
+    """Makes the name of a file or folder durable, after it was created or renamed.
 
-    Raises OSError, which names the folder that it lies in and says that the file is there, when that cannot be done.
+    Raises OSError if this fails. The error names the parent folder, and its note says that the file is in place.
     """
     try:
         sync(path.parent)
     except OSError as error:
-        error.add_note(f"{path} is in place, but may be gone after a power cut; check the disk")
+        error.add_note(f"{path} is in place, but a power loss may undo that; check the disk")
         raise
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those it lies in, where they are not there yet. Their names are durable.
+    """Creates a folder and its missing parents, and makes their names durable.
 
-    Raises CheckpointError where a file is in the way, OSError when a folder cannot be made.
+    Raises CheckpointError if a file is in the way, OSError if a folder cannot be created.
     """
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         there = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), folder)
-        raise CheckpointError(f"{there} is {kind_of(there) or 'a file'}; a run needs a folder") from None
+        raise CheckpointError(f"{there} is {non_file_kind(there) or 'a file'}; a run needs a folder") from None
     for path in reversed(missing):
-        sync_name(path)
+        sync_parent(path)
 
 
 @contextmanager
-def replacing(out: Path) -> Iterator[BinaryIO]:
-    """A file to write into, which becomes ``out`` at the end of the block or, on any error, leaves nothing behind.
-
-    After a power cut, too, ``out`` is what it was or whole: the file is durable before it gets its name.
-    Raises CheckpointError when ``out`` cannot be a file, OSError when the file cannot be written.
-    """
-    check_output(out)
-    temporary = temporary_beside(out)
-    file = temporary.open("xb")  # before the try: a file that is there already is not ours to delete
-    try:
-        with held(temporary):
-            with file:
-                yield file
-            sync(temporary)
-            temporary.replace(out)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        tell_of_full_disk(error, out)
-        raise
-    sync_name(out)
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes ``out`` at the end of the block or, on any error, leaves nothing behind.
-
-    It is durable before it gets its name, as in ``replacing``.
-
-    Raises CheckpointError when ``out`` is there already and not an empty folder.
-    """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise CheckpointError(f"{out} is there already, and not an empty folder; give another name")
-    _check_parent(out)
-    temporary = temporary_beside(out)
-    temporary.mkdir()
-    try:
-        with held(temporary):
-            yield temporary
-            for path in (*temporary.rglob("*"), temporary):
-                sync(path)
-            temporary.replace(out)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        tell_of_full_disk(error, out)
-        raise
-    sync_name(out)
-
-
-@contextmanager
-def nothing_empty(folder: Path) -> Iterator[None]:
-    """Takes away the folder, and those it lies in, that the block has made and put nothing into."""
+def removing_empty_folders(folder: Path) -> Iterator[None]:
+    """At the end of the block, deletes the folder and its parents if the block created them and left them empty."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
     finally:
-        with suppress(OSError):  # as it is when there is something in it
+        with suppress(OSError):  # a folder that is not empty stays
             for path in missing:
                 path.rmdir()
 
 
 def check_output(out: Path) -> None:
-    """Raises CheckpointError where no file can be written: for a folder, a FIFO, a device, a folder that is missing."""
-    if (kind := kind_of(out)) is not None:
+    """Raises CheckpointError if ``out`` is a folder, FIFO or device, or lies in a folder that does not exist."""
+    if (kind := non_file_kind(out)) is not None:
         raise CheckpointError(f"{out} is {kind}; give the name of a file" + (" in it" if kind == "a folder" else ""))
-    _check_parent(out)
+    check_parent(out)
 
 
-def _check_parent(out: Path) -> None:
+def check_parent(out: Path) -> None:
+    """Raises CheckpointError if the folder of ``out`` does not exist."""
     if not out.absolute().parent.is_dir():
-        raise CheckpointError(f"{out.parent} is no folder; make it first, or give another name")
+        raise CheckpointError(f"{out.parent} is not a folder; create it first, or choose another path")
 
 
 def is_file_name(text: Any) -> bool:
-    """Whether something that stands in a file is a name that leads nowhere but into the folder it is used in."""
+    """Whether a value read from a file is a plain file name, which cannot lead out of the folder it is used in."""
     return isinstance(text, str) and text not in ("", "..") and Path(text).name == text and text.isprintable()

@@ -1,7 +1,7 @@
-"""Files of frozen parameters: what does not train is written once, for all checkpoints of a run (docs/format.md).
+"""Files of frozen parameters: a run stores what does not train once, for all its checkpoints (docs/format.md).
 
-Such a file is a checkpoint file without deltas. Its name is its identity, which is a hash of all that it holds: the
-same parameters make the same file.
+Such a file is a checkpoint file without deltas. Its name is its identity, a hash of its contents, so the same
+parameters make the same file.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dynaquant.coding.schemes import BytePlanes, Frozen, Lossless, Raw
 from dynaquant.errors import CheckpointError
 from dynaquant.store.container import CheckpointFile, is_missing
 from dynaquant.store.entry import Entry
-from dynaquant.store.files import sync, sync_name
-from dynaquant.store.memory import memory_for
+from dynaquant.store.files import sync, sync_parent
+from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.hashing import tensor_hash
 from dynaquant.tensors.stored import External, StoredTensor, omitted
@@ -27,26 +27,26 @@ from dynaquant.tensors.stored import External, StoredTensor, omitted
 PREFIX = "frozen-"
 """How the names of such files begin."""
 _NAME = re.compile(r"frozen-[0-9a-f]{16}\.dqc")
-_CODINGS = (Raw, BytePlanes, Lossless)
-"""Of tensors in such files."""
+_SCHEMES = (Raw, BytePlanes, Lossless)
+"""How tensors in such files may be coded."""
 _IDENTITY_DIGITS = 16
-"""Of the identity, in a file's name. The whole identity is compared when the file is opened."""
+"""Digits of the identity in a file's name. The whole identity is compared when the file is opened."""
 
 
 def file_name(identity: str) -> str:
-    """The name of the file of frozen parameters with this identity."""
+    """Returns the name of the file of frozen parameters with this identity."""
     return f"{PREFIX}{identity[:_IDENTITY_DIGITS]}.dqc"
 
 
-def is_name(name: str) -> bool:
-    """Whether a file of this name can be one of frozen parameters. Others are somebody else's."""
+def is_frozen_name(name: str) -> bool:
+    """Whether this is the name of a file of frozen parameters. Users may have put other files into the folder."""
     return _NAME.fullmatch(name) is not None
 
 
-def opened(file: CheckpointFile, identity: str) -> CheckpointFile:
-    """A file of frozen parameters that a checkpoint needs; it is opened once for each checkpoint.
+def open_frozen(file: CheckpointFile, identity: str) -> CheckpointFile:
+    """Returns a file of frozen parameters that a checkpoint needs. Opens it once for each checkpoint.
 
-    Raises CheckpointError when it is not beside the checkpoint, or holds something else.
+    Raises CheckpointError if it is not beside the checkpoint, or holds other parameters.
     """
     if identity not in file.frozen:
         path = file.path.parent / file_name(identity)
@@ -64,22 +64,24 @@ def opened(file: CheckpointFile, identity: str) -> CheckpointFile:
     return file.frozen[identity]
 
 
-def check(holder: CheckpointFile) -> None:
-    """Decodes a file of frozen parameters. Raises CheckpointError when a tensor is damaged."""
+def verify(holder: CheckpointFile) -> None:
+    """Decodes a file of frozen parameters. Raises CheckpointError if a tensor is damaged."""
     for entry in holder.header.entries:
-        of_file(holder, entry).values()
+        tensor_in(holder, entry).values()
 
 
-class Files:
-    """The files of frozen parameters in the folder of a run, and which of them are known to decode."""
+class FrozenFiles:
+    """The files of frozen parameters in a run's folder. Remembers which of them decode."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._decodes: dict[str, bool] = {}  # by identity
 
-    def held(self, tensors: Mapping[str, StoredTensor]) -> dict[str, External]:
-        """Those of the tensors that were omitted, or whose values lie in files that are there and not known to be
-        damaged."""
+    def available(self, tensors: Mapping[str, StoredTensor]) -> dict[str, External]:
+        """Returns those of the tensors that the next checkpoint need not store.
+
+        These are omitted tensors, and tensors in files that exist and are not known to be damaged.
+        """
         files = {name: stored for name, stored in tensors.items() if isinstance(stored, External)}
         there: set[str] = set()
         for identity in {stored.file for stored in files.values() if stored.file is not None}:
@@ -89,63 +91,63 @@ class Files:
                     there.add(identity)
         return {name: stored for name, stored in files.items() if stored.file is None or stored.file in there}
 
-    def wrote(self, holder: CheckpointFile) -> None:
-        """Takes note of a file that was just written and read back."""
+    def mark_sound(self, holder: CheckpointFile) -> None:
+        """Remembers that a file decodes, because it was just written and verified."""
         self._decodes[holder.header.identity] = True
 
-    def check(self, file: CheckpointFile) -> None:
+    def verify(self, file: CheckpointFile) -> None:
         """Decodes the files that a checkpoint needs, each of them once.
 
-        Raises CheckpointError when one is damaged. ``held`` leaves it out from then on, so that it is written anew.
+        Raises CheckpointError if one is damaged. From then on ``available`` leaves it out, so it is written anew.
         """
         for identity in file.header.frozen:
             if not self._decodes.get(identity, False):
                 self._decodes[identity] = False
-                check(opened(file, identity))
+                verify(open_frozen(file, identity))
                 self._decodes[identity] = True
 
 
-def copy(holder: CheckpointFile, folder: Path) -> None:
-    """Copies a file of frozen parameters, once it is known to be sound, into the folder of another run.
+def copy_to(holder: CheckpointFile, folder: Path) -> None:
+    """Verifies a file of frozen parameters and copies it into another run's folder.
 
-    Raises CheckpointError when a tensor is damaged.
+    Raises CheckpointError if a tensor is damaged.
     """
-    check(holder)
+    verify(holder)
     path = folder / holder.path.name
-    temporary = path.with_name(path.name + ".tmp")  # the writer of a run clears such names away
+    temporary = path.with_name(path.name + ".tmp")  # the next writer of the run deletes such a file if it is left
     try:
-        temporary.write_bytes(holder.content())
+        temporary.write_bytes(holder.read_all())
         sync(temporary)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_name(path)
+    sync_parent(path)
 
 
-def external(file: CheckpointFile, entry: Entry) -> External:
-    """The tensor of an entry whose values are not in the checkpoint.
+def external_tensor(file: CheckpointFile, entry: Entry) -> External:
+    """Returns the tensor of an entry whose values are not in the checkpoint: frozen or omitted.
 
-    Raises CheckpointError when the file of frozen parameters does not hold it.
+    Raises CheckpointError if the file of frozen parameters does not hold it.
     """
     scheme = entry.scheme
     if isinstance(scheme, Frozen):
-        holder = opened(file, scheme.file)
+        holder = open_frozen(file, scheme.file)
         found = holder.header.by_name.get(entry.name)
         fits = found is not None and (found.dtype, found.shape, found.hash) == (entry.dtype, entry.shape, entry.hash)
-        if found is None or not fits or not isinstance(found.scheme, _CODINGS) or found.needs_parent:
+        if found is None or not fits or not isinstance(found.scheme, _SCHEMES) or found.needs_parent:
             raise CheckpointError(f"{file.path}: {entry.name} is not in {holder.path.name}, where it should be")
-        return of_file(holder, found)
+        return tensor_in(holder, found)
 
     return omitted(entry.name, entry.dtype, entry.shape, entry.hash)
 
 
-def of_file(holder: CheckpointFile, entry: Entry) -> External:
-    """A tensor of a file of frozen parameters."""
+def tensor_in(holder: CheckpointFile, entry: Entry) -> External:
+    """Returns a tensor of a file of frozen parameters. Its values are decoded and checked when asked for."""
 
     def values() -> Tensor:
         try:
-            with memory_for(holder, entry):
+            with explain_out_of_memory(holder, entry):
                 tensor = values_of(decode(entry.scheme, entry.dtype, entry.shape, holder.read(entry), None))
         except ValueError as error:
             raise CheckpointError(f"{holder.path}: tensor {entry.name} is damaged ({error})") from error

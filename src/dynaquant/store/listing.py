@@ -1,4 +1,4 @@
-"""The checkpoint files in a folder, listed while a writer may add and delete some."""
+"""Lists the checkpoint files in a folder, while a writer may add and delete some."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SUFFIX = ".dqc"
 T = TypeVar("T")
 
 
-def paths(folder: Path, prefix: str) -> list[Path]:
-    """Returns the checkpoint files whose names begin with ``prefix``, by name.
+def checkpoint_paths(folder: Path, prefix: str) -> list[Path]:
+    """Returns the checkpoint files whose names begin with ``prefix``, sorted by name.
 
     Raises CheckpointError if the folder cannot be read.
     """
@@ -29,23 +29,24 @@ def paths(folder: Path, prefix: str) -> list[Path]:
     return [folder / name for name in sorted(names) if name.startswith(prefix) and name.endswith(SUFFIX)]
 
 
-def listed(folder: Path, read: Callable[[Path], T]) -> tuple[list[T], list[CheckpointError]]:
-    """Returns what ``read`` makes of the file of each step, and the errors of the files that cannot be read.
+def read_each_step(folder: Path, read: Callable[[Path], T]) -> tuple[list[T], list[CheckpointError]]:
+    """Calls ``read`` with the file of each step. Returns its results, and the errors of the files that cannot be read.
 
     Lists the folder again if a listed file was deleted before it was read.
     """
     for _ in range(ATTEMPTS):
         found: list[T] = []
         broken: list[CheckpointError] = []
-        gone: list[Path] = []
-        for path in paths(folder, "step-"):
+        missing: list[Path] = []
+        for path in checkpoint_paths(folder, "step-"):
             try:
                 found.append(read(path))
             except (OSError, CheckpointError) as error:
                 if is_missing(error):
-                    gone.append(path)
+                    missing.append(path)
                 broken.append(error if isinstance(error, CheckpointError) else _unreadable(path, error))
-        if not gone or set(gone) & set(paths(folder, "step-")):  # a link to nothing is missing, but was not deleted
+        # A missing file that is still listed is a dangling link. It was not deleted, so a retry would not help.
+        if not missing or set(missing) & set(checkpoint_paths(folder, "step-")):
             break
     return found, broken
 

@@ -11,7 +11,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.store import frozen
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
-from dynaquant.store.memory import memory_for
+from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.tensors.hashing import stored_hash
 from dynaquant.tensors.stored import StoredTensor
 
@@ -28,7 +28,7 @@ def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
     return load_tensors(chain, [name])[name]
 
 
-def told_of(step: int, path: Path, text: str) -> CheckpointError:
+def error_with_step(step: int, path: Path, text: str) -> CheckpointError:
     """Returns a CheckpointError with ``text``, prefixed by the step unless the text names the checkpoint already."""
     itself = f"checkpoint step {step}: "
     return CheckpointError(text if text.startswith((itself, f"{path}: ")) else f"{itself}{text}")
@@ -76,7 +76,7 @@ def load_tensors(chain: list[CheckpointFile], names: Collection[str], all_: bool
             if isinstance(entry.scheme, Reference):
                 check_reference(file, entry, chain[i + 1])
         for entry in entries if i == 0 or all_ else []:
-            if hash_of_entry(file, entry, tensors[entry.name]) != entry.hash:
+            if decoded_hash(file, entry, tensors[entry.name]) != entry.hash:
                 if not all_:
                     load_tensors(chain, names, all_=True)
                 raise CheckpointError(
@@ -102,19 +102,19 @@ def decode_entry(
         assert parent is not None
         return parent
     if entry.external:
-        return frozen.external(file, entry)
+        return frozen.external_tensor(file, entry)
     try:
-        with memory_for(file, entry):
+        with explain_out_of_memory(file, entry):
             other = others.get(depends_on(entry.scheme) or "")
             return decode(entry.scheme, entry.dtype, entry.shape, file.read(entry), parent, other)
     except ValueError as error:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
 
 
-def hash_of_entry(file: CheckpointFile, entry: Entry, stored: StoredTensor) -> str:
+def decoded_hash(file: CheckpointFile, entry: Entry, stored: StoredTensor) -> str:
     """Returns the hash of a decoded tensor. Raises CheckpointError if its parts do not fit together."""
     try:
-        with memory_for(file, entry):
+        with explain_out_of_memory(file, entry):
             return stored_hash(stored)
     except ValueError as error:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error

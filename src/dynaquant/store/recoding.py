@@ -8,9 +8,11 @@ from pathlib import Path
 
 from dynaquant.errors import CheckpointError
 from dynaquant.store import frozen
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile, Parent
-from dynaquant.store.files import nothing_empty
-from dynaquant.store.run import LOSSLESS_COPY, Run
+from dynaquant.store.files import removing_empty_folders
+from dynaquant.store.lossless_copies import LOSSLESS_COPY
+from dynaquant.store.run import Run
 from dynaquant.store.writing import Base
 
 
@@ -20,9 +22,9 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
     What was kept as it was (``exact="latest"``) is taken along. Raises CheckpointError when there are checkpoints in
     the folder already, or that of the run cannot be decoded. On any error the folder is as before, or not there.
     """
-    new = Run(folder)
+    new = WritableRun(folder)
     tensors = run.load(file)
-    with nothing_empty(folder), new.writer(), ExitStack() as undo:
+    with removing_empty_folders(folder), new.locked(), ExitStack() as undo:
         there, broken = new.summaries()
         if there or broken:
             raise CheckpointError(f"{folder}: there are checkpoints in it; give the branch a folder of its own")
@@ -34,9 +36,9 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
             record = {**record, LOSSLESS_COPY: None}
         try:
             for identity in file.header.frozen:
-                holder = frozen.opened(file, identity)
+                holder = frozen.open_frozen(file, identity)
                 undo.callback((folder / holder.path.name).unlink, missing_ok=True)
-                frozen.copy(holder, folder)
+                frozen.copy_to(holder, folder)
             if twin is not None:
                 undo.callback((folder / twin.path.name).unlink, missing_ok=True)
                 new.recode(twin, run.load(twin), None)
@@ -49,7 +51,7 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
     return written
 
 
-def compact(run: Run, keyframe_every: int) -> Iterator[int]:
+def compact(run: WritableRun, keyframe_every: int) -> Iterator[int]:
     """Codes a run anew, in chains of ``keyframe_every`` checkpoints; yields each step when that is done.
 
     A checkpoint whose chain is too long becomes a keyframe; a keyframe is coded against the one committed before it
@@ -66,12 +68,12 @@ def compact(run: Run, keyframe_every: int) -> Iterator[int]:
         base = before if last < summary.sequence else None
         if parent is not None and (base is None or parent != base.parent):
             older = run.chain(file)[1]  # another line of training
-            base = Base.loaded(older.header, run.load(older))
+            base = Base.from_loaded(older.header, run.load(older))
         if base is not None and lengths.get(base.parent, keyframe_every) >= keyframe_every:
             base = None
         if (base.parent if base else None) != parent:
             file = run.recode(file, tensors, base)
-        before = Base.written(file.header, tensors, base)
+        before = Base.from_written(file.header, tensors, base)
         last = summary.sequence
         lengths[before.parent] = 1 + (lengths[base.parent] if base else 0)
         yield summary.step

@@ -1,6 +1,6 @@
-"""Which checkpoints of a run are kept, and how the others go: whatever was coded against them is re-coded first.
+"""Decides which checkpoints of a run to keep. Deletes the others, after it has re-coded their dependent deltas.
 
-Re-coding changes no value, so it changes no identity; what refers to a re-coded checkpoint stays valid.
+Re-coding changes no values, so it changes no identity. References to a re-coded checkpoint stay valid.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from dynaquant.errors import CheckpointError
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile, Summary
 from dynaquant.store.run import Run
 from dynaquant.store.tags import tags_of
@@ -20,7 +21,8 @@ from dynaquant.store.writing import Base
 class Retention:
     """Keeps the ``keep_last`` newest usable checkpoints, and every step that is a multiple of ``keep_every``.
 
-    Both None: everything is kept. Only ``keep_every``: the newest is kept as well. Raises ValueError below 1.
+    If both are None, keeps everything. If only ``keep_every`` is given, also keeps the newest. Raises ValueError below
+    1.
     """
 
     keep_last: int | None = None
@@ -30,8 +32,11 @@ class Retention:
         if any(limit is not None and limit < 1 for limit in (self.keep_last, self.keep_every)):
             raise ValueError(f"keep_last and keep_every must be at least 1: {self}")
 
-    def superfluous(self, steps: list[int], usable: Collection[int]) -> list[int]:
-        """The steps that need not be kept, of steps in the order of their commits. Only usable ones count as kept."""
+    def steps_to_delete(self, steps: list[int], usable: Collection[int]) -> list[int]:
+        """Returns the steps to delete. Only usable ones count as kept.
+
+        steps: in the order of their commits.
+        """
         newest = [step for step in steps if step in usable][-(self.keep_last or 1) :]
         if (self.keep_last is None and self.keep_every is None) or not newest:
             return []
@@ -39,27 +44,27 @@ class Retention:
         return [step for step in older if not (self.keep_every and step % self.keep_every == 0)]
 
 
-def release(run: Run, steps: Collection[int]) -> tuple[set[int], list[str]]:
-    """Re-codes every checkpoint whose parent is among ``steps``, so that their files can be deleted.
+def recode_dependents(run: WritableRun, steps: Collection[int]) -> tuple[set[int], list[str]]:
+    """Re-codes every checkpoint whose parent is among ``steps``, so that the files of ``steps`` can be deleted.
 
-    It is coded against its nearest ancestor that stays, or as a keyframe. Values and identities stay, bit for bit.
-    The caller holds the run for writing. Where something is damaged and re-coding fails, the file is left as it is.
-    Returns the steps that such files still depend on, and a note for each of them.
+    Each is conditioned on its nearest ancestor that stays, or becomes a keyframe. Values and identities stay, bit for
+    bit. The caller has locked the run. If a checkpoint is damaged and re-coding fails, its file stays as it is.
+    Returns the steps that such files still depend on, and a note for each of these files.
 
-    Raises CheckpointError when a file cannot be read at the moment: it may be whole, and may depend on anything.
+    Raises CheckpointError if a file cannot be read now: it may be sound later, and may depend on any of the steps.
     """
-    summaries = _readable(run)
+    summaries = _readable_summaries(run)
     by_step = {summary.step: summary for summary in summaries}
     needed: set[int] = set()
     notes = []
     for summary in summaries:
-        if summary.step in steps or not _builds_on(summary, steps, by_step):
+        if summary.step in steps or not _depends_on(summary, steps, by_step):
             continue
         try:
             _recode_without(run, summary.step, steps)
         except CheckpointError as error:
             _raise_if_unreadable(error)
-            notes.append(f"step {summary.step} could not be re-coded, so what it depends on was kept: {error}")
+            notes.append(f"step {summary.step} could not be re-coded, so the steps it depends on were kept: {error}")
             ancestor: Summary | None = summary
             while ancestor and ancestor.parent and ancestor.parent.step not in needed:
                 needed.add(ancestor.parent.step)
@@ -67,47 +72,49 @@ def release(run: Run, steps: Collection[int]) -> tuple[set[int], list[str]]:
     return needed, notes
 
 
-def make_way(run: Run, step: int) -> list[str]:
-    """Re-codes what depends on a step, as ``release`` does, so that another checkpoint can be committed in its place.
+def prepare_replacement(run: WritableRun, step: int) -> list[str]:
+    """Re-codes what depends on a step, so that another checkpoint can be committed in its place.
 
-    What does not decode can be neither re-coded nor restored, and does not keep the step from being replaced, or a
-    training could not go on past a damaged file; but what depends on that and does decode is re-coded, too. Returns a
-    note for each that was damaged.
+    A damaged checkpoint that depends on the step can be neither re-coded nor restored. It does not prevent the
+    replacement; otherwise a training could not continue after a file is damaged. Its own dependents are re-coded, too,
+    if they decode. Returns a note for each damaged checkpoint.
 
-    Raises CheckpointError where a checkpoint that decodes could not be re-coded, or a file cannot be read at the
-    moment; the step is not to be replaced then.
+    Raises CheckpointError if a checkpoint that decodes could not be re-coded, or if a file cannot be read now. The step
+    must not be replaced then.
     """
-    summaries = _readable(run)
+    summaries = _readable_summaries(run)
     by_step = {summary.step: summary for summary in summaries}
-    going = {step}
+    replaced_or_damaged = {step}
     notes = []
     for summary in summaries:  # parents come before their children
-        if summary.step in going or not _builds_on(summary, going, by_step):
+        if summary.step in replaced_or_damaged or not _depends_on(summary, replaced_or_damaged, by_step):
             continue
         try:
-            _recode_without(run, summary.step, going)
+            _recode_without(run, summary.step, replaced_or_damaged)
         except CheckpointError as error:
             _raise_if_unreadable(error)
             if damage(run, summary.step) is None:
                 raise CheckpointError(
-                    f"{run.folder}: step {step} was not replaced, as step {summary.step} depends on it and could not "
-                    f"be re-coded ({error}); save under another step, or run 'dynaquant verify {run.folder}'"
+                    f"{run.folder}: step {step} was not replaced, because step {summary.step} depends on it and could "
+                    f"not be re-coded ({error}); save under another step, or run 'dynaquant verify {run.folder}'"
                 ) from error
-            going.add(summary.step)
-            notes.append(f"step {summary.step} was damaged, and step {step}, on which it built, was replaced: {error}")
+            replaced_or_damaged.add(summary.step)
+            notes.append(
+                f"step {summary.step} was damaged, and step {step}, which it depended on, was replaced: {error}"
+            )
     return notes
 
 
-def _readable(run: Run) -> list[Summary]:
-    """What the headers of a run say, oldest commit first. Raises CheckpointError when one cannot be read just now."""
+def _readable_summaries(run: Run) -> list[Summary]:
+    """Returns the run's summaries, oldest commit first. Raises CheckpointError if a header cannot be read now."""
     summaries, broken = run.summaries()
     for error in broken:
         _raise_if_unreadable(error)
     return summaries
 
 
-def _builds_on(summary: Summary, steps: Collection[int], by_step: Mapping[int, Summary]) -> bool:
-    """Whether the parent of a checkpoint is among the steps, and is still the one that it was coded against."""
+def _depends_on(summary: Summary, steps: Collection[int], by_step: Mapping[int, Summary]) -> bool:
+    """Whether a checkpoint's parent is among the steps, and is still the one that it was conditioned on."""
     parent = summary.parent
     if parent is None or parent.step not in steps:
         return False
@@ -115,7 +122,7 @@ def _builds_on(summary: Summary, steps: Collection[int], by_step: Mapping[int, S
 
 
 def _raise_if_unreadable(error: CheckpointError) -> None:
-    """Raises an error that comes from the system, or from too little memory, and not from what a file holds."""
+    """Raises the error if it comes from the system or a lack of memory, not from the contents of a file."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError | MemoryError):
@@ -123,75 +130,78 @@ def _raise_if_unreadable(error: CheckpointError) -> None:
         cause = cause.__cause__
 
 
-def _recode_without(run: Run, step: int, steps: Collection[int]) -> None:
+def _recode_without(run: WritableRun, step: int, steps: Collection[int]) -> None:
+    """Re-codes a checkpoint so that it depends on none of ``steps``."""
     file = run.file(step)
     tensors = run.load(file)
-    run.recode(file, tensors, _nearest(run, [other for other in run.chain(file)[1:] if other.header.step not in steps]))
+    ancestors = [other for other in run.chain(file)[1:] if other.header.step not in steps]
+    run.recode(file, tensors, _first_decodable(run, ancestors))
 
 
-def _nearest(run: Run, ancestors: Iterable[CheckpointFile]) -> Base | None:
-    """The first that decodes; a child may need nothing of what is damaged in its parent."""
+def _first_decodable(run: Run, ancestors: Iterable[CheckpointFile]) -> Base | None:
+    """Returns the first ancestor that decodes. The parent may be damaged where its child does not depend on it."""
     for ancestor in ancestors:
         try:
-            return Base.loaded(ancestor.header, run.load(ancestor))
+            return Base.from_loaded(ancestor.header, run.load(ancestor))
         except CheckpointError as error:
             _raise_if_unreadable(error)
     return None
 
 
-def superfluous(run: Run, retention: Retention, damaged: Collection[int] = ()) -> list[int]:
-    """The steps of a run that the retention does not keep and that have no tag.
+def steps_to_delete(run: Run, retention: Retention, damaged: Collection[int] = ()) -> list[int]:
+    """Returns the steps of a run that the retention does not keep and that have no tag.
 
-    damaged: steps whose files are known not to decode. They, and what was coded against them, do not count as kept.
+    damaged: steps whose files are known not to decode. They and their dependent deltas do not count as kept.
     """
     usable = {checkpoint.step for checkpoint in run.chain_lengths(damaged)}
     tagged = {tag.step for tag in tags_of(run)}
-    steps = retention.superfluous([summary.step for summary in run.summaries()[0]], usable)
+    steps = retention.steps_to_delete([summary.step for summary in run.summaries()[0]], usable)
     return [step for step in steps if step not in tagged]
 
 
 def can_be_parent(
     run: Run, base: Base, step: int, retention: Retention, keyframe_every: int, damaged: Collection[int]
 ) -> bool:
-    """Whether ``step`` can be coded against ``base``: its chain is whole and short, and it is there to stay.
+    """Whether ``step`` can be conditioned on ``base``: its chain is complete and short, and it will not be deleted.
 
-    keyframe_every: the most checkpoints in a chain. damaged: steps whose files are known not to decode.
+    keyframe_every: maximum number of checkpoints in a chain. damaged: steps whose files are known not to decode.
     """
     lengths = run.chain_lengths(damaged)
     steps = [summary.step for summary in run.summaries()[0] if summary.step != step] + [step]
     usable = {checkpoint.step for checkpoint in lengths} | {step}
-    leaves = base.parent.step == step or base.parent.step in retention.superfluous(steps, usable)
-    return lengths.get(base.parent, keyframe_every) < keyframe_every and not leaves
+    deleted = base.parent.step == step or base.parent.step in retention.steps_to_delete(steps, usable)
+    return lengths.get(base.parent, keyframe_every) < keyframe_every and not deleted
 
 
 def damaged_among_kept(
-    run: Run, retention: Retention, shown: Callable[[list[int]], Iterable[int]] = lambda steps: steps
+    run: Run, retention: Retention, with_progress: Callable[[list[int]], Iterable[int]] = lambda steps: steps
 ) -> set[int]:
-    """What would be kept and does not decode; it must not count as kept, or all that is sound might go.
+    """Returns the steps that would be kept and do not decode.
 
-    shown: passes on the steps of a round while it shows how far that has come.
+    They must not count as kept, or every sound checkpoint might be deleted. with_progress: yields the steps that it is
+    given, while it shows the progress.
     """
     damaged: set[int] = set()
     checked: set[int] = set()
-    while new := [s for s in run.steps() if s not in {*checked, *superfluous(run, retention, damaged)}]:
-        for step in shown(new):
+    while new := [s for s in run.steps() if s not in {*checked, *steps_to_delete(run, retention, damaged)}]:
+        for step in with_progress(new):
             checked.add(step)
             if damage(run, step) is not None:
                 damaged.add(step)
     return damaged
 
 
-def prune(run: Run, retention: Retention, damaged: Collection[int] = ()) -> list[str]:
-    """Deletes what is ``superfluous``. The caller holds the run for writing. Returns ``release``'s notes."""
-    steps = superfluous(run, retention, damaged)
+def prune(run: WritableRun, retention: Retention, damaged: Collection[int] = ()) -> list[str]:
+    """Deletes ``steps_to_delete``. The caller has locked the run. Returns the notes of ``recode_dependents``."""
+    steps = steps_to_delete(run, retention, damaged)
     if not steps:
         return []
     try:
-        needed, notes = release(run, steps)
+        needed, notes = recode_dependents(run, steps)
     except CheckpointError as error:
         return [f"nothing was deleted: {error}"]
-    for step in reversed(steps):  # children first: what is left by a crash in between can still be loaded
+    for step in reversed(steps):  # children first, so that the rest can be loaded after a crash in between
         if step not in needed:
             run.delete(step)
-    run.drop_unneeded_frozen()
+    run.delete_unneeded_frozen()
     return notes

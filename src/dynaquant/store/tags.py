@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dynaquant.errors import CheckpointError
+from dynaquant.store import flock
 from dynaquant.store.container import CheckpointFile, is_step
-from dynaquant.store.file_lock import alone_in
-from dynaquant.store.files import make_folder, open_file, sync, sync_name
+from dynaquant.store.files import make_folder, open_file, sync, sync_parent
 from dynaquant.store.run import Run
 
 FOLDER = "tags"
@@ -29,7 +29,7 @@ class Tag:
     step: int
     identity: str
 
-    def marks(self, file: CheckpointFile) -> bool:
+    def refers_to(self, file: CheckpointFile) -> bool:
         """Whether that is the checkpoint; it is not when the step was saved again since."""
         return (self.step, self.identity) == (file.header.step, file.header.identity)
 
@@ -65,7 +65,7 @@ def set_tag(run: Run, name: str, file: CheckpointFile, force: bool = False) -> T
     tag = Tag(name, file.header.step, file.header.identity)
     path = run.folder / FOLDER / name
     make_folder(path.parent)
-    with alone_in(path.parent) as alone:
+    with flock.locked(path.parent, wait=True) as alone:
         if alone:  # what is still there is of a process that was killed
             for stray in path.parent.glob(".*.tmp"):
                 stray.unlink()
@@ -91,7 +91,7 @@ def _place(run: Run, tag: Tag, path: Path, force: bool) -> None:
         raise CheckpointError(f"{run.folder}: {tag.name} is the tag of {of}; --force takes it from there") from None
     finally:
         temporary.unlink(missing_ok=True)
-    sync_name(path)
+    sync_parent(path)
 
 
 def remove_tag(run: Run, name: str) -> None:
@@ -114,14 +114,14 @@ def tagged_file(run: Run, name: str) -> CheckpointFile:
     if tag is None:
         raise CheckpointError(f"{run.folder}: there is no tag {name!r} ({_listed(known)})")
     file = run.file(tag.step)
-    if not tag.marks(file):
+    if not tag.refers_to(file):
         raise CheckpointError(
             f"{run.folder}: step {tag.step} was saved again since it was tagged {name}; give the step, or tag it anew"
         )
     return file
 
 
-def file_of(run: Run, step: int | str) -> CheckpointFile:
+def open_step_or_tag(run: Run, step: int | str) -> CheckpointFile:
     """A checkpoint by its step or by a tag. Raises CheckpointError when there is none."""
     return tagged_file(run, step) if isinstance(step, str) else run.file(step)
 

@@ -10,10 +10,17 @@ from pathlib import Path
 from dynaquant.coding.schemes import Reference, depends_on
 from dynaquant.errors import CheckpointError
 from dynaquant.store import frozen
-from dynaquant.store.chain import until_settled
+from dynaquant.store.chain import retry_if_run_changed
 from dynaquant.store.container import CheckpointFile, Summary
 from dynaquant.store.entry import Entry
-from dynaquant.store.reading import Tensors, check_reference, decode_entry, dependent_last, hash_of_entry, told_of
+from dynaquant.store.reading import (
+    Tensors,
+    check_reference,
+    decode_entry,
+    decoded_hash,
+    dependent_last,
+    error_with_step,
+)
 from dynaquant.store.run import Run
 from dynaquant.tensors.stored import StoredTensor
 
@@ -45,7 +52,7 @@ def damage_of_file(path: Path) -> CheckpointError | None:
 def _decode_whole(run: Run, file: CheckpointFile) -> None:
     run.load(file)
     for identity in file.header.frozen:
-        frozen.check(frozen.opened(file, identity))
+        frozen.verify(frozen.open_frozen(file, identity))
 
 
 def _damage_of_copy(run: Run, step: int) -> CheckpointError | None:
@@ -60,7 +67,7 @@ def _damage_of_copy(run: Run, step: int) -> CheckpointError | None:
 
 def _error_of(load: Callable[[], None]) -> CheckpointError | None:
     try:
-        until_settled(load)
+        retry_if_run_changed(load)
     except CheckpointError as error:
         return error
     return None
@@ -109,7 +116,7 @@ def _walk(run: Run, steps: Collection[int]) -> Iterator[tuple[int, CheckpointErr
         text = found if isinstance(found, str) else next(iter(found.wrong.values()), None)
         del found, above
         if step in wanted:
-            yield step, told_of(step, run.path(step), text) if text is not None else _damage_of_copy(run, step)
+            yield step, error_with_step(step, run.path(step), text) if text is not None else _damage_of_copy(run, step)
 
 
 def _parent(summary: Summary, by_step: dict[int, Summary]) -> int | None:
@@ -153,7 +160,7 @@ def _with_frozen(found: _Decoded, sound: set[str]) -> _Decoded:
     """The same with what is wrong with the files of frozen parameters that it needs. sound: as for ``_decode``."""
     for identity in found.file.header.frozen - sound:
         try:
-            frozen.check(frozen.opened(found.file, identity))
+            frozen.verify(frozen.open_frozen(found.file, identity))
             sound.add(identity)
         except CheckpointError as error:
             found.wrong[identity] = str(error)
@@ -182,7 +189,7 @@ def _check(file: CheckpointFile, entry: Entry, above: _Decoded | None, stored: S
         if entry.name in above.wrong:
             raise CheckpointError(above.wrong[entry.name])
         return
-    if hash_of_entry(file, entry, stored) != entry.hash:
+    if decoded_hash(file, entry, stored) != entry.hash:
         own = f"{file.path}: tensor {entry.name} does not decode to the values that were stored"
         of_parent = above.wrong.get(entry.name) if above is not None and entry.needs_parent else None
         raise CheckpointError(of_parent or own)

@@ -47,12 +47,12 @@ class Base:
     tensors: Mapping[str, StoredTensor]
 
     @classmethod
-    def loaded(cls, header: Header, tensors: Mapping[str, StoredTensor]) -> Base:
+    def from_loaded(cls, header: Header, tensors: Mapping[str, StoredTensor]) -> Base:
         """Returns the base for a checkpoint whose tensors were decoded from its file."""
         return cls(Parent(header.step, header.identity), _hashes(header), tensors)
 
     @classmethod
-    def written(cls, header: Header, tensors: Mapping[str, StoredTensor], before: Base | None) -> Base:
+    def from_written(cls, header: Header, tensors: Mapping[str, StoredTensor], before: Base | None) -> Base:
         """Returns the base for a checkpoint that was just written against ``before``: what its file decodes to."""
         found = dict(tensors)
         for entry in header.entries:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from dynaquant.interop.packing import Packer, compress
-from dynaquant.store.files import new_folder, replacing
+from dynaquant.store.atomic_files import atomic_file, atomic_folder
 
 
 def killed(folder, *arguments) -> None:
@@ -41,20 +41,20 @@ def test_a_killed_command_leaves_nothing_once_it_is_given_again(tmp_path, to):
 
 WRITING = """
 import sys, pathlib
-from dynaquant.store.files import {what}
+from dynaquant.store.atomic_files import {what}
 with {what}(pathlib.Path(sys.argv[1])):
     print("writing", flush=True)
     sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("place", [replacing, new_folder])
+@pytest.mark.parametrize("place", [atomic_file, atomic_folder])
 def test_what_another_process_is_writing_is_left_to_it(tmp_path, place):
     code = WRITING.format(what=place.__name__)
     command = [sys.executable, "-c", code, str(tmp_path / "out")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"writing\n"
-        with replacing(tmp_path / "out") as file:
+        with atomic_file(tmp_path / "out") as file:
             file.write(b"mine")
         there = os.listdir(tmp_path)
         (tmp_path / "out").unlink()
@@ -68,6 +68,6 @@ def test_files_of_others_are_left_alone(tmp_path):
     names = ["out.tmp", "out.1.tmp", "out.dynaquant-x.tmp", "other.dynaquant-1.tmp", "out.dynaquant-1.tmp2"]
     for name in names:
         (tmp_path / name).write_text("precious")
-    with replacing(tmp_path / "out"):
+    with atomic_file(tmp_path / "out"):
         pass
     assert sorted(os.listdir(tmp_path)) == sorted([*names, "out"])

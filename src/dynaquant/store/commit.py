@@ -1,0 +1,238 @@
+"""Atomic commits: writes checkpoints to a run, re-codes and deletes them.
+
+A file is written under a temporary name, made durable, read back and verified. Only then it gets its name. So a
+process that is killed at any point leaves the run as it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dynaquant.coding.encoder import Coder
+from dynaquant.errors import CheckpointError
+from dynaquant.state.roles import Label
+from dynaquant.state.tree import state_dict_tree
+from dynaquant.store import frozen
+from dynaquant.store.container import CheckpointFile, Header, file_version
+from dynaquant.store.files import add_disk_full_note, sync, sync_parent
+from dynaquant.store.listing import SUFFIX, checkpoint_paths
+from dynaquant.store.lossless_copies import LOSSLESS_COPY, copy_path
+from dynaquant.store.reading import Tensors
+from dynaquant.store.run import Run
+from dynaquant.store.writer_lock import WriterLock, lock_for_writing
+from dynaquant.store.writing import Base, Checkpoint, coder_of, verify_written, write_checkpoint
+from dynaquant.tensors.stored import External, StoredTensor
+
+_TEMPORARY = ".tmp"
+MIN_FROZEN_BYTES = 1 << 20
+"""Frozen parameters get a file of their own from this size on. Smaller ones are stored in each checkpoint."""
+_UNKNOWN_COMMITS = 2**32
+"""More commits than a run ever has. A file whose sequence number cannot be read may have any of so many."""
+
+
+class WritableRun(Run):
+    """A run that can also be written: ``commit``, ``recode``, ``delete``. Lock it with ``locked()`` while writing."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        super().__init__(folder)
+        self._lock: WriterLock | None = None
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Locks the run for writing, and deletes the temporary files of a killed writer.
+
+        Raises CheckpointError if another process (or Checkpointer) is writing to the folder.
+        """
+        with lock_for_writing(self.folder) as lock:
+            for leftover in self.folder.glob(f"*{SUFFIX}{_TEMPORARY}"):
+                if not leftover.is_dir():
+                    leftover.unlink()
+            self._lock = lock
+            try:
+                yield
+            finally:
+                self._lock = None
+
+    def _check_lock(self) -> None:
+        """Raises CheckpointError if the run was locked, and another folder has taken its place since."""
+        if self._lock is not None:
+            self._lock.check()
+
+    def commit(self, checkpoint: Checkpoint, base: Base | None) -> tuple[CheckpointFile, Base]:
+        """Writes a checkpoint, conditioned on ``base`` (None: as a keyframe), verifies it, and adds it to the run.
+
+        With a lossless copy, both files are written and verified first. Then the copy gets its name, then the
+        checkpoint, which completes the commit. Last, the copy of the checkpoint before is deleted.
+
+        Replaces a checkpoint of the same step; the caller has made sure that no other depends on it. Returns the file
+        and the base for the next commit. On any error the run is as before. One exception: if syncing the folder fails,
+        the checkpoint is in place, and a note of the error says so.
+        """
+        draft = Header(
+            step=checkpoint.step,
+            sequence=self._next_sequence(),
+            parent=base.parent if base else None,
+            tree=checkpoint.tree,
+            entries=(),
+            record={**checkpoint.record, LOSSLESS_COPY: None},
+        )
+        path, path_of_copy = self.path(checkpoint.step), copy_path(self.folder, draft)
+        labels, frozen_tensors = checkpoint.labels, self._write_frozen(checkpoint)
+        # Without frozen tensors the mapping is kept as it is: it may compute each tensor only when asked for it.
+        tensors = {**checkpoint.tensors, **frozen_tensors} if frozen_tensors else checkpoint.tensors
+        with ExitStack() as undo:
+            copy = None
+            if checkpoint.lossless_copy is not None:
+                copy = self._write_temporary(
+                    replace(draft, record=checkpoint.record, parent=None),
+                    {**checkpoint.lossless_copy, **frozen_tensors},
+                    labels,
+                    None,
+                    "conditional",
+                    path_of_copy,
+                )
+                undo.callback(self._delete_uncommitted, copy.path)
+                draft.record[LOSSLESS_COPY] = copy.header.identity
+            written = self._write_temporary(draft, tensors, labels, base, checkpoint.coder, path)
+            undo.callback(self._delete_uncommitted, written.path)
+            self.frozen_files.verify(written)
+            if copy is not None:
+                # The copy goes first. The copy of the checkpoint before stays: that one is the newest until the next
+                # renaming. If that fails, the new copy is deleted, unless the checkpoint is in place nevertheless.
+                undo.callback(lambda: None if written.is_at(path) else self._delete_uncommitted(path_of_copy))
+                self._rename(copy, path_of_copy)
+            file = self._rename(written, path)
+            undo.pop_all()
+        self._summaries[file_version(path.stat())] = file.header.summary
+        self._newest = self._highest = draft.sequence
+        try:
+            for other in self.lossless_copy_paths():
+                if copy is None or other != path_of_copy:
+                    other.unlink()
+            self.delete_unneeded_frozen()
+        except OSError as error:
+            error.add_note(f"step {checkpoint.step} is saved; deleting files that only older checkpoints needed failed")
+            raise
+        return file, Base.from_written(file.header, tensors, base)
+
+    def _write_frozen(self, checkpoint: Checkpoint) -> dict[str, External]:
+        """Writes a file of those frozen parameters that are not in one yet. Returns them as tensors of that file."""
+        if not checkpoint.frozen:
+            return {}
+        given = {name: tensor for name, tensor in checkpoint.tensors.items() if name in checkpoint.frozen}
+        new = {name: tensor for name, tensor in given.items() if isinstance(tensor, Tensor)}
+        if sum(tensor.nbytes for tensor in new.values()) < MIN_FROZEN_BYTES:
+            return {}
+        draft = Header(step=0, sequence=0, parent=None, tree=state_dict_tree(new), entries=(), record={})
+        path = self.folder / f"frozen{SUFFIX}"
+        written = self._write_temporary(draft, new, checkpoint.labels, None, "conditional", path)
+        file = self._rename(written, path.with_name(frozen.file_name(written.header.identity)))
+        self.frozen_files.mark_sound(file)
+        return {entry.name: frozen.tensor_in(file, entry) for entry in file.header.entries}
+
+    def delete_unneeded_frozen(self) -> None:
+        """Deletes files of frozen parameters that no checkpoint needs any more.
+
+        Deletes none while a checkpoint cannot be read, because it may need any of them.
+        """
+        summaries, broken = self.summaries()
+        needed = {frozen.file_name(identity) for summary in summaries for identity in summary.frozen}
+        for path in checkpoint_paths(self.folder, frozen.PREFIX):
+            if not broken and frozen.is_frozen_name(path.name) and path.name not in needed:
+                self._check_lock()
+                path.unlink()
+
+    def _next_sequence(self) -> int:
+        """Returns a higher sequence number than the run has ever had, also in files that cannot be read now.
+
+        Such a file may become readable again. It must not count as newer then than what is committed now.
+        """
+        _, broken = self.summaries()
+        found = self._highest + (_UNKNOWN_COMMITS if broken else 1)
+        if found >= 2**63:
+            raise CheckpointError(
+                f"{self.folder}: a checkpoint has the sequence number {self._highest}, which no training reaches and "
+                "which leaves no number for another commit; move its file out of the folder"
+            )
+        return found
+
+    def write(
+        self,
+        draft: Header,
+        tensors: Mapping[str, StoredTensor],
+        labels: Mapping[str, Label],
+        base: Base | None,
+        coder: Coder = "conditional",
+        path: Path | None = None,
+    ) -> CheckpointFile:
+        """Encodes tensors, writes them with the header ``draft`` and its entries, verifies the file, and renames it.
+
+        path: the default is the path of the draft's step. A draft with entries is a checkpoint to be re-coded: the new
+        file must have its identity.
+        """
+        path = path or self.path(draft.step)
+        return self._rename(self._write_temporary(draft, tensors, labels, base, coder, path), path)
+
+    def _write_temporary(
+        self,
+        draft: Header,
+        tensors: Mapping[str, StoredTensor],
+        labels: Mapping[str, Label],
+        base: Base | None,
+        coder: Coder,
+        path: Path,
+    ) -> CheckpointFile:
+        """Does what ``write`` does before it renames. Returns the verified file under a temporary name."""
+        self._check_lock()
+        temporary = path.with_name(path.name + _TEMPORARY)
+        try:
+            with temporary.open("wb") as out:
+                write_checkpoint(out, draft, tensors, labels, base, coder)
+            written = CheckpointFile(temporary)
+            if draft.entries and written.header.identity != draft.identity:
+                raise CheckpointError(f"{temporary}: re-coding would change the values of {path.name}")
+            verify_written(written, tensors, base)
+            self.parent_of(written)
+        except BaseException as error:
+            error.add_note(f"while writing {temporary}; nothing else has changed")
+            add_disk_full_note(error, path)
+            self._delete_uncommitted(temporary)
+            raise
+        return written
+
+    def _delete_uncommitted(self, path: Path) -> None:
+        """Deletes a file that has not become part of the run, but not in a folder that has taken the run's place."""
+        with suppress(CheckpointError, OSError):  # the next writer deletes what stays
+            self._check_lock()
+            path.unlink(missing_ok=True)
+
+    def _rename(self, written: CheckpointFile, path: Path) -> CheckpointFile:
+        """Gives a verified file its final name and makes the name durable. Returns the file under that name."""
+        self._check_lock()
+        written.path.replace(path)
+        sync_parent(path)
+        return written.renamed(path)
+
+    def recode(
+        self, file: CheckpointFile, tensors: Tensors, base: Base | None, record: dict[str, Any] | None = None
+    ) -> CheckpointFile:
+        """Writes a checkpoint of this run or another one anew: the same values, conditioned on ``base``.
+
+        tensors: as loaded from its file. record: replaces the record of the file.
+        """
+        labels = {entry.name: entry.label for entry in file.header.entries}
+        draft = replace(file.header, parent=base.parent if base else None, record=record or file.header.record)
+        return self.write(draft, tensors, labels, base, coder_of(file), self.folder / file.path.name)
+
+    def delete(self, step: int) -> None:
+        """Deletes the file of a step. The caller has made sure that no other checkpoint depends on it."""
+        self._check_lock()
+        self.path(step).unlink()
+        sync(self.folder)

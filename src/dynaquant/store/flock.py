@@ -1,0 +1,62 @@
+"""Locks files and folders with ``flock``. The system drops the lock when the process dies."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+try:
+    import fcntl
+
+    AVAILABLE = True
+except ImportError:  # Windows has none
+    AVAILABLE = False
+"""Whether this system has ``flock``. Some of its file systems may still lack it."""
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
+"""What ``flock`` fails with on a file system without locks."""
+
+
+def lock(descriptor: int, wait: bool = False) -> bool | None:
+    """Locks the open file or folder for this process alone. Returns whether it got the lock.
+
+    Returns None if the file system has no locks. wait: wait until no other process holds the lock. Raises OSError if
+    locking fails for another reason.
+    """
+    if not AVAILABLE:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _UNSUPPORTED:
+            raise
+        return None
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    """Unlocks the file or folder, also for forked processes that share the descriptor."""
+    if AVAILABLE:
+        with suppress(OSError):  # the file system may have no locks
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+@contextmanager
+def locked(path: Path, wait: bool) -> Iterator[bool]:
+    """Locks a file or folder for the block. Yields whether it got the lock.
+
+    wait: wait until no other process holds the lock. Without it, the block runs even if another process does.
+    """
+    if not AVAILABLE:
+        yield False
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield lock(descriptor, wait) is True
+    finally:
+        unlock(descriptor)  # a child forked meanwhile may have the descriptor open
+        os.close(descriptor)
