@@ -1,23 +1,22 @@
-"""Levels to bytes and back: dynaquant's two coders against general and entropy coders, in one run.
+"""Compare the coding of levels: dynaquant's two coders against general and entropy coders.
 
     python benchmarks/coding_speed.py [--values 20000000] [--quick]
 
-The levels are those of the published quantizer with its default configuration. Those of each tensor are coded by a call
-of their own, alone and given those of the checkpoint before; every stream is decoded and compared. All methods take
-turns, and the shortest of their times counts. Everything runs twice: in a process that is pinned to one core and in one
-that has all of them.
+The levels are those of the published quantizer with its default configuration. Each tensor is coded by its own call,
+alone and conditioned on the checkpoint before. Every stream is decoded and compared. All methods take turns, and the
+shortest time of each counts. Everything runs twice: in a process on one core, and in one on all cores.
 
-Peers, and what they are given:
+Peers and their input:
 
-- zstd at levels 1, 3 and 19: a byte for each level or, given the parent, for each difference to the parent's level.
-- ZipNN: the same bytes, as float8_e4m3fn. With the other data types it shifts bits across bytes before it codes them,
-  which makes the differences of a GPT up to 30 % larger. It is told the number of cores.
+- zstd at levels 1, 3 and 19: a byte for each level, or with a parent for each difference to the parent's level.
+- ZipNN: the same bytes, as float8_e4m3fn. With other data types it shifts bits across bytes before it codes them, which
+  makes the differences of a GPT up to 30 % larger. It gets the number of cores.
 - constriction's ANS coder: the same bytes with one categorical model for a tensor. *by parent's level* has a model for
-  each level of the parent, and codes the levels sorted by it: conditional coding as its Python interface allows it.
-  What the models are made of is part of the stream: counts, compressed by zstd.
+  each level of the parent, and codes the levels sorted by it. That is conditional coding as its Python interface allows
+  it. The counts behind the models are part of the stream, compressed by zstd.
 
-What NumPy does for a peer before it codes and after it has decoded is not timed, in its favour: differences, sorting,
-counting, and the 32-bit integers that constriction works on. dynaquant is timed from levels to bytes to levels.
+In the peers' favour, their preparation by NumPy is not timed: differences, sorting, counting, and the conversion to the
+32-bit integers of constriction. dynaquant is timed from levels to bytes to levels.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ from dynaquant.state.roles import Label
 from dynaquant.tensors.stored import QuantizedTensor
 
 REPEATS, ENOUGH = 7, 2.0
-"""Turns of every method; one that has taken ENOUGH seconds gets no further turn."""
+"""Turns of every method. A method that has taken ENOUGH seconds gets no further turn."""
 TENSOR = 1_000_000
 """Values in a synthetic tensor."""
 MOVED = 0.15
-"""How far synthetic values move from the parent, in standard deviations of their tensor: about half of the levels
-change, as in the mean over the GPT's training (docs/results/delta_ablation.md)."""
+"""How far synthetic values move from the parent, in standard deviations of their tensor. About half of the levels
+change, as on average over the GPT's training (docs/results/delta_ablation.md)."""
 ENCODE_BAR, DECODE_BAR = 0.125, 0.2
 """GB/s of levels: they stand for 0.5 and 0.8 GB/s of float32."""
 VALUES, QUICK_VALUES = 20_000_000, 1_000_000
@@ -74,20 +73,20 @@ Source = int | tuple[Path, Path]
 
 @dataclass(frozen=True)
 class Pair:
-    """A tensor and the same one in the checkpoint before, None where levels are coded alone."""
+    """A tensor, and the same tensor in the checkpoint before; None if levels are coded alone."""
 
     tensor: QuantizedTensor
     parent: QuantizedTensor | None
 
     @property
     def symbols(self) -> Symbols:
-        """What a coder that knows nothing of parents is given: differences modulo 256 where there is one. uint8."""
+        """The input of a coder that has no parents: levels, or differences to the parent modulo 256. uint8."""
         return self.tensor.levels if self.parent is None else self.tensor.levels - self.parent.levels
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Symbols in groups one after the other, int32, and how often each occurs, (groups, 256)."""
+    """Symbols, int32, group after group; and how often each occurs, (groups, 256)."""
 
     symbols: Symbols
     counts: NDArray[np.uint32]
@@ -95,9 +94,10 @@ class Counted:
 
 @dataclass(frozen=True)
 class Method:
-    """A coder. prepared: what it starts from; encode: that to a stream; decode: that and the stream to symbols.
+    """A coder.
 
-    expected: from what was prepared, what must be decoded.
+    prepared: returns its input. encode: input to stream. decode: stream and input to symbols. expected: input to the
+    symbols that must be decoded.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Method:
 
 @dataclass
 class Row:
-    """What a method made of all levels: their number, bytes, and the seconds of its fastest turns."""
+    """Results of a method on all levels: their number, coded bytes, and the seconds of the fastest turns."""
 
     given: str
     method: str
@@ -120,7 +120,7 @@ class Row:
 
     @property
     def bits(self) -> float:
-        """For each level."""
+        """Bits for each level."""
         return 8 * self.coded / self.levels
 
     @property
@@ -186,13 +186,13 @@ def constriction_method(by_level: bool) -> Method:
         return Counted(levels[order].astype(np.int32), counts.astype(np.uint32).reshape(256, 256))
 
     def models(counts: NDArray[np.uint32]) -> list[tuple[int, Any]]:
-        """How many symbols a group has and their model, for those that have any."""
+        """Return the number of symbols and the model of each group that has symbols."""
         occurring = counts[counts.any(axis=1)]
         return [(int(c.sum()), Categorical((c / c.sum()).astype(np.float32), perfect=False)) for c in occurring]
 
     def encode(prepared: Counted) -> list[bytes]:
         coder, end = AnsCoder(), prepared.symbols.size
-        for count, model in reversed(models(prepared.counts)):  # what was encoded last is decoded first
+        for count, model in reversed(models(prepared.counts)):  # the last one encoded is decoded first
             coder.encode_reverse(prepared.symbols[end - count : end], model)
             end -= count
         return [zstandard.compress(prepared.counts.data), coder.get_compressed().tobytes()]
@@ -235,7 +235,7 @@ def trained_pairs(before: Path, after: Path) -> list[Pair]:
 
 
 def take_turn(method: Method, inputs: list[Any], row: Row) -> float:
-    """Codes all tensors once, lowers the times of ``row`` where it was faster, and returns the seconds it took."""
+    """Code all tensors once. Lowers the times of ``row`` if it was faster. Returns the seconds it took."""
     start = perf_counter()
     streams = [method.encode(prepared) for prepared in inputs]
     encoded = perf_counter()
@@ -249,7 +249,7 @@ def take_turn(method: Method, inputs: list[Any], row: Row) -> float:
 
 
 def measure(source: Source, turns: int) -> tuple[list[Row], float]:
-    """All methods on the levels of all tensors, and the share of levels that are not the parent's."""
+    """Measure all methods on all levels. Returns also the share of levels that differ from the parent's."""
     pairs = synthetic_pairs(source) if isinstance(source, int) else trained_pairs(*source)
     size = sum(pair.tensor.levels.size for pair in pairs)
     cores = len(os.sched_getaffinity(0))
@@ -277,7 +277,7 @@ def table(title: str, one: list[Row], every: list[Row], cores: int) -> Table:
 
 
 def verdicts(rows: list[Row]) -> list[str]:
-    """The bars, on the one-core rows of the synthetic values."""
+    """Return whether the bars were reached, on one core with synthetic values."""
     found = {row.method: row for row in rows if row.given == GIVEN}
     ours, by_level = found[CONDITIONAL], found[BY_LEVEL]
     smallest = min(row.bits for row in found.values() if not row.method.startswith("dynaquant"))
@@ -292,7 +292,7 @@ def verdicts(rows: list[Row]) -> list[str]:
 
 
 def plot(title: str, rows: list[Row], file: Path) -> None:
-    """Size against speed."""
+    """Draw size against speed."""
     figure = Figure(figsize=(11, 5), layout="constrained")
     names = list(dict.fromkeys(row.method for row in rows))
     for way, axes in enumerate(figure.subplots(1, 2, sharey=True)):
@@ -314,20 +314,20 @@ def plot(title: str, rows: list[Row], file: Path) -> None:
 
 
 NOTES = f"""\
-- Speeds are GB/s of levels, one byte each, the best of up to {REPEATS} turns; a level stands for a weight, four bytes
-  of float32. Every tensor is coded by a call of its own, as in a checkpoint, and every stream was decoded and compared.
+- Speeds are GB/s of levels, one byte each, the best of up to {REPEATS} turns. A level stands for a weight,
+  which is four bytes of float32. Every tensor is coded by its own call, as in a checkpoint. Every stream was decoded
+  and compared.
 - The levels are those of the published quantizer with its default configuration, {Configuration().bins} bins. Synthetic
   tensors of {TENSOR:,} values are Laplace, and have moved from the parent by {MOVED} standard deviations.
-- *given the parent*: *{CONDITIONAL}*, the default, codes each level with the statistics of its parent's;
-  *{PUBLISHED}* rearranges deltas by it, as published. zstd, ZipNN and constriction are given
-  the differences to the parent's levels, but for *{BY_LEVEL}*, which has a model for each level of
-  the parent. ZipNN takes them for 8-bit floats, with which it is smallest. zstd and constriction code a tensor on one
-  core.
+- *given the parent* means conditioned on the parent. *{CONDITIONAL}*, the default, codes each level with the
+  statistics of the parent's level. *{PUBLISHED}* rearranges deltas by it, as published. zstd, ZipNN and constriction
+  get the differences to the parent's levels, except *{BY_LEVEL}*, which has a model for each level of the parent. ZipNN
+  takes the differences as 8-bit floats, with which it is smallest. zstd and constriction code a tensor on one core.
 - In the peers' favour, differences, sorting by the parent's level, counting, and the conversion to and from
-  constriction's 32-bit integers are not timed. dynaquant's times are from levels to bytes to levels. constriction's
-  Python interface has none of its library's lookup tables for faster decoding.
-- Two snapshots of a GPT are measured when `benchmarks/delta_ablation.py --data DIR` has left them before: those in the
-  middle of its training.
+  constriction's 32-bit integers are not timed. dynaquant's times are from levels to bytes to levels. The lookup tables
+  of constriction's library, for faster decoding, are not in its Python interface.
+- The snapshots of a GPT are two from the middle of its training. They are measured if
+  `benchmarks/delta_ablation.py --data DIR` has been run before.
 """
 
 

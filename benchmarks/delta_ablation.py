@@ -1,10 +1,10 @@
-"""What each stage of the delta coder saves on real checkpoints (method 1.5), stage by stage.
+"""Measure what each stage of the delta coder saves on real checkpoints (method 1.5).
 
     python benchmarks/delta_ablation.py --data DIR [--cache build/benchmarks] [--steps 1600 --every 160] [--quick]
 
-Trains the GPT (or takes its snapshots from the cache), quantizes every checkpoint with the published quantizer and
-codes the chain of deltas in five ways as published and in the one that took their place. Every stream is decoded and
-compared with the levels it was made of.
+Trains the GPT, or takes its snapshots from the cache. Quantizes every checkpoint with the published quantizer. Codes
+the chain of deltas by the five stages of the published coder and by dynaquant's default coder. Every stream is decoded
+and compared with its levels.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CODINGS: dict[str, tuple[rearrange.Arrangement, bool]] = {
     "delta + run length + Huffman": ("delta", True),
     "delta + rearrangement + run length + Huffman": ("rearranged", True),
 }
-"""Arrangement of the levels and whether run lengths are used."""
+"""Arrangement of the levels, and whether run lengths are used."""
 RUN_LENGTHS = (("Huffman", "run length + Huffman"), ("delta + Huffman", "delta + run length + Huffman"))
 """Codings without run lengths and with them."""
 ALONE, (BEFORE, REARRANGED) = "run length + Huffman", list(CODINGS)[-2:]
@@ -61,8 +61,8 @@ BATCHES, QUICK_BATCHES = 20, 2
 class Checkpoint:
     """Sizes in bytes of one quantized checkpoint.
 
-    coded: levels by coding; for the keyframe only those that need no parent. side: centres and protected values.
-    stored: all of a weight's streams as a checkpoint file has them. changed: share of levels unlike the parent's.
+    coded: levels by coding; for the keyframe only codings without a parent. side: centres and outliers. stored: all
+    streams of the weights, as in a checkpoint file. changed: share of levels that differ from the parent's.
     """
 
     step: int
@@ -75,7 +75,7 @@ class Checkpoint:
 
 
 def conditional_entropy(levels: Levels, parent: Levels) -> float:
-    """``H(level | parent level)`` of a tensor's counts, in bytes for all of it."""
+    """Return ``H(level | parent level)`` by the counts of a tensor, in bytes for the whole tensor."""
     shape = (parent.count, levels.count)
     pairs = np.ravel_multi_index((parent.values, levels.values), shape)
     counts = np.bincount(pairs, minlength=parent.count * levels.count).reshape(shape).astype(np.float64)
@@ -84,7 +84,7 @@ def conditional_entropy(levels: Levels, parent: Levels) -> float:
 
 
 def coded_sizes(tensor: QuantizedTensor, before: QuantizedTensor | None) -> dict[str, float]:
-    """Bytes of a tensor's levels by coding, every stream decoded to see that it holds them."""
+    """Return the bytes of a tensor's levels by coding. Decodes every stream and compares."""
     levels, parent = tensor.parent_levels, before.parent_levels if before else None
     size = levels.values.size
     coded: dict[str, bytes] = {}
@@ -103,7 +103,7 @@ def coded_sizes(tensor: QuantizedTensor, before: QuantizedTensor | None) -> dict
 
 
 def stored_size(name: str, tensor: QuantizedTensor, parent: QuantizedTensor | None) -> int:
-    """Bytes of a tensor in a checkpoint file, decoded to see that they hold its values."""
+    """Return the bytes of a tensor in a checkpoint file. Decodes them and compares."""
     scheme, coded = encode(tensor, parent, "rearranged")
     entry = Entry(name, Label("weight"), tensor.dtype, tensor.shape, "", len(coded), scheme)
     restored = values_of(decode(entry.scheme, entry.dtype, entry.shape, coded, parent))
@@ -114,7 +114,7 @@ def stored_size(name: str, tensor: QuantizedTensor, parent: QuantizedTensor | No
 def load_quantized(
     snapshot: dict[str, Any], model: nn.Module, configuration: Configuration
 ) -> dict[str, QuantizedTensor]:
-    """The weights of a snapshot, quantized, by name. model: gets the snapshot's parameters."""
+    """Return the quantized weights of a snapshot by name. Loads the snapshot into the model."""
     model.load_state_dict(snapshot["model"])
     parameters = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
     label_of = labels(parameters, {"model": model})
@@ -127,9 +127,9 @@ def load_quantized(
 def checkpoints(
     snapshots: list[dict[str, Any]], data: Path, configuration: Configuration, batches: int
 ) -> tuple[list[Checkpoint], int]:
-    """Every snapshot quantized and coded against the one before it, and the number of weights.
+    """Quantize every snapshot and code it against the one before. Returns the sizes, and the number of weights.
 
-    batches: of validation windows.
+    batches: validation windows for the loss.
     """
     model = new_gpt(shakespeare(data)[2])
     evaluate = gpt_validation(data, batches)
@@ -157,7 +157,7 @@ def checkpoints(
 
 
 def totals(chain: list[Checkpoint]) -> dict[str, float]:
-    """Bytes by coding over the chain of deltas; conditional coding and the limit come last."""
+    """Return bytes by coding over the chain of deltas. Conditional coding and the entropy come last."""
     return {name: sum(checkpoint.coded[name] for checkpoint in chain) for name in [*CODINGS, CONDITIONAL, LIMIT]}
 
 
@@ -219,7 +219,7 @@ def verdict(chain: list[Checkpoint]) -> str:
 
 
 def comparison(chain: list[Checkpoint]) -> str:
-    """The gains of the paper's stages beside those found."""
+    """Return the gains of the paper's stages beside those found, in words."""
     sizes, last = totals(chain), chain[-1]
     paper = [PAPER[ALONE] / PAPER["Huffman"], PAPER[REARRANGED] / PAPER[ALONE]]
     changed = sum(checkpoint.changed for checkpoint in chain) / len(chain)
@@ -228,7 +228,8 @@ The order is the paper's: rearrangement gains most. There, run lengths make Huff
 and rearrangement makes that {paper[1]:.2f} times smaller. Here, both on deltas, it is
 {sizes["delta + Huffman"] / sizes[BEFORE]:.2f} and {sizes[BEFORE] / sizes[REARRANGED]:.2f} times: on average,
 {changed:.0%} of the levels change from one checkpoint to the next. At the last one {last.changed:.0%} change, and it is
-{last.coded["delta + Huffman"] / last.coded[BEFORE]:.2f} and {last.coded[BEFORE] / last.coded[REARRANGED]:.2f} times. The fewer levels change, the longer are the runs."""
+{last.coded["delta + Huffman"] / last.coded[BEFORE]:.2f} and {last.coded[BEFORE] / last.coded[REARRANGED]:.2f} times.
+The fewer levels change, the longer are the runs."""
 
 
 def page(found: list[Checkpoint], weights: int, bins: int, described: dict[str, str | int], plotted: str) -> str:

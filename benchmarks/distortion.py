@@ -1,9 +1,9 @@
-"""What the estimate that stands in for a metric is worth: the distortion of weights against the measured degradation.
+"""Compare the estimate that stands in for a metric, the distortion of weights, with the measured degradation.
 
     python benchmarks/distortion.py
 
-Trains the demo's two models, quantizes them on the way with configurations from coarse to fine, and scores each. Needs
-no data; takes two minutes.
+Trains the demo's two models, quantizes them at several steps with configurations from coarse to fine, and scores each.
+Needs no data. Takes two minutes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LIMITS = (0.05, 0.01)
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration at one step. weighted, plain: distortion with and without Fisher information."""
+    """One configuration at one training step. weighted, plain: distortion with and without Fisher information."""
 
     workload: str
     step: int
@@ -46,7 +46,7 @@ class Case:
 
 
 def cases(name: str) -> list[Case]:
-    """Every configuration at every one of the steps ``AT`` of a training."""
+    """Return a case for each configuration at each of the steps ``AT`` of a training."""
     work = WORKLOADS[name](STEPS, 0)
     parameters = {f"model.{path}": parameter for path, parameter in work.model.named_parameters()}
     recorder = GradientRecorder(parameters, work.optimizer, window=50)
@@ -83,7 +83,7 @@ def cases(name: str) -> list[Case]:
 
 
 def summary(found: list[Case]) -> Table:
-    """What would be accepted for a limit, and what it cost."""
+    """Return a table of what the estimate accepts for a limit, and how far off it is."""
     rows = []
     for limit, (kind, field) in product(LIMITS, (("Fisher-weighted", "weighted"), ("plain", "plain"))):
         accepted = [case for case in found if DISTORTION_SCALE * getattr(case, field) <= limit]

@@ -1,9 +1,9 @@
-"""The bytes that the levels of a run's checkpoints take, against their empirical conditional entropy (method 2.2).
+"""Compare the bytes of all levels in a run's checkpoints with their conditional entropy (method 2.2).
 
     python benchmarks/entropy.py build/demo/transformer build/demo/convnet
 
-The entropy is that of a tensor's levels given the level of the same element in the parent, by the counts of that very
-tensor; in keyframes, of the levels alone. A decoder would need the counts as well: no coder reaches it.
+It is the entropy of a tensor's levels conditioned on the level of the same element in the parent, by the counts of this
+tensor. In keyframes it is that of the levels alone. A decoder would need the counts as well, so no coder reaches it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dynaquant.store.run import Run
 from dynaquant.tensors.stored import QuantizedTensor, RankOne, ScaledMoment, StoredTensor
 
 LARGE = 65_536
-"""Values of a tensor whose tables hardly count."""
+"""A tensor with this many values is large: its tables take a negligible share."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Row:
 
 
 def parts(scheme: Scheme, stored: StoredTensor) -> Iterator[tuple[Conditional, QuantizedTensor]]:
-    """The levels of a tensor that are conditionally coded: its own, those of its rows and columns, or of its units."""
+    """Yield the conditionally coded parts of a tensor: itself, its rows and columns, or its units."""
     if isinstance(scheme, Conditional) and isinstance(stored, QuantizedTensor):
         yield scheme, stored
     elif isinstance(scheme, RankOneFactors) and isinstance(stored, RankOne):
@@ -52,7 +52,7 @@ def parts(scheme: Scheme, stored: StoredTensor) -> Iterator[tuple[Conditional, Q
 
 
 def levels_of(stored: StoredTensor | None) -> list[QuantizedTensor]:
-    """What the levels of a tensor may be coded given, in the order of ``parts``."""
+    """Return the levels that a child's levels can be conditioned on, in the order of ``parts``."""
     if isinstance(stored, RankOne):
         return [stored.rows, stored.columns]
     if isinstance(stored, ScaledMoment):
@@ -61,7 +61,7 @@ def levels_of(stored: StoredTensor | None) -> list[QuantizedTensor]:
 
 
 def conditional_entropy(levels: NDArray[np.uint8], parent: NDArray[np.uint8] | None) -> float:
-    """In bytes, of all of them together."""
+    """Return the entropy of all levels together, in bytes."""
     before = np.zeros_like(levels) if parent is None else parent
     counts = np.bincount(before.astype(np.int64) * 256 + levels, minlength=65_536).reshape(256, 256).astype(np.float64)
     occurring = counts > 0
@@ -70,7 +70,7 @@ def conditional_entropy(levels: NDArray[np.uint8], parent: NDArray[np.uint8] | N
 
 
 def measure(folder: Path) -> list[Row]:
-    """All checkpoints of a run."""
+    """Return the rows of all checkpoints of a run."""
     run = Run(folder)
     sums: dict[tuple[str, str], list[float]] = {}
     before: dict[str, StoredTensor] = {}

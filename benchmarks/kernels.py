@@ -1,9 +1,9 @@
-"""Histogram, level assignment, quantiles and clustering: dynaquant against other libraries, in one run.
+"""Compare histogram, level assignment, quantiles and clustering with other libraries.
 
     python benchmarks/kernels.py [--values 50000000] [--quick]
 
-All methods of a task take turns, and the shortest of their times counts. Everything runs twice: in a process that is
-pinned to one core and in one that has all of them; every library sizes its thread pool by that.
+All methods of a task take turns, and the shortest time of each counts. Everything runs twice: in a process on one core,
+and in one on all cores. Every library sizes its thread pool by that.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from dynaquant.quantize.kmeans import SIGMA, bins_table, codebook, kmeans, sampl
 from dynaquant.tensors.log_histogram import BUCKETS, LogHistogram, bucket_values
 
 REPEATS, ENOUGH = 7, 2.0
-"""Turns of every method; one that has taken ENOUGH seconds gets no further turn."""
+"""Turns of every method. A method that has taken ENOUGH seconds gets no further turn."""
 VALUES, QUICK_VALUES = 50_000_000, 1_000_000
 CLUSTERS = 16
 QUANTILES = (0.1, 0.995)
-"""Where the default configuration has its thresholds."""
+"""The quantiles at which the default configuration has its thresholds."""
 TORCH_QUANTILE_LIMIT = 16_000_000
 DDSKETCH_SAMPLE = 200_000
 OPTIMUM_SAMPLE = 1_000_000
@@ -51,7 +51,7 @@ Values = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Method:
-    """One way to do a task. ``run`` works through ``values`` values."""
+    """One way to do a task. run: does it. values: how many values it goes through."""
 
     name: str
     values: int
@@ -60,7 +60,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Row:
-    """How long a method took, and how far its answer is from the exact one, in words."""
+    """Results of a method. accuracy: how far its answer is from the exact one, in words."""
 
     task: str
     method: str
@@ -75,7 +75,7 @@ class Row:
 
 
 def race(methods: list[Method], turns: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """The shortest time of every method in seconds, and its answer."""
+    """Return the shortest time of every method in seconds, and its answer."""
     seconds: dict[str, list[float]] = {method.name: [] for method in methods}
     answers: dict[str, Any] = {}
     for _ in range(turns):
@@ -123,7 +123,7 @@ def assignment(x: Values, turns: int) -> list[Row]:
 
     methods = [
         Method("dynaquant", x.size, lambda: assign(np.zeros(0, dtype=np.uint32))),
-        # Any array of the size will do: the work is the same whatever the sensitivities are.
+        # Any array of this size will do: the sensitivities do not change the work.
         Method("dynaquant with sensitivity", x.size, lambda: assign(bits)),  # type: ignore[arg-type]
         Method("NumPy take (table)", x.size, lambda: table.take(x.view(np.uint16)[1::2])),
         Method("NumPy searchsorted", x.size, lambda: np.searchsorted(boundaries, x)),
@@ -229,7 +229,7 @@ def clustering(x: Values, turns: int) -> list[Row]:
 
 
 def synthetic(size: int, piece: int = 100_000) -> Values:
-    """A heavy-tailed mix: Laplace in pieces, with a scale per piece from 0.005 to 0.1, as layers have."""
+    """Return a heavy-tailed mix: pieces of Laplace values, each with its own scale from 0.005 to 0.1, like layers."""
     random = np.random.default_rng(0)
     pieces = [
         np.exp(random.uniform(np.log(0.005), np.log(0.1))) * random.laplace(size=min(piece, size - begin))
@@ -239,7 +239,7 @@ def synthetic(size: int, piece: int = 100_000) -> Values:
 
 
 def trained(snapshot: Path) -> Values:
-    """The weights of two or more dimensions in a snapshot that another benchmark has left, tied ones once."""
+    """Return the weights of two or more dimensions in a snapshot of another benchmark, tied ones once."""
     model = torch.load(snapshot, weights_only=True)["model"]
     distinct = {tensor.data_ptr(): tensor for tensor in model.values() if tensor.ndim >= 2}
     weights: Values = torch.cat([tensor.flatten() for tensor in distinct.values()]).numpy()
@@ -258,7 +258,7 @@ def measure(source: Path | int, turns: int) -> list[Row]:
 
 
 def ratios(rows: list[Row]) -> list[float]:
-    """How many times faster dynaquant does each row's task, per value."""
+    """Return for each row how many times faster dynaquant does its task, per value."""
     fastest: dict[str, float] = {}
     for row in rows:
         fastest.setdefault(row.task, row.speed)
@@ -279,7 +279,7 @@ def table(title: str, one: list[Row], every: list[Row], cores: int) -> Table:
 
 
 def plot(title: str, rows: list[Row], file: Path) -> None:
-    """The speed of every method, one bar chart for each task."""
+    """Draw the speed of every method, with one bar chart for each task."""
     figure = Figure(figsize=(11, 6), layout="constrained")
     tasks = list(dict.fromkeys(row.task for row in rows))
     speeds = [row.speed for row in rows]
@@ -300,7 +300,7 @@ def verdict(what: str, value: float, bar: float, unit: str) -> str:
 
 
 def verdicts(rows: list[Row]) -> list[str]:
-    """The bars, on the one-core rows of the synthetic values."""
+    """Return whether the bars were reached, on one core with synthetic values."""
     speed = {(row.task, row.method): row.speed for row in rows}
     ratio = {(row.task, row.method): r for row, r in zip(rows, ratios(rows), strict=True)}
 
@@ -315,21 +315,21 @@ def verdicts(rows: list[Row]) -> list[str]:
 
 
 NOTES = f"""\
-- Speeds are GB/s of float32 input, the best of up to {REPEATS} turns; *ratio* is how many times faster dynaquant is on
-  the same number of cores. Two methods are given fewer values, and compared by speed: `torch.quantile` refuses more
-  than about 16 M, and `ddsketch` inserts one after the other in Python, so it gets {DDSKETCH_SAMPLE:,}.
+- Speeds are GB/s of float32 input, the best of up to {REPEATS} turns. *ratio* is how many times faster dynaquant is on
+  the same number of cores. Two methods get fewer values, and are compared by speed: `torch.quantile` refuses more
+  than about 16 M, and `ddsketch` inserts values one by one in Python, so it gets {DDSKETCH_SAMPLE:,}.
 - *log histogram*: counts of the 65,536 values of the top 16 bits; all methods count the same.
 - *level assignment*: the nearest of {CLUSTERS} centres. dynaquant and the methods marked *table* decide by bucket;
   their accuracy is the share of values that land in the next bin because the boundary runs through their bucket.
-  NumPy and PyTorch write an index for every value before they look it up, which is slow where that leaves the cache.
+  NumPy and PyTorch first write an index for every value, which is slow if the indices do not fit into the cache.
 - *two quantiles*: {QUANTILES[0]:g} and {QUANTILES[1]:g} of the magnitudes. dynaquant starts from the signed values and
-  counts its histogram first; the others are handed the magnitudes. NumPy's and PyTorch's answers are exact.
+  counts its histogram first. The others get the magnitudes. NumPy's and PyTorch's answers are exact.
 - *{CLUSTERS} clusters*: the centres only, from the raw values, seeded by k-means++. dynaquant's time is the histogram
   and k-means on its buckets. Accuracy is the mean squared error over that of an exact 1-D k-means (`kmeans1d`) of
-  {OPTIMUM_SAMPLE:,} of the values. *sampling* is what faiss does unless told otherwise: it looks at
+  {OPTIMUM_SAMPLE:,} of the values. *sampling* is the default of faiss: it looks at
   {256 * CLUSTERS:,} values. σ = 1 weighs buckets by frequency alone, as the others do; the default σ = {SIGMA} does the
   same work and gives up mean squared error for resolution away from zero, as the paper proposes.
-- The weights of a GPT are measured when `benchmarks/delta_ablation.py --data DIR` has left its snapshots before.
+- The weights of a GPT are measured if `benchmarks/delta_ablation.py --data DIR` has been run before.
 - The paper's figures (3–4× over CuPy's quantiles, 65× over cuML's k-means) were measured on a GPU, these on a CPU.
 """
 

@@ -1,11 +1,10 @@
-"""Exact values of consecutive checkpoints: dynaquant, with the parent and without, against other lossless coders.
+"""Compare lossless coding of consecutive checkpoints: dynaquant with and without a parent, and other lossless coders.
 
     python benchmarks/lossless.py --snapshots gpt-*.pt [--snapshots resnet-*.pt] [--out docs/results/lossless.json]
 
 The files of each ``--snapshots`` are checkpoints of one training, made with ``torch.save`` from a dictionary that has
-``model`` and ``optimizer``; each is coded given the one before it, tensor by tensor. All methods code the same tensors
-and are checked to give them back. Everything runs twice: in a process that is pinned to one core and in one that has
-all of them.
+``model`` and ``optimizer``. Each is conditioned on the one before, tensor by tensor. All methods code the same tensors,
+and their streams are decoded and compared. Everything runs twice: in a process on one core, and in one on all cores.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from zipnn import ZipNN
 from dynaquant.coding import lossless
 
 REPEATS, ENOUGH = 7, 2.0
-"""Turns of every method on a pair of checkpoints; one that has taken ENOUGH seconds gets no further turn."""
+"""Turns of every method on a pair of checkpoints. A method that has taken ENOUGH seconds gets no further turn."""
 PEERS = ("numpy", "torch", "zipnn", "zstandard", "blosc2", "pcodec")
 
 Bytes = NDArray[np.uint8]
@@ -53,7 +52,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Method:
-    """A coder: a tensor to something, and that and the tensor (for its size) back to its bytes."""
+    """A coder. encode: tensor to stream. decode: stream and tensor (for its size) to the tensor's bytes."""
 
     name: str
     encode: Callable[[Tensor], Any]
@@ -62,7 +61,7 @@ class Method:
 
 @dataclass
 class Row:
-    """What a method made of all tensors: bytes before and after by role, and the seconds of its fastest turns."""
+    """Results of a method on all tensors: bytes before and after by role, and the seconds of the fastest turns."""
 
     method: str
     raw: dict[str, int]
@@ -71,7 +70,7 @@ class Row:
     decoding: float = 0.0
 
     def ratio(self, role: str | None = None) -> float:
-        """How many times smaller; of one role, or of all of them."""
+        """Return how many times smaller the tensors of a role are, or all tensors."""
         roles = self.raw if role is None else [role]
         return sum(self.raw[r] for r in roles) / sum(self.coded[r] for r in roles)
 
@@ -87,7 +86,7 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
 
 
 def float_tensors(snapshot: Path) -> dict[tuple[str, str], torch.Tensor]:
-    """All tensors of floats with more than one value, by role and name; those that share memory once."""
+    """Return all floating-point tensors with more than one value, by role and name; tensors that share memory once."""
     state = torch.load(snapshot, weights_only=True)
     named = {("weights and buffers", name): tensor for name, tensor in state["model"].items()}
     for index, slots in state["optimizer"]["state"].items():
@@ -98,7 +97,7 @@ def float_tensors(snapshot: Path) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def load_pairs(snapshots: list[Path], dtype: torch.dtype | None) -> list[list[Tensor]]:
-    """The tensors of every checkpoint but the first. dtype: of the model's weights alone, rounded to it."""
+    """Return the tensors of every checkpoint but the first. dtype: if given, only weights, rounded to it."""
     loaded = [float_tensors(snapshot) for snapshot in snapshots]
     if dtype is not None:
         loaded = [{k: t.to(dtype) for k, t in tensors.items() if k[0] == "weights and buffers"} for tensors in loaded]
@@ -186,7 +185,7 @@ def size_of(stream: Any) -> int:
 
 
 def take_turn(method: Method, tensors: list[Tensor], row: Row, best: list[float], first: bool) -> float:
-    """Codes all tensors once, lowers ``best`` where it was faster, and returns the seconds it took."""
+    """Code all tensors once. Lowers ``best`` if it was faster. Returns the seconds it took."""
     start = perf_counter()
     streams = [method.encode(tensor) for tensor in tensors]
     encoded = perf_counter()
@@ -230,11 +229,12 @@ def table(title: str, one: list[Row], every: list[Row], cores: int) -> Table:
 
 
 NOTES = """\
-- *ratio* is the size of the tensors over that of their streams, of all tensors together and by role. Speeds are GB/s of
-  tensors, the best of several turns, in which the methods take turns; they compare within a table only.
-- Every tensor is coded by a call of its own, as in a checkpoint; streams are checked to give its bytes back.
-- ZipNN is told the data type (`bytearray_dtype`), with which it is smallest, and the number of cores. pcodec has no
-  bfloat16 and sees the values as unsigned integers; it and zstd use one core. blosc2 has its default level.
+- *given the parent* means conditioned on the parent.
+- *ratio* is the size of the tensors over the size of their streams, for all tensors together and by role. Speeds are
+  GB/s of tensors, the best of several turns. Compare them only within a table.
+- Every tensor is coded by its own call, as in a checkpoint. Every stream was decoded and compared.
+- ZipNN gets the data type (`bytearray_dtype`), with which it is smallest, and the number of cores. pcodec has no
+  bfloat16 and sees the values as unsigned integers. pcodec and zstd use one core. blosc2 has its default level.
 - *bfloat16* are the same weights, rounded. Checkpoints of released models look like this.
 """
 

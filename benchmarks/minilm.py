@@ -1,10 +1,10 @@
-"""A pretrained sentence encoder (all-MiniLM-L6-v2, 90 MB) as one small file: size against what its embeddings lose.
+"""Compress a pretrained sentence encoder (all-MiniLM-L6-v2, 90 MB), and measure what its embeddings lose.
 
     make benchmark-setup
     .venv/bin/python benchmarks/minilm.py
 
-``similarity`` is also what `dynaquant compress --metric` can be given, see the README. Sentences are those of Python's
-own documentation: 16 decide, 200 others judge.
+``similarity`` also works as a metric of `dynaquant compress --metric` (docs/guide.md). Sentences come from Python's
+documentation: 16 for the metric, 200 others for the result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BATCH, CALIBRATION, TEST = 32, 16, 200
 
 @cache
 def sentences() -> list[str]:
-    """In random order, always the same."""
+    """Return sentences of Python's documentation, in the same random order each time."""
     text = " ".join(" ".join(topics[name].split()) for name in sorted(topics))
     found = [s for s in re.split(r"(?<=[.!?]) ", text) if 40 < len(s) < 200 and s[0].isupper() and "*" not in s]
     random.Random(0).shuffle(found)
@@ -48,13 +48,13 @@ def sentences() -> list[str]:
 
 @cache
 def tools() -> tuple[Any, Any]:
-    """Tokenizer and model."""
+    """Return tokenizer and model."""
     return AutoTokenizer.from_pretrained(WEIGHTS.parent), AutoModel.from_pretrained(WEIGHTS.parent).eval()
 
 
 @torch.no_grad()
 def embeddings(state: Mapping[str, Tensor], texts: list[str]) -> Tensor:
-    """Of sentences, by the model with these weights: means over their tokens, of unit length."""
+    """Return embeddings of sentences by the model with these weights: means over tokens, scaled to unit length."""
     tokenizer, model = tools()
     model.load_state_dict(state, strict=False)
     found = []
@@ -71,13 +71,13 @@ def _before(first: int, last: int) -> Tensor:
 
 
 def similarity(state: Mapping[str, Tensor], first: int = 0, last: int = CALIBRATION) -> float:
-    """The mean cosine similarity of sentence embeddings to those of the original weights; 1 is the best."""
+    """Return the mean cosine similarity of sentence embeddings to those of the original weights; 1 is best."""
     return float((embeddings(state, sentences()[first:last]) * _before(first, last)).sum(1).mean())
 
 
 @dataclass(frozen=True)
 class Result:
-    """One way to compress the weights: bytes of the file, seconds, and the similarity on sentences it has not seen."""
+    """One way to compress the weights. size: bytes of the file. cosine: on sentences that the metric did not use."""
 
     how: str
     size: int

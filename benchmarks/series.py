@@ -1,4 +1,4 @@
-"""A series of torch.save files, packed into a run: its size, and how long it takes to open any step of it.
+"""Pack a series of torch.save files into a run, and measure its size and how long it takes to open any step.
 
     make benchmark-setup
     .venv/bin/python benchmarks/series.py --data DIR
@@ -29,8 +29,11 @@ from dynaquant.store.run import Run
 
 @dataclass(frozen=True)
 class Opened:
-    """A step of the run: bytes of its file and of its torch.save file, files in its chain, seconds to load its whole
-    state, to load one of its tensors, and to load the torch.save file."""
+    """A step of the run.
+
+    stored, raw: bytes of its file and of its torch.save file. chain: files that it is decoded from. seconds,
+    one_tensor, torch_load: to load its whole state, one of its tensors, and the torch.save file.
+    """
 
     step: int
     stored: int
@@ -42,7 +45,7 @@ class Opened:
 
 
 def train(folder: Path, data: Path, count: int, every: int) -> dict[int, Path]:
-    """The torch.save files of a training, by step; they are made where they are not there yet."""
+    """Return the torch.save files of a training by step. Trains if they are missing."""
     steps = range(every, count * every + 1, every)
     if all((folder / f"ckpt-{step}.pt").exists() for step in steps):
         return {step: folder / f"ckpt-{step}.pt" for step in steps}
@@ -58,7 +61,7 @@ def train(folder: Path, data: Path, count: int, every: int) -> dict[int, Path]:
 
 
 def measure(folder: Path, files: dict[int, Path]) -> tuple[float, list[Opened]]:
-    """Seconds to pack, and what it is to open every step, in random order."""
+    """Pack the files and open every step in random order. Returns the seconds to pack, and what each step took."""
     start = time.perf_counter()
     for _ in track(pack(files, folder / "run", Packer()), "packing", total=len(files)):
         pass
@@ -144,8 +147,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with shakespeare.txt")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder for series.json, .md and .png")
     parser.add_argument("--count", type=int, default=100, help="checkpoints")
-    parser.add_argument("--cache", type=Path, help="folder that keeps the torch.save files, 4 GB, for another time")
-    parser.add_argument("--every", type=int, default=2, help="steps of training between two")
+    parser.add_argument("--cache", type=Path, help="folder that keeps the torch.save files (4 GB) for later runs")
+    parser.add_argument("--every", type=int, default=2, help="training steps between two checkpoints")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if options.cache is not None:

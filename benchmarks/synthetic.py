@@ -1,4 +1,4 @@
-"""A whole Adam state of the shape of a transformer, and the same state some steps later, without any training.
+"""Make a whole Adam state with the shapes of a transformer, and the same state some steps later, without training.
 
 The spreads of the moments and the tails of the weights' changes are like those of the GPT of ``workloads.py``.
 """
@@ -9,15 +9,15 @@ import torch
 from torch import Generator, Tensor, nn
 
 WEIGHT_SCALE, OUTLIERS, OUTLIER_FACTOR = 0.02, 1000, 8.0
-"""Standard deviation of the weights of a typical matrix; one weight of so many is so many times larger."""
+"""Standard deviation of the weights of a typical matrix. One weight in OUTLIERS is OUTLIER_FACTOR times larger."""
 MOVED = (1e-3, 1e-2)
 """How far the weights of a tensor move between two checkpoints, relative to themselves."""
 MOMENTUM = 0.3
-"""First moment in square roots of the second."""
+"""Size of a first moment, in square roots of the second moment."""
 
 
 class Transformer(nn.Module):
-    """The parameters of a GPT with about so many weights; it computes nothing."""
+    """The parameters of a GPT with about this many weights. It computes nothing."""
 
     def __init__(self, weights: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def _block(width: int) -> nn.ModuleDict:
 
 
 def adam_state(values: int, generator: Generator) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer that hold about so many float32 values together: weights and both moments."""
+    """Return a model and its optimizer. Weights and both moments are about this many float32 values together."""
     with torch.device("meta"):
         model = Transformer(values // 3)
     model.to_empty(device="cpu")
@@ -57,7 +57,7 @@ def adam_state(values: int, generator: Generator) -> tuple[nn.Module, torch.opti
 
 
 def advance(optimizer: torch.optim.Optimizer, generator: Generator) -> None:
-    """Moves the state, in place, to where a checkpoint some hundred steps later would find it."""
+    """Change the state in place, as some hundred training steps would."""
     for parameter, state in optimizer.state.items():
         low, high = MOVED
         moved = low * (high / low) ** float(torch.rand((), generator=generator))
@@ -70,7 +70,7 @@ def advance(optimizer: torch.optim.Optimizer, generator: Generator) -> None:
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All tensors of the state by name, sharing memory with it."""
+    """Return all tensors of the state by name. They share memory with it."""
     tensors = {}
     for name, parameter in model.named_parameters():
         tensors[name] = parameter.detach()
@@ -88,7 +88,7 @@ def _weights(like: Tensor, generator: Generator) -> Tensor:
 
 
 def _second_moment(like: Tensor, generator: Generator, zipf: bool) -> Tensor:
-    """Log-normal by row, column and element. zipf: rows are tokens, which occur as often as 1 / rank."""
+    """Return values that are log-normal by row, column and element. zipf: rows are tokens with frequency 1 / rank."""
     squares = torch.exp(0.3 * _normal(like, generator)) * (1e-4 * _factor(0.7, generator)) ** 2
     if like.ndim < 2:
         return squares
@@ -102,7 +102,7 @@ def _normal(like: Tensor, generator: Generator) -> Tensor:
 
 
 def _heavy_tailed(like: Tensor, spread: float, generator: Generator) -> Tensor:
-    """A normal distribution whose scale is log-normal; its kurtosis is 3 · exp(4 · spread²)."""
+    """Return normal values whose scale is log-normal. Their kurtosis is 3 · exp(4 · spread²)."""
     return _normal(like, generator).mul_(torch.exp(spread * _normal(like, generator)))
 
 

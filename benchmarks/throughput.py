@@ -1,9 +1,9 @@
-"""Saving and restoring a whole Adam state: dynaquant with each of its presets against other formats, in one run.
+"""Compare saving and restoring of a whole Adam state: dynaquant with each preset, and other formats.
 
     python benchmarks/throughput.py [--values 100000000 500000000] [--threads 2] [--scratch build/benchmarks]
 
-Every method has a process of its own, saves two consecutive checkpoints, of which the second is measured, and restores
-that one. The state is synthetic (``synthetic.py``), so that it can have any size.
+Every method has its own process. It saves two consecutive checkpoints and restores the second one; only the second is
+measured. The state is synthetic (``synthetic.py``), so it can have any size.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DYNAQUANT: dict[str, dict[str, Any]] = {
     "dynaquant small": {"quality": "small"},
     "dynaquant published": {"method": "published"},
 }
-"""What a Checkpointer is told, by the name of the method."""
+"""Arguments of a Checkpointer by the name of the method."""
 SEED = 0
 Wait = Callable[[], object]
 
@@ -61,7 +61,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Session:
-    """A method at work. save: returns when training may go on, with what waits for the rest; restore: of a step."""
+    """A method at work.
+
+    save: returns when training may go on; its result waits until the checkpoint is on the disk. restore: of a step.
+    """
 
     save: Callable[[int], Wait]
     restore: Callable[[int], object]
@@ -69,10 +72,10 @@ class Session:
 
 @dataclass(frozen=True)
 class Row:
-    """What a method took: sizes and memory in bytes, times in seconds.
+    """Results of a method. Sizes and memory are in bytes, times in seconds.
 
-    raw, stored: of the second checkpoint. blocking, saving: until training goes on, until it is on the disk.
-    saving_memory, restoring_memory: the most that the process had above what it had before the first save.
+    raw, stored: of the second checkpoint. blocking, saving: until training goes on, and until it is on the disk.
+    saving_memory, restoring_memory: peak memory of the process above that before the first save.
     exact: whether every tensor came back bit for bit.
     """
 
@@ -99,7 +102,7 @@ class Row:
 def checkpointer(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, arguments: dict[str, Any]
 ) -> Session:
-    """dynaquant. A restore comes from a Checkpointer of its own, as after a crash."""
+    """Return a session of dynaquant. A restore uses a new Checkpointer, as after a crash."""
     writing = dq.Checkpointer(folder, model, optimizer, **arguments)
 
     def restore(step: int) -> None:
@@ -111,7 +114,7 @@ def checkpointer(
 
 
 def archive(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, peer: Peer, threads: int) -> Session:
-    """A peer, whose save blocks until it is done."""
+    """Return a session of a peer, whose save blocks until it is done."""
 
     def save(step: int) -> Wait:
         peer.write(named_tensors(model, optimizer), folder / str(step), threads)
@@ -121,7 +124,7 @@ def archive(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, pe
 
 
 def measure(job: Job) -> Row:
-    """Saves twice, restores once. Runs in a process of its own, whose memory is measured."""
+    """Save twice, restore once. Must run in its own process, whose memory is measured."""
     torch.set_num_threads(job.threads)
     generator = torch.Generator().manual_seed(SEED)
     model, optimizer = adam_state(job.values, generator)
@@ -158,8 +161,8 @@ def measure(job: Job) -> Row:
 
 
 def measured(job: Job) -> Row:
-    """``measure`` in a process of its own."""
-    # Forked from one that has imported what takes seconds, and has done nothing else.
+    """Return the result of ``measure`` in a new process."""
+    # Forked from a process that has only done the imports, which take seconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dynaquant", "matplotlib.figure", "torch._dynamo", "torch.distributed.checkpoint"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -167,25 +170,25 @@ def measured(job: Job) -> Row:
 
 
 def contents(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, str], int]:
-    """The hash of every tensor of the state, and their bytes together."""
+    """Return the hash of every tensor of the state, and the bytes of all."""
     tensors = named_tensors(model, optimizer)
     hashes = {name: tensor_hash(tensor) for name, tensor in tensors.items()}
     return hashes, sum(tensor.nbytes for tensor in tensors.values())
 
 
 def erase(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Sees to it that what is there after a restore comes from the disk."""
+    """Set all values to zero, so that what is there after a restore comes from the disk."""
     for tensor in named_tensors(model, optimizer).values():
         tensor.zero_()
 
 
 def stored_in(folder: Path) -> int:
-    """Bytes of all files in a folder."""
+    """Return the bytes of all files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def forget_files(folder: Path) -> None:
-    """Asks the system to drop a folder's files from its cache, so that a restore has to read them."""
+    """Ask the system to drop a folder's files from its cache, so that a restore has to read them."""
     for file in folder.rglob("*"):
         if file.is_file():
             descriptor = os.open(file, os.O_RDONLY)
@@ -194,7 +197,7 @@ def forget_files(folder: Path) -> None:
 
 
 def memory_now() -> int:
-    """Resident bytes of this process, with nothing left over from before; ``peak_memory`` starts anew from there."""
+    """Free unused memory and return the resident bytes of this process. ``peak_memory`` counts from then on."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -202,13 +205,13 @@ def memory_now() -> int:
 
 
 def peak_memory() -> int:
-    """The most bytes that were resident at once since ``memory_now``."""
+    """Return the peak of resident bytes since ``memory_now``."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return 1024 * int(line.split()[1])
 
 
 def table(rows: list[Row]) -> Table:
-    """All methods at one size."""
+    """Return the table of all methods at one size."""
     columns = [
         "method",
         "ratio",
@@ -233,7 +236,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def plot(rows: list[Row], file: Path) -> None:
-    """Ratio against the speed of saves and of restores, dynaquant in red; a larger state has a larger marker."""
+    """Draw ratio against the speed of saves and restores: dynaquant in red, a larger state with a larger marker."""
     figure = Figure(figsize=(12, 6), layout="constrained")
     saves, restores = figure.subplots(1, 2, sharey=True)
     _scatter(saves, rows, [row.speed(row.saving) for row in rows])
@@ -262,20 +265,20 @@ def _scatter(axes: Axes, rows: list[Row], speeds: list[float]) -> None:
 
 NOTES = """\
 - Every method stores the same state: weights and both moments of Adam in float32, in the shapes of a transformer. It is
-  synthetic, with spreads like those of a small GPT in training; between the two checkpoints weights moved by 0.1 to 1 %
-  and first moments are new. What is stored and measured is the second checkpoint. dynaquant codes it against the first
-  one and restores it through both; the others look at one checkpoint only.
-- *ratio*: raw bytes over stored bytes, of this state: of a real training, dynaquant's lossy ones are far lower
-  ([measured](whole_state.md)). *exact*: every tensor came back bit for bit. dynaquant was given no metric, so
-  its times hold no evaluations.
-- Speeds are GB/s of raw state. *blocking* is what training waits for; dynaquant goes on in the background, where it
-  also reads its file back and compares what it decodes before it commits, which no other method does. *total* ends when
-  the data are on the disk: fsync is included for all. Restores fill the tensors of the model and the optimizer; before
-  each the system was asked to drop the files from its cache.
-- *memory*: the most resident memory above what the process had before its first save, in percent of the state. It
-  includes files that are mapped, and what dynaquant keeps of the last checkpoint.
-- All methods have the same cores and may use as many threads; zstd decompresses with one, and pcodec's Python package
-  never has more. ZipNN, blosc2 and pcodec compress tensor by tensor.
+  synthetic, with spreads like those of a small GPT in training. Between the two checkpoints, weights moved by 0.1 to
+  1 % and first moments are new. The second checkpoint is measured. dynaquant conditions it on the first one and restores
+  it through both. The others use only one checkpoint.
+- *ratio*: raw bytes over stored bytes of this state. In a real training, dynaquant's lossy ratios are far lower
+  ([measured](whole_state.md)). *exact*: every tensor came back bit for bit. dynaquant had no metric, so its times
+  contain no evaluations.
+- Speeds are GB/s of raw state. *blocking* is the time that training waits. dynaquant goes on in the background. There
+  it also reads its file back and compares it before it commits, which no other method does. *total* ends when the data
+  are on the disk: fsync is included for all. Restores fill the tensors of the model and the optimizer. Before each, the
+  system was asked to drop the files from its cache.
+- *memory*: peak resident memory above that before the first save, in percent of the state. It includes mapped files,
+  and what dynaquant keeps of the last checkpoint.
+- All methods have the same cores and may use as many threads. zstd decompresses with one thread, and pcodec's Python
+  package always uses one. ZipNN, blosc2 and pcodec compress tensor by tensor.
 """
 
 
@@ -303,7 +306,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
 
-    # Processes inherit the cores, and libraries size their thread pools by them.
+    # Child processes inherit the cores, and libraries size their thread pools by them.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
     for folder in (arguments.scratch, arguments.out.parent):
         folder.mkdir(parents=True, exist_ok=True)
@@ -320,7 +323,7 @@ def main() -> None:
     for job in track(jobs, description="measuring", console=console):
         try:
             rows.append(measured(job))
-        except Exception as error:  # the others took too long to be lost
+        except Exception as error:  # keeps the results of the others, which took long
             missing.append(f"{job.method} failed at {job.values:,} values: {error!r}.")
             console.print(missing[-1])
     tables = [table(found) for size in arguments.values if (found := [row for row in rows if row.values == size])]

@@ -1,10 +1,10 @@
-"""Whole checkpoints, moments included, of a training with crashes: dynaquant, the published method and ExCP.
+"""Compare whole checkpoints, moments included, of a training with crashes: dynaquant, the published method and ExCP.
 
     python benchmarks/whole_state.py --data DIR --workload gpt --max-degradation 0.01 --restores 10
 
-One training makes the checkpoints, and all three methods store every one of them. After each crash, training goes on
-from dynaquant's; the others keep their own chains. The same training left alone, with several seeds, tells what the
-crashes have cost.
+One training makes the checkpoints, and all three methods store each of them. After a crash, training resumes from
+dynaquant's checkpoint; the others keep their own chains. The same training without crashes, with several seeds, shows
+what the crashes have cost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dynaquant.search.quality import degradation
 
 @dataclass(frozen=True)
 class Result:
-    """saved: by method. final: the metric at the end, on more data; alone: of the trainings left alone."""
+    """Results of a training. saved: by method. final: the metric at the end, on more data. alone: without crashes."""
 
     settings: Settings
     machine: dict[str, str | int]
@@ -60,7 +60,7 @@ class Result:
 
 
 def steps_with_crashes(settings: Settings) -> Iterator[int]:
-    """The steps in the order in which they are done; a crash throws back to the last checkpoint."""
+    """Yield the steps in the order in which they are done. A crash goes back to the last checkpoint."""
     crashes = {point + settings.lost for point in settings.restore_points}
     step = 0
     while step < settings.steps:
@@ -72,7 +72,7 @@ def steps_with_crashes(settings: Settings) -> Iterator[int]:
 
 
 def run(settings: Settings, data: Path, cache: Path) -> dict[str, Any]:
-    """The fields of ``Result`` that come of training."""
+    """Train, and return the fields of ``Result`` that come from training."""
     work = WORKLOADS[settings.workload](data, cache, settings.steps, SEED)
     training = 0.0
     with ExitStack() as stack:
@@ -89,7 +89,7 @@ def run(settings: Settings, data: Path, cache: Path) -> dict[str, Any]:
         before = 0
         total = settings.steps + settings.restores * settings.lost
         for step in track(steps_with_crashes(settings), f"training the {settings.workload} with crashes", total):
-            if step <= before:  # an empty memory is what a crash leaves; the restore brings back all of the state
+            if step <= before:  # a crash leaves no memory; the restore brings back the whole state
                 assert methods["dynaquant"].attach(work) == step - 1
             before = step
             start = perf_counter()
@@ -108,7 +108,7 @@ def run(settings: Settings, data: Path, cache: Path) -> dict[str, Any]:
 
 
 def ratio(sizes: Iterable[tuple[int, int] | None]) -> str:
-    """Raw bytes over stored bytes of all together."""
+    """Return raw bytes over stored bytes of all sizes together, as text."""
     listed = [size for size in sizes if size is not None]
     return f"{sum(raw for raw, _ in listed) / sum(stored for _, stored in listed):.1f}×" if listed else "–"
 
@@ -176,17 +176,17 @@ def plot(result: Result, path: Path) -> None:
 def page(results: list[Result]) -> str:
     parts = [
         "# Whole checkpoints",
-        "One training makes the checkpoints, and three methods store every one of them: dynaquant as it is by default, "
-        'the published method (`method="published"`, which leaves moments exact), and '
-        "[ExCP](../../benchmarks/peers/excp.py). ε is `max_degradation`; every method searches for the smallest that "
-        "it can do within it. After a crash training goes on from dynaquant's checkpoint, some steps before. ExCP's "
-        "chain then meets weights that have been through another quantizer; runs without restores have none of that.",
+        "One training makes the checkpoints, and three methods store each of them: dynaquant with its defaults, the "
+        'published method (`method="published"`, which leaves moments exact), and '
+        "[ExCP](../../benchmarks/peers/excp.py). ε is `max_degradation`. Every method searches for its smallest "
+        "checkpoint within ε. After a crash, training resumes from dynaquant's checkpoint, some steps before. ExCP's "
+        "chain then contains weights that went through another quantizer. Runs without restores do not have this.",
         overview(results).in_markdown(),
-        "*Whole state* and *weights* are raw bytes over stored bytes of all checkpoints together, files as they are on "
-        "disk; dynaquant's hold schedulers and random number generators as well, ExCP's only model and moments. ExCP "
-        "stores weights and moments in one archive; its weights alone cannot be told. *At the "
-        "end* is how much worse the final metric is than that of the same seed left alone (negative: better), *seeds "
-        "apart* how far those of three seeds are.",
+        "*Whole state* and *weights* are raw bytes over stored bytes of all checkpoints together, as files on disk. "
+        "dynaquant's files also hold schedulers and random number generators, ExCP's only model and moments. ExCP "
+        "stores weights and moments in one archive, so the size of its weights is not known. *At the end* is how much "
+        "worse the final metric is than that of the same seed without crashes (negative: better). *Seeds apart* is how "
+        "far three seeds are from each other.",
     ]
     for result in results:
         settings = result.settings

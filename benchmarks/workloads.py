@@ -1,7 +1,7 @@
-"""The training runs that benchmarks measure on, and what they leave in a cache folder.
+"""Trainings that benchmarks measure, and their snapshots in a cache folder.
 
-A snapshot is what a plain ``torch.save`` checkpoint would hold (model, optimizer) plus the moving average of
-gradients that sensitivity needs, so that every benchmark sees the same real checkpoints without training again.
+A snapshot holds what a ``torch.save`` checkpoint would (model, optimizer), and the moving average of gradients that
+sensitivity needs. So every benchmark uses the same real checkpoints without training again.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ CIFAR_DEVIATION = torch.tensor([0.247, 0.243, 0.262]).view(3, 1, 1)
 class Workload:
     """A training at its first step.
 
-    generator: decides on the order of the data. next_loss: draws a batch and returns the model's loss on it.
-    evaluate: a quick metric; final_quality: the same metric on more data. search_loss: what the configurations of a
-    checkpoint are judged by, lower is better.
+    generator: draws the order of the data. next_loss: draws a batch and returns the model's loss on it. evaluate: a
+    quick metric. final_quality: the same metric on more data. search_loss: the metric of searches; lower is better.
     """
 
     model: nn.Module
@@ -57,7 +56,7 @@ class Workload:
     search_loss: Evaluate
 
     def train_step(self) -> None:
-        """One step of training."""
+        """Train for one step."""
         self.model.train()
         self.next_loss().backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
@@ -67,7 +66,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Uninterrupted:
-    """How a training without checkpoints went: metric by step, metric at the end on more data, seconds of each."""
+    """Results of a training without checkpoints. qualities: metric by step. final: metric at the end, on more data."""
 
     qualities: dict[int, float]
     final: float
@@ -76,12 +75,12 @@ class Uninterrupted:
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> Uninterrupted:
-        """The inverse of ``asdict`` and JSON, whose keys are strings."""
+        """Return the inverse of ``asdict`` and JSON. JSON has only strings as keys."""
         return cls(**{**stored, "qualities": {int(step): quality for step, quality in stored["qualities"].items()}})
 
 
 def shakespeare(data: Path) -> tuple[Tensor, Tensor, int]:
-    """The text as token ids: training part (90 %), validation part (10 %), number of distinct characters."""
+    """Return the text as token ids: training part (90 %), validation part (10 %); and the number of characters."""
     text = np.frombuffer(_file(data, "shakespeare.txt").read_bytes(), dtype=np.uint8)
     alphabet, ids = np.unique(text, return_inverse=True)
     tokens = torch.from_numpy(ids.astype(np.int64))
@@ -97,19 +96,19 @@ def _file(data: Path, name: str) -> Path:
 
 
 def batch(tokens: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A random batch of windows and the same windows one token later, each of shape (BATCH, CONTEXT)."""
+    """Return a random batch of windows and the same windows one token later, each (BATCH, CONTEXT)."""
     starts = torch.randint(len(tokens) - CONTEXT - 1, (BATCH, 1), generator=generator)
     window = tokens[starts + torch.arange(CONTEXT + 1)]
     return window[:, :-1], window[:, 1:]
 
 
 def gpt_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token."""
+    """Return the mean cross-entropy in nats per token."""
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
 def gpt_validation(data: Path, batches: int = 20) -> Evaluate:
-    """``evaluate`` for the GPT: its loss on fixed validation batches, lower is better."""
+    """Return ``evaluate`` for the GPT: its loss on fixed validation batches, lower is better."""
     _, held_out, _ = shakespeare(data)
     generator = torch.Generator().manual_seed(1)
     fixed = [batch(held_out, generator) for _ in range(batches)]
@@ -123,12 +122,12 @@ def gpt_validation(data: Path, batches: int = 20) -> Evaluate:
 
 
 def new_gpt(vocabulary: int) -> GPT:
-    """The 3.2 M-weight GPT of the published figures."""
+    """Return a GPT of 3.2 M weights, that of the results."""
     return GPT(vocabulary, CONTEXT, width=256, layers=4, heads=8)
 
 
 def gpt(data: Path, cache: Path, steps: int, seed: int) -> Workload:  # noqa: ARG001
-    """The GPT trained with AdamW on Shakespeare."""
+    """Return the training of the GPT with AdamW on Shakespeare."""
     train, _, vocabulary = shakespeare(data)
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -148,7 +147,7 @@ def gpt(data: Path, cache: Path, steps: int, seed: int) -> Workload:  # noqa: AR
 
 
 class Residual(nn.Module):
-    """Two 3×3 convolutions with batch norm around a shortcut, which is a 1×1 convolution where shapes differ."""
+    """Two 3×3 convolutions with batch norm, and a shortcut. It is a 1×1 convolution if shapes differ."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -161,7 +160,7 @@ class Residual(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, inputs, height, width) to (batch, outputs, height / stride, width / stride)."""
+        """Map (batch, inputs, height, width) to (batch, outputs, height / stride, width / stride)."""
         return F.relu(self.shortcut(x) + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
 
 
@@ -183,13 +182,13 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images, float32 (batch, 3, height, width), to logits (batch, classes)."""
+        """Map images, float32 (batch, 3, height, width), to logits (batch, classes)."""
         logits: Tensor = self.head(self.blocks(self.stem(images)).mean(dim=(2, 3)))
         return logits
 
 
 def cifar10(data: Path, cache: Path) -> dict[str, Tensor]:
-    """Images, uint8 (count, 3, 32, 32), and labels of both parts, by class: ``train``, ``train_labels``, ``test``, …"""
+    """Return images, uint8 (count, 3, 32, 32), and labels: ``train``, ``train_labels``, ``test``, ``test_labels``."""
     file = cache / "cifar10.npz"
     if not file.exists():
         arrays: dict[str, Any] = {}
@@ -211,12 +210,12 @@ def cifar10(data: Path, cache: Path) -> dict[str, Tensor]:
 
 
 def normalized(images: Tensor) -> Tensor:
-    """uint8 images as float32 with mean 0 and deviation 1 per channel."""
+    """Return uint8 images as float32 with mean 0 and standard deviation 1 per channel."""
     return (images / 255 - CIFAR_MEAN) / CIFAR_DEVIATION
 
 
 def augmented(padded: Tensor, generator: torch.Generator) -> Tensor:
-    """Images with ``PADDING`` around them, each cropped at a random place and half of them mirrored."""
+    """Crop each padded image at a random place, and mirror half of them."""
     count, channels, side, _ = padded.shape
     at = torch.randint(2 * PADDING + 1, (2, count, 1), generator=generator) + torch.arange(side - 2 * PADDING)
     mirrored = torch.randint(2, (count, 1), generator=generator).bool()
@@ -230,7 +229,7 @@ def _batches(images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def accuracy(images: Tensor, labels: Tensor) -> Evaluate:
-    """``evaluate`` for the ResNet: the share of these images that it classifies correctly, higher is better."""
+    """Return ``evaluate`` for the ResNet: its accuracy on these images, higher is better."""
     batches = _batches(images, labels)
 
     def evaluate(model: nn.Module) -> float:
@@ -242,7 +241,7 @@ def accuracy(images: Tensor, labels: Tensor) -> Evaluate:
 
 
 def resnet(data: Path, cache: Path, steps: int, seed: int) -> Workload:
-    """A 0.7 M-weight ResNet trained with SGD on 20,000 images of CIFAR-10."""
+    """Return the training of a ResNet of 0.7 M weights with SGD on 20,000 images of CIFAR-10."""
     images = cifar10(data, cache)
     padded, labels = F.pad(images["train"], [PADDING] * 4), images["train_labels"]
     torch.manual_seed(seed)
@@ -265,7 +264,7 @@ def resnet(data: Path, cache: Path, steps: int, seed: int) -> Workload:
         accuracy(images["test"][::4], images["test_labels"][::4]),
         accuracy(images["test"], images["test_labels"]),
         higher_is_better=True,
-        # The accuracy on so few images moves in steps of 0.1 %, and by chance; the loss tells finer differences.
+        # The accuracy on few images moves in steps of 0.1 %, and by chance. The loss shows finer differences.
         search_loss=LossOn(
             _batches(images["test"][::4], images["test_labels"][::4]),
             lambda net, pair: F.cross_entropy(net(pair[0]), pair[1]),
@@ -274,11 +273,11 @@ def resnet(data: Path, cache: Path, steps: int, seed: int) -> Workload:
 
 
 WORKLOADS: dict[str, Callable[[Path, Path, int, int], Workload]] = {"gpt": gpt, "resnet": resnet}
-"""Workloads by name, built from data folder, cache folder, steps and seed."""
+"""Functions by name that make a workload from data folder, cache folder, number of steps and seed."""
 
 
 def gpt_snapshots(cache: Path) -> list[Path]:
-    """The files that ``snapshots`` has left of a GPT, oldest first; of several trainings, those of the longest."""
+    """Return the files that ``snapshots`` has left of a GPT, oldest first. Of several trainings, takes the longest."""
     steps = {file: int(file.stem.rpartition("-")[2]) for file in cache.glob("gpt-*-*.pt")}
     if not steps:
         return []
@@ -290,8 +289,8 @@ def gpt_snapshots(cache: Path) -> list[Path]:
 def snapshots(name: str, data: Path, cache: Path, steps: int, every: int, seed: int = 0) -> list[dict[str, Any]]:
     """Train a workload and return its snapshots, oldest first.
 
-    Each is ``{"step", "model", "optimizer", "gradients"}``. They are taken from ``cache`` where an earlier call
-    left them; training takes 18 minutes for 1600 steps of the GPT on one core otherwise, and four for the ResNet.
+    Each is ``{"step", "model", "optimizer", "gradients"}``. Takes them from ``cache`` if they are there. Otherwise 1600
+    steps take 18 minutes on one core for the GPT, and four minutes for the ResNet.
     """
     shape = {"gpt": (CONTEXT, BATCH), "resnet": (IMAGES, PADDING)}[name]
     key = key_of(steps, every, seed, *shape, torch.__version__)
@@ -317,7 +316,7 @@ def snapshots(name: str, data: Path, cache: Path, steps: int, every: int, seed: 
 def uninterrupted(
     name: str, data: Path, cache: Path, steps: int, every: int, seed: int, quiet: bool = False
 ) -> Uninterrupted:
-    """Trains a workload without checkpoints, evaluating it every so many steps; taken from ``cache`` where known."""
+    """Train a workload without checkpoints and evaluate it every ``every`` steps, or take the result from ``cache``."""
     work = WORKLOADS[name](data, cache, steps, seed)
     setup = work.scheduler.state_dict(), work.optimizer, work.model
     file = (
@@ -345,5 +344,5 @@ def uninterrupted(
 
 
 def key_of(*settings: Any) -> str:
-    """A name for what was made with these settings."""
+    """Return a short name that depends on these settings."""
     return hashlib.blake2s(repr(settings).encode()).hexdigest()[:12]
