@@ -266,8 +266,8 @@ def _scatter(axes: Axes, rows: list[Row], speeds: list[float]) -> None:
 NOTES = """\
 - Every method stores the same state: weights and both moments of Adam in float32, in the shapes of a transformer. It is
   synthetic, with spreads like those of a small GPT in training. Between the two checkpoints, weights moved by 0.1 to
-  1 % and first moments are new. The second checkpoint is measured. dynaquant conditions it on the first one and restores
-  it through both. The others use only one checkpoint.
+  1 % and first moments are new. The second checkpoint is measured. dynaquant conditions it on the first one and
+  restores it through both. The others use only one checkpoint.
 - *ratio*: raw bytes over stored bytes of this state. In a real training, dynaquant's lossy ratios are far lower
   ([measured](whole_state.md)). *exact*: every tensor came back bit for bit. dynaquant had no metric, so its times
   contain no evaluations.
