@@ -1,4 +1,4 @@
-"""Byte planes: exact, smaller for real floats, and nothing allocated on a stream's word."""
+"""Byte planes: exact round trips, smaller for real floats, and sizes checked before allocating."""
 
 import struct
 
@@ -35,7 +35,7 @@ def test_tensors_come_back_and_shrink(dtype):
     assert len(stream) < 0.95 * data.size
 
 
-def test_planes_shrink_floats_more_than_their_bytes_in_a_row():
+def test_byte_planes_compress_floats_better_than_interleaved_bytes():
     data = bytes_of(torch.randn(100_000) * 0.02)
     assert len(encode(data, 4)) < 0.95 * len(zstandard.ZstdCompressor(level=3).compress(data.tobytes()))
 
@@ -55,7 +55,7 @@ def test_bytes_after_the_end_are_refused():
 
 
 @pytest.mark.parametrize("tensor", [torch.randn(60), torch.zeros(500), torch.arange(200.0)])
-def test_altered_streams_decode_to_as_many_bytes_or_are_refused(tensor):
+def test_altered_streams_decode_to_the_same_number_of_bytes_or_are_refused(tensor):
     data = bytes_of(tensor)
     stream = encode(data, 4)
     refused = 0
@@ -82,8 +82,8 @@ def test_a_stream_of_another_number_of_bytes_is_refused(size):
         decode(stream, size, 1)
 
 
-def test_a_frame_that_claims_more_than_the_tensor_is_refused_before_anything_is_allocated():
-    # A zstd frame whose header says 2⁴⁸ bytes: single segment, eight-byte content size, then an empty last block.
+def test_a_frame_that_claims_more_bytes_than_the_tensor_is_refused_before_allocation():
+    # A zstd frame that claims 2⁴⁸ bytes: single segment, content size in eight bytes, then an empty last block.
     bomb = struct.pack("<IBQ", 0xFD2FB528, 0xE0, 2**48) + b"\x01\x00\x00"
     assert zstandard.frame_content_size(bomb) == 2**48
     with pytest.raises(ValueError, match="another number of bytes"):
@@ -99,7 +99,7 @@ def test_a_frame_that_holds_another_number_of_bytes_than_it_claims_is_refused(cl
         decode(planes_of(liar), claimed, 1)
 
 
-def test_frames_that_do_not_say_their_size_or_hold_nothing_are_refused():
+def test_frames_that_are_empty_or_lack_their_size_are_refused():
     silent = zstandard.ZstdCompressor(write_content_size=False).compress(b"abcd")
     skippable = struct.pack("<II", 0x184D2A50, 4) + b"abcd"
     two = zstandard.ZstdCompressor().compress(b"abcd") * 2

@@ -1,4 +1,4 @@
-"""Levels coded given the parent's: any codebook after any other comes back, and what is known costs next to nothing."""
+"""Levels conditioned on the parent's: any codebooks come back, and levels that are predictable take few bytes."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ ALIKE = [
 
 
 def levels_of(codebook, size, random, share_protected=0.02):
-    """A tensor with that codebook whose levels are mostly the lowest bins."""
+    """A tensor with this codebook, mostly in the lowest bins."""
     low = FIRST_BIN + np.minimum(random.geometric(0.3, size) - 1, codebook.bins - 1)
     levels = np.where(random.random(size) < 0.3, 0, np.maximum(low, 0)) if codebook.bins else np.zeros(size)
     levels = np.where(random.random(size) < share_protected, PROTECTED, levels).astype(np.uint8)
@@ -59,7 +59,7 @@ def levels_of(codebook, size, random, share_protected=0.02):
 
 
 def assert_comes_back(quantized, parent):
-    """By the coder alone, and as a whole stream whatever that is coded by."""
+    """Assert that the tensor comes back from the coder of levels, and from a whole stream of any scheme."""
     coded = conditional.encode(quantized, parent)
     found = conditional.decode(coded, quantized.levels.size, quantized.codebook, parent)
     assert np.array_equal(found, quantized.levels)
@@ -69,7 +69,7 @@ def assert_comes_back(quantized, parent):
 
 
 @pytest.mark.parametrize(("book", "parent"), ALIKE)
-def test_levels_come_back_with_any_codebook_after_any_other_of_its_kind(book, parent):
+def test_levels_come_back_with_any_codebooks_of_one_kind_for_tensor_and_parent(book, parent):
     random = np.random.default_rng(0)
     before = levels_of(CODEBOOKS[parent], 700, random)
     assert_comes_back(levels_of(CODEBOOKS[book], 700, random), before)
@@ -77,7 +77,7 @@ def test_levels_come_back_with_any_codebook_after_any_other_of_its_kind(book, pa
 
 
 @pytest.mark.parametrize("book", CODEBOOKS)
-def test_levels_come_back_alone_and_after_the_same(book):
+def test_levels_come_back_without_a_parent_and_with_an_equal_parent(book):
     random = np.random.default_rng(0)
     quantized = levels_of(CODEBOOKS[book], 700, random)
     assert_comes_back(quantized, None)
@@ -89,14 +89,14 @@ def test_levels_come_back_alone_and_after_the_same(book):
     moves=st.lists(st.floats(-3, 3, width=32), min_size=60, max_size=60),
     rungs=st.tuples(st.integers(-12, 12), st.integers(-12, 12)),
 )
-def test_weights_on_a_grid_come_back_after_they_and_their_step_have_moved(values, moves, rungs):
+def test_weights_on_a_grid_come_back_if_weights_and_grid_step_changed(values, moves, rungs):
     before = torch.tensor(values)
     after = before + torch.tensor(moves)[: len(values)]
     assert_comes_back(quantize(after, rungs[1]), quantize(before, rungs[0]))
 
 
 @pytest.mark.parametrize("parent", ["log grid", "grid"])
-def test_a_parent_of_another_kind_or_size_is_no_parent(parent):
+def test_a_parent_of_another_kind_or_size_is_not_used(parent):
     random = np.random.default_rng(0)
     book = {"log grid": "grid", "grid": "log grid"}[parent]
     quantized = levels_of(CODEBOOKS[book], 700, random)
@@ -113,20 +113,20 @@ def on_grid(values, rung):
 
 
 def entropy(levels, parent):
-    """Bytes, at the entropy of the levels given the parent's."""
+    """The bytes that the levels take at their entropy conditioned on the parent's."""
     pairs = np.bincount(parent.astype(int) * 256 + levels, minlength=65_536).reshape(256, 256).astype(float)
     share = np.divide(pairs, pairs.sum(1, keepdims=True), out=np.ones_like(pairs), where=pairs > 0)
     return -(pairs * np.log2(share)).sum() / 8
 
 
 def weights(size, seed=0):
-    """Like those of a layer: most of them small, a few large."""
+    """Weights like those of a layer: most are small, a few are large."""
     random = np.random.default_rng(seed)
     return random.standard_t(5, size) * 0.02, random
 
 
 @pytest.mark.parametrize("moved", [0.0005, 0.002, 0.01])
-def test_weights_that_drift_take_hardly_more_than_their_conditional_entropy(moved):
+def test_weights_that_drift_take_about_their_conditional_entropy(moved):
     values, random = weights(300_000)
     before = on_grid(values, -26)
     after = on_grid(values + random.normal(0, moved, values.size), -26)
@@ -136,7 +136,7 @@ def test_weights_that_drift_take_hardly_more_than_their_conditional_entropy(move
 
 
 @pytest.mark.parametrize("rungs", [-4, -1, 1, 2, 4])
-def test_a_parent_on_another_step_still_says_where_the_weights_are(rungs):
+def test_a_parent_with_another_grid_step_still_saves_bytes(rungs):
     values, random = weights(300_000)
     before = on_grid(values, -26)
     after = on_grid(values + random.normal(0, 0.001, values.size), -26 + rungs)
@@ -146,13 +146,13 @@ def test_a_parent_on_another_step_still_says_where_the_weights_are(rungs):
 
 
 @pytest.mark.parametrize("book", ["16 centres", "254 centres", "grid", "fine grid", "log grid", "long log grid"])
-def test_a_tensor_that_stays_where_it_is_costs_next_to_nothing(book):
+def test_an_unchanged_tensor_takes_almost_no_bytes(book):
     quantized = levels_of(CODEBOOKS[book], 400_000, np.random.default_rng(0))
     assert len(conditional.encode(quantized, quantized)) < 100
     assert len(conditional.encode(quantized, None)) > 50_000
 
 
-def test_grids_that_moved_together_are_coded_as_if_they_had_not_moved():
+def test_only_the_ratio_of_two_grid_steps_matters():
     values, random = weights(20_000)
     moved = values + random.normal(0, 0.005, values.size)
     coded = conditional.encode(on_grid(moved, -26), on_grid(values, -25))
@@ -163,13 +163,13 @@ def test_grids_that_moved_together_are_coded_as_if_they_had_not_moved():
         assert again == coded
 
 
-def test_what_moves_away_from_zero_is_the_same_on_both_sides_of_it():
+def test_moves_away_from_zero_have_the_same_symbols_on_both_sides_of_zero():
     values, random = weights(200_000)
     before, after = np.abs(values), np.abs(values) * 1.2 + np.abs(random.normal(0, 0.002, values.size))
     sign = np.where(random.random(values.size) < 0.5, -1, 1)
     one_sided = len(conditional.encode(on_grid(after, -24), on_grid(before, -24)))
     two_sided = len(conditional.encode(on_grid(sign * after, -24), on_grid(sign * before, -24)))
-    # Signs are news only where the parent's level is zero.
+    # A sign takes bits only if the parent's level is zero.
     from_zero = (on_grid(before, -24).levels == 0) & (on_grid(after, -24).levels != 0)
     assert abs(two_sided - from_zero.sum() / 8 - one_sided) < 0.01 * one_sided + 100
 
@@ -182,13 +182,13 @@ def test_a_tensor_and_its_negative_take_the_same_bytes():
     assert abs(there - back) < 0.002 * there + 20
 
 
-def test_values_protected_before_are_expected_to_be_so_again():
+def test_outliers_of_the_parent_are_expected_to_be_outliers_again():
     random = np.random.default_rng(0)
     before = levels_of(Grid(0, 20), 100_000, random, share_protected=0.3)
     assert len(conditional.encode(before, before)) < 100
 
 
-def test_levels_at_the_value_of_the_parent_are_the_cheapest_with_centres_too():
+def test_the_centre_nearest_to_the_parents_value_takes_the_fewest_bits():
     values, random = weights(200_000)
     book, other = centres(16), centres(24, seed=3)
 
@@ -202,7 +202,7 @@ def test_levels_at_the_value_of_the_parent_are_the_cheapest_with_centres_too():
 
 
 @pytest.mark.parametrize("size", [1, 300_000, 2**60])
-def test_a_stream_of_next_to_nothing_is_refused_whatever_size_it_is_said_to_have(size):
+def test_a_tiny_stream_is_refused_for_any_claimed_size(size):
     for coded in (b"", b"\0", b"\0\0\0"):
         with pytest.raises(ValueError, match="end too early"):
             conditional.decode(coded, size, Grid(0, 4), None)
@@ -221,7 +221,7 @@ def test_the_wrong_parent_or_codebook_gives_valid_levels_or_an_error():
         assert levels.max() < FIRST_BIN + codebook.bins
 
 
-def test_steps_are_the_same_numbers_as_their_rungs_say():
+def test_rung_values_are_powers_of_two_to_a_quarter():
     assert [rung_value(4 * k) for k in (-126, -1, 0, 1, 127)] == [2.0**-126, 0.5, 1.0, 2.0, 2.0**127]
     for rung in range(-504, 505, 7):
         assert rung_value(rung) == np.float32(2.0 ** (rung / 4))

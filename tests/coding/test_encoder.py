@@ -1,4 +1,4 @@
-"""A tensor's stream: exact for every dtype and layout, and the hash that names its values."""
+"""Streams of tensors: exact for every dtype and layout, with the same hash as the tensor."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_tensors_of_any_layout_come_back(tensor):
     assert torch.equal(round_trip(tensor)[0], tensor)
 
 
-def test_the_hash_tells_values_shapes_and_dtypes_apart_but_not_layouts():
+def test_the_hash_depends_on_values_shape_and_dtype_but_not_on_the_layout():
     tensor = torch.zeros(4, 2)
     others = [tensor.reshape(2, 4), tensor.to(torch.int32), -tensor, tensor[:2], torch.ones(4, 2)]
     assert len({tensor_hash(other) for other in [tensor, *others]}) == 6
@@ -87,7 +87,7 @@ def test_quantized_tensors_come_back(dtype, has_parent, coder, kind):
 
 
 @pytest.mark.parametrize("coder", ["conditional", "rearranged"])
-def test_a_parent_of_another_size_is_left_aside(coder):
+def test_a_parent_of_another_size_is_not_used(coder):
     tensor = torch.randn(10_000)
     stored, longer = (quantize(values, LogHistogram.of(values), 4) for values in (tensor, tensor.repeat(2)))
     assert encode(stored, stored, coder)[0].needs_parent
@@ -95,7 +95,7 @@ def test_a_parent_of_another_size_is_left_aside(coder):
     assert not scheme.needs_parent
 
 
-def test_a_bool_that_is_neither_is_refused():
+def test_a_bool_that_is_neither_0_nor_1_is_refused():
     tensor = torch.tensor([True, False])
     with pytest.raises(ValueError, match="neither 0 nor 1"):
         decode(Raw(), tensor.dtype, tensor.shape, b"\x01\x02", None)

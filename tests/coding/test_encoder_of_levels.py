@@ -1,4 +1,4 @@
-"""Quantized tensors and their streams, against any parent."""
+"""Streams of quantized tensors, conditioned on any parent."""
 
 import os
 import subprocess
@@ -58,8 +58,8 @@ def test_a_quantized_tensor_comes_back(dtype, shape, coder):
 
 
 @pytest.mark.parametrize("coder", CODERS)
-def test_levels_of_nothing_come_back(coder):
-    """In a process of its own, which it once brought down."""
+def test_an_empty_tensor_comes_back(coder):
+    """Runs in a process of its own, because an earlier version crashed it."""
     statements = "q = quantized_of((0, 3), 16)", f"assert_same(round_trip(q, None, {coder!r}), q)"
     script = "; ".join([f"from {Path(__file__).stem} import *", *statements])
     path = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
@@ -75,13 +75,13 @@ def test_levels_of_nothing_come_back(coder):
     seed=st.integers(0, 5),
     coder=st.sampled_from(CODERS),
 )
-def test_a_quantized_tensor_comes_back_against_a_parent_of_other_bins(shape, bins, parent_bins, seed, coder):
+def test_a_quantized_tensor_comes_back_if_the_parent_has_other_bins(shape, bins, parent_bins, seed, coder):
     parent, wanted = quantized_of(shape, parent_bins, seed=seed), quantized_of(shape, bins, seed=seed + 1)
     assert_same(round_trip(wanted, parent, coder), wanted)
 
 
 @pytest.mark.parametrize(("bins", "parent_bins"), [(16, 16), (4, 254), (254, 4), (1, 2)])
-def test_a_large_quantized_tensor_is_rearranged_by_a_parent_of_other_bins(bins, parent_bins):
+def test_a_large_tensor_is_rearranged_by_a_parent_with_other_bins(bins, parent_bins):
     parent, wanted = quantized_of((300, 300), parent_bins, seed=1), quantized_of((300, 300), bins)
     scheme, _ = encode(wanted, parent, "rearranged")
     assert isinstance(scheme, Rearranged)
@@ -100,7 +100,7 @@ def test_the_same_levels_as_the_parent_cost_almost_nothing(coder):
 
 @pytest.mark.parametrize("coder", CODERS)
 @pytest.mark.parametrize("parent", [None, quantized_of((30, 31), 16)], ids=["none", "another size"])
-def test_a_delta_without_the_parent_it_needs_is_an_error(parent, coder):
+def test_a_delta_without_its_parent_is_an_error(parent, coder):
     wanted = quantized_of((30, 30), 16)
     scheme, coded = encode(wanted, wanted, coder)
     assert scheme.needs_parent

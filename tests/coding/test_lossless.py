@@ -1,4 +1,4 @@
-"""Exact values given the parent's: they come back, they shrink, and a stream is never taken at its word."""
+"""Exact values conditioned on the parent's: exact round trips, fewer bytes, and sizes checked before allocating."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def bytes_of(tensor):
 
 
 def data_like(kind, size, random):
-    """Bytes: without any order, of floats, of a few different ones, all zero, or of a count."""
+    """Bytes: random, of floats, of a few different values, all zero, or of a count."""
     if kind == "noise":
         return random.integers(0, 256, size, dtype=np.uint8)
     if kind == "floats":
@@ -33,7 +33,7 @@ def data_like(kind, size, random):
 
 
 def parent_of(data, relation, random):
-    """The same, nearly the same, something else, or nothing."""
+    """A parent: the same, nearly the same, unrelated, or none."""
     if relation == "none":
         return None
     if relation == "equal":
@@ -57,7 +57,7 @@ def check_round_trip(data, itemsize, parent):
     relation=st.sampled_from(["none", "equal", "near", "unrelated"]),
     seed=st.integers(0, 2**32),
 )
-def test_any_values_come_back_whatever_their_parent_is(count, itemsize, kind, relation, seed):
+def test_any_values_come_back_with_any_parent(count, itemsize, kind, relation, seed):
     random = np.random.default_rng(seed)
     data = data_like(kind, count * itemsize, random)
     check_round_trip(data, itemsize, parent_of(data, relation, random))
@@ -76,14 +76,14 @@ def test_differences_at_the_ends_of_the_range_come_back(itemsize):
     ends = np.array([0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1], dtype=np.uint64)
     ends = np.concatenate([ends, ends >> np.uint64(64 - 8 * itemsize)]).astype(f"u{itemsize}")
     values, parents = (pair.reshape(-1).copy().view(np.uint8) for pair in np.meshgrid(ends, ends))
-    # Enough unchanged elements around them that differences are what is coded.
+    # Enough unchanged elements around them, so that the coder chooses differences.
     same = np.arange(40_000, dtype=np.uint64).astype(f"u{itemsize}").view(np.uint8)
     data, parent = np.concatenate([values, same]), np.concatenate([parents, same])
     assert needs_parent(check_round_trip(data, itemsize, parent))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex128])
-def test_values_that_moved_a_little_take_fewer_bytes_with_their_parent(dtype):
+def test_values_that_changed_little_take_fewer_bytes_with_their_parent(dtype):
     parent = (torch.randn(300_000, dtype=torch.float64) * 0.02).to(dtype)
     tensor = (parent + 1e-4 * torch.randn(300_000, dtype=torch.float64)).to(dtype)
     data, context = bytes_of(tensor), bytes_of(parent)
@@ -93,7 +93,7 @@ def test_values_that_moved_a_little_take_fewer_bytes_with_their_parent(dtype):
     assert len(given_parent) < len(alone) < data.size
 
 
-def test_a_parent_that_does_not_help_is_not_needed():
+def test_a_parent_that_does_not_help_is_not_used():
     data, parent = bytes_of(torch.randn(100_000) * 0.02), bytes_of(torch.randn(100_000) * 0.02)
     stream = encode(data, 4, parent)
     assert stream == encode(data, 4, None)
@@ -102,7 +102,7 @@ def test_a_parent_that_does_not_help_is_not_needed():
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])
-def test_unchanged_values_take_next_to_nothing(itemsize):
+def test_unchanged_values_take_almost_no_bytes(itemsize):
     data = np.random.default_rng(0).integers(0, 256, 20 * BLOCK * itemsize, dtype=np.uint8)
     blocks = 20 * max(1, itemsize // 8)
     assert len(encode(data, itemsize, data.copy())) <= 1 + blocks * (4 + 3 + 2 * 8)
@@ -128,7 +128,7 @@ def test_no_stream_expands_more_than_the_format_allows():
 
 
 @pytest.mark.parametrize("stream", [b"", b"\0", b"\1", b"\0" * 7])
-def test_a_short_stream_of_very_many_bytes_is_refused_before_anything_is_allocated(stream):
+def test_a_short_stream_that_claims_many_bytes_is_refused_before_allocation(stream):
     with pytest.raises(ValueError, match="too early"):
         decode(stream, 2**60, 8, None)
 

@@ -1,4 +1,4 @@
-"""Coded levels: every arrangement comes back, and the smallest is chosen."""
+"""Levels coded as published: every arrangement comes back, and the smallest one is chosen."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def some_levels(size, count, random):
 
 
 def moved(parent, count, share, random):
-    """Levels of which all but a share are the parent's."""
+    """Levels that are the same as the parent's, but for a share of them."""
     new = some_levels(parent.values.size, count, random).values
     stays = (random.random(new.size) >= share) & (parent.values < count)
     return Levels(np.where(stays, parent.values, new), count)
@@ -66,7 +66,7 @@ def test_each_arrangement_is_the_smallest_of_something():
     assert encode(Levels(np.full(3000, 5, dtype=np.uint8), 18), parent)[0] == "alone"
 
 
-def test_rearrangement_pays_when_one_source_level_is_restless():
+def test_rearranging_saves_bytes_if_one_parent_level_changes_often():
     random = np.random.default_rng(1)
     parent = some_levels(200_000, 18, random)
     restless = parent.values < 4
@@ -75,7 +75,7 @@ def test_rearrangement_pays_when_one_source_level_is_restless():
 
 
 @pytest.mark.parametrize("arrangement", ["delta", "rearranged"])
-def test_without_the_parent_nothing_can_be_decoded(arrangement):
+def test_a_delta_cannot_be_decoded_without_the_parent(arrangement):
     parent = some_levels(100, 18, np.random.default_rng(0))
     stream = encode_as(arrangement, parent, parent)
     with pytest.raises(ValueError, match="conditioned on a parent, and there is none"):
@@ -85,7 +85,7 @@ def test_without_the_parent_nothing_can_be_decoded(arrangement):
 
 
 @pytest.mark.parametrize("arrangement", ["alone", "delta", "rearranged"])
-def test_streams_that_were_cut_or_continued_are_refused(arrangement):
+def test_truncated_and_extended_streams_are_refused(arrangement):
     random = np.random.default_rng(0)
     parent = some_levels(300, 18, random)
     stream = encode_as(arrangement, moved(parent, 18, 0.4, random), parent)

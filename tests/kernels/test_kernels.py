@@ -1,4 +1,4 @@
-"""Passes over tensors: plain tensor operations, on every device there is, give what the native core gives."""
+"""Kernels: PyTorch operations on every available device give the same results as the native core."""
 
 import math
 
@@ -35,7 +35,7 @@ def _small_pieces(monkeypatch):
 
 
 def some(shape, dtype, scale=1.0):
-    """With zeros of both signs, values between two steps, and far ones."""
+    """A random tensor with zeros of both signs, values in the middle between two steps, and outliers."""
     flat = torch.randn(math.prod(shape)) * scale
     special = torch.tensor([0.0, -0.0, 0.5, -0.5, 1.5, -2.5, 127.0, -127.5, 128.0, 3e4]) * scale
     flat[: len(special)] = special[: len(flat)]
@@ -46,7 +46,7 @@ def some(shape, dtype, scale=1.0):
 @of_dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("seed", [None, 0, 12345, 2**32 - 1])
-def test_levels_of_a_grid(where, dtype, shape, seed):
+def test_grid_levels(where, dtype, shape, seed):
     tensor = some(shape, dtype, 0.02)
     for rung in (-40, -22, -8):
         inverse = float(np.float32(1) / rung_value(rung))
@@ -59,14 +59,14 @@ def test_levels_of_a_grid(where, dtype, shape, seed):
 
 @on_devices
 @pytest.mark.parametrize("seed", [None, 5])
-def test_levels_of_a_tensor_of_many_blocks(where, seed, monkeypatch):
+def test_grid_levels_of_a_tensor_of_many_blocks(where, seed, monkeypatch):
     monkeypatch.setattr(device, "PIECE", 1 << 17)
     tensor = some((300_001,), torch.float32)
     assert torch.equal(device.grid_levels(tensor.to(where), 3.0, seed)[0].cpu(), host.grid_levels(tensor, 3.0, seed)[0])
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=40), st.integers(-100, 100))
-def test_levels_of_any_floats(values, rung):
+def test_grid_levels_of_any_floats(values, rung):
     tensor, inverse = torch.tensor(values, dtype=torch.float32), float(np.float32(1) / rung_value(rung))
     for seed in (None, 7):
         assert torch.equal(device.grid_levels(tensor, inverse, seed)[0], host.grid_levels(tensor, inverse, seed)[0])
@@ -130,17 +130,17 @@ def test_sums_of_the_rows_and_columns_of_large_matrices(shape):
     assert columns == pytest.approx(matrix.double().sum(0).numpy(), rel=1e-12, abs=1e-9)
 
 
-def test_tensors_at_an_odd_address_count_as_any_others():
+def test_tensors_at_an_unaligned_address_work():
     weight = some((64, 10), torch.float32)
     odd = torch.frombuffer(bytearray(b"\0" + weight.numpy().tobytes()), dtype=torch.float32, offset=1)
-    assert odd.data_ptr() % 4 == 1  # as safetensors gives those that follow an odd number of bytes
+    assert odd.data_ptr() % 4 == 1  # safetensors gives such tensors after an odd number of bytes
     assert host.sums(odd) == host.sums(weight)
     assert torch.equal(host.grid_levels(odd, 3.0, None)[0], host.grid_levels(weight, 3.0, None)[0])
     assert np.array_equal(host.log_histogram(odd), host.log_histogram(weight))
 
 
 @on_devices
-def test_roots_are_rounded_correctly(where):
+def test_square_roots_are_correctly_rounded(where):
     tensor = torch.cat((torch.rand(20_000), torch.rand(20_000) * 1e-38, torch.tensor([0.0, 1e-45, 3e38, math.inf])))
     wanted = np.sqrt(tensor.double().numpy()).astype(np.float32)
     assert np.array_equal(host.square_root(tensor).numpy(), wanted)
@@ -150,7 +150,7 @@ def test_roots_are_rounded_correctly(where):
 @on_devices
 @of_dtypes
 @pytest.mark.parametrize("seed", [None, 3])
-def test_a_tensor_is_quantized_the_same_where_it_is(where, dtype, seed, monkeypatch):
+def test_a_tensor_is_quantized_the_same_on_every_device(where, dtype, seed, monkeypatch):
     tensor = some((53, 29), dtype, 0.02)
     wanted = quantize(tensor, -24, seed)
     monkeypatch.setattr(kernels, "for_device", lambda _: device)
@@ -165,7 +165,7 @@ def test_a_tensor_is_quantized_the_same_where_it_is(where, dtype, seed, monkeypa
 
 @on_devices
 @pytest.mark.parametrize("tolerance", [0.001, 0.1, 0.3, 1.0])
-def test_moments_are_quantized_the_same_where_they_are(where, tolerance, monkeypatch):
+def test_moments_are_quantized_the_same_on_every_device(where, tolerance, monkeypatch):
     rows, columns = torch.rand(61, 1), torch.rand(1, 83)
     seconds = [rows * columns, rows * columns * torch.exp(torch.randn(61, 83)), torch.rand(300), torch.zeros(4, 4)]
     wanted = [quantize_second_moment(second, tolerance) for second in seconds]
@@ -192,7 +192,7 @@ def test_moments_are_quantized_the_same_where_they_are(where, tolerance, monkeyp
 
 
 def same(a, b):
-    """Whether two quantized tensors are the same, or both None."""
+    """Whether two quantized tensors are equal, or both None."""
     if a is None or b is None:
         return a is b
     if isinstance(a, RankOne):
@@ -213,14 +213,14 @@ def same(a, b):
     [{}, {"quality": "high"}, {"quality": "lossless"}, {"method": "kmeans"}, {"method": "published"}],
     ids=str,
 )
-def test_a_run_is_the_same_wherever_the_training_is(where, arguments, tmp_path, monkeypatch):
+def test_a_run_is_the_same_on_every_device(where, arguments, tmp_path, monkeypatch):
     def run(folder, place):
         torch.manual_seed(0)
         model = model_of()
         optimizer = torch.optim.AdamW(model.parameters())
         train(model, optimizer)
         model.to(place)
-        optimizer.load_state_dict(optimizer.state_dict())  # its state follows the model
+        optimizer.load_state_dict(optimizer.state_dict())  # moves its state to the device of the model
         with dq.Checkpointer(folder, model, optimizer, **arguments) as ckpt:
             ckpt.save(1).result()
             with torch.no_grad():

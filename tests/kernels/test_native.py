@@ -1,4 +1,4 @@
-"""The native core: exact round trips, close to the entropy, and decoders that survive anything."""
+"""The native coder of levels as published, and table look-ups: exact round trips, near the entropy, safe decoders."""
 
 import heapq
 
@@ -15,7 +15,7 @@ SIZES = (0, 1, 2, 300, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7)
 
 
 def levels_like(kind, size, count, random):
-    """Levels below count: all the same, in long runs, mostly one of them, or each as likely as the others."""
+    """Levels below count: all the same, in long runs, mostly one of them, or all equally likely."""
     if kind == "constant":
         return np.full(size, random.integers(count), dtype=np.uint8)
     if kind == "runs":
@@ -51,7 +51,7 @@ def check_round_trip(levels, parent, modulus, groups, run_length):
 @example(3 * BLOCK + 7, (18, 34), ("constant", "constant"), "rearranged", True, 0)
 @example(BLOCK, (1, 1), ("constant", "constant"), "delta", True, 0)
 @example(BLOCK + 1, (18, 6), ("skewed", "runs"), "rearranged", True, 0)
-def test_levels_come_back_whatever_they_and_their_parent_are(size, counts, kinds, arrangement, run_length, seed):
+def test_any_levels_come_back_with_any_parent(size, counts, kinds, arrangement, run_length, seed):
     random = np.random.default_rng(seed)
     count, parent_count = counts
     levels = levels_like(kinds[0], size, count, random)
@@ -76,7 +76,7 @@ def test_runs_of_any_length_come_back(length):
     check_round_trip(levels, NOTHING, 3, 1, True)
 
 
-def test_levels_that_moved_little_take_fewer_bytes_with_their_parent():
+def test_levels_that_changed_little_take_fewer_bytes_with_their_parent():
     random = np.random.default_rng(0)
     parent = levels_like("random", 200_000, 18, random)
     levels = np.where(random.random(parent.size) < 0.05, levels_like("random", parent.size, 18, random), parent)
@@ -86,7 +86,7 @@ def test_levels_that_moved_little_take_fewer_bytes_with_their_parent():
 
 
 def bits_of_huffman_code(frequencies):
-    """How many bits the best prefix code of any length takes."""
+    """The number of bits of the best prefix code without a limit of length."""
     heap = [int(f) for f in frequencies if f > 0]
     heapq.heapify(heap)
     bits = 0
@@ -111,7 +111,7 @@ def test_without_runs_levels_take_exactly_the_bits_of_a_huffman_code(decay):
     assert table_bytes <= 200 / 2 + 10
 
 
-def test_frequencies_that_ask_for_codes_over_12_bits_still_code_within_a_bit_of_the_entropy():
+def test_with_code_lengths_limited_to_12_bits_the_size_is_within_a_bit_of_the_entropy():
     frequencies = np.array([1, 1, *(2**i for i in range(18))])
     levels = np.random.default_rng(0).permutation(np.repeat(np.arange(20, dtype=np.uint8), frequencies))
     stream = _native.encode_levels(levels, NOTHING, 20, 1, False)
@@ -122,7 +122,7 @@ def test_frequencies_that_ask_for_codes_over_12_bits_still_code_within_a_bit_of_
 
 
 @given(size=st.sampled_from(SIZES), counts=st.tuples(*[st.integers(1, 40)] * 2), kind=KINDS, seed=st.integers(0, 99))
-def test_permission_to_use_runs_never_costs_more_than_the_padding_of_the_blocks(size, counts, kind, seed):
+def test_run_lengths_never_cost_more_than_the_padding_of_the_blocks(size, counts, kind, seed):
     random = np.random.default_rng(seed)
     levels, parent = levels_like(kind, size, counts[0], random), levels_like("skewed", size, counts[1], random)
     arguments = (levels, parent, max(counts), counts[1])
@@ -179,7 +179,7 @@ def test_a_parent_level_beyond_the_modulus_is_refused_when_decoding_plain_deltas
         decoded(stream, 4, np.array([0, 1, 18, 0], dtype=np.uint8), 18, 1)
 
 
-def test_numbers_at_an_odd_address_are_refused():
+def test_arrays_at_an_unaligned_address_are_refused():
     odd = np.zeros(4 * BLOCK + 1, dtype=np.uint8)[1:]
     with pytest.raises(ValueError, match="does not begin at a multiple"):
         _native.log_histogram(odd.view(np.uint32), np.zeros(65_536, dtype=np.int64))
@@ -198,11 +198,11 @@ def test_arrays_of_the_wrong_kind_are_refused():
         _native.decode_levels(b"", NOTHING, 3, 1, levels)
 
 
-# -- Decoding what encode_levels did not write --------------------------------------------------------------------
+# -- Decoding streams that encode_levels did not write ---------------------------------------------------------------
 
 
 def decodes_or_refuses(stream, size, parent, modulus, groups):
-    """Whether the stream decodes. If it does, to levels; if it does not, with a ValueError."""
+    """Whether the stream decodes to levels. Any error but ValueError fails the test."""
     try:
         levels = decoded(stream, size, parent, modulus, groups)
     except ValueError:
@@ -212,7 +212,7 @@ def decodes_or_refuses(stream, size, parent, modulus, groups):
 
 
 def real_streams(random):
-    """Streams of different kinds, each with what is needed to decode it."""
+    """Streams of different kinds, each with the arguments to decode it."""
     for kind, size, run_length in [
         ("random", 300, False),
         ("runs", 500, True),
@@ -252,7 +252,7 @@ def test_every_single_bit_flip_decodes_to_levels_or_is_refused(arguments):
         flipped = bytearray(stream)
         flipped[bit // 8] ^= 1 << bit % 8
         refused += not decodes_or_refuses(bytes(flipped), *rest)
-    assert refused >= 32  # all sizes at the least
+    assert refused >= 32  # at least all sizes
 
 
 @settings(max_examples=400)
@@ -280,13 +280,13 @@ def test_random_blocks_behind_a_good_table_decode_to_levels_or_are_refused(junk,
 
 
 @pytest.mark.parametrize("stream", [b"", b"\0" * 4, b"\0" * 8, b"\xff" * 8, b"\xff" * 400])
-def test_a_short_stream_of_very_many_levels_is_refused_at_once(stream):
+def test_a_short_stream_that_claims_many_levels_is_refused_at_once(stream):
     with pytest.raises(ValueError, match="too early"):
         _native.decode_levels(stream, NOTHING, 18, 1, np.empty(2**30, dtype=np.uint8))
 
 
 def table_of(lengths):
-    """A Huffman table in bytes, four bits a length; a zero must stand before its run minus one."""
+    """A Huffman table as bytes, four bits for each length. After a zero comes the length of its run minus one."""
     nibbles = [*lengths, *[0] * (len(lengths) % 2)]
     return bytes(low | high << 4 for low, high in zip(nibbles[::2], nibbles[1::2], strict=True))
 
@@ -302,7 +302,7 @@ REST = [0, 15, 0, 15, 0, 1]  # 34 zeros: no run lengths
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ([1, 2, *REST], "not a prefix code"),  # wastes a quarter
+        ([1, 2, *REST], "not a prefix code"),  # leaves a quarter of the codes unused
         ([1, 1, 1, *REST[:4], 0, 0], "not a prefix code"),  # too many codes
         ([2, 0, 0, *REST], "not a prefix code"),  # a single code must have one bit
         ([13, 1, *REST], "table of the coded levels is broken"),
@@ -314,7 +314,7 @@ def test_a_table_that_is_not_a_full_prefix_code_is_refused(lengths, message):
         decoded(stream_of(lengths, b"\0"), 4, NOTHING, 2, 1)
 
 
-def test_a_hand_made_stream_decodes_as_the_format_says():
+def test_a_stream_made_by_hand_decodes_as_the_format_describes():
     # Symbol 0 is bit 0 and symbol 1 is bit 1; without a parent a delta d means level (modulus - d) % modulus.
     assert decoded(stream_of([1, 1, *REST], b"\x05"), 4, NOTHING, 2, 1).tolist() == [1, 0, 1, 0]
 
@@ -328,7 +328,7 @@ def test_a_hand_made_stream_decodes_as_the_format_says():
         (b"\x00\x00", "go on after their end"),
     ],
 )
-def test_blocks_of_three_values_that_break_the_rules_of_runs_are_refused(block, message):
+def test_blocks_with_wrong_run_lengths_are_refused(block, message):
     # The value 0 is bit 0; the run length four, which is symbol 2 + 2 at modulus 2, is bit 1.
     stream = stream_of([1, 0, 2, 1, 0, 15, 0, 14], block)
     with pytest.raises(ValueError, match=message):
@@ -358,7 +358,7 @@ def test_the_log_histogram_counts_the_top_16_bits(dtype, size):
 
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint16])
 @pytest.mark.parametrize("size", [0, 1, 1000, 2**20 + 3])
-def test_levels_are_what_the_tables_say(dtype, size):
+def test_levels_follow_the_tables(dtype, size):
     random = np.random.default_rng(size)
     values = values_of_bits(dtype, size, random)
     table = random.integers(0, 18, 65_536, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""The native coder of levels given a parent, and the native grid: exact, near the entropy, and safe with any bytes."""
+"""The native coder of levels conditioned on a parent, and the native grid: exact, near the entropy, safe decoders."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dynaquant import _native
 from dynaquant.tensors.stored import PROTECTED
 
-MANY = 8192  # levels from which on a block is coded with several states
+MANY = 8192  # blocks of at least this many levels are coded with several states
 BLOCK = 131_072
 SIZES = (0, 1, 2, 3, 5, 300, MANY - 1, MANY, MANY + 1, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK + MANY + 3)
 NOTHING = np.zeros(0, dtype=np.uint8)
@@ -18,7 +18,7 @@ APART = np.arange(256, dtype=np.uint8)
 
 
 def tables(symbols, contexts, random):
-    """For every parent level an order of the levels below ``symbols``; the inverse; a context."""
+    """For every parent level: a random order of the levels below ``symbols``, its inverse, and a context."""
     level_of = np.zeros((256, 256), dtype=np.uint8)
     level_of[:, :symbols] = random.permuted(np.tile(np.arange(symbols, dtype=np.uint8), (256, 1)), axis=1)
     symbol_of = np.zeros((256, 256), dtype=np.uint8)
@@ -27,7 +27,7 @@ def tables(symbols, contexts, random):
 
 
 def some(kind, size, count, random):
-    """Levels below count: all the same, mostly the lowest ones, two of them and a few of each other, or as likely."""
+    """Levels below count: all the same, mostly the lowest ones, mostly two of them, or all equally likely."""
     if kind == "constant":
         return np.full(size, random.integers(count), dtype=np.uint8)
     if kind == "skewed":
@@ -62,7 +62,7 @@ def encoded(levels, parent=NOTHING, symbol_of=PLAIN, context_of=ALIKE, contexts=
 @example(2 * BLOCK, 7, 31, ("skewed", "skewed"), 1)
 @example(BLOCK + 1, 1, 1, ("constant", "none"), 2)
 @example(20_000, 256, 1, ("two", "none"), 3)
-def test_levels_come_back_whatever_they_their_parent_and_the_tables_are(size, symbols, contexts, kinds, seed):
+def test_any_levels_come_back_with_any_parent_and_tables(size, symbols, contexts, kinds, seed):
     random = np.random.default_rng(seed)
     levels = some(kinds[0], size, symbols, random)
     parent = NOTHING if kinds[1] == "none" else some(kinds[1], size, 256, random)
@@ -85,13 +85,13 @@ def test_any_short_sequence_of_levels_comes_back(pairs, contexts):
 @example([5000, 5000, 5000, *[1] * 200], 0)
 @example([1] * 256, 0)
 @example([100_000, *[1] * 255], 0)
-def test_levels_come_back_however_often_each_occurs(counts, reverse):
+def test_levels_come_back_with_any_counts(counts, reverse):
     levels = np.repeat(np.arange(len(counts), dtype=np.uint8), counts[::-1] if reverse else counts)
     levels = np.random.default_rng(0).permutation(levels)
     assert np.array_equal(decoded(encoded(levels), levels.size, NOTHING), levels)
 
 
-def test_two_levels_that_are_equally_frequent_come_back_among_many_rare_ones():
+def test_two_equally_frequent_levels_among_many_rare_ones_come_back():
     for first in range(4900, 5100, 7):
         counts = [first, 5000, *[1] * 250]
         levels = np.random.default_rng(0).permutation(np.repeat(np.arange(252, dtype=np.uint8), counts))
@@ -99,14 +99,14 @@ def test_two_levels_that_are_equally_frequent_come_back_among_many_rare_ones():
 
 
 def entropy_of(levels, parent):
-    """Bytes, at the entropy of the levels given the parent's."""
+    """The bytes that the levels take at their conditional entropy."""
     pairs = np.bincount(parent.astype(int) * 256 + levels, minlength=65_536).reshape(256, 256).astype(float)
     share = np.divide(pairs, pairs.sum(1, keepdims=True), out=np.ones_like(pairs), where=pairs > 0)
     return -(pairs * np.log2(share)).sum() / 8
 
 
 def drifted(size, spread, step, random):
-    """A grid's levels of normal weights, and those of the same weights before they moved by ``step`` steps."""
+    """Levels of normal weights on a grid, and of the same weights before they moved by ``step`` steps."""
 
     def level(values):
         multiples = np.clip(np.rint(values), -127, 127).astype(int)
@@ -118,20 +118,20 @@ def drifted(size, spread, step, random):
 
 @pytest.mark.parametrize("size", [200_000, 600_000])
 @pytest.mark.parametrize(("spread", "step"), [(3, 0.2), (1, 0.5), (0.5, 0.1), (6, 1.0)])
-def test_levels_take_hardly_more_than_their_conditional_entropy(size, spread, step):
+def test_levels_take_about_their_conditional_entropy(size, spread, step):
     levels, parent = drifted(size, spread, step, np.random.default_rng(0))
     stream = encoded(levels, parent, PLAIN, APART, 256)
     assert len(stream) < 1.02 * entropy_of(levels, parent)
 
 
 @pytest.mark.parametrize("decay", [0.3, 0.6, 0.9])
-def test_levels_alone_take_hardly_more_than_their_entropy(decay):
+def test_levels_without_a_parent_take_about_their_entropy(decay):
     levels = np.minimum(np.random.default_rng(0).geometric(1 - decay, 300_000) - 1, 255).astype(np.uint8)
     parent = np.zeros_like(levels)
     assert len(encoded(levels)) < 1.02 * entropy_of(levels, parent)
 
 
-def test_contexts_that_say_nothing_cost_next_to_nothing():
+def test_useless_contexts_cost_almost_nothing():
     random = np.random.default_rng(0)
     levels, parent = some("skewed", 200_000, 30, random), some("random", 200_000, 256, random)
     assert len(encoded(levels, parent, PLAIN, APART, 256)) < 1.002 * len(encoded(levels)) + 16
@@ -208,7 +208,7 @@ CASES = list(cases(np.random.default_rng(3)))
 
 
 def decodes_to_levels(stream, size, given):
-    """Whether it decodes; then every level is one that there is."""
+    """Whether the stream decodes. Asserts that then every level is below ``symbols``."""
     try:
         levels = decoded(stream, size, *given)
     except ValueError:
@@ -242,7 +242,7 @@ def test_streams_for_another_size_parent_or_number_of_symbols_decode_to_levels_o
     levels, (parent, level_of, context_of, contexts, symbols), stream = case
     telling = (
         np.unique(levels).size > 1
-    )  # a level that is certain takes no bits, so any number of it is the same stream
+    )  # a level that is certain takes no bits, so the stream is the same for any number of it
     for size in (max(levels.size - 1, 0), levels.size + 1, 2 * levels.size + 9, BLOCK + 1):
         others = np.resize(parent, size) if parent.size else np.zeros(size, dtype=np.uint8)
         decodes = decodes_to_levels(stream, size, (others, level_of, context_of, contexts, symbols))
@@ -266,12 +266,12 @@ def test_random_bytes_decode_to_levels_or_are_refused(junk, size, contexts, symb
     if size:
         for split in {0, len(junk) // 2, len(junk)}:
             decodes_to_levels((len(junk) - split).to_bytes(4, "little") + junk, size, given)
-            # A table that is sound: one group, one symbol that has all of the states.
+            # A valid table: one group, one symbol with all of the slots.
             decodes_to_levels(len(junk).to_bytes(4, "little") + b"\0\0\0\0" + junk, size, given)
 
 
 def grid_reference(values, inverse):
-    """Levels and the highest, or 256: the nearest multiple in float32, ties to even, protected beyond 127."""
+    """The levels and the highest one, or 256: nearest multiple in float32, ties to even, protected beyond 127 steps."""
     with np.errstate(over="ignore"):
         steps = np.rint(values * np.float32(inverse))
     outside = np.abs(steps) > 127
@@ -287,7 +287,7 @@ def grid(values, inverse, seed=None):
 
 
 def steps_of(levels):
-    """Multiples of the step, of levels that are not protected."""
+    """The multiples of the step for levels that are not protected."""
     numbers = levels.astype(int)
     return np.where(numbers % 2 == 0, numbers // 2, (1 - numbers) // 2)
 
@@ -299,7 +299,7 @@ def steps_of(levels):
 @example([127.5, -127.5, 127.49999, -0.5, 0.5, 1.5, 2.5, 0.0, -0.0], 1.0)
 @example([3.4e38, -3.4e38], 2**100)
 @example([1e-45, -1e-45], 2**126)
-def test_levels_of_a_grid_are_those_of_the_nearest_multiple_bit_for_bit(values, inverse):
+def test_grid_levels_are_those_of_the_nearest_multiple_bit_for_bit(values, inverse):
     values = np.array(values, dtype=np.float32)
     levels, highest = grid(values, inverse)
     wanted, wanted_highest = grid_reference(values, inverse)
@@ -309,9 +309,9 @@ def test_levels_of_a_grid_are_those_of_the_nearest_multiple_bit_for_bit(values, 
 
 @pytest.mark.parametrize("size", [0, 1, 65_535, 65_536, 65_537, 200_001])
 @pytest.mark.parametrize("spread", [0.3, 20, 60])
-def test_levels_of_large_tensors_are_those_of_the_nearest_multiple(size, spread):
+def test_grid_levels_of_large_tensors_are_those_of_the_nearest_multiple(size, spread):
     values = np.random.default_rng(0).normal(0, spread, size).astype(np.float32)
-    values[: size // 2] = np.rint(values[: size // 2] * 2) / 2  # many that lie in the middle between two
+    values[: size // 2] = np.rint(values[: size // 2] * 2) / 2  # many are in the middle between two multiples
     for inverse in (1.0, 1.1892071, 0.25):
         levels, highest = grid(values, inverse)
         wanted, wanted_highest = grid_reference(values, inverse)
@@ -320,7 +320,7 @@ def test_levels_of_large_tensors_are_those_of_the_nearest_multiple(size, spread)
 
 
 @pytest.mark.parametrize("at", [0, 65_536, 199_999])
-def test_one_value_beyond_127_steps_is_enough_for_the_highest_level_to_say_so(at):
+def test_the_highest_level_is_256_if_a_single_value_is_beyond_127_steps(at):
     values = np.zeros(200_000, dtype=np.float32)
     assert grid(values, 1.0)[1] == 0
     for value, level, highest in [(127, 254, 254), (-127, 255, 255), (128, 1, 256), (-1e30, 1, 256)]:
@@ -331,7 +331,7 @@ def test_one_value_beyond_127_steps_is_enough_for_the_highest_level_to_say_so(at
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -0.5, 0.93, 3.25, -41.7, 100.99, -126.4])
-def test_with_a_seed_values_are_right_in_the_mean_and_become_one_of_their_neighbours(value):
+def test_stochastic_rounding_picks_a_neighbour_and_is_right_on_average(value):
     values = np.full(1 << 20, value, dtype=np.float32)
     levels, _ = grid(values, 1.0, seed=7)
     steps = steps_of(levels)
@@ -340,7 +340,7 @@ def test_with_a_seed_values_are_right_in_the_mean_and_become_one_of_their_neighb
     assert abs(steps.mean() - float(values[0])) <= 5 * np.sqrt(fraction * (1 - fraction) / values.size) + 1e-6
 
 
-def test_with_a_seed_the_choice_does_not_go_by_the_value_or_its_neighbours():
+def test_stochastic_rounding_is_independent_of_the_value_and_its_neighbours():
     values = np.full(1 << 18, 0.5, dtype=np.float32)
     up = steps_of(grid(values, 1.0, seed=1)[0])
     for lag in (1, 2, 16, 256, 65_536):
@@ -349,7 +349,7 @@ def test_with_a_seed_the_choice_does_not_go_by_the_value_or_its_neighbours():
         assert abs(np.corrcoef(up, steps_of(grid(values, 1.0, seed)[0]))[0, 1]) < 0.01
 
 
-def test_levels_with_a_seed_are_the_same_for_the_same_seed_only():
+def test_stochastic_rounding_repeats_with_the_same_seed_only():
     values = np.random.default_rng(0).normal(0, 3, 150_000).astype(np.float32)
     first = grid(values, 1.0, seed=5)[0]
     assert np.array_equal(first, grid(values, 1.0, seed=5)[0])
@@ -360,7 +360,7 @@ def test_levels_with_a_seed_are_the_same_for_the_same_seed_only():
 
 
 @pytest.mark.parametrize("steps", [0, 1, -1, 2, 3, -64, 65, -101, 126, 127, -127])
-def test_with_a_seed_a_value_that_lies_on_a_level_stays_there(steps):
+def test_stochastic_rounding_does_not_move_values_on_a_level(steps):
     values = np.full(1 << 21, steps, dtype=np.float32)
     for seed in (0, 5):
         levels, highest = grid(values, 1.0, seed)
@@ -385,7 +385,7 @@ def nearest(positions, sources, is_parent):
     sources=st.lists(st.integers(-9, 9).map(lambda n: n / 4) | st.floats(-1e30, 1e30), min_size=2, max_size=256),
     is_parent=st.booleans(),
 )
-def test_levels_are_in_the_order_of_their_distance(positions, sources, is_parent):
+def test_levels_are_sorted_by_their_distance(positions, sources, is_parent):
     level_of = nearest(positions, sources, is_parent)
     others = [level for level in range(len(positions)) if level != PROTECTED]
     for row, source in enumerate(sources):
@@ -405,7 +405,7 @@ def test_levels_are_in_the_order_of_their_distance(positions, sources, is_parent
     ("positions", "sources"),
     [([0.0], [0.0]), ([0.0] * 257, [0.0]), ([0.0, 1.0], []), ([0.0, 1.0], [0.0] * 257), ([0.0, np.nan], [0.0])],
 )
-def test_levels_that_lie_nowhere_or_are_too_many_have_no_order(positions, sources):
+def test_positions_that_are_not_finite_and_wrong_numbers_of_levels_are_refused(positions, sources):
     with pytest.raises(ValueError, match=r"too few or too many|nowhere"):
         nearest(positions, sources, True)
     with pytest.raises(ValueError, match="too many"):

@@ -1,4 +1,4 @@
-"""The native coder of exact values: exact round trips, close to the entropy, and a decoder that survives anything."""
+"""The native coder of exact values: exact round trips, near the entropy, safe with any bytes."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def exact_decoded(stream, size, itemsize, parent):
 
 
 def exact_cases(random):
-    """Floats and the same floats a little later, of every itemsize, as bytes: those that code planes in every way."""
+    """Bytes of floats and of slightly changed floats, for every itemsize; together they use every kind of plane."""
     for itemsize, count in [(1, 700), (2, 3000), (4, 3000), (8, 1500), (4, BLOCK + 5000), (2, 2 * BLOCK)]:
         kind = {1: np.uint8, 2: np.float16, 4: np.float32, 8: np.float64}[itemsize]
         before = random.normal(0, 20, count).astype(kind)
@@ -41,14 +41,14 @@ def test_exact_values_come_back(case):
     assert np.array_equal(exact_decoded(stream, data.size, itemsize, parent), data)
 
 
-def test_exact_values_take_little_more_than_their_entropy():
+def test_exact_values_take_about_their_entropy():
     symbols = np.minimum(np.random.default_rng(0).geometric(0.3, 4 * BLOCK), 255).astype(np.uint8)
     share = np.bincount(symbols) / symbols.size
     entropy = -(share[share > 0] * np.log2(share[share > 0])).sum() * symbols.size / 8
     assert entropy < len(_native.encode_exact(symbols, NOTHING, 1)) < 1.01 * entropy + 4 * 200
 
 
-def test_exact_values_of_no_element_size_are_refused():
+def test_other_element_sizes_are_refused():
     for itemsize in (0, 3, 16):
         with pytest.raises(ValueError, match="elements"):
             _native.encode_exact(np.zeros(48, dtype=np.uint8), NOTHING, itemsize)
@@ -63,7 +63,7 @@ def exact_decodes_or_refuses(stream, size, itemsize, parent):
 
 
 @pytest.mark.parametrize("case", SHORT_EXACT)
-def test_truncated_exact_values_are_refused(case):
+def test_truncated_streams_of_exact_values_are_refused(case):
     stream, data, itemsize, parent = case
     for end in {*range(0, len(stream), max(1, len(stream) // 300)), *range(min(len(stream), 200))}:
         assert not exact_decodes_or_refuses(stream[:end], data.size, itemsize, parent)
@@ -71,7 +71,7 @@ def test_truncated_exact_values_are_refused(case):
 
 
 @pytest.mark.parametrize("case", SHORT_EXACT)
-def test_altered_exact_values_decode_to_something_or_are_refused(case):
+def test_altered_streams_of_exact_values_decode_or_are_refused(case):
     stream, data, itemsize, parent = case
     random = np.random.default_rng(0)
     early = range(8 * min(len(stream), 150))
@@ -82,8 +82,8 @@ def test_altered_exact_values_decode_to_something_or_are_refused(case):
 
 
 @pytest.mark.parametrize("case", EXACT)
-def test_exact_values_with_blocks_cut_short_or_exchanged_are_refused_or_decode_to_something(case):
-    # The sizes of the blocks agree with the stream, so that the faults are inside the blocks.
+def test_streams_of_exact_values_with_truncated_or_exchanged_blocks_decode_or_are_refused(case):
+    # The sizes of the blocks match the stream, so only the contents of blocks are wrong.
     stream, data, itemsize, parent = case
     blocks = -(-data.size // itemsize // BLOCK)
     head = 1 + 4 * blocks
@@ -110,8 +110,8 @@ def test_random_bytes_decode_to_exact_values_or_are_refused(junk, count, itemsiz
         exact_decodes_or_refuses(stream, size, itemsize, parent)
 
 
-def test_a_hand_made_stream_of_exact_values_decodes_as_the_format_says():
-    # 40 elements of one byte, 7 or 9, equally likely. The states are such that no element takes a word.
+def test_a_stream_of_exact_values_made_by_hand_decodes_as_the_format_describes():
+    # 40 elements of one byte, 7 or 9, equally likely. The states are chosen so that no element takes a word.
     def before(state, byte):
         return (state // 1024 << 11) + state % 1024 + (0 if byte == 7 else 1024)
 
@@ -119,7 +119,7 @@ def test_a_hand_made_stream_of_exact_values_decodes_as_the_format_says():
     states = [1 << 15] * 32
     for i in reversed(range(40)):
         states[i % 32] = before(states[i % 32], folded[i])
-    # Each number a width and the bits below the highest; seven zeros, 1024, a zero, 1024.
+    # A number is its width and the bits below the highest. The table: seven zeros, 1024, a zero, 1024.
     fields = [(0, 4), (6, 4), (11, 4), (0, 10), (0, 4), (0, 4), (11, 4), (0, 10)]
     fields += [(0, 4), (15, 4)] * 15 + [(0, 4), (5, 4)]  # 246 zeros
     number = shift = 0
@@ -129,5 +129,5 @@ def test_a_hand_made_stream_of_exact_values_decodes_as_the_format_says():
     table = number.to_bytes(-(-shift // 8), "little")
     block = b"\0\2" + table + b"".join(s.to_bytes(4, "little") for s in states)
     stream = b"\0" + len(block).to_bytes(4, "little") + block
-    # A folded byte has its sign in the lowest bit.
+    # The sign of a folded byte is its lowest bit.
     assert exact_decoded(stream, 40, 1, NOTHING).tolist() == [(f >> 1) | (f & 1) << 7 for f in folded]

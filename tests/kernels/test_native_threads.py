@@ -1,4 +1,4 @@
-"""The threads of the native core: kept from call to call, no more than allowed, and no trouble to forks and exits."""
+"""The threads of the native core: reused by later calls, never more than allowed, safe with forks and exits."""
 
 import json
 import os
@@ -18,7 +18,7 @@ ABOUT_THREADS = ("DYNAQUANT_THREADS", "LOCAL_WORLD_SIZE")
 
 
 def run(function, cores=CORES, **environment):
-    """The finished process of a function of threaded.py on these processors."""
+    """Run a function of threaded.py in a process on these processors, and return the finished process."""
     return subprocess.run(
         [sys.executable, SUPPORT / "threaded.py", _native.__file__, function],
         env={key: value for key, value in os.environ.items() if key not in ABOUT_THREADS} | environment,
@@ -51,7 +51,7 @@ def test_threads_are_kept_from_call_to_call():
         (CORES, {"OMP_NUM_THREADS": "1"}, len(CORES)),  # as torchrun sets it for every rank
         (CORES, {"LOCAL_WORLD_SIZE": "1"}, len(CORES)),
         (CORES, {"LOCAL_WORLD_SIZE": "2"}, len(HALF)),
-        (HALF, {"LOCAL_WORLD_SIZE": "2"}, len(HALF)),  # one of two ranks that are pinned: it has its share
+        (HALF, {"LOCAL_WORLD_SIZE": "2"}, len(HALF)),  # one of two pinned ranks: it already has its share
         (CORES, {"LOCAL_WORLD_SIZE": str(len(CORES))}, 1),
         (CORES, {"LOCAL_WORLD_SIZE": str(8 * len(CORES))}, 1),
         (CORES[:1], {"LOCAL_WORLD_SIZE": "1"}, 1),
@@ -60,7 +60,7 @@ def test_threads_are_kept_from_call_to_call():
         (CORES, {"DYNAQUANT_THREADS": ""}, len(CORES)),
     ],
 )
-def test_a_call_has_the_threads_that_the_process_may_use(cores, environment, wanted):
+def test_a_call_uses_the_threads_that_the_process_may_use(cores, environment, wanted):
     assert result("limit", cores, **environment) == wanted
 
 
@@ -77,19 +77,19 @@ def test_a_wrong_number_of_threads_is_refused(wrong):
     assert f"DYNAQUANT_THREADS is '{wrong}', but has to be a whole number from 1" in process.stderr
 
 
-def test_threads_that_call_at_the_same_time_share_the_kept_ones():
+def test_concurrent_calls_share_the_pool():
     right, threads = result("together", DYNAQUANT_THREADS="4")
     assert right == [True] * 20
     assert threads == 3
 
 
-def test_an_error_in_one_block_reaches_the_caller_and_leaves_nothing_behind():
+def test_an_error_in_one_block_reaches_the_caller_and_later_calls_work():
     messages, right = result("failing", DYNAQUANT_THREADS="4")
     assert messages == ["a level is not below the modulus"]
     assert right
 
 
-def test_threads_follow_a_caller_that_gives_up_processors():
+def test_pool_threads_use_only_the_processors_of_the_caller():
     assert result("narrowed", DYNAQUANT_THREADS="3")
 
 

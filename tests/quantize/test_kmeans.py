@@ -1,4 +1,4 @@
-"""Weighted k-means over buckets: the method's bound against the exact optimum, and what it makes of a tensor."""
+"""Weighted k-means over buckets: its error against the exact optimum, and the quantized tensors."""
 
 import math
 from itertools import pairwise
@@ -20,7 +20,7 @@ from dynaquant.tensors.stored import FIRST_BIN, PROTECTED, PRUNED
 ALPHA = 2.0**-8
 SEEDS = range(8)
 GENERATOR = torch.Generator().manual_seed(0)
-"""Of the tensors that tests are given, so that they are the same in every run."""
+"""Seed of the tensors that are parameters of tests, so that they are the same in every run."""
 
 SAMPLES = {
     "a normal distribution": torch.distributions.Normal(0.0, 1.0),
@@ -35,7 +35,7 @@ def mean_cost(values, centres):
 
 
 def costs_and_optimum(values, clusters):
-    """Mean squared errors on the raw data of codebooks made from its histogram, one per seed, and the least one."""
+    """Mean squared errors on the data, for the codebook of each seed from its histogram, and the optimum."""
     raw = values.to(torch.float64).numpy()
     histogram = LogHistogram.of(values)
     middles = bucket_values()[histogram.buckets].astype(np.float64)
@@ -138,7 +138,7 @@ def quantized_with(tensor, pruned=0.1, protected=0.01, bins=16):
 
 
 @pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
-def test_every_value_becomes_zero_or_16_bits_of_itself_or_its_nearest_centre(dtype):
+def test_every_value_becomes_zero_or_its_16_bits_or_its_nearest_centre(dtype):
     tensor = (torch.distributions.StudentT(4.0).sample((100, 200)) * 0.02).to(dtype)
     quantized = quantized_with(tensor)
     restored = dequantize(quantized)
@@ -174,7 +174,7 @@ def test_the_largest_float_stays_finite_when_it_is_a_centre(dtype):
 
 
 def test_fewer_bfloat16_values_than_bins_come_back_exactly():
-    # Every bfloat16 has a bucket of its own, so nothing has to be lost.
+    # Every bfloat16 has its own bucket, so nothing is lost.
     tensor = torch.tensor([1.0, 1.0078125, -1.5, 0.0, 300.0], dtype=torch.bfloat16)
     assert torch.equal(dequantize(quantize(tensor, LogHistogram.of(tensor), 16)), tensor)
 
@@ -187,7 +187,7 @@ def test_quantization_does_not_scale_the_weights(dtype):
     assert (restored * exact).sum() / exact.square().sum() == pytest.approx(1, abs=0.001)
 
 
-def test_only_so_many_different_values_are_left_as_there_are_bins():
+def test_there_are_at_most_as_many_different_values_as_bins():
     for bins in (1, 3, 16, 254):
         tensor = torch.randn(5000)
         quantized = quantized_with(tensor, pruned=0.0, protected=0.0, bins=bins)
@@ -229,7 +229,7 @@ def test_tensors_of_any_shape_and_layout_come_back(tensor):
     )
 
 
-def test_the_layout_in_memory_makes_no_difference():
+def test_the_memory_layout_does_not_matter():
     tensor = torch.randn(30, 40)
     a, b = quantized_with(tensor), quantized_with(tensor.t().contiguous().t())
     assert np.array_equal(a.levels, b.levels)
@@ -265,7 +265,7 @@ def test_a_weight_that_either_metric_protects_is_not_pruned_by_the_other():
     assert quantized.levels.tolist() == [PROTECTED, PROTECTED, PRUNED, FIRST_BIN, PRUNED]
 
 
-def test_the_codebook_is_made_of_the_weights_that_are_left():
+def test_the_codebook_depends_only_on_weights_that_are_not_pruned_or_protected():
     tensor = torch.cat([torch.full((500,), 1e-4), torch.linspace(1, 2, 500), torch.full((5,), 1e6)])
     everywhere = quantize(tensor, LogHistogram.of(tensor), 4)
     partitioned = quantized_with(tensor, pruned=0.5, protected=0.005, bins=4)
@@ -273,7 +273,7 @@ def test_the_codebook_is_made_of_the_weights_that_are_left():
     assert 0.99 <= partitioned.centres.min() <= partitioned.centres.max() <= 2.01
 
 
-def test_a_tensor_can_be_pruned_or_protected_as_a_whole():
+def test_a_whole_tensor_can_be_pruned_or_protected():
     tensor = torch.randn(50)
     pruned = quantize(tensor, LogHistogram.of(tensor), 16, Thresholds(MAGNITUDES, MAGNITUDES))
     assert torch.equal(dequantize(pruned), torch.zeros(50))

@@ -1,4 +1,4 @@
-"""A checkpoint's weights quantized together: shared thresholds, what is left out, what stands in for gradients."""
+"""All weights of a checkpoint by k-means: shared thresholds, tensors that are left out, weights without gradients."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ def share(quantized, level):
 
 
 def level_shares(quantized):
-    """Pruned and protected fractions over several tensors."""
+    """The fractions of values that are pruned and protected in several tensors together."""
     levels = np.concatenate([tensor.levels for tensor in quantized])
     return float((levels == PRUNED).mean()), float((levels == PROTECTED).mean())
 
@@ -64,7 +64,7 @@ def test_tensors_of_one_layer_type_share_their_thresholds():
     assert share(together["small"], PROTECTED) == 0
 
 
-def test_tensors_of_different_layer_types_do_not():
+def test_tensors_of_different_layer_types_have_their_own_thresholds():
     weights = {"small": torch.randn(100, 100) * 0.001, "large": torch.randn(100, 100)}
     apart, _ = quantized_and_notes(weights, {"small": CONV, "large": LINEAR}, {}, MAGNITUDE)
     for quantized in apart.values():
@@ -112,12 +112,12 @@ def test_empty_and_constant_tensors_are_left_out_without_a_note(tensor):
     assert quantized_and_notes({"w": tensor}, {"w": LINEAR}, {}, MAGNITUDE) == ({}, [])
 
 
-def test_no_weights_are_no_problem():
+def test_a_checkpoint_without_weights_works():
     assert quantized_and_notes({}, {}, {}, SENSITIVITY) == ({}, [])
 
 
 @pytest.mark.parametrize("protection", ["sensitivity", "both"])
-def test_without_gradients_magnitude_stands_in_for_sensitivity(protection):
+def test_without_gradients_magnitude_replaces_sensitivity(protection):
     weights, all_labels, _ = trained_step()
     asked = dataclasses.replace(SENSITIVITY, protection_metric=protection)
     assert same(
@@ -126,7 +126,7 @@ def test_without_gradients_magnitude_stands_in_for_sensitivity(protection):
     )
 
 
-def test_gradients_make_no_difference_when_no_metric_asks_for_them():
+def test_gradients_do_not_matter_if_no_metric_uses_them():
     weights, all_labels, gradients = trained_step()
     assert same(
         quantized_and_notes(weights, all_labels, gradients, MAGNITUDE)[0],
@@ -158,7 +158,7 @@ def test_protection_by_both_protects_half_of_the_fraction_by_each():
     assert protected.float().mean() <= 0.02
 
 
-def test_a_weight_without_a_gradient_is_quantized_with_no_say_of_sensitivity():
+def test_a_weight_without_a_gradient_is_quantized_by_magnitude_alone():
     weights, all_labels, gradients = trained_step()
     del gradients["model.1.weight"]
     quantized, _ = quantized_and_notes(weights, all_labels, gradients, SENSITIVITY)
@@ -167,7 +167,7 @@ def test_a_weight_without_a_gradient_is_quantized_with_no_say_of_sensitivity():
 
 
 @pytest.mark.parametrize("configuration", [MAGNITUDE, SENSITIVITY, Configuration()])
-def test_the_same_arguments_give_the_same_result_and_stay_as_they_are(configuration):
+def test_quantizing_is_a_pure_function(configuration):
     weights, all_labels, gradients = trained_step()
     before = {name: tensor.clone() for name, tensor in (weights | gradients).items()}
     random_state = torch.get_rng_state(), np.random.get_state()[1].copy()
@@ -179,7 +179,7 @@ def test_the_same_arguments_give_the_same_result_and_stay_as_they_are(configurat
     assert np.array_equal(np.random.get_state()[1], random_state[1])
 
 
-def test_one_sketch_serves_every_configuration_as_a_sketch_of_its_own_would():
+def test_weights_prepared_once_serve_every_configuration():
     weights, all_labels, gradients = trained_step()
     sketched = kmeans_weights(weights, all_labels, gradients)
     configurations = [MAGNITUDE, SENSITIVITY, Configuration(), dataclasses.replace(SENSITIVITY, bins=4), MAGNITUDE]
@@ -190,7 +190,7 @@ def test_one_sketch_serves_every_configuration_as_a_sketch_of_its_own_would():
     assert not same(found[1], found[3])
 
 
-def test_what_is_stored_exactly_is_missing_from_the_whole_sketch():
+def test_tensors_to_store_exactly_are_left_out_of_all_fields():
     weights = {"good": torch.randn(9, 9), "bad": torch.full((9, 9), float("nan")), "constant": torch.ones(9, 9)}
     gradients = {name: torch.randn(9, 9) for name in weights}
     sketched = kmeans_weights(weights, dict.fromkeys(weights, LINEAR), gradients)
@@ -198,14 +198,14 @@ def test_what_is_stored_exactly_is_missing_from_the_whole_sketch():
     assert [list(part) for part in parts] == [["good"]] * 5
 
 
-def test_a_gradient_of_no_weight_is_of_no_account():
+def test_gradients_of_unknown_weights_are_ignored():
     weights, all_labels, gradients = trained_step()
     with_more, _ = quantized_and_notes(weights, all_labels, gradients | {"else": torch.randn(3, 3)}, SENSITIVITY)
     assert same(with_more, quantized_and_notes(weights, all_labels, gradients, SENSITIVITY)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_weights_of_every_sketched_dtype_work_with_float32_gradients(dtype):
+def test_weights_of_every_quantizable_dtype_work_with_float32_gradients(dtype):
     weights, all_labels, gradients = trained_step()
     weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
     quantized, _ = quantized_and_notes(weights, all_labels, gradients, SENSITIVITY)

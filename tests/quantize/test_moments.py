@@ -1,4 +1,4 @@
-"""Moments in a few bits: tolerances hold when worked out anew, the coarsest form is taken, doubtful ones are exact."""
+"""Quantized moments: within the tolerance, in the coarsest form possible, and otherwise exact."""
 
 import math
 
@@ -27,7 +27,7 @@ from dynaquant.tensors.stored import QuantizedTensor, RankOne, ScaledMoment
 
 EPSILON = 1e-8
 SLACK = 1.0001
-"""Tolerances are held in float32."""
+"""Tolerances hold up to the precision of float32."""
 
 
 def numbers(tensor):
@@ -35,7 +35,7 @@ def numbers(tensor):
 
 
 def second_effect(second, stored):
-    """Root mean square of ``sqrt(v / v̂) - 1``, where v is not zero."""
+    """The root mean square of ``sqrt(v / v̂) - 1`` over the elements that are not zero."""
     v, decoded = numbers(second), numbers(dequantize(stored))
     moved = v > 0
     with np.errstate(divide="ignore"):
@@ -43,14 +43,14 @@ def second_effect(second, stored):
 
 
 def first_effect(first, second, restored_first, restored_second):
-    """How far the next update is off, relative to it."""
+    """The relative error of the next update."""
     wanted = numbers(first) / (np.sqrt(numbers(second)) + EPSILON)
     found = numbers(restored_first) / (np.sqrt(numbers(restored_second)) + EPSILON)
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
 def moments(shape=(48, 40), seed=0, spread=1.5):
-    """A first and a second moment like those of Adam: rows and columns differ, and so do elements a little."""
+    """A first and a second moment like those of Adam: rows and columns differ much, single elements a little."""
     random = np.random.default_rng(seed)
     rows, columns = random.normal(0, spread, shape[:1]), random.normal(0, spread, math.prod(shape[1:]))
     v = 1e-6 * np.exp(rows[:, None] + columns + random.normal(0, 0.3, (len(rows), len(columns))))
@@ -62,7 +62,7 @@ def moments(shape=(48, 40), seed=0, spread=1.5):
     exponents=st.lists(st.floats(-100, 100) | st.none(), max_size=40),
     pace=st.sampled_from([1, 2, 4, 8, 16]),
 )
-def test_logarithmic_levels_are_half_a_pace_off_at_most_and_zero_stays_zero(exponents, pace):
+def test_errors_on_a_log_grid_are_at_most_half_a_pace_and_zero_stays_zero(exponents, pace):
     tensor = torch.tensor([0.0 if e is None else 2.0**e for e in exponents])
     stored = quantize_to_log_grid(tensor, pace)
     positive = tensor > 0
@@ -76,14 +76,14 @@ def test_logarithmic_levels_are_half_a_pace_off_at_most_and_zero_stays_zero(expo
     assert off.max(initial=0) <= pace / 2 + 0.025  # 0.4 % are 0.023 rungs
 
 
-def test_logarithmic_levels_begin_at_the_smallest_value_and_end_at_the_largest():
+def test_a_log_grid_spans_from_the_smallest_to_the_largest_value():
     stored = quantize_to_log_grid(torch.tensor([0.0, 0.25, 16.0, 1.0]), 4)
     assert stored.codebook == LogGrid(4, -2, 7)
     assert stored.levels.tolist() == [0, 2, 8, 4]
 
 
 @pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
-def test_values_of_any_dtype_and_shape_have_logarithmic_levels(dtype):
+def test_a_log_grid_works_for_any_dtype_and_shape(dtype):
     for shape in [(), (1,), (0,), (3, 4), (2, 3, 4)]:
         tensor = torch.rand(shape).to(dtype)
         restored = dequantize(quantize_to_log_grid(tensor, 2))
@@ -95,24 +95,24 @@ def test_values_of_any_dtype_and_shape_have_logarithmic_levels(dtype):
     )
 
 
-def test_a_product_of_rows_and_columns_comes_back_as_one():
+def test_a_rank_one_matrix_is_stored_as_rows_and_columns():
     rows, columns = torch.rand(30) + 0.1, torch.rand(20) + 0.1
     exact = torch.outer(rows, columns)
     for tensor in (exact, exact.reshape(30, 4, 5)):
         stored = quantize_rank_one(tensor)
         assert dequantize(stored).shape == tensor.shape
-        assert float((dequantize(stored) / tensor).log2().abs().max()) < 0.27  # an eighth of an octave for each
+        assert float((dequantize(stored) / tensor).log2().abs().max()) < 0.27  # an eighth of an octave for each factor
 
 
 @pytest.mark.parametrize("tensor", [torch.tensor(1.0), torch.rand(9), torch.zeros(3, 3)], ids=["0", "1", "zero"])
-def test_what_has_no_rows_and_columns_is_no_product(tensor):
+def test_vectors_and_zeros_have_no_rank_one_form(tensor):
     assert quantize_rank_one(tensor) is None
 
 
 @pytest.mark.parametrize("tolerance", [0.03, 0.05, 0.1, 0.2, 0.3, 0.5])
 @pytest.mark.parametrize("noise", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("shape", [(40, 30), (200,), (8, 6, 3, 3), (1, 50)], ids=str)
-def test_a_second_moment_is_as_cheap_as_its_tolerance_allows(tolerance, noise, shape):
+def test_a_second_moment_gets_the_cheapest_form_within_the_tolerance(tolerance, noise, shape):
     torch.manual_seed(1)
     base = torch.outer(torch.rand(shape[0]) + 0.01, torch.rand(math.prod(shape[1:])) + 0.01).reshape(shape)
     second = 1e-7 * base * torch.exp(noise * torch.randn(shape))
@@ -128,7 +128,7 @@ def test_a_second_moment_is_as_cheap_as_its_tolerance_allows(tolerance, noise, s
         assert stored.codebook == good[0].codebook
 
 
-def test_second_moments_that_are_zero_stay_zero_unless_they_are_a_product():
+def test_zeros_of_a_second_moment_stay_zero_unless_it_is_rank_one():
     second = torch.rand(500) * 1e-6
     second[::3] = 0
     stored = second_moment_of(second, 0.3)
@@ -141,7 +141,7 @@ def test_second_moments_that_are_zero_stay_zero_unless_they_are_a_product():
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 4), ()])
-def test_a_second_moment_of_nothing_but_zeros_costs_no_bins(shape):
+def test_a_second_moment_of_zeros_has_no_bins(shape):
     stored = second_moment_of(torch.zeros(shape), 0.1)
     assert stored.codebook.bins == 0
     assert bits(dequantize(stored)) == bits(torch.zeros(shape))
@@ -149,7 +149,7 @@ def test_a_second_moment_of_nothing_but_zeros_costs_no_bins(shape):
 
 @pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 @pytest.mark.parametrize("large", [1e30, 3.4e38, 1e200, 6e4, 3.3e4])
-def test_second_moments_however_large_stay_finite(dtype, large):
+def test_large_second_moments_stay_finite(dtype, large):
     second = torch.tensor([large, *[large * 1e-3] * 400], dtype=torch.float64).to(dtype)
     for tensor in (second, second.reshape(1, -1), second[:400].reshape(20, 20)):
         if bool(tensor.isfinite().all()):
@@ -159,15 +159,15 @@ def test_second_moments_however_large_stay_finite(dtype, large):
 
 @pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 @pytest.mark.parametrize("small", [1e-6, 1e-20, 1e-36, 1e-42])
-def test_second_moments_however_small_hold_their_tolerance(dtype, small):
+def test_small_second_moments_stay_within_the_tolerance(dtype, small):
     second = (moments((20, 30))[1].double() * 1e6 * small).to(dtype)
     for tensor in (second, second.reshape(-1)):
         stored = second_moment_of(tensor, 0.3)
         assert stored is None or second_effect(tensor, stored) <= 0.3 * 1.01
 
 
-def test_a_tolerance_holds_for_the_whole_of_a_large_tensor_whatever_repeats_in_it():
-    # A convolution's: one column of its kernels is a product, the others are far from being one.
+def test_the_sample_of_a_large_tensor_does_not_line_up_with_its_columns():
+    # A convolution: one column of its kernels is rank-one, the others are far from it.
     second = torch.ones(128, 128, 3, 3)
     chequered = (torch.arange(128)[:, None] + torch.arange(128)) % 2 == 0
     second[..., 1:] = torch.where(chequered, 1.0, 1e-4)[:, :, None, None]
@@ -178,7 +178,7 @@ def test_a_tolerance_holds_for_the_whole_of_a_large_tensor_whatever_repeats_in_i
 @pytest.mark.parametrize("tolerance", [0.02, 0.1, 0.3, 0.5, 0.9])
 @pytest.mark.parametrize("second_tolerance", [0.06, 0.5])
 @pytest.mark.parametrize("shape", [(48, 40), (300,), (6, 5, 3, 3)], ids=str)
-def test_a_first_moment_has_the_largest_step_that_its_tolerance_allows(tolerance, second_tolerance, shape):
+def test_a_first_moment_gets_the_largest_step_within_the_tolerance(tolerance, second_tolerance, shape):
     first, second = moments((*shape, 1) if len(shape) == 1 else shape, seed=2)
     first, second = first.reshape(shape), second.reshape(shape)
     stored_second = second_moment_of(second, second_tolerance)
@@ -201,7 +201,7 @@ def test_a_first_moment_has_the_largest_step_that_its_tolerance_allows(tolerance
 
 @pytest.mark.parametrize("tolerance", [0.02, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("size", [1e-12, 1e-3, 1e6])
-def test_a_momentum_has_the_largest_step_that_its_tolerance_allows(tolerance, size):
+def test_a_momentum_gets_the_largest_step_within_the_tolerance(tolerance, size):
     first = torch.randn(50, 30) * size
 
     def effect_of(rung):
@@ -215,7 +215,7 @@ def test_a_momentum_has_the_largest_step_that_its_tolerance_allows(tolerance, si
     assert rung + 2 > 4 * math.log2(size) + FIRST_RUNGS[0] or effect_of(rung + 2) > tolerance / SLACK
 
 
-def test_with_a_tolerance_of_all_of_an_update_first_moments_are_zero():
+def test_with_a_tolerance_of_1_first_moments_are_zero():
     first, second = moments()
     scaled = quantize_first_moment(first, second, second_moment_of(second, 0.5), "v", 1.0)
     for stored in (scaled, quantize_momentum(first, 1.0)):
@@ -225,7 +225,7 @@ def test_with_a_tolerance_of_all_of_an_update_first_moments_are_zero():
 
 @pytest.mark.parametrize("tolerance", [0.1, 1.0])
 @pytest.mark.parametrize("size", [1e-44, 1e-30, 1e-20, 1e10, 1e18, 1e20, 1e30, 3e38])
-def test_momentum_of_any_size_is_within_tolerance_or_exact(tolerance, size):
+def test_momentum_of_any_magnitude_is_within_the_tolerance_or_exact(tolerance, size):
     first = torch.linspace(-1, 1, 999) * size
     stored = quantize_moments({"s": first}, {"s": Label("first_moment")}, tolerance, 0.3).get("s")
     if stored is not None:
@@ -234,10 +234,10 @@ def test_momentum_of_any_size_is_within_tolerance_or_exact(tolerance, size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_first_moments_of_other_dtypes_hold_their_tolerance_too(dtype):
+def test_first_moments_of_other_dtypes_stay_within_the_tolerance(dtype):
     first, second = moments((30, 40))
     first, second = (first * 1e3).to(dtype), (second * 1e6).clamp(min=1e-3).to(dtype)
-    first[3, 5] = 30 * second[3, 5].sqrt()  # beyond 127 of the small steps that this tolerance asks for
+    first[3, 5] = 30 * second[3, 5].sqrt()  # more than 127 of the small steps that this tolerance needs
     stored_second = second_moment_of(second, 0.02) or second_moment_of(second, 0.1)
     for tolerance in (0.05, 0.1, 0.2):
         stored = quantize_first_moment(first, second, stored_second, "v", tolerance)
@@ -247,7 +247,7 @@ def test_first_moments_of_other_dtypes_hold_their_tolerance_too(dtype):
             assert first_effect(first, second, restored, dequantize(stored_second)) <= tolerance * 1.02
 
 
-def test_a_first_moment_is_zero_where_the_second_is_and_exact_where_that_cannot_be():
+def test_a_first_moment_that_is_not_zero_where_the_second_is_stays_exact():
     first, second = moments((40, 25))
     first[3], second[3] = 0, 0
     stored_second = second_moment_of(second, 0.5)
@@ -268,7 +268,7 @@ DOUBTFUL = {
 
 @pytest.mark.parametrize("what", DOUBTFUL)
 @pytest.mark.parametrize("tolerance", [0.5, 1.0])
-def test_moments_that_are_not_numbers_are_exact(what, tolerance):
+def test_moments_that_are_empty_or_not_finite_stay_exact(what, tolerance):
     for role in ("first_moment", "second_moment"):
         assert quantize_moments({"s.x": DOUBTFUL[what]}, {"s.x": Label(role)}, tolerance, tolerance) == {}
 
@@ -280,11 +280,11 @@ def adam_state(first, second, extra=None):
 
 @pytest.mark.parametrize("second", [torch.tensor([-1e-9, 1.0]), DOUBTFUL["nan"], DOUBTFUL["infinite"]])
 @pytest.mark.parametrize("tolerance", [0.5, 1.0])
-def test_a_first_moment_is_exact_where_its_second_is(second, tolerance):
+def test_a_first_moment_stays_exact_if_its_second_moment_does(second, tolerance):
     assert quantize_moments(*adam_state(torch.tensor([0.1, 0.2]), second), tolerance, 0.5) == {}
 
 
-def test_a_first_moment_is_in_units_of_the_second_that_divides_it():
+def test_a_first_moment_is_in_units_of_the_second_moment_that_divides_it():
     first, second = moments()
     assert quantize_moments(*adam_state(first, second), 0.5, 0.5)["s.exp_avg"].second_name == "s.exp_avg_sq"
     stored = quantize_moments(*adam_state(first, second, second * 1.5), 0.5, 0.5)
@@ -294,7 +294,7 @@ def test_a_first_moment_is_in_units_of_the_second_that_divides_it():
 
 
 def round_trip(stored, parent, name="m"):
-    """What a stream decodes to, its coding and its size."""
+    """The decoded tensor, its scheme and the size of its stream."""
     scheme, coded = encode(stored, parent)
     values = values_of(stored)
     role = Label("first_moment" if isinstance(stored, ScaledMoment) else "second_moment")
@@ -331,7 +331,7 @@ def test_moments_come_back_from_their_streams_with_and_without_a_parent(dtype, s
     assert isinstance(after_second, RankOne) == (second_tolerance == 0.5)
 
 
-def test_a_product_costs_at_least_what_the_format_asks_of_a_tensor_so_large():
+def test_a_rank_one_stream_is_at_least_as_long_as_the_format_requires():
     second = torch.ones(2000, 1500)
     stored = second_moment_of(second, 0.5)
     assert isinstance(stored, RankOne)
@@ -339,7 +339,7 @@ def test_a_product_costs_at_least_what_the_format_asks_of_a_tensor_so_large():
     assert round_trip(stored, stored)[1] < 200
 
 
-def test_units_are_refused_without_the_tensor_that_they_are_units_of():
+def test_a_first_moment_is_refused_without_its_second_moment():
     first, second = moments()
     stored = quantize_first_moment(first, second, second_moment_of(second, 0.5), "v", 0.5)
     scheme, coded = encode(stored, None)
@@ -352,7 +352,7 @@ def test_units_are_refused_without_the_tensor_that_they_are_units_of():
         )
 
 
-def test_nothing_of_a_state_is_changed_by_quantizing_it():
+def test_quantizing_moments_does_not_change_the_state():
     tensors, labels = adam_state(*moments())
     before = bits(tensors)
     quantize_moments(tensors, labels, 0.5, 0.5)

@@ -1,4 +1,4 @@
-"""Which weights are pruned and protected: fractions, thresholds, the configuration's limits."""
+"""Which weights are pruned and protected: fractions, thresholds, and limits of the configuration."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from dynaquant.tensors.stored import PROTECTED, PRUNED
 
 
 def shares(tensor, pruned, protected):
-    """The fractions that are pruned and protected, and the levels."""
+    """The fractions of values that are pruned and protected, and the levels."""
     histogram = LogHistogram.of(tensor)
     levels = quantize(tensor, histogram, 4, thresholds(histogram, pruned, protected)).levels
     return (levels == PRUNED).mean(), (levels == PROTECTED).mean(), levels
@@ -26,7 +26,7 @@ FRACTIONS = st.floats(0, 1, exclude_max=True)
 def test_fractions_are_upper_bounds_and_missed_by_one_bucket_at_most(pruned, protected, seed):
     tensor = torch.randn(20_000, generator=torch.Generator().manual_seed(seed))
     was_pruned, was_protected, _ = shares(tensor, pruned, protected)
-    # A bucket is 2⁻⁷ of its magnitudes wide, so it holds at most 0.4 % of a normal distribution.
+    # The width of a bucket is 2⁻⁷ of its magnitudes, so it has at most 0.4 % of a normal distribution.
     assert pruned - 0.004 <= was_pruned <= pruned
     assert was_protected <= protected
     if pruned + protected <= 1:
@@ -54,7 +54,7 @@ def test_pruning_wins_where_large_fractions_overlap():
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.999])
-def test_equal_values_are_not_pruned_or_protected_in_part(fraction):
+def test_equal_values_are_pruned_or_protected_together(fraction):
     assert shares(torch.full((1000,), 0.25), fraction, fraction)[:2] == (0, 0)
 
 
@@ -111,6 +111,6 @@ def test_pruning_by_both_metrics_is_refused():
 
 @pytest.mark.parametrize("pruning", ["magnitude", "sensitivity"])
 @pytest.mark.parametrize("protection", ["magnitude", "sensitivity", "both"])
-def test_gradients_are_asked_for_only_when_a_metric_needs_them(pruning, protection):
+def test_gradients_are_needed_only_if_a_metric_uses_sensitivity(pruning, protection):
     configuration = Configuration(pruning_metric=pruning, protection_metric=protection)
     assert configuration.uses_sensitivity == ((pruning, protection) != ("magnitude", "magnitude"))

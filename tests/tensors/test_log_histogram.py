@@ -1,4 +1,4 @@
-"""The log histogram: mergeable, and quantiles within 2⁻⁸ of the exact ones."""
+"""Log histograms: mergeable, with quantiles within 2⁻⁸ of the exact ones."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def test_a_quantile_outside_0_to_1_is_refused(q):
         LogHistogram.of(torch.ones(3)).quantile(q)
 
 
-def test_nothing_has_no_quantile():
+def test_an_empty_histogram_has_no_quantile():
     with pytest.raises(ValueError, match="at least one value"):
         LogHistogram.of(torch.zeros(0, 4)).quantile(0.5)
 
@@ -74,7 +74,7 @@ def test_infinities_and_nans_are_counted(dtype):
     assert LogHistogram.of(values[values.isfinite()]).nonfinite == 0
 
 
-def test_every_value_counts_whatever_the_shape_and_layout():
+def test_shape_and_layout_do_not_matter():
     matrix = torch.randn(60, 70)
     whole = LogHistogram.of(matrix)
     assert whole.counts.sum() == 4200
@@ -93,7 +93,7 @@ def test_the_two_signs_add_up_in_magnitudes():
 
 
 @pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
-def test_the_bits_of_a_tensor_are_a_view_where_they_can_be(dtype):
+def test_the_bits_of_a_tensor_are_a_view_if_possible(dtype):
     tensor = torch.randn(8, 3).to(dtype)
     bits = bits_of(tensor)
     assert bits.shape == (24,)
@@ -101,14 +101,14 @@ def test_the_bits_of_a_tensor_are_a_view_where_they_can_be(dtype):
 
 
 @pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
-def test_a_bucket_stands_for_its_values_within_the_relative_error(dtype):
+def test_bucket_values_are_within_the_relative_error_of_all_values_in_the_bucket(dtype):
     values = torch.randn(5000).to(dtype).to(torch.float32).numpy()
     buckets = values.view(np.uint32) >> 16
     assert np.all(np.abs(bucket_values()[buckets] - values) <= ALPHA * np.abs(values))
 
 
 @pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
-def test_a_table_over_buckets_can_be_looked_up_with_the_top_bits_of_every_dtype(dtype):
+def test_table_for_rearranges_a_table_for_the_top_bits_of_every_dtype(dtype):
     values = torch.randn(5000).to(dtype)
     by_bucket = np.arange(BUCKETS).astype(np.uint8)
     bits = bits_of(values)
