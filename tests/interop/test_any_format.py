@@ -1,4 +1,4 @@
-"""Files of other programs: what is read from them, and that no file can do harm or end in a traceback."""
+"""Reads files of other programs. No file can run code or end in a traceback."""
 
 import json
 import pickle
@@ -41,7 +41,7 @@ def test_the_versions_of_a_state_dict_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_torch_file_with_code_is_refused_by_its_name_and_the_code_not_run(tmp_path, zipped):
+def test_a_torch_file_with_code_is_refused_and_its_code_not_run(tmp_path, zipped):
     torch.save(
         {"w": torch.ones(2), "x": Code(tmp_path / "made")}, tmp_path / "m.pt", _use_new_zipfile_serialization=zipped
     )
@@ -60,7 +60,7 @@ def test_a_torch_file_that_is_cut_off_anywhere_is_refused(tmp_path, zipped):
         refuses(tmp_path / "cut.pt")
 
 
-def test_what_torch_saved_but_a_checkpoint_cannot_hold_is_refused(tmp_path):
+def test_a_torch_file_with_values_that_a_checkpoint_cannot_hold_is_refused(tmp_path):
     path = tmp_path / "model.pt"
     for thing, reason in (
         ([torch.ones(2)], "a list, not a dictionary"),
@@ -73,7 +73,7 @@ def test_what_torch_saved_but_a_checkpoint_cannot_hold_is_refused(tmp_path):
     refuses(path, "not a whole file of torch.save")
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
+def test_files_of_other_formats_are_refused(tmp_path):
     path = tmp_path / "file"
     for content in (b"", b"{}", b"hello world", b"PK\x03\x04garbage", b"\x80\x02garbage", b"\x93NUMPY garbage"):
         path.write_bytes(content)
@@ -85,8 +85,8 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     refuses(path, "compressed already")
 
 
-def test_a_safetensors_file_is_known_whatever_the_length_of_its_header(tmp_path):
-    """It comes first: of 128 bytes it begins as a pickle does."""
+def test_a_safetensors_file_is_recognized_whatever_the_length_of_its_header(tmp_path):
+    """A header of 128 bytes begins like a pickle, so safetensors is checked first."""
     path = tmp_path / "model.safetensors"
     for length in (0x80, 0x04034B50 & 0xFFFF, 0x180):
         tensor = {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
@@ -105,7 +105,7 @@ def test_a_pickle_that_is_called_safetensors_is_refused(tmp_path):
     refuses(tmp_path / "model.safetensors", "not a whole file")
 
 
-def test_a_safetensors_header_that_lies_is_refused(tmp_path):
+def test_a_wrong_safetensors_header_is_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     sound = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     for wrong in ({"shape": [4]}, {"shape": [2**62, 4]}, {"dtype": "X"}, {"data_offsets": [0, 80]}):
@@ -119,7 +119,7 @@ def test_a_safetensors_header_that_lies_is_refused(tmp_path):
 DTYPES = sorted(set(safetensors._TYPES) - {getattr(torch, "float4_e2m1fn_x2", None)}, key=str)
 
 
-def test_safetensors_of_every_dtype_come_back_as_they_were(tmp_path):
+def test_safetensors_of_every_dtype_come_back_unchanged(tmp_path):
     tensors = {str(dtype): torch.randint(0, 2, (3, 5)).to(dtype) for dtype in DTYPES}
     tensors |= {"": torch.ones(2), "../x": torch.tensor(1.5), "ü/ñ.b": torch.empty(0, 3)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -147,7 +147,7 @@ def test_pairs_of_four_bit_floats_are_counted_as_safetensors_does(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
-def test_names_that_safetensors_cannot_have_are_refused(tmp_path, name):
+def test_names_that_safetensors_does_not_allow_are_refused(tmp_path, name):
     with (tmp_path / "x").open("wb") as out, pytest.raises(dq.CheckpointError, match="export to torch instead"):
         safetensors.write(out, {name: torch.ones(1)}, {name: torch.ones(1, device="meta")}, None)
 
@@ -160,7 +160,7 @@ def test_a_hugging_face_folder_is_read_with_and_without_its_index(tmp_path):
     assert bits(state_of(tmp_path / "hf")) == bits(expected)
 
 
-def test_a_hugging_face_folder_that_is_not_whole_is_refused(tmp_path):
+def test_an_incomplete_hugging_face_folder_is_refused(tmp_path):
     folder = tmp_path / "hf"
     index = hf_folder(folder)
     for wrong in (
@@ -203,7 +203,7 @@ def test_a_dcp_folder_is_read_with_its_plain_values(tmp_path):
     }
 
 
-def test_a_dcp_folder_with_code_is_refused_and_the_code_not_run(tmp_path):
+def test_a_dcp_folder_with_code_is_refused_and_its_code_not_run(tmp_path):
     made = tmp_path / "made"
     dcp.write(tmp_path / "dcp", {"w": torch.ones(4), "step": 3})
     call = b"(S'touch " + str(made).encode() + b"'\ntR."
@@ -217,7 +217,7 @@ def test_a_dcp_folder_with_code_is_refused_and_the_code_not_run(tmp_path):
     assert not made.exists()
 
 
-def test_a_dcp_folder_does_not_change_classes(tmp_path):
+def test_a_dcp_folder_cannot_change_classes(tmp_path):
     dcp.write(tmp_path / "dcp", {"w": torch.randn(3)})
     name = b"torch.distributed.checkpoint.metadata\nMetadata\n"
     attribute = pickle.dumps((None, {"poison": 1}))[2:-1]
@@ -225,7 +225,7 @@ def test_a_dcp_folder_does_not_change_classes(tmp_path):
     assert not hasattr(Metadata, "poison")
 
 
-def test_a_dcp_folder_whose_metadata_lies_is_refused(tmp_path):
+def test_a_dcp_folder_with_wrong_metadata_is_refused(tmp_path):
     dcp.write(tmp_path / "dcp", training_state())
 
     def each_place(**values):
@@ -260,7 +260,7 @@ def test_a_dcp_folder_whose_metadata_lies_is_refused(tmp_path):
         refuses(with_metadata(tmp_path / "dcp", change))
 
 
-def test_a_dcp_folder_that_is_not_whole_is_refused(tmp_path):
+def test_an_incomplete_dcp_folder_is_refused(tmp_path):
     dcp.write(tmp_path / "dcp", {"w": torch.ones(4)})
     part = next((tmp_path / "dcp").glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:100])
@@ -270,7 +270,7 @@ def test_a_dcp_folder_that_is_not_whole_is_refused(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_is_written_as_dcp_is_what_dcp_loads(tmp_path):
+def test_dcp_loads_what_was_written(tmp_path):
     dcp.write(tmp_path / "dcp", {"w": torch.randn(4, 4), "step": 3})
     place = {"w": torch.zeros(4, 4), "step": 0}
     distributed.load(place, checkpoint_id=tmp_path / "dcp", no_dist=True)

@@ -1,4 +1,4 @@
-"""Checkpoints as files that other programs read."""
+"""Exports checkpoints as files that other programs read."""
 
 import errno
 import json
@@ -51,7 +51,7 @@ def folder(tmp_path) -> Stored:
     return packed(tmp_path / "hf", tmp_path)
 
 
-def test_what_is_written_is_what_is_loaded(trained, tmp_path):
+def test_exported_files_hold_what_load_returns(trained, tmp_path):
     state = dq.load(tmp_path / "run")
     model = {name: tensor for name, tensor in state["model"].items() if name != "4.weight"}
     for target, expected in (
@@ -66,7 +66,7 @@ def test_what_is_written_is_what_is_loaded(trained, tmp_path):
     assert bits(torch.load(tmp_path / "state.pt", weights_only=False)) == bits(state)
 
 
-def test_a_training_is_written_as_dcp(tmp_path):
+def test_a_training_is_exported_as_dcp(tmp_path):
     torch.save({"model": {"w": torch.randn(4, 4)}, "step": 3, "list": [torch.ones(2), "x"]}, tmp_path / "m.pt")
     export(packed(tmp_path / "m.pt", tmp_path), Target.DCP, tmp_path / "dcp")
     assert bits(content_of(tmp_path / "dcp")) == bits(torch.load(tmp_path / "m.pt"))
@@ -124,7 +124,7 @@ def test_large_models_become_several_files_and_an_index(tmp_path, monkeypatch):
     assert bits(dict(sorted(content_of(tmp_path / "hf").items()))) == bits(tensors)
 
 
-def test_the_format_goes_by_the_suffix_then_by_what_it_was(folder, trained, tmp_path):
+def test_the_suffix_decides_the_format_and_then_the_original_format(folder, trained, tmp_path):
     assert target_for(folder, Path("x.safetensors")) is Target.SAFETENSORS
     assert target_for(folder, Path("x.pt")) is Target.TORCH_STATE
     assert target_for(folder, Path("x")) is Target.HF
@@ -157,7 +157,7 @@ def test_the_format_goes_by_the_suffix_then_by_what_it_was(folder, trained, tmp_
     ],
     ids=str,
 )
-def test_a_record_that_lies_leads_nowhere_and_keeps_nothing_from_being_written(folder, tmp_path, source):
+def test_a_wrong_record_neither_writes_outside_the_folder_nor_prevents_the_export(folder, tmp_path, source):
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("precious")
@@ -171,7 +171,7 @@ def test_a_record_that_lies_leads_nowhere_and_keeps_nothing_from_being_written(f
     assert sorted(os.listdir(out)) == ["hf", "precious", "safetensors"]
 
 
-def test_a_model_with_state_of_its_own_is_written_as_torch_has_it(tmp_path):
+def test_a_model_with_extra_state_is_exported_as_torch_has_it(tmp_path):
     class Counting(nn.Linear):
         def get_extra_state(self):
             return {"seen": (torch.tensor(3), [torch.ones(2)]), "array": torch.ones(2).numpy()}
@@ -190,7 +190,7 @@ def test_a_model_with_state_of_its_own_is_written_as_torch_has_it(tmp_path):
 
 
 @pytest.mark.parametrize("target", list(Target))
-def test_on_any_error_nothing_is_left(trained, tmp_path, target):
+def test_an_error_leaves_no_output_behind(trained, tmp_path, target):
     out = tmp_path / "out"
     before = set(os.listdir(tmp_path))
     for room in (0, 1000, 2000):
@@ -212,7 +212,7 @@ def test_on_any_error_nothing_is_left(trained, tmp_path, target):
     assert set(os.listdir(tmp_path)) == before
 
 
-def test_folders_are_written_where_there_is_none_or_an_empty_one(folder, tmp_path):
+def test_folders_are_exported_only_to_new_or_empty_folders(folder, tmp_path):
     (tmp_path / "empty").mkdir()
     export(folder, Target.HF, tmp_path / "empty")
     before = contents(tmp_path / "empty")

@@ -1,4 +1,4 @@
-"""Folders of checkpoints, laid out as Transformers' Trainer and Accelerate write them."""
+"""Checkpoint folders as Transformers' Trainer and Accelerate write them."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from dynaquant.store.run import Run
 
 
 class Arguments:
-    """Any class: pickles of it name code, as training_args.bin does."""
+    """Any class. Its pickle names code, like training_args.bin."""
 
 
 def trained():
@@ -34,7 +34,7 @@ def trained():
 
 
 def trainers(path, step=3):
-    """A folder as the Trainer writes it; returns model and optimizer."""
+    """Writes a folder as the Trainer does. Returns model and optimizer."""
     model, optimizer = trained()
     train(model, optimizer, step)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
@@ -58,7 +58,7 @@ CARRIED = {
 
 
 def back_of(source, out, quality="balanced"):
-    """What is decompressed of it, into a folder beside ``out``."""
+    """Compresses and decompresses a folder. Returns the folder beside ``out`` with the result."""
     compress(source, out, Packer(quality))
     stored = Stored(out)
     back = out.with_name("back")
@@ -97,7 +97,7 @@ def test_moments_in_a_folder_are_quantized_as_in_a_training(tmp_path):
     assert record.roles["second_moment"].ratio > 8
 
 
-def test_moments_of_which_it_is_not_known_whose_they_are_decide_nothing(tmp_path):
+def test_moments_that_cannot_be_matched_with_weights_decide_nothing(tmp_path):
     """safetensors sorts weights by name; the optimizer numbers them in the order of the model."""
     trainers(tmp_path / "checkpoint-3")
     with_optimizer = compress(tmp_path / "checkpoint-3", tmp_path / "c.dqc", Packer())
@@ -116,7 +116,7 @@ def test_lossless_keeps_every_bit_of_a_folder(tmp_path):
     assert all(before[name] == after[name] for name in CARRIED)
 
 
-def test_only_what_is_in_counts_and_compress_pack_and_log_agree(tmp_path, monkeypatch):
+def test_sizes_count_only_stored_files_and_compress_pack_and_log_agree(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "CARRIED_BYTES", 10_000)
     sources = [tmp_path / f"checkpoint-{step}" for step in (1, 2, 3)]
     for step, source in enumerate(sources, 1):
@@ -144,7 +144,7 @@ def test_only_what_is_in_counts_and_compress_pack_and_log_agree(tmp_path, monkey
     assert all(f"note: {note} (3 of 3 checkpoints)" in said for note in left_out)
 
 
-def test_a_series_of_folders_is_unpacked_as_folders_and_what_stays_the_same_costs_nothing(tmp_path):
+def test_a_series_of_folders_is_unpacked_as_folders_and_unchanged_files_cost_nothing(tmp_path):
     sources = [tmp_path / f"checkpoint-{step}" for step in (1, 2)]
     for step, source in enumerate(sources, 1):
         trainers(source, step)
@@ -223,8 +223,8 @@ def test_weights_of_older_folders_are_files_of_torch(tmp_path):
     assert compress(source, tmp_path / "c.dqc", Packer()).roles["weight"].ratio > 4
 
 
-def test_other_tensors_than_weights_and_moments_are_exact(tmp_path):
-    """What an object of the user's keeps is not known to bear being quantized."""
+def test_tensors_other_than_weights_and_moments_are_exact(tmp_path):
+    """Nobody knows whether the state of a user's object may be quantized."""
     source = tmp_path / "checkpoint-3"
     trainers(source)
     state = {"mean": torch.randn(200, 200), "std": torch.rand(200)}
@@ -233,7 +233,7 @@ def test_other_tensors_than_weights_and_moments_are_exact(tmp_path):
     assert bits(torch.load(back / "custom_checkpoint_0.pkl")) == bits(state)
 
 
-def test_a_large_file_that_names_code_is_carried_with_a_note_and_the_code_not_run(tmp_path):
+def test_a_large_file_that_names_code_is_stored_byte_for_byte_with_a_note(tmp_path):
     source = tmp_path / "checkpoint-3"
     trainers(source)
     made = tmp_path / "made"
@@ -245,7 +245,7 @@ def test_a_large_file_that_names_code_is_carried_with_a_note_and_the_code_not_ru
     assert not made.exists()
 
 
-def test_what_is_no_file_of_the_folder_is_left_out_and_named(tmp_path):
+def test_special_files_and_links_out_of_the_folder_are_left_out_and_named(tmp_path):
     source = tmp_path / "hf"
     source.mkdir()
     save_file({"w": torch.randn(64, 64)}, source / "model.safetensors")
@@ -270,7 +270,7 @@ def test_what_is_no_file_of_the_folder_is_left_out_and_named(tmp_path):
     ]
 
 
-def test_a_snapshot_in_the_cache_of_the_hub_is_taken_in_though_it_is_made_of_links(tmp_path):
+def test_a_snapshot_in_the_cache_of_the_hub_is_read_although_its_files_are_links(tmp_path):
     blobs, source = tmp_path / "models--x" / "blobs", tmp_path / "models--x" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     source.mkdir(parents=True)
@@ -283,7 +283,7 @@ def test_a_snapshot_in_the_cache_of_the_hub_is_taken_in_though_it_is_made_of_lin
     assert Stored(tmp_path / "c.dqc").file.header.record["notes"] == []
 
 
-def test_files_beside_a_dcp_checkpoint_are_carried_along(tmp_path):
+def test_other_files_in_a_dcp_folder_are_stored_byte_for_byte(tmp_path):
     dcp.write(tmp_path / "dcp", {"w": torch.randn(8, 8), "step": 3})
     (tmp_path / "dcp" / "config.json").write_text("{}")
     back = back_of(tmp_path / "dcp", tmp_path / "c.dqc", "lossless")
@@ -304,7 +304,7 @@ def test_files_beside_a_dcp_checkpoint_are_carried_along(tmp_path):
     ],
     ids=str,
 )
-def test_a_record_that_lies_of_the_files_of_a_folder_leads_nowhere(tmp_path, wrong):
+def test_a_wrong_record_of_a_folder_is_refused(tmp_path, wrong):
     trainers(tmp_path / "checkpoint-3")
     compress(tmp_path / "checkpoint-3", tmp_path / "c.dqc", Packer())
     stored = Stored(tmp_path / "c.dqc")
@@ -319,7 +319,7 @@ def test_a_record_that_lies_of_the_files_of_a_folder_leads_nowhere(tmp_path, wro
     export(stored, Target.SAFETENSORS, out / "model.safetensors")
 
 
-def test_a_file_that_is_gone_while_it_is_read_is_named(tmp_path):
+def test_a_file_that_disappears_during_reading_is_named(tmp_path):
     (tmp_path / "hf").mkdir()
     save_file({"w": torch.randn(64, 64)}, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""What is guessed of states of which only names and places are known."""
+"""Roles and gradients inferred from the names of tensors and their places in a state."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def trained(make=torch.optim.AdamW):
     return model, optimizer
 
 
-def test_floats_of_a_state_dict_are_weights_of_layers_that_their_names_tell():
+def test_floats_of_a_state_dict_are_weights_and_their_names_tell_the_layer_type():
     state = {
         "wte.weight": torch.ones(8, 4),
         "h.0.attn.weight": torch.ones(4, 4),
@@ -52,7 +52,7 @@ def test_floats_of_a_state_dict_are_weights_of_layers_that_their_names_tell():
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float8_e4m3fn, torch.uint8])
-def test_what_cannot_be_quantized_is_exact(dtype):
+def test_dtypes_that_cannot_be_quantized_are_exact(dtype):
     assert labels_of({"w": torch.zeros(4, 4, dtype=dtype)})["w"][0] == "exact"
 
 
@@ -97,14 +97,14 @@ def expected_fisher(model: nn.Module, optimizer) -> dict[str, float]:
     }
 
 
-def test_gradients_are_those_of_the_optimizer_by_the_order_of_the_model():
+def test_gradients_come_from_the_optimizer_in_the_order_of_the_model():
     model, optimizer = trained()
     assert fisher_of({"model": model.state_dict(), "optimizer": optimizer.state_dict()}) == expected_fisher(
         model, optimizer
     )
 
 
-def test_gradients_are_found_where_matrices_and_vectors_are_groups_of_their_own():
+def test_gradients_are_found_if_matrices_and_vectors_are_separate_groups():
     def groups(parameters):
         parameters = list(parameters)
         decayed = [parameter for parameter in parameters if parameter.ndim >= 2]
@@ -116,7 +116,7 @@ def test_gradients_are_found_where_matrices_and_vectors_are_groups_of_their_own(
     )
 
 
-def test_gradients_that_cannot_be_matched_are_not_known():
+def test_moments_that_do_not_match_give_no_gradients():
     model, optimizer = trained()
     state = optimizer.state_dict()
     assert fisher_of({"model": nn.Linear(3, 3).state_dict(), "optimizer": state}) == {}
@@ -136,7 +136,7 @@ def test_gradients_that_cannot_be_matched_are_not_known():
         {"state": {0: torch.ones(2)}, "param_groups": [{}]},
     ],
 )
-def test_states_that_only_look_like_an_optimizers_are_no_reason_to_fail(optimizer):
+def test_states_that_only_look_like_those_of_an_optimizer_are_ignored(optimizer):
     state = {"model": {"w": torch.ones(2, 2)}, "optimizer": optimizer}
     assert labels_of(state)["model.w"] == ("weight", "linear")
     fisher_of(state)

@@ -1,4 +1,4 @@
-"""Paths that lead to no file, and files that claim more than there is: one clear error each, at once."""
+"""Paths that are not files, and files that claim more than they hold: each is one clear error, at once."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ from dynaquant.restore.load import Stored
 
 @pytest.fixture(autouse=True)
 def _in_time():
-    """A test that waits for a FIFO fails instead of waiting for ever."""
+    """Fails a test that waits for a FIFO, instead of waiting forever."""
 
     def late(*_):
         raise AssertionError("it hangs")
@@ -40,7 +40,7 @@ def fifo(path: Path) -> Path:
     return path
 
 
-def test_a_fifo_or_a_device_is_no_file_to_be_read(tmp_path):
+def test_a_fifo_or_a_device_is_refused(tmp_path):
     refuses(fifo(tmp_path / "m.safetensors"), "is a FIFO, not a file")
     refuses(Path("/dev/zero"), "is a device, not a file")
     with pytest.raises(dq.CheckpointError, match="is a FIFO"):
@@ -49,7 +49,7 @@ def test_a_fifo_or_a_device_is_no_file_to_be_read(tmp_path):
         list(pack({1: fifo(tmp_path / "ckpt-1.pt")}, tmp_path / "run", Packer()))
 
 
-def test_a_fifo_or_a_folder_where_a_folders_file_is_expected_is_refused(tmp_path):
+def test_a_fifo_or_a_folder_in_place_of_a_file_of_a_folder_is_refused(tmp_path):
     hf_folder(tmp_path / "hf")
     shard = tmp_path / "hf" / SHARDS[1]
     fifo(shard)
@@ -71,7 +71,7 @@ def test_a_fifo_or_a_folder_where_a_folders_file_is_expected_is_refused(tmp_path
 
 
 @pytest.mark.parametrize("target", [Target.SAFETENSORS, Target.HF, Target.TORCH, Target.DCP])
-def test_what_is_no_file_is_not_written_over(tmp_path, target):
+def test_an_output_that_is_not_a_file_is_not_overwritten(tmp_path, target):
     save_file({"w": torch.randn(4, 4)}, tmp_path / "m.safetensors")
     out = fifo(tmp_path / "out")
     with pytest.raises(dq.CheckpointError, match="is a FIFO; give the name of a file"):
@@ -106,7 +106,7 @@ def test_a_malformed_tree_of_any_depth_is_one_error(tmp_path):
             export(stored, target, tmp_path / "out")
 
 
-def test_a_tree_of_the_most_levels_can_be_exported(tmp_path):
+def test_the_deepest_allowed_tree_can_be_exported(tmp_path):
     node: object = {"tensor": "w"}
     for _ in range(98):
         node = {"dict": [["k", node]]}
@@ -135,7 +135,7 @@ def test_a_small_file_that_claims_more_memory_than_there_is_is_refused(tmp_path)
     refuses(tmp_path / "hf", "not the index of a model")
 
 
-def test_a_dcp_tensor_of_which_parts_are_missing_is_refused(tmp_path):
+def test_a_dcp_tensor_with_missing_parts_is_refused(tmp_path):
     dcp.write(tmp_path / "dcp", {"w": torch.randn(4, 4)})
 
     def change(metadata):

@@ -1,4 +1,4 @@
-"""Files of other programs become checkpoints, alone or in a run."""
+"""Compresses files of other programs into checkpoints, alone or in a run."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def tensors_of(seed: int = 0, **more: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def compressed(state, folder, **options):
-    """What comes back of a state that was saved with torch.save, compressed, and decompressed."""
+    """Saves a state with torch.save, compresses it, decompresses it and returns the result."""
     torch.save(state, folder / "state.pt")
     out = folder / "state.dqc"
     compress(folder / "state.pt", out, Packer(**options))
@@ -43,7 +43,7 @@ def compressed(state, folder, **options):
 
 
 def shape_of(state):
-    """All of a state but the values of its tensors."""
+    """Everything in a state except the values of its tensors."""
     if isinstance(state, torch.Tensor):
         return str(state.dtype), tuple(state.shape)
     if isinstance(state, dict):
@@ -73,13 +73,13 @@ states = st.dictionaries(
 
 @settings(max_examples=25)
 @given(state=states)
-def test_lossless_is_bit_for_bit_whatever_the_state(tmp_path_factory, state):
+def test_lossless_keeps_every_bit_of_any_state(tmp_path_factory, state):
     assert bits(compressed(state, tmp_path_factory.mktemp("t"), quality=LOSSLESS)) == bits(state)
 
 
 @settings(max_examples=25)
 @given(state=states)
-def test_what_is_loaded_is_what_is_decompressed_and_keeps_names_shapes_and_dtypes(tmp_path_factory, state):
+def test_load_and_decompress_agree_and_keep_names_shapes_and_dtypes(tmp_path_factory, state):
     folder = tmp_path_factory.mktemp("t")
     found = compressed(state, folder)
     assert shape_of(found) == shape_of(state)
@@ -101,7 +101,7 @@ def test_tied_tensors_stay_tied_and_are_stored_once(tmp_path):
     assert len(Stored(tmp_path / "state.dqc").tensors) == 2
 
 
-def test_a_whole_training_goes_on_from_what_is_decompressed(tmp_path):
+def test_a_training_continues_from_a_decompressed_file(tmp_path):
     model = model_of(16)
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 3)
@@ -129,7 +129,7 @@ def test_a_metric_decides_how_much_is_lost(tmp_path):
     assert kept[1e-4] > kept[1e-2]
 
 
-def test_what_the_metric_minds_is_kept_more_precisely(tmp_path):
+def test_tensors_to_which_the_metric_is_sensitive_are_kept_more_precisely(tmp_path):
     state = {"minded": torch.randn(64, 64), "not": torch.randn(64, 64)}
     found = compressed(state, tmp_path, metric=lambda s: 1 + float((s["minded"] - state["minded"]).square().mean()))
     errors = {name: float((found[name] - tensor).norm()) for name, tensor in state.items()}
@@ -145,7 +145,7 @@ def test_a_higher_metric_may_be_better(tmp_path):
     assert 0.99 <= closeness(compressed(state, tmp_path, metric=closeness, higher_is_better=True)) < 1
 
 
-def test_a_metric_leaves_no_trace(tmp_path):
+def test_a_metric_that_changes_its_arguments_has_no_effect_on_the_checkpoint(tmp_path):
     state = tensors_of(steps=torch.tensor([1, 2, 3]), mask=torch.ones(4, dtype=torch.bool))
 
     def destroying(found) -> float:
@@ -159,7 +159,7 @@ def test_a_metric_leaves_no_trace(tmp_path):
     assert bits(torch.load(tmp_path / "state.pt")) == bits(state)
 
 
-def test_whether_a_metric_repeats_itself_is_found_out_once_for_a_series(tmp_path):
+def test_a_metric_is_checked_for_repeatability_once_for_a_series(tmp_path):
     states = {step: tensors_of(step) for step in (1, 2, 3)}
     for step, state in states.items():
         torch.save(state, tmp_path / f"{step}.pt")
@@ -188,14 +188,14 @@ def test_a_metric_that_fails_on_the_original_is_an_error_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("score", [float("nan"), float("inf")])
-def test_a_metric_that_is_no_number_is_an_error_and_nothing_is_written(tmp_path, score):
+def test_a_metric_that_is_not_finite_is_an_error_and_nothing_is_written(tmp_path, score):
     torch.save(tensors_of(), tmp_path / "state.pt")
     with pytest.raises(dq.EvaluateError, match="it must be finite"):
         compress(tmp_path / "state.pt", tmp_path / "state.dqc", Packer(metric=lambda _: score))
     assert os.listdir(tmp_path) == ["state.pt"]
 
 
-def test_a_metric_of_zero_that_stays_zero_allows_all(tmp_path):
+def test_a_metric_that_stays_zero_allows_any_configuration(tmp_path):
     compressed(tensors_of(), tmp_path, metric=lambda _: torch.zeros(1))
     assert Stored(tmp_path / "state.dqc").file.header.record["quality"]["degradation"] == 0
 
@@ -208,7 +208,7 @@ def test_numbers_out_of_range_are_refused(limit):
         Packer("lossless", metric=lambda _: 1.0)
 
 
-def test_what_is_compressed_is_there_as_a_whole_or_not_at_all(tmp_path):
+def test_compress_writes_its_output_atomically(tmp_path):
     save_file(tensors_of(), tmp_path / "m.safetensors")
     out = tmp_path / "m.dqc"
     for name in ("m.dqc", "m.dqc.tmp"):
@@ -227,7 +227,7 @@ def test_what_is_compressed_is_there_as_a_whole_or_not_at_all(tmp_path):
 
 
 def series(folder, steps, suffix="safetensors"):
-    """Files of weights that move a little; by step."""
+    """Files of weights that change a little from step to step, by step."""
     folder.mkdir(exist_ok=True)
     files, tensors = {}, tensors_of()
     for step in steps:
@@ -258,7 +258,7 @@ def test_deltas_are_smaller_than_the_first(tmp_path):
     assert all(record.total.stored * 2 < records[0].total.stored for record in records[1:])
 
 
-def test_any_step_is_a_bounded_number_of_files_away(tmp_path):
+def test_chains_have_a_bounded_length(tmp_path):
     list(pack(series(tmp_path / "files", range(KEYFRAME_EVERY + 2)), tmp_path / "run", Packer()))
     lengths = list(Run(tmp_path / "run").chain_lengths().values())
     assert max(lengths) == KEYFRAME_EVERY
@@ -277,7 +277,7 @@ def test_packing_again_goes_on_where_it_was_interrupted(tmp_path):
     assert len(os.listdir(tmp_path / "run")) == 3
 
 
-def test_packing_again_mends_a_half_copied_run(tmp_path):
+def test_packing_again_repairs_a_partly_copied_run(tmp_path):
     files = series(tmp_path / "files", (1, 2, 3))
     list(pack(files, tmp_path / "run", Packer()))
     WritableRun(tmp_path / "run").delete(1)
@@ -285,7 +285,7 @@ def test_packing_again_mends_a_half_copied_run(tmp_path):
     assert all(damage(Run(tmp_path / "run"), step) is None for step in files)
 
 
-def test_what_cannot_be_packed_leaves_no_run(tmp_path):
+def test_files_that_cannot_be_packed_leave_no_run(tmp_path):
     files = series(tmp_path, (1,))
     (tmp_path / "ckpt-2.pt").write_text("nonsense")
     for wrong, reason in (
@@ -301,7 +301,7 @@ def test_what_cannot_be_packed_leaves_no_run(tmp_path):
     assert Run(tmp_path / "run").steps() == [1]  # what was packed before stays
 
 
-def test_steps_are_the_last_numbers_of_names_or_of_their_folders(tmp_path):
+def test_a_step_is_the_last_number_in_the_name_of_the_file_or_its_folder(tmp_path):
     names = {"ckpt-4000.safetensors": 4000, "epoch=3-step=100.ckpt": 100, "model.7": 7, "x-12.pt": 12, "model.pt": None}
     for name, step in names.items():
         for folder, of_folder in (("old", None), ("checkpoint-500", 500)):
@@ -344,7 +344,7 @@ print(peak[0] - start)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the memory of a process")
 def test_compressing_and_decompressing_take_the_memory_of_a_few_tensors(tmp_path):
-    """Pages of the mapped file do not count, which the system takes away when it likes."""
+    """Pages of the mapped file do not count, since the system can reclaim them at any time."""
     (tmp_path / "small").mkdir()
     save_file({"w": torch.randn(64, 64)}, tmp_path / "small" / "m.safetensors")
     size, count = 2 * 1024 * 1024, 48

@@ -1,4 +1,4 @@
-"""State trees: everything that can be expressed comes back identical; everything else is an error with its path."""
+"""States that can be stored come back identical; any other value is an error that names its path."""
 
 import contextlib
 import enum
@@ -25,12 +25,12 @@ from dynaquant.training import rng
 
 def nested_of(layout):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on what PyTorch thinks of its own prototype
+        warnings.simplefilter("ignore")  # PyTorch calls the feature a prototype
         return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
 
 
 def round_trip(state):
-    """Through JSON text, written as checkpoint files do, and through copies of the tensors."""
+    """Flattens a state, writes and reads the tree as JSON, copies the tensors, and unflattens."""
     tree, tensors = flatten(state)
     text = json.dumps(tree, ensure_ascii=False, allow_nan=False).encode("utf-8", errors="surrogatepass")
     copies = {
@@ -45,7 +45,7 @@ def bytes_of(tensor):
 
 
 def same(a, b):
-    """Identical in structure, type and value, down to the sign of a zero; NaNs are all alike."""
+    """Whether two states are identical in structure, type and value, down to the sign of a zero. All NaNs are equal."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
@@ -64,7 +64,7 @@ def same(a, b):
     return repr(a) == repr(b)
 
 
-# -- Everything there is ------------------------------------------------------------------------------------------
+# -- All kinds of values ------------------------------------------------------------------------------------------
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=8)  # lone surrogates too
 hashable = st.recursive(
@@ -115,12 +115,12 @@ any_state = st.recursive(
 
 
 @given(any_state)
-def test_every_state_that_can_be_expressed_comes_back_identical(state):
+def test_every_state_that_can_be_stored_comes_back_identical(state):
     assert same(round_trip(state), state)
 
 
 @given(any_state)
-def test_taking_a_state_apart_leaves_it_as_it_was(state):
+def test_flatten_does_not_change_the_state(state):
     tree, tensors = flatten(state)
     again, tensors_again = flatten(state)
     assert same(tree, again)
@@ -178,7 +178,7 @@ def test_numpy_arrays_of_any_layout_come_back(array):
     assert same(round_trip({"a": array}), {"a": array})
 
 
-def test_numpy_arrays_come_back_writeable_and_on_their_own():
+def test_numpy_arrays_come_back_writeable_and_share_no_memory():
     array = np.arange(4)
     back = round_trip([array, array])
     back[0][0] = 99
@@ -204,7 +204,7 @@ def test_tensors_are_named_by_their_paths():
     assert list(tensors) == ["model.a.b", "model.c.0", "model.c.1.0", "7.0"]
 
 
-def test_tensors_are_the_states_own_memory():
+def test_flattened_tensors_share_the_memory_of_the_state():
     tensor = nn.Parameter(torch.ones(2))
     _, tensors = flatten([tensor])
     assert tensors["0"].data_ptr() == tensor.data_ptr()
@@ -234,7 +234,7 @@ def test_a_parameter_and_its_data_come_back_sharing_memory():
         assert back[0].data_ptr() == back[1].data_ptr()
 
 
-def test_a_tensor_that_requires_gradients_and_its_data_keep_their_difference():
+def test_a_tensor_that_requires_gradients_and_its_detached_alias_stay_different():
     tensor = torch.ones(2, requires_grad=True)
     for state in ([tensor, tensor.detach()], [tensor.detach(), tensor]):
         back = round_trip(state)
@@ -251,7 +251,7 @@ def test_a_tied_model_comes_back_tied():
     assert back["0.weight"] is back["1.weight"]
 
 
-def test_equal_tensors_and_empty_ones_are_not_taken_for_tied():
+def test_equal_or_empty_tensors_are_not_taken_for_tied():
     back = round_trip([torch.ones(2), torch.ones(2), torch.zeros(0), torch.zeros(0)])
     assert len({id(tensor) for tensor in back}) == 4
 
@@ -296,7 +296,7 @@ def step(model, optimizer):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_steps_on_from_its_state_as_if_nothing_had_happened(name):
+def test_an_optimizer_continues_identically_from_its_state(name):
     model = net()
     optimizer = OPTIMIZERS[name](model.parameters())
     step(model, optimizer)
@@ -314,7 +314,7 @@ def test_an_optimizer_steps_on_from_its_state_as_if_nothing_had_happened(name):
     assert same(list(other.state_dict().values()), list(model.state_dict().values()))
 
 
-def test_sparse_adam_steps_on_from_its_state():
+def test_the_state_of_sparse_adam_comes_back():
     model = nn.Embedding(5, 3, sparse=True)
     optimizer = optim.SparseAdam(model.parameters())
     model(torch.tensor([1, 3])).sum().backward()
@@ -345,7 +345,7 @@ SCHEDULERS = {
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_goes_on_from_its_state(name):
+def test_a_scheduler_continues_from_its_state(name):
     def advance(scheduler, optimizer, times):
         rates = []
         for _ in range(times):
@@ -375,7 +375,7 @@ def test_gradient_scalers_averaged_models_and_random_generators_come_back():
         assert same(round_trip(state), state)
 
 
-# -- What cannot be expressed -------------------------------------------------------------------------------------
+# -- Values that cannot be stored ---------------------------------------------------------------------------------
 
 Point = namedtuple("Point", "x y")
 Colour = enum.IntEnum("Colour", "RED GREEN")
@@ -421,7 +421,7 @@ def quantized_tensor():
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_what_cannot_be_expressed_is_an_error_that_names_its_path(value, what):
+def test_a_value_that_cannot_be_stored_is_an_error_that_names_its_path(value, what):
     for state, path in (
         ({"model": {"layers": [0, value]}}, r"model\.layers\.1"),
         ({"data": ({"x": value},)}, r"data\.0\.x"),
@@ -448,7 +448,7 @@ def test_quantized_tensors_cannot_be_stored():
         flatten({"model": {"w": quantized_tensor()}})
 
 
-def test_a_key_that_cannot_be_expressed_is_an_error_that_names_its_path():
+def test_a_key_that_cannot_be_stored_is_an_error_that_names_its_path():
     with pytest.raises(StateError, match=r"^a\.b \(a key\): .*Colour cannot be stored"):
         flatten({"a": {"b": {Colour.RED: 1}}})
 
@@ -481,7 +481,7 @@ def test_a_state_that_is_nested_too_deeply_is_refused(wrap):
 
 
 @WRAPS
-def test_whatever_depth_can_be_stored_can_be_restored(wrap):
+def test_any_depth_that_can_be_stored_can_be_restored(wrap):
     for depth in range(1, 1000, 7):
         state = nested(wrap, depth)
         try:
@@ -492,7 +492,7 @@ def test_whatever_depth_can_be_stored_can_be_restored(wrap):
     assert round_trip(nested(wrap, 50)) == nested(wrap, 50)
 
 
-def test_an_integer_that_json_cannot_write_is_an_error_that_names_its_path():
+def test_an_integer_that_is_too_large_is_an_error_that_names_its_path():
     with pytest.raises(StateError, match=r"^a\.0: "):
         flatten({"a": [10**5000]})
 
@@ -546,6 +546,6 @@ json_values = st.recursive(
 
 @settings(max_examples=500)
 @given(json_values)
-def test_any_json_is_a_state_or_an_error(tree):
+def test_any_json_gives_a_state_or_an_error(tree):
     with contextlib.suppress(StateError):
         unflatten(tree, {"x": torch.ones(2)})

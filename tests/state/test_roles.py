@@ -1,4 +1,4 @@
-"""Roles and layer types: what modules and optimizers say about their tensors, and the user's overrides."""
+"""Roles and layer types of tensors, by their modules and optimizers, and by the user's patterns."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from dynaquant.training.collect import collect
 
 
 def labels_of(things, overrides=None):
-    """Labels by name, as (role, layer type)."""
+    """Returns (role, layer type) by tensor name."""
     _, tensors = flatten(collect(things))
     return {name: (label.role, label.layer_type) for name, label in labels(tensors, things, overrides).items()}
 
@@ -51,7 +51,7 @@ def labels_of(things, overrides=None):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_modules_say_what_their_tensors_are(module, expected):
+def test_the_type_of_a_module_decides_the_roles_of_its_tensors(module, expected):
     found = labels_of({"model": nn.Sequential(nn.Identity(), module)})
     assert {name: label for name, label in found.items() if name.startswith("model.")} == {
         f"model.1.{name}": label for name, label in expected.items()
@@ -69,7 +69,7 @@ def test_subclasses_have_the_layer_type_of_their_base():
 
 
 class Patches(nn.Module):
-    """Parameters and buffers of its own, beside those of its children."""
+    """A module with its own parameters and buffers, and a child."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ class Patches(nn.Module):
         self.norm = nn.LayerNorm(4)
 
 
-def test_raw_parameters_are_weights_when_they_are_floats_with_two_dimensions():
+def test_a_modules_own_parameters_are_weights_if_they_are_floats_with_two_dimensions():
     found = labels_of({"model": Patches()})
     assert found["model.position"] == ("weight", "other")
     assert found["model.scale"] == ("exact", "other")
@@ -93,11 +93,11 @@ def test_raw_parameters_are_weights_when_they_are_floats_with_two_dimensions():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_weights_of_every_float_that_can_be_quantized_are_weights(dtype):
+def test_parameters_of_every_float_dtype_that_can_be_quantized_are_weights(dtype):
     assert labels_of({"model": nn.Linear(2, 2).to(dtype)})["model.weight"] == ("weight", "linear")
 
 
-def test_weights_of_other_types_are_exact():
+def test_parameters_of_other_dtypes_are_exact():
     for dtype in (torch.complex64, torch.float8_e4m3fn):
         layer = nn.Linear(2, 2)
         layer.weight = nn.Parameter(torch.zeros(2, 2, dtype=dtype), requires_grad=False)
@@ -132,7 +132,7 @@ def test_a_pattern_may_use_any_name_of_a_tied_parameter():
     assert labels_of({"model": model}, {"*.head.weight": "exact"})["model.tokens.weight"] == ("exact", "embedding")
 
 
-def test_what_belongs_to_no_module_is_exact():
+def test_tensors_of_no_module_are_exact():
     things = {"model": nn.Linear(2, 2), "generator": torch.Generator()}
     found = labels_of(things)
     assert found["generator"] == found["rng.torch"] == ("exact", "")
@@ -170,12 +170,12 @@ def optimizer_labels(make):
     ],
     ids=["AdamW", "SGD", "Muon", "RMSprop", "Adagrad"],
 )
-def test_optimizers_say_which_tensors_are_moments(make, expected):
+def test_keys_of_an_optimizers_state_decide_which_tensors_are_moments(make, expected):
     assert optimizer_labels(make) == expected
 
 
 class Signs(optim.Optimizer):
-    """An optimizer nobody knows."""
+    """An optimizer that is not in ``torch.optim``."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1})
@@ -192,7 +192,7 @@ def test_the_state_of_an_unknown_optimizer_is_exact():
     assert optimizer_labels(Signs) == {"trace": "exact"}
 
 
-def test_moments_outside_the_state_of_an_optimizer_are_not_taken_for_moments():
+def test_tensors_with_names_of_moments_outside_an_optimizer_are_exact():
     tensors = {"other.state.0.exp_avg": torch.ones(2, 2), "optimizer.exp_avg": torch.ones(2, 2)}
     optimizer = optim.SGD([nn.Parameter(torch.ones(1))])
     assert set(labels(tensors, {"optimizer": optimizer}).values()) == {Label("exact")}
@@ -215,7 +215,7 @@ def test_a_vector_can_be_made_a_weight():
     assert labels_of(two_layers(), {"model.?.bias": "weight"})["model.1.bias"] == ("weight", "linear")
 
 
-def test_of_several_patterns_the_last_counts():
+def test_the_last_of_several_matching_patterns_counts():
     found = labels_of(two_layers(), {"model.*": "exact", "*.1.weight": "weight"})
     assert found["model.0.weight"] == ("exact", "linear")
     assert found["model.1.weight"] == ("weight", "linear")
@@ -228,21 +228,21 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_an_example():
         labels_of(two_layers(), {"*.head.*": "exact"})
 
 
-def test_patterns_heed_case():
+def test_patterns_are_case_sensitive():
     with pytest.raises(StateError, match="matches no tensor"):
         labels_of(two_layers(), {"MODEL.*": "exact"})
 
 
 def test_an_unknown_role_is_an_error_that_lists_the_roles():
-    with pytest.raises(StateError, match=r"'lossless' is no role; the roles are weight, first_moment, .*exact"):
+    with pytest.raises(StateError, match=r"'lossless' is not a role; the roles are weight, first_moment, .*exact"):
         labels_of(two_layers(), {"model.*": "lossless"})
 
 
-def test_a_tensor_of_integers_cannot_be_a_weight():
+def test_an_integer_tensor_cannot_be_a_weight():
     with pytest.raises(StateError, match=r"model\.index is int64, which cannot be quantized"):
         labels_of({"model": Patches()}, {"*.index": "weight"})
 
 
 def test_only_parameters_can_be_weights():
-    with pytest.raises(StateError, match=r"model\.running_mean is no parameter of a module"):
+    with pytest.raises(StateError, match=r"model\.running_mean is not a parameter of a module"):
         labels_of({"model": nn.BatchNorm1d(2)}, {"*.running_mean": "weight"})

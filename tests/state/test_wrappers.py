@@ -1,4 +1,4 @@
-"""Whatever wraps the model or the optimizer, the checkpoint is that of the bare ones, and each restores the other's."""
+"""A wrapped training saves the same checkpoint as the bare one, and each restores the other's."""
 
 import json
 import os
@@ -56,7 +56,7 @@ WRAPPERS = {
 
 
 def training(wrap, seed=0) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
-    """The bare model, the wrapped one and an optimizer of the latter's parameters."""
+    """Returns the bare model, the wrapped model, and an optimizer of the wrapped model's parameters."""
     torch.manual_seed(seed)
     bare = model_of()
     model = wrap(bare)
@@ -68,7 +68,7 @@ def plain(bare: nn.Module) -> dict:
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_wrapped_training_is_saved_and_evaluated_as_the_bare_one_and_restores_it(tmp_path, wrapper):
+def test_a_wrapped_training_is_saved_evaluated_and_restored_like_the_bare_one(tmp_path, wrapper):
     def evaluate(model):
         assert model is bare
         return nn.functional.cross_entropy(model.eval()(torch.arange(40)), torch.arange(40)).item()
@@ -101,7 +101,7 @@ def test_load_into_a_wrapped_model(tmp_path, wrapper):
 
 
 @pytest.mark.parametrize("wrap", [compiled_in_place, with_wrapped_layers])
-def test_compiled_modules_are_scored_with_the_values_they_are_given(wrap):
+def test_compiled_modules_are_scored_with_the_given_values(wrap):
     model, tokens = wrap(model_of()).eval(), torch.arange(40)
     with torch.no_grad():
         before = model(tokens)
@@ -114,7 +114,7 @@ def test_compiled_modules_are_scored_with_the_values_they_are_given(wrap):
         assert torch.equal(model(tokens), before)
 
 
-def test_what_only_looks_like_a_wrapper_keeps_its_names(tmp_path):
+def test_modules_that_only_look_like_wrappers_keep_their_names(tmp_path):
     model = nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), nn.Linear(3, 3))
     average = AveragedModel(compiled(model))
     with dq.Checkpointer(tmp_path, model, extras={"average": average}, quality="lossless") as ckpt:
@@ -127,7 +127,7 @@ def test_what_only_looks_like_a_wrapper_keeps_its_names(tmp_path):
     assert average.n_averaged == 0
 
 
-def test_a_wrapper_with_parameters_of_its_own_is_a_part_of_the_model(tmp_path):
+def test_a_wrapper_with_its_own_parameters_is_part_of_the_model(tmp_path):
     class Scaled(DataParallel):
         def __init__(self, module):
             super().__init__(module)
@@ -138,7 +138,7 @@ def test_a_wrapper_with_parameters_of_its_own_is_a_part_of_the_model(tmp_path):
     assert list(dq.load(tmp_path)["model"]) == ["scale", "module.weight", "module.bias"]
 
 
-def test_a_training_prepared_by_accelerate_is_that_of_its_parts(tmp_path):
+def test_a_training_prepared_by_accelerate_is_saved_like_the_bare_one(tmp_path):
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
@@ -169,7 +169,7 @@ def plainly(seed):
     return bare, model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
-def test_two_ranks_save_and_restore_each_others_wrapped_trainings(tmp_path):
+def test_two_ranks_save_and_restore_trainings_with_different_wrappers(tmp_path):
     script = SUPPORT / "wrapped_replicas.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, tmp_path]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

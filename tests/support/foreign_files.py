@@ -1,4 +1,4 @@
-"""Files of other programs."""
+"""Makes files and folders of other programs, also malformed ones."""
 
 import json
 import os
@@ -20,7 +20,7 @@ SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 class Code:
-    """Its pickle runs a command that makes a file."""
+    """An object whose pickle runs a command that creates a file."""
 
     def __init__(self, made) -> None:
         self.made = made
@@ -30,7 +30,7 @@ class Code:
 
 
 def hf_folder(folder):
-    """Two shards and an index; returns what it says."""
+    """Writes a folder with two shards and an index. Returns the index."""
     folder.mkdir()
     save_file({"a": torch.randn(8, 8), "b": torch.randn(8)}, folder / SHARDS[0], metadata={"format": "pt"})
     save_file({"c": torch.randn(8, 4)}, folder / SHARDS[1], metadata={"format": "pt"})
@@ -40,7 +40,7 @@ def hf_folder(folder):
 
 
 def refuses(path, *reasons: str) -> None:
-    """It cannot be read: one sentence says so, which names the path."""
+    """Checks that reading raises one short sentence that names the path and the reasons."""
     with pytest.raises((dq.CheckpointError, dq.StateError)) as caught:
         any_format.read(path)
     said = str(caught.value)
@@ -52,7 +52,7 @@ def refuses(path, *reasons: str) -> None:
 
 
 def with_metadata(folder, change):
-    """A copy of a DCP folder with other metadata."""
+    """Copies a DCP folder with changed metadata. Returns the copy."""
     copy = folder.with_name("copy")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder, copy)

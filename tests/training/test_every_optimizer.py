@@ -1,4 +1,4 @@
-"""The state of every optimizer: what of it is quantized, how well, and that training goes on after a restore."""
+"""Optimizers: which tensors of their states are quantized, how precisely, and training after a restore."""
 
 import copy
 import math
@@ -69,7 +69,7 @@ class Adam8Bit(ByParameter):
 
 
 class MasterAdam(ByParameter):
-    """Adam for half-precision parameters: moments and a master copy of the parameter in float32."""
+    """Adam for half-precision parameters: moments and master weights in float32."""
 
     def __init__(self, parameters, lr=1e-3):
         super().__init__(parameters, {"lr": lr})
@@ -86,7 +86,7 @@ class MasterAdam(ByParameter):
 
 ADAM = {"exp_avg", "exp_avg_sq"}
 UNKNOWN_UPDATE = {"Adamax", "Lion"}
-"""First moments without second ones that are no update themselves: exact or nothing."""
+"""Optimizers with first moments alone, which are not the update itself: a preset may keep these exact."""
 optim = torch.optim
 OPTIMIZERS = {
     "AdamW": (lambda p: optim.AdamW(p, 1e-3), ADAM),
@@ -127,7 +127,7 @@ def fresh(name):
 
 
 def trained(model, optimizer, steps):
-    """Losses of as many steps on tokens that are drawn from the global generator."""
+    """Trains on tokens drawn from the global generator. Returns the losses."""
     losses = []
     model.train()
     for _ in range(steps):
@@ -168,7 +168,7 @@ def numbers(tensor):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("quality", ["high", "balanced", "small"])
-def test_moments_are_quantized_within_the_tolerances_of_the_preset_and_nothing_else_is(name, quality):
+def test_only_moments_are_quantized_and_within_the_tolerances_of_the_preset(name, quality):
     preset = PRESETS[quality]
     tensors, label_of = state_of(*after_steps(name))
     quantized = quantize_moments(tensors, label_of, preset.first_tolerance, preset.second_tolerance)
@@ -192,7 +192,7 @@ def test_moments_are_quantized_within_the_tolerances_of_the_preset_and_nothing_e
 
 
 @pytest.mark.parametrize("name", [name for name, (_, keys) in OPTIMIZERS.items() if "exp_avg_sq" in keys])
-def test_first_moments_are_in_units_of_the_second_by_which_their_update_is_divided(name):
+def test_first_moments_are_stored_relative_to_the_second_moments_that_divide_their_update(name):
     tensors, label_of = state_of(*after_steps(name))
     quantized = quantize_moments(tensors, label_of, 0.5, 0.5)
     units = {full: stored for full, stored in quantized.items() if isinstance(stored, ScaledMoment)}
@@ -204,7 +204,7 @@ def test_first_moments_are_in_units_of_the_second_by_which_their_update_is_divid
 
 
 def next_update(parameter, optimizer, gradient):
-    """What the optimizer would add to its only parameter."""
+    """Returns what one step of the optimizer adds to its only parameter."""
     before = parameter.detach().clone()
     parameter.grad = gradient.clone()
     optimizer.step()
@@ -212,7 +212,7 @@ def next_update(parameter, optimizer, gradient):
 
 
 NOT_JUDGED = {"Muon", "Adam capturable"}
-"""Muon's buffer, which looks like SGD's, is taken for that, as the guide says; the other does not step on a CPU."""
+"""Muon's buffer is treated like SGD's, as the guide says. The capturable Adam does not step on a CPU."""
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in NOT_JUDGED])
@@ -239,7 +239,7 @@ def test_the_next_update_of_weights_of_different_gradients_is_within_the_toleran
     assert relative_error(wanted, found) <= (first_tolerance if firsts else second_tolerance)
 
 
-def test_matrices_of_second_moments_become_products_where_that_is_good_enough():
+def test_matrices_of_second_moments_become_rank_one_products_if_precise_enough():
     tensors, label_of = state_of(*after_steps("AdamW"))
     quantized = quantize_moments(tensors, label_of, 1.0, 0.9)
     kinds = {full: isinstance(stored, RankOne) for full, stored in quantized.items() if full.endswith("_sq")}
@@ -248,7 +248,7 @@ def test_matrices_of_second_moments_become_products_where_that_is_good_enough():
 
 
 def saved(name, folder, quality):
-    """A training that was saved; it itself goes on."""
+    """Trains, saves, and returns the model and optimizer, which may train on."""
     model, optimizer = after_steps(name)
     with Checkpointer(folder, model, optimizer, quality=quality) as checkpointer:
         checkpointer.save(STEPS)
@@ -256,7 +256,7 @@ def saved(name, folder, quality):
 
 
 def restored(folder, name, quality):
-    """Other objects, with another history, into which the checkpoint is put."""
+    """Restores the checkpoint into other objects that have trained differently."""
     torch.manual_seed(99)
     model, optimizer = after_steps(name, 1)
     torch.manual_seed(98)
@@ -267,7 +267,7 @@ def restored(folder, name, quality):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("quality", ["high", "balanced", "small"])
-def test_training_goes_on_after_a_restore(name, quality, tmp_path):
+def test_training_continues_after_a_restore(name, quality, tmp_path):
     uninterrupted = trained(*saved(name, tmp_path, quality), 5)
     losses = trained(*restored(tmp_path, name, quality), 5)
     assert all(math.isfinite(loss) for loss in losses)
@@ -275,7 +275,7 @@ def test_training_goes_on_after_a_restore(name, quality, tmp_path):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_without_loss_training_goes_on_as_if_it_had_not_been_interrupted(name, tmp_path):
+def test_a_lossless_restore_continues_as_if_there_had_been_no_interruption(name, tmp_path):
     model, optimizer = saved(name, tmp_path, "lossless")
     uninterrupted = trained(model, optimizer, 5)
     other, other_optimizer = restored(tmp_path, name, "lossless")
@@ -286,7 +286,7 @@ def test_without_loss_training_goes_on_as_if_it_had_not_been_interrupted(name, t
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("quality", ["lossless", "balanced"])
-def test_what_is_saved_after_a_restore_can_be_restored(name, quality, tmp_path):
+def test_a_checkpoint_after_a_restore_can_be_restored(name, quality, tmp_path):
     saved(name, tmp_path, quality)
     torch.manual_seed(99)
     model, optimizer = after_steps(name, 1)
@@ -303,7 +303,7 @@ def test_what_is_saved_after_a_restore_can_be_restored(name, quality, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam amsgrad", "SGD momentum", "RMSprop centered", "Lion"])
-def test_states_saved_again_and_again_come_back_as_they_were_when_saved(name, tmp_path):
+def test_a_state_saved_repeatedly_comes_back_as_of_each_save(name, tmp_path):
     model, optimizer = fresh(name)
     with Checkpointer(tmp_path, model, optimizer, quality="high") as checkpointer:
         records = [checkpointer.save(step).result() for step in range(1, 5) if trained(model, optimizer, 3)]

@@ -1,4 +1,4 @@
-"""Gradients recorded by a step hook: what the optimizer's steps consume, averaged, in a window of steps."""
+"""A hook records the gradients that an optimizer's steps use, averaged over a window of steps."""
 
 import math
 
@@ -33,7 +33,7 @@ def gradients(model):
 
 
 def train(model, optimizer, batches):
-    """Steps on every batch; the gradients of every step."""
+    """Takes a step on every batch. Returns the gradients of every step."""
     seen = []
     for batch in batches:
         optimizer.zero_grad()
@@ -153,7 +153,7 @@ def test_what_was_recorded_does_not_change_with_later_gradients():
     check_close(recorder.collect(), seen)
 
 
-def test_each_collect_is_a_fresh_start():
+def test_each_collect_starts_again():
     model, optimizer, recorder = parts()
     train(model, optimizer, torch.randn(3, 5, 4))
     recorder.collect()
@@ -286,7 +286,7 @@ def test_recording_does_not_change_training():
     assert torch.equal(weights(record=True), weights(record=False))
 
 
-def test_after_close_nothing_is_recorded_and_nothing_hangs_on_the_optimizer():
+def test_close_removes_the_hook_and_ends_recording():
     model, optimizer, recorder = parts()
     recorder.close()
     train(model, optimizer, torch.randn(2, 5, 4))
@@ -294,7 +294,7 @@ def test_after_close_nothing_is_recorded_and_nothing_hangs_on_the_optimizer():
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_a_checkpoint_knows_the_gradients_that_any_of_its_optimizers_took(tmp_path):
+def test_a_checkpoint_uses_the_gradients_of_all_its_optimizers(tmp_path):
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(40, 40, bias=False) for _ in range(2))
     main, other = (optim.SGD(layer.parameters(), lr=1e-6) for layer in layers)

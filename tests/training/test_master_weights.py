@@ -1,4 +1,4 @@
-"""Half-precision weights and their float32 master copies: which are stored once, and what only looks like one."""
+"""Half-precision weights and their master weights: which pairs are stored once, and what only looks like one."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ STEP = 1
 
 
 class Holder:
-    """Something whose state is a dict of tensors."""
+    """An object whose state is a dictionary of tensors."""
 
     def __init__(self, **tensors: torch.Tensor) -> None:
         self.tensors = tensors
@@ -31,7 +31,7 @@ def half_model(dtype=torch.bfloat16) -> nn.Module:
 
 
 def stored(folder, *objects, **settings) -> dict:
-    """The state as it comes back from a checkpoint of these objects."""
+    """Saves these objects. Returns the state that the checkpoint gives back."""
     with dq.Checkpointer(folder, *objects, **settings) as ckpt:
         ckpt.save(STEP).result()
     return dq.load(folder)
@@ -43,7 +43,7 @@ def size(folder) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kept", ["as parameters", "in the state"])
-def test_a_master_copy_that_an_optimizer_works_on_is_stored_once(tmp_path, dtype, kept):
+def test_a_weight_and_its_master_weights_in_an_optimizer_are_stored_once(tmp_path, dtype, kept):
     model = half_model(dtype)
     master = model.weight.detach().float().requires_grad_()
     if kept == "as parameters":
@@ -54,7 +54,7 @@ def test_a_master_copy_that_an_optimizer_works_on_is_stored_once(tmp_path, dtype
     state = stored(tmp_path / "paired", model, optimizer, extras=extras, quality="lossless")
     assert bits(state["model"]) == bits(model.state_dict())
     with torch.no_grad():
-        master += 1  # no copy any more
+        master += 1  # no longer rounds to the weight
     stored(tmp_path / "apart", model, optimizer, extras=extras, quality="lossless")
     assert size(tmp_path / "paired") < size(tmp_path / "apart") - model.weight.nbytes / 2
 
@@ -72,14 +72,14 @@ def test_a_zero_with_another_sign_is_another_value(tmp_path):
     assert bits(state["masters"]) == bits(extras["masters"].tensors)
 
 
-def test_an_average_of_weights_that_rest_is_no_master_copy(tmp_path):
+def test_an_average_of_constant_weights_is_not_taken_for_master_weights(tmp_path):
     model = half_model()
     average = model.weight.detach().float()
     state = stored(tmp_path, model, optim.SGD(model.parameters()), extras={"ema": Holder(weight=average)})
     assert bits(state["ema"]) == bits({"weight": average})
 
 
-def test_a_master_copy_that_is_to_be_exact_is(tmp_path):
+def test_master_weights_that_a_pattern_makes_exact_are_exact(tmp_path):
     model = half_model()
     master = model.weight.detach().float() * (1 + 2**-12)
     assert torch.equal(master.bfloat16(), model.weight)
@@ -89,7 +89,7 @@ def test_a_master_copy_that_is_to_be_exact_is(tmp_path):
     assert bits(state["masters"]) == bits(extras["masters"].tensors)
 
 
-def test_how_much_the_loss_minds_is_known_of_master_copies(tmp_path):
+def test_the_sensitivity_of_the_loss_comes_from_the_moments_of_master_weights(tmp_path):
     model = half_model()
     master = model.weight.detach().float().requires_grad_()
     optimizer = optim.AdamW([master])
@@ -101,17 +101,17 @@ def test_how_much_the_loss_minds_is_known_of_master_copies(tmp_path):
         assert ckpt.save(STEP).result().judged_by == "fisher distortion"
 
 
-def test_a_parameter_is_not_taken_for_one_that_it_is_a_part_of(tmp_path):
+def test_a_parameter_is_not_taken_for_a_larger_one_that_contains_it(tmp_path):
     flat = torch.randn(2400)
     model = nn.ParameterList(flat.view(2, 40, 30).unbind())
     optimizer = optim.AdamW([flat])
     flat.grad = torch.randn(2400)
     optimizer.step()
     with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
-        assert ckpt.save(STEP).result().judged_by == "distortion"  # of the parts, nothing is known
+        assert ckpt.save(STEP).result().judged_by == "distortion"  # the gradient of the parts is unknown
 
 
-def test_master_copies_that_are_in_no_state_are_warned_of(tmp_path, caplog):
+def test_master_weights_that_are_not_saved_cause_a_warning(tmp_path, caplog):
     model = half_model()
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
     optimizer = optim.AdamW(masters)

@@ -1,4 +1,4 @@
-"""Random generators, and the objects a state is collected from and restored into."""
+"""Collects the state of objects and random number generators, and restores it."""
 
 import copy
 import random
@@ -22,7 +22,7 @@ def draws():
     return random.random(), np.random.rand(), float(torch.rand(())), random.gauss(0, 1), np.random.randn()
 
 
-def test_the_global_generators_go_on_from_their_state():
+def test_the_global_generators_continue_from_a_restored_state():
     random.gauss(0, 1)  # keeps a second draw in store
     np.random.randn()
     state = rng.get_state()
@@ -32,8 +32,8 @@ def test_the_global_generators_go_on_from_their_state():
     assert draws() == expected
 
 
-def test_the_state_of_pythons_generator_as_python_has_it_is_understood_too():
-    """As checkpoints of earlier versions hold it."""
+def test_the_state_of_pythons_generator_may_be_a_tuple():
+    """Checkpoints of earlier versions hold it in that form."""
     state = rng.get_state() | {"python": random.getstate()}
     expected = draws()
     rng.set_state(state)
@@ -48,7 +48,7 @@ def test_a_state_is_not_changed_by_later_draws():
         assert draws() == first
 
 
-def test_states_of_cuda_devices_that_are_not_there_are_left_out():
+def test_states_of_missing_cuda_devices_are_ignored():
     state = rng.get_state()
     expected = draws()
     missing = torch.zeros(16, dtype=torch.uint8)
@@ -83,7 +83,7 @@ def training(width=4):
 
 
 def advance(things):
-    """One step of training that draws on everything; what came out."""
+    """Takes a training step that uses all objects. Returns the loss and the learning rate."""
     noise = torch.rand(8, 3, generator=things["generator"]) + float(things["numpy"].normal()) + torch.rand(())
     loss = things["model"](noise).square().mean()
     things["optimizer"].zero_grad()
@@ -93,7 +93,7 @@ def advance(things):
     return loss.item(), things["optimizer"].param_groups[0]["lr"]
 
 
-def test_training_goes_on_from_a_collected_state():
+def test_training_continues_from_a_collected_state():
     things = training()
     for _ in range(4):
         advance(things)
@@ -117,7 +117,7 @@ class Loaded(optim.SGD):
 
 
 class Packed(optim.SGD):
-    """Saves its moments in half precision, and relies on PyTorch to make what its parameters are of them."""
+    """Saves its moments in half precision, and relies on PyTorch to cast them to the dtype of its parameters."""
 
     def state_dict(self):
         state = super().state_dict()
@@ -126,13 +126,13 @@ class Packed(optim.SGD):
 
 
 def bfloat16_parameters():
-    """Two groups, in another order than that of the module."""
+    """Returns two groups, with parameters in another order than in the module."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)).bfloat16()
     return [{"params": [model[1].bias, model[0].weight]}, {"params": [model[1].weight]}]
 
 
 def unlike_its_parameter(parameter):
-    """State that PyTorch's loading would cast."""
+    """Returns a state that PyTorch would cast on loading."""
     average = torch.randn(parameter.shape)
     return {
         "average": average,
@@ -149,7 +149,7 @@ def unlike_its_parameter(parameter):
 
 @pytest.mark.parametrize("name", ["optimizer", "another"])
 @pytest.mark.parametrize("kind", [optim.SGD, Loaded])
-def test_an_optimizers_state_keeps_its_dtypes_whatever_those_of_its_parameters(name, kind):
+def test_an_optimizers_state_keeps_its_dtypes_whatever_the_dtypes_of_its_parameters(name, kind):
     optimizer, fresh = (kind(bfloat16_parameters(), lr=0.1) for _ in range(2))
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -165,7 +165,7 @@ def test_an_optimizers_state_keeps_its_dtypes_whatever_those_of_its_parameters(n
     assert getattr(fresh, "loads", 1) == 1
 
 
-def test_what_an_optimizer_itself_converts_when_it_saves_and_loads_is_left_to_it():
+def test_conversions_of_an_optimizers_own_are_not_undone():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = Packed([parameter], lr=0.1, momentum=0.9)
     parameter.sum().backward()
@@ -178,7 +178,7 @@ def test_what_an_optimizer_itself_converts_when_it_saves_and_loads_is_left_to_it
 
 
 def of_rank(rank):
-    """The objects of one rank of a data-parallel training, whose generators went their own way."""
+    """Returns the objects of one rank of a data-parallel training, with generator states of its own."""
     things = training()
     for _ in range(rank + 1):
         torch.rand(2, generator=things["generator"])
@@ -197,7 +197,7 @@ def randomness_of_ranks(*ranks):
     return [copy.deepcopy(rank_rng_state(of_rank(rank))) for rank in ranks]
 
 
-def test_every_rank_gets_its_own_random_numbers_back_and_the_rest_from_the_first():
+def test_every_rank_restores_its_own_random_numbers_and_the_rest_from_rank_0():
     others = randomness_of_ranks(1, 2)
     first = of_rank(0)
     advance(first)
@@ -214,7 +214,7 @@ def test_every_rank_gets_its_own_random_numbers_back_and_the_rest_from_the_first
     assert len(set(expected)) == 3
 
 
-def test_a_rank_that_the_state_knows_nothing_of_keeps_its_random_numbers():
+def test_a_rank_that_was_not_saved_keeps_its_random_numbers():
     others = randomness_of_ranks(1)
     state = copy.deepcopy(collect(of_rank(0), others))
     expected = own_draws(of_rank(2))
@@ -224,7 +224,7 @@ def test_a_rank_that_the_state_knows_nothing_of_keeps_its_random_numbers():
     assert torch.equal(later["model"][0].weight, state["model"]["0.weight"])
 
 
-def test_a_single_process_goes_on_alike_from_what_many_ranks_or_one_have_saved():
+def test_a_single_process_restores_the_same_from_many_ranks_as_from_one():
     others = randomness_of_ranks(1)
     many = copy.deepcopy(collect(of_rank(0), others))
     one = copy.deepcopy(collect(of_rank(0)))
@@ -252,7 +252,7 @@ def problems(given, state):
     return str(error.value)
 
 
-def test_sources_that_are_missing_or_new_are_listed():
+def test_objects_that_are_missing_or_new_are_listed():
     state = collect(training())
     given = training()
     given["ema"] = given.pop("numpy")
@@ -295,7 +295,7 @@ def test_another_optimizer_is_refused():
 
 
 class Unprepared(DataLoader):
-    """As one that Accelerate has prepared without a loader that keeps its state."""
+    """Like a loader that Accelerate prepared without ``use_stateful_dataloader``."""
 
     def state_dict(self):
         return self.dl_state_dict
@@ -327,7 +327,7 @@ class NotReady:
     ],
     ids=["plain loader", "unprepared loader", "another"],
 )
-def test_an_extra_that_has_no_state_to_give_is_told_of_in_the_constructor(tmp_path, extra, said):
+def test_an_extra_whose_state_dict_fails_is_refused_by_the_constructor(tmp_path, extra, said):
     with pytest.raises(StateError, match=said):
         dq.Checkpointer(tmp_path / "run", nn.Linear(2, 2), extras={"batches": extra})
     with dq.Checkpointer(tmp_path / "run", nn.Linear(2, 2)) as ckpt:  # the run was let go

@@ -1,4 +1,4 @@
-"""An optimizer's state goes by the names of its parameters, so that groups can be put in another order or divided."""
+"""An optimizer's state is keyed by parameter name, so that groups can be reordered, divided or merged."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("v*"))
 
 
 def matrices_and_vectors(model: nn.Module) -> list[dict]:
-    """Two groups, without weight decay for vectors."""
+    """Returns two groups: matrices with weight decay, vectors without."""
     return [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.3},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -25,7 +25,7 @@ def matrices_and_vectors(model: nn.Module) -> list[dict]:
 
 
 def saved(folder, groups=lambda model: model.parameters(), **options) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A training of four steps, saved without loss."""
+    """Trains for four steps and saves losslessly. Returns model and optimizer."""
     torch.manual_seed(0)
     model = model_of()
     optimizer = torch.optim.AdamW(groups(model), **({"lr": 1e-2} | options))
@@ -45,11 +45,11 @@ def restored(folder, groups, **options) -> tuple[nn.Module, torch.optim.Optimize
 
 
 def moments(model, optimizer) -> dict:
-    """The state of every parameter by name, whatever the order."""
+    """Returns the state of every parameter, sorted by name."""
     return dict(sorted(bits(named_state(optimizer, model=model)["state"])[1]))
 
 
-def test_tensors_of_an_optimizer_are_called_by_their_parameters(tmp_path):
+def test_tensors_of_an_optimizer_are_named_after_their_parameters(tmp_path):
     model, optimizer = saved(tmp_path)
     names = Stored(tmp_path).tensors
     assert {f"optimizer.state.model.{name}.exp_avg" for name, _ in model.named_parameters()} <= set(names)
@@ -66,7 +66,7 @@ def test_tensors_of_an_optimizer_are_called_by_their_parameters(tmp_path):
     ],
     ids=["reversed", "one each", "divided", "named"],
 )
-def test_state_finds_its_parameter_in_other_groups_and_training_goes_on_alike(tmp_path, groups):
+def test_state_finds_its_parameter_in_other_groups_and_training_continues_identically(tmp_path, groups):
     model, optimizer = saved(tmp_path, weight_decay=0.0)
     other, other_optimizer = restored(tmp_path, groups, weight_decay=0.0)
     assert moments(other, other_optimizer) == moments(model, optimizer)
@@ -85,7 +85,7 @@ def test_groups_in_another_order_keep_their_hyperparameters(tmp_path):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.3]
 
 
-def test_a_group_that_was_divided_takes_all_but_what_tells_its_parts_apart(tmp_path, caplog):
+def test_a_divided_group_restores_only_hyperparameters_in_which_its_parts_agree(tmp_path, caplog):
     saved(tmp_path, lr=0.005, betas=(0.8, 0.9))
     _, optimizer = restored(tmp_path, matrices_and_vectors, lr=1.0)
     found = [(g["lr"], g["betas"], g["weight_decay"]) for g in optimizer.param_groups]
@@ -93,7 +93,7 @@ def test_a_group_that_was_divided_takes_all_but_what_tells_its_parts_apart(tmp_p
     assert any("which keep their own weight_decay" in message for message in caplog.messages)
 
 
-def test_groups_that_were_put_together_take_what_they_agreed_on(tmp_path, caplog):
+def test_merged_groups_restore_the_hyperparameters_on_which_they_agreed(tmp_path, caplog):
     saved(tmp_path, matrices_and_vectors, lr=0.005)
     _, optimizer = restored(tmp_path, lambda model: model.parameters(), lr=1.0, weight_decay=0.7)
     (group,) = optimizer.param_groups
@@ -101,7 +101,7 @@ def test_groups_that_were_put_together_take_what_they_agreed_on(tmp_path, caplog
     assert any("which keep their own weight_decay" in message for message in caplog.messages)
 
 
-def test_a_scheduler_goes_on_over_groups_in_another_order(tmp_path):
+def test_a_scheduler_continues_with_groups_in_another_order(tmp_path):
     def training(order):
         torch.manual_seed(0)
         model = model_of()
@@ -121,7 +121,7 @@ def test_a_scheduler_goes_on_over_groups_in_another_order(tmp_path):
     assert [g["lr"] for g in other_optimizer.param_groups] == [g["lr"] / 2 for g in optimizer.param_groups[::-1]]
 
 
-def test_parameters_of_other_saved_modules_have_names_and_others_their_place(tmp_path):
+def test_parameters_of_saved_modules_are_keyed_by_name_and_others_by_position(tmp_path):
     model = model_of()
     masters = nn.ParameterList([p.detach().clone() for p in model.parameters()])
     loose = torch.ones(3, requires_grad=True)
@@ -179,7 +179,7 @@ def test_pytorch_loads_the_state_as_it_is_stored_and_exported(tmp_path):
         assert bits(other_optimizer.state_dict()) == bits(optimizer.state_dict())
 
 
-def test_a_pattern_over_parameters_means_no_moments(tmp_path):
+def test_a_pattern_for_parameters_does_not_select_moments(tmp_path):
     torch.manual_seed(0)
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

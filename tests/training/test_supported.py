@@ -1,4 +1,4 @@
-"""What cannot be saved is refused before training begins, with what to do instead; at the latest after one step."""
+"""Objects that cannot be saved are refused with advice, before training begins or after the first step."""
 
 import dataclasses
 
@@ -12,12 +12,12 @@ import dynaquant as dq
 
 pytestmark = [
     pytest.mark.usefixtures("process_group"),
-    pytest.mark.filterwarnings("ignore"),  # what shards warns of much, e.g. of running on a CPU
+    pytest.mark.filterwarnings("ignore"),  # sharding causes many warnings, e.g. about running on a CPU
 ]
 
 
 def refused(folder, *objects, **options) -> str:
-    """The message of the constructor, which leaves nothing behind."""
+    """Returns the error message of the constructor, and checks that it leaves no folder."""
     with pytest.raises(dq.StateError) as caught:
         dq.Checkpointer(folder / "run", *objects, **options)
     assert not (folder / "run").exists()
@@ -57,7 +57,7 @@ def over_devices(model: nn.Module) -> nn.Module:
     ],
     ids=["FSDP", "FSDP inside", "fully_shard", "DTensor"],
 )
-def test_sharded_models_are_refused_with_what_to_do_instead(tmp_path, shard, where):
+def test_sharded_models_are_refused_with_advice(tmp_path, shard, where):
     said = refused(tmp_path, shard(model_of()))
     assert said.startswith(where)
     assert said.endswith("train replicas (DistributedDataParallel), or save with torch.distributed.checkpoint")
@@ -78,7 +78,7 @@ def test_an_optimizer_that_shards_its_state_is_refused(tmp_path):
         ("fairscale.nn.data_parallel.sharded_ddp", "ShardedDataParallel"),
     ],
 )
-def test_engines_that_shard_are_known_by_where_they_come_from(tmp_path, module, name):
+def test_sharding_engines_are_recognized_by_their_module(tmp_path, module, name):
     engine = type(name, (nn.Linear,), {"__module__": module})(2, 2)
     assert refused(tmp_path, engine).startswith(f"model: {name} shards the training; ")
 
@@ -94,11 +94,11 @@ def test_an_optimizer_that_was_not_initialised_is_refused(tmp_path):
 
 
 class Codes(torch.Tensor):
-    """A tensor of a class of its own, as quantized optimizers have them."""
+    """A tensor subclass, as quantized optimizers have them."""
 
 
 class Quantized(torch.optim.SGD):
-    """Its state is made by its first step."""
+    """An optimizer that creates its state in the first step."""
 
     def step(self):
         super().step()
@@ -120,7 +120,7 @@ def test_a_state_of_tensor_subclasses_is_found_after_the_first_step(tmp_path):
         dq.Checkpointer(tmp_path, model, optimizer)
 
 
-def test_the_first_step_is_looked_at_once_and_no_hook_stays(tmp_path):
+def test_only_the_first_step_is_checked_and_no_hook_stays(tmp_path):
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless"):
@@ -146,6 +146,6 @@ class Frozen:
         (Frozen(1), "epoch: Frozen is frozen, so a restore could not set its fields"),
     ],
 )
-def test_plain_values_are_refused_with_what_holds_them(tmp_path, value, said):
+def test_plain_values_are_refused_with_advice_to_give_a_dictionary(tmp_path, value, said):
     with pytest.raises(dq.StateError, match=said):
         dq.Checkpointer(tmp_path, model_of(), extras={"epoch": value})

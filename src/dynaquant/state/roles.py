@@ -191,17 +191,17 @@ def _override(
     names: Iterable[str],
 ) -> None:
     if role not in get_args(Role):
-        raise StateError(f"roles[{pattern!r}]: {role!r} is no role; the roles are {', '.join(get_args(Role))}")
+        raise StateError(f"roles[{pattern!r}]: {role!r} is not a role; the roles are {', '.join(get_args(Role))}")
     matching = {first for name in names if (first := parameters.get(name, name)) in result}
     if not matching:
         example = next(iter(result), "model.…")
         raise StateError(f"roles[{pattern!r}] matches no tensor; names look like {example!r}")
     for name in matching:
         if role == "weight" and name not in parameters:
-            raise StateError(f"roles[{pattern!r}]: {name} is no parameter of a module, so it cannot be a weight")
+            raise StateError(f"roles[{pattern!r}]: {name} is not a parameter of a module, so it cannot be a weight")
         if role == "omit" and not result[name].layer_type:
             raise StateError(
-                f"roles[{pattern!r}]: {name} is no parameter or buffer of a module, so it cannot be omitted"
+                f"roles[{pattern!r}]: {name} is not a parameter or buffer of a module, so it cannot be omitted"
             )
         if role == "weight" and tensors[name].dtype not in QUANTIZABLE_DTYPES:
             raise StateError(
