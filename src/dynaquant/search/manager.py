@@ -132,7 +132,7 @@ class ConfigurationManager:
         return self._decide(quantizer, judge, allowed, original.noise_margin, at_once, metric.notes(original, allowed))
 
     def _decide_unjudged(self, quantizer: Quantizer, allowed: float, problem: str) -> Decision:
-        """Decides when the metric of the weights in training is no use."""
+        """Decides if the metric of the weights in training is unusable."""
         if self._fixed is None:
             note = f"{problem}: candidates cannot be judged, so the weights are stored exactly"
             self._warn(note)
@@ -143,7 +143,7 @@ class ConfigurationManager:
     def _decide(
         self, quantizer: Quantizer, judge: Judge, allowed: float, noise_margin: float, per_round: int, notes: list[str]
     ) -> Decision:
-        """Decides when candidates can be judged.
+        """Decides if candidates can be judged.
 
         allowed: the degradation, of which the noise of the metric takes ``noise_margin``. per_round: how many
         configurations are scored in one round. notes: for the record.
@@ -153,7 +153,7 @@ class ConfigurationManager:
         trials = Trials(quantizer, judge, displacement, limit, self._group, per_round)
         if self._fixed is not None:
             return self._measure(self._fixed, trials, judge, notes)
-        found = self._search(quantizer, trials) if quantizer.weights else self._last_again(quantizer, trials)
+        found = self._search(quantizer, trials) if quantizer.weights else self._repeat_last(quantizer, trials)
         failures = dict.fromkeys(trial.error for trial in trials.done if trial.error)
         notes = [*notes, *found.notes, *(f"evaluate failed on a candidate ({error})" for error in failures)]
         if found.chosen is None:
@@ -184,8 +184,8 @@ class ConfigurationManager:
                 self._restored = {}  # weights are far enough from the restored ones
         return found
 
-    def _last_again(self, quantizer: Quantizer, trials: Trials) -> Found:
-        """Scores the checkpoint when no weight has changed: nothing is to be chosen, nor learned for the next one."""
+    def _repeat_last(self, quantizer: Quantizer, trials: Trials) -> Found:
+        """Scores the last configuration again: no weight has changed, so there is nothing to choose or to remember."""
         on_grid = isinstance(quantizer, GridWeights)
         if on_grid:
             exponent, _ = self.history.last_exponent(trials.limit) or (0, False)
