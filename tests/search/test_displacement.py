@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from searches import BOTH_METHODS, checkpointer
 from torch import nn
 
 import dynaquant as dq
@@ -16,13 +17,6 @@ from dynaquant.tensors.dequantize import dequantize
 COARSE = dq.Configuration(bins=4, protected=0.0)
 FINE = dq.Configuration(bins=64, protected=0.0)
 LEAST = displacement.LEAST_KEPT
-
-BOTH_METHODS = pytest.mark.parametrize("method", ["grid", "published"])
-
-
-def checkpointer(folder, model: nn.Module, **options) -> dq.Checkpointer:
-    """A Checkpointer of the published method, unless ``method`` says otherwise."""
-    return dq.Checkpointer(folder, model, **{"method": "published"} | options)
 
 
 def quantized(weights, configuration=COARSE):

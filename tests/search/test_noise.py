@@ -6,13 +6,10 @@ import statistics
 from collections.abc import Callable
 
 import pytest
-import torch
-from torch import nn
+from searches import gauss
 
-from dynaquant.search.metric import UserMetric
 from dynaquant.search.noise import Noise
 from dynaquant.search.scale_search import scale_search
-from dynaquant.training.ranks import Group
 
 
 def measured(noise: Noise, metric: Callable[[], float]) -> list[float]:
@@ -20,11 +17,6 @@ def measured(noise: Noise, metric: Callable[[], float]) -> list[float]:
     scores = [metric() for _ in range(noise.evaluations)]
     assert noise.learn([scores])
     return scores
-
-
-def gauss(sigma: float, value: float = 2.0, seed: int = 0) -> Callable[[], float]:
-    draw = random.Random(seed)
-    return lambda: value * (1 + sigma * draw.gauss(0, 1))
 
 
 def accuracy(images: int, sigma: float, draw: random.Random, correct: float = 0.9) -> Callable[[], float]:
@@ -181,44 +173,3 @@ def test_checkpoints_judged_by_an_accuracy_stay_within_the_limit(sigma):
     assert accepted > 1000
     assert beyond < 0.01 * accepted
     assert (max(margins) == 0) == (sigma == 0)
-
-
-# The metric of the weights in training
-
-
-def metric_of(evaluate: Callable[[nn.Module], float], noise: Noise | None = None) -> UserMetric:
-    return UserMetric(nn.Linear(2, 2), evaluate, False, noise or Noise(), Group())
-
-
-def test_the_score_of_the_weights_in_training_is_the_mean_of_their_evaluations():
-    noisy, same, noise = gauss(0.01), gauss(0.01), Noise()
-    metric = metric_of(lambda _: noisy(), noise)
-    for count in (5, 2, 2):
-        original = metric.original()
-        assert original.score == pytest.approx(statistics.mean(same() for _ in range(count)), rel=1e-12)
-        assert original.noise_margin == noise.margin > 0
-        assert original.problem is None
-
-
-def test_the_score_of_a_metric_without_noise_keeps_every_bit():
-    values = [0.1, 1 / 3, 1e300, 5e-324]
-    for value in values:
-        assert metric_of(lambda _, value=value: value).original().score == value
-
-
-def test_random_numbers_from_the_global_generators_are_not_noise():
-    metric = metric_of(lambda _: float(torch.rand(()) + random.random()))
-    for _ in range(3):
-        assert metric.original().noise_margin == 0
-
-
-def test_a_metric_that_is_not_finite_is_a_problem_and_evaluated_five_times_once_it_is_finite():
-    values = iter([*5 * [math.nan], *5 * [2.0], 3.0])
-    metric = metric_of(lambda _: next(values))
-    assert "not finite" in metric.original().problem
-    assert (metric.original().score, metric.original().score) == (2.0, 3.0)
-
-
-def test_a_metric_that_is_noisy_around_zero_is_a_problem():
-    values = iter([0.5, -0.5, 0.0, 0.0, 0.0])
-    assert "noisy around 0" in metric_of(lambda _: next(values)).original().problem
