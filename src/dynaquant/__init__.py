@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from dynaquant.checkpointer import Checkpointer
     from dynaquant.quantize.grid import GridConfiguration
     from dynaquant.quantize.partition import Configuration
-    from dynaquant.restore.load import load, load_into
+    from dynaquant.restore.load import load
+    from dynaquant.restore.load_into import load_into
     from dynaquant.save.record import Record
     from dynaquant.search.quality import LossOn
 
@@ -39,7 +40,7 @@ else:
         "LossOn": "search.quality",
         "Record": "save.record",
         "load": "restore.load",
-        "load_into": "restore.load",
+        "load_into": "restore.load_into",
     }
 
     def __getattr__(name):

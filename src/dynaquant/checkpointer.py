@@ -272,7 +272,7 @@ class Checkpointer:
         if loaded is None:
             return None
         self.not_restored = list(loaded.problems)
-        self._saver.resume(loaded.file.header, loaded.tensors, loaded.taken, loaded.from_lossless_copy)
+        self._saver.resume(loaded.file.header, loaded.tensors, loaded.restored_names, loaded.from_lossless_copy)
         return loaded.step
 
     def save(self, step: int) -> Future[Record]:

@@ -18,13 +18,13 @@ import dynaquant as dq
 from dynaquant.interop import any_format, safetensors
 from dynaquant.interop.export import Target, export, target_for
 from dynaquant.interop.packing import Packer, compress
-from dynaquant.restore.load import Stored
+from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.state.flatten import unflatten
 
 
-def packed(source, folder, quality="lossless") -> Stored:
+def packed(source, folder, quality="lossless") -> StoredCheckpoint:
     compress(source, folder / "packed.dqc", Packer(quality))
-    return Stored(folder / "packed.dqc")
+    return StoredCheckpoint(folder / "packed.dqc")
 
 
 def content_of(path):
@@ -33,7 +33,7 @@ def content_of(path):
 
 
 @pytest.fixture
-def trained(tmp_path) -> Stored:
+def trained(tmp_path) -> StoredCheckpoint:
     """A checkpoint of a training with a tied weight."""
     model = model_of(8)
     model[4].weight = model[0].weight
@@ -41,11 +41,11 @@ def trained(tmp_path) -> Stored:
     train(model, optimizer, 2)
     with dq.Checkpointer(tmp_path / "run", model, optimizer) as ckpt:
         ckpt.save(7).result()
-    return Stored(tmp_path / "run")
+    return StoredCheckpoint(tmp_path / "run")
 
 
 @pytest.fixture
-def folder(tmp_path) -> Stored:
+def folder(tmp_path) -> StoredCheckpoint:
     """A Hugging Face folder of two shards, compressed."""
     hf_folder(tmp_path / "hf")
     return packed(tmp_path / "hf", tmp_path)
@@ -182,7 +182,7 @@ def test_a_model_with_extra_state_is_exported_as_torch_has_it(tmp_path):
     model = Counting(2, 2)
     with dq.Checkpointer(tmp_path / "run", model) as ckpt:
         ckpt.save(1).result()
-    stored = Stored(tmp_path / "run")
+    stored = StoredCheckpoint(tmp_path / "run")
     export(stored, Target.TORCH, tmp_path / "m.pt")
     assert bits(torch.load(tmp_path / "m.pt", weights_only=False)) == bits(dq.load(tmp_path / "run")["model"])
     with pytest.raises(dq.CheckpointError, match="_extra_state in the model is not a tensor; load the whole state"):

@@ -17,7 +17,7 @@ from dynaquant.interop import dcp, folder
 from dynaquant.interop.export import export, target_for
 from dynaquant.interop.packing import Packer, compress
 from dynaquant.interop.targets import Target
-from dynaquant.restore.load import Stored
+from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.store.run import Run
 
 
@@ -60,7 +60,7 @@ CARRIED = {
 def back_of(source, out, quality="balanced"):
     """Compresses and decompresses a folder. Returns the folder beside ``out`` with the result."""
     compress(source, out, Packer(quality))
-    stored = Stored(out)
+    stored = StoredCheckpoint(out)
     back = out.with_name("back")
     export(stored, target_for(stored, back), back)
     return back
@@ -174,7 +174,7 @@ def test_exporting_a_folder_to_safetensors_gives_its_weights_alone(tmp_path):
     model, _ = trainers(tmp_path / "checkpoint-3")
     compress(tmp_path / "checkpoint-3", tmp_path / "c.dqc", Packer("lossless"))
     for target in (Target.SAFETENSORS, Target.TORCH):
-        export(Stored(tmp_path / "c.dqc"), target, tmp_path / target)
+        export(StoredCheckpoint(tmp_path / "c.dqc"), target, tmp_path / target)
     assert in_order(load_file(tmp_path / "safetensors")) == in_order(model.state_dict())
     assert in_order(torch.load(tmp_path / "torch")) == in_order(model.state_dict())
     other = model_of(48)
@@ -240,7 +240,7 @@ def test_a_large_file_that_names_code_is_stored_byte_for_byte_with_a_note(tmp_pa
     torch.save({"state": torch.randn(200, 200), "x": Code(made)}, source / "optimizer.pt")
     back = back_of(source, tmp_path / "c.dqc")
     assert contents(back)["optimizer.pt"] == contents(source)["optimizer.pt"]
-    (note,) = Stored(tmp_path / "c.dqc").file.header.record["notes"]
+    (note,) = StoredCheckpoint(tmp_path / "c.dqc").file.header.record["notes"]
     assert note.startswith("optimizer.pt is stored byte for byte: refused, as reading it would run code")
     assert not made.exists()
 
@@ -261,7 +261,7 @@ def test_special_files_and_links_out_of_the_folder_are_left_out_and_named(tmp_pa
         unix.bind(str(source / "socket"))
         back = back_of(source, tmp_path / "c.dqc")
     assert sorted(os.listdir(back)) == ["config.json", "model.safetensors", "same.json"]
-    assert Stored(tmp_path / "c.dqc").file.header.record["notes"] == [
+    assert StoredCheckpoint(tmp_path / "c.dqc").file.header.record["notes"] == [
         "left out: fifo (a FIFO)",
         "left out: link (a link out of the folder)",
         "left out: lost (a link to nothing)",
@@ -280,7 +280,7 @@ def test_a_snapshot_in_the_cache_of_the_hub_is_read_although_its_files_are_links
     (source / "config.json").symlink_to("../../blobs/2")
     back = back_of(source, tmp_path / "c.dqc")
     assert contents(back)["config.json"] == b"{}"
-    assert Stored(tmp_path / "c.dqc").file.header.record["notes"] == []
+    assert StoredCheckpoint(tmp_path / "c.dqc").file.header.record["notes"] == []
 
 
 def test_other_files_in_a_dcp_folder_are_stored_byte_for_byte(tmp_path):
@@ -307,7 +307,7 @@ def test_other_files_in_a_dcp_folder_are_stored_byte_for_byte(tmp_path):
 def test_a_wrong_record_of_a_folder_is_refused(tmp_path, wrong):
     trainers(tmp_path / "checkpoint-3")
     compress(tmp_path / "checkpoint-3", tmp_path / "c.dqc", Packer())
-    stored = Stored(tmp_path / "c.dqc")
+    stored = StoredCheckpoint(tmp_path / "c.dqc")
     stored.file.header.record["source"].update(wrong)
     out = tmp_path / "out"
     out.mkdir()

@@ -12,14 +12,14 @@ from pathlib import Path
 import dynaquant as dq
 from dynaquant.interop.export import Target, export
 from dynaquant.interop.packing import Packer, compress
-from dynaquant.restore.load import Stored
+from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 folder = Path(sys.argv[1])
 dq.Checkpointer
 compress(folder / "model.safetensors", folder / "model.dqc", Packer())
 for target in (Target.SAFETENSORS, Target.HF, Target.TORCH, Target.TORCH_STATE):
-    export(Stored(folder / "model.dqc"), target, folder / f"again-{target}")
+    export(StoredCheckpoint(folder / "model.dqc"), target, folder / f"again-{target}")
 assert "torch.distributed.checkpoint" not in sys.modules
-export(Stored(folder / "model.dqc"), Target.DCP, folder / "again-dcp")
+export(StoredCheckpoint(folder / "model.dqc"), Target.DCP, folder / "again-dcp")
 assert "torch.distributed.checkpoint" in sys.modules
 """
 

@@ -17,7 +17,7 @@ from dynaquant.interop.export import export
 from dynaquant.interop.model_file import DCP_METADATA
 from dynaquant.interop.packing import Packer, compress, pack
 from dynaquant.interop.targets import Target
-from dynaquant.restore.load import Stored
+from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_an_output_that_is_not_a_file_is_not_overwritten(tmp_path, target):
         compress(tmp_path / "m.safetensors", out, Packer())
     compress(tmp_path / "m.safetensors", tmp_path / "m.dqc", Packer())
     with pytest.raises(dq.CheckpointError, match=r"is a FIFO|exists and is not"):
-        export(Stored(tmp_path / "m.dqc"), target, out)
+        export(StoredCheckpoint(tmp_path / "m.dqc"), target, out)
     assert out.is_fifo()
 
 
@@ -117,10 +117,10 @@ def test_the_deepest_allowed_tree_can_be_exported(tmp_path):
     assert state.shape == (2,)
 
 
-def written(folder, tree) -> Stored:
+def written(folder, tree) -> StoredCheckpoint:
     entry = crafted.entry()
     crafted.write(folder / "run", crafted.header(entry, tree=tree), b"\0" * 8)
-    return Stored(folder / "run")
+    return StoredCheckpoint(folder / "run")
 
 
 def test_a_small_file_that_claims_more_memory_than_there_is_is_refused(tmp_path):

@@ -17,7 +17,7 @@ import dynaquant as dq
 from dynaquant.interop import any_format, dcp
 from dynaquant.interop.export import export, target_for
 from dynaquant.interop.packing import KEYFRAME_EVERY, Packer, compress, pack, step_of
-from dynaquant.restore.load import Stored
+from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.state.flatten import unflatten
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.run import Run
@@ -37,7 +37,7 @@ def compressed(state, folder, **options):
     torch.save(state, folder / "state.pt")
     out = folder / "state.dqc"
     compress(folder / "state.pt", out, Packer(**options))
-    stored = Stored(out)
+    stored = StoredCheckpoint(out)
     export(stored, target_for(stored, folder / "back.pt"), folder / "back.pt")
     return torch.load(folder / "back.pt", weights_only=True)
 
@@ -98,7 +98,7 @@ def test_tied_tensors_stay_tied_and_are_stored_once(tmp_path):
     shared = torch.randn(64, 64)
     found = compressed({"wte": shared, "lm_head": shared, "other": shared.clone()}, tmp_path)
     assert found["wte"].data_ptr() == found["lm_head"].data_ptr() != found["other"].data_ptr()
-    assert len(Stored(tmp_path / "state.dqc").tensors) == 2
+    assert len(StoredCheckpoint(tmp_path / "state.dqc").tensors) == 2
 
 
 def test_a_training_continues_from_a_decompressed_file(tmp_path):
@@ -108,7 +108,7 @@ def test_a_training_continues_from_a_decompressed_file(tmp_path):
     state = {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "epoch": 3}
     found = compressed(state, tmp_path, quality="high")
     assert shape_of(found) == shape_of(state)
-    kinds = {entry.label.role for entry in Stored(tmp_path / "state.dqc").file.header.entries}
+    kinds = {entry.label.role for entry in StoredCheckpoint(tmp_path / "state.dqc").file.header.entries}
     assert kinds == {"weight", "first_moment", "second_moment", "exact"}
     model.load_state_dict(found["state_dict"])
     optimizer.load_state_dict(found["optimizer_states"][0])
@@ -197,7 +197,7 @@ def test_a_metric_that_is_not_finite_is_an_error_and_nothing_is_written(tmp_path
 
 def test_a_metric_that_stays_zero_allows_any_configuration(tmp_path):
     compressed(tensors_of(), tmp_path, metric=lambda _: torch.zeros(1))
-    assert Stored(tmp_path / "state.dqc").file.header.record["quality"]["degradation"] == 0
+    assert StoredCheckpoint(tmp_path / "state.dqc").file.header.record["quality"]["degradation"] == 0
 
 
 @pytest.mark.parametrize("limit", [-1.0, float("nan"), float("inf")])
@@ -318,7 +318,7 @@ import sys, pathlib, re
 import torch
 from dynaquant.interop.export import export
 from dynaquant.interop.targets import Target
-from dynaquant.restore.load import Stored
+from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.interop.packing import Packer, compress
 
 def most():
@@ -332,11 +332,11 @@ def watch():
         peak[0] = max(peak[0], most())
 small = folder / "small"
 compress(small / "m.safetensors", small / "m.dqc", Packer())  # all that is imported and set up once
-export(Stored(small / "m.dqc"), Target.SAFETENSORS, small / "back.safetensors")
+export(StoredCheckpoint(small / "m.dqc"), Target.SAFETENSORS, small / "back.safetensors")
 start = peak[0] = most()
 threading.Thread(target=watch, daemon=True).start()
 compress(folder / "m.safetensors", folder / "m.dqc", Packer())
-export(Stored(folder / "m.dqc"), Target.SAFETENSORS, folder / "back.safetensors")
+export(StoredCheckpoint(folder / "m.dqc"), Target.SAFETENSORS, folder / "back.safetensors")
 done.set()
 print(peak[0] - start)
 """

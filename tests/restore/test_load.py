@@ -11,7 +11,7 @@ from training import bits, model_of, train
 import dynaquant as dq
 from dynaquant.interop.export import Target, export
 from dynaquant.interop.packing import Packer, compress
-from dynaquant.restore.load import Stored
+from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.run import Run
 
@@ -37,7 +37,7 @@ def packed(folder, state):
 
 def test_only_the_tensors_asked_for_are_decoded(run, monkeypatch):
     whole = dq.load(run, 2)["model"]
-    stored = Stored(run, 2)
+    stored = StoredCheckpoint(run, 2)
     asked = ["1.weight", "1.bias"]
     places = {entry.name for entry in stored.file.header.entries if entry.name not in {f"model.{k}" for k in asked}}
     read = type(stored.file).read
@@ -111,7 +111,7 @@ def test_the_checkpoint_replaces_a_damaged_lossless_copy(run, caplog):
             found = dq.load(run, keys=keys)
             weight = found["model"]["1.weight"] if keys is None else found["1.weight"]
             assert torch.equal(weight, dq.load(Run(run).path(3))["model"]["1.weight"])
-    assert caplog.text.count("stands in for its exact one") == 2
+    assert caplog.text.count("cannot be used, so its checkpoint is") == 2
 
 
 def damage(file: CheckpointFile, name: str) -> None:
@@ -142,8 +142,8 @@ def test_one_damaged_tensor_of_the_lossless_copy_switches_all_tensors_to_the_che
         dq.load_into(model, damaged)
         assert each(model.state_dict()) == small
         for target in Target:
-            export(Stored(damaged), target, tmp_path / target)
-    assert caplog.text.count("the small form of step 3 stands in for its exact one") == 3 + len(Target)
+            export(StoredCheckpoint(damaged), target, tmp_path / target)
+    assert caplog.text.count("the lossless copy of step 3 cannot be used") == 3 + len(Target)
     assert "model.4.bias" in caplog.text
     for file in (tmp_path / Target.SAFETENSORS, tmp_path / Target.HF / "model.safetensors"):
         found = each(load_file(file))
@@ -179,7 +179,7 @@ def test_a_dtype_that_safetensors_lacks_does_not_count_as_damage(tmp_path, caplo
     with dq.Checkpointer(tmp_path / "run", model, exact="latest") as ckpt:
         ckpt.save(1).result()
     with pytest.raises(dq.CheckpointError, match="export to torch instead"):
-        export(Stored(tmp_path / "run"), Target.SAFETENSORS, tmp_path / "m.safetensors")
+        export(StoredCheckpoint(tmp_path / "run"), Target.SAFETENSORS, tmp_path / "m.safetensors")
     assert caplog.text == ""
 
 
@@ -222,7 +222,7 @@ def test_state_of_the_model_that_is_no_tensor_is_named(tmp_path):
 def test_a_damaged_tensor_leaves_the_model_unchanged(tmp_path):
     save_file({"weight": torch.randn(32, 32), "bias": torch.randn(32)}, tmp_path / "m.safetensors")
     compress(tmp_path / "m.safetensors", tmp_path / "m.dqc", Packer("lossless"))
-    file = Stored(tmp_path / "m.dqc").file
+    file = StoredCheckpoint(tmp_path / "m.dqc").file
     content = bytearray(file.path.read_bytes())
     start = 16 + sum(
         entry.size for entry in file.header.entries[: file.header.entries.index(file.header.by_name["bias"])]

@@ -9,7 +9,7 @@ from training import bits, model_of, named_state, train
 
 import dynaquant as dq
 from dynaquant.interop.export import Target, export
-from dynaquant.restore.load import Stored
+from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 
 
 def training(seed=0, optimizer=torch.optim.AdamW):
@@ -174,7 +174,7 @@ def test_several_models_and_optimizers_are_one_training(tmp_path, method):
         train_both(models, optimizers, 2)
         assert ckpt.save(6).result().parent == 4
     assert record.quality.degradation <= 0.01
-    entries = {entry.name: entry.label.role for entry in Stored(tmp_path).file.header.entries}
+    entries = {entry.name: entry.label.role for entry in StoredCheckpoint(tmp_path).file.header.entries}
     assert entries["model.G.0.weight"] == entries["model.D.1.weight"] == "weight"
     assert entries["optimizer.G.state.model.G.0.weight.exp_avg_sq"] == "second_moment"
     assert entries["optimizer.D.state.model.D.1.weight.momentum_buffer"] == "first_moment"
@@ -205,8 +205,8 @@ def test_one_of_several_is_restored_and_another_may_be_missing(tmp_path):
     assert weights(dq_loaded := nn.ModuleDict(others)) != weights(nn.ModuleDict(models))
     assert dq.load_into(others, tmp_path) == []
     assert weights(dq_loaded) == weights(nn.ModuleDict(models))
-    export(Stored(tmp_path), Target.SAFETENSORS, tmp_path / "both.safetensors")
-    assert len(Stored(tmp_path).state_dict) == len(nn.ModuleDict(models).state_dict())
+    export(StoredCheckpoint(tmp_path), Target.SAFETENSORS, tmp_path / "both.safetensors")
+    assert len(StoredCheckpoint(tmp_path).state_dict) == len(nn.ModuleDict(models).state_dict())
 
 
 def test_one_model_does_not_fit_a_checkpoint_of_several(tmp_path):

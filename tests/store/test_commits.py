@@ -18,7 +18,7 @@ from training import bits
 
 import dynaquant as dq
 from dynaquant.errors import CheckpointError
-from dynaquant.restore.load import lossless_copy_of
+from dynaquant.restore.stored_checkpoint import load_lossless_copy
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.recoding import branch
 from dynaquant.store.run import Run
@@ -37,7 +37,7 @@ def assert_newest(folder, numbers: tuple[int, ...]) -> int:
     assert number in numbers
     assert file.header.step == STEPS[number - 1]
     skipped: list[CheckpointError] = []
-    found = lossless_copy_of(run, file, skipped)
+    found = load_lossless_copy(run, file, skipped)
     assert skipped == []
     assert found is not None
     assert float(found[1]["number"][0]) == number + 0.5

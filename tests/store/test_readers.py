@@ -17,7 +17,7 @@ from training import bits
 import dynaquant as dq
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.report.statistics import statistics_of
-from dynaquant.restore.load import Stored
+from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.store.chain import ATTEMPTS, detect_run_changes
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile
@@ -71,13 +71,13 @@ def going_on_at(monkeypatch, name: str, go_on, times: int = 1):
 def test_what_was_opened_is_read_though_the_training_has_deleted_it(tmp_path, exact):
     training = Training(tmp_path, exact=exact)
     training(3)
-    stored, weight = Stored(tmp_path), bits(training.model.weight)
+    stored, weight = StoredCheckpoint(tmp_path), bits(training.model.weight)
     assert len(stored.chain) == (1 if exact else 3 - 1)
     training(5)
     assert not any(file.path.exists() and file.is_at(file.path) for file in stored.chain)
     assert bits(stored.tensors["model.weight"]) == weight
     model = torch.nn.Linear(60, 60)
-    stored.sound(lambda: model.weight.data.copy_(stored.tensors["model.weight"]))
+    stored.with_retries(lambda: model.weight.data.copy_(stored.tensors["model.weight"]))
     assert bits(model.weight) == weight
 
 
@@ -95,7 +95,7 @@ def test_no_file_stays_open(tmp_path):
     dq.load_into(torch.nn.Linear(60, 60), tmp_path)
     with pytest.raises(KeyError):
         dq.load(tmp_path, keys=["nope"])
-    stored = Stored(tmp_path)
+    stored = StoredCheckpoint(tmp_path)
     assert open_files() == before + 4
     del stored
     files = Run(tmp_path).files()[0]

@@ -12,8 +12,8 @@ from training import bits
 
 import dynaquant as dq
 from dynaquant.errors import StateError
-from dynaquant.restore.fitting import fitting, refuse
-from dynaquant.restore.restorer import put_checked, put_unchecked
+from dynaquant.restore.fitting import compare, raise_if_any
+from dynaquant.restore.restorer import load_extras, load_modules_and_optimizers
 from dynaquant.training import rng, supported
 from dynaquant.training.collect import collect, collect_to_compare, rank_rng_state, stored_rng_state
 
@@ -57,17 +57,17 @@ def test_states_of_missing_cuda_devices_are_ignored():
 
 
 def fit_of(given, state, rank=0):
-    return fitting(given, collect_to_compare(given), state, rank)
+    return compare(given, collect_to_compare(given), state, rank)
 
 
 def check_fit(given, state, what):
-    refuse(fit_of(given, state).problems, what, "")
+    raise_if_any(fit_of(given, state).problems, what, "")
 
 
 def restore(given, state, rank=0):
     parts = fit_of(given, state, rank).parts
-    put_unchecked(given, parts, [])
-    put_checked(given, parts, [], stored_rng_state(state, rank))
+    load_extras(given, parts, [])
+    load_modules_and_optimizers(given, parts, [], stored_rng_state(state, rank))
 
 
 def training(width=4):

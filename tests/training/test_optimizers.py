@@ -11,7 +11,7 @@ from training import bits, model_of, named_state, train
 
 import dynaquant as dq
 from dynaquant.interop.export import Target, export
-from dynaquant.restore.load import Stored
+from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("v*"))
 
@@ -51,7 +51,7 @@ def moments(model, optimizer) -> dict:
 
 def test_tensors_of_an_optimizer_are_named_after_their_parameters(tmp_path):
     model, optimizer = saved(tmp_path)
-    names = Stored(tmp_path).tensors
+    names = StoredCheckpoint(tmp_path).tensors
     assert {f"optimizer.state.model.{name}.exp_avg" for name, _ in model.named_parameters()} <= set(names)
     assert bits(dq.load(tmp_path)["optimizer"]) == bits(named_state(optimizer, model=model))
 
@@ -171,7 +171,7 @@ def test_an_optimizer_with_one_state_for_all_parameters_needs_their_order(tmp_pa
 def test_pytorch_loads_the_state_as_it_is_stored_and_exported(tmp_path):
     _, optimizer = saved(tmp_path)
     out = tmp_path / "state.pt"
-    export(Stored(tmp_path), Target.TORCH_STATE, out)
+    export(StoredCheckpoint(tmp_path), Target.TORCH_STATE, out)
     for state in (dq.load(tmp_path), torch.load(out, weights_only=False)):
         other = model_of()
         other_optimizer = torch.optim.AdamW(other.parameters())
@@ -186,7 +186,7 @@ def test_a_pattern_for_parameters_does_not_select_moments(tmp_path):
     with dq.Checkpointer(tmp_path, model, optimizer, roles={"*.1.*": "exact", "*4*": "weight"}) as ckpt:
         train(model, optimizer)
         ckpt.save(1).result()
-    roles = {entry.name: entry.label.role for entry in Stored(tmp_path).file.header.entries}
+    roles = {entry.name: entry.label.role for entry in StoredCheckpoint(tmp_path).file.header.entries}
     assert (roles["model.1.weight"], roles["model.4.weight"]) == ("exact", "weight")
     assert {role for name, role in roles.items() if name.endswith(".exp_avg_sq")} == {"second_moment"}
 

@@ -16,7 +16,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.store.files import non_file_kind
 
 if TYPE_CHECKING:
-    from dynaquant.restore.load import Stored
+    from dynaquant.restore.stored_checkpoint import StoredCheckpoint
     from dynaquant.store.container import CheckpointFile
     from dynaquant.store.run import Run
 
@@ -69,15 +69,15 @@ def checkpoint(path: Path, step: str | None) -> CheckpointFile:
     return files[-1] if step is None else open_step_or_tag(run, _step_or_tag(step))
 
 
-def open_stored(path: Path, step: str | None) -> Stored:
+def open_stored(path: Path, step: str | None) -> StoredCheckpoint:
     """Open the same checkpoint for reading its tensors."""
-    from dynaquant.restore.load import Stored
+    from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 
     if path.is_file():
         checkpoint(path, step)
-        return Stored(path)
+        return StoredCheckpoint(path)
     open_run(path)
-    return Stored(path, None if step is None else _step_or_tag(step))
+    return StoredCheckpoint(path, None if step is None else _step_or_tag(step))
 
 
 def _step_or_tag(step: str) -> int | str:

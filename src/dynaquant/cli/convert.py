@@ -25,7 +25,7 @@ from dynaquant.store.files import is_file_name
 
 if TYPE_CHECKING:
     from dynaquant.interop.packing import Packer
-    from dynaquant.restore.load import Stored
+    from dynaquant.restore.stored_checkpoint import StoredCheckpoint
     from dynaquant.save.record import Record
     from dynaquant.store.container import CheckpointFile
 
@@ -100,14 +100,14 @@ def decompress(
     """Write a compressed file in its original format, or in another one."""
     from dynaquant.interop.export import export as export_checkpoint
     from dynaquant.interop.export import target_for
-    from dynaquant.restore.load import Stored
+    from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 
     must_not_exist(out, force)
     if not source.is_file():
         raise CheckpointError(
             f"{source} is not a file" + (" (for a run, use unpack or export)" if source.is_dir() else "")
         )
-    stored = Stored(source)
+    stored = StoredCheckpoint(source)
     with output.status_line() as tell:
         export_checkpoint(stored, to or target_for(stored, out), out, tell)
     size = output.size_of(out)
@@ -208,7 +208,7 @@ def unpack(
     """Write the checkpoints of a packed run in their original format: all into the folder OUT, or one as OUT."""
     from dynaquant.interop.export import export as export_checkpoint
     from dynaquant.interop.export import target_for
-    from dynaquant.restore.load import Stored
+    from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 
     files = open_run(folder)[1]
     if step is not None:
@@ -225,14 +225,14 @@ def unpack(
     for path in paths.values():
         must_not_exist(path, force)
     for number, path in output.with_progress(paths.items(), "unpacking", len(paths)):
-        stored = Stored(folder, number)
+        stored = StoredCheckpoint(folder, number)
         export_checkpoint(stored, to or target_for(stored, path), path)
     written = {step: {"out": str(path), "bytes": output.size_of(path)} for step, path in paths.items()}
     text = f"{out}: {plural(len(paths), 'checkpoint')}, {in_bytes(output.size_of(out))}"
     output.print_result(as_json, text, out=str(out), checkpoints=written)
 
 
-def _say_written(stored: Stored, out: Path, as_json: bool) -> None:
+def _say_written(stored: StoredCheckpoint, out: Path, as_json: bool) -> None:
     step, size = stored.file.header.step, output.size_of(out)
     output.print_result(as_json, f"{out}: step {step}, {in_bytes(size)}", out=str(out), step=step, bytes=size)
 

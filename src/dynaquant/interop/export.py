@@ -13,7 +13,7 @@ from torch import Tensor
 from dynaquant.errors import CheckpointError
 from dynaquant.interop import safetensors, torchfile
 from dynaquant.interop.targets import Target
-from dynaquant.restore.load import Stored, state_of
+from dynaquant.restore.stored_checkpoint import StoredCheckpoint, state_from
 from dynaquant.state.tree import dict_items, tensor_name, tensor_names_in
 from dynaquant.store.atomic_files import atomic_file, atomic_folder
 from dynaquant.store.files import is_file_name
@@ -29,7 +29,7 @@ _OF_FORMAT = {
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
-def target_for(stored: Stored, out: Path) -> Target:
+def target_for(stored: StoredCheckpoint, out: Path) -> Target:
     """Returns the target that an output path means: by its suffix, else by the original format, else safetensors."""
     if out.suffix == ".safetensors":
         return Target.SAFETENSORS
@@ -38,7 +38,7 @@ def target_for(stored: Stored, out: Path) -> Target:
     return _OF_FORMAT.get(str(_source(stored).get("format")), Target.SAFETENSORS)
 
 
-def export(stored: Stored, target: Target, out: Path, tell: Callable[[str], None] = lambda _text: None) -> None:
+def export(stored: StoredCheckpoint, target: Target, out: Path, tell: Callable[[str], None] = lambda _text: None) -> None:
     """Writes a checkpoint to ``out``, a file or a folder. Atomic: on any error nothing is left there.
 
     Only one tensor of a model is in memory at a time, except for ``torch.save``. safetensors has no shared tensors: a
@@ -49,10 +49,10 @@ def export(stored: Stored, target: Target, out: Path, tell: Callable[[str], None
     Raises CheckpointError if the checkpoint cannot be decoded or the format cannot hold it, OSError if ``out`` cannot
     be written.
     """
-    stored.sound(lambda: _write(stored, target, out, tell))
+    stored.with_retries(lambda: _write(stored, target, out, tell))
 
 
-def _write(stored: Stored, target: Target, out: Path, tell: Callable[[str], None]) -> None:
+def _write(stored: StoredCheckpoint, target: Target, out: Path, tell: Callable[[str], None]) -> None:
     if target in (Target.HF, Target.DCP):
         with atomic_folder(out) as folder:
             if target is Target.HF:
@@ -70,27 +70,27 @@ def _write(stored: Stored, target: Target, out: Path, tell: Callable[[str], None
             names, ties = _untied(stored.state_dict)
             _write_safetensors(stored, file, names, _metadata(stored) | ties, tell)
         elif target is Target.TORCH:
-            torchfile.write(file, stored.model(_with_progress(stored.tensors, tell)))
+            torchfile.write(file, stored.model_state(_with_progress(stored.tensors, tell)))
         else:
             torchfile.write(file, _state(stored, tell))
 
 
-def _state(stored: Stored, tell: Callable[[str], None]) -> dict[str, Any]:
-    return state_of(stored.file, _tensors_of(stored, stored.file.header.tree, tell))
+def _state(stored: StoredCheckpoint, tell: Callable[[str], None]) -> dict[str, Any]:
+    return state_from(stored.file, _tensors_of(stored, stored.file.header.tree, tell))
 
 
-def _tensors_of(stored: Stored, node: Any, tell: Callable[[str], None]) -> dict[str, Tensor]:
+def _tensors_of(stored: StoredCheckpoint, node: Any, tell: Callable[[str], None]) -> dict[str, Tensor]:
     """Returns the decoded tensors that a node of the tree names."""
     names = [name for name in dict.fromkeys(tensor_names_in(node)) if name in stored.tensors]
     return dict(_with_progress(LazyMapping(names, stored.tensors.__getitem__), tell))
 
 
-def _source(stored: Stored) -> dict[str, Any]:
+def _source(stored: StoredCheckpoint) -> dict[str, Any]:
     source = stored.file.header.record.get("source")
     return source if isinstance(source, dict) else {}
 
 
-def _metadata(stored: Stored) -> dict[str, str]:
+def _metadata(stored: StoredCheckpoint) -> dict[str, str]:
     """Returns the metadata for a safetensors file: that of the original if it was one, else what readers expect."""
     source = _source(stored)
     if source.get("format") == "safetensors":
@@ -119,7 +119,7 @@ def _untied(state_dict: Mapping[str, str]) -> tuple[dict[str, str], dict[str, st
 
 
 def _write_safetensors(
-    stored: Stored, file: BinaryIO, names: Mapping[str, str], metadata: Any, tell: Callable[[str], None]
+    stored: StoredCheckpoint, file: BinaryIO, names: Mapping[str, str], metadata: Any, tell: Callable[[str], None]
 ) -> None:
     shapes = stored.shapes
     tensors = LazyMapping(names, lambda key: stored.tensors[names[key]])
@@ -142,7 +142,7 @@ class _OtherFiles:
     carried: dict[str, str]
 
 
-def _other_files(stored: Stored) -> _OtherFiles:
+def _other_files(stored: StoredCheckpoint) -> _OtherFiles:
     """Reads the record, which may be malformed. Raises CheckpointError if it does not match the checkpoint."""
     source, entries = _source(stored), stored.file.header.by_name
     nodes = {key: node for key, node in dict_items(stored.file.header.tree) if type(key) is str}
@@ -166,7 +166,7 @@ def _other_files(stored: Stored) -> _OtherFiles:
     return _OtherFiles(bool(nodes.keys() - more.keys() - set(files.values())), models, states, carried)
 
 
-def _write_folder(stored: Stored, folder: Path, tell: Callable[[str], None]) -> None:
+def _write_folder(stored: StoredCheckpoint, folder: Path, tell: Callable[[str], None]) -> None:
     """Writes the model as a Hugging Face folder, and all other files if a folder was compressed."""
     other_files = _other_files(stored)
     try:
@@ -176,13 +176,13 @@ def _write_folder(stored: Stored, folder: Path, tell: Callable[[str], None]) -> 
             _write_shards(stored, state_dict, source, folder, tell)
         for file, node in other_files.states.items():
             with (folder / file).open("xb") as out:
-                torchfile.write(out, stored.part(node, _tensors_of(stored, node, tell)))
+                torchfile.write(out, stored.state_part(node, _tensors_of(stored, node, tell)))
         _write_carried(stored, folder, other_files)
     except FileExistsError as error:
         raise CheckpointError(f"{stored.file.path}: its record names the file {error.filename} twice") from None
 
 
-def _write_carried(stored: Stored, folder: Path, other_files: _OtherFiles) -> None:
+def _write_carried(stored: StoredCheckpoint, folder: Path, other_files: _OtherFiles) -> None:
     for file, name in other_files.carried.items():
         try:
             with (folder / file).open("xb") as out:
@@ -192,7 +192,7 @@ def _write_carried(stored: Stored, folder: Path, other_files: _OtherFiles) -> No
 
 
 def _write_shards(
-    stored: Stored, state_dict: Mapping[str, str], source: Mapping[str, Any], folder: Path, tell: Callable[[str], None]
+    stored: StoredCheckpoint, state_dict: Mapping[str, str], source: Mapping[str, Any], folder: Path, tell: Callable[[str], None]
 ) -> None:
     """Writes a state dict into the files that it came from. source: the record's entry on them."""
     names, ties = _untied(state_dict)

@@ -1,4 +1,4 @@
-"""Finds what of a stored state fits the objects of a training, before any of them is changed."""
+"""Compares a stored state with the objects of a training: which parts can be loaded, and what does not fit."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from dynaquant.training.collect import parts_of, stored_rng_state
 from dynaquant.training.expanded import can_hold
 from dynaquant.training.objects import CLASSES, GENERATOR, MAIN, PARAMETERS, RNG, class_of
 
-SHOWN = 10
-"""Most differences that a message lists."""
+_MOST_LISTED = 10
+"""Differences that a message lists."""
 
 
 @dataclass
-class Fitting:
-    """The result of a comparison.
+class Comparison:
+    """A stored state compared with the objects of a training.
 
-    parts: what each object is to load, by its name. problems: what does not fit. notes: what a user should know.
+    parts: the state that each object can load, by its name. problems: what does not fit. notes: what a user should
+    know.
     """
 
     parts: dict[str, Any] = field(default_factory=dict)
@@ -33,8 +34,8 @@ class Fitting:
     notes: list[str] = field(default_factory=list)
 
 
-def selected(objects: Mapping[str, Any], only: str | Collection[str] | None) -> tuple[list[str], bool]:
-    """Returns the names of the objects to restore, and whether to restore the global random number generators.
+def selected_objects(objects: Mapping[str, Any], only: str | Collection[str] | None) -> tuple[list[str], bool]:
+    """Return the names of the objects to restore, and whether to restore the global random number generators.
 
     only: names; ``"model"`` stands for all models, ``"optimizer"`` for all optimizers; None: everything. Raises
     ValueError for an unknown name.
@@ -45,24 +46,24 @@ def selected(objects: Mapping[str, Any], only: str | Collection[str] | None) -> 
     chosen = [name for name in objects if name in wanted or name.partition(".")[0] in wanted & set(MAIN)]
     unknown = wanted - set(chosen) - {name.partition(".")[0] for name in chosen} - {RNG}
     if unknown or not wanted:
-        what = f"there is no {sorted(map(str, unknown))[0]!r} to restore" if unknown else "only names nothing"
+        what = f"there is no {sorted(map(str, unknown))[0]!r} to restore" if unknown else "only is empty"
         raise ValueError(f"{what}; there are {', '.join([*objects, RNG])}")
     return chosen, RNG in wanted
 
 
-def fitting(
+def compare(
     objects: Mapping[str, Any],
     now: Mapping[str, Any],
     state: Mapping[str, Any],
     rank: int = 0,
     only: Collection[str] | None = None,
-) -> Fitting:
-    """Compares a stored state with the objects. Changes nothing.
+) -> Comparison:
+    """Compare a stored state with the objects. Changes nothing.
 
-    now: ``collect_to_compare`` of them. rank: whose generators to take. only: names of the objects to restore;
-    None: all. Raises ValueError, TypeError, KeyError or the like if the state is not that of a training.
+    now: the objects' state (``collect_to_compare``). rank: the rank whose generators are restored. only: names of the
+    objects to restore; None: all. Raises ValueError, TypeError, KeyError or the like for a malformed state.
     """
-    found = Fitting()
+    found = Comparison()
     stored = parts_of(state, objects)
     present = parts_of(now, objects)
     random = stored_rng_state(state, rank)
@@ -92,7 +93,7 @@ def fitting(
                 try:
                     _check_generator(thing, part)
                     found.parts[name] = part
-                except RuntimeError as error:  # of PyTorch, for the state of another device's generator
+                except RuntimeError as error:  # PyTorch raises it for the state of another device's generator
                     found.problems.append(f"{name} cannot take the state of the generator that was saved ({error})")
         elif hasattr(thing, "load_state_dict"):
             found.parts[name] = part
@@ -101,15 +102,15 @@ def fitting(
     return found
 
 
-def refuse(problems: list[str], what: str, advice: str) -> None:
-    """Raises StateError with the list of problems, if there are any. what: the checkpoint, in words."""
+def raise_if_any(problems: list[str], what: str, advice: str) -> None:
+    """Raise StateError with the list of problems, if there are any. what: the checkpoint, in words."""
     if problems:
-        more = [f"… and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
-        shown = "\n  ".join(problems[:SHOWN] + more)
+        more = [f"… and {len(problems) - _MOST_LISTED} more"] if len(problems) > _MOST_LISTED else []
+        shown = "\n  ".join(problems[:_MOST_LISTED] + more)
         raise StateError(f"{what} does not fit the objects to restore:\n  {shown}\nNothing was changed. {advice}")
 
 
-def _fit_module(found: Fitting, name: str, own: Mapping[str, Any], stored: Any) -> None:
+def _fit_module(found: Comparison, name: str, own: Mapping[str, Any], stored: Any) -> None:
     if not isinstance(stored, Mapping) or not isinstance(getattr(stored, "_metadata", {}), Mapping):
         raise TypeError(f"{name} has no state dict")
     now, before = ({key: _form(value) for key, value in of.items()} for of in (own, stored))
@@ -138,7 +139,7 @@ def _form(value: Any) -> str:
     return type(value).__qualname__
 
 
-def _fit_plain(found: Fitting, name: str, thing: Any, stored: Any) -> None:
+def _fit_plain(found: Comparison, name: str, thing: Any, stored: Any) -> None:
     if isinstance(thing, dict | list):
         if type(stored) is not type(thing):
             found.problems.append(f"{name} was a {type(stored).__name__} and is a {type(thing).__name__}")
@@ -154,7 +155,7 @@ def _fit_plain(found: Fitting, name: str, thing: Any, stored: Any) -> None:
 
 
 def _check_generator(thing: Any, state: Any) -> None:
-    """Raises the error that setting the generator's state would raise."""
+    """Raise the error that setting the generator's state would raise."""
     if isinstance(thing, torch.Generator):
         torch.Generator(thing.device).set_state(state)
     else:

@@ -1,4 +1,4 @@
-"""Where restored tensors go: into the memory of the model and the optimizer, wherever it fits; new memory is slower."""
+"""Fills the tensors of the model and the optimizer in place, where the stored ones fit. New memory would be slower."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from dynaquant.training.changes import HashCache
 from dynaquant.training.objects import MAIN
 
 _HYPERPARAMETER = re.compile(r"optimizer(\.[^.]+)?\.param_groups\.")
-"""Names of tensors that are compared before it is decided whether they are restored, so they are not filled."""
+"""Names of tensors that are compared with the stored ones before a restore, so they cannot be filled early."""
 
 
-def places(now: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """The tensors of the model and the optimizer that can be filled with what is stored of them, by its name.
+def fillable_tensors(now: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Return the tensors of the model and the optimizer that can be filled in place, by their stored names.
 
-    now: the states of both, as they are. tree: of the stored state; what other parts of it hold as well is restored
-    before, and not among them. Raises KeyError, TypeError or ValueError for one that is no state.
+    now: the present states of models and optimizers. tree: of the stored state. A tensor that also belongs to an extra
+    is left out, as extras are restored first. Raises KeyError, TypeError or ValueError for a malformed tree.
     """
     elsewhere = {name for key, node in tree["dict"] if key not in MAIN for name in tensor_names_in(node)}
     try:
         own = flatten({name: now[name] for name in MAIN if name in now})[1]
-    except StateError:  # what can be restored may stand where something is that cannot be saved
+    except StateError:  # the present state cannot be saved, but the stored one may still be restored
         return {}
 
     def fits(name: str) -> bool:
-        place, tensor = own[name], stored[name]
-        same = (place.dtype, place.shape, place.device) == (tensor.dtype, tensor.shape, kernels.HOST)
-        return same and place.is_contiguous()
+        target, tensor = own[name], stored[name]
+        same = (target.dtype, target.shape, target.device) == (tensor.dtype, tensor.shape, kernels.HOST)
+        return same and target.is_contiguous()
 
     return {
         name: own[name]
@@ -45,10 +45,12 @@ def places(now: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTensor]
     }
 
 
-def already_there(now: Mapping[str, Any], stored: Mapping[str, StoredTensor], hashes: HashCache) -> dict[str, Tensor]:
-    """The tensors of modules that have the values that the stored external ones of their names have, by their hashes.
+def unchanged_tensors(
+    now: Mapping[str, Any], stored: Mapping[str, StoredTensor], hashes: HashCache
+) -> dict[str, Tensor]:
+    """Return the present tensors that equal the stored external ones of their names, by hash. They need no reading.
 
-    now: the states of the modules and optimizers, as they are.
+    now: the present states of modules and optimizers.
     """
     external = {name: tensor for name, tensor in stored.items() if isinstance(tensor, External)}
     if not external:
@@ -67,16 +69,16 @@ def already_there(now: Mapping[str, Any], stored: Mapping[str, StoredTensor], ha
 
 
 def fill(fills: Iterable[tuple[Tensor, StoredTensor]]) -> None:
-    """Writes the values of stored tensors to where they fit."""
-    for place, stored in fills:
+    """Write the values of stored tensors into the given tensors."""
+    for target, stored in fills:
         if isinstance(stored, Tensor | External):
-            place.copy_(values_of(stored))
+            target.copy_(values_of(stored))
         else:
-            dequantize_into(place, stored)
+            dequantize_into(target, stored)
 
 
-def new(stored: StoredTensor) -> Tensor:
-    """The values in memory of their own. They will be trained on, while what is stored has to stay as it is."""
+def new_tensor(stored: StoredTensor) -> Tensor:
+    """Return the values in new memory. Training will change them, and the stored tensor must stay unchanged."""
     if isinstance(stored, Tensor):
         return kernels.empty(stored.shape, stored.dtype).copy_(stored)
     return values_of(stored)

@@ -1,18 +1,18 @@
-"""Finds the checkpoint to restore, checks that it fits, and puts it into the objects: all of it or nothing."""
+"""One restore: chooses a checkpoint, decodes it, checks that it fits, and loads it: all of it or nothing."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError, StateError
-from dynaquant.restore.fitting import fitting, refuse, selected
-from dynaquant.restore.in_place import already_there, fill, new, places
-from dynaquant.restore.load import lossless_copy_of, state_of
+from dynaquant.restore.fitting import compare, raise_if_any, selected_objects
+from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, unchanged_tensors
+from dynaquant.restore.stored_checkpoint import load_lossless_copy, state_from
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.store.run import Run
@@ -35,35 +35,36 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint that was decoded and fits.
+    """A checkpoint that was decoded and fits the objects.
 
-    tensors: as its file has them. parts: what each object loads; the tensors of the model and the optimizer are their
-    own where they can be filled; fills: these, and what with. randomness: for the global generators, if they are to be
-    restored. taken: the names of the tensors that are restored into models and optimizers. from_lossless_copy: whether
-    the state comes from the lossless copy. problems: what does not fit and is left out.
+    tensors: as its file stores them. parts: the state that each object loads; tensors of the model and the optimizer
+    that are filled in place stand for themselves there. fills: these tensors, each with the stored one. rng_state: of
+    the global random number generators, None if they are not restored. restored_names: names of the tensors that models
+    and optimizers get. from_lossless_copy: whether the values come from the lossless copy. problems: what does not fit
+    and is left out.
     """
 
     file: CheckpointFile
     tensors: Mapping[str, StoredTensor]
     parts: Mapping[str, Any]
     fills: Sequence[tuple[Tensor, StoredTensor]]
-    randomness: Mapping[str, Any] | None
-    taken: frozenset[str]
+    rng_state: Mapping[str, Any] | None
+    restored_names: frozenset[str]
     from_lossless_copy: bool
     problems: Sequence[str]
 
     @property
     def step(self) -> int:
-        """Of the training."""
+        """The training step."""
         return self.file.header.step
 
 
 @dataclass
 class Restorer:
-    """Restores checkpoints of a run into the objects of a training.
+    """Restores a checkpoint of a run into the objects of a training.
 
-    only: what to restore, None for everything. strict: whether anything that does not fit is an error; otherwise it is
-    left out.
+    only: names of what to restore; None: everything. strict: whether anything that does not fit is an error; otherwise
+    it is left out.
     """
 
     run: Run
@@ -73,40 +74,41 @@ class Restorer:
     only: str | Collection[str] | None = None
     strict: bool = True
     skipped: list[CheckpointError] = field(default_factory=list)
-    """Why checkpoints were passed over."""
+    """Why checkpoints were skipped."""
     damaged: set[int] = field(default_factory=set)
-    """Their steps."""
+    """The steps of skipped checkpoints."""
 
     def __post_init__(self) -> None:
-        self._selected, self._with_randomness = selected(self.objects, self.only)
+        self._selected, self._with_rng_state = selected_objects(self.objects, self.only)
 
     def restore(self, step: int | str | None) -> Loaded | None:
-        """Puts the checkpoint of a step or a tag, or the newest that verifies, into the objects; None if there is none.
+        """Restore the checkpoint of a step or a tag, or the newest that verifies. Returns None if there is none.
 
-        Collective: rank 0 finds out which checkpoint it is, and the others take the same one. Nothing is changed
-        anywhere before it fits everywhere.
+        Collective: rank 0 chooses the checkpoint, and all ranks restore the same one. Nothing is changed on any rank
+        before the checkpoint fits on every rank.
         """
-        first = self.group.rank == 0
-        loaded = self.group.run_on_all_ranks(lambda: self._newest(step) if first else None)
+        rank_zero = self.group.rank == 0
+        loaded = self.group.run_on_all_ranks(lambda: self._choose(step) if rank_zero else None)
         found = self.group.from_rank_0(loaded.step if loaded else None)
         if found is None:
             return None
-        loaded = self.group.run_on_all_ranks(lambda: loaded or self._fitting(self.run.file(found)))
+        loaded = self.group.run_on_all_ranks(lambda: loaded or self._decode(self.run.file(found)))
         assert loaded is not None
-        self._put(loaded)
-        if self.group.rank == 0:
+        self._load_into_objects(loaded)
+        if rank_zero:
             for problem in loaded.problems:
                 log.warning("restored step %d without what does not fit: %s", loaded.step, problem)
         return loaded
 
-    def _newest(self, step: int | str | None) -> Loaded | None:
+    def _choose(self, step: int | str | None) -> Loaded | None:
+        """Return the checkpoint asked for, or the newest that verifies, decoded; None for an empty run."""
         if step is not None:
-            return self._fitting(open_step_or_tag(self.run, step))
+            return self._decode(open_step_or_tag(self.run, step))
         summaries, broken = self.run.summaries()
         self.skipped += broken
         for summary in reversed(summaries):
             try:
-                loaded = self._fitting(self.run.file(summary.step))
+                loaded = self._decode(self.run.file(summary.step))
             except CheckpointError as error:
                 self.skipped.append(error)
                 self.damaged.add(summary.step)
@@ -122,55 +124,82 @@ class Restorer:
             "Nothing was changed. To train from the beginning, use an empty folder."
         )
 
-    def _fitting(self, file: CheckpointFile) -> Loaded:
-        """A checkpoint that fits the objects."""
+    def _decode(self, file: CheckpointFile) -> Loaded:
+        """Decode a checkpoint and compare it with the objects. Changes nothing.
+
+        Raises CheckpointError if it is damaged, StateError if it does not fit.
+        """
         tensors = self.run.load(file)
-        source, stored = lossless_copy_of(self.run, file, self.skipped) or (file, tensors)
-        # Outside: an object's own error is no damage of a file.
-        now = collect_to_compare(self.objects)
-        rank = self.group.rank
+        source, stored = load_lossless_copy(self.run, file, self.skipped) or (file, tensors)
+        now = collect_to_compare(self.objects)  # outside the try: an error of an object is no damage of the file
         try:
-            there = already_there(now, stored, self.hashes)
-            omitted = {entry.name for entry in source.header.entries if entry.omitted}
-            own_memory = places(now, source.header.tree, {n: stored[n] for n in stored.keys() - there - omitted})
-            with explain_out_of_memory(source, *source.header.entries):
-                needed = [name for name in stored if name not in there and name not in omitted]
-                values = {name: own_memory[name] if name in own_memory else new(stored[name]) for name in needed}
-                for name in own_memory:
-                    if isinstance(tensor := stored[name], External):
-                        tensor.values()  # raises while nothing has been changed
-            values.update(there)
-            state = state_of(source, values)
-            fill_in_omitted(now, state, omitted)
-            if not set(RESERVED) <= set(state):
-                raise KeyError(*set(RESERVED) - set(state))
-            fit = fitting(self.objects, now, state, rank, None if self.only is None else self._selected)
-            restored = tuple(f"{name}." for name in self._selected)
-            changed = sorted(name for name in omitted - there.keys() if name.startswith(restored))
-            what = "is not stored (role 'omit'), and the model has other values; load the same base first"
-            fit.problems.extend(f"{name} {what}" for name in changed)
+            values, in_place = self._values(source, stored, now)
+            state = self._state(source, values, now)
+            fit = compare(self.objects, now, state, self.group.rank, None if self.only is None else self._selected)
+            fit.problems.extend(self._changed_omitted(source, values))
             if self.strict:
-                refuse(fit.problems, f"{file.path} (step {file.header.step})", _ADVICE)
-            own = stored_rng_state(state, rank)
-            if own is not None and self._with_randomness:
-                rng.check(own)
+                raise_if_any(fit.problems, f"{file.path} (step {file.header.step})", _ADVICE)
+            rng_state = stored_rng_state(state, self.group.rank)
+            if rng_state is not None and self._with_rng_state:
+                rng.check(rng_state)
         except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{file.path}: it holds no state of a training ({error!r})") from error
-        if own is None:
-            log.warning("%s was saved by fewer ranks: rank %d keeps its random numbers", file.path, rank)
-        for note in fit.notes if rank == 0 else ():
-            log.warning("step %d: %s", file.header.step, note)
-        used = {tensor.data_ptr() for tensor in _tensors_in([fit.parts[n] for n in fit.parts])}
-        taken = frozenset(name for name, value in values.items() if value.data_ptr() in used)
-        fills = [(place, stored[name]) for name, place in own_memory.items() if name in taken]
-        randomness = own if self._with_randomness else None
-        return Loaded(file, tensors, fit.parts, fills, randomness, taken, source is not file, fit.problems)
+        self._log_notes(file, fit.notes, rng_state is not None)
+        used = {tensor.data_ptr() for tensor in _tensors_in(list(fit.parts.values()))}
+        restored = frozenset(name for name, value in values.items() if value.data_ptr() in used)
+        return Loaded(
+            file,
+            tensors,
+            fit.parts,
+            [(target, stored[name]) for name, target in in_place.items() if name in restored],
+            rng_state if self._with_rng_state else None,
+            restored,
+            source is not file,
+            fit.problems,
+        )
 
-    def _put(self, loaded: Loaded) -> None:
-        """First what may fail by itself, and can be undone; then what was checked."""
+    def _values(
+        self, source: CheckpointFile, stored: Mapping[str, StoredTensor], now: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return a tensor for each stored one that is not omitted, and those of them that are filled in place later."""
+        omitted = _omitted(source)
+        unchanged = unchanged_tensors(now, stored, self.hashes)
+        to_load = {name: tensor for name, tensor in stored.items() if name not in unchanged and name not in omitted}
+        in_place = fillable_tensors(now, source.header.tree, to_load)
+        with explain_out_of_memory(source, *source.header.entries):
+            values = {n: in_place[n] if n in in_place else new_tensor(tensor) for n, tensor in to_load.items()}
+            for name in in_place:
+                if isinstance(tensor := stored[name], External):
+                    tensor.values()  # raises while nothing has been changed
+        return {**values, **unchanged}, in_place
+
+    def _state(self, source: CheckpointFile, values: dict[str, Tensor], now: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the stored state with these tensors, and with the objects' own for the omitted ones."""
+        state = state_from(source, values)
+        fill_in_omitted(now, state, _omitted(source))
+        if missing := set(RESERVED) - set(state):
+            raise KeyError(*missing)
+        return state
+
+    def _changed_omitted(self, source: CheckpointFile, values: Mapping[str, Tensor]) -> list[str]:
+        """Return a problem for each omitted tensor to restore whose present values are not those of the checkpoint."""
+        restored = tuple(f"{name}." for name in self._selected)
+        names = sorted(name for name in _omitted(source) if name not in values and name.startswith(restored))
+        what = "is not stored (role 'omit'), and the model has other values; load the same base first"
+        return [f"{name} {what}" for name in names]
+
+    def _log_notes(self, file: CheckpointFile, notes: Iterable[str], has_rng_state: bool) -> None:
+        if not has_rng_state:
+            log.warning("%s was saved by fewer ranks: rank %d keeps its random numbers", file.path, self.group.rank)
+        if self.group.rank == 0:
+            for note in notes:
+                log.warning("step %d: %s", file.header.step, note)
+
+    def _load_into_objects(self, loaded: Loaded) -> None:
+        """Load extras first, whose own code may fail and which can be put back, then what was checked before."""
         undo: list[Callable[[], None]] = []
         try:
-            self.group.run_on_all_ranks(lambda: put_unchecked(self.objects, loaded.parts, undo))
+            self.group.run_on_all_ranks(lambda: load_extras(self.objects, loaded.parts, undo))
         except BaseException:
             for put_back in reversed(undo):
                 try:
@@ -178,29 +207,35 @@ class Restorer:
                 except Exception as error:  # the others are put back all the same
                     log.warning("an extra could not be put back as it was: %r", error)
             raise
-        self.group.run_on_all_ranks(lambda: put_checked(self.objects, loaded.parts, loaded.fills, loaded.randomness))
+        self.group.run_on_all_ranks(
+            lambda: load_modules_and_optimizers(self.objects, loaded.parts, loaded.fills, loaded.rng_state)
+        )
 
 
-def put_unchecked(objects: Mapping[str, Any], parts: Mapping[str, Any], undo: list[Callable[[], None]]) -> None:
-    """Loads what objects are to load that are no modules and no optimizers. Adds to undo what puts them back."""
+def _omitted(source: CheckpointFile) -> set[str]:
+    return {entry.name for entry in source.header.entries if entry.omitted}
+
+
+def load_extras(objects: Mapping[str, Any], parts: Mapping[str, Any], undo: list[Callable[[], None]]) -> None:
+    """Load the objects other than modules and optimizers. Adds to ``undo`` a function that puts each of them back."""
     for name, thing in objects.items():
         if name in parts and not isinstance(thing, CHECKED):
             try:
                 undo.append(undo_of(thing))
-            except StateError:  # what can be restored may stand where something is that cannot be saved
-                log.debug("%s cannot be put back, should the restore fail", name)
+            except StateError:  # the present state cannot be saved, but the stored one may still be restored
+                log.debug("%s cannot be put back if the restore fails", name)
             load_state(thing, parts[name])
 
 
-def put_checked(
+def load_modules_and_optimizers(
     objects: Mapping[str, Any],
     parts: Mapping[str, Any],
     fills: Sequence[tuple[Tensor, StoredTensor]],
-    randomness: Mapping[str, Any] | None,
+    rng_state: Mapping[str, Any] | None,
 ) -> None:
-    """Loads what modules and optimizers are to load, model and optimizer last, and the global generators if given.
+    """Load modules and optimizers, the model and the optimizer last, then the global generators if given.
 
-    fills: tensors of the model and the optimizer, which are filled before these load, and with what.
+    fills: tensors of the model and the optimizer that are filled in place before these load.
     """
     checked = [name for name, thing in objects.items() if name in parts and isinstance(thing, CHECKED)]
     last = [name for name in checked if name.partition(".")[0] in MAIN]
@@ -210,8 +245,8 @@ def put_checked(
     fill(fills)
     for name in last:
         load_state(objects[name], parts[name])
-    if randomness is not None:
-        rng.set_state(dict(randomness))
+    if rng_state is not None:
+        rng.set_state(dict(rng_state))
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
