@@ -75,7 +75,7 @@ def test_the_model_is_found_in_files_of_other_programs(tmp_path, around):
 
 def test_a_step_of_a_file_and_a_folder_without_checkpoints_are_errors(run, tmp_path):
     path = packed(tmp_path, {"w": torch.ones(2)})
-    with pytest.raises(ValueError, match="is one checkpoint"):
+    with pytest.raises(ValueError, match="is a single checkpoint"):
         dq.load(path, 3)
     for wrong, reason in ((tmp_path, "no checkpoints here"), (tmp_path / "nowhere", "no such file or folder")):
         with pytest.raises(dq.CheckpointError, match=reason):
