@@ -38,7 +38,9 @@ def target_for(stored: StoredCheckpoint, out: Path) -> Target:
     return _OF_FORMAT.get(str(_source(stored).get("format")), Target.SAFETENSORS)
 
 
-def export(stored: StoredCheckpoint, target: Target, out: Path, tell: Callable[[str], None] = lambda _text: None) -> None:
+def export(
+    stored: StoredCheckpoint, target: Target, out: Path, tell: Callable[[str], None] = lambda _text: None
+) -> None:
     """Writes a checkpoint to ``out``, a file or a folder. Atomic: on any error nothing is left there.
 
     Only one tensor of a model is in memory at a time, except for ``torch.save``. safetensors has no shared tensors: a
@@ -192,7 +194,11 @@ def _write_carried(stored: StoredCheckpoint, folder: Path, other_files: _OtherFi
 
 
 def _write_shards(
-    stored: StoredCheckpoint, state_dict: Mapping[str, str], source: Mapping[str, Any], folder: Path, tell: Callable[[str], None]
+    stored: StoredCheckpoint,
+    state_dict: Mapping[str, str],
+    source: Mapping[str, Any],
+    folder: Path,
+    tell: Callable[[str], None],
 ) -> None:
     """Writes a state dict into the files that it came from. source: the record's entry on them."""
     names, ties = _untied(state_dict)
