@@ -15,11 +15,11 @@ from torch import Tensor
 from dynaquant.errors import CheckpointError, RunChangedError, StateError
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import model_in, state_dict_in, tensor_names_in
-from dynaquant.store.chain import load_all, detect_run_changes, retry_if_run_changed
+from dynaquant.store.chain import detect_run_changes, load_all, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile
+from dynaquant.store.lossless_copies import LOSSLESS_COPY
 from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.store.reading import Tensors, load_tensor
-from dynaquant.store.lossless_copies import LOSSLESS_COPY
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag
 from dynaquant.tensors.dequantize import values_of
