@@ -1,0 +1,97 @@
+"""One second moment: the cheapest form within the tolerance."""
+
+import math
+
+import pytest
+import torch
+from optimizer_moments import SLACK, moments, second_effect
+from training import bits
+
+from dynaquant.quantize.log_grid import quantize_to_log_grid
+from dynaquant.quantize.moments import quantize_moments
+from dynaquant.quantize.second_moment import SECOND_PACES, quantize_rank_one
+from dynaquant.quantize.second_moment import quantize_second_moment as second_moment_of
+from dynaquant.state.roles import Label
+from dynaquant.tensors.dequantize import dequantize
+from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
+from dynaquant.tensors.stored import QuantizedTensor
+
+
+def test_a_rank_one_matrix_is_stored_as_rows_and_columns():
+    rows, columns = torch.rand(30) + 0.1, torch.rand(20) + 0.1
+    exact = torch.outer(rows, columns)
+    for tensor in (exact, exact.reshape(30, 4, 5)):
+        stored = quantize_rank_one(tensor)
+        assert dequantize(stored).shape == tensor.shape
+        assert float((dequantize(stored) / tensor).log2().abs().max()) < 0.27  # an eighth of an octave for each factor
+
+
+@pytest.mark.parametrize("tensor", [torch.tensor(1.0), torch.rand(9), torch.zeros(3, 3)], ids=["0", "1", "zero"])
+def test_vectors_and_zeros_have_no_rank_one_form(tensor):
+    assert quantize_rank_one(tensor) is None
+
+
+@pytest.mark.parametrize("tolerance", [0.03, 0.05, 0.1, 0.2, 0.3, 0.5])
+@pytest.mark.parametrize("noise", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("shape", [(40, 30), (200,), (8, 6, 3, 3), (1, 50)], ids=str)
+def test_a_second_moment_gets_the_cheapest_form_within_the_tolerance(tolerance, noise, shape):
+    torch.manual_seed(1)
+    base = torch.outer(torch.rand(shape[0]) + 0.01, torch.rand(math.prod(shape[1:])) + 0.01).reshape(shape)
+    second = 1e-7 * base * torch.exp(noise * torch.randn(shape))
+    stored = second_moment_of(second, tolerance)
+    forms = [quantize_rank_one(second), *(quantize_to_log_grid(second, pace) for pace in SECOND_PACES)]
+    good = [form for form in forms if form is not None and second_effect(second, form) <= tolerance]
+    if stored is None:
+        assert not good
+        return
+    assert second_effect(second, stored) <= tolerance * SLACK
+    assert type(stored) is type(good[0])
+    if isinstance(stored, QuantizedTensor):
+        assert stored.codebook == good[0].codebook
+
+
+def test_zeros_of_a_second_moment_stay_zero_unless_it_is_rank_one():
+    second = torch.rand(500) * 1e-6
+    second[::3] = 0
+    stored = second_moment_of(second, 0.3)
+    assert torch.equal(dequantize(stored) == 0, second == 0)
+    _, rows_without_gradients = moments((30, 20))
+    rows_without_gradients[4:9] = 0
+    stored = second_moment_of(rows_without_gradients, 0.5)
+    assert second_effect(rows_without_gradients, stored) <= 0.5
+    assert not bool(dequantize(stored)[4:9].any())
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 4), ()])
+def test_a_second_moment_of_zeros_has_no_bins(shape):
+    stored = second_moment_of(torch.zeros(shape), 0.1)
+    assert stored.codebook.bins == 0
+    assert bits(dequantize(stored)) == bits(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
+@pytest.mark.parametrize("large", [1e30, 3.4e38, 1e200, 6e4, 3.3e4])
+def test_large_second_moments_stay_finite(dtype, large):
+    second = torch.tensor([large, *[large * 1e-3] * 400], dtype=torch.float64).to(dtype)
+    for tensor in (second, second.reshape(1, -1), second[:400].reshape(20, 20)):
+        if bool(tensor.isfinite().all()):
+            stored = quantize_moments({"s": tensor}, {"s": Label("second_moment")}, 0.5, 0.3).get("s")
+            assert stored is None or bool(dequantize(stored).isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
+@pytest.mark.parametrize("small", [1e-6, 1e-20, 1e-36, 1e-42])
+def test_small_second_moments_stay_within_the_tolerance(dtype, small):
+    second = (moments((20, 30))[1].double() * 1e6 * small).to(dtype)
+    for tensor in (second, second.reshape(-1)):
+        stored = second_moment_of(tensor, 0.3)
+        assert stored is None or second_effect(tensor, stored) <= 0.3 * 1.01
+
+
+def test_the_sample_of_a_large_tensor_does_not_line_up_with_its_columns():
+    # A convolution: one column of its kernels is rank-one, the others are far from it.
+    second = torch.ones(128, 128, 3, 3)
+    chequered = (torch.arange(128)[:, None] + torch.arange(128)) % 2 == 0
+    second[..., 1:] = torch.where(chequered, 1.0, 1e-4)[:, :, None, None]
+    stored = second_moment_of(second, 0.3)
+    assert stored is None or second_effect(second, stored) <= 0.35
