@@ -171,7 +171,7 @@ def zstd_method(level: int) -> Method:
 
 def zipnn_method() -> Method:
     zipped = ZipNN(input_format="byte", bytearray_dtype="float8_e4m3fn", threads=len(os.sched_getaffinity(0)))
-    # ``compress`` reorders the bits of what it is given in place, so it needs a copy.
+    # ``compress`` changes its input in place, so it needs a copy.
     return bytes_method("ZipNN", lambda symbols: zipped.compress(bytearray(symbols)), zipped.decompress)
 
 

@@ -1,7 +1,7 @@
-"""Ways to store a checkpoint's tensors without loss, as peers: functions that write them and that read them back.
+"""Lossless file formats as peers: functions that write a checkpoint's tensors and read them back.
 
-Writers return when the file is on the disk (fsync). Readers fill the tensors that they are given, as a restore of a
-model and an optimizer does.
+Writers return when the file is on the disk (fsync). Readers fill given tensors, as a restore of a model and an
+optimizer does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LENGTH = 8
 
 @dataclass(frozen=True)
 class Peer:
-    """write, read: with tensors, path and number of threads. package: what must be installed."""
+    """write, read: take tensors, path and number of threads. package: must be installed."""
 
     write: Callable[[Tensors, Path, int], None]
     read: Callable[[Tensors, Path, int], None]
@@ -48,7 +48,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Codec:
-    """Compression of one tensor at a time. decompress: into an array of as many bytes."""
+    """Compression of one tensor at a time. decompress: fills an array of the same number of bytes."""
 
     compress: Callable[[NDArray[np.uint8]], bytes]
     decompress: Callable[[bytes, NDArray[np.uint8]], object]
@@ -56,7 +56,7 @@ class Codec:
 
 @contextmanager
 def synced(path: Path) -> Iterator[BinaryIO]:
-    """A new file, which is on the disk when the block is left."""
+    """Open a new file that is on the disk when the block ends."""
     with path.open("wb") as file:
         yield file
         file.flush()
@@ -64,7 +64,7 @@ def synced(path: Path) -> Iterator[BinaryIO]:
 
 
 def _bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
-    """A tensor's memory."""
+    """Return a tensor's bytes, sharing its memory."""
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
@@ -95,7 +95,7 @@ def _read_safetensors(tensors: Tensors, path: Path, _threads: int) -> None:
 
 
 def _quiet() -> warnings.catch_warnings[None]:
-    # DCP warns that it is alone even where it is told so.
+    # DCP warns that there is one process even with ``no_dist``.
     return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 
@@ -155,7 +155,7 @@ def _zipnn(threads: int) -> Codec:
     from zipnn import ZipNN  # noqa: PLC0415
 
     zipped = ZipNN(input_format="byte", bytearray_dtype="float32", threads=threads)
-    # ``compress`` reorders the bits of what it is given in place, so it needs a copy.
+    # ``compress`` changes its input in place, so it needs a copy.
     return Codec(
         lambda data: zipped.compress(bytearray(data)),
         lambda data, into: np.copyto(into, np.frombuffer(zipped.decompress(data), dtype=np.uint8)),
@@ -199,4 +199,4 @@ PEERS = {
     "blosc2 LZ4": _each("blosc2", partial(_blosc2, codec="LZ4", level=5, shuffle="BITSHUFFLE")),
     "pcodec": _each("pcodec", _pcodec),
 }
-"""Peers by name. blosc2 has the filter that suits its codec better, and the level beyond which it only gets slower."""
+"""Peers by name. blosc2 has the better filter for its codec, and the level above which it only becomes slower."""

@@ -1,24 +1,24 @@
-"""A block-DCT compressor for HPC checkpoints as a peer: transform, adaptive quantization, Huffman codes, a bound.
+"""A block-DCT compressor for HPC checkpoints as a peer: transform, adaptive quantization, Huffman codes, error bound.
 
 Zhang et al., "Efficient Encoding and Reconstruction of HPC Datasets for Checkpoint/Restart", MSST 2019: DCTZ in its
 error-controlled form (EC), with constants from the authors' code, https://github.com/swson/DCTZ.
 
 - An array, in memory order, is cut into blocks of 64 values (``BLK_SZ``), each of which goes through an orthonormal
-  DCT-II. DCTZ knows of no earlier checkpoint.
-- Coefficients are quantized to 255 bins of one width around zero (``NBINS``); a 256th index says that a coefficient
-  lies outside of them, and that is stored exactly, as float32. The range of the bins follows the bound, which DCTZ
+  DCT-II. DCTZ does not use earlier checkpoints.
+- Coefficients are quantized to 255 bins of one width around zero (``NBINS``); a 256th index marks a coefficient outside
+  of them, which is stored exactly, as float32. The range of the bins follows the bound, which DCTZ
   applies after scaling by the largest value's power of ten.
 
 Deviations, in the peer's favour:
 
 - The bound is relative to a tensor's standard deviation, which is finer than a power of ten.
 - Bins are as wide as the bound. DCTZ makes them twice as wide (``BRSF`` = 1, here ½) and bounds the coefficients'
-  errors only; one value in twelve would then be off by more than the bound. What still is so is corrected: its exact
-  value is stored, so that the bound holds for every value.
-- DCTZ stores the first coefficient of every block exactly, which is half a bit for every value. Weights have no smooth
-  mean that would be worth it; it is quantized like the others.
+  errors only; one value in twelve would then be off by more than the bound. Values that still are get their exact value
+  stored, so the bound holds for every value.
+- DCTZ stores the first coefficient of every block exactly, which is half a bit for every value. The means of
+  weights are not smooth enough to be worth it, so it is quantized like the others.
 - Indices get Huffman codes of their own instead of zlib's; exact numbers are byte planes in Zstd.
-- Zeros fill the last block, which saves a shorter transform. One-dimensional parameters stay exact.
+- Zeros fill the last block, so no shorter transform is needed. One-dimensional parameters stay exact.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SPACE = tuple(Settings(round(2 ** (k / 2), 3)) for k in range(4, -11, -1))
 
 
 def encode(checkpoint: Checkpoint, _previous: Known | None, settings: Settings) -> Encoded:
-    """Every matrix as indices of bins, coefficients outside of them, and corrections."""
+    """Encode every matrix as indices of bins, coefficients outside of them, and corrections."""
     entries: dict[str, dict[str, Any]] = {}
     coded: list[tuple[Indices, dict[str, Tensor]]] = []
     decoded = dict(checkpoint.weights)
@@ -75,7 +75,7 @@ def encode(checkpoint: Checkpoint, _previous: Known | None, settings: Settings) 
 
 
 def decode(data: bytes, _previous: Known | None) -> Known:
-    """The reconstruction of a checkpoint."""
+    """Decode a checkpoint."""
     entries, (*parts, rest) = split(data)
     weights = from_exact(rest)
     following = iter(parts)
@@ -87,7 +87,7 @@ def decode(data: bytes, _previous: Known | None) -> Known:
 
 
 def _coded(weight: Tensor, entry: dict[str, Any]) -> tuple[Indices, dict[str, Tensor]]:
-    """Indices and exact numbers of a tensor, which are what ``_values`` takes."""
+    """Return indices and exact numbers of a tensor, as ``_values`` takes them."""
     flat, bound = weight.reshape(-1), entry["bound"]
     blocks = np.zeros((-(-flat.numel() // BLOCK), BLOCK))
     blocks.reshape(-1)[: flat.numel()] = flat.to(torch.float64).numpy() / bound
@@ -108,7 +108,7 @@ def _coded(weight: Tensor, entry: dict[str, Any]) -> tuple[Indices, dict[str, Te
 
 
 def _values(entry: dict[str, Any], indices: Indices, numbers: dict[str, Tensor]) -> Tensor:
-    """A tensor. numbers: coefficients ``outside`` of the bins, ``gaps`` between the ``corrections``."""
+    """Return a tensor. numbers: coefficients ``outside`` of the bins, ``corrections`` and the ``gaps`` between them."""
     coefficients = indices.astype(np.float64) - BINS // 2
     coefficients[indices == OUTSIDE] = numbers["outside"].numpy()
     flat = (coefficients.reshape(-1, BLOCK) @ _dct()).reshape(-1) * entry["bound"]
@@ -119,7 +119,7 @@ def _values(entry: dict[str, Any], indices: Indices, numbers: dict[str, Tensor])
 
 @cache
 def _dct() -> NDArray[np.float64]:
-    """The orthonormal DCT-II as a matrix: row k holds the cosine of frequency k."""
+    """Return the orthonormal DCT-II as a matrix. Row k holds the cosine of frequency k."""
     k, n = np.ogrid[:BLOCK, :BLOCK]
     rows: NDArray[np.float64] = np.sqrt(2 / BLOCK) * np.cos(np.pi * k * (n + 0.5) / BLOCK)
     rows[0] /= math.sqrt(2)

@@ -1,4 +1,4 @@
-"""What the files of several peers are made of: a header and parts, exact tensors, packed bits, Huffman codes."""
+"""Parts of the files of several peers: a header and streams, exact tensors, packed bits, Huffman codes."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from dynaquant.tensors.stored import Levels
 _LENGTH = 8
 """Bytes of the header's length."""
 _LEVEL = 3
-"""Of zstd."""
+"""Compression level of zstd."""
 
 
 def join(header: Any, parts: Sequence[bytes]) -> bytes:
-    """A JSON header and the parts after it as one string of bytes."""
+    """Return a JSON header and the parts after it as bytes."""
     text = json.dumps({"header": header, "sizes": [len(part) for part in parts]}, separators=(",", ":")).encode()
     return b"".join([len(text).to_bytes(_LENGTH, "little"), text, *parts])
 
 
 def split(data: bytes) -> tuple[Any, list[bytes]]:
-    """The inverse of ``join``."""
+    """Return the inverse of ``join``: header and parts."""
     start = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
     described = json.loads(data[_LENGTH:start])
     parts = []
@@ -40,26 +40,26 @@ def split(data: bytes) -> tuple[Any, list[bytes]]:
 
 
 def described(tensor: Tensor) -> dict[str, Any]:
-    """What ``restored`` needs to know of a tensor beside its bytes."""
+    """Return what ``restored`` needs beside the bytes of a tensor."""
     return {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape)}
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """The tensor's memory in C order."""
+    """Return the tensor's bytes in C order."""
     flat = tensor.detach().contiguous().reshape(-1)
-    # An empty tensor made of an array has no stride that could be viewed as bytes.
+    # An empty tensor from an array has no strides that allow a view as bytes.
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def restored(data: bytes | memoryview, entry: dict[str, Any]) -> Tensor:
-    """The inverse of ``bytes_of``. entry: as ``described``."""
+    """Return the tensor with these bytes. entry: as ``described`` returns it."""
     dtype = getattr(torch, entry["dtype"])
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
     return flat.reshape(entry["shape"])
 
 
 def exact(tensors: dict[str, Tensor]) -> bytes:
-    """Tensors bit for bit: the bytes of equal significance together, then zstd."""
+    """Return tensors coded without loss: byte planes, then zstd."""
     planes = []
     for tensor in tensors.values():
         data = np.frombuffer(bytes_of(tensor), dtype=np.uint8).reshape(-1, tensor.dtype.itemsize)
@@ -68,7 +68,7 @@ def exact(tensors: dict[str, Tensor]) -> bytes:
 
 
 def from_exact(data: bytes) -> dict[str, Tensor]:
-    """The inverse of ``exact``."""
+    """Return the tensors that ``exact`` coded."""
     entries, planes = split(data)
     found = {}
     for (name, entry), part in zip(entries.items(), planes, strict=True):
@@ -79,23 +79,23 @@ def from_exact(data: bytes) -> dict[str, Tensor]:
 
 
 def pack(indices: NDArray[np.uint8], bits: int) -> bytes:
-    """Indices below ``2**bits`` in ``bits`` bits each, the highest bit first; zeros fill the last byte."""
+    """Pack indices below ``2**bits`` into ``bits`` bits each, the highest bit first. Zeros fill the last byte."""
     return np.packbits(np.unpackbits(indices.reshape(-1, 1), axis=1)[:, 8 - bits :]).tobytes()
 
 
 def unpack(packed: bytes, bits: int, count: int) -> NDArray[np.uint8]:
-    """The inverse of ``pack`` for ``count`` indices."""
+    """Return the ``count`` indices that ``pack`` has packed."""
     each = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=count * bits).reshape(count, bits)
     return np.packbits(np.pad(each, ((0, 0), (8 - bits, 0))), axis=1).reshape(-1)
 
 
 def huffman(symbols: NDArray[np.uint8], count: int) -> bytes:
-    """Symbols below ``count`` in Huffman codes, their lengths included; ``count`` is at most 256."""
+    """Return symbols below ``count`` in Huffman codes, with the code lengths. ``count`` is at most 256."""
     return rearrange.encode_as("alone", Levels(symbols, count), None, run_length=False)
 
 
 def from_huffman(data: bytes, count: int, size: int) -> NDArray[np.uint8]:
-    """The ``size`` symbols that ``huffman`` coded."""
+    """Return the ``size`` symbols that ``huffman`` coded."""
     return rearrange.decode(data, size, count, "alone", None).values
 
 
@@ -108,11 +108,11 @@ def matrices(tensors: dict[str, Tensor]) -> Iterable[str]:
 
 
 def flat(tensor: Tensor) -> NDArray[np.float32]:
-    """The values in C order, as float32."""
+    """Return the values in C order, as float32."""
     values: NDArray[np.float32] = tensor.detach().reshape(-1).to(torch.float32).numpy()
     return values
 
 
 def bits_for(bins: int) -> int:
-    """Bits of the indices of so many bins."""
+    """Return the bits that an index of this many bins takes."""
     return (bins - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Check-N-Run as a peer: uniform quantization of every row in a range of its own, found by a greedy search.
+"""Check-N-Run as a peer: uniform quantization of each row, in a range found by a greedy search.
 
 Eisenman et al., "Check-N-Run: a Checkpointing System for Training Deep Learning Recommendation Models", NSDI 2022,
 arXiv 2010.08679, section on checkpoint quantization; as "Check-N-Run+" in the Inshrinkerator paper (arXiv 2306.11800):
@@ -6,17 +6,18 @@ arXiv 2010.08679, section on checkpoint quantization; as "Check-N-Run+" in the I
 - Asymmetric uniform quantization of each row (an embedding vector; here a slice along dimension 0): level
   ``round((w - low) / scale)`` with ``scale = (high - low) / (bins - 1)``, packed in ceil(log2 bins) bits. Check-N-Run
   has 2, 3, 4 and 8 bits, Inshrinkerator 8 to 256 bins.
-- Adaptive range: from the row's minimum and maximum, each move takes ``range / num_step_bins`` off the end whose
-  squared error is then the lower, until ``ratio`` of the range is gone. The best range on the way is kept. The same
-  search is ``torch.choose_qparams_optimized``, from the same company, which settles what the words leave open: it is
-  both ends together that lose ``ratio`` of the range.
-- ``num_step_bins`` is one of 10, 25, 50, 100 and ``ratio`` one of 0.1 to 0.5 (Inshrinkerator's search space). In the
-  space below they are what is worth its time: few levels gain by a much narrower range, many by hardly any, in small
-  moves. (For Gaussian rows the best range of 8 levels is a quarter narrower than that of the data, of 32 not at all.)
+- Adaptive range: it begins at the row's minimum and maximum. Each move takes ``range / num_step_bins`` off the end that
+  then has the lower squared error, until ``ratio`` of the range is gone. The best range on the way is kept. The same
+  search is ``torch.choose_qparams_optimized``, from the same company. It settles what the text leaves open: both ends
+  together lose ``ratio`` of the range.
+- ``num_step_bins`` is one of 10, 25, 50, 100 and ``ratio`` one of 0.1 to 0.5 (Inshrinkerator's search space). The
+  space below has the values that are worth their time: few levels gain from a much narrower range, many levels from a
+  slightly narrower one, in small moves. (For Gaussian rows the best range of 8 levels is a quarter narrower than that
+  of the data, of 32 not at all.)
 - Differential checkpoints leave out rows that no batch has touched. Dense models have none, so each checkpoint is
   stored whole, and without entropy coding.
 
-Deviations, all in the peer's favour: the best range counts wherever it is met (PyTorch's takes local optima only);
+Deviations, all in the peer's favour: the best range counts wherever it occurs (PyTorch takes only local optima);
 ranges are float32 (PyTorch rounds them to float16). Parameters with one dimension are stored exactly.
 """
 
@@ -33,7 +34,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Settings:
-    """bins: levels of a row, at most 256. steps, ratio: of the search, ``num_step_bins`` and ``ratio``."""
+    """bins: levels of a row, at most 256. steps, ratio: the search's ``num_step_bins`` and ``ratio``."""
 
     bins: int
     steps: int
@@ -43,11 +44,11 @@ class Settings:
 COARSE, MIDDLE = Settings(8, steps=50, ratio=0.5), Settings(16, steps=50, ratio=0.3)
 FINE = tuple(Settings(bins, steps=100, ratio=0.1) for bins in (32, 64, 128, 256))
 SPACE = (COARSE, MIDDLE, *FINE)
-"""Numbers of bins that fill their bits: as many bytes buy no better values."""
+"""Numbers of bins that use all values of their bits: others are worse for the same bytes."""
 
 
 def encode(checkpoint: Checkpoint, _previous: Known | None, settings: Settings) -> Encoded:
-    """Every checkpoint stands alone."""
+    """Encode a checkpoint without a parent."""
     weights, bins = checkpoint.weights, settings.bins
     quantized = {name: quantize(_rows(weights[name]), settings) for name in matrices(weights)}
     kept = {name: tensor for name, tensor in weights.items() if name not in quantized}
@@ -67,7 +68,7 @@ def encode(checkpoint: Checkpoint, _previous: Known | None, settings: Settings) 
 
 
 def decode(data: bytes, _previous: Known | None) -> Known:
-    """The weights alone."""
+    """Decode the weights."""
     (bins, entries), parts = split(data)
     weights = from_exact(parts[0])
     for (name, entry), ranges, packed in zip(entries.items(), parts[1::2], parts[2::2], strict=True):
@@ -80,13 +81,13 @@ def decode(data: bytes, _previous: Known | None) -> Known:
 
 
 def quantize(rows: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """Levels, uint8, of rows, float32, and the range of each row: shape (rows, 2), float32."""
+    """Return levels, uint8, of rows, float32; and the range of each row, float32 (rows, 2)."""
     low, high = adapted_range(rows, settings)
     return _levels(rows, low, high, settings.bins).to(torch.uint8), torch.cat((low, high), dim=1)
 
 
 def adapted_range(rows: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-    """The lowest and highest value that levels stand for in each row, each of shape (rows, 1)."""
+    """Return the values of the lowest and highest level in each row, each (rows, 1)."""
     low, high = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     step = (high - low) / settings.steps
     best_low, best_high, least = low, high, _error(rows, low, high, settings.bins)
@@ -107,7 +108,7 @@ def _error(rows: Tensor, low: Tensor, high: Tensor, bins: int) -> Tensor:
 
 def _levels(rows: Tensor, low: Tensor, high: Tensor, bins: int) -> Tensor:
     scale = _scale(low, high, bins)
-    # A row of one value has no scale; its level is 0.
+    # A row of equal values has no scale; its level is 0.
     return (rows - low).div_(torch.where(scale > 0, scale, 1)).round_().clamp_(0, bins - 1)
 
 

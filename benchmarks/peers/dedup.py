@@ -1,19 +1,19 @@
-"""Deduplicating incremental checkpoints as a peer: a hash tree over chunks of the raw state tells what to write.
+"""Deduplication as a peer: a hash tree over chunks of the raw state finds what has changed.
 
 Tan et al., "Scalable Incremental Checkpointing using GPU-Accelerated De-Duplication", ICPP 2023,
 https://ornl.gov/publication/scalable-incremental-checkpointing-using-gpu-accelerated-de-duplication; here on the CPU.
 
 - The state, all tensors one after another, is cut into chunks of one size, the leaves of a binary Merkle tree.
 - A node whose hash is that of the node in the same place of the checkpoint before has not changed (*fixed duplicate*):
-  nothing is written of it, and nothing below is looked at.
-- A node that the checkpoint before has in another place is a reference to it, and so is a chunk that this checkpoint
-  has had already (*shifted duplicates*).
-- Other chunks (*first occurrences*) are written as they are. Neighbours are listed by the node above them all.
+  it is not written, and the nodes below it are not compared.
+- A node that the checkpoint before has in another place becomes a reference to it. So does a chunk that occurred before
+  in this checkpoint (*shifted duplicates*).
+- Other chunks (*first occurrences*) are written as they are. Neighbours are listed by their common ancestor.
 
-The three kinds of nodes and their names are those of the authors' code, in which the sizes of chunks are arguments: the
-one here is ours. On weights and moments in training it does not matter, as every value moves: chunks of 128 bytes find
-as little as those of 4096. Hashes are BLAKE3's, which do not collide, and are not stored. Deviation in the peer's
-favour: the lists of nodes go through Zstd.
+The three kinds of nodes and their names are those of the authors' code. There the size of chunks is an argument; we
+chose it here. For weights and moments in training it does not matter, as every value moves: chunks of 128 bytes find as
+little as chunks of 4096. Hashes are BLAKE3, which does not collide, and are not stored. Deviation in the peer's favour:
+the lists of nodes are compressed by Zstd.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ Tree = list[bytes]
 
 @dataclass(frozen=True)
 class Settings:
-    """chunk: bytes of one."""
+    """chunk: bytes of a chunk."""
 
     chunk: int = 512
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Nodes of a tree of ``width`` leaves, with what each of them is.
+    """The nodes to write, in a tree of ``width`` leaves.
 
-    moved: nodes and those of the checkpoint before that they equal. repeated: leaves and first occurrences that they
-    equal. first: leaves that are first occurrences, in order.
+    moved: pairs of a node and the equal node of the checkpoint before. repeated: pairs of a leaf and the equal first
+    occurrence. first: leaves that are first occurrences, in order.
     """
 
     width: int
@@ -54,7 +54,7 @@ class Difference:
 
 
 def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings = Settings()) -> Encoded:
-    """What the checkpoint before does not have."""
+    """Encode what the checkpoint before does not have."""
     entries, state = _flat(checkpoint)
     before = b"" if previous is None else _flat(previous.checkpoint)[1]
     found = difference(state, before, settings.chunk)
@@ -69,7 +69,7 @@ def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings = 
 
 
 def decode(data: bytes, previous: Known | None) -> Known:
-    """The checkpoint, from the same ``previous`` that it was encoded with."""
+    """Decode a checkpoint. previous: the same that it was encoded with."""
     (chunk, width, size, entries), (*parts, chunks) = split(data)
     first, moved, repeated = (np.frombuffer(zstandard.decompress(part), dtype="<u4").tolist() for part in parts)
     before = b"" if previous is None else _flat(previous.checkpoint)[1]
@@ -93,7 +93,7 @@ def decode(data: bytes, previous: Known | None) -> Known:
 
 
 def difference(state: bytes, before: bytes, chunk: int) -> Difference:
-    """What there is to write of a state."""
+    """Return the nodes of a state that have to be written."""
     chunks = -(-max(len(state), len(before), 1) // chunk)
     width = 1 << (chunks - 1).bit_length()
     now, then = _tree(state, chunk, width), _tree(before, chunk, width)
@@ -128,7 +128,7 @@ def _tree(state: bytes, chunk: int, width: int) -> Tree:
 
 
 def _merged(leaves: Iterable[int]) -> list[int]:
-    """The fewest nodes that have these leaves, and no others, below them."""
+    """Return the fewest nodes that have exactly these leaves below them."""
     found, level = [], set(leaves)
     while level:
         parents = {node // 2 for node in level if node ^ 1 in level}
@@ -138,14 +138,14 @@ def _merged(leaves: Iterable[int]) -> list[int]:
 
 
 def _bytes(node: int, width: int, chunk: int) -> slice:
-    """Where the data below a node lies in the state, or would if it were long enough."""
+    """Return the position of a node's data in the state. It may lie beyond the end."""
     height = width.bit_length() - node.bit_length()
     start = ((node << height) - width) * chunk
     return slice(start, start + (chunk << height))
 
 
 def _flat(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], bytes]:
-    """All tensors' descriptions and bytes."""
+    """Return the descriptions and the bytes of all tensors."""
     entries, data = [], []
     for group, tensors in checkpoint.groups().items():
         for name, tensor in tensors.items():

@@ -1,21 +1,21 @@
 """Delta-DNN as a peer: differences to the checkpoint before on one grid for the whole network, then Zstd or LZMA.
 
 Hu et al., "Delta-DNN: Efficiently Compressing Deep Neural Networks via Exploiting Floats Similarity", ICPP 2020,
-https://doi.org/10.1145/3404397.3404408. We know of no code by the authors, and have not had the paper's full text to
-check the formula against.
+https://doi.org/10.1145/3404397.3404408. We know of no code by the authors, and did not have the full text of the paper
+to check the formula.
 
 - A weight a with the reference b becomes the integer ``M = ⌊(a - b) / (2·log(1 + ε)) + 0.5⌋``, and comes back as
   ``b + 2·M·log(1 + ε)``. The logarithm is taken to be the natural one; another base would only give every ε another
   name. ε is the same for all tensors, so that the grid is, too; the error is at most log(1 + ε), up to the rounding of
   the result to its data type.
-- The reference is the *reconstruction* of the version before, as a decoder has nothing else. Without one it is zero.
+- The reference is the *reconstruction* of the checkpoint before, as a decoder has nothing else. Without one it is zero.
 - ε is the largest that loses no more accuracy than is allowed. The space goes from 1e-1 to 1e-4, five steps to a
   decade.
 - The integers of all tensors together go through a lossless compressor: Zstd or LZMA.
 
-Deviations, all in the peer's favour: the smaller one of Zstd and LZMA is kept, each at its highest usual level; the
-integers of each tensor have one, two or four bytes, whatever is enough. A tensor that needs more than four is stored
-exactly; no real one does.
+Deviations, all in the peer's favour: the smaller one of Zstd and LZMA is kept, each at its highest usual level. The
+integers of each tensor have one, two or four bytes, as needed. A tensor that needs more than four is stored exactly; no
+real one does.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from torch import Tensor
 
 ZSTD_LEVEL = 19
 WIDTHS = ("i1", "i2", "i4")
-"""NumPy's names of the integers' types, from the narrowest."""
+"""Integer types by their names in NumPy, from the narrowest."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """bound: what the paper calls ε."""
+    """bound: the paper's ε."""
 
     bound: float
 
@@ -49,7 +49,7 @@ SPACE = tuple(Settings(round(10 ** (-k / 5), 6)) for k in range(5, 21))
 
 
 def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings) -> Encoded:
-    """Integer differences to what is known of the checkpoint before; to zero where nothing is."""
+    """Encode integer differences to the checkpoint before, or to zero without one."""
     step = 2 * math.log1p(settings.bound)
     entries: dict[str, dict[str, Any]] = {}
     deltas, decoded, unbounded = [], {}, {}
@@ -76,7 +76,7 @@ def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings) -
 
 
 def decode(data: bytes, previous: Known | None) -> Known:
-    """The reconstruction of a checkpoint, from the same ``previous`` that it was encoded with."""
+    """Decode a checkpoint. previous: the same that it was encoded with."""
     (step, method, entries), (integers, unbounded) = split(data)
     raw = zstandard.decompress(integers) if method == "zstd" else lzma.decompress(integers)
     weights, start = from_exact(unbounded), 0
@@ -103,7 +103,7 @@ def _numbers(tensor: Tensor) -> NDArray[np.float64]:
 
 
 def _width(delta: NDArray[np.float64]) -> str | None:
-    """The narrowest type that holds the integers."""
+    """Return the narrowest type that holds the integers, or None."""
     largest = float(np.abs(delta).max(initial=0))
     return next((width for width in WIDTHS if largest <= np.iinfo(width).max), None)
 

@@ -5,13 +5,13 @@ Details and constants are those of ``compress_pythia.py`` in the authors' reposi
 which calls the first moment ``opt_v`` and the second ``opt_m``:
 
 - The residual of a weight is its difference to the *reconstruction* of the checkpoint before: their scripts compress
-  each checkpoint against a file that ``recon`` has overwritten. The first one that they compress, of step 2000, refers
-  to one that stays whole.
+  each checkpoint against a file that ``recon`` has overwritten. The first checkpoint that they compress, step 2000,
+  refers to one that is stored whole.
 - A residual is kept where ``|r| > min(2.5, α / sqrt(mean(v))) · median(|r|)``, with v the second moment and median and
   mean over one tensor. α = 5e-5 (``--prune_alpha``); 2.5 is written into ``prune``.
 - Both moments are kept where ``|m| > β · mean(|m|)`` and the residual was kept. β = 2.0 (``--prune_beta``).
-- What was kept is clustered by k-means, each tensor of residuals, first and second moments on its own, into
-  2ⁿ - 1 clusters; index 0 means pruned. n = 4 (``--quant_bits``, ``--quant_bits_opt``), 8 / n indices in a byte.
+- The kept values are clustered by k-means into 2ⁿ - 1 clusters, separately for each tensor of residuals, first and
+  second moments. Index 0 means pruned. n = 4 (``--quant_bits``, ``--quant_bits_opt``), 8 / n indices in a byte.
 - One 7-Zip archive holds everything. 7-Zip's method is LZMA, here in an xz stream.
 
 Deviations, all in the peer's favour: clusters come from all values and are the best of four seedings (their faiss
@@ -39,16 +39,16 @@ from dynaquant.quantize.kmeans import kmeans
 from dynaquant.tensors.log_histogram import LogHistogram, bucket_values
 
 LARGEST_FACTOR = 2.5
-"""A residual above so many medians is always kept."""
+"""A residual above this many medians is always kept."""
 SEEDINGS = 4
-"""Seedings of k-means, of which the best counts."""
+"""Seedings of k-means. The best one counts."""
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The paper's α and β, and its n: the bits of an index of residuals, and of moments. The defaults are its own."""
+    """The paper's α and β, and its n: bits of an index, of residuals and of moments. Defaults are the paper's."""
 
     alpha: float = 5e-5
     beta: float = 2.0
@@ -56,21 +56,21 @@ class Settings:
     moment_bits: int = 4
 
     def bits_of(self, group: str) -> int:
-        """Bits of an index of ``weights`` or of a moment."""
+        """Return the bits of an index of ``weights`` or of a moment."""
         return self.bits if group == "weights" else self.moment_bits
 
 
 ALPHAS = (5e-3, 1e-3, 5e-4, 2e-4, 5e-5, 5e-6, 0.0)
 SPACE = tuple(Settings(alpha, bits=bits) for bits, alpha in product((2, 4, 8), ALPHAS))
-"""Coarse to fine, with the paper's β and bits of moments throughout: they have no effect on the weights, so that no
-metric can choose them."""
+"""From coarse to fine. β and the bits of moments are always the paper's: they do not change the weights, so no metric
+can choose them."""
 
 
 def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings = Settings()) -> Encoded:
-    """Residuals and moments in clusters.
+    """Encode residuals and moments as clusters.
 
-    previous: what is known of the checkpoint before; for the first one the initial weights, which need no moments; None
-    to store everything exactly. Raises ValueError for moments of no weight.
+    previous: what is known of the checkpoint before. For the first one, the initial weights; they need no moments.
+    None: store everything exactly. Raises ValueError if a moment has no weight.
     """
     if not checkpoint.first.keys() | checkpoint.second.keys() <= checkpoint.weights.keys():
         raise ValueError("every moment needs the weight that it belongs to")
@@ -103,7 +103,7 @@ def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings = 
 
 
 def decode(data: bytes, previous: Known | None) -> Known:
-    """The reconstruction of a checkpoint, from the same ``previous`` that it was encoded with."""
+    """Decode a checkpoint. previous: the same that it was encoded with."""
     (bits, entries), parts = split(lzma.decompress(data))
     result = Checkpoint({})
     following = iter(parts)
@@ -131,7 +131,7 @@ def _reconstruction(
 def _clustered(
     checkpoint: Checkpoint, previous: Checkpoint, settings: Settings
 ) -> dict[tuple[str, str], tuple[NDArray[np.uint8], NDArray[np.float32]]]:
-    """Indices and centres of every residual and moment, by group and name."""
+    """Return indices and centres of every residual and moment, by group and name."""
     return {
         (group, name): cluster(tensor, 2 ** settings.bits_of(group) - 1)
         for name in checkpoint.weights
@@ -142,7 +142,7 @@ def _clustered(
 def shrunk(
     checkpoint: Checkpoint, previous: Checkpoint, name: str, settings: Settings
 ) -> Iterator[tuple[str, NDArray[np.float32]]]:
-    """Residual and moments of a weight, flat, with zeros where they are pruned, each with the name of its group."""
+    """Yield the residual and the moments of a weight, flat, each with its group. Pruned values are zero."""
     now, before = _flat(checkpoint.weights[name]), _flat(previous.weights[name])
     first, second = (_flat(group[name]) if name in group else None for group in (checkpoint.first, checkpoint.second))
     residual = now - before
@@ -156,7 +156,7 @@ def shrunk(
 
 
 def _factor(first: Tensor | None, second: Tensor | None, alpha: float) -> float:
-    """The threshold of residuals in medians."""
+    """Return the threshold of residuals, in medians."""
     squares = second if second is not None else None if first is None else first.square()
     if squares is None or not squares.numel():
         return 0.0
@@ -169,7 +169,7 @@ def _median(magnitudes: Tensor) -> float:
 
 
 def cluster(values: NDArray[np.float32], clusters: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Indices and centres of flat values: 0 for a zero, i + 1 for what is nearest to centre i.
+    """Return indices and centres of flat values. Index 0 is zero, index i + 1 is nearest to centre i.
 
     k-means runs on a histogram whose buckets are 0.8 % wide; a last round on the values makes the centres exact means.
     """

@@ -1,20 +1,20 @@
-"""GOBO as a peer: outliers exactly, all other weights of a layer as indices of a few centroids.
+"""GOBO as a peer: exact outliers; all other weights of a layer become indices of a few centroids.
 
 Zadeh et al., "GOBO: Quantizing Attention-Based NLP Models for Low Latency and Energy Efficient Inference", MICRO 2020,
 arXiv 2005.03842; as "GOBO+" in the Inshrinkerator paper (arXiv 2306.11800):
 
-- A weight is an outlier where the logarithm of its layer's Gaussian density, with the layer's mean and deviation, lies
-  below -4. The density is in the units of the weights, not of standard deviations: at BERT's deviation of about 0.04
+- A weight is an outlier if the logarithm of its layer's Gaussian density, with the layer's mean and deviation, is below
+  -4. The density is in the units of the weights, not of standard deviations: at BERT's deviation of about 0.04
   that is 3.6 deviations, which leaves the 0.1 % of outliers of the paper; in standard deviations it would be 2.5, above
   one percent. (Reimplementations do so, too: ``GaussianMixture(1).score_samples(weights) < -4``.)
 - Outliers stay as they are, with their positions. The rest of a layer becomes indices, of 3 or 4 bits in the paper.
 - Centroids start as means of bins of equal population. Each iteration moves weights to the nearest centroid and
   centroids to their means, as k-means does; the centroids with the least sum of absolute errors are kept (L1, where
-  k-means goes on for L2). No more than 1000 iterations, and soft termination, are Inshrinkerator's; here that is to
-  stop after 10 without a smaller sum, as the sum may rise for a while.
+  k-means goes on for L2). At most 1000 iterations, and soft termination, are from Inshrinkerator. Here that means to
+  stop after 10 iterations without a smaller sum, as the sum may rise for a while.
 
-Deviations, all in the peer's favour: positions are gaps, and they and the outliers are compressed without loss; what is
-an outlier takes no index; all sums are exact in float64. Parameters with one dimension are stored exactly.
+Deviations, all in the peer's favour: positions are gaps; gaps and outliers are compressed without loss; an outlier
+takes no index; all sums are exact in float64. Parameters with one dimension are stored exactly.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from torch import Tensor
 OUTLIER = -4.0
 """Logarithm of the density below which a weight is an outlier."""
 ITERATIONS = 1000
-"""At most."""
+"""Iterations at most."""
 PATIENCE = 10
-"""Iterations without a smaller sum of absolute errors, after which there are no more."""
+"""Iterations without a smaller sum of absolute errors before it stops."""
 
 Values = NDArray[np.float32]
 
@@ -47,12 +47,12 @@ class Settings:
 
 
 SPACE = tuple(Settings(2**bits) for bits in range(2, 9))
-"""Numbers of bins that fill their bits: as many bytes buy no better values."""
+"""Numbers of bins that use all values of their bits: others are worse for the same bytes."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """gaps: from each outlier to the one before, int32. indices: of all other values in ``centroids``."""
+    """gaps: from the outlier before to each outlier, int32. indices: of all other values, into ``centroids``."""
 
     gaps: NDArray[np.int32]
     outliers: Values
@@ -61,7 +61,7 @@ class Layer:
 
 
 def encode(checkpoint: Checkpoint, _previous: Known | None, settings: Settings) -> Encoded:
-    """Every checkpoint stands alone."""
+    """Encode a checkpoint without a parent."""
     weights = checkpoint.weights
     layers = {name: quantize(flat(weights[name]), settings.bins) for name in matrices(weights)}
     kept = {name: tensor for name, tensor in weights.items() if name not in layers}
@@ -80,7 +80,7 @@ def encode(checkpoint: Checkpoint, _previous: Known | None, settings: Settings) 
 
 
 def decode(data: bytes, _previous: Known | None) -> Known:
-    """The weights alone."""
+    """Decode the weights."""
     (bins, entries), parts = split(data)
     weights = from_exact(parts[0])
     for (name, entry), lists, packed in zip(entries.items(), parts[1::2], parts[2::2], strict=True):
@@ -91,7 +91,7 @@ def decode(data: bytes, _previous: Known | None) -> Known:
 
 
 def quantize(values: Values, bins: int) -> Layer:
-    """A layer's values, flat."""
+    """Quantize the flat values of a layer."""
     outlying = outliers(values)
     positions = np.flatnonzero(outlying)
     rest = values[~outlying]
@@ -101,7 +101,7 @@ def quantize(values: Values, bins: int) -> Layer:
 
 
 def outliers(values: Values) -> NDArray[np.bool_]:
-    """Where the density of the layer's Gaussian is too low."""
+    """Return where the density of the layer's Gaussian is too low."""
     mean, deviation = values.mean(dtype=np.float64), values.std(dtype=np.float64)
     if deviation == 0:
         return np.zeros(values.size, dtype=np.bool_)
@@ -111,7 +111,7 @@ def outliers(values: Values) -> NDArray[np.bool_]:
 
 
 def centroids(ascending: Values, bins: int) -> Values:
-    """Centroids of sorted values, ascending; fewer than ``bins`` where there are fewer values."""
+    """Return the centroids of sorted values, ascending; fewer than ``bins`` if there are fewer values."""
     if not ascending.size:
         return np.zeros(0, dtype=np.float32)
     sums = np.concatenate(([0.0], np.cumsum(ascending, dtype=np.float64)))
@@ -129,7 +129,7 @@ def centroids(ascending: Values, bins: int) -> Values:
 
 
 def _means(sums: NDArray[np.float64], bounds: NDArray[np.int64], empty: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Means between bounds; those of ``empty`` where there is nothing between them."""
+    """Return the means between bounds. empty: the results where there is nothing between them."""
     sizes = np.diff(bounds)
     means: NDArray[np.float64] = np.diff(sums[bounds]) / np.maximum(sizes, 1)
     return np.where(sizes > 0, means, empty) if (sizes == 0).any() else means
@@ -138,7 +138,7 @@ def _means(sums: NDArray[np.float64], bounds: NDArray[np.int64], empty: NDArray[
 def _absolute_error(
     ascending: Values, sums: NDArray[np.float64], bounds: NDArray[np.int64], means: NDArray[np.float64]
 ) -> float:
-    """Below its centroid a value's error is the centroid less the value, above it the other way round."""
+    """Return the sum of absolute errors: below its centroid, centroid less value; above it, the reverse."""
     middle = np.clip(np.searchsorted(ascending, means), bounds[:-1], bounds[1:])
     below = means * (middle - bounds[:-1]) - (sums[middle] - sums[bounds[:-1]])
     above = sums[bounds[1:]] - sums[middle] - means * (bounds[1:] - middle)
@@ -146,7 +146,7 @@ def _absolute_error(
 
 
 def _edges(found: NDArray[Any]) -> Values:
-    """Half-way between neighbours. In the precision of the values, so that searching does not convert them."""
+    """Return the midpoints of neighbours, in the precision of the values, so that a search does not convert them."""
     edges: Values = ((found[1:] + found[:-1]) / 2).astype(np.float32)
     return edges
 

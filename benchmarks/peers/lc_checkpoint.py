@@ -1,10 +1,11 @@
 """LC-Checkpoint as a peer: differences in buckets by sign and exponent, the largest of them kept, Huffman.
 
-Chen, Liu, Ren, Jin, "On Efficient Constructions of Checkpoints", ICML 2020, arXiv 2009.13003. Where the text was not at
-hand, the adaptation of https://github.com/nus-vv-streams/lc-checkpoint (``compress_data``) was:
+Chen, Liu, Ren, Jin, "On Efficient Constructions of Checkpoints", ICML 2020, arXiv 2009.13003. If
+the text was not available, this follows the adaptation https://github.com/nus-vv-streams/lc-checkpoint
+(``compress_data``):
 
-- The difference of all weights, as one vector, to the *reconstruction* of the checkpoint before, so that what one
-  checkpoint leaves out is in the next one's difference.
+- The difference of all weights, as one vector, to the *reconstruction* of the checkpoint before, so that the next
+  difference contains what one checkpoint leaves out.
 - Exponent-based quantization: differences with the same sign and the same exponent to base 2 are one bucket and become
   one value.
 - Priority promotion: for x bits the 2ˣ - 1 buckets with the largest exponents are kept; all others become zero, the
@@ -13,10 +14,10 @@ hand, the adaptation of https://github.com/nus-vv-streams/lc-checkpoint (``compr
 
 Deviations, all in the peer's favour: a bucket's value is its mean, as in the adaptation (whose comment has the middle
 of the least and the largest value, which is no better in the squared error); the file holds Huffman codes of the
-indices (the adaptation's is zlib of floats). Between whole x there are as many buckets as 2ˣ - 1 rounds to, since one
-more bit can be most of a file: on a GPT 3 bits are 24 times smaller than the weights and 4 bits 9 times. One bucket for
-an exponent leaves an error of a fifth of each difference, no matter how many of them are kept, so that the finest
-settings, for a limit that 4 bits do not meet, split each exponent by the first bits of the mantissa.
+indices (the adaptation's is zlib of floats). For fractions of x, 2ˣ - 1 is rounded, since one more bit can be
+most of a file: on a GPT, 3 bits are 24 times smaller than the weights and 4 bits 9 times. One bucket for an
+exponent leaves an error of a fifth of each difference, however many are kept. So the finest settings split each
+exponent by the first bits of the mantissa. They are for limits that 4 bits do not meet.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from peers.peer import Checkpoint, Encoded, Known, Peer
 from torch import Tensor
 
 MANTISSA = 23
-"""Bits of a float32 behind its sign and exponent."""
+"""Bits of a float32 after its sign and exponent."""
 SIGN_AND_EXPONENT = 9
 """Bits of a float32 before its mantissa."""
 
@@ -41,7 +42,7 @@ Values = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Settings:
-    """bits: the paper's x, 1 to 8, of an index before it is coded. mantissa: bits of it that split an exponent."""
+    """bits: the paper's x, 1 to 8: bits of an index before coding. mantissa: bits of it that split an exponent."""
 
     bits: float
     mantissa: int = 0
@@ -58,7 +59,7 @@ SPACE = PUBLISHED + SPLIT
 
 
 def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings) -> Encoded:
-    """previous: None to store everything exactly."""
+    """Encode differences to the checkpoint before. previous: None stores everything exactly."""
     weights = checkpoint.weights
     if previous is None:
         return Encoded(Known(Checkpoint(dict(weights))), lambda: join({}, [exact(weights)]))
@@ -73,7 +74,7 @@ def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings) -
 
 
 def decode(data: bytes, previous: Known | None) -> Known:
-    """With the same ``previous`` that it was encoded with."""
+    """Decode a checkpoint. previous: the same that it was encoded with."""
     entries, parts = split(data)
     if previous is None:
         return Known(Checkpoint(from_exact(parts[0])))
@@ -84,7 +85,7 @@ def decode(data: bytes, previous: Known | None) -> Known:
 
 
 def quantize(differences: Values, settings: Settings) -> tuple[NDArray[np.uint8], Values]:
-    """Indices and the values of the buckets that are kept: 0 for zero, i + 1 for the i-th of them."""
+    """Return indices and the values of the buckets that are kept. Index 0 is zero, index i + 1 is bucket i."""
     buckets = differences.view(np.uint32) >> (MANTISSA - settings.mantissa)
     count = 1 << (SIGN_AND_EXPONENT + settings.mantissa)
     sizes = np.bincount(buckets, minlength=count)

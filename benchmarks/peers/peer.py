@@ -1,7 +1,7 @@
-"""What the benchmarks expect of a peer: a checkpoint in, bytes and the decoded checkpoint out.
+"""Interface of a peer: it takes a checkpoint, and returns bytes and the decoded checkpoint.
 
-A peer may code a checkpoint against the one before it. Entropy coding is apart from quantizing, as a search quantizes
-many times and codes once.
+A peer may condition a checkpoint on the one before. Entropy coding is separate from quantizing, because a search
+quantizes many times and codes once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on the CPU, finite, by name. Moments bear the names of their weights; any of them may be missing.
+    """A checkpoint on the CPU, finite, by name. Moments have the names of their weights; any may be missing.
 
-    others: what is stored exactly: buffers, counters, weights that are not to be quantized.
+    others: tensors to store exactly: buffers, counters, weights that are not quantized.
     """
 
     weights: dict[str, Tensor]
@@ -30,16 +30,16 @@ class Checkpoint:
     others: dict[str, Tensor] = field(default_factory=dict)
 
     def groups(self) -> dict[str, dict[str, Tensor]]:
-        """The four dictionaries by the names of their fields."""
+        """Return the four dictionaries by the names of their fields."""
         return {"weights": self.weights, "first": self.first, "second": self.second, "others": self.others}
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of the checkpoint before: all that the next one may be coded against.
+    """What the next checkpoint may be conditioned on: what is known of the one before.
 
-    checkpoint: as it was decoded. levels: integers by name, for peers that code differences of levels. errors: what
-    quantization took from each tensor; only the encoder knows them, so ``decode`` leaves them empty.
+    checkpoint: as decoded. levels: integers by name, for peers that code differences of levels. errors: the
+    quantization error of each tensor; only the encoder knows them, so ``decode`` leaves them empty.
     """
 
     checkpoint: Checkpoint
@@ -49,7 +49,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A quantized checkpoint. known: what ``decode`` will make of the bytes, and the errors. pack: codes the bytes."""
+    """A quantized checkpoint. known: what ``decode`` will return, and the errors. pack: codes the bytes."""
 
     known: Known
     pack: Callable[[], bytes]
@@ -57,12 +57,12 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Peer(Generic[S]):
-    """A published way to store checkpoints.
+    """A published method to store checkpoints.
 
-    space: settings to search, from the smallest files to the best values. groups: those of a checkpoint that it
-    stores; how the others are stored is left to the caller. encode: with a checkpoint, what is known of the one before
-    (for the first one the initial weights, or None for a checkpoint that stands alone) and settings. decode: with the
-    bytes and what ``encode`` knew, less the errors.
+    space: settings to search, from the smallest files to the best values. groups: groups of a checkpoint that it
+    stores; the caller stores the others. encode: takes a checkpoint, what is known of the one before (the initial
+    weights for the first one, or None for a checkpoint that stands alone) and settings. decode: takes the bytes and
+    what ``encode`` knew, without the errors.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""QD-Compressor as a peer: each layer on a uniform grid of its own, differences of levels, Huffman.
+"""QD-Compressor as a peer: a uniform grid for each layer, differences of levels, Huffman codes.
 
 Zhang et al., "QD-Compressor: a Quantization-based Delta Compression Framework for Deep Neural Networks", ICCD 2021, and
 its journal version, Jin et al., IEEE TPDS 2023; as "QD-Compressor+" in the Inshrinkerator paper (arXiv 2306.11800):
@@ -8,16 +8,16 @@ its journal version, Jin et al., IEEE TPDS 2023; as "QD-Compressor+" in the Insh
 - The number of levels of a layer grows with its entropy between a least and a most; Inshrinkerator searches both in
   8 to 256. The papers' text was not at hand for the rest: here the entropy is that of a histogram of 256 bins between
   the layer's minimum and maximum, and levels grow linearly from the layer with the least entropy to that with the most.
-- Error feedback: what quantization took from a checkpoint's weights is added to those of the next one. A checkpoint by
-  itself is not nearer to its weights that way (its squared error doubles), and its levels move more: the last one of
-  the GPT is 20 times smaller than the weights with feedback, at a loss within 1 %, and 28 times without.
+- Error feedback: the quantization error of a checkpoint is added to the weights of the next one. That brings a single
+  checkpoint no closer to its weights (its squared error doubles), and its levels move more: the last one of the GPT is
+  20 times smaller than the weights with feedback, at a loss within 1 %, and 28 times without.
 - Cyclic difference: ``(previous - current) mod B`` of the levels, with B the larger number of levels of both
   checkpoints, in Huffman codes. The first checkpoint's levels are coded by themselves.
 
-Deviations, all in the peer's favour: the space is without error feedback. Checkpoints are restored one at a time, so
-that the error of another one only adds to its own: fed back, it doubled the squared error, and with it the levels that
-1 % of a GPT's loss allows (weights 19.9 times smaller at one step, 28.6 times without). A layer's levels are coded by
-themselves wherever that takes fewer bytes. Parameters with one dimension are stored exactly. Errors are lost in a
+Deviations, all in the peer's favour: the space has no error feedback. Checkpoints are restored one at a time, so the
+error of another checkpoint only adds to its own. With feedback the squared error doubled, and so did the levels needed
+for 1 % of a GPT's loss (weights 19.9 times smaller at one step, 28.6 times without). A layer's levels are coded by
+themselves if that takes fewer bytes. Parameters with one dimension are stored exactly. Errors are lost in a
 crash.
 """
 
@@ -39,14 +39,14 @@ from dynaquant.coding.rearrange import decode as decode_levels
 from dynaquant.tensors.stored import Levels
 
 HISTOGRAM = 256
-"""Bins of the histogram that a layer's entropy is taken of."""
+"""Bins of the histogram from which a layer's entropy is computed."""
 
 Values = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Levels of the layer with the least entropy and of that with the most, 2 to 256; whether errors are fed back."""
+    """least, most: levels of the layers with the least and the most entropy, 2 to 256. feedback: of errors."""
 
     least: int
     most: int
@@ -59,7 +59,7 @@ SPACE = tuple(Settings(least, most) for least, most in zip(LEAST, MOST, strict=T
 
 
 def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings) -> Encoded:
-    """Levels against those of the checkpoint before, where there are any."""
+    """Encode levels, as differences to the checkpoint before if there is one."""
     weights = checkpoint.weights
     before = previous.levels if previous is not None else {}
     fed_back = previous.errors if previous is not None and settings.feedback else {}
@@ -83,7 +83,7 @@ def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings) -
 
 
 def decode(data: bytes, previous: Known | None) -> Known:
-    """Weights and levels; the latter may refer to those of ``previous``."""
+    """Decode weights and levels. Levels may refer to those of ``previous``."""
     entries, (kept, *streams) = split(data)
     weights, levels = from_exact(kept), {}
     for (name, entry), stream in zip(entries.items(), streams, strict=True):
@@ -95,7 +95,7 @@ def decode(data: bytes, previous: Known | None) -> Known:
 
 
 def bins_by_entropy(layers: dict[str, Values], settings: Settings) -> dict[str, int]:
-    """The number of levels of each layer."""
+    """Return the number of levels of each layer."""
     entropies = {name: entropy(values) for name, values in layers.items()}
     lowest, highest = min(entropies.values(), default=0.0), max(entropies.values(), default=0.0)
     span = settings.most - settings.least
@@ -108,14 +108,14 @@ def bins_by_entropy(layers: dict[str, Values], settings: Settings) -> dict[str, 
 
 
 def entropy(values: Values) -> float:
-    """Bits per value of a histogram between the least and the largest value."""
+    """Return the entropy in bits per value, by a histogram between the least and the largest value."""
     counts = np.bincount(quantize(values, float(values.min()), float(values.max()), HISTOGRAM))
     shares = counts[counts > 0] / values.size
     return float(-(shares * np.log2(shares)).sum())
 
 
 def quantize(values: Values, low: float, high: float, bins: int) -> NDArray[np.uint8]:
-    """Levels: 0 for ``low`` to ``bins - 1`` for ``high``."""
+    """Return levels: from 0 for ``low`` to ``bins - 1`` for ``high``."""
     step = _step(low, high, bins)
     if step == 0:
         return np.zeros(values.size, dtype=np.uint8)
@@ -134,12 +134,12 @@ def _restored(levels: NDArray[np.uint8], entry: dict[str, Any]) -> Tensor:
 
 
 def _with_error(tensor: Tensor, error: Tensor | None) -> Values:
-    """A layer's values and the error of the checkpoint before."""
+    """Return a layer's values plus the error of the checkpoint before."""
     return flat(tensor) if error is None else flat(tensor) + flat(error)
 
 
 def _coded(levels: Levels, before: NDArray[np.uint8] | None) -> tuple[Arrangement, bytes]:
-    """The shorter of levels by themselves and of cyclic differences, without run lengths."""
+    """Return the shorter stream: of the levels by themselves or of cyclic differences. Without run lengths."""
     parent = None if before is None else _parent(before)
     ways: Iterable[Arrangement] = ("alone",) if parent is None else ("delta", "alone")
     return min(
@@ -148,7 +148,7 @@ def _coded(levels: Levels, before: NDArray[np.uint8] | None) -> tuple[Arrangemen
 
 
 def _parent(levels: NDArray[np.uint8]) -> Levels:
-    # The largest value of a layer has the last level, so that the number of levels need not be remembered.
+    # The largest value of a layer has the last level, so the number of levels need not be stored.
     return Levels(levels, int(levels.max()) + 1)
 
 

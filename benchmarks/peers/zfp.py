@@ -2,7 +2,7 @@
 
 Lindstrom, "Fixed-Rate Compressed Floating-Point Arrays", IEEE TVCG 2014, as it is in the author's library, through its
 Python package ``zfpy`` (https://zfp.readthedocs.io). The *fixed-accuracy* mode takes a tolerance, a bound on the error
-of every value, and cuts each block's bit planes below it. ZFP knows of no earlier checkpoint.
+of every value, and cuts each block's bit planes below it. ZFP does not use earlier checkpoints.
 
 - The tolerance is a fraction of a tensor's standard deviation, not of its range: noise in the weights matters in
   proportion to their spread, and a few outliers, which all trained layers have, would coarsen the rest.
@@ -11,7 +11,7 @@ of every value, and cuts each block's bit planes below it. ZFP knows of no earli
 - Arrays are matrices, all dimensions after the first together. ZFP takes up to four dimensions, but pads each of them
   to blocks of four: kernels of 3 × 3 would cost nearly twice as much. One-dimensional parameters stay exact.
 
-Where ZFP misses the bound the tensor is stored exactly: blocks of values below 1e-30 overflow in it
+If ZFP misses the bound, the tensor is stored exactly: blocks of values below 1e-30 overflow in it
 (https://github.com/LLNL/zfp/issues/209), and values that are far smaller than others in their block keep few bits.
 """
 
@@ -37,12 +37,12 @@ SPACE = tuple(Settings(round(2 ** (k / 2), 3)) for k in range(10, -6, -1))
 
 
 def encode(checkpoint: Checkpoint, _previous: Known | None, settings: Settings) -> Encoded:
-    """Every matrix as ZFP has it; quantizing and coding are one there."""
+    """Encode every matrix by ZFP, which quantizes and codes in one step."""
     entries, streams, decoded = {}, [], dict(checkpoint.weights)
     for name in matrices(checkpoint.weights):
         weight = checkpoint.weights[name].detach()
         tolerance = settings.tolerance * float(weight.double().std(correction=0)) if weight.numel() else 0.0
-        if tolerance == 0:  # ZFP takes no array without values, and a constant is best left to the exact ones
+        if tolerance == 0:  # ZFP takes no empty arrays, and a constant is smaller when stored exactly
             continue
         stream, entry = _compressed(weight, tolerance), described(weight)
         found = _values(stream, entry)
@@ -58,7 +58,7 @@ def encode(checkpoint: Checkpoint, _previous: Known | None, settings: Settings) 
 
 
 def decode(data: bytes, _previous: Known | None) -> Known:
-    """The reconstruction of a checkpoint."""
+    """Decode a checkpoint."""
     entries, (*streams, rest) = split(data)
     weights = from_exact(rest)
     for (name, entry), stream in zip(entries.items(), streams, strict=True):

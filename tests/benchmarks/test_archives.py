@@ -1,4 +1,4 @@
-"""Archives that benchmarks compare with, and the state that they are timed with."""
+"""Archives that benchmarks compare with, and the synthetic state for their timing."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from synthetic import adam_state, advance, named_tensors
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # ZipNN's import
 @pytest.mark.parametrize("name", PEERS)
-def test_archives_bring_a_whole_adam_state_back_and_leave_it_alone(name, tmp_path):
+def test_archives_restore_a_whole_adam_state_and_do_not_change_it(name, tmp_path):
     peer = PEERS[name]
     if not peer.installed:
         pytest.skip(f"{peer.package} is not installed")

@@ -1,4 +1,4 @@
-"""Peers with a bound keep it for every value, and deduplication writes what is new and no more."""
+"""Peers with an error bound keep it for every value. Deduplication writes only what is new."""
 
 import math
 from importlib.util import find_spec
@@ -19,11 +19,11 @@ from peers.zfp import ZFP
 
 NEEDS_ZFP = pytest.mark.skipif(find_spec("zfpy") is None, reason="zfpy is not installed")
 SPREAD = [pytest.param(ZFP, marks=NEEDS_ZFP), BLOCK_DCT]
-"""Peers whose bound is in standard deviations."""
+"""Peers with a bound in standard deviations."""
 BOUNDED = [DELTA_DNN, *SPREAD]
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 ENDS = [0, 7, -1]
-"""Places in a space."""
+"""Positions in a search space."""
 
 
 def named(peer):
@@ -31,7 +31,7 @@ def named(peer):
 
 
 def through(peer, weights, setting, before=None):
-    """Weights as they come back; what the encoder says of them is that, too."""
+    """Return the decoded weights. Checks that the encoder returned the same."""
     known = None if before is None else Known(Checkpoint(before))
     encoded = peer.encode(Checkpoint(weights), known, setting)
     decoded = peer.decode(encoded.pack(), known).checkpoint
@@ -41,7 +41,7 @@ def through(peer, weights, setting, before=None):
 
 
 def assert_bounded(peer, weight, found, setting):
-    """Within the bound, for Delta-DNN up to the rounding to the data type."""
+    """Check the bound; for Delta-DNN up to the rounding to the data type."""
     assert found.dtype == weight.dtype
     assert found.shape == weight.shape
     values, errors = weight.double(), (found.double() - weight.double()).abs()
@@ -55,7 +55,7 @@ def assert_bounded(peer, weight, found, setting):
 
 
 def floats(limit):
-    """Matrices and others of float32, with values that are small, large, equal or tiny."""
+    """Draw float32 tensors of any shape with small, large, equal or tiny values."""
     shapes = array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=12)
     numbers = st.floats(-limit, limit, width=32) | st.sampled_from([0.0, 1.0, 1e-35, -1e-40, 1e-6])
     return arrays(np.float32, shapes, elements=numbers).map(torch.from_numpy)
@@ -97,7 +97,7 @@ def test_the_bound_holds_for_any_values(peer, weight, place):
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data(), before=floats(16), place=st.sampled_from(ENDS))
-def test_delta_dnn_is_bounded_whatever_it_refers_to(data, before, place):
+def test_the_bound_of_delta_dnn_holds_for_any_reference(data, before, place):
     numbers = st.floats(-(2.0**60), 2.0**60, width=32)
     weight = torch.from_numpy(data.draw(arrays(np.float32, tuple(before.shape), elements=numbers)))
     setting = DELTA_DNN.space[place]
@@ -112,14 +112,14 @@ def test_delta_dnn_takes_whole_steps_from_the_reference():
     assert torch.equal(found, (before.double() + step * torch.tensor([0, 1, -3, 1000])).float())
 
 
-def test_delta_dnn_stores_next_to_nothing_of_what_has_not_moved():
+def test_delta_dnn_stores_almost_nothing_if_nothing_has_changed():
     weights = {"w": torch.randn(300, 300, generator=torch.Generator().manual_seed(0))}
     encoded = DELTA_DNN.encode(Checkpoint(weights), Known(Checkpoint(weights)), DELTA_DNN.space[-1])
     assert len(encoded.pack()) < 400
     assert_same(encoded.known.checkpoint, Checkpoint(weights))
 
 
-def test_delta_dnn_keeps_exactly_what_is_too_far_away():
+def test_delta_dnn_stores_values_too_far_away_exactly():
     weights = {"far": torch.tensor([1e20, 1e-5]), "near": torch.tensor([0.5]), "integers": torch.tensor([3, 4])}
     found = through(DELTA_DNN, weights, DELTA_DNN.space[0])
     assert torch.equal(found["far"], weights["far"])
@@ -127,7 +127,7 @@ def test_delta_dnn_keeps_exactly_what_is_too_far_away():
 
 
 @NEEDS_ZFP
-def test_zfp_keeps_exactly_what_it_cannot_bound():
+def test_zfp_stores_tensors_beyond_its_bound_exactly():
     tiny = 1e-35 * torch.randn(16, 16, generator=torch.Generator().manual_seed(0))  # overflows in ZFP
     assert torch.equal(through(ZFP, {"w": tiny}, ZFP.space[-1])["w"], tiny)
     weight = tiny * 1e30
@@ -178,14 +178,14 @@ def state(**tensors):
 
 
 def written(now, before, chunk=4):
-    """Bytes of a file; the state that is in it is checked."""
+    """Return the bytes of a file. Checks that it decodes to the state."""
     known = None if before is None else Known(before)
     data = DEDUP.encode(now, known, dedup.Settings(chunk)).pack()
     assert_same(DEDUP.decode(data, known).checkpoint, now)
     return len(data)
 
 
-def test_an_unchanged_state_costs_its_description_only():
+def test_an_unchanged_state_costs_only_its_description():
     checkpoint = Checkpoint({"w": torch.randn(100_000, generator=torch.Generator().manual_seed(0))})
     description = written(checkpoint, checkpoint, 512)
     assert description < 300
@@ -217,7 +217,7 @@ def test_first_occurrences_are_listed_by_the_nodes_above_them():
     assert dedup._merged([]) == []
 
 
-def test_states_of_other_lengths_come_back():
+def test_states_of_other_lengths_decode_to_the_same_bytes():
     short, long = state(a=range(10)), state(a=range(10), b=range(50, 80))
     for now, before in ((short, long), (long, short), (state(), long), (long, state()), (state(a=[]), state(b=[1]))):
         written(now, before)
@@ -231,5 +231,5 @@ def test_states_of_other_lengths_come_back():
     before=st.lists(st.sampled_from([b"aaaa", b"bbbb", b"abcd", b"yy"]), max_size=40),
     chunk=st.sampled_from([1, 3, 4, 16]),
 )
-def test_any_state_comes_back_whatever_was_before(now, before, chunk):
+def test_any_state_decodes_to_the_same_bytes_after_any_other_state(now, before, chunk):
     written(state(w=b"".join(now)), state(w=b"".join(before)), chunk)

@@ -1,4 +1,4 @@
-"""ExCP does what its paper and its authors' scripts do."""
+"""ExCP does what its paper and the scripts of its authors do."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def unpacked(data, before):
 
 
 def through(now, before, settings=PAPER):
-    """A checkpoint as it comes back; what the encoder says of it is that, too."""
+    """Return the decoded checkpoint. Checks that the encoder returned the same."""
     known = None if before is None else Known(before)
     encoded = encode(now, known, settings)
     decoded = decode(encoded.pack(), known).checkpoint
@@ -40,7 +40,7 @@ def raw_size(checkpoint):
 
 
 def reconstruction(checkpoint, previous, settings):
-    """What the bytes should decode to, made without them."""
+    """Return what the bytes should decode to, computed without them."""
     result = Checkpoint({}, others=checkpoint.others)
     for name, weight in checkpoint.weights.items():
         for group, values in shrunk(checkpoint, previous, name, settings):
@@ -51,13 +51,13 @@ def reconstruction(checkpoint, previous, settings):
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_what_is_decoded_is_the_reconstruction(chain, bits):
+def test_decoding_returns_the_reconstruction(chain, bits):
     settings = Settings(alpha=1e-3, bits=bits)
     decoded = through(chain[1], chain[0], settings)
     assert_same(decoded, reconstruction(chain[1], chain[0], settings))
 
 
-def test_residuals_are_pruned_below_medians_and_moments_below_means_and_where_their_residual_is(chain):
+def test_residuals_are_pruned_below_medians_and_moments_below_means_or_with_their_residual(chain):
     before, now, settings = chain[0], chain[1], Settings(alpha=1e-3)
     counts = []
     for name in now.weights:
@@ -118,13 +118,13 @@ def test_momentum_alone_and_no_moments_at_all(chain):
     )
 
 
-def test_what_has_not_moved_costs_next_to_nothing_and_comes_back(chain):
+def test_unchanged_weights_cost_almost_nothing_and_decode_exactly(chain):
     data = packed(Checkpoint(chain[0].weights), chain[0])
     assert_same(unpacked(data, chain[0]), Checkpoint(chain[0].weights))
     assert len(data) < 500
 
 
-def test_a_moment_of_no_weight_is_an_error(chain):
+def test_a_moment_without_a_weight_is_an_error(chain):
     with pytest.raises(ValueError, match="every moment needs the weight"):
         encode(Checkpoint({}, first=chain[0].first), None)
 

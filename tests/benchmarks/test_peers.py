@@ -1,4 +1,4 @@
-"""What every peer must do: its bytes decode to what its encoder said they would, on a chain of real checkpoints."""
+"""Every peer's bytes decode to the checkpoint that its encoder returned, on a chain of real checkpoints."""
 
 from importlib.util import find_spec
 
@@ -29,14 +29,14 @@ def named(peer):
 
 
 def stored(peer, checkpoint):
-    """The groups of a checkpoint that a peer stores."""
+    """Return the groups of a checkpoint that a peer stores."""
     groups = {group: tensors for group, tensors in checkpoint.groups().items() if group in peer.groups}
     return Checkpoint(**{"weights": {}, **groups})
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=named)
 @pytest.mark.parametrize("place", [0, 0.5, 1], ids=["smallest", "middle", "finest"])
-def test_bytes_decode_to_what_the_encoder_said(peer, place):
+def test_bytes_decode_to_the_checkpoint_that_the_encoder_returned(peer, place):
     chain = real_chain()
     settings = peer.space[int(place * (len(peer.space) - 1))]
     encoding = decoding = Known(Checkpoint(chain[0].weights))
@@ -53,7 +53,7 @@ def test_bytes_decode_to_what_the_encoder_said(peer, place):
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=named)
-def test_coding_goes_on_from_what_was_decoded_as_after_a_crash(peer):
+def test_coding_continues_from_the_decoded_checkpoint_as_after_a_crash(peer):
     chain = real_chain()
     initial = Known(Checkpoint(chain[0].weights))
     settings = peer.space[len(peer.space) // 2]
@@ -77,7 +77,7 @@ def test_the_space_goes_from_small_files_to_good_values(peer):
 
 
 @pytest.mark.parametrize("peer", LOSSLESS, ids=named)
-def test_lossless_peers_give_everything_back(peer):
+def test_lossless_peers_return_all_tensors_bit_for_bit(peer):
     chain = real_chain()
     known = None
     for checkpoint in chain:
@@ -97,13 +97,13 @@ def test_indices_are_packed_tightly(bits):
         assert list(pack(np.array([1, 15, 2], dtype=np.uint8), 4)) == [0x1F, 0x20]
 
 
-def test_huffman_codes_come_back():
+def test_huffman_codes_decode_to_the_same_symbols():
     symbols = np.random.default_rng(0).geometric(0.3, size=10_000).clip(max=255).astype(np.uint8)
     coded = huffman(symbols, 256)
     assert len(coded) < 0.4 * symbols.size
     assert np.array_equal(from_huffman(coded, 256, symbols.size), symbols)
 
 
-def test_exact_tensors_come_back():
+def test_exact_tensors_decode_to_the_same_values():
     tensors = {**real_chain()[0].first, **real_chain()[0].others}
     assert_same(Checkpoint(from_exact(exact(tensors))), Checkpoint(tensors))

@@ -1,4 +1,4 @@
-"""Quantizing peers do what their papers say."""
+"""Quantizing peers do what their papers describe."""
 
 from itertools import pairwise
 
@@ -26,7 +26,7 @@ def of(**weights):
 
 
 def through(peer, checkpoint, known, settings):
-    """What is known after a checkpoint has been decoded from its bytes, which hold what the encoder said."""
+    """Encode and decode a checkpoint. Checks that the encoder returned the decoded checkpoint."""
     encoded = peer.encode(checkpoint, known, settings)
     decoded = peer.decode(encoded.pack(), known)
     assert_same(decoded.checkpoint, encoded.known.checkpoint)
@@ -34,7 +34,7 @@ def through(peer, checkpoint, known, settings):
 
 
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
-def test_odd_tensors_come_back(peer):
+def test_odd_tensors_keep_shape_and_dtype(peer):
     weights = {
         "nothing": torch.empty(0, 3),
         "constant": torch.full((3, 4), 0.3),
@@ -105,7 +105,7 @@ def test_qd_compressor_gives_layers_bins_by_their_entropy():
     assert set(qd_compressor.bins_by_entropy(layers, qd_compressor.Settings(16, 16)).values()) == {16}
 
 
-def test_qd_compressor_adds_what_the_checkpoint_before_lost_where_it_is_told_to():
+def test_qd_compressor_feeds_back_the_error_of_the_checkpoint_before_if_asked():
     chain, settings = real_chain(), qd_compressor.Settings(8, 8, feedback=True)
     first = QD_COMPRESSOR.encode(chain[1], None, settings).known
     second = QD_COMPRESSOR.encode(chain[2], first, settings).known
@@ -125,7 +125,7 @@ def test_qd_compressor_codes_only_levels_that_have_changed(normal):
     moved[0, :10] += 0.01
     again = len(QD_COMPRESSOR.encode(of(w=moved), first, settings).pack())
     assert alone > 0.7 * normal.numel()
-    assert again < 0.25 * alone  # Huffman takes a bit for each, however rare the changes
+    assert again < 0.25 * alone  # Huffman takes one bit for each level even if changes are rare
 
 
 @pytest.mark.parametrize("bins", [(256, 8), (8, 256), (100, 101)])
@@ -183,7 +183,7 @@ def test_lc_checkpoint_splits_exponents_by_the_mantissa_in_the_finest_settings()
     assert np.concatenate(([0], values))[indices] == pytest.approx([1.1, 1.1, 1.625, 1.625, -1.75])
 
 
-def test_lc_checkpoint_takes_up_later_what_it_left_out():
+def test_lc_checkpoint_stores_in_the_next_checkpoint_what_it_left_out():
     chain, settings = real_chain(), lc_checkpoint.Settings(3)
     known, errors = Known(Checkpoint(chain[0].weights)), []
     for _ in range(6):

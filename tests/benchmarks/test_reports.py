@@ -1,4 +1,4 @@
-"""What the reports make of their measurements, without any training."""
+"""The reports turn measurements into tables, pictures and pages. Nothing is trained here."""
 
 from dataclasses import asdict
 
@@ -20,7 +20,7 @@ MACHINE = {"cpu": "processor", "cores": 2, "torch": "2.0"}
 
 
 def candidates(*bins):
-    """Each is worse by 1 over the square of its bins."""
+    """Return candidates; ``judge`` scores each by 1 over the square of its bins."""
     return [Candidate(count, {"bins": torch.tensor(count)}, lambda count=count: 100 * count) for count in bins]
 
 
@@ -28,7 +28,7 @@ def judge(values):
     return 1 / float(values["bins"]) ** 2
 
 
-def test_walking_ends_at_the_strictest_limit_and_codes_what_is_needed_first():
+def test_a_walk_ends_at_the_strictest_limit_and_codes_the_fewest_bins_for_each_limit():
     tried = walk(candidates(4, 6, 8, 12, 16, 24, 32, 48), judge, 800)
     assert [one.bins for one in tried] == [4, 6, 8, 12, 16, 24, 32]
     assert [one.bins for one in tried if one.bits is not None] == [6, 12, 32]
@@ -47,7 +47,7 @@ def test_not_a_number_is_never_good_enough():
     assert found.needed(0.05) is None
 
 
-def test_a_failure_counts_as_the_most_bins_and_is_told():
+def test_a_failure_counts_as_the_most_bins_and_is_shown():
     some = [Walk("gpt", 160, "GOBO+", [Tried(4, 0.5, None), Tried(8, 0.009, 3.0)])]
     none = [Walk("gpt", 320, "GOBO+", [Tried(4, 0.5, None), Tried(256, 0.2, None)])]
     assert str(mean(some, 0.01)) == "8.0"
@@ -63,13 +63,13 @@ def test_the_entropy_counts_levels_that_are_equally_frequent():
 
 
 @pytest.mark.parametrize("bins", [4, 8, 14, 256])
-def test_check_n_run_searches_ranges_as_for_so_many_bins(bins):
+def test_check_n_run_has_ranges_for_any_number_of_bins(bins):
     assert ranges(bins).bins == bins
     assert 0 < ranges(bins).ratio <= 0.5
 
 
 def one_shot_walks():
-    """Ten checkpoints by every method, some of which fail."""
+    """Return walks of all methods on ten checkpoints; some fail."""
     return [
         Walk(workload, step, method, [Tried(8 + step / 160 + i, limit * (0.9 if i else 1.1), 2.0) for limit in LIMITS])
         for workload in ("gpt", "resnet")
@@ -78,7 +78,7 @@ def one_shot_walks():
     ]
 
 
-def test_the_page_of_one_shot_says_what_was_found(tmp_path):
+def test_the_page_of_one_shot_shows_the_results(tmp_path):
     found = one_shot_walks()
     one_shot_plot(means(found), tmp_path / "one_shot.png")
     assert (tmp_path / "one_shot.png").read_bytes().startswith(b"\x89PNG")
@@ -88,7 +88,7 @@ def test_the_page_of_one_shot_says_what_was_found(tmp_path):
     assert "in the paper, on GPT-2 medium, it is 16.2 and 47.7, 2.9 times as many" in text
 
 
-def test_walks_come_back_from_the_cache():
+def test_walks_are_read_back_from_json():
     found = one_shot_walks()[0]
     assert Walk.from_json(asdict(found)) == found
 
@@ -124,7 +124,7 @@ def test_speeches_are_those_of_the_most_frequent_speakers(speakers):
     assert found == speakers.speeches(text, 2)
 
 
-def test_the_page_of_transfer_says_what_was_found(transfer, speakers, tmp_path):
+def test_the_page_of_transfer_shows_the_results(transfer, speakers, tmp_path):
     def result(method, accuracy, good=True):
         tuned = speakers.Tuned(accuracy, 1.5)
         return transfer.Result(method, "Settings(1)", 10, 3.0, good, 0.991, 0.99, tuned)
@@ -141,7 +141,7 @@ def test_the_page_of_transfer_says_what_was_found(transfer, speakers, tmp_path):
     assert "than the seeds from each other: GOBO+, LC-Checkpoint." in text
 
 
-def test_the_entropy_of_levels_is_less_the_more_their_parents_tell():
+def test_the_entropy_of_levels_falls_the_closer_they_are_to_their_parents():
     levels = np.repeat(np.arange(4, dtype=np.uint8), 100)
     assert entropy.conditional_entropy(levels, None) == pytest.approx(400 * 2 / 8)
     assert entropy.conditional_entropy(levels, levels // 2) == pytest.approx(400 * 1 / 8)

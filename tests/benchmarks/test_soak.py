@@ -1,4 +1,4 @@
-"""The soak, for some seconds: a training that is killed or interrupted at random loses nothing and is not changed."""
+"""A short soak: a training that is killed or interrupted at random loses no checkpoint and is not changed."""
 
 import subprocess
 import sys
