@@ -69,7 +69,7 @@ def test_a_torch_file_with_values_that_a_checkpoint_cannot_hold_is_refused(tmp_p
     ):
         torch.save(thing, path)
         refuses(path, reason)
-    path.write_bytes(pickle.dumps({"a": 1}))  # of the protocol of today, which torch.save does not use
+    path.write_bytes(pickle.dumps({"a": 1}))  # in a newer protocol than that of torch.save
     refuses(path, "not a whole file of torch.save")
 
 

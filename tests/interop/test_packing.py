@@ -298,7 +298,7 @@ def test_files_that_cannot_be_packed_leave_no_run(tmp_path):
         assert not (tmp_path / "run").exists()
     with pytest.raises(dq.CheckpointError, match="neither"):
         list(pack({1: files[1], 2: tmp_path / "ckpt-2.pt"}, tmp_path / "run", Packer()))
-    assert Run(tmp_path / "run").steps() == [1]  # what was packed before stays
+    assert Run(tmp_path / "run").steps() == [1]  # checkpoints packed earlier stay
 
 
 def test_a_step_is_the_last_number_in_the_name_of_the_file_or_its_folder(tmp_path):
@@ -331,7 +331,7 @@ def watch():
     while not done.wait(0.002):
         peak[0] = max(peak[0], most())
 small = folder / "small"
-compress(small / "m.safetensors", small / "m.dqc", Packer())  # all that is imported and set up once
+compress(small / "m.safetensors", small / "m.dqc", Packer())  # imports and initializes everything
 export(StoredCheckpoint(small / "m.dqc"), Target.SAFETENSORS, small / "back.safetensors")
 start = peak[0] = most()
 threading.Thread(target=watch, daemon=True).start()

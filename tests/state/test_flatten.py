@@ -41,7 +41,7 @@ def round_trip(state):
 
 def bytes_of(tensor):
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # even the stride of an empty array
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # works for the strides of an empty array, too
 
 
 def same(a, b):
@@ -57,7 +57,7 @@ def same(a, b):
         metadata = getattr(a, "_metadata", None), getattr(b, "_metadata", None)
         return len(a) == len(b) and all(map(same, a.items(), b.items())) and same(*metadata)
     if isinstance(a, set | frozenset):
-        # No order to compare them in: even the repr of a nested frozenset depends on the process's hash seed.
+        # Sets have no order to compare: even the repr of a nested frozenset depends on the process's hash seed.
         return len(a) == len(b) and all(any(same(x, y) for y in b) for x in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))

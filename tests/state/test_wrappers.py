@@ -105,7 +105,7 @@ def test_compiled_modules_are_scored_with_the_given_values(wrap):
     model, tokens = wrap(model_of()).eval(), torch.arange(40)
     with torch.no_grad():
         before = model(tokens)
-        for value in range(12):  # more than PyTorch compiles anew
+        for value in range(12):  # more often than PyTorch recompiles
             values = {"4.weight": torch.full((40, 24), float(value)), "4.bias": torch.full((40,), 0.5)}
             other = model_of().eval()
             other.load_state_dict({**wrappers.state_dict(model), **values})

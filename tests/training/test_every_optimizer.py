@@ -122,7 +122,7 @@ def fresh(name):
     model = model_of().to(torch.bfloat16 if name == "Adam of bfloat16" else torch.float32)
     if name == "Muon" and not hasattr(optim, "Muon"):
         pytest.skip("this torch has no Muon")
-    parameters = [p for p in model.parameters() if p.ndim == 2 or name != "Muon"]  # it takes matrices only
+    parameters = [p for p in model.parameters() if p.ndim == 2 or name != "Muon"]  # Muon takes only matrices
     return model, OPTIMIZERS[name][0](parameters)
 
 

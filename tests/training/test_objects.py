@@ -23,7 +23,7 @@ def draws():
 
 
 def test_the_global_generators_continue_from_a_restored_state():
-    random.gauss(0, 1)  # keeps a second draw in store
+    random.gauss(0, 1)  # the generator keeps a second value for the next call
     np.random.randn()
     state = rng.get_state()
     expected = draws()
@@ -330,5 +330,5 @@ class NotReady:
 def test_an_extra_whose_state_dict_fails_is_refused_by_the_constructor(tmp_path, extra, said):
     with pytest.raises(StateError, match=said):
         dq.Checkpointer(tmp_path / "run", nn.Linear(2, 2), extras={"batches": extra})
-    with dq.Checkpointer(tmp_path / "run", nn.Linear(2, 2)) as ckpt:  # the run was let go
+    with dq.Checkpointer(tmp_path / "run", nn.Linear(2, 2)) as ckpt:  # the run is not locked
         ckpt.save(1).result()

@@ -212,7 +212,10 @@ def test_files_of_earlier_versions_are_restored(tmp_path, folder):
         objects["of_masters"] = torch.optim.SGD(masters.copies)
     with dq.Checkpointer(tmp_path, model, optimizer, extras=objects, quality="lossless") as ckpt:
         assert ckpt.restore(strict=folder.name != "v1") == step
-        newer = ["it holds no 'masters'", "model.drift is not in it"]  # than the first version's file
+        newer = [
+            "it holds no 'masters'",
+            "model.drift is not in it",
+        ]  # objects that the file of version 1 does not have
         assert ckpt.not_restored == (newer if folder.name == "v1" else [])
         assert bits({name: model.state_dict()[name] for name in wanted["model"]}) == bits(dict(wanted["model"]))
         names = [name for group in wanted["parameters"]["optimizer"] for name in group]

@@ -115,7 +115,7 @@ def test_a_state_of_tensor_subclasses_is_found_after_the_first_step(tmp_path):
             dq.StateError, match=r"optimizer\.state\..*Codes cannot be stored; wrap its owner, as an extra"
         ):
             train(model, optimizer)
-        train(model, optimizer)  # it says so once
+        train(model, optimizer)  # the hook raises only once
     with pytest.raises(dq.StateError, match="Codes cannot be stored"):
         dq.Checkpointer(tmp_path, model, optimizer)
 

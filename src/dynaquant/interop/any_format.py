@@ -31,7 +31,7 @@ def read(path: Path) -> ModelFile:
         raise CheckpointError(f"{path} is compressed already; restore the original with `dynaquant decompress`")
     if start[8:9] == b"{":  # checked first, as the 8 bytes before are a length, which may look like other magic bytes
         return safetensors.read(path)
-    if start.startswith(torchfile.STARTS):
+    if start.startswith(torchfile.FIRST_BYTES):
         return torchfile.read(path)
     raise CheckpointError(
         f"{path}: neither a safetensors file nor one of torch.save"

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dynaquant.errors import CheckpointError
 from dynaquant.interop.model_file import DCP_METADATA, ModelFile
-from dynaquant.interop.torchfile import BROKEN, check_version, flatten_file, problem
+from dynaquant.interop.torchfile import UNPICKLING_ERRORS, check_version, flatten_file, why_unreadable
 from dynaquant.store.files import non_file_kind, underlying_os_error
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -106,8 +106,8 @@ def read(folder: Path) -> tuple[ModelFile, set[str]]:
         with _as_one_process():
             load(flat, storage_reader=_Reader(folder, metadata), planner=planner, no_dist=True)
         state = _nested(flat, metadata.planner_data or {})
-    except (CheckpointException, *BROKEN) as error:
-        what = problem(_first_cause(error), "a whole folder of torch.distributed.checkpoint")
+    except (CheckpointException, *UNPICKLING_ERRORS) as error:
+        what = why_unreadable(_first_cause(error), "a whole folder of torch.distributed.checkpoint")
         raise CheckpointError(f"{folder}: {what}") from None
     tree, tensors = flatten_file(folder, state)
     return ModelFile("dcp", tree, tensors, {}), used

@@ -220,7 +220,7 @@ def _write_shards(
         shards = {file: keys for file, (keys, _) in known.items()}
         metadata = {file: _strings_in(entries) for file, (_, entries) in known.items()}
     else:
-        shards = safetensors.shards_of({key: shapes[name] for key, name in names.items()})
+        shards = safetensors.divide_into_shards({key: shapes[name] for key, name in names.items()})
         metadata = {file: {"format": "pt", **ties} for file in shards}
         index = safetensors.INDEX if len(shards) > 1 else None
     for file, keys in shards.items():
@@ -228,7 +228,7 @@ def _write_shards(
             _write_safetensors(stored, out, {key: names[key] for key in keys}, metadata[file], tell)
     if index is not None:
         total = sum(shapes[name].numel() * shapes[name].dtype.itemsize for name in names.values())
-        (folder / index).write_text(safetensors.index_of(shards, source.get("metadata"), total))
+        (folder / index).write_text(safetensors.index_text(shards, source.get("metadata"), total))
 
 
 def _with_progress(tensors: Mapping[str, Tensor], tell: Callable[[str], None]) -> Mapping[str, Tensor]:

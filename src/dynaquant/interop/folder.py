@@ -27,7 +27,7 @@ from dynaquant.tensors.lazy_mapping import LazyMapping
 
 CARRIED_BYTES = 64 << 20
 """Largest size of a file that is stored byte for byte."""
-READ_FROM = 64 << 10
+READ_FROM_BYTES = 64 << 10
 """Files of ``torch.save`` from this size on are read. Smaller ones are read if they hold weights or an optimizer."""
 MODEL = "model"
 _WEIGHTS = re.compile(r"(pytorch|adapter)_model.*\.bin")
@@ -123,9 +123,9 @@ def _state_in(path: Path, reasons: dict[str, str]) -> Any:
 
     Adds to ``reasons`` why a large file cannot be read.
     """
-    if not _start(path).startswith(torchfile.STARTS):
+    if not _start(path).startswith(torchfile.FIRST_BYTES):
         return None
-    large = path.stat().st_size >= READ_FROM
+    large = path.stat().st_size >= READ_FROM_BYTES
     try:
         state = torchfile.load(path)
         tree, tensors = torchfile.flatten_file(path, state)

@@ -85,8 +85,10 @@ def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Map
 
 
 def _matched(names: list[str], tensors: Mapping[str, Tensor], moments: list[Tensor]) -> list[str]:
-    """Returns the weights of the moments, in the same order; empty if they do not match. Weights without moments are
-    skipped."""
+    """Returns the weights of the moments, in the same order; empty if they do not match.
+
+    Weights between them may have no moments.
+    """
     matched: list[str] = []
     for name in names:
         if len(matched) < len(moments) and tensors[name].shape == moments[len(matched)].shape:

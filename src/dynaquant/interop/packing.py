@@ -43,7 +43,7 @@ from dynaquant.tensors.lazy_mapping import LazyMapping
 from dynaquant.tensors.stored import Quantized, QuantizedTensor, StoredTensor
 from dynaquant.training.ranks import Group
 
-VECTORS = 64.0
+VECTOR_SENSITIVITY = 64.0
 """Sensitivity of the loss to vectors (biases, norms) relative to matrices, if neither is measured. One value of a norm
 multiplies a whole channel, and all vectors together are hardly a percent of a model."""
 KEYFRAME_EVERY = 8
@@ -119,7 +119,7 @@ class Packer:
         notes: list[str] = []
         if self._preset is not None:
             decision, notes = self._decide(file, labels)
-            self._tell("looking at the optimizer's state")
+            self._tell("quantizing the optimizer's state")
             first, second = self._preset.first_tolerance, self._preset.second_tolerance
             moments = quantize_moments(file.tensors, labels, first, second)
         seconds = {"search": time.perf_counter() - start}
@@ -135,7 +135,7 @@ class Packer:
         return Checkpoint(step, file.tree, LazyMapping(labels, stored), labels, record)
 
     def _decide(self, file: ModelFile, labels: Mapping[str, Label]) -> tuple[Decision, list[str]]:
-        self._tell("looking through the weights")
+        self._tell("reading the weights")
         names = {_PREFIX + name: name for name, label in labels.items() if label.role == "weight"}
         weights = LazyMapping(names, lambda inside: file.tensors[names[inside]])
         # If weights are not in the model's order, moments could be matched with the wrong weights.
@@ -202,7 +202,7 @@ def _streamed(grid: GridWeights) -> StreamedWeights:
 
 def _by_size(grid: GridWeights, name: str) -> float:
     tensor = grid.weights[name]
-    return (VECTORS if tensor.ndim < 2 else 1.0) / (grid.squares[name] / tensor.numel())
+    return (VECTOR_SENSITIVITY if tensor.ndim < 2 else 1.0) / (grid.squares[name] / tensor.numel())
 
 
 def compress(source: Path, out: Path, packer: Packer) -> Record:

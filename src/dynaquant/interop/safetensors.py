@@ -151,9 +151,8 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], shapes: Mapping[str, Te
     CheckpointError for a dtype or a name that the format does not allow.
     """
     header: dict[str, Any] = {} if metadata is None else {_METADATA: metadata}
-    names = sorted(
-        shapes, key=lambda name: -shapes[name].dtype.itemsize
-    )  # large items first, so that each tensor is aligned
+    # Tensors with large items come first, so that each tensor is aligned.
+    names = sorted(shapes, key=lambda name: -shapes[name].dtype.itemsize)
     offset = 0
     for name in names:
         like = shapes[name]
@@ -185,7 +184,7 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def shards_of(shapes: Mapping[str, Tensor]) -> dict[str, list[str]]:
+def divide_into_shards(shapes: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """Divides tensors among the files of a Hugging Face folder. Returns the tensors' names by file."""
     parts: list[list[str]] = [[]]
     size = 0
@@ -201,7 +200,7 @@ def shards_of(shapes: Mapping[str, Tensor]) -> dict[str, list[str]]:
     return {f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)}
 
 
-def index_of(shards: Mapping[str, Iterable[str]], metadata: Any, total: int) -> str:
+def index_text(shards: Mapping[str, Iterable[str]], metadata: Any, total: int) -> str:
     """Returns the JSON text of an index. metadata: of the original index, or None. total: bytes of all tensors."""
     weight_map = {name: file for file, names in shards.items() for name in names}
     return json.dumps({"metadata": metadata or {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"

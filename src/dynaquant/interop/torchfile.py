@@ -20,13 +20,13 @@ from dynaquant.interop.model_file import ModelFile
 from dynaquant.state.flatten import flatten
 from dynaquant.store.files import underlying_os_error
 
-SAFE = (2, 10)
+SAFE_VERSION = (2, 10)
 """The first version of PyTorch whose ``weights_only`` is safe."""
-STARTS = (b"PK\x03\x04", b"\x80")
+FIRST_BYTES = (b"PK\x03\x04", b"\x80")
 """The first bytes of these files: those of a zip archive, or of a bare pickle."""
 REPEATED_BYTES = 1 << 30
 """Largest size of a tensor that repeats its values (``expand``) and so takes more bytes than the file stores for it."""
-BROKEN = (
+UNPICKLING_ERRORS = (
     *(pickle.UnpicklingError, struct.error, EOFError, RuntimeError, OSError, ImportError, MemoryError, BadZipFile),
     *(ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, OverflowError, RecursionError),
     SafetensorError,  # torch.load raises it for some file names
@@ -50,12 +50,11 @@ def load(path: Path) -> dict[Any, Any]:
     check_version(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # it warns of other pickle protocols; reading shows whether it can read them
+            # PyTorch warns of other pickle protocols; reading shows whether it can read them.
+            warnings.simplefilter("ignore")
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-    except BROKEN as error:
-        raise CheckpointError(f"{path}: {problem(error, 'a whole file of torch.save')}") from None
+    except UNPICKLING_ERRORS as error:
+        raise CheckpointError(f"{path}: {why_unreadable(error, 'a whole file of torch.save')}") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: it holds a {type(state).__name__}, not a dictionary such as a state dict")
     return state
@@ -84,14 +83,14 @@ def flatten_file(path: Path, state: Any) -> tuple[Any, dict[str, Tensor]]:
 
 def check_version(path: Path) -> None:
     """Raises CheckpointError if this PyTorch has a known hole in weights_only (CVE-2025-32434, CVE-2026-24747)."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE:
+    if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE_VERSION:
         raise CheckpointError(
             f"{path}: a file like this can make PyTorch {torch.__version__} run code, even with weights_only; "
-            f"install PyTorch {'.'.join(map(str, SAFE))} or newer, or give a safetensors file"
+            f"install PyTorch {'.'.join(map(str, SAFE_VERSION))} or newer, or give a safetensors file"
         )
 
 
-def problem(error: BaseException, expected: str) -> str:
+def why_unreadable(error: BaseException, expected: str) -> str:
     """Returns why a file could not be unpickled: it names code, or it is not what was expected.
 
     PyTorch's own message would mostly advise to run that code.
