@@ -362,19 +362,19 @@ def test_levels_follow_the_tables(dtype, size):
     random = np.random.default_rng(size)
     values = values_of_bits(dtype, size, random)
     table = random.integers(0, 18, 65_536, dtype=np.uint8)
-    pruned, protected, no_say = _native.LEVEL_PRUNED, _native.LEVEL_PROTECTED, _native.NO_SAY
-    say = random.choice(np.array([pruned, protected, no_say], dtype=np.uint8), 65_536)
+    pruned, protected, undecided = _native.LEVEL_PRUNED, _native.LEVEL_PROTECTED, _native.NO_SAY
+    by_sensitivity = random.choice(np.array([pruned, protected, undecided], dtype=np.uint8), 65_536)
     levels = np.empty(size, dtype=np.uint8)
 
     own = table[values >> 16 if dtype == np.uint32 else values]
-    _native.assign_levels(values, table, np.zeros(0, dtype=np.uint32), say, levels)
+    _native.assign_levels(values, table, np.zeros(0, dtype=np.uint32), by_sensitivity, levels)
     assert np.array_equal(levels, own)
 
     sensitivity = values_of_bits(np.uint32, size, random)
-    said = say[sensitivity >> 16]
-    _native.assign_levels(values, table, sensitivity, say, levels)
-    either_protects = (own == protected) | (said == protected)
-    either_prunes = (own == pruned) | (said == pruned)
+    decided = by_sensitivity[sensitivity >> 16]
+    _native.assign_levels(values, table, sensitivity, by_sensitivity, levels)
+    either_protects = (own == protected) | (decided == protected)
+    either_prunes = (own == pruned) | (decided == pruned)
     assert np.array_equal(levels, np.where(either_protects, protected, np.where(either_prunes, pruned, own)))
 
 

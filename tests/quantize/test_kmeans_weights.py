@@ -20,8 +20,8 @@ SENSITIVITY = Configuration(pruned=0.2, pruning_metric="sensitivity", protected=
 
 
 def quantized_and_notes(weights, all_labels, gradients, configuration) -> tuple[dict[str, QuantizedTensor], list[str]]:
-    sketched = kmeans_weights(weights, all_labels, gradients)
-    return quantize_weights(sketched, configuration), sketched.notes
+    prepared = kmeans_weights(weights, all_labels, gradients)
+    return quantize_weights(prepared, configuration), prepared.notes
 
 
 def share(quantized, level):
@@ -181,9 +181,9 @@ def test_quantizing_is_a_pure_function(configuration):
 
 def test_weights_prepared_once_serve_every_configuration():
     weights, all_labels, gradients = trained_step()
-    sketched = kmeans_weights(weights, all_labels, gradients)
+    prepared = kmeans_weights(weights, all_labels, gradients)
     configurations = [MAGNITUDE, SENSITIVITY, Configuration(), dataclasses.replace(SENSITIVITY, bins=4), MAGNITUDE]
-    found = [quantize_weights(sketched, configuration) for configuration in configurations]
+    found = [quantize_weights(prepared, configuration) for configuration in configurations]
     for quantized, configuration in zip(found, configurations, strict=True):
         assert same(quantized, quantized_and_notes(weights, all_labels, gradients, configuration)[0])
     assert not same(found[0], found[1])
@@ -193,8 +193,8 @@ def test_weights_prepared_once_serve_every_configuration():
 def test_tensors_to_store_exactly_are_left_out_of_all_fields():
     weights = {"good": torch.randn(9, 9), "bad": torch.full((9, 9), float("nan")), "constant": torch.ones(9, 9)}
     gradients = {name: torch.randn(9, 9) for name in weights}
-    sketched = kmeans_weights(weights, dict.fromkeys(weights, LINEAR), gradients)
-    parts = (sketched.weights, sketched.gradients, sketched.layer_types, sketched.histograms, sketched.sensitivities)
+    prepared = kmeans_weights(weights, dict.fromkeys(weights, LINEAR), gradients)
+    parts = (prepared.weights, prepared.gradients, prepared.layer_types, prepared.histograms, prepared.sensitivities)
     assert [list(part) for part in parts] == [["good"]] * 5
 
 

@@ -144,8 +144,8 @@ def small_run(tmp_path_factory, request) -> Run:
     run, base = WritableRun(tmp_path_factory.mktemp("run")), None
     weights, moment, counts = torch.randn(12, 8), torch.rand(6, 4) ** 2, torch.arange(40)
     for step in (1, 2):
-        sketched = kmeans_weights({"w": weights}, {"w": Label("weight")}, {})
-        quantized = quantize_weights(sketched, Configuration(bins=3, embedding_bins=3, protected=0.05))
+        prepared = kmeans_weights({"w": weights}, {"w": Label("weight")}, {})
+        quantized = quantize_weights(prepared, Configuration(bins=3, embedding_bins=3, protected=0.05))
         second = quantize_rank_one(moment)
         tensors = {
             "repeats": torch.randn(20, generator=torch.Generator().manual_seed(step)).repeat(4),

@@ -32,5 +32,5 @@ def knobs_from_json(data: Mapping[str, Any]) -> Knobs:
 def in_short(knobs: Knobs) -> str:
     """Return the most important knobs as text for people."""
     if isinstance(knobs, GridConfiguration):
-        return f"grid 2^{knobs.scale / SCALES_PER_OCTAVE:.2f}" + (", dithered" if knobs.dithered else "")
+        return f"grid 2^{knobs.scale / SCALES_PER_OCTAVE:.2f}" + (", stochastic rounding" if knobs.dithered else "")
     return f"{knobs.bins}/{knobs.embedding_bins} bins, {knobs.pruned:.0%} pruned"

@@ -119,7 +119,7 @@ def _values(quantized: QuantizedTensor, size: int, device: torch.device) -> Iter
 
 
 def is_zero(quantized: Quantized) -> bool:
-    """Whether all values are zero because every level is *pruned*, whatever the second moment of a first moment is."""
+    """Whether every level is *pruned*, so that all values are zero without looking at codebooks or second moments."""
     if isinstance(quantized, ScaledMoment):
         return quantized.second.shape == quantized.shape and is_zero(quantized.units)
     if not isinstance(quantized, QuantizedTensor) or quantized.codebook.bins or len(quantized.protected):
