@@ -1,4 +1,4 @@
-"""The trainings with crashes of the benchmarks: every method goes on from what its own bytes decode to."""
+"""The trainings with crashes of the benchmarks: every method resumes from what its own bytes decode to."""
 
 import json
 from dataclasses import asdict, replace
@@ -15,7 +15,7 @@ DATA, STEPS = Path("nowhere"), 12
 
 
 def tiny(_data, _cache, steps, seed):
-    """A regression that a small network learns, with batch norm so that there are buffers."""
+    """A small network that learns a regression; with batch norm, so that there are buffers."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = torch.nn.Sequential(
@@ -48,17 +48,17 @@ def settings(restores=2, limit=0.01):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_stores_every_checkpoint_and_training_goes_on_from_them(method, tmp_path):
+def test_every_method_stores_every_checkpoint_and_training_resumes_from_them(method, tmp_path):
     told = []
     found = train(method, settings(), DATA, tmp_path, told.append)
     assert [saved.step for saved in found.saved] == [3, 6, 9, 12]
-    assert told == list(range(1, STEPS + 2 + 1))  # two crashes, a step lost by each
+    assert told == list(range(1, STEPS + 2 + 1))  # two crashes, one step lost by each
     assert found.state > 1
     assert found.worst <= 0.01 or found.failed
     assert Training.from_json(json.loads(json.dumps(asdict(found)))) == found
 
 
-def test_without_crashes_storing_checkpoints_changes_nothing(tmp_path):
+def test_saving_checkpoints_does_not_change_a_training_without_crashes(tmp_path):
     finals = {train(method, settings(0), DATA, tmp_path, lambda _: None).final for method in ("ExCP", "dynaquant")}
     work = tiny(DATA, tmp_path, STEPS, 0)
     for _ in range(STEPS):
@@ -66,7 +66,7 @@ def test_without_crashes_storing_checkpoints_changes_nothing(tmp_path):
     assert finals == {work.final_quality(work.model)}
 
 
-def test_a_peer_brings_all_of_a_training_back_as_its_bytes_say():
+def test_a_peer_restores_the_whole_state_from_its_own_bytes():
     work = tiny(DATA, DATA, STEPS, 0)
     checkpoints = Theirs(EXCP, 0.05)
     assert checkpoints.attach(work) == 0
@@ -85,7 +85,7 @@ def test_a_peer_brings_all_of_a_training_back_as_its_bytes_say():
     assert torch.equal(fresh.generator.get_state(), work.generator.get_state())
 
 
-def test_a_peer_of_which_nothing_is_good_enough_stores_its_finest():
+def test_a_peer_stores_its_finest_candidate_if_none_is_within_the_limit():
     work = tiny(DATA, DATA, STEPS, 0)
     checkpoints = Theirs(replace(EXCP, space=EXCP.space[:2]), -1.0)
     checkpoints.attach(work)
@@ -96,6 +96,6 @@ def test_a_peer_of_which_nothing_is_good_enough_stores_its_finest():
     assert saved.degradation > -1.0
 
 
-def test_how_far_seeds_are_apart():
+def test_spread_is_the_relative_distance_between_seeds():
     ends = [Uninterrupted({}, final, 0, 0) for final in (0.5, 0.52, 0.48)]
     assert spread(ends) == pytest.approx(0.08)

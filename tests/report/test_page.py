@@ -62,6 +62,12 @@ def test_the_statistics_agree_with_the_log(run):
     assert found.skipped == ()
 
 
+def test_ratios_of_a_whole_run_reach_70_percent_of_the_measured_ones(run):
+    found = statistics(run)
+    assert found.whole.ratio > 0.7 * 44.7
+    assert found.weights.ratio > 0.7 * 30.7
+
+
 def test_bits_agree_with_show_and_keep_the_order_of_the_model(run):
     found = statistics(run)
     shown = [tensor for tensor in data("show", run, EVERY)["tensors"] if tensor["role"] == "weight"]

@@ -22,7 +22,7 @@ import typer
 from dynaquant.cli import convert, demo, inspect, maintain, report
 from dynaquant.errors import DynaquantError
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 app.command(epilog="Example: dynaquant demo --quick")(demo.demo)
 _PANELS: dict[str, dict[Callable[..., None], str]] = {
     "Files of other programs": {

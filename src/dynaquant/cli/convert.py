@@ -54,6 +54,7 @@ def compress(
     source: Annotated[
         Path,
         typer.Argument(
+            metavar="SOURCE",
             help="A safetensors or torch.save file; or a folder: Hugging Face model, checkpoint of a trainer, or DCP.",
             show_default=False,
         ),
@@ -91,7 +92,7 @@ def compress(
 
 
 def decompress(
-    source: Annotated[Path, typer.Argument(help="A file written by compress.", show_default=False)],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A file written by compress.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", "-o", help="File or folder to write.", show_default=False)],
     to: To = None,
     force: Force = False,
@@ -115,7 +116,9 @@ def decompress(
 
 
 def pack(
-    files: Annotated[list[Path], typer.Argument(help="Checkpoints: files or folders, as for compress.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILES", help="Checkpoints: files or folders, as for compress.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the run.", show_default=False)],
     quality: Quality = "balanced",
     max_degradation: MaxDegradation = None,

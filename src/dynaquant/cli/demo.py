@@ -26,7 +26,7 @@ def demo(
     ] = BALANCED.max_degradation,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     full: Annotated[
-        bool, typer.Option("--full", help="Longer trainings with ten crashes each, in a quarter of an hour.")
+        bool, typer.Option("--full", help="Longer trainings with ten crashes each; takes about twice as long.")
     ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Very short trainings with two crashes each, in a minute.")

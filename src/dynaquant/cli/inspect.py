@@ -200,8 +200,11 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
 
 def diff(
     folder: RunFolder,
-    before: Annotated[str, typer.Argument(help="Step or tag of a checkpoint.", show_default=False)],
-    after: Annotated[str, typer.Argument(help="Step or tag of the checkpoint to compare with it.", show_default=False)],
+    before: Annotated[str, typer.Argument(metavar="BEFORE", help="Step or tag of a checkpoint.", show_default=False)],
+    after: Annotated[
+        str,
+        typer.Argument(metavar="AFTER", help="Step or tag of the checkpoint to compare with it.", show_default=False),
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints: which tensors changed, how far they moved, how many values changed level."""
@@ -261,7 +264,7 @@ def _print_verified(sound: int, damaged: list[str], as_json: bool) -> None:
 
 
 def du(folder: RunFolder, as_json: AsJson = False) -> None:
-    """Show the disk use of a run: keyframes, deltas, lossless copies; and within them weights, moments, ...."""
+    """Show the disk use of a run by kind of file (keyframes, deltas, ...) and by role (weights, moments, ...)."""
     from dynaquant.report.inspection import disk_use
 
     run, files = open_run(folder)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 def tag(
     folder: RunFolder,
-    name: Annotated[str | None, typer.Argument(help="Name of the tag; without it, all tags are listed.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Name of the tag; without it, all tags are listed.")
+    ] = None,
     step: Step = None,
     delete: Annotated[bool, typer.Option("--delete", help="Delete the tag; the checkpoint stays.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Move the tag if another checkpoint has it.")] = False,
