@@ -1,7 +1,7 @@
-"""The errors that dynaquant raises on purpose. Their texts say what is wrong, where, and what to do."""
+"""The errors that dynaquant raises on purpose. Their messages say what is wrong, where, and what to do."""
 
 _BEGIN, _END = 1200, 400
-"""Characters that are kept of a longer text. A file may hold a name of a million letters."""
+"""Characters that are kept of a longer message. A file may hold a name of a million letters."""
 
 
 class DynaquantError(Exception):
@@ -19,7 +19,7 @@ class CheckpointError(DynaquantError):
 
 
 class RunChangedError(CheckpointError):
-    """The writer replaced or deleted a file during a read. Readers catch this and retry."""
+    """The writer replaced or deleted a file of the run during a read. Readers catch this and retry."""
 
 
 class StateError(DynaquantError):

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Formats numbers for people: bytes, seconds, ratios, percentages, prices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NONE = "–"
 
 
 def unit_of(largest: float) -> tuple[float, str]:
-    """The decimal unit that suits a number of bytes, and how many bytes it has."""
+    """Returns the bytes in a decimal unit, and the unit, that suits numbers of bytes up to ``largest``."""
     for divisor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if largest >= divisor:
             return divisor, unit
@@ -16,23 +16,23 @@ def unit_of(largest: float) -> tuple[float, str]:
 
 
 def in_bytes(size: float) -> str:
-    """A number of bytes."""
+    """Formats a number of bytes, e.g. ``1.23 MB``."""
     divisor, unit = unit_of(size)
     return f"{size / divisor:,.0f} B" if unit == "B" else f"{size / divisor:,.2f} {unit}"
 
 
 def in_seconds(seconds: float) -> str:
-    """A time, in seconds however long."""
+    """Formats a time in seconds, however long."""
     return f"{seconds:,.1f} s" if seconds >= 10 or seconds == 0 else f"{seconds:.2g} s"
 
 
 def times(ratio: float, digits: int = 2) -> str:
-    """How many times smaller."""
+    """Formats a ratio, e.g. ``12.34×``."""
     return f"{ratio:,.{digits}f}×" if math.isfinite(ratio) else "∞"
 
 
 def percent(share: float | None, sign: bool = False) -> str:
-    """A share; with ``sign`` one that can be negative, and then says so."""
+    """Formats a share of 1 as a percentage. sign: also write a plus sign."""
     if share is None:
         return NONE
     if not math.isfinite(share):
@@ -41,7 +41,7 @@ def percent(share: float | None, sign: bool = False) -> str:
 
 
 def dollars(amount: float) -> str:
-    """USD with two digits that count, as small runs cost little."""
+    """Formats US dollars, with two significant digits below one dollar."""
     if amount == 0 or amount >= 100:
         return f"${amount:,.0f}"
     digits = max(2, 1 - math.floor(math.log10(amount)))
@@ -49,5 +49,5 @@ def dollars(amount: float) -> str:
 
 
 def plural(count: int, what: str) -> str:
-    """``1 file``, ``2 files``."""
+    """Formats a count of things: ``1 file``, ``2 files``."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"

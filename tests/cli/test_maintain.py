@@ -57,7 +57,7 @@ def test_a_branch_starts_with_the_given_checkpoint(run, tmp_path, fails):
     call("branch", run, "200", tmp_path / "new")
     assert [record["step"] for record in data("log", tmp_path / "new")] == [200]
     assert bits(dq.load(tmp_path / "new")) == bits(dq.load(run, 200))
-    fails("there are checkpoints in it", "branch", run, "100", tmp_path / "new")
+    fails("it has checkpoints already", "branch", run, "100", tmp_path / "new")
 
 
 def test_compact_and_du_report_keyframes_and_sizes(run):

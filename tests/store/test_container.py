@@ -179,7 +179,7 @@ def test_a_file_truncated_anywhere_is_an_error(small_run, tmp_path, step):
     said = {refused(tmp_path, whole[:size]) for size in range(len(whole))}
     assert said == {
         "not a dynaquant checkpoint (or damaged in its first bytes)",
-        "truncated: only a beginning of a checkpoint is there",
+        "truncated: the file ends too early",
         "truncated, or damaged at its end",
     }
 
@@ -235,7 +235,7 @@ def test_a_file_of_another_version_says_which(tmp_path):
     for version in (FORMAT_VERSION + 1, 2**64 - 1):
         said = refused(tmp_path, file_of(header(), version=version))
         assert said == (
-            f"format version {version}, and this dynaquant reads up to {FORMAT_VERSION}; install a newer one"
+            f"format version {version}, but this dynaquant reads up to {FORMAT_VERSION}; install a newer one"
         )
 
 
@@ -331,7 +331,7 @@ def test_a_header_nested_without_end_is_refused(tmp_path):
 @pytest.mark.parametrize("value", [-1, True, 1.0, "1", None, [1]])
 def test_steps_are_integers_from_zero_on(tmp_path, key, value):
     said = refused(tmp_path, file_of(header(**{key: value})))
-    assert said == "altered: its step, sequence number or parent is no such thing"
+    assert said == "altered: its step, sequence number or parent has the wrong type or is out of range"
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_steps_are_integers_from_zero_on(tmp_path, key, value):
 )
 def test_a_parent_is_a_step_and_an_identity(tmp_path, parent):
     said = refused(tmp_path, file_of(header(parent=parent)))
-    assert said == "altered: its step, sequence number or parent is no such thing"
+    assert said == "altered: its step, sequence number or parent has the wrong type or is out of range"
 
 
 @pytest.mark.parametrize("parent", [0, "", [], {}, False])
@@ -371,7 +371,7 @@ def test_a_keyframe_has_no_tensor_that_needs_a_parent(tmp_path, arrangement):
     reference = entry(data=b"", coding={"kind": "reference"})
     needy = quantized(b"\0" * 8, 8, arrangement) if arrangement else reference
     said = refused(tmp_path, file_of(header(needy), b"\0" * needy["size"]))
-    assert said == "altered: a tensor needs a parent, and the checkpoint has none"
+    assert said == "altered: a tensor needs a parent, but the checkpoint has none"
 
 
 # What is wrong with an entry
@@ -379,7 +379,7 @@ def test_a_keyframe_has_no_tensor_that_needs_a_parent(tmp_path, arrangement):
 
 @pytest.mark.parametrize("entries", [[None], [[]], ["w"], [1]])
 def test_entries_are_objects(tmp_path, entries):
-    assert "it is no object" in refused(tmp_path, file_of(header(tensors=entries)))
+    assert "it is not an object" in refused(tmp_path, file_of(header(tensors=entries)))
 
 
 @pytest.mark.parametrize("key", ["name", "role", "layer_type", "dtype", "shape", "hash", "size", "coding"])

@@ -234,7 +234,7 @@ def test_a_branch_needs_a_folder_of_its_own(tmp_path):
     before = contents(tmp_path / "old")
     branch(run, run.file(1), tmp_path / "new")
     for folder in ("old", "new"):
-        with pytest.raises(dq.CheckpointError, match="there are checkpoints in it"):
+        with pytest.raises(dq.CheckpointError, match="it has checkpoints already"):
             branch(run, run.file(1), tmp_path / folder)
     (tmp_path / "file").write_text("precious")
     with pytest.raises(dq.CheckpointError, match="is a file"):

@@ -1,1 +1,24 @@
-"""Checkpoint files and runs: writing, reading, atomic commits, locks, retention."""
+"""Checkpoint files and runs: writing, reading, atomic commits, locks, retention.
+
+The files, in reading order:
+
+- ``files.py``: checks, opens and syncs files and folders
+- ``flock.py``: locks that the system drops when a process dies
+- ``atomic_files.py``: files and folders of other programs, written whole or not at all
+- ``entry.py``: what a header says about one tensor
+- ``container.py``: one checkpoint file
+- ``memory.py``: an error that says how much memory a tensor needs
+- ``frozen.py``: files of frozen parameters, which all checkpoints of a run share
+- ``reading.py``: decodes tensors from a file and its parents
+- ``chain.py``: opens a checkpoint and its parents, and retries if the writer changes the run meanwhile
+- ``writing.py``: encodes a checkpoint to a file, and verifies the file
+- ``listing.py``: lists the checkpoint files in a folder
+- ``lossless_copies.py``: names and opens lossless copies
+- ``run.py``: ``Run`` lists, opens and decodes the checkpoints in a folder
+- ``writer_lock.py``: one writer per run
+- ``commit.py``: ``WritableRun`` commits checkpoints atomically, re-codes and deletes them
+- ``tags.py``: names for checkpoints
+- ``verifying.py``: finds damage in a checkpoint or a run
+- ``retention.py``: which checkpoints to keep; deletes the others
+- ``recoding.py``: a run re-coded in chains of another length; a new run that begins with a checkpoint of another one
+"""

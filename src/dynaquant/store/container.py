@@ -1,7 +1,7 @@
 """One checkpoint file: preamble, streams, header, trailer (docs/format.md).
 
-The header comes after the streams, so a writer never holds more than one stream. A reader believes nothing: every
-length and count is checked against the file's real size before anything is allocated by it.
+The header comes after the streams, so a writer never holds more than one stream. A reader trusts nothing: it checks
+every length and count against the real size of the file before it allocates memory.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from dynaquant.store.entry import Entry
 from dynaquant.store.files import open_file
 
 FORMAT_VERSION = 3
-"""What is written. Versions 1 and 2 are read as well: they lack some codings, and their optimizers number their
-parameters."""
+"""The version that is written. Versions 1 and 2 can be read, too: they lack some schemes, and key optimizer states by
+parameter number."""
 MAGIC = b"\x89DQC\r\n\x1a\n"
-"""First and last eight bytes of a file. As in PNG, they show a transfer that changed line ends."""
+"""First and last eight bytes of a file. As in PNG, they reveal a transfer that changed line endings."""
 
 _PREAMBLE = struct.Struct("<8sQ")  # magic, format version
 _TRAILER = struct.Struct("<QQ16s8s")  # stored header size, header size, checksum, magic
@@ -40,7 +40,7 @@ _PIECE = 2**30
 
 @dataclass(frozen=True)
 class Parent:
-    """The checkpoint that a delta was coded against."""
+    """The checkpoint that a delta is conditioned on."""
 
     step: int
     identity: str
@@ -48,9 +48,9 @@ class Parent:
 
 @dataclass(frozen=True)
 class Summary:
-    """What one needs to know of a checkpoint to find its way in a run.
+    """A header without its large parts: what is needed to find a checkpoint and its parent in a run.
 
-    frozen: the identities of the files of frozen parameters that it needs.
+    frozen: identities of the files of frozen parameters that it needs.
     """
 
     step: int
@@ -62,10 +62,10 @@ class Summary:
 
 @dataclass(frozen=True)
 class Header:
-    """Everything a checkpoint file says besides its streams.
+    """Everything in a checkpoint file except its streams.
 
-    sequence: grows with every checkpoint committed to a run; the newest has the highest. parent: None for a keyframe.
-    tree: the JSON tree of the state (``state.flatten``). record: what is known of the save and cannot be derived.
+    sequence: increases with every commit to a run; the newest checkpoint has the highest. parent: None for a keyframe.
+    tree: the JSON tree of the state (``state.tree.flatten``). record: facts about the save.
     """
 
     step: int
@@ -77,23 +77,23 @@ class Header:
 
     @cached_property
     def identity(self) -> str:
-        """The hash of what the checkpoint decodes to: a Merkle root over its tensors and its tree, 64 hex digits."""
+        """Returns the hash of the decoded checkpoint: a Merkle root over its tensors and its tree, 64 hex digits."""
         leaves = sorted((entry.name, entry.hash) for entry in self.entries)
         return blake3(_json([self.tree, leaves])).hexdigest()
 
     @property
     def summary(self) -> Summary:
-        """The header without what is large."""
+        """Returns the header without its large parts."""
         return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen)
 
     @property
     def frozen(self) -> frozenset[str]:
-        """The identities of the files of frozen parameters that the checkpoint needs."""
+        """Returns the identities of the files of frozen parameters that the checkpoint needs."""
         return frozenset(entry.scheme.file for entry in self.entries if isinstance(entry.scheme, Frozen))
 
     @cached_property
     def by_name(self) -> dict[str, Entry]:
-        """The entries by the names of their tensors."""
+        """Returns the entries by tensor name."""
         return {entry.name: entry for entry in self.entries}
 
 
@@ -111,7 +111,7 @@ class CheckpointWriter:
         file.write(_PREAMBLE.pack(MAGIC, FORMAT_VERSION))
 
     def add(self, stream: bytes) -> None:
-        """Appends the stream of the next of the header's entries."""
+        """Appends the stream of the header's next entry."""
         self._file.write(stream)
 
     def finish(self, header: Header) -> None:
@@ -129,7 +129,7 @@ class CheckpointWriter:
             }
         )
         stored = zstandard.ZstdCompressor(level=9).compress(plain)
-        # Equal sizes in the trailer say that the header is not compressed.
+        # Equal sizes in the trailer mean that the header is not compressed.
         if len(stored) >= len(plain) or len(plain) > _MAX_HEADER_EXPANSION * len(stored):
             stored = plain
         self._file.write(stored)
@@ -148,29 +148,29 @@ FileVersion = tuple[int, int, int, int]
 
 
 def file_version(status: os.stat_result) -> FileVersion:
-    """What tells a file from any other that has had its name, and from itself before a change."""
+    """Returns a value that changes if the file at a path is replaced or modified."""
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def is_missing(error: BaseException) -> bool:
-    """Whether a file could not be read because there is none of that name."""
+    """Whether an error means that there is no file of that name."""
     return isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError)
 
 
 class _Open:
-    """A descriptor, closed when nothing refers to this any more."""
+    """A descriptor that is closed when nothing refers to this object any more."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        # Not when the process ends: the last checkpoint may still be written then, and read back.
+        # Not at exit: the background thread may still be writing the last checkpoint, and read it back.
         weakref.finalize(self, os.close, descriptor).atexit = False
 
 
 def _read_at(descriptor: int, offset: int, size: int) -> bytes:
-    """The bytes from an offset on, fewer at the end of the file."""
+    """Returns the bytes from an offset on; fewer at the end of the file."""
     parts = []
     while size:
-        if hasattr(os, "pread"):  # forked processes share a position
+        if hasattr(os, "pread"):  # preferred, because forked processes share the file position
             part = os.pread(descriptor, min(size, _PIECE), offset)
         else:
             os.lseek(descriptor, offset, os.SEEK_SET)
@@ -185,15 +185,15 @@ def _read_at(descriptor: int, offset: int, size: int) -> bytes:
 class CheckpointFile:
     """A checkpoint file whose header has been read and checked. Streams are read when asked for.
 
-    It stays open for as long as it is referred to, so it can be read even when it has been replaced or deleted since.
+    The file stays open while this object is referred to, so it can be read even after it was replaced or deleted.
 
-    Raises CheckpointError, naming the file and what is wrong with it, when it is no whole checkpoint file.
+    Raises CheckpointError, which names the file and its fault, if it is not a complete checkpoint file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.frozen: dict[str, CheckpointFile] = {}
-        """The files of frozen parameters that were opened for it, by identity (``frozen.open_frozen``)."""
+        """The opened files of frozen parameters that it needs, by identity (``frozen.open_frozen``)."""
         try:
             with open_file(path) as file:
                 status = os.fstat(file.fileno())
@@ -224,11 +224,11 @@ class CheckpointFile:
         if start[:8] != MAGIC:
             raise CheckpointError("not a dynaquant checkpoint (or damaged in its first bytes)")
         if len(start) < _PREAMBLE.size or self.size < _PREAMBLE.size + _TRAILER.size:
-            raise CheckpointError("truncated: only a beginning of a checkpoint is there")
+            raise CheckpointError("truncated: the file ends too early")
         _, version = _PREAMBLE.unpack(start)
         if not 1 <= version <= FORMAT_VERSION:
             raise CheckpointError(
-                f"format version {version}, and this dynaquant reads up to {FORMAT_VERSION}; install a newer one"
+                f"format version {version}, but this dynaquant reads up to {FORMAT_VERSION}; install a newer one"
             )
         file.seek(self.size - _TRAILER.size)
         stored_size, plain_size, checksum, magic = _TRAILER.unpack(file.read(_TRAILER.size))
@@ -270,23 +270,26 @@ class CheckpointFile:
             raise CheckpointError(f"altered: its header cannot be understood ({error!r})") from None
         numbers = [header.step, header.sequence] + ([parent.step] if parent else [])
         if not all(map(is_step, numbers)) or (parent and type(parent.identity) is not str):
-            raise CheckpointError("altered: its step, sequence number or parent is no such thing")
+            raise CheckpointError("altered: its step, sequence number or parent has the wrong type or is out of range")
         if len(header.by_name) != len(header.entries):
             raise CheckpointError("altered: a tensor occurs twice")
         if is_too_deep(header.tree):
             raise CheckpointError(f"altered: its tree is nested more than {MAX_DEPTH} levels deep")
         if header.parent is None and any(entry.needs_parent for entry in header.entries):
-            raise CheckpointError("altered: a tensor needs a parent, and the checkpoint has none")
+            raise CheckpointError("altered: a tensor needs a parent, but the checkpoint has none")
         if not matches:
             raise CheckpointError("altered: its identity is not the hash of its contents")
         return header
 
     def close(self) -> None:
-        """Closes the file, for where many are held. Streams are then read from whatever has its name, if that is it."""
+        """Closes the file, to limit the number of open files. Reading a stream then opens it again.
+
+        Raises RunChangedError then if the file was replaced.
+        """
         self._open = None
 
     def is_at(self, path: Path) -> bool:
-        """Whether this file, and no other one, has that name. True as well where the system cannot tell just now."""
+        """Whether the file at the path is this one. True also if the system cannot tell now."""
         try:
             return file_version(path.stat()) == self._version
         except FileNotFoundError:
@@ -295,19 +298,19 @@ class CheckpointFile:
             return True
 
     def read_all(self) -> bytes:
-        """The whole file, also where it has been replaced or deleted since it was opened."""
+        """Returns the whole file, even if it was replaced or deleted since it was opened."""
         if self._open is None:
             return self.path.read_bytes()
         return _read_at(self._open.descriptor, 0, self.size)
 
     def renamed(self, path: Path) -> CheckpointFile:
-        """The same file after it was given another name."""
+        """Returns the same open file under another name."""
         found = copy(self)
         found.path = path
         return found
 
     def read(self, entry: Entry) -> bytes:
-        """The stream of one tensor. Raises CheckpointError when the file cannot be read."""
+        """Returns the stream of one tensor. Raises CheckpointError if the file cannot be read."""
         offset = self._offsets[entry.name]
         try:
             if self._open is not None:
@@ -325,12 +328,12 @@ class CheckpointFile:
 
 
 def is_step(value: Any) -> bool:
-    """Whether something that stands in a file can be a step: an integer from 0 to 2**63 - 1."""
+    """Whether a value read from a file can be a step: an integer from 0 to 2**63 - 1."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def open_if_exists(path: Path) -> CheckpointFile | None:
-    """A checkpoint file that need not be there."""
+    """Opens a checkpoint file. Returns None if there is no file of that name."""
     try:
         return CheckpointFile(path)
     except CheckpointError as error:
@@ -340,5 +343,5 @@ def open_if_exists(path: Path) -> CheckpointFile | None:
 
 
 def reject_constant(constant: str) -> Any:
-    """For ``json.loads``, which would take what is not JSON: NaN and the infinities."""
+    """Makes ``json.loads`` raise ValueError for NaN and the infinities, which are not JSON."""
     raise ValueError(f"{constant} is not JSON")

@@ -1,4 +1,4 @@
-"""What a checkpoint's header says about one tensor, checked on reading (docs/format.md, "Tensor entries")."""
+"""The entry of a tensor in a checkpoint's header, checked when it is read (docs/format.md, "Tensor entries")."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.state.roles import Label, Role
 from dynaquant.tensors.dtypes import DTYPES, QUANTIZABLE_DTYPES, dtype_name
 
-# A header holds hundreds of entries, and a restore reads several headers.
+# Computed once: a header has hundreds of entries, and a restore reads several headers.
 _ROLES = frozenset(get_args(Role))
 _HASH = re.compile("[0-9a-f]{64}")
 _OF_ANY_DTYPE = (Raw, BytePlanes, Lossless, Reference, RoundedFromMaster, *EXTERNAL)
@@ -34,7 +34,7 @@ _DECODED_FROM_OTHERS = (RoundedFromMaster, *EXTERNAL)
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a checkpoint: what it is, the hash of its values, and how its stream of ``size`` bytes is coded."""
+    """One tensor of a checkpoint: name, role, dtype, shape, hash of its values, bytes of its stream, and scheme."""
 
     name: str
     label: Label
@@ -56,7 +56,7 @@ class Entry:
 
     @property
     def external(self) -> bool:
-        """Whether the values are not in the checkpoint, which has only their hash (``external``)."""
+        """Whether the checkpoint has only the hash of the values: the tensor is frozen or omitted."""
         return isinstance(self.scheme, EXTERNAL)
 
     @property
@@ -70,7 +70,7 @@ class Entry:
         return self.scheme.needs_parent
 
     def to_json(self) -> dict[str, Any]:
-        """The entry as it stands in the header."""
+        """Returns the entry as it is written to the header."""
         return {
             "name": self.name,
             "role": self.label.role,
@@ -84,7 +84,7 @@ class Entry:
 
     @classmethod
     def from_json(cls, data: Any) -> Entry:
-        """The inverse of ``to_json``. Raises CheckpointError for anything that ``to_json`` would not have written."""
+        """Reads the result of ``to_json``. Raises CheckpointError if a field is missing, mistyped or out of range."""
         name = data.get("name") if isinstance(data, dict) else None
         try:
             entry = _parse(data)
@@ -103,7 +103,7 @@ def _typed(data: dict[str, Any], key: str, kind: type) -> Any:
 
 def _parse(data: Any) -> Entry:
     if type(data) is not dict:
-        raise TypeError("it is no object")
+        raise TypeError("it is not an object")
     shape = _typed(data, "shape", list)
     if not all(type(n) is int and 0 <= n < 2**62 for n in shape):
         raise ValueError(f"shape is {shape!r}")

@@ -1,4 +1,4 @@
-"""Checkpoints coded anew, with the same values bit for bit: against other parents, or in another run."""
+"""Re-codes checkpoints with the same values, bit for bit: against other parents, or into another run."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ from dynaquant.store.writing import Base
 
 
 def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
-    """A new run that begins with a checkpoint of another one; a training goes on from there while the old line stays.
+    """Creates a new run that begins with a checkpoint of another run. Returns the checkpoint in the new run.
 
-    What was kept as it was (``exact="latest"``) is taken along. Raises CheckpointError when there are checkpoints in
-    the folder already, or that of the run cannot be decoded. On any error the folder is as before, or not there.
+    A training can continue there, and the old run stays. The lossless copy of the checkpoint, if there is one, is
+    copied, too. Raises CheckpointError if the folder has checkpoints already, or if the checkpoint cannot be decoded.
+    On any error the folder is as before.
     """
     new = WritableRun(folder)
     tensors = run.load(file)
     with removing_empty_folders(folder), new.locked(), ExitStack() as undo:
         there, broken = new.summaries()
         if there or broken:
-            raise CheckpointError(f"{folder}: there are checkpoints in it; give the branch a folder of its own")
+            raise CheckpointError(f"{folder}: it has checkpoints already; choose another folder for the branch")
         record = file.header.record
-        # The lossless copy goes first: without the other file it is nothing, and does no harm. What is put in place by
-        # a step that then fails, as syncing its name may, is taken away as well: never one of the two alone.
-        twin = run.lossless_copy(file)
-        if twin is None and LOSSLESS_COPY in record:
+        copy = run.lossless_copy(file)
+        if copy is None and LOSSLESS_COPY in record:
             record = {**record, LOSSLESS_COPY: None}
+        # The lossless copy goes first: without its checkpoint it is ignored. A later failure, such as in syncing a
+        # name, deletes what is in place already, so that never one of the two is left alone.
         try:
             for identity in file.header.frozen:
                 holder = frozen.open_frozen(file, identity)
                 undo.callback((folder / holder.path.name).unlink, missing_ok=True)
                 frozen.copy_to(holder, folder)
-            if twin is not None:
-                undo.callback((folder / twin.path.name).unlink, missing_ok=True)
-                new.recode(twin, run.load(twin), None)
+            if copy is not None:
+                undo.callback((folder / copy.path.name).unlink, missing_ok=True)
+                new.recode(copy, run.load(copy), None)
             undo.callback((folder / file.path.name).unlink, missing_ok=True)
             written = new.recode(file, tensors, None, record)
         except BaseException as error:
@@ -52,22 +53,22 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
 
 
 def compact(run: WritableRun, keyframe_every: int) -> Iterator[int]:
-    """Codes a run anew, in chains of ``keyframe_every`` checkpoints; yields each step when that is done.
+    """Re-codes a run in chains of ``keyframe_every`` checkpoints. Yields each step when it is done.
 
-    A checkpoint whose chain is too long becomes a keyframe; a keyframe is coded against the one committed before it
-    where the chain is not too long. The caller holds the run for writing; it may be interrupted between any two steps.
-    Raises CheckpointError when a checkpoint cannot be decoded; those before it are done.
+    A checkpoint whose chain is too long becomes a keyframe. A keyframe becomes a delta of the checkpoint committed
+    before it, if the chain is not too long. The caller has locked the run, and may stop between any two steps. Raises
+    CheckpointError if a checkpoint cannot be decoded; those before it are done.
     """
     lengths: dict[Parent, int] = {}
     before: Base | None = None
-    last = -1  # sequence number; in a folder put together by hand several may have the same, and be no one's parents
+    last = -1  # a sequence number; in a folder put together by hand, several files may share one, and none is a parent
     for summary in run.summaries()[0]:
         file = run.file(summary.step)
         tensors = run.load(file)
         parent = file.header.parent
         base = before if last < summary.sequence else None
         if parent is not None and (base is None or parent != base.parent):
-            older = run.chain(file)[1]  # another line of training
+            older = run.chain(file)[1]  # the parent is in another line of training
             base = Base.from_loaded(older.header, run.load(older))
         if base is not None and lengths.get(base.parent, keyframe_every) >= keyframe_every:
             base = None

@@ -1,5 +1,7 @@
-"""Names for checkpoints of a run. Each is a small file in the run's folder, so that a tag can be set while a training
-writes to the run; retention keeps what is tagged."""
+"""Names for checkpoints of a run. Retention keeps tagged checkpoints.
+
+Each tag is a small file in a folder of the run, so that a tag can be set while a training writes to the run.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +19,25 @@ from dynaquant.store.run import Run
 
 FOLDER = "tags"
 _LARGEST = 1000
-"""Bytes of a tag's file at most."""
+"""Maximum bytes of a tag's file."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.+-]{0,99}")
 
 
 @dataclass(frozen=True)
 class Tag:
-    """A name and the checkpoint that it was given to."""
+    """A name and the checkpoint that it refers to."""
 
     name: str
     step: int
     identity: str
 
     def refers_to(self, file: CheckpointFile) -> bool:
-        """Whether that is the checkpoint; it is not when the step was saved again since."""
+        """Whether the tag refers to this checkpoint; False if its step was saved again since."""
         return (self.step, self.identity) == (file.header.step, file.header.identity)
 
 
 def tags_of(run: Run) -> list[Tag]:
-    """The tags of a run by name. Files that are none are passed over."""
+    """Returns the tags of a run, sorted by name. Skips files that are not tags."""
     found = []
     for path in sorted((run.folder / FOLDER).glob("*")):
         try:
@@ -53,9 +55,9 @@ def tags_of(run: Run) -> list[Tag]:
 
 
 def set_tag(run: Run, name: str, file: CheckpointFile, force: bool = False) -> Tag:
-    """Gives a name to a checkpoint. force: takes it from another one that has it.
+    """Tags a checkpoint. force: if another checkpoint has the tag, move it.
 
-    Raises CheckpointError for a name that cannot be one, or that another checkpoint has.
+    Raises CheckpointError if the name is not allowed, or if another checkpoint has the tag.
     """
     if not _NAME.fullmatch(name):
         raise CheckpointError(
@@ -66,15 +68,15 @@ def set_tag(run: Run, name: str, file: CheckpointFile, force: bool = False) -> T
     path = run.folder / FOLDER / name
     make_folder(path.parent)
     with flock.locked(path.parent, wait=True) as alone:
-        if alone:  # what is still there is of a process that was killed
-            for stray in path.parent.glob(".*.tmp"):
-                stray.unlink()
-        _place(run, tag, path, force)
+        if alone:  # temporary files here were left by killed processes
+            for leftover in path.parent.glob(".*.tmp"):
+                leftover.unlink()
+        _write_tag(run, tag, path, force)
     return tag
 
 
-def _place(run: Run, tag: Tag, path: Path, force: bool) -> None:
-    """Writes the file of a tag, whole or not at all."""
+def _write_tag(run: Run, tag: Tag, path: Path, force: bool) -> None:
+    """Writes the file of a tag atomically."""
     temporary = path.with_name(f".{tag.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps({"step": tag.step, "identity": tag.identity}) + "\n")
@@ -82,20 +84,20 @@ def _place(run: Run, tag: Tag, path: Path, force: bool) -> None:
         if force:
             temporary.replace(path)
         else:
-            os.link(temporary, path)  # fails where it is there, even if another process came first
+            os.link(temporary, path)  # fails if the tag exists, even if another process has just created it
     except FileExistsError:
         before = next((other for other in tags_of(run) if other.name == tag.name), None)
         if before == tag:
             return
-        of = f"step {before.step}" if before else "something"
-        raise CheckpointError(f"{run.folder}: {tag.name} is the tag of {of}; --force takes it from there") from None
+        of = f"step {before.step}" if before else "another file"
+        raise CheckpointError(f"{run.folder}: {tag.name} is the tag of {of}; --force moves it") from None
     finally:
         temporary.unlink(missing_ok=True)
     sync_parent(path)
 
 
 def remove_tag(run: Run, name: str) -> None:
-    """Takes a name away. Raises CheckpointError when there is no such tag."""
+    """Removes a tag. Raises CheckpointError if there is no such tag."""
     path = run.folder / FOLDER / name
     if not _NAME.fullmatch(name) or not path.exists() or path.is_dir():
         raise CheckpointError(f"{run.folder}: there is no tag {name!r} ({_listed(tags_of(run))})")
@@ -103,12 +105,12 @@ def remove_tag(run: Run, name: str) -> None:
     try:
         sync(path.parent)
     except OSError as error:
-        error.add_note(f"the tag {name} is gone, but may be back after a power cut; check the disk")
+        error.add_note(f"the tag {name} is removed, but a power loss may undo that; check the disk")
         raise
 
 
 def tagged_file(run: Run, name: str) -> CheckpointFile:
-    """The checkpoint that has a name. Raises CheckpointError when there is none, or its step was saved again since."""
+    """Opens the tagged checkpoint. Raises CheckpointError if there is none, or if its step was saved again since."""
     known = tags_of(run)
     tag = next((tag for tag in known if tag.name == name), None)
     if tag is None:
@@ -116,13 +118,14 @@ def tagged_file(run: Run, name: str) -> CheckpointFile:
     file = run.file(tag.step)
     if not tag.refers_to(file):
         raise CheckpointError(
-            f"{run.folder}: step {tag.step} was saved again since it was tagged {name}; give the step, or tag it anew"
+            f"{run.folder}: step {tag.step} was saved again since it was tagged {name}; give the step, or set the tag "
+            "again"
         )
     return file
 
 
 def open_step_or_tag(run: Run, step: int | str) -> CheckpointFile:
-    """A checkpoint by its step or by a tag. Raises CheckpointError when there is none."""
+    """Opens a checkpoint by its step or a tag. Raises CheckpointError if there is none."""
     return tagged_file(run, step) if isinstance(step, str) else run.file(step)
 
 

@@ -45,7 +45,7 @@ def damage(run: Run, step: int) -> CheckpointError | None:
 
 
 def damage_of_file(path: Path) -> CheckpointError | None:
-    """The same of a file, which may need others beside it."""
+    """Decodes a checkpoint file, which may need others beside it. Returns what is wrong, or None."""
     return _error_of(lambda: _decode_whole(Run(path.parent), CheckpointFile(path)))
 
 
@@ -157,7 +157,7 @@ def _decode(run: Run, step: int, above: _Decoded | str | None, sound: set[str]) 
 
 
 def _with_frozen(found: _Decoded, sound: set[str]) -> _Decoded:
-    """The same with what is wrong with the files of frozen parameters that it needs. sound: as for ``_decode``."""
+    """Returns ``found`` with the damage of the files of frozen parameters that it needs. sound: as for ``_decode``."""
     for identity in found.file.header.frozen - sound:
         try:
             frozen.verify(frozen.open_frozen(found.file, identity))

@@ -40,7 +40,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Base:
-    """What the next delta is coded against: a checkpoint of the run, its tensors as stored, and their hashes."""
+    """What the next delta is conditioned on: a checkpoint of the run, its tensors as stored, and their hashes."""
 
     parent: Parent
     hashes: Mapping[str, str]
