@@ -1,4 +1,4 @@
-"""Wherever a commit fails or is killed, the newest checkpoint keeps its lossless copy, and stays the newest."""
+"""Commits are atomic: if one fails or is killed, the newest checkpoint stays, with its lossless copy."""
 
 import errno
 import logging
@@ -59,7 +59,7 @@ def assert_goes_on(folder) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_error_at_any_call_loses_neither_form_of_the_newest_checkpoint(tmp_path, when):
+def test_an_error_at_any_call_loses_neither_the_newest_checkpoint_nor_its_lossless_copy(tmp_path, when):
     n, failed = 0, True
     while failed:
         n += 1
@@ -91,7 +91,7 @@ def killer():
         process.stdin.close()
 
 
-def test_a_kill_before_any_call_loses_neither_form_of_the_newest_checkpoint(tmp_path, killer):
+def test_a_kill_before_any_call_loses_neither_the_newest_checkpoint_nor_its_lossless_copy(tmp_path, killer):
     n, end = 0, "killed"
     while end == "killed":
         n += 1
@@ -105,7 +105,7 @@ def test_a_kill_before_any_call_loses_neither_form_of_the_newest_checkpoint(tmp_
     assert n > 40
 
 
-def test_a_copy_of_a_commit_that_never_was_is_taken_for_none(tmp_path):
+def test_a_lossless_copy_of_another_commit_is_ignored(tmp_path):
     run = WritableRun(tmp_path)
     run.commit(checkpoint_of(1, 1), None)
     run.commit(checkpoint_of(1, 2), None)
@@ -145,7 +145,7 @@ def test_restore_says_that_the_lossless_copy_is_missing(tmp_path, caplog):
         assert str(reason) in caplog.text
 
 
-def test_a_branch_from_a_checkpoint_whose_copy_has_gone_misses_nothing(tmp_path):
+def test_a_branch_from_a_checkpoint_whose_lossless_copy_was_deleted_is_restored_without_a_warning(tmp_path):
     saved(tmp_path / "run", torch.nn.Linear(8, 8))
     run = Run(tmp_path / "run")
     branch(run, run.file(1), tmp_path / "new")
@@ -154,7 +154,7 @@ def test_a_branch_from_a_checkpoint_whose_copy_has_gone_misses_nothing(tmp_path)
         assert ckpt.skipped == []
 
 
-def test_a_copy_named_by_the_step_alone_is_read(tmp_path):
+def test_a_lossless_copy_named_by_its_step_alone_is_read(tmp_path):
     """Version 0.1 named it so, and wrote nothing of it into the checkpoint."""
     model = torch.nn.Linear(64, 64)
     saved(tmp_path, model)
@@ -203,7 +203,7 @@ HIDDEN = ["an error of the disk", "a stale handle", "truncated", "damaged"]
 
 
 @pytest.mark.parametrize("how", [*HIDDEN, "missing"])
-def test_a_file_that_comes_back_is_older_than_what_was_committed_meanwhile(tmp_path, how, monkeypatch):
+def test_a_file_that_becomes_readable_again_counts_as_older_than_later_commits(tmp_path, how, monkeypatch):
     run = WritableRun(tmp_path)
     series(run, [10, 20, 30])
     hidden_as(run.path(30), how, monkeypatch)
@@ -217,7 +217,7 @@ def test_a_file_that_comes_back_is_older_than_what_was_committed_meanwhile(tmp_p
 
 
 @pytest.mark.parametrize("how", HIDDEN)
-def test_a_new_process_that_cannot_read_the_newest_goes_on_from_the_one_before(tmp_path, how, monkeypatch):
+def test_a_new_process_that_cannot_read_the_newest_checkpoint_continues_from_the_one_before(tmp_path, how, monkeypatch):
     model = torch.nn.Linear(8, 8)
     with dq.Checkpointer(tmp_path, model) as ckpt:
         for step in (10, 20, 30):
@@ -236,7 +236,7 @@ def test_a_new_process_that_cannot_read_the_newest_goes_on_from_the_one_before(t
     assert Run(tmp_path).steps() == [10, 20, 30, 21, 22]
 
 
-def test_two_files_that_cannot_be_read_come_back_older_as_well(tmp_path):
+def test_two_files_that_become_readable_again_count_as_older_than_later_commits(tmp_path):
     run = WritableRun(tmp_path)
     series(run, [10, 20, 30, 40, 50])
     for step in (20, 30):
@@ -250,7 +250,7 @@ def test_two_files_that_cannot_be_read_come_back_older_as_well(tmp_path):
     assert Run(tmp_path).steps() == [10, 40, 50, 11]
 
 
-def test_where_the_folder_cannot_be_read_nothing_is_committed(tmp_path, monkeypatch):
+def test_nothing_is_committed_if_the_folder_cannot_be_read(tmp_path, monkeypatch):
     run = WritableRun(tmp_path)
     series(run, [1, 2])
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -265,7 +265,7 @@ def test_where_the_folder_cannot_be_read_nothing_is_committed(tmp_path, monkeypa
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_damage_of_values_uses_up_no_numbers(tmp_path):
+def test_damaged_values_leave_no_gap_in_the_sequence_numbers(tmp_path):
     run = WritableRun(tmp_path)
     series(run, [1, 2])
     damage_levels(run, 2)
@@ -273,7 +273,7 @@ def test_damage_of_values_uses_up_no_numbers(tmp_path):
     assert [summary.sequence for summary in run.summaries()[0]] == [1, 2, 3]
 
 
-def test_a_crafted_number_that_leaves_none_for_another_is_an_error(tmp_path):
+def test_the_highest_sequence_number_in_a_crafted_file_is_an_error(tmp_path):
     write(tmp_path, header(sequence=2**63 - 1))
     with pytest.raises(CheckpointError, match=r"leaves no number for another commit; move its file out"):
         WritableRun(tmp_path).commit(checkpoint_of(2, 2), None)

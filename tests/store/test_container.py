@@ -1,4 +1,4 @@
-"""One checkpoint file: what is written is read, and every way in which a file can be wrong has its own words."""
+"""Checkpoint files: round trips, and an error message for every fault that a file can have."""
 
 import random
 import re
@@ -70,7 +70,7 @@ def broken_entry(folder: Path, name="w", **changes) -> str:
 # What is written is read
 
 
-def test_a_header_comes_back(tmp_path):
+def test_a_header_survives_a_round_trip(tmp_path):
     labels = (Label("weight", "linear"), Label("first_moment"), Label("exact", "\ud800 naïve"))
     part = Conditional("log_grid", 6, -90, 4, 2, 3, True, 30)
     schemes = {
@@ -102,14 +102,14 @@ def test_a_header_comes_back(tmp_path):
 
 
 @given(st.lists(st.text(max_size=40), max_size=6))
-def test_every_small_header_comes_back(tmp_path_factory, texts):
+def test_every_small_header_survives_a_round_trip(tmp_path_factory, texts):
     path = tmp_path_factory.getbasetemp() / "small.dqc"
     with path.open("wb") as out:
         CheckpointWriter(out).finish(Header(0, 1, None, texts, (), {}))
     assert CheckpointFile(path).header.tree == texts
 
 
-def test_a_header_that_compresses_to_its_own_size_comes_back(tmp_path):
+def test_a_header_that_compresses_to_its_own_size_survives_a_round_trip(tmp_path):
     letters = [chr(code) for code in range(0x23, 0x800) if code != 0x5C]
     draw = random.Random(0)
     for _ in range(50_000):
@@ -199,7 +199,7 @@ def idle_bits(file: CheckpointFile, content: bytes) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("step", [1, 2])
-def test_every_altered_byte_is_found(small_run, tmp_path, step):
+def test_every_altered_byte_is_detected(small_run, tmp_path, step):
     for other in (1, 2):
         (tmp_path / small_run.path(other).name).write_bytes(small_run.path(other).read_bytes())
     run = Run(tmp_path)
@@ -214,11 +214,11 @@ def test_every_altered_byte_is_found(small_run, tmp_path, step):
                 run.load(run.file(step))
 
 
-def test_bytes_appended_are_found(small_run, tmp_path):
+def test_appended_bytes_are_detected(small_run, tmp_path):
     assert refused(tmp_path, small_run.path(1).read_bytes() + b"\n") == "truncated, or damaged at its end"
 
 
-def test_line_ends_that_a_transfer_changed_are_found(small_run, tmp_path):
+def test_changed_line_endings_are_detected(small_run, tmp_path):
     content = small_run.path(1).read_bytes().replace(b"\r\n", b"\n")
     assert refused(tmp_path, content) == "not a dynaquant checkpoint (or damaged in its first bytes)"
 
@@ -227,11 +227,11 @@ def test_line_ends_that_a_transfer_changed_are_found(small_run, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\x89DQ", b"PK\x03\x04" + b"\0" * 100, b"\0" * 1000])
-def test_a_file_that_is_no_checkpoint_is_called_so(tmp_path, content):
+def test_the_error_for_another_file_says_that_it_is_not_a_checkpoint(tmp_path, content):
     assert refused(tmp_path, content) == "not a dynaquant checkpoint (or damaged in its first bytes)"
 
 
-def test_a_file_of_another_version_says_which(tmp_path):
+def test_the_error_for_another_version_names_it(tmp_path):
     for version in (FORMAT_VERSION + 1, 2**64 - 1):
         said = refused(tmp_path, file_of(header(), version=version))
         assert said == (
@@ -260,7 +260,7 @@ def test_a_header_larger_than_the_file_is_refused(tmp_path, size):
     assert said == "altered: its header would be larger than the file"
 
 
-def test_a_header_of_another_place_has_another_checksum(tmp_path):
+def test_a_wrong_header_position_fails_the_checksum(tmp_path):
     said = refused(tmp_path, trailer(file_of(header(entry()), b"\0" * 8), stored=20))
     assert said == "altered: its header does not have the checksum that was written with it"
 
@@ -311,7 +311,7 @@ def test_streams_that_do_not_fill_the_file_are_refused(tmp_path, streams):
     ],
     ids=lambda plain: plain[:12],
 )
-def test_a_header_that_says_nothing_is_refused(tmp_path, plain):
+def test_a_header_without_its_fields_is_refused(tmp_path, plain):
     assert refused(tmp_path, file_of(plain)).startswith("altered: its header cannot be understood (")
 
 
@@ -343,12 +343,12 @@ def test_a_parent_is_a_step_and_an_identity(tmp_path, parent):
 
 
 @pytest.mark.parametrize("parent", [0, "", [], {}, False])
-def test_no_parent_is_null_and_nothing_else(tmp_path, parent):
+def test_only_null_stands_for_no_parent(tmp_path, parent):
     reference = entry(data=b"", shape=[2], coding={"kind": "reference"})
     assert "altered" in refused(tmp_path, file_of(header(reference, parent=parent)))
 
 
-def test_a_step_beyond_all_file_names_is_an_error(tmp_path):
+def test_a_step_too_long_for_a_file_name_is_an_error(tmp_path):
     far = {"step": 10**300, "identity": HASH}
     reference = entry(data=b"", coding={"kind": "reference"})
     write(tmp_path, header(reference, parent=far), b"")
@@ -357,12 +357,12 @@ def test_a_step_beyond_all_file_names_is_an_error(tmp_path):
         run.load(run.file(1))
 
 
-def test_an_identity_that_is_not_that_of_the_contents_is_refused(tmp_path):
+def test_an_identity_that_does_not_match_the_contents_is_refused(tmp_path):
     said = refused(tmp_path, file_of(header(identity=HASH)))
     assert said == "altered: its identity is not the hash of its contents"
 
 
-def test_names_occur_once(tmp_path):
+def test_tensor_names_are_unique(tmp_path):
     assert refused(tmp_path, file_of(header(entry(), entry()), b"\0" * 16)) == "altered: a tensor occurs twice"
 
 
@@ -383,7 +383,7 @@ def test_entries_are_objects(tmp_path, entries):
 
 
 @pytest.mark.parametrize("key", ["name", "role", "layer_type", "dtype", "shape", "hash", "size", "coding"])
-def test_an_entry_lacks_nothing_and_has_the_right_types(tmp_path, key):
+def test_every_field_of_an_entry_is_present_and_has_the_right_type(tmp_path, key):
     lacking = {k: v for k, v in entry().items() if k != key}
     said = refused(tmp_path, file_of(header(lacking, identity=HASH), b"\0" * 8))
     assert "is broken (" in said
@@ -394,7 +394,7 @@ def test_an_entry_lacks_nothing_and_has_the_right_types(tmp_path, key):
 
 
 @pytest.mark.parametrize("shape", [[-1], [True], [2.0], ["2"], [None], [2**62], [[2]]])
-def test_shapes_are_lists_of_sizes(tmp_path, shape):
+def test_shapes_are_lists_of_non_negative_integers(tmp_path, shape):
     assert "shape is" in broken_entry(tmp_path, shape=shape)
 
 
@@ -402,7 +402,7 @@ def test_sizes_are_not_negative(tmp_path):
     assert "its size is -8" in broken_entry(tmp_path, size=-8)
 
 
-def test_a_negative_size_cannot_make_up_for_a_large_one(tmp_path):
+def test_a_negative_size_cannot_balance_a_large_one(tmp_path):
     negative, large = {**entry("a"), "size": -8}, {**entry("b"), "size": 16}
     assert "its size is -8" in refused(tmp_path, file_of(header(negative, large), b"\0" * 8))
 
@@ -420,7 +420,7 @@ def test_a_reference_has_no_stream(tmp_path):
     assert "its size is 8" in broken_entry(tmp_path, coding={"kind": "reference"})
 
 
-def test_raw_values_have_the_size_of_the_tensor(tmp_path):
+def test_a_raw_stream_has_the_size_of_the_tensor(tmp_path):
     assert "another size than its values" in broken_entry(tmp_path, shape=[3])
 
 
@@ -439,7 +439,7 @@ def test_raw_values_have_the_size_of_the_tensor(tmp_path):
         ({"dtype": "int32"}, "int32 cannot be quantized"),
     ],
 )
-def test_the_numbers_of_a_quantized_tensor_fit_it(tmp_path, change, said):
+def test_the_counts_of_a_quantized_tensor_match_its_stream(tmp_path, change, said):
     content = file_of(header(quantized(b"\0" * 8, 8, **change)), b"\0" * 8)
     assert said in refused(tmp_path, content)
 
@@ -514,7 +514,7 @@ def test_a_small_file_cannot_ask_for_much_memory(said_of_hostile_files, name):
 
 
 @pytest.mark.parametrize("name", ["dimensions", "empty"])
-def test_an_absurd_shape_of_nothing_does_no_harm(said_of_hostile_files, name):
+def test_a_huge_shape_without_elements_is_harmless(said_of_hostile_files, name):
     assert said_of_hostile_files[name].startswith(("CheckpointError ", "read"))
 
 
@@ -542,12 +542,12 @@ def load_error(folder: Path, *tensors: dict, streams: bytes, tree=None) -> str:
     return str(caught.value)
 
 
-def test_values_that_do_not_have_their_hash_are_refused(tmp_path):
+def test_values_that_do_not_match_their_hash_are_refused(tmp_path):
     said = load_error(tmp_path, entry(hash=HASH), streams=b"\0" * 8)
     assert said.endswith("step-000000000001.dqc: tensor w does not decode to the values that were stored")
 
 
-def test_a_bool_that_is_neither_is_refused(tmp_path):
+def test_a_bool_other_than_zero_or_one_is_refused(tmp_path):
     said = load_error(tmp_path, entry(data=b"\x02", dtype="bool", shape=[1]), streams=b"\x02")
     assert said.endswith("tensor w is damaged (a bool is neither 0 nor 1)")
 
@@ -584,7 +584,7 @@ def test_damaged_levels_are_refused(small_run, tmp_path):
 
 
 @given(st.binary(max_size=60), st.integers(0, 64), st.integers(0, 4), st.integers(0, 4), st.integers(0, 20))
-def test_random_levels_never_do_harm(tmp_path_factory, stream, elements, bins, protected, protected_size):
+def test_random_levels_are_harmless(tmp_path_factory, stream, elements, bins, protected, protected_size):
     tensor = quantized(stream, elements, "alone", bins, protected, protected_size)
     folder = tmp_path_factory.getbasetemp() / "random"
     write(folder, header(tensor), stream)
@@ -618,12 +618,12 @@ def test_a_header_with_any_value_altered_is_an_error_or_harmless(small_run, tmp_
     assert set(loaded) == set(names)
 
 
-def test_magic_shows_a_transfer_that_changed_line_ends():
+def test_the_magic_number_reveals_changed_line_endings():
     assert b"\r\n" in MAGIC
     assert MAGIC[0] > 0x7F
 
 
-def test_an_identity_depends_on_contents_alone():
+def test_an_identity_depends_on_the_contents_alone():
     one = Header(1, 1, None, ["tree"], (), {})
     assert replace(one, step=2, sequence=5, parent=Parent(1, HASH), record={"notes": ["x"]}).identity == one.identity
     assert replace(one, tree=["other"]).identity != one.identity

@@ -1,4 +1,4 @@
-"""Files and folders that are there whole or not at all, after a power cut too."""
+"""Files and folders are written atomically, also if power is lost."""
 
 import errno
 import os
@@ -36,7 +36,7 @@ def done(monkeypatch):
     return order
 
 
-def test_a_file_is_durable_before_it_gets_its_name_and_the_name_after_that(tmp_path, done):
+def test_a_file_is_synced_before_it_is_renamed_and_its_folder_afterwards(tmp_path, done):
     with atomic_file(tmp_path / "out") as file:
         file.write(b"whole")
     temporary = str(tmp_path / f"out.dynaquant-{os.getpid()}.tmp")
@@ -44,7 +44,7 @@ def test_a_file_is_durable_before_it_gets_its_name_and_the_name_after_that(tmp_p
     assert (tmp_path / "out").read_bytes() == b"whole"
 
 
-def test_so_is_all_of_a_folder(tmp_path, done):
+def test_a_folder_and_its_files_are_synced_before_it_is_renamed_and_its_parent_afterwards(tmp_path, done):
     with atomic_folder(tmp_path / "out") as folder:
         (folder / "deep").mkdir()
         (folder / "deep" / "file").write_bytes(b"whole")
@@ -56,7 +56,7 @@ def test_so_is_all_of_a_folder(tmp_path, done):
     assert done[-2:] == [("named", temporary), ("durable", str(tmp_path))]
 
 
-def test_so_are_checkpoints_compressed_files_and_tags(tmp_path, done):
+def test_checkpoints_compressed_files_and_tags_are_synced_before_they_are_renamed(tmp_path, done):
     with dq.Checkpointer(tmp_path / "run", nn.Linear(4, 4)) as ckpt:
         ckpt.save(1).result()
     set_tag(Run(tmp_path / "run"), "best", Run(tmp_path / "run").file(1))
@@ -81,7 +81,7 @@ def half(place) -> None:
         raise ZeroDivisionError
 
 
-def test_on_an_error_nothing_is_left_and_nothing_changed(tmp_path):
+def test_an_error_leaves_no_file_behind_and_changes_none(tmp_path):
     (tmp_path / "out").write_text("precious")
     for place in (atomic_file(tmp_path / "out"), atomic_folder(tmp_path / "new")):
         with pytest.raises(ZeroDivisionError):
@@ -90,7 +90,7 @@ def test_on_an_error_nothing_is_left_and_nothing_changed(tmp_path):
     assert (tmp_path / "out").read_text() == "precious"
 
 
-def test_new_folders_are_durable_in_those_that_they_lie_in(tmp_path, done, monkeypatch):
+def test_the_names_of_new_folders_are_synced(tmp_path, done, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with dq.Checkpointer("a/b/run", nn.Linear(4, 4)) as ckpt:
         made = {path for what, path in done if what == "durable"}
@@ -119,7 +119,7 @@ def failing_sync(monkeypatch):
     return names
 
 
-def test_a_folder_that_cannot_be_synced_is_named_and_the_checkpoint_is_there(tmp_path, failing_sync):
+def test_the_error_names_a_folder_that_cannot_be_synced_and_the_checkpoint_is_in_place(tmp_path, failing_sync):
     with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
         ckpt.save(1).result()
         failing_sync.add("step-000000000002")
@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_synced_is_named_and_the_checkpoint_is_there(tmp
     assert all(damage(Run(tmp_path), step) is None for step in (1, 2, 3))
 
 
-def test_so_is_that_of_any_other_file(tmp_path, failing_sync):
+def test_the_error_names_the_folder_of_any_other_file_that_cannot_be_synced(tmp_path, failing_sync):
     failing_sync.add("out")
     with pytest.raises(OSError, match=f"Input/output error: '{tmp_path}'") as caught:  # noqa: SIM117
         with atomic_file(tmp_path / "out") as file:
@@ -156,7 +156,7 @@ tags.set_tag(run, "killed", run.file(1))
 """
 
 
-def test_what_a_killed_tag_has_left_is_cleared_away_by_the_next_one(tmp_path):
+def test_setting_a_tag_deletes_what_a_killed_process_has_left(tmp_path):
     with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
         ckpt.save(1).result()
     done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False, timeout=60)
@@ -168,7 +168,7 @@ def test_what_a_killed_tag_has_left_is_cleared_away_by_the_next_one(tmp_path):
     assert [path.name for path in (tmp_path / "tags").iterdir()] == ["best"]
 
 
-def test_what_a_killed_writer_has_left_is_cleared_away_by_the_next_one(tmp_path):
+def test_a_new_writer_deletes_the_temporary_files_of_a_killed_one(tmp_path):
     with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
         ckpt.save(1).result()
     for name in ("step-000000000002.dqc.tmp", "exact-000000000002.dqc.tmp"):

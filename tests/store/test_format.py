@@ -75,7 +75,7 @@ def assert_alike(second, first):
 
 
 @EVERY_CHECKPOINT
-def test_the_second_decoder_reads_golden_files_as_they_were_written(folder, step):
+def test_the_second_decoder_reads_the_values_of_golden_files(folder, step):
     expected = json.loads((folder / "expected.json").read_text())
     assert summary(*decode(folder, step)) == expected[str(step)]
 
@@ -98,7 +98,7 @@ def entries_of(version):
     return entries, above
 
 
-def test_every_coding_of_version_1_occurs_in_its_golden_files():
+def test_every_scheme_of_version_1_occurs_in_its_golden_files():
     entries, above = entries_of("v1")
     codings = {key: entry["coding"] for key, entry in entries.items()}
     arrangements = {(entry["dtype"], entry["coding"].get("arrangement")) for entry in entries.values()}
@@ -117,7 +117,7 @@ def test_every_coding_of_version_1_occurs_in_its_golden_files():
 
 
 @pytest.mark.parametrize("version", ["v2", "v3"])
-def test_every_coding_since_version_2_occurs_in_its_golden_files(version):
+def test_every_scheme_since_version_2_occurs_in_its_golden_files(version):
     entries, above = entries_of(version)
     new = {"frozen", "omitted"} if version == "v2" else set()
     assert {entry["coding"]["kind"] for entry in entries.values()} == set(KINDS) - new
@@ -163,7 +163,7 @@ class Wide(nn.Module):
         (torch.float64, (1, 1, 2)),
     ],
 )
-def test_both_decoders_agree_on_what_is_written_now(tmp_path, dtype, bins):
+def test_both_decoders_agree_on_the_current_version(tmp_path, dtype, bins):
     model = Wide(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step, count in enumerate(bins):
@@ -364,12 +364,12 @@ def test_both_agree_when_the_method_changes(tmp_path):
 
 
 @pytest.mark.parametrize(("dtype", "quality"), [("bfloat16", "balanced"), ("float16", "lossless")])
-def test_both_agree_on_weights_that_are_rounded_master_copies(tmp_path, dtype, quality):
+def test_both_agree_on_weights_that_are_rounded_master_weights(tmp_path, dtype, quality):
     saved_run(tmp_path, Masters, 2, dtype=getattr(torch, dtype), quality=quality)
     assert codings_in(tmp_path, 2) >= {f"rounding {dtype}"}
 
 
-def test_both_agree_on_the_exact_file_and_on_the_checkpoint_beside_it(tmp_path):
+def test_both_agree_on_a_checkpoint_and_its_lossless_copy(tmp_path):
     model = saved_run(tmp_path, adamw, exact="latest")
     header, tensors = decode_exact(tmp_path, 2)
     state = state_of(header["tree"], tensors)

@@ -1,4 +1,4 @@
-"""Parameters that do not train come back bit for bit, and cost nothing after the first checkpoint."""
+"""Frozen parameters are restored bit for bit, and cost nothing after the first checkpoint."""
 
 import copy
 import logging
@@ -76,7 +76,7 @@ def saved_run(folder, saves=4, model=None, **settings):
 
 
 @pytest.mark.parametrize("settings", [{"evaluate": loss, "quality": "small"}, {}, {"quality": "lossless"}])
-def test_a_frozen_base_comes_back_bit_for_bit(tmp_path, settings):
+def test_a_frozen_base_is_restored_bit_for_bit(tmp_path, settings):
     model, _ = saved_run(tmp_path, **settings)
     base = base_of(model)
     for change in (torch.nn.init.zeros_, lambda p: p):  # restored from the file, and found to be there already
@@ -143,7 +143,7 @@ def test_the_frozen_base_is_neither_hashed_nor_copied_at_every_save(tmp_path, mo
     ],
     ids=["data", "in place", "one value", "other memory"],
 )
-def test_frozen_parameters_that_are_written_to_are_saved_as_they_are(tmp_path, write):
+def test_frozen_parameters_that_the_user_changes_are_saved_with_their_new_values(tmp_path, write):
     model = adapted_model()
     optimizer = adamw(model)
     with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
@@ -156,7 +156,7 @@ def test_frozen_parameters_that_are_written_to_are_saved_as_they_are(tmp_path, w
     assert bits(dq.load(tmp_path, 2)["model"]["0.base.weight"]) != bits(model[0].base.weight)
 
 
-def test_a_write_that_pytorch_does_not_count_is_found_after_some_checkpoints_and_told(tmp_path, caplog):
+def test_a_write_that_bypasses_version_counters_is_detected_after_some_checkpoints_and_logged(tmp_path, caplog):
     model = adapted_model()
     optimizer = adamw(model)
     with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
@@ -169,7 +169,7 @@ def test_a_write_that_pytorch_does_not_count_is_found_after_some_checkpoints_and
     assert "0.base.weight does not train" in caplog.text
 
 
-def test_an_average_of_weights_is_coded_given_the_one_before(tmp_path):
+def test_an_average_of_weights_is_conditioned_on_the_parent(tmp_path):
     model = adapted_model()
     model.average = nn.Linear(64, 4500).requires_grad_(False)
     optimizer = adamw(model)
@@ -183,7 +183,7 @@ def test_an_average_of_weights_is_coded_given_the_one_before(tmp_path):
     assert record.roles["exact"].ratio > 1.5
 
 
-def test_what_is_unfrozen_is_quantized_and_what_is_frozen_later_is_not(tmp_path):
+def test_unfrozen_parameters_are_quantized_and_parameters_frozen_later_are_not(tmp_path):
     model = adapted_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
@@ -206,7 +206,7 @@ def test_parameters_in_no_optimizer_are_stored_exactly_and_the_record_says_so(tm
     assert any("in no optimizer" in note for note in record.notes)
 
 
-def test_roles_may_quantize_what_is_frozen(tmp_path):
+def test_roles_may_quantize_frozen_parameters(tmp_path):
     model, records = saved_run(tmp_path, roles={"*.base.weight": "weight"})
     assert records[-1].roles["weight"].raw > 1_000_000
     assert bits(dq.load(tmp_path)["model"]["0.base.weight"]) != bits(model[0].base.weight)
@@ -236,7 +236,7 @@ def test_omitted_parameters_are_not_stored_and_compared_when_restored(tmp_path):
     assert bits(other.state_dict()) == before
 
 
-def test_what_is_omitted_and_changes_is_not_lost_without_a_word(tmp_path):
+def test_a_change_of_an_omitted_parameter_is_an_error(tmp_path):
     model = adapted_model()
     with dq.Checkpointer(tmp_path, model, adamw(model), roles={"*.base.*": "omit"}) as ckpt:
         ckpt.save(1)
@@ -272,7 +272,7 @@ def test_an_adapter_only_checkpoint_is_exported_without_its_base(tmp_path):
     ]
 
 
-def test_what_trains_cannot_be_omitted(tmp_path):
+def test_trained_parameters_cannot_be_omitted(tmp_path):
     model = adapted_model()
     with pytest.raises(StateError, match=r"model\.0\.a\.weight is to be omitted, but it trains"):
         dq.Checkpointer(tmp_path, model, adamw(model), roles={"model.*": "omit"})
@@ -293,7 +293,7 @@ def test_only_tensors_of_modules_can_be_omitted(tmp_path):
 
 
 @pytest.mark.parametrize("write", [lambda p: p.detach()[0].add_(1), lambda p: p.data.add_(1)], ids=["in place", "data"])
-def test_evaluate_may_not_write_to_frozen_parameters_unnoticed(tmp_path, write):
+def test_a_write_to_frozen_parameters_in_evaluate_is_an_error(tmp_path, write):
     model = adapted_model()
 
     def evaluate(model):
@@ -319,7 +319,7 @@ def test_a_frozen_embedding_that_renormalises_its_rows_is_scored_on_a_copy(tmp_p
     assert bits(model[0].weight) == before
 
 
-def test_the_file_of_frozen_parameters_goes_with_the_last_checkpoint_that_needs_it(tmp_path):
+def test_the_file_of_frozen_parameters_is_deleted_with_the_last_checkpoint_that_needs_it(tmp_path):
     model = adapted_model()
     optimizer = adamw(model)
     with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2) as ckpt:
@@ -335,7 +335,7 @@ def test_the_file_of_frozen_parameters_goes_with_the_last_checkpoint_that_needs_
         dq.load(tmp_path)
 
 
-def test_a_run_goes_on_where_the_file_of_frozen_parameters_was_deleted(tmp_path):
+def test_a_training_continues_after_the_file_of_frozen_parameters_was_deleted(tmp_path):
     model = adapted_model()
     optimizer = adamw(model)
     with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
@@ -407,7 +407,7 @@ def test_a_save_finds_damage_to_frozen_parameters_and_the_next_one_writes_them_a
     assert bits(dq.load(tmp_path, 5)["model"]["0.base.weight"]) == bits(model[0].base.weight)
 
 
-def test_a_restore_puts_back_what_was_written_behind_pytorchs_back(tmp_path):
+def test_a_restore_undoes_writes_that_bypass_version_counters(tmp_path):
     model = adapted_model()
     before = bits(model[0].base.weight)
     with dq.Checkpointer(tmp_path, model, adamw(model)) as ckpt:

@@ -1,4 +1,4 @@
-"""A full disk: an error at the next call, a run that is as it was, and saving again once there is room."""
+"""On a full disk the next call raises an error, the run stays as it was, and saving works again once there is space."""
 
 import errno
 import os
@@ -47,7 +47,7 @@ def test_a_file_that_cannot_grow_leaves_the_run_as_it_was(tmp_path, room, way):
 
 
 @EVERY_WAY
-def test_no_space_left_is_raised_and_the_run_can_still_be_restored(tmp_path, way):
+def test_a_full_disk_raises_an_error_and_the_run_can_still_be_restored(tmp_path, way):
     model, optimizer = training()
     with dq.Checkpointer(tmp_path, model, optimizer, **way) as ckpt:
         ckpt.save(1).result()
@@ -65,7 +65,7 @@ def test_no_space_left_is_raised_and_the_run_can_still_be_restored(tmp_path, way
 
 
 @pytest.mark.parametrize("full", ["step-000000000002.dqc.tmp", "exact-000000000002-000000000002.dqc.tmp"])
-def test_where_either_form_finds_no_space_the_newest_exact_state_is_still_there(tmp_path, full):
+def test_without_space_for_the_checkpoint_or_its_lossless_copy_the_last_exact_state_stays(tmp_path, full):
     model, optimizer = training()
     with dq.Checkpointer(tmp_path, model, optimizer, exact="latest") as ckpt:
         train(model, optimizer)
@@ -120,7 +120,7 @@ def test_a_disk_that_fills_while_children_are_recoded_loses_nothing(tmp_path, wa
         assert sorted(contents(tmp_path)) == [f"step-{step:012d}.dqc" for step in (3, 4)]
 
 
-def test_what_torch_makes_of_a_full_disk_names_the_file_and_says_what_to_do(tmp_path):
+def test_a_full_disk_in_torch_save_names_the_file_and_says_what_to_do(tmp_path):
     with pytest.raises(OSError, match=r"No space left on device: '.*model\.pt'") as caught:
         fill_disk(tmp_path / "model.pt")
     assert caught.value.errno == errno.ENOSPC

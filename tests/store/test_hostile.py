@@ -1,4 +1,4 @@
-"""Hostile files and folders: every reader ends, in one sentence, without a traceback, whatever it meets."""
+"""Hostile files and folders: every reader ends in time with a one-line error, without a traceback."""
 
 import json
 import os
@@ -254,7 +254,7 @@ def outcomes(tmp_path_factory) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_reader_ends_in_one_sentence(outcomes, case):
+def test_every_reader_of_a_hostile_file_ends_with_a_one_line_error(outcomes, case):
     for reader, outcome in outcomes[case].items():
         assert outcome["trace"] is None, (reader, outcome["trace"][-3000:])
         assert outcome["code"] in (0, 1), (reader, outcome)
@@ -265,7 +265,7 @@ def test_every_reader_ends_in_one_sentence(outcomes, case):
             assert "damaged: " in outcome["out"] or outcome["err"].startswith("dynaquant: "), outcome
 
 
-def test_memory_that_is_not_there_is_told_of_by_name(outcomes):
+def test_an_error_for_too_little_memory_names_the_tensor(outcomes):
     for case, claimed in (("exact values of 26 GB", "26.00 GB"), ("zeros of 26 GB", "26.21 GB")):
         for reader in ("load", "verify", "export"):
             said = outcomes[case][reader]
@@ -273,7 +273,7 @@ def test_memory_that_is_not_there_is_told_of_by_name(outcomes):
             assert text in said["err"] + said["out"], (case, reader, said)
 
 
-def test_what_is_sound_beside_it_is_read(outcomes):
+def test_sound_checkpoints_beside_a_hostile_file_are_read(outcomes):
     for name in SOMETHING:
         assert outcomes[f"beside a sound one a {name}"]["load"]["code"] == 0
         assert outcomes[f"beside a sound one a {name}"]["log"]["code"] == 0

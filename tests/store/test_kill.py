@@ -87,7 +87,7 @@ def check_all(run: Run, known: dict[int, str]) -> dict[int, str]:
     return {summary.step: summary.identity for summary in summaries}
 
 
-def test_a_kill_at_any_moment_loses_nothing_that_was_committed(tmp_path, trainer, method):
+def test_a_kill_at_any_moment_loses_no_committed_checkpoint(tmp_path, trainer, method):
     folder, draw = tmp_path / "run", random.Random(0)
     duration = seconds_of_a_save(trainer)
     last, identities, inside = restore(folder, method), {}, 0

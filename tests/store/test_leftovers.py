@@ -1,4 +1,4 @@
-"""What a killed command leaves is cleared away by the next one for the same output."""
+"""A command deletes what a killed command for the same output has left."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ def killed(folder, *arguments) -> None:
 
 
 @pytest.mark.parametrize("to", ["compress", "hf", "safetensors"])
-def test_a_killed_command_leaves_nothing_once_it_is_given_again(tmp_path, to):
+def test_repeating_a_killed_command_deletes_what_it_has_left(tmp_path, to):
     model, small, out = tmp_path / "m.safetensors", tmp_path / "m.dqc", tmp_path / "out" / "new"
     out.parent.mkdir()
     save_file({f"{i}": torch.randn(512, 512) for i in range(16)}, model)
@@ -49,7 +49,7 @@ with {what}(pathlib.Path(sys.argv[1])):
 
 
 @pytest.mark.parametrize("place", [atomic_file, atomic_folder])
-def test_what_another_process_is_writing_is_left_to_it(tmp_path, place):
+def test_a_file_that_another_process_is_writing_is_not_deleted(tmp_path, place):
     code = WRITING.format(what=place.__name__)
     command = [sys.executable, "-c", code, str(tmp_path / "out")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -64,7 +64,7 @@ def test_what_another_process_is_writing_is_left_to_it(tmp_path, place):
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_files_of_others_are_left_alone(tmp_path):
+def test_files_of_other_programs_are_left_alone(tmp_path):
     names = ["out.tmp", "out.1.tmp", "out.dynaquant-x.tmp", "other.dynaquant-1.tmp", "out.dynaquant-1.tmp2"]
     for name in names:
         (tmp_path / name).write_text("precious")

@@ -1,4 +1,4 @@
-"""One writer for a run's folder: also where the folder is moved or replaced, and where there is no ``flock``."""
+"""A run has one writer, also if its folder is moved or replaced, and on file systems without ``flock``."""
 
 import errno
 import fcntl
@@ -42,7 +42,7 @@ def moved_away(folder, replaced: bool) -> None:
 @pytest.mark.parametrize(
     ("replaced", "reason"), [(True, "is another folder than the one that was opened"), (False, "no longer exists")]
 )
-def test_nothing_is_written_where_the_folder_is_no_longer_the_one_that_is_held(run, replaced, reason):
+def test_nothing_is_written_if_another_folder_has_taken_the_place_of_the_locked_one(run, replaced, reason):
     with run.locked():
         series(run, [1, 2])
         before = contents(run.folder)
@@ -55,7 +55,7 @@ def test_nothing_is_written_where_the_folder_is_no_longer_the_one_that_is_held(r
         assert not replaced or contents(run.folder) == {}
 
 
-def test_a_folder_that_was_deleted_and_made_again_is_another_one(run):
+def test_a_folder_that_was_deleted_and_created_again_counts_as_another_one(run):
     with run.locked():
         run.folder.rmdir()
         run.folder.mkdir()
@@ -64,7 +64,7 @@ def test_a_folder_that_was_deleted_and_made_again_is_another_one(run):
         assert contents(run.folder) == {}
 
 
-def test_nothing_is_committed_where_the_folder_goes_while_a_checkpoint_is_written(run, monkeypatch):
+def test_nothing_is_committed_if_the_folder_is_moved_while_a_checkpoint_is_written(run, monkeypatch):
     written = WritableRun._write_temporary
 
     def slow(self, *options):
@@ -80,7 +80,7 @@ def test_nothing_is_committed_where_the_folder_goes_while_a_checkpoint_is_writte
     assert Run(run.folder.with_name("away")).steps() == []
 
 
-def test_writing_goes_on_where_the_folder_is_put_back(run):
+def test_writing_continues_after_the_folder_is_put_back(run):
     with run.locked():
         series(run, [1])
         moved_away(run.folder, True)
@@ -93,7 +93,7 @@ def test_writing_goes_on_where_the_folder_is_put_back(run):
     assert run.steps() == [2, 3]
 
 
-def test_a_training_whose_run_was_replaced_is_told_and_loses_nothing(tmp_path):
+def test_a_training_whose_run_was_replaced_gets_an_error_and_loses_nothing(tmp_path):
     model = torch.nn.Linear(4, 4)
     with dq.Checkpointer(tmp_path / "run", model) as first:
         first.save(1).result()
@@ -122,7 +122,7 @@ def no_flock(monkeypatch):
 
 
 @pytest.mark.parametrize("code", ["ENOLCK", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EINVAL", "EBADF"])
-def test_a_folder_that_cannot_be_locked_is_held_by_a_file(run, monkeypatch, code):
+def test_a_folder_that_cannot_be_locked_gets_a_lock_file(run, monkeypatch, code):
     def unsupported(*_):
         raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)))
 
@@ -163,7 +163,7 @@ with lock_for_writing(Path(sys.argv[1])):
 
 
 @pytest.mark.usefixtures("no_flock")
-def test_another_process_is_refused_until_it_is_gone_even_if_it_was_killed(run):
+def test_a_run_stays_locked_until_the_other_process_ends_even_if_it_is_killed(run):
     command = [sys.executable, "-c", HOLDS, run.folder]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "held\n"
@@ -182,7 +182,7 @@ def owned_by(run: Run, **owner) -> None:
 
 
 @pytest.mark.usefixtures("no_flock")
-def test_a_process_of_another_machine_is_never_taken_for_gone(run):
+def test_a_process_of_another_machine_is_never_assumed_to_have_ended(run):
     owned_by(run, machine="elsewhere pid:[1]", pid=2**30)
     with pytest.raises(CheckpointError, match=r"on elsewhere .*If it no longer runs, delete"), run.locked():
         pass
@@ -192,7 +192,7 @@ def test_a_process_of_another_machine_is_never_taken_for_gone(run):
 
 
 @pytest.mark.usefixtures("no_flock")
-def test_a_killed_process_that_had_the_number_of_this_one_is_gone(run):
+def test_the_lock_of_a_killed_process_with_the_same_number_is_taken_over(run):
     owned_by(run)
     with run.locked():
         series(run, [1])
@@ -200,7 +200,7 @@ def test_a_killed_process_that_had_the_number_of_this_one_is_gone(run):
 
 @pytest.mark.usefixtures("no_flock")
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"pid": "x"}'])
-def test_a_lock_file_that_says_nothing_is_not_taken_away(run, content):
+def test_a_lock_file_without_an_owner_is_kept(run, content):
     (run.folder / writer_lock.LOCK_FILE).write_text(content)
     with pytest.raises(CheckpointError, match="is writing to this run, or was killed while doing so"), run.locked():
         pass
@@ -208,7 +208,7 @@ def test_a_lock_file_that_says_nothing_is_not_taken_away(run, content):
 
 
 @pytest.mark.usefixtures("no_flock")
-def test_a_writer_whose_lock_file_was_taken_writes_no_more(run):
+def test_a_writer_whose_lock_file_was_replaced_stops_writing(run):
     with run.locked():
         series(run, [1])
         owned_by(run, pid=1)
@@ -219,7 +219,7 @@ def test_a_writer_whose_lock_file_was_taken_writes_no_more(run):
 
 
 @pytest.mark.usefixtures("no_flock")
-def test_a_forked_child_that_leaves_the_block_does_not_let_the_lock_go(run):
+def test_a_forked_child_that_leaves_the_block_does_not_release_the_lock(run):
     held = writer_lock.lock_for_writing(run.folder)
     held.__enter__()
     child = os.fork()
@@ -234,7 +234,7 @@ def test_a_forked_child_that_leaves_the_block_does_not_let_the_lock_go(run):
     assert not (run.folder / writer_lock.LOCK_FILE).exists()
 
 
-def test_without_fcntl_a_run_can_be_read_and_not_written(run, monkeypatch):
+def test_without_fcntl_a_run_can_be_read_but_not_written(run, monkeypatch):
     series(run, [1])
     monkeypatch.setattr(flock, "AVAILABLE", False)
     assert run.load(run.file(1))
@@ -242,7 +242,7 @@ def test_without_fcntl_a_run_can_be_read_and_not_written(run, monkeypatch):
         pass
 
 
-def test_what_another_writer_has_in_the_new_folder_is_left_alone(run, monkeypatch):
+def test_files_of_another_writer_in_the_new_folder_are_left_alone(run, monkeypatch):
     names = ["step-000000000001.dqc.tmp", "exact-000000000001-000000000001.dqc"]
     written = WritableRun._write_temporary
 

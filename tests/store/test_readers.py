@@ -1,4 +1,4 @@
-"""Readers beside a writer: what is open can be read to its end, and reading begins again when the run has moved on."""
+"""Readers beside a writer: an open checkpoint can be read to its end, and a reader retries if the run has changed."""
 
 import multiprocessing
 import os
@@ -68,7 +68,7 @@ def going_on_at(monkeypatch, name: str, go_on, times: int = 1):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_what_was_opened_is_read_though_the_training_has_deleted_it(tmp_path, exact):
+def test_an_open_checkpoint_is_read_after_the_training_has_deleted_it(tmp_path, exact):
     training = Training(tmp_path, exact=exact)
     training(3)
     stored, weight = StoredCheckpoint(tmp_path), bits(training.model.weight)
@@ -121,7 +121,7 @@ def test_a_chain_longer_than_files_can_be_open_is_read(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_closed_file_is_read_only_if_it_is_still_the_one_of_its_name(tmp_path):
+def test_a_closed_file_is_read_only_if_it_was_not_replaced(tmp_path):
     run = WritableRun(tmp_path)
     series(run, [1])
     file = run.files()[0][0]
@@ -139,7 +139,7 @@ def test_a_closed_file_is_read_only_if_it_is_still_the_one_of_its_name(tmp_path)
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("reader", READERS)
-def test_a_reader_begins_again_where_the_training_deletes_what_it_looks_for(tmp_path, monkeypatch, reader, exact):
+def test_a_reader_retries_if_the_training_deletes_the_checkpoint_it_looks_for(tmp_path, monkeypatch, reader, exact):
     monkeypatch.setattr(readers, "DEPTH", 0)
     monkeypatch.setattr(readers, "step_in", lambda _weights: 0)
     monkeypatch.setattr(readers, "model", lambda: torch.nn.Linear(60, 60))
@@ -157,7 +157,7 @@ def test_a_reader_begins_again_where_the_training_deletes_what_it_looks_for(tmp_
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_what_is_loaded_is_the_newest_lossless_one(tmp_path, monkeypatch, exact):
+def test_load_returns_the_newest_state_even_if_the_training_commits_meanwhile(tmp_path, monkeypatch, exact):
     training = Training(tmp_path, exact=exact)
     training(2)
     for load in (lambda: dq.load(tmp_path)["model"]["weight"], lambda: dq.load(tmp_path, keys=["weight"])["weight"]):
@@ -166,7 +166,7 @@ def test_what_is_loaded_is_the_newest_lossless_one(tmp_path, monkeypatch, exact)
             assert bits(load()) == bits(training.model.weight)
 
 
-def test_a_step_that_the_training_deletes_meanwhile_is_no_longer_there(tmp_path, monkeypatch):
+def test_the_error_for_a_step_deleted_meanwhile_says_that_it_no_longer_exists(tmp_path, monkeypatch):
     training = Training(tmp_path)
     training(2)
     with going_on_at(monkeypatch, "step-000000000001", lambda: training(3)), pytest.raises(CheckpointError) as caught:
@@ -176,7 +176,7 @@ def test_a_step_that_the_training_deletes_meanwhile_is_no_longer_there(tmp_path,
         dq.load(tmp_path, 2)
 
 
-def test_a_listing_is_made_anew_where_all_of_it_has_been_deleted(tmp_path, monkeypatch):
+def test_a_run_is_listed_again_if_every_listed_file_was_deleted(tmp_path, monkeypatch):
     training = Training(tmp_path, keep=1)
     training(1)
     for listed in (lambda: Run(tmp_path).steps(), lambda: [file.header.step for file in Run(tmp_path).files()[0]]):
@@ -184,7 +184,7 @@ def test_a_listing_is_made_anew_where_all_of_it_has_been_deleted(tmp_path, monke
             assert listed() == [training.step]
 
 
-def test_a_report_whose_files_go_is_not_one_of_a_damaged_run(tmp_path):
+def test_files_deleted_during_a_report_are_not_reported_as_damaged(tmp_path):
     training = Training(tmp_path, keep=3)
     training(3)
     run = Run(tmp_path)
@@ -198,7 +198,7 @@ def test_a_report_whose_files_go_is_not_one_of_a_damaged_run(tmp_path):
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_damage_is_found_at_once(tmp_path, monkeypatch, gone):
+def test_damage_is_reported_without_a_retry(tmp_path, monkeypatch, gone):
     run = WritableRun(tmp_path)
     series(run, [1, 2, 3])
     if gone:
@@ -215,7 +215,7 @@ def test_damage_is_found_at_once(tmp_path, monkeypatch, gone):
     assert len(opened) == 3
 
 
-def test_a_run_that_never_settles_is_an_error_in_the_end(tmp_path, monkeypatch):
+def test_a_run_that_keeps_changing_is_an_error_after_the_last_attempt(tmp_path, monkeypatch):
     run = WritableRun(tmp_path)
     series(run, [1, 2])
     tries = []
@@ -230,7 +230,7 @@ def test_a_run_that_never_settles_is_an_error_in_the_end(tmp_path, monkeypatch):
     assert len(tries) == ATTEMPTS
 
 
-def test_a_model_is_filled_only_with_what_was_checked(tmp_path):
+def test_a_model_is_filled_only_with_verified_values(tmp_path):
     training = Training(tmp_path)
     training(1)
     path = Run(tmp_path).path(1)
@@ -250,7 +250,7 @@ def test_a_model_is_filled_only_with_what_was_checked(tmp_path):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_no_reader_fails_beside_a_training_that_saves_as_fast_as_it_can(tmp_path, exact):
+def test_no_reader_fails_while_a_training_saves_as_fast_as_it_can(tmp_path, exact):
     folder = tmp_path / "run"
     with multiprocessing.get_context("spawn").Pool(1) as pool:  # ends the training at the end
         saves = pool.apply_async(readers.train, (folder, 600.0, exact))

@@ -1,4 +1,4 @@
-"""Branching off and compacting: other files, the same values."""
+"""Branching and compacting change the files, but no values."""
 
 import copy
 import errno
@@ -63,7 +63,7 @@ def chains(run: Run) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("options", [{}, PUBLISHED, {"quality": "lossless"}, {"exact": "latest"}], ids=str)
-def test_compacting_changes_the_chains_and_no_value(tmp_path, options):
+def test_compacting_changes_chains_but_no_values(tmp_path, options):
     save(tmp_path, range(4), *training(), keyframe_every=2, **options)
     run = WritableRun(tmp_path)
     before = values(run)
@@ -77,7 +77,7 @@ def test_compacting_changes_the_chains_and_no_value(tmp_path, options):
         assert values(run) == before
 
 
-def test_compacting_that_is_done_writes_nothing(tmp_path):
+def test_compacting_a_compacted_run_writes_nothing(tmp_path):
     save(tmp_path, range(4), *training(), keyframe_every=3)
     run = WritableRun(tmp_path)
     compacted(run, 3)
@@ -110,7 +110,7 @@ def test_compacting_can_be_interrupted_between_any_two_steps(tmp_path):
         assert values(run) == before
 
 
-def test_a_run_of_two_lines_is_compacted(tmp_path):
+def test_a_run_with_two_lines_of_training_is_compacted(tmp_path):
     model, optimizer = training()
     save(tmp_path, (1, 2, 3), model, optimizer, keyframe_every=2)
     save(tmp_path, (4, 5), model, optimizer, restore=1)
@@ -123,7 +123,7 @@ def test_a_run_of_two_lines_is_compacted(tmp_path):
         assert max(chains(run).values()) <= keyframe_every
 
 
-def test_checkpoints_that_hold_the_same_do_not_make_a_chain_too_long(tmp_path):
+def test_checkpoints_with_equal_contents_do_not_make_a_chain_too_long(tmp_path):
     """Their identities are the same, and so cannot tell them apart."""
     with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
         for step in range(6):
@@ -138,7 +138,7 @@ def test_checkpoints_that_hold_the_same_do_not_make_a_chain_too_long(tmp_path):
 
 
 @pytest.mark.parametrize("seed", [0, 2])
-def test_whatever_was_saved_comes_through(tmp_path, seed):
+def test_compacting_keeps_whatever_was_saved(tmp_path, seed):
     """Frozen layers, steps saved again, older ones restored, other qualities and optimizers in one run."""
     chance = random.Random(seed)
     model, optimizer = training()
@@ -157,7 +157,7 @@ def test_whatever_was_saved_comes_through(tmp_path, seed):
         assert max(chains(run).values()) <= keyframe_every
 
 
-def test_what_children_were_coded_against_stays_what_it_was(tmp_path):
+def test_compacting_keeps_the_levels_that_dependent_deltas_were_coded_against(tmp_path):
     """Exact values that are those of an older checkpoint's levels must not become its levels."""
     model, optimizer = training()
     save(tmp_path, (1,), model, optimizer)
@@ -172,7 +172,7 @@ def test_what_children_were_coded_against_stays_what_it_was(tmp_path):
     assert values(run) == before
 
 
-def test_what_cannot_be_decoded_stops_compacting_and_nothing_is_lost(tmp_path):
+def test_a_damaged_checkpoint_stops_compacting_and_nothing_is_lost(tmp_path):
     save(tmp_path, range(4), *training(), keyframe_every=2)
     run = WritableRun(tmp_path)
     before = values(run)
@@ -192,7 +192,7 @@ def test_a_full_disk_stops_compacting_and_nothing_is_lost(tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_tags_stay_with_what_is_compacted(tmp_path):
+def test_tags_stay_valid_after_compacting(tmp_path):
     save(tmp_path, range(3), *training(), keyframe_every=1)
     run = WritableRun(tmp_path)
     set_tag(run, "best", run.file(1))
@@ -201,7 +201,7 @@ def test_tags_stay_with_what_is_compacted(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, PUBLISHED], ids=str)
-def test_both_lines_go_on_from_a_branch(tmp_path, options):
+def test_training_continues_in_the_branch_and_in_the_old_run(tmp_path, options):
     model, optimizer = training()
     save(tmp_path / "old", (1, 2, 3), model, optimizer, **options)
     run = Run(tmp_path / "old")
@@ -219,7 +219,7 @@ def test_both_lines_go_on_from_a_branch(tmp_path, options):
     assert chains(new)[4] == 3
 
 
-def test_a_branch_takes_along_what_was_kept_as_it_was(tmp_path):
+def test_a_branch_has_the_lossless_copy(tmp_path):
     model, optimizer = training()
     save(tmp_path / "old", (1, 2), model, optimizer, exact="latest")
     run = Run(tmp_path / "old")

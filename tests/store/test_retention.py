@@ -1,4 +1,4 @@
-"""Retention: what is kept, and that deleting the rest changes nothing about what is kept."""
+"""Retention: which checkpoints are kept; deleting the others does not change their values."""
 
 import pytest
 from committed import assert_holds, checkpoint_of, damage_levels, series
@@ -49,7 +49,7 @@ def parents(run: Run) -> dict[int, int | None]:
         (Retention(keep_last=2, keep_every=30), [30, 50, 60]),
     ],
 )
-def test_what_the_retention_says_is_kept(run, retention, kept):
+def test_the_retention_decides_what_is_kept(run, retention, kept):
     made = series(run, [10, 20, 30, 40, 50, 60])
     before = identities(run)
     assert prune(run, retention) == []
@@ -59,14 +59,14 @@ def test_what_the_retention_says_is_kept(run, retention, kept):
             assert assert_holds(run, checkpoint).header.identity == before[checkpoint.step]
 
 
-def test_the_newest_is_the_one_committed_last_not_that_of_the_highest_step(run):
+def test_the_newest_checkpoint_is_the_last_commit_not_the_highest_step(run):
     series(run, [10, 20, 30])
     series(run, [5])
     prune(run, Retention(keep_last=1))
     assert steps_of(run) == [5]
 
 
-def test_step_zero_is_a_multiple(run):
+def test_step_zero_counts_as_a_multiple(run):
     series(run, [0, 1, 2])
     prune(run, Retention(keep_every=10))
     assert steps_of(run) == [0, 2]
@@ -96,7 +96,7 @@ def test_limits_below_one_are_refused(limits):
 
 
 @pytest.mark.parametrize("coder", ["conditional", "rearranged"])
-def test_children_are_coded_against_the_nearest_ancestor_that_stays(run, coder):
+def test_children_are_conditioned_on_the_nearest_ancestor_that_stays(run, coder):
     made = series(run, [1, 2, 3, 4, 5], coder=coder)
     assert recode_dependents(run, [2, 3, 5]) == (set(), [])
     assert parents(run) == {1: None, 2: 1, 3: 2, 4: 1, 5: 4}
@@ -154,7 +154,7 @@ def test_all_children_of_a_parent_are_recoded(run):
         assert_holds(run, checkpoint)
 
 
-def test_a_long_chain_shrinks_from_its_beginning(run):
+def test_the_oldest_checkpoints_of_a_long_chain_can_be_deleted(run):
     made = series(run, range(40))
     for newest in range(30, 0, -10):
         assert prune(run, Retention(keep_last=newest)) == []
@@ -165,7 +165,7 @@ def test_a_long_chain_shrinks_from_its_beginning(run):
     assert keyframes == [30]
 
 
-def test_a_damaged_child_is_noted_and_keeps_its_parent_until_it_goes_itself(run):
+def test_a_damaged_child_is_noted_and_keeps_its_parent_until_it_is_deleted(run):
     first = checkpoint_of(1, {"w": randn(80, 50)}, {"b": randn(9)})
     _, base = run.commit(first, None)
     for step in (2, 3):
@@ -183,7 +183,7 @@ def test_a_damaged_child_is_noted_and_keeps_its_parent_until_it_goes_itself(run)
     assert steps_of(run) == [3]
 
 
-def test_a_damaged_parent_is_noted_and_stays_as_long_as_its_child(run):
+def test_a_damaged_parent_is_noted_and_kept_as_long_as_its_child(run):
     series(run, [1, 2])
     alone = checkpoint_of(3, {"w": randn(80, 50)})
     run.commit(alone, None)
@@ -196,7 +196,7 @@ def test_a_damaged_parent_is_noted_and_stays_as_long_as_its_child(run):
     assert steps_of(run) == [3]
 
 
-def test_while_a_header_cannot_be_read_nothing_is_deleted(run):
+def test_nothing_is_deleted_while_a_header_cannot_be_read(run):
     made = series(run, [1, 2])
     made.append(checkpoint_of(3, {"w": randn(80, 50)}))
     run.commit(made[2], None)
@@ -245,7 +245,7 @@ def chain_with(run: WritableRun, extra: int) -> list:
     return made
 
 
-def test_what_is_coded_against_a_damaged_checkpoint_and_decodes_outlives_it(run):
+def test_a_child_that_decodes_survives_the_replacement_of_its_damaged_parent(run):
     made = chain_with(run, 1)
     for checkpoint in made[1:]:
         assert_holds(run, checkpoint)
@@ -256,7 +256,7 @@ def test_what_is_coded_against_a_damaged_checkpoint_and_decodes_outlives_it(run)
         assert_holds(run, checkpoint)
 
 
-def test_what_builds_on_a_damaged_child_and_decodes_outlives_what_is_replaced(run):
+def test_a_grandchild_that_decodes_survives_a_damaged_child_and_the_replacement(run):
     made = chain_with(run, 3)
     notes = prepare_replacement(run, 2)
     assert len(notes) == 1
@@ -269,7 +269,7 @@ def test_what_builds_on_a_damaged_child_and_decodes_outlives_what_is_replaced(ru
     assert prune(run, Retention(keep_last=1)) == []
 
 
-def test_nothing_is_replaced_that_a_checkpoint_depends_on_which_could_not_be_recoded(run, monkeypatch):
+def test_a_step_is_not_replaced_if_a_sound_child_cannot_be_recoded(run, monkeypatch):
     made = series(run, [1, 2, 3])
 
     def failing(*_):

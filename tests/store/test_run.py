@@ -1,4 +1,4 @@
-"""A run: what is committed is loaded bit for bit, parents are found or missed by name, and one process writes."""
+"""A run: checkpoints are loaded bit for bit, errors name the missing or wrong parent, and one process writes."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ def run(tmp_path) -> WritableRun:
 # What is committed is loaded
 
 
-def test_what_is_committed_is_loaded(run):
+def test_a_committed_checkpoint_is_loaded_bit_for_bit(run):
     made = series(run, [1, 2, 3, 4])
     for checkpoint in made:
         assert_holds(run, checkpoint)
@@ -41,7 +41,7 @@ def test_what_is_committed_is_loaded(run):
     assert broken == []
 
 
-def test_the_base_that_commit_returns_is_the_one_that_loading_makes(run):
+def test_commit_returns_the_same_base_as_loading(run):
     file = base = None
     for checkpoint in series(run, [1, 2, 3]):
         file, base = run.commit(checkpoint, base)
@@ -76,7 +76,7 @@ def test_unchanged_tensors_are_references_that_cost_nothing(run):
         assert_holds(run, changed)
 
 
-def test_tensors_that_come_go_and_change_are_loaded(run):
+def test_tensors_may_be_added_removed_and_changed_between_checkpoints(run):
     weight = torch.randn(40, 50)
     several = [
         checkpoint_of(1, {"w": weight, "gone": weight * 2}, {"b": torch.ones(3)}),
@@ -108,7 +108,7 @@ def test_the_number_of_bins_may_change(run, bins, coder):
         assert_holds(run, checkpoint)
 
 
-def test_the_same_step_is_replaced(run):
+def test_committing_a_step_again_replaces_it(run):
     series(run, [1, 2])
     other = checkpoint_of(2, {"w": torch.randn(80, 50)})
     run.commit(other, None)
@@ -124,7 +124,7 @@ def test_a_reader_sees_what_a_writer_replaced(run):
         assert reader.summaries()[0] == [CheckpointFile(run.path(1)).header.summary]
 
 
-def test_a_step_that_is_not_there_is_an_error_that_lists_the_others(run):
+def test_a_missing_step_is_an_error_that_lists_the_available_steps(run):
     with pytest.raises(CheckpointError, match=r"there is no checkpoint of step 3 \(available steps: none\)"):
         run.file(3)
     series(run, [1, 2])
@@ -135,7 +135,7 @@ def test_a_step_that_is_not_there_is_an_error_that_lists_the_others(run):
 # Identity
 
 
-def test_an_identity_is_that_of_the_values_however_they_are_coded(run, tmp_path):
+def test_an_identity_depends_on_the_values_not_on_their_coding(run, tmp_path):
     made = series(run, [1, 2, 3])
     other = WritableRun(tmp_path / "other")
     other.folder.mkdir()
@@ -146,7 +146,7 @@ def test_an_identity_is_that_of_the_values_however_they_are_coded(run, tmp_path)
     assert run.path(3).read_bytes() != other.path(3).read_bytes()
 
 
-def test_whatever_changes_changes_the_identity(run):
+def test_every_change_of_the_contents_changes_the_identity(run):
     weight = torch.randn(40, 50)
     touched = weight.clone()
     touched[3, 4] *= 3
@@ -167,7 +167,7 @@ def test_whatever_changes_changes_the_identity(run):
 # Parents that are not what they should be
 
 
-def test_a_missing_parent_is_named(run):
+def test_the_error_for_a_missing_parent_names_it(run):
     series(run, [1, 2, 3])
     identity = run.file(2).header.identity
     run.path(2).unlink()
@@ -179,14 +179,14 @@ def test_a_missing_parent_is_named(run):
     run.load(run.file(1))
 
 
-def test_a_replaced_parent_is_found_before_its_levels_are_used(run):
+def test_a_replaced_parent_is_detected_before_its_levels_are_used(run):
     series(run, [1, 2, 3])
     run.commit(checkpoint_of(2, {"w": torch.randn(80, 50)}), None)
     with pytest.raises(CheckpointError, match=r"checkpoint step 3: its parent, step 2 .* has been replaced in"):
         run.load(run.file(3))
 
 
-def test_an_altered_parent_is_named(run):
+def test_the_error_for_an_altered_parent_names_it(run):
     series(run, [1, 2, 3])
     damage_levels(run, 2)
     for step in (2, 3):
@@ -194,14 +194,14 @@ def test_an_altered_parent_is_named(run):
             run.load(run.file(step))
 
 
-def test_a_parent_whose_header_is_damaged_is_named(run):
+def test_the_error_for_a_parent_with_a_damaged_header_names_it(run):
     series(run, [1, 2])
     run.path(1).write_bytes(run.path(1).read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"step-000000000001\.dqc: truncated"):
         run.load(run.file(2))
 
 
-def test_checkpoints_that_are_each_others_parents_are_refused(run):
+def test_a_cycle_of_parents_is_refused(run):
     """The identity does not cover the parent, so files can be forged that name each other."""
     tensor = entry(data=b"", coding={"kind": "reference"})
     identity = header(tensor)["identity"]
@@ -226,7 +226,7 @@ def test_a_reference_to_another_tensor_is_refused(run):
         run.load(run.file(2))
 
 
-def test_a_renamed_file_is_found(run):
+def test_a_renamed_file_is_detected(run):
     series(run, [1])
     run.path(1).rename(run.path(7))
     summaries, broken = run.summaries()
@@ -234,7 +234,7 @@ def test_a_renamed_file_is_found(run):
     assert [str(error) for error in broken] == [f"{run.path(7)}: holds step 1; was it renamed?"]
 
 
-def test_a_renamed_file_is_not_taken_for_the_step_of_its_name(run):
+def test_a_renamed_file_is_not_read_as_the_step_in_its_name(run):
     series(run, [1])
     run.path(1).rename(run.path(7))
     with pytest.raises(CheckpointError, match=r"holds step 1; was it renamed\?"):
@@ -301,7 +301,7 @@ def ended(child: int) -> None:
     os.waitpid(child, 0)
 
 
-def test_a_forked_worker_that_lives_on_does_not_hold_the_run_after_close(run):
+def test_a_forked_worker_does_not_keep_the_run_locked_after_close(run):
     with run.locked():
         worker = forked(lambda: None)
     try:
@@ -311,7 +311,7 @@ def test_a_forked_worker_that_lives_on_does_not_hold_the_run_after_close(run):
         ended(worker)
 
 
-def test_a_forked_worker_that_lives_on_does_not_hold_the_run_of_a_killed_training(run):
+def test_a_forked_worker_does_not_keep_the_run_of_a_killed_training_locked(run):
     reader, out = os.pipe()
 
     def train_with_a_worker() -> object:
@@ -332,7 +332,7 @@ def test_a_forked_worker_that_lives_on_does_not_hold_the_run_of_a_killed_trainin
         os.close(out)
 
 
-def test_a_new_writer_clears_away_what_a_killed_one_left(run):
+def test_a_new_writer_deletes_what_a_killed_one_has_left(run):
     made = series(run, [1])
     strays = [run.folder / f"step-00000000000{n}.dqc.tmp" for n in (1, 2)]
     for stray in strays:
@@ -343,7 +343,7 @@ def test_a_new_writer_clears_away_what_a_killed_one_left(run):
     assert_holds(run, made[0])
 
 
-def test_a_reader_leaves_the_file_that_is_being_written_alone(run):
+def test_a_reader_ignores_a_file_that_is_being_written(run):
     stray = run.folder / "step-000000000002.dqc.tmp"
     stray.write_bytes(b"half a checkpoint")
     series(run, [1])
@@ -351,7 +351,7 @@ def test_a_reader_leaves_the_file_that_is_being_written_alone(run):
     assert stray.exists()
 
 
-def test_a_run_that_was_moved_is_the_same_run(run, tmp_path):
+def test_a_run_can_be_moved(run, tmp_path):
     made = series(run, [1, 2, 3])
     shutil.move(run.folder, tmp_path / "elsewhere")
     moved = Run(tmp_path / "elsewhere")

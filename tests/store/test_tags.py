@@ -1,4 +1,4 @@
-"""Names of checkpoints."""
+"""Tags: names of checkpoints."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def names(run) -> dict[str, int]:
     return {tag.name: tag.step for tag in tags_of(run)}
 
 
-def test_a_tag_leads_to_its_checkpoint(run):
+def test_a_tag_names_its_checkpoint(run):
     set_tag(run, "best", run.file(2))
     set_tag(run, "v1.0-rc+1", run.file(2))
     set_tag(run, "a", run.file(3))
@@ -42,7 +42,7 @@ def test_a_tag_leads_to_its_checkpoint(run):
     assert names(run) == {"a": 3, "v1.0-rc+1": 2}
 
 
-def test_a_tag_is_taken_from_another_checkpoint_only_by_force(run):
+def test_a_tag_is_moved_to_another_checkpoint_only_by_force(run):
     set_tag(run, "best", run.file(1))
     set_tag(run, "best", run.file(1))  # it is there already
     with pytest.raises(dq.CheckpointError, match="best is the tag of step 1; --force"):
@@ -56,7 +56,7 @@ def test_a_tag_is_taken_from_another_checkpoint_only_by_force(run):
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "../x", "a/b", "/etc/x", "12", "-x", ".hidden", "a b", "ü", "a" * 101, "a\n"]
 )
-def test_what_is_no_name_is_refused_and_leads_nowhere(run, name):
+def test_a_name_that_is_not_allowed_is_refused(run, name):
     (run.folder.parent / "x").write_text("precious")
     with pytest.raises(dq.CheckpointError, match="cannot be a tag"):
         set_tag(run, name, run.file(1))
@@ -75,7 +75,7 @@ def test_an_unknown_tag_is_an_error_that_lists_the_others(run):
         remove_tag(run, "best")
 
 
-def test_a_tag_does_not_pass_on_to_what_replaces_its_checkpoint(run):
+def test_a_tag_does_not_refer_to_a_checkpoint_that_replaces_its_own(run):
     set_tag(run, "best", run.file(2))
     save(run.folder, 2)
     with pytest.raises(dq.CheckpointError, match="saved again since it was tagged"):
@@ -84,7 +84,7 @@ def test_a_tag_does_not_pass_on_to_what_replaces_its_checkpoint(run):
     assert tagged_file(run, "best").header.step == 2
 
 
-def test_files_that_are_no_tags_are_passed_over(run):
+def test_files_that_are_not_tags_are_skipped(run):
     set_tag(run, "best", run.file(2))
     folder = run.folder / FOLDER
     for name, content in (
@@ -110,7 +110,7 @@ def test_files_that_are_no_tags_are_passed_over(run):
     remove_tag(run, "step3")
 
 
-def test_a_file_where_the_tags_belong_is_an_error(run):
+def test_a_file_in_place_of_the_tag_folder_is_an_error(run):
     (run.folder / FOLDER).write_text("")
     assert names(run) == {}
     with pytest.raises(dq.CheckpointError, match=r"tags is a file"):
@@ -123,14 +123,14 @@ def test_a_step_that_no_checkpoint_can_have_is_an_error(run, step):
         dq.load(run.folder, step)
 
 
-def test_a_tag_of_a_checkpoint_that_is_gone_is_an_error(run):
+def test_a_tag_of_a_deleted_checkpoint_is_an_error(run):
     set_tag(run, "best", run.file(3))
     run.delete(3)
     with pytest.raises(dq.CheckpointError, match="the checkpoint of step 3 no longer exists"):
         tagged_file(run, "best")
 
 
-def test_pruning_keeps_what_is_tagged_and_its_values(run):
+def test_pruning_keeps_tagged_checkpoints_and_their_values(run):
     set_tag(run, "best", run.file(1))
     before = dq.load(run.folder, 1)["model"]
     with run.locked():
@@ -139,7 +139,7 @@ def test_pruning_keeps_what_is_tagged_and_its_values(run):
     assert all(torch.equal(before[name], value) for name, value in dq.load(run.folder, 1)["model"].items())
 
 
-def test_a_training_keeps_what_is_tagged_while_it_writes(tmp_path):
+def test_a_training_keeps_checkpoints_that_are_tagged_while_it_writes(tmp_path):
     model = nn.Linear(4, 4)
     with dq.Checkpointer(tmp_path, model, keep_last=1) as ckpt:
         ckpt.save(1).result()
@@ -153,7 +153,7 @@ def test_a_training_keeps_what_is_tagged_while_it_writes(tmp_path):
         assert run.steps() == [4]
 
 
-def test_python_takes_tags_for_steps(tmp_path):
+def test_load_and_restore_accept_tags_as_steps(tmp_path):
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     with dq.Checkpointer(tmp_path, model, quality="lossless") as ckpt:

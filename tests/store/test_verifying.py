@@ -1,4 +1,4 @@
-"""Verifying a run: what is wrong with each checkpoint, with every file decoded once."""
+"""Verifying a run finds the damage of each checkpoint, and decodes every file once."""
 
 import random
 import weakref
@@ -51,7 +51,7 @@ def flip(path, chance: random.Random) -> None:
     path.write_bytes(content)
 
 
-def test_a_whole_run_is_found_whole_and_every_stream_is_read_once(tmp_path, monkeypatch):
+def test_a_sound_run_is_verified_and_every_stream_is_read_once(tmp_path, monkeypatch):
     run = run_with_forks(tmp_path)
     read, seen = CheckpointFile.read, []
 
@@ -65,7 +65,7 @@ def test_a_whole_run_is_found_whole_and_every_stream_is_read_once(tmp_path, monk
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_same_is_damaged_as_when_each_checkpoint_is_decoded_by_itself(tmp_path, seed):
+def test_verify_run_finds_the_same_damage_as_decoding_each_checkpoint_alone(tmp_path, seed):
     run, chance = run_with_forks(tmp_path), random.Random(seed)
     for step in chance.sample(range(1, 10), 2):
         if chance.random() < 0.7:
@@ -83,7 +83,7 @@ def test_the_same_is_damaged_as_when_each_checkpoint_is_decoded_by_itself(tmp_pa
             assert found[step].split("tensor")[0] == error.split("tensor")[0]
 
 
-def test_a_damaged_exact_copy_is_found(tmp_path):
+def test_a_damaged_lossless_copy_is_found(tmp_path):
     model = nn.Linear(40, 40)
     with dq.Checkpointer(tmp_path, model, exact="latest") as ckpt:
         ckpt.save(1).result()
@@ -119,7 +119,7 @@ def test_no_more_than_a_checkpoint_and_its_parent_are_in_memory_along_a_chain(tm
     assert most <= 4  # with a file of each that is only looked at
 
 
-def test_a_chain_of_1500_is_verified_in_reads_of_each_file_that_do_not_grow(tmp_path, monkeypatch):
+def test_verifying_a_chain_of_1500_opens_each_file_a_constant_number_of_times(tmp_path, monkeypatch):
     same = entry("w", b"\0" * 8, size=0, coding={"kind": "reference"})
     plain = header(entry("w", b"\0" * 8))
     write(tmp_path, plain, b"\0" * 8)

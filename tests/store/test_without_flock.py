@@ -1,4 +1,4 @@
-"""A system that has no flock and cannot sync folders, as Windows: runs are read there, and not written."""
+"""On a system that has no flock and cannot sync folders, such as Windows, runs can be read but not written."""
 
 import json
 import subprocess
@@ -50,7 +50,7 @@ print(json.dumps(said))
 """
 
 
-def test_a_run_is_read_where_there_is_no_flock_and_not_written(tmp_path):
+def test_without_flock_a_run_can_be_read_but_not_written(tmp_path):
     torch.manual_seed(0)
     folder, new = str(tmp_path / "run"), str(tmp_path / "new")
     model = nn.Linear(40, 30)

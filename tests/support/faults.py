@@ -1,6 +1,6 @@
-"""Commits with lossless copies that fail, or are killed, at the n-th call that changes anything on the disk.
+"""Commits with lossless copies, and makes them fail or be killed at the n-th call that changes the disk.
 
-As a program: for every line on its input, a folder and n, it forks a process that is killed there, and says so.
+As a program: for every line of its input, a folder and n, it forks a process that is killed there, and reports it.
 """
 
 import os
@@ -18,12 +18,12 @@ from dynaquant.store.container import CheckpointWriter
 from dynaquant.store.writing import Checkpoint
 
 STEPS = (1, 2, 2, 1)
-"""A step saved again, and a lower one after going back."""
+"""Saves a step twice, then a lower step, as after a restore of an older checkpoint."""
 CALLS = [(os, "replace"), (os, "unlink"), (os, "fsync"), (CheckpointWriter, "add"), (CheckpointWriter, "finish")]
 
 
 def checkpoint_of(step: int, number: int, copy: bool = True) -> Checkpoint:
-    """The checkpoint of a step that says which commit it is, and in its lossless copy half more than that."""
+    """Returns a checkpoint that holds the number of its commit. Its lossless copy holds that number plus 0.5."""
     tensors = {"number": torch.full((3,), float(number))}
     labels = {"number": Label("exact")}
     tree, _ = flatten({"number": tensors["number"]})
@@ -33,7 +33,7 @@ def checkpoint_of(step: int, number: int, copy: bool = True) -> Checkpoint:
 
 @contextmanager
 def at_call(n: int, when: str, fault: Callable[[], None]):
-    """Has a fault happen before or after the n-th call. Nothing waits for the disk: no power is cut here."""
+    """Calls ``fault`` before or after the n-th call. Skips fsync, because these tests simulate no power loss."""
     count, plain = 0, [getattr(place, name) for place, name in CALLS]
     syncing = os.fsync
 

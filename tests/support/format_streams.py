@@ -16,7 +16,7 @@ def check(condition, what):
 
 
 class Bits:
-    """A bit stream: the lowest bit of each byte comes first."""
+    """Reads a bit stream: the lowest bit of each byte comes first."""
 
     def __init__(self, stream):
         self.stream, self.at = stream, 0
@@ -42,7 +42,7 @@ class Bits:
         return symbol
 
     def end(self):
-        """Where the next whole byte begins."""
+        """Returns where the next whole byte begins."""
         end = -(-self.at // 8)
         check(end <= len(self.stream), "a bit stream within its bytes")
         check(self.peek(-self.at % 8) == 0, "zeros at the end of a bit stream")
@@ -53,7 +53,7 @@ class Bits:
 
 
 def frame(stored, size):
-    """The content of one zstd frame, which must be as large as expected."""
+    """Returns the content of one zstd frame, which must have the expected size."""
     check(zstandard.frame_content_size(stored) == size, "the size of a zstd frame's content")
     return zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
 
@@ -70,19 +70,19 @@ def byte_planes(stream, bytes_each, elements):
 
 
 def block_sizes(stream, at, elements, block):
-    """The sizes of all blocks, and where they end."""
+    """Returns the sizes of all blocks, and where they end."""
     blocks = -(-elements // block)
     return struct.unpack_from(f"<{blocks}I", stream, at), at + 4 * blocks
 
 
 def slots_of(frequencies, total_bits):
-    """(symbol, its frequency, place within it) for every slot of a table."""
+    """Returns (symbol, its frequency, position within it) for every slot of a table."""
     check(sum(frequencies) in (0, 1 << total_bits), "the sum of frequencies")
     return [(symbol, f, place) for symbol, f in enumerate(frequencies) for place in range(f)]
 
 
 def rans(stream, elements, states, lowest_bits, total_bits, slots):
-    """The symbols, and where their words end. ``slots(i, symbols)`` are those of element i, given all before it."""
+    """Returns the symbols, and where their words end. slots(i, symbols): those of element i, given all before it."""
     lowest, mask = 1 << lowest_bits, (1 << total_bits) - 1
     y = list(struct.unpack_from(f"<{states}I", stream))
     check(all(lowest <= state < lowest << 16 for state in y), "states in their range")
@@ -103,7 +103,7 @@ def rans(stream, elements, states, lowest_bits, total_bits, slots):
 
 
 def exact_values(stream, element_size, elements, needs_parent, parent):
-    """The bytes of a tensor; ``parent``: those of its parent, where there is one."""
+    """Returns the bytes of a tensor. parent: the bytes of its parent, if there is one."""
     size = next(size for size in (8, 4, 2, 1) if element_size % size == 0)
     count, dtype = elements * element_size // size, f"<u{size}"
     check(stream[0] == needs_parent, "whether the parent is needed")
@@ -123,7 +123,7 @@ def exact_values(stream, element_size, elements, needs_parent, parent):
 
 
 def exact_block(stream, elements, width, parent):
-    """The elements as u8, and whether the block holds differences."""
+    """Returns the elements as u8, and whether the block holds differences."""
     differences, at, classes = stream[0], 1, None
     check(differences in (0, 1), "values or differences")
     if differences:
@@ -155,7 +155,7 @@ def exact_block(stream, elements, width, parent):
 
 
 def exact_plane(stream, elements, classes):
-    """The bytes of a plane, and how many bytes it takes; ``classes``: by the parent, in a block of differences."""
+    """Returns the bytes of a plane, and its size in the stream. classes: from the parent, in a block of differences."""
     how, at = stream[0], 1
     check(how < 5, "a known kind of plane")
     if how == 0:

@@ -1,4 +1,4 @@
-"""A disk with too little room."""
+"""Simulates a disk with too little space."""
 
 import os
 import resource
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def files_of_at_most(size: int):
-    """The kernel refuses to let any file grow beyond ``size`` bytes (EFBIG)."""
+    """Makes the kernel refuse to let a file grow beyond ``size`` bytes (EFBIG)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

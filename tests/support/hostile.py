@@ -1,6 +1,6 @@
-"""Every reader on every one of some hostile files and folders, in a process of little memory. For ``test_hostile.py``.
+"""Runs every reader on hostile files and folders, in a process with little memory. For ``test_hostile.py``.
 
-Usage: python hostile.py FOLDER, in which each folder holds one case; prints what came of it as JSON.
+Usage: python hostile.py FOLDER. Each folder in it holds one case. Prints the outcomes as JSON.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-import plotly.offline  # noqa: F401  # before memory is limited
+import plotly.offline  # noqa: F401  # imported before memory is limited
 import torch
 from torch import nn
 
@@ -24,11 +24,11 @@ from dynaquant.report import page  # noqa: F401
 
 SECONDS = 60
 MEMORY = 3 << 30
-"""Bytes of address space that a reader may take beyond what it had."""
+"""Bytes of address space that the readers may use beyond what the process uses before."""
 
 
 class TooLongError(BaseException):
-    """Not to be caught by whoever catches any Exception."""
+    """A reader took too long. No ``except Exception`` catches it."""
 
 
 def too_long(*_: object) -> None:
@@ -36,7 +36,7 @@ def too_long(*_: object) -> None:
 
 
 def readers(run: str, out: Path) -> dict[str, list[str]]:
-    """The commands by name."""
+    """Returns the commands by name."""
     step = ["1"] if os.path.isdir(run) else []
     return {
         "log": ["log", run],
@@ -57,7 +57,7 @@ def readers(run: str, out: Path) -> dict[str, list[str]]:
 
 
 def command(arguments: list[str]) -> dict:
-    """Exit code and output of a command, or its traceback."""
+    """Runs a command. Returns its exit code and output, or its traceback."""
     sys.argv = ["dynaquant", *arguments]
     said, failed = io.StringIO(), io.StringIO()
     code, trace = 0, None
@@ -72,7 +72,7 @@ def command(arguments: list[str]) -> dict:
 
 
 def call(function, *arguments, **options) -> dict:
-    """The error of a function."""
+    """Calls a function. Returns its error in the form of a command's outcome."""
     try:
         function(*arguments, **options)
     except dq.DynaquantError as error:
@@ -95,7 +95,7 @@ def timed(function, *arguments, **options) -> dict:
 def main() -> None:
     signal.signal(signal.SIGALRM, too_long)
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # PyTorch's, on dtypes that it counts as experimental
+    warnings.simplefilter("ignore")  # of PyTorch, about experimental dtypes
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -1,4 +1,4 @@
-"""Interrupts at given points: KeyboardInterrupt raised where Python would run the handler of a signal."""
+"""Raises KeyboardInterrupt at chosen points, where Python could run a signal handler."""
 
 import sys
 from collections.abc import Callable
@@ -10,10 +10,10 @@ PACKAGE = str(Path(dynaquant.__file__).parent)
 
 
 def interrupted(action: Callable[[], object], point: int, everywhere: bool = False) -> bool:
-    """Runs the action and raises KeyboardInterrupt at its n-th point, the first being 0. Whether it came to that.
+    """Runs the action and raises KeyboardInterrupt at its n-th point, counted from 0. Returns whether it got there.
 
-    The points are where functions begin and where calls of built-in functions return, which is where CPython looks for
-    signals (loops apart), in this thread; in the package's own code, or in all that it calls.
+    Points are the starts of functions and the returns of built-in functions in this thread. CPython checks for signals
+    there, and in loops, which are not counted. everywhere: count points in all code, not only in the package.
     """
     left = point
 
@@ -32,11 +32,11 @@ def interrupted(action: Callable[[], object], point: int, everywhere: bool = Fal
         return True
     finally:
         sys.setprofile(None)
-    return left < 0  # where Python ignores what is raised, as in a weak reference's callback
+    return left < 0  # Python may ignore the exception, as in a weak reference's callback
 
 
 def points(action: Callable[[], object], everywhere: bool = False) -> int:
-    """How many points the action has."""
+    """Returns how many points the action has."""
     count = 0
 
     def profile(frame, event, _argument) -> None:

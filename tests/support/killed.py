@@ -1,4 +1,4 @@
-"""A training that is to be killed: for every line on its input it forks one, which saves without end and says so."""
+"""A training to be killed. For every line of its input, forks a process that saves without end and reports it."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ OPTIONS = {
 
 
 def build(folder: str, method: str) -> tuple[nn.Module, dq.Checkpointer]:
-    """A model of 51,200 weights, and a bias that says the step."""
+    """Returns a model of 51,200 weights, whose bias will hold the step, and a Checkpointer of it."""
     model = nn.Linear(256, 200)
     return model, dq.Checkpointer(folder, model, keep_last=3, keyframe_every=3, **OPTIONS[method])
 
@@ -43,7 +43,7 @@ if __name__ == "__main__":
     for _ in sys.stdin:
         child = os.fork()
         if child == 0:
-            say("started", os.getpid())  # itself, as the first thing that it says
+            say("started", os.getpid())  # the first line that a child writes is its own process number
             train(*sys.argv[1:])
         os.waitpid(child, 0)
         say("ended", 0)

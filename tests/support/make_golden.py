@@ -1,7 +1,7 @@
 """Makes golden files: ``.venv/bin/python tests/support/make_golden.py v<format version>``.
 
-They are made once for each version of the format and never again: later versions of dynaquant must read them as they
-are. They hold a training in which everything occurs that the format knows.
+They are made once for each version of the format and never again: later versions of dynaquant must read them unchanged.
+They hold a training that uses every feature of the format.
 """
 
 import json
@@ -23,7 +23,7 @@ STEPS = range(10, 121, 10)
 
 
 class Model(nn.Module):
-    """All dtypes that are quantized, tied weights, frozen ones, slow ones, sparse ones, and buffers of many dtypes."""
+    """A model with all quantized dtypes, tied, frozen, slow and sparse weights, and buffers of many dtypes."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 class Extra:
-    """Values of all types that a state may hold, besides tensors."""
+    """Returns values of all types that a state may hold, except tensors."""
 
     def state_dict(self):
         return {
@@ -79,7 +79,7 @@ class Extra:
 
 
 class Masters:
-    """Float32 copies of half-precision weights, which those are rounded from."""
+    """Float32 master weights, which the half-precision weights are rounded from."""
 
     def __init__(self, *weights):
         self.copies = [weight.detach().float() for weight in weights]
@@ -106,11 +106,11 @@ MANNERS = [
     {"method": "published", "configuration": dq.Configuration(bins=20, embedding_bins=12)},
     {"quality": "small", "configuration": GridConfiguration(-96)},
 ]
-"""How a Checkpointer stores, one after the other, each for two of the steps."""
+"""The options of the Checkpointers, each for two of the steps."""
 
 
 def make(folder):
-    """A training that is stored in one manner after the other."""
+    """A training that is saved with one set of options after the other."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     commit.MIN_FROZEN_BYTES = 0  # a golden file is small
@@ -147,7 +147,7 @@ def make(folder):
 
 
 def summary(header, tensors):
-    """What is expected of a decoded checkpoint: its identity, and the hash of every tensor's dtype, shape, values."""
+    """Returns what a decoder must find: the identity, and the hash of every tensor's dtype, shape and values."""
     hashes = {
         name: blake3(f"{dtype}{shape}".encode() + values).hexdigest()
         for name, (dtype, shape, values) in tensors.items()

@@ -1,4 +1,4 @@
-"""Real checkpoint files with another record of the save than was written, checksums and all."""
+"""Rewrites the record in a real checkpoint file, with right checksums."""
 
 import json
 import struct
@@ -11,7 +11,7 @@ PREAMBLE, TRAILER = 16, 40
 
 
 def with_record(path: Path, **changes) -> None:
-    """Replaces what the record of a checkpoint file says under these names; takes those out that are to be ``...``."""
+    """Replaces fields in the record of a checkpoint file. Removes those whose value is ``...``."""
     content = path.read_bytes()
     stored_size, size = struct.unpack("<QQ", content[-TRAILER:][:16])
     streams, stored = content[PREAMBLE : -TRAILER - stored_size], content[-TRAILER - stored_size : -TRAILER]
