@@ -21,7 +21,7 @@ class Codebook:
     centres: np.ndarray | None = None
 
     def values(self):
-        """Returns the centres of all bins, as float32."""
+        """Returns the values of all bins, as float32."""
         if self.kind == "centres":
             return self.centres
         if self.kind == "grid":
@@ -30,7 +30,7 @@ class Codebook:
         return np.array([rung((self.first + i) * self.pace) for i in range(self.bins)], "<f4")
 
     def positions(self):
-        """Returns the centres of all levels, as float64."""
+        """Returns the positions of all levels, as float64."""
         if self.kind == "log_grid":
             below = self.first * self.pace - 1
             return np.array([below, below, *((self.first + i) * self.pace for i in range(self.bins))], "f8")
@@ -39,7 +39,7 @@ class Codebook:
 
 @dataclass
 class Levels:
-    """What a part is conditioned on: the levels of all elements, and the centres of the bins."""
+    """What a part is conditioned on: the levels of all elements, and their codebook."""
 
     levels: np.ndarray
     codebook: Codebook
