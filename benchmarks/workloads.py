@@ -33,6 +33,8 @@ CONTEXT, BATCH = 128, 16
 """Characters in a window of the GPT, windows in a batch."""
 IMAGES, PADDING = 64, 4
 """Images in a batch of the ResNet, black pixels around an image before it is cropped."""
+TRIAL_STEPS = 10
+"""A training of at most so many steps only shows that a benchmark works. Its metrics take a tenth of the data."""
 CIFAR_MEAN = torch.tensor([0.491, 0.482, 0.447]).view(3, 1, 1)
 CIFAR_DEVIATION = torch.tensor([0.247, 0.243, 0.262]).view(3, 1, 1)
 
@@ -133,16 +135,17 @@ def gpt(data: Path, cache: Path, steps: int, seed: int) -> Workload:  # noqa: AR
     generator = torch.Generator().manual_seed(seed)
     model = new_gpt(vocabulary)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, betas=(0.9, 0.99))
+    batches, final_batches = (1, 5) if steps <= TRIAL_STEPS else (6, 50)
     return Workload(
         model,
         optimizer,
         torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps, pct_start=0.1),
         generator,
         lambda: gpt_loss(model, *batch(train, generator)),
-        gpt_validation(data, batches=6),
-        gpt_validation(data, batches=50),
+        gpt_validation(data, batches),
+        gpt_validation(data, final_batches),
         higher_is_better=False,
-        search_loss=gpt_validation(data, batches=6),
+        search_loss=gpt_validation(data, batches),
     )
 
 
@@ -248,6 +251,9 @@ def resnet(data: Path, cache: Path, steps: int, seed: int) -> Workload:
     generator = torch.Generator().manual_seed(seed)
     model = ResNet(classes=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    held_out, held_out_labels = images["test"], images["test_labels"]
+    if steps <= TRIAL_STEPS:
+        held_out, held_out_labels = held_out[::10], held_out_labels[::10]
 
     def next_loss() -> Tensor:
         drawn = torch.randint(len(padded), (IMAGES,), generator=generator)
@@ -261,12 +267,12 @@ def resnet(data: Path, cache: Path, steps: int, seed: int) -> Workload:
         ),
         generator,
         next_loss,
-        accuracy(images["test"][::4], images["test_labels"][::4]),
-        accuracy(images["test"], images["test_labels"]),
+        accuracy(held_out[::4], held_out_labels[::4]),
+        accuracy(held_out, held_out_labels),
         higher_is_better=True,
         # The accuracy on few images moves in steps of 0.1 %, and by chance. The loss shows finer differences.
         search_loss=LossOn(
-            _batches(images["test"][::4], images["test_labels"][::4]),
+            _batches(held_out[::4], held_out_labels[::4]),
             lambda net, pair: F.cross_entropy(net(pair[0]), pair[1]),
         ),
     )
