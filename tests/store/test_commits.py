@@ -25,7 +25,7 @@ from dynaquant.store.run import Run
 
 
 def assert_newest(folder, numbers: tuple[int, ...]) -> int:
-    """That a new process finds one of these commits as the newest, with its lossless copy; which one."""
+    """Asserts that a new process finds one of these commits as the newest, with its lossless copy. Returns which."""
     run = Run(folder)
     summaries, broken = run.summaries()
     assert broken == []
@@ -45,7 +45,7 @@ def assert_newest(folder, numbers: tuple[int, ...]) -> int:
 
 
 def assert_goes_on(folder) -> None:
-    """That the next commit leaves one lossless copy, its own, and nothing half written."""
+    """Asserts that the next commit leaves only its own lossless copy, and no temporary file."""
     run = WritableRun(folder)
     with run.locked():
         run.commit(checkpoint_of(1, 4), None)
@@ -155,7 +155,7 @@ def test_a_branch_from_a_checkpoint_whose_lossless_copy_was_deleted_is_restored_
 
 
 def test_a_lossless_copy_named_by_its_step_alone_is_read(tmp_path):
-    """Version 0.1 named it so, and wrote nothing of it into the checkpoint."""
+    """Version 0.1 named it so, and did not mention it in the record."""
     model = torch.nn.Linear(64, 64)
     saved(tmp_path, model)
     (copy,) = tmp_path.glob("exact-*")
@@ -172,7 +172,7 @@ def test_a_lossless_copy_named_by_its_step_alone_is_read(tmp_path):
 
 
 def hidden_as(path: Path, how: str, monkeypatch) -> None:
-    """A file that cannot be read for a moment, its content put aside as ``kept``."""
+    """Makes a file unreadable for a while. Its content is kept in the file ``kept``."""
     path.rename(path.with_name("kept"))
     if how == "an error of the disk":
         opened = Path.open

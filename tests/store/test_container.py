@@ -52,7 +52,7 @@ def opened(folder: Path, content: bytes) -> CheckpointFile:
 
 
 def refused(folder: Path, content: bytes) -> str:
-    """What is said about a file that cannot be opened, without its name, which must come first."""
+    """Returns the error for a file that cannot be opened, without the file name, which must come first."""
     with pytest.raises(CheckpointError) as caught:
         opened(folder, content)
     name, _, said = str(caught.value).partition(": ")
@@ -61,13 +61,13 @@ def refused(folder: Path, content: bytes) -> str:
 
 
 def broken_entry(folder: Path, name="w", **changes) -> str:
-    """What is said about a file with an entry that was changed."""
+    """Returns the error for a file with a changed entry."""
     said = refused(folder, file_of(header({**entry(name), **changes}), b"\0" * 8))
     assert said.startswith(f"the entry of tensor {name!r} is broken (")
     return said
 
 
-# What is written is read
+# Round trips
 
 
 def test_a_header_survives_a_round_trip(tmp_path):
@@ -134,12 +134,12 @@ def test_a_file_written_by_hand_is_read(tmp_path):
         assert torch.equal(state["weights"], torch.tensor([1.5, -2.5]))
 
 
-# A whole file that was damaged
+# Damage to a whole file
 
 
 @pytest.fixture(scope="module", params=["conditional", "rearranged"])
 def small_run(tmp_path_factory, request) -> Run:
-    """A keyframe and a delta that have tensors of every coding, with either one for levels."""
+    """A keyframe and a delta with tensors of every scheme, for each coder of levels."""
     torch.manual_seed(0)
     run, base = WritableRun(tmp_path_factory.mktemp("run")), None
     weights, moment, counts = torch.randn(12, 8), torch.rand(6, 4) ** 2, torch.arange(40)
@@ -185,7 +185,7 @@ def test_a_file_truncated_anywhere_is_an_error(small_run, tmp_path, step):
 
 
 def idle_bits(file: CheckpointFile, content: bytes) -> dict[int, int]:
-    """Where a file may say anything, as bits by position.
+    """Returns the bits of a file that have no meaning, by position.
 
     A zstd frame has an unused bit. Differences say from where on classes count, and those here have no classes.
     """
@@ -223,7 +223,7 @@ def test_changed_line_endings_are_detected(small_run, tmp_path):
     assert refused(tmp_path, content) == "not a dynaquant checkpoint (or damaged in its first bytes)"
 
 
-# What is wrong with the outside
+# Faults of preamble and trailer
 
 
 @pytest.mark.parametrize("content", [b"", b"\x89DQ", b"PK\x03\x04" + b"\0" * 100, b"\0" * 1000])
@@ -246,7 +246,7 @@ def test_a_folder_in_place_of_a_file_is_an_error(tmp_path):
 
 
 def trailer(content: bytes, stored: int | None = None, plain: int | None = None) -> bytes:
-    """The file with other sizes in its trailer."""
+    """Returns the file with other sizes in its trailer."""
     sizes = struct.unpack("<QQ", content[-TRAILER:][:16])
     changed = struct.pack(
         "<QQ", *(old if new is None else new for old, new in zip(sizes, (stored, plain), strict=True))
@@ -288,7 +288,7 @@ def test_streams_that_do_not_fill_the_file_are_refused(tmp_path, streams):
     assert said == "the sizes of its streams do not add up to the size of the file"
 
 
-# What is wrong with the header
+# Faults of the header
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_a_keyframe_has_no_tensor_that_needs_a_parent(tmp_path, arrangement):
     assert said == "altered: a tensor needs a parent, but the checkpoint has none"
 
 
-# What is wrong with an entry
+# Faults of an entry
 
 
 @pytest.mark.parametrize("entries", [[None], [[]], ["w"], [1]])
@@ -444,13 +444,13 @@ def test_the_counts_of_a_quantized_tensor_match_its_stream(tmp_path, change, sai
     assert said in refused(tmp_path, content)
 
 
-# Small files that ask for much
+# Small files that claim large tensors
 
 HUGE = 10**12
 
 
 def hostile_files(folder: Path) -> dict[str, int]:
-    """Files that open, and whose tensors are far larger than any honest file of their size could hold: their steps."""
+    """Writes files that can be opened, but claim far larger tensors than their size allows. Returns their steps."""
     claim = MAX_EXPANSION * 100_000
     garbage = b"\x07" * 100_000
     frame = bytes.fromhex("28b52ffde0") + (claim // 4).to_bytes(8, "little") + b"\x01\x00\x00"
@@ -497,7 +497,7 @@ for step in map(int, sys.argv[2:]):
 
 @pytest.fixture(scope="module")
 def said_of_hostile_files(tmp_path_factory) -> dict[str, str]:
-    """What a process that may take one more GiB of memory says about each of the hostile files."""
+    """The outcome for each hostile file in a process that may use one more GiB of memory."""
     folder = tmp_path_factory.mktemp("hostile")
     steps = hostile_files(folder)
     command = [sys.executable, "-c", LOADER, str(folder), *map(str, steps.values())]
@@ -531,7 +531,7 @@ def test_a_shape_whose_size_overflows_is_refused(tmp_path):
     assert "larger than any tensor" in refused(tmp_path, file_of(header(needs_no_stream)))
 
 
-# Streams that are not what the header says
+# Streams that do not match the header
 
 
 def load_error(folder: Path, *tensors: dict, streams: bytes, tree=None) -> str:
@@ -595,7 +595,7 @@ def test_random_levels_are_harmless(tmp_path_factory, stream, elements, bins, pr
 
 @given(st.data())
 def test_a_header_with_any_value_altered_is_an_error_or_harmless(small_run, tmp_path_factory, data):
-    """Whatever stands in a header whose checksums hold: a CheckpointError, or tensors with the hashes it names."""
+    """A header with right checksums gives a CheckpointError, or tensors with the hashes in it, whatever it says."""
     file = small_run.file(1)
     tensors = [dict(e.to_json()) for e in file.header.entries]
     target = data.draw(st.sampled_from(tensors))

@@ -20,7 +20,7 @@ from dynaquant.store.verifying import damage
 
 @pytest.fixture
 def done(monkeypatch):
-    """What is made durable and what gets a name, in order: pairs of what is done and the file that it is done to."""
+    """Records syncs and renames in their order, as pairs of the operation and the file."""
     order = []
 
     def noting(what, do, path_of):
@@ -106,7 +106,7 @@ def test_the_names_of_new_folders_are_synced(tmp_path, done, monkeypatch):
 
 @pytest.fixture
 def failing_sync(monkeypatch):
-    """Syncing a folder fails as on a disk that does, once something lies in it that begins with one of the names."""
+    """Makes syncing a folder fail once it holds a file whose name begins with one of these names."""
     names, fsync = set(), os.fsync
 
     def failing(descriptor):

@@ -18,14 +18,14 @@ DATA = b"\0\0\x80?" * 2
 
 
 def sound(run: Path, **other) -> dict:
-    """A checkpoint that can be read, of step 1."""
+    """Writes a sound checkpoint of step 1."""
     plain = header(entry("w", DATA), tree=TREE, **other)
     write(run, plain, DATA)
     return plain
 
 
 def child_of(parent: dict, step: int, **other) -> dict:
-    """The header of a checkpoint that has its parent's tensor."""
+    """Returns the header of a checkpoint that refers to its parent's tensor."""
     same = entry("w", DATA, size=0, coding={"kind": "reference"})
     of = {"step": parent["step"], "identity": parent["identity"]}
     return header(same, tree=TREE, step=step, sequence=step, parent=of, **other)
@@ -39,7 +39,7 @@ def deep(depth: int):
 
 
 def levels_of_zeros(blocks: int) -> bytes:
-    """Coded levels, all 0, of so many blocks of 131,072."""
+    """Returns coded levels, all 0, of this many blocks of 131,072."""
     block = b"\0\0\1\0" * 4
     return struct.pack("<I", len(block)) * blocks + b"\0" * 4 + bytes.fromhex("00000100") * 4 * blocks
 
@@ -55,7 +55,7 @@ CONDITIONAL |= {"protected_size": 0, "needs_parent": False, "size": len(ZEROS)}
 
 
 def second(name: str):
-    """Something in the place of the checkpoint of step 2, beside a sound one."""
+    """Puts something other than a file in place of the checkpoint of step 2, beside a sound one."""
 
     def make(run: Path) -> None:
         sound(run)
@@ -115,7 +115,7 @@ SOMETHING = ("fifo", "folder", "socket", "sparse", "endless", "loop", "nothing")
 
 
 def chain(run: Path) -> None:
-    """400 checkpoints, each made of the one before."""
+    """Writes 400 checkpoints, each a delta of the one before."""
     plain = sound(run)
     for step in range(2, 401):
         plain = child_of(plain, step)
@@ -150,7 +150,7 @@ def alone(plain: dict, data: bytes = b""):
 
 
 def text(plain: str):
-    """A header that is this text, checksum and all."""
+    """Writes a file whose header is this text, with the right checksum."""
 
     def make(run: Path) -> None:
         run.mkdir()
@@ -174,7 +174,7 @@ DTYPES += ("complex64", "complex128", "bool", "uint8", "int8", "uint16", "uint32
 
 
 def every_dtype(run: Path) -> None:
-    """Two checkpoints of tensors of every kind, all of whose values differ."""
+    """Writes two checkpoints with tensors of every kind, in which all values differ."""
     for step in (1, 2):
         data = bytes([step % 2, 0]) * 32
         entries = [

@@ -36,13 +36,13 @@ def trainer(tmp_path, method) -> Iterator[subprocess.Popen]:
 
 
 def said(trainer: subprocess.Popen) -> tuple[str, int]:
-    """The next thing that the trainer says: a word, and a process, a step or 0."""
+    """Returns the next report of the trainer: a word, and a process number, a step or 0."""
     word, number = trainer.stdout.readline().split()
     return word, int(number)
 
 
 def start(trainer: subprocess.Popen) -> int:
-    """A training; its process."""
+    """Starts a training. Returns its process number."""
     trainer.stdin.write("go\n")
     word, process = said(trainer)
     assert word == "started"
@@ -50,7 +50,7 @@ def start(trainer: subprocess.Popen) -> int:
 
 
 def kill(trainer: subprocess.Popen, process: int) -> dict[str, int]:
-    """Kills the training. The last number it gave with every word."""
+    """Kills the training. Returns the last number that it reported with each word."""
     os.kill(process, signal.SIGKILL)
     return dict(iter(lambda: said(trainer), ("ended", 0)))
 
@@ -65,7 +65,7 @@ def seconds_of_a_save(trainer: subprocess.Popen) -> float:
 
 
 def restore(folder: Path, method: str) -> int:
-    """What a new training finds: its step, which the weights must be of."""
+    """Restores into a new training. Returns the step, whose weights it must have found."""
     model, ckpt = build(str(folder), method)
     with ckpt:
         assert list(folder.glob("*.tmp")) == []
@@ -76,7 +76,7 @@ def restore(folder: Path, method: str) -> int:
 
 
 def check_all(run: Run, known: dict[int, str]) -> dict[int, str]:
-    """That every checkpoint of the run verifies and is what it was when it was first seen. Their identities."""
+    """Asserts that every checkpoint verifies and is the same as when first seen. Returns their identities."""
     summaries, broken = run.summaries()
     assert broken == []
     assert len(summaries) >= 3

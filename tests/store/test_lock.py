@@ -30,7 +30,7 @@ def contents(folder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-# The folder at the path is another one
+# The folder was moved or replaced
 
 
 def moved_away(folder, replaced: bool) -> None:
@@ -112,7 +112,7 @@ def test_a_training_whose_run_was_replaced_gets_an_error_and_loses_nothing(tmp_p
 
 @pytest.fixture
 def no_flock(monkeypatch):
-    """A file system without flock, as some Lustre and NFS mounts are."""
+    """A file system without flock, like some Lustre and NFS mounts."""
 
     def unsupported(*_):
         raise OSError(code, os.strerror(code))

@@ -27,7 +27,7 @@ from dynaquant.store.verifying import damage
 
 
 class Training:
-    """Saves another checkpoint and keeps as many as it is told, whenever it is told to go on."""
+    """A training that saves further checkpoints when called, and keeps the newest ``keep``."""
 
     def __init__(self, folder: Path, keep: int = 2, exact: bool = False) -> None:
         self.folder, self.model, self.step = folder, torch.nn.Linear(60, 60), 0
@@ -46,7 +46,7 @@ class Training:
 
 @contextmanager
 def going_on_at(monkeypatch, name: str, go_on, times: int = 1):
-    """Has a training go on before the next headers are read from files of that name."""
+    """Runs an action before the next headers are read from files of that name."""
     plain, left = CheckpointFile.__init__, times
 
     def opening(self, path):
@@ -64,7 +64,7 @@ def going_on_at(monkeypatch, name: str, go_on, times: int = 1):
     assert left == 0
 
 
-# What is open stays readable
+# Open files stay readable
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -134,7 +134,7 @@ def test_a_closed_file_is_read_only_if_it_was_not_replaced(tmp_path):
         load_tensor([file], "b")
 
 
-# Reading begins again
+# Retries
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -194,7 +194,7 @@ def test_files_deleted_during_a_report_are_not_reported_as_damaged(tmp_path):
         statistics_of(run, files[1:], [])
 
 
-# A checkpoint that is damaged is damaged
+# Damage is no reason to retry
 
 
 @pytest.mark.parametrize("gone", [False, True])

@@ -44,7 +44,7 @@ def save(folder, steps, model, optimizer, restore: int | None = None, **options)
 
 
 def values(run: Run) -> dict[int, object]:
-    """All that the run holds, in the order of its commits, small and as it was."""
+    """Returns everything that the run holds, in the order of its commits: checkpoints and lossless copies."""
     found = {}
     for step in run.steps():
         by_name = {name: bits(values_of(stored)) for name, stored in run.load(run.file(step)).items()}
@@ -124,7 +124,7 @@ def test_a_run_with_two_lines_of_training_is_compacted(tmp_path):
 
 
 def test_checkpoints_with_equal_contents_do_not_make_a_chain_too_long(tmp_path):
-    """Their identities are the same, and so cannot tell them apart."""
+    """Their identities are equal, so these do not distinguish them."""
     with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
         for step in range(6):
             torch.manual_seed(0)
@@ -158,7 +158,7 @@ def test_compacting_keeps_whatever_was_saved(tmp_path, seed):
 
 
 def test_compacting_keeps_the_levels_that_dependent_deltas_were_coded_against(tmp_path):
-    """Exact values that are those of an older checkpoint's levels must not become its levels."""
+    """Exact values that equal the values of an older checkpoint's levels must not become references to these levels."""
     model, optimizer = training()
     save(tmp_path, (1,), model, optimizer)
     with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless", keyframe_every=1) as ckpt:
@@ -275,7 +275,7 @@ def test_a_branch_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_a_branch_whose_folder_cannot_be_synced_leaves_nothing(tmp_path, monkeypatch):
-    """The file is in place by then; without its lossless copy it would be restored as the small form."""
+    """The file is in place by then. Without its lossless copy, a restore would use the quantized weights."""
     save(tmp_path / "old", (1, 2), *training(), exact="latest")
     run, fsync = Run(tmp_path / "old"), os.fsync
     before = contents(tmp_path / "old")

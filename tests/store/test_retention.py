@@ -92,7 +92,7 @@ def test_limits_below_one_are_refused(limits):
         Retention(*limits)
 
 
-# How the others go
+# How the others are deleted
 
 
 @pytest.mark.parametrize("coder", ["conditional", "rearranged"])
@@ -231,11 +231,11 @@ def test_checkpoints_that_are_known_to_be_damaged_do_not_count_as_kept(run):
     assert_holds(run, made[1])
 
 
-# What is replaced
+# Replacing a checkpoint
 
 
 def chain_with(run: WritableRun, extra: int) -> list:
-    """Steps 1 to 4, each coded against the one before; a tensor that step ``extra`` alone has is damaged in it."""
+    """Commits steps 1 to 4 as a chain. Damages a tensor that only step ``extra`` has."""
     made, base = [], None
     for step in (1, 2, 3, 4):
         weights = {"w": randn(80, 50)} if step != extra else {"only here": randn(80, 50), "w": randn(80, 50)}

@@ -27,7 +27,7 @@ def run(tmp_path) -> WritableRun:
     return WritableRun(tmp_path / "run")
 
 
-# What is committed is loaded
+# Committing and loading
 
 
 def test_a_committed_checkpoint_is_loaded_bit_for_bit(run):
@@ -164,7 +164,7 @@ def test_every_change_of_the_contents_changes_the_identity(run):
     assert identities[0] == identities[6]
 
 
-# Parents that are not what they should be
+# Missing and wrong parents
 
 
 def test_the_error_for_a_missing_parent_names_it(run):
@@ -202,7 +202,7 @@ def test_the_error_for_a_parent_with_a_damaged_header_names_it(run):
 
 
 def test_a_cycle_of_parents_is_refused(run):
-    """The identity does not cover the parent, so files can be forged that name each other."""
+    """The identity does not cover the parent, so forged files can name each other as parents."""
     tensor = entry(data=b"", coding={"kind": "reference"})
     identity = header(tensor)["identity"]
     for step, parent in [(1, 2), (2, 3), (3, 1), (4, 4)]:
@@ -287,7 +287,7 @@ def test_a_writer_in_another_process_is_refused(run):
 
 
 def forked(action) -> int:
-    """A child process, like a worker of a DataLoader, that does something and then only lives on."""
+    """Forks a child that runs the action and then sleeps, like a worker of a DataLoader. Returns its process number."""
     child = os.fork()
     if child == 0:
         kept = action()

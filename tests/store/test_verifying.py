@@ -36,7 +36,7 @@ def run_with_forks(folder) -> Run:
 
 
 def damaged_one_by_one(run: Run) -> dict[int, str | None]:
-    """By decoding the chain of every checkpoint."""
+    """Finds the damage by decoding the chain of every checkpoint."""
     return {step: error and str(error) for step in run.steps() for error in [damage(run, step)]}
 
 
@@ -88,10 +88,10 @@ def test_a_damaged_lossless_copy_is_found(tmp_path):
     with dq.Checkpointer(tmp_path, model, exact="latest") as ckpt:
         ckpt.save(1).result()
     run = Run(tmp_path)
-    (twin,) = run.lossless_copy_paths()
+    (copy,) = run.lossless_copy_paths()
     assert verified(run) == {1: None}
-    flip(twin, random.Random(0))
-    assert twin.name in verified(run)[1]
+    flip(copy, random.Random(0))
+    assert copy.name in verified(run)[1]
 
 
 def test_no_more_than_a_checkpoint_and_its_parent_are_in_memory_along_a_chain(tmp_path, monkeypatch):

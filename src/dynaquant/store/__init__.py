@@ -4,7 +4,7 @@ The files, in reading order:
 
 - ``files.py``: checks, opens and syncs files and folders
 - ``flock.py``: locks that the system drops when a process dies
-- ``atomic_files.py``: files and folders of other programs, written whole or not at all
+- ``atomic_files.py``: writes a file or folder atomically; deletes what killed processes have left
 - ``entry.py``: what a header says about one tensor
 - ``container.py``: one checkpoint file
 - ``memory.py``: an error that says how much memory a tensor needs
