@@ -154,7 +154,7 @@ def test_weights_in_any_layout_are_quantized_like_contiguous_ones(tmp_path, name
     evaluate = lambda m: seen.append(m.w.detach().clone()) or 1.0  # noqa: E731
     _, record = round_trip(tmp_path / "view", module_of(w=weight), configuration=fixed, evaluate=evaluate)
     loaded = dq.load(tmp_path / "view")["model"]["w"]
-    assert record.roles["weight"].ratio > 1.5
+    assert record.roles["weight"].ratio > 0.7 * 3.25  # the lowest that was measured for these small tensors
     assert bits(loaded) == bits(seen[-1]) != bits(seen[0]) == bits(weight)
     round_trip(tmp_path / "contiguous", module_of(w=weight.contiguous()), configuration=fixed)
     assert bits(loaded) == bits(dq.load(tmp_path / "contiguous")["model"]["w"])

@@ -172,6 +172,17 @@ def test_training_continues_from_a_restore_the_same_way_every_time(tmp_path, opt
     assert ends[0] == ends[1]
 
 
+MEASURED_RATIO = {
+    (dq.GridConfiguration, torch.bfloat16): 11.5,
+    (dq.GridConfiguration, torch.float16): 11.5,
+    (dq.GridConfiguration, torch.float64): 46.1,
+    (dq.Configuration, torch.bfloat16): 2.40,
+    (dq.Configuration, torch.float16): 2.40,
+    (dq.Configuration, torch.float64): 9.62,
+}
+"""Compression ratios of the weights, as measured. A test fails below 70 % of them."""
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @FIXED
 def test_models_of_other_dtypes_come_back(tmp_path, dtype, configuration):
@@ -184,7 +195,8 @@ def test_models_of_other_dtypes_come_back(tmp_path, dtype, configuration):
         record = ckpt.save(1).result()
         state = bits(dq.load(tmp_path)["optimizer"])
         assert (state == bits(named_state(optimizer, model=model))) == (configuration == dq.Configuration())
-        assert record.roles["weight"].ratio > 2
+        measured = MEASURED_RATIO[type(configuration), dtype]
+        assert record.roles["weight"].ratio > 0.7 * measured
     other = model_of().to(dtype)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
     with dq.Checkpointer(tmp_path, other, optimizer) as ckpt:
@@ -237,7 +249,7 @@ def test_a_model_among_the_extras_is_exact_unless_roles_say_otherwise(tmp_path):
     with dq.Checkpointer(tmp_path, model, extras={"critic": critic}, roles=roles, **KMEANS) as ckpt:
         record = ckpt.save(1).result()
     assert record.roles["weight"].raw == 2 * sum(p.numel() * 4 for p in model.parameters() if p.ndim > 1)
-    assert record.roles["weight"].ratio > 3
+    assert record.roles["weight"].ratio > 0.7 * 4.78  # as measured
     restored = model_of()
     with dq.Checkpointer(tmp_path, model_of(), extras={"critic": restored}) as ckpt:
         ckpt.restore()

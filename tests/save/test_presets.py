@@ -163,12 +163,20 @@ def test_lossless_restores_every_bit(evaluate, trained, tmp_path):
     assert bits(other_optimizer.state_dict()) == bits(optimizer.state_dict())
 
 
+TIMES_SMALLER_THAN_LOSSLESS = {
+    1: {"high": 3.05, "balanced": 3.71, "small": 4.01},
+    3: {"high": 5.59, "balanced": 6.80, "small": 6.91},
+}
+"""Files of a first save (a keyframe) and of the third, as measured. A test fails below 70 % of it."""
+
+
 @pytest.mark.parametrize("evaluate", [None, EVALUATE], ids=["no metric", "metric"])
 @pytest.mark.parametrize("saves", [1, 3])
 def test_less_quality_makes_smaller_files(evaluate, saves, trained, tmp_path):
     records = {quality: saved(tmp_path / quality, trained, evaluate, saves, quality=quality)[0] for quality in PRESETS}
     stored = {quality: record.total.stored for quality, record in records.items()}
-    assert stored["lossless"] > 2 * stored["high"]
+    for quality, times_smaller in TIMES_SMALLER_THAN_LOSSLESS[saves].items():
+        assert stored["lossless"] > 0.7 * times_smaller * stored[quality], quality
     assert stored["high"] > stored["balanced"] > stored["small"]
     for role in ("weight", "first_moment", "second_moment"):
         sizes = [records[quality].roles[role].stored for quality in ("lossless", "high", "balanced", "small")]

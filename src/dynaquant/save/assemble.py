@@ -28,7 +28,7 @@ def assemble(
     names: Iterable[str],
     keep_lossless_copy: bool,
 ) -> Assembled:
-    """Returns the stored form of every tensor of a state. Live tensors are copied, so training may go on.
+    """Return the stored form of every tensor of a state. Live tensors are copied, so training may go on.
 
     live: the tensors whose values are stored. quantized: those of them that are not stored exactly. master_of: the
     names of master weights, by the names of their half-precision weights; a quantized half-precision weight is stored
@@ -57,5 +57,5 @@ def _rounded(dtype: torch.dtype, master: StoredTensor, name: str) -> RoundedWeig
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """Returns a copy in host memory, which training cannot change."""
+    """Return a copy in host memory, which training cannot change."""
     return kernels.empty(tensor.shape, tensor.dtype).copy_(tensor.detach())

@@ -1,4 +1,4 @@
-"""The thread that writes checkpoints while training goes on, one at a time. A signal may interrupt at any point.
+"""The thread that writes checkpoints, one at a time, while training continues. A signal may interrupt at any point.
 
 Python runs signal handlers in the main thread, between any two of its operations. The handler of Ctrl-C raises
 KeyboardInterrupt there. That can leave Python code of ``threading`` and ``concurrent.futures`` half done: an executor
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def check_process(process: int) -> None:
-    """Raises RuntimeError in any other process: a forked child has no thread that writes."""
+    """Raise RuntimeError in any other process: a forked child has no writing thread."""
     if os.getpid() != process:
         raise RuntimeError(
             f"this Checkpointer belongs to process {process}, and this is process {os.getpid()}, a fork of it: use it "
@@ -31,7 +31,7 @@ def check_process(process: int) -> None:
 
 
 class Write(Future[T]):
-    """A write, and the future of its result. It cannot be cancelled.
+    """A write, and the future of its result. A write cannot be cancelled.
 
     ``result`` and ``exception`` raise RuntimeError in a forked child.
     """
@@ -46,7 +46,7 @@ class Write(Future[T]):
         self._done.acquire()
 
     def run(self) -> None:
-        """Runs the write, in the writer's thread. Does nothing when called again."""
+        """Run the write, in the writing thread. A second call does nothing."""
         action, self._action = self._action, None
         if action is None:
             return
@@ -58,34 +58,37 @@ class Write(Future[T]):
                 self.set_exception(error)
             else:
                 self.set_result(result)
-        except BaseException as error:  # the thread outlives a callback that calls ``sys.exit``
+        except BaseException as error:  # a callback that calls ``sys.exit`` must not end the thread
             log.warning("a callback of a save's future failed: %r", error)
         finally:
             self._done.release()
 
     def wait(self) -> None:
-        """Waits until the write is done. Raises RuntimeError if the write itself calls this, as it would never return.
+        """Wait until the write is done. Raises RuntimeError if the write itself calls this, as it would never return.
 
         A callback of ``add_done_callback`` may call it: the write is done by then.
         """
         check_process(self._process)
         if self._runner == threading.get_ident():
             if not self.done():
-                raise RuntimeError("the result of a write was asked for in the thread that writes (by log_to?)")
+                raise RuntimeError(
+                    "the result of a write was asked for in the thread that writes (by log_to?), which would wait for "
+                    "itself"
+                )
             return
         # Not the future's own lock: an interrupt while taking it would leave it locked, and the writer would hang.
         with self._done:
             pass
 
     def result(self, timeout: float | None = None) -> T:
-        """As ``Future.result``."""
+        """See ``Future.result``."""
         check_process(self._process)
         if timeout is None:
             self.wait()
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """As ``Future.exception``."""
+        """See ``Future.exception``."""
         check_process(self._process)
         if timeout is None:
             self.wait()
@@ -93,9 +96,9 @@ class Write(Future[T]):
 
 
 class BackgroundWriter(Generic[T]):
-    """Runs writes in a thread of its own, in the order in which they are handed over.
+    """Runs writes in a thread of its own, in the order of ``hand_over``.
 
-    owner: the thread ends, after the last write, when this is garbage-collected or the process ends. at_end: called in
+    owner: when it is garbage-collected, or the process ends, the thread ends after its last write. at_end: called in
     the thread when it ends.
     """
 
@@ -110,7 +113,7 @@ class BackgroundWriter(Generic[T]):
         try:
             self._thread.start()
         except BaseException:
-            self._writes.put(None)  # it may have started nevertheless
+            self._writes.put(None)  # the thread may have started all the same
             raise
         self.process = os.getpid()
         # Unlike ``atexit``, this is also called in processes of ``multiprocessing``, but not in forks of this one.
@@ -120,7 +123,7 @@ class BackgroundWriter(Generic[T]):
         try:
             for write in iter(self._writes.get, None):
                 write.run()
-                del write  # frees its tensors before the next write comes
+                del write  # frees its tensors before the next write
         finally:
             try:
                 self._at_end()
@@ -129,13 +132,13 @@ class BackgroundWriter(Generic[T]):
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller runs in the writer's thread."""
+        """Whether the caller runs in the writing thread."""
         return threading.current_thread() is self._thread
 
     def hand_over(self, action: Callable[[], T]) -> Write[T]:
-        """Begins a write. The one before must be done (``wait``).
+        """Begin a write. The write before must be done (``wait``).
 
-        If interrupted, the write has begun, or begins with the next ``wait``, or was not handed over.
+        If a signal interrupts this, the write has begun, or begins with the next ``wait``, or was not handed over.
         """
         write = Write(action)
         self._last = write
@@ -143,7 +146,7 @@ class BackgroundWriter(Generic[T]):
         return write
 
     def wait(self) -> None:
-        """Waits for the last write and raises its error, once. In the writer's thread it does nothing.
+        """Wait for the last write and raise its error, once. Does nothing in the writing thread.
 
         Raises RuntimeError in a forked child.
         """
@@ -155,13 +158,13 @@ class BackgroundWriter(Generic[T]):
         try:
             write.result()
         finally:
-            if write.done():  # not if a signal has interrupted the wait
+            if write.done():  # not done if a signal has interrupted the wait
                 self._last = None
 
     def close(self) -> None:
-        """Ends the thread after the last write, waits for that, and raises the write's error.
+        """End the thread after the last write, wait for it, and raise the write's error. May be called again.
 
-        If the wait is interrupted, the thread still ends after the last write. Safe to call again.
+        If the wait is interrupted, the thread still ends after the last write.
         """
         check_process(self.process)
         if self._last is not None:
@@ -172,8 +175,8 @@ class BackgroundWriter(Generic[T]):
         self.wait()
 
     def _finish(self) -> None:
-        """Does what ``close`` does, if it was not called."""
-        if self.is_here:  # this thread had the last reference to the owner
+        """Do what ``close`` does, if nobody has called it."""
+        if self.is_here:  # the owner's last reference was in this thread
             self._writes.put(None)
             return
         try:

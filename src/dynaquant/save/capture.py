@@ -43,7 +43,7 @@ class Captured:
 def capture(
     objects: Mapping[str, Any], roles: Mapping[str, str], vectors: bool, run: Run, base: Base | None, group: Group
 ) -> Captured:
-    """Captures the state of the objects. Collective.
+    """Capture the state of the objects. Collective.
 
     roles: overrides by glob pattern. vectors: whether parameters of one dimension are weights. base: the last
     checkpoint. Raises StateError for a state that cannot be stored.

@@ -146,7 +146,7 @@ class Compressor:
         return "rearranged" if self.method == "published" else "conditional"
 
     def compress(self, captured: Captured, seconds: dict[str, float]) -> Compressed:
-        """Compresses a state. Adds the time of each stage to ``seconds``.
+        """Compress a state. Adds the time of each stage to ``seconds``.
 
         Changes nothing that the next call depends on. Call ``saved`` once it is certain that the result is written.
         """
@@ -188,7 +188,7 @@ class Compressor:
         )
 
     def saved(self, compressed: Compressed, interval: int | None) -> None:
-        """Continues from the state that was compressed last, which is certain to be written.
+        """Continue from the state that was compressed last, which is certain to be written.
 
         interval: steps to the next save.
         """
@@ -198,7 +198,7 @@ class Compressor:
         self.expect(interval)
 
     def resume(self, header: Header, tensors: Mapping[str, StoredTensor], from_lossless_copy: bool) -> None:
-        """Continues from a restored checkpoint.
+        """Continue from a restored checkpoint.
 
         tensors: what was restored into models and optimizers, as stored. from_lossless_copy: whether the training got
         the values of the lossless copy instead.
@@ -211,34 +211,34 @@ class Compressor:
         self._gradients.forget()
 
     def expect(self, interval: int | None) -> None:
-        """Announces the number of steps to the next save; None if unknown."""
+        """Announce the number of steps to the next save; None if unknown."""
         self._gradients.expect(interval)
 
     def close(self) -> None:
-        """Removes the hooks from the optimizers. May be called again, also after an interrupt."""
+        """Remove the hooks from the optimizers. May be called again, also after an interrupt."""
         self._gradients.close()
 
     def _external(self, captured: Captured, frozen: FrozenParameters) -> dict[str, External]:
-        """Returns the tensors whose values are not written: those in frozen files, and omitted ones."""
+        """Return the tensors whose values are not written: those in frozen files, and omitted ones."""
         omitted = self._group.run_on_all_ranks(lambda: omitted_tensors(captured, self.hashes))
         return {**in_frozen_files(captured, frozen), **omitted}
 
     def _weights_to_quantize(
         self, tensors: Mapping[str, Tensor], labels: Mapping[str, Label], master_of: Mapping[str, str]
     ) -> dict[str, Tensor]:
-        """Returns the weights by name, master weights under the names of their half-precision weights."""
+        """Return the weights by name, master weights under the names of their half-precision weights."""
         if self._preset is None:
             return {}
         return {name: tensors[master_of.get(name, name)] for name in tensors if labels[name].role == "weight"}
 
     def _usable_last_weights(self) -> Mapping[str, LastWeight]:
-        """Returns the last checkpoint's weights; none if less may be lost now than was allowed for them."""
+        """Return the last checkpoint's weights; none if less may be lost now than was allowed for them."""
         return {} if self.max_degradation < self._last_max_degradation else self._last_weights
 
     def _decide(
         self, comparison: Comparison, last: Mapping[str, LastWeight], labels: Mapping[str, Label]
     ) -> tuple[Decision, list[str]]:
-        """Returns the most compact configuration that is good enough for the changed weights, and notes."""
+        """Return the most compact configuration that is good enough for the changed weights, and notes."""
         if self._preset is None:
             return Decision("lossless", None), []
         mean_squares: dict[str, float] = {}
@@ -264,12 +264,12 @@ class Compressor:
         return self.manager.decide(weights, unchanged, mean_squares), notes
 
     def _moments(self, tensors: Mapping[str, Tensor], labels: Mapping[str, Label]) -> dict[str, Quantized]:
-        """Returns the optimizer's moments, quantized within the tolerances of the preset; others stay exact."""
+        """Return the optimizer's moments, quantized within the tolerances of the preset; others stay exact."""
         if self._preset is None or self.method != "grid":
             return {}
         return quantize_moments(tensors, labels, self._preset.first_tolerance, self._preset.second_tolerance)
 
 
 def _on_known_devices(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns tensors of devices other than CPU and CUDA as copies in host memory, and all others as they are."""
+    """Return tensors of devices other than CPU and CUDA as copies in host memory, and all others as they are."""
     return {name: t if t.device.type in ("cpu", "cuda") else t.cpu() for name, t in tensors.items()}

@@ -26,7 +26,7 @@ class FrozenParameters:
 
 
 def frozen_parameters(captured: Captured, untrained: Collection[str], hashes: HashCache) -> FrozenParameters:
-    """Returns the frozen parameters of a state. untrained: names of parameters that do not train.
+    """Return the frozen parameters of a state. untrained: names of parameters that do not train.
 
     A parameter that changes although it does not train, such as an average of weights, may change again. So it is not
     among the unchanged.
@@ -38,13 +38,13 @@ def frozen_parameters(captured: Captured, untrained: Collection[str], hashes: Ha
 
 
 def in_frozen_files(captured: Captured, frozen: FrozenParameters) -> dict[str, External]:
-    """Returns the unchanged frozen parameters that are in a file of the run already, by name."""
+    """Return the unchanged frozen parameters that are in a file of the run already, by name."""
     last = captured.last_external
     return {name: last[name] for name in frozen.unchanged if name in last and last[name].file is not None}
 
 
 def omitted_tensors(captured: Captured, hashes: HashCache) -> dict[str, External]:
-    """Returns the tensors of role ``omit`` by name, with their hashes.
+    """Return the tensors of role ``omit`` by name, with their hashes.
 
     Raises StateError if one has changed since the last checkpoint, as its new values would be lost.
     """
@@ -62,7 +62,7 @@ def omitted_tensors(captured: Captured, hashes: HashCache) -> dict[str, External
 
 
 def note_on_parameters_without_optimizer(model: nn.Module, frozen: FrozenParameters) -> list[str]:
-    """Returns a note if parameters with ``requires_grad`` are stored exactly, which a user might not expect."""
+    """Return a note if parameters with ``requires_grad`` are stored exactly, which a user might not expect."""
     trainable = [f"model.{name}" for name, parameter in named_parameters(model) if parameter.requires_grad]
     if idle := [name for name in trainable if name in frozen.names]:
         return [f"{len(idle)} parameters are in no optimizer and therefore stored exactly, such as {idle[0]}"]

@@ -47,11 +47,11 @@ class GradientStatistics:
         return bool(self._recorders)
 
     def recorded(self) -> dict[str, Tensor]:
-        """Returns what was recorded since the last save."""
+        """Return what was recorded since the last save."""
         return {name: statistic for recorder in self._recorders for name, statistic in recorder.recorded.items()}
 
     def mean_squares(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
-        """Returns the mean squared gradient of each weight, as far as known, from the optimizer or as recorded.
+        """Return the mean squared gradient of each weight, as far as known, from the optimizer or as recorded.
 
         weights: tensors of the state, by name.
         """
@@ -67,26 +67,26 @@ class GradientStatistics:
         return {f"model.{name}": parameter for name, parameter in named_parameters(self._model)}
 
     def expect(self, interval: int | None) -> None:
-        """Tells the recorders how many steps are left to the next save; None if unknown."""
+        """Tell the recorders how many steps are left to the next save; None if unknown."""
         for recorder in self._recorders:
             recorder.expect(interval)
 
     def start_anew(self) -> None:
-        """Drops what was recorded, after a save: the interval to the next one is taken to be that of the last."""
+        """Drop what was recorded, after a save: the interval to the next one is taken to be that of the last."""
         for recorder in self._recorders:
             recorder.collect()
 
     def forget(self) -> None:
-        """Drops what was recorded, after a restore: training goes on from another step."""
+        """Drop what was recorded, after a restore: training goes on from another step."""
         for recorder in self._recorders:
             recorder.forget()
 
     def close(self) -> None:
-        """Removes the hooks from the optimizers. May be called again, also after an interrupt."""
+        """Remove the hooks from the optimizers. May be called again, also after an interrupt."""
         for recorder in self._recorders:
             recorder.close()
 
 
 def _memory(tensor: Tensor) -> tuple[int, torch.Size]:
-    """Identifies a tensor by its memory. The address alone would not tell a tensor from its first part."""
+    """Identify a tensor by its memory. The address alone would not tell a tensor from its first part."""
     return tensor.data_ptr(), tensor.shape

@@ -1,4 +1,4 @@
-"""Records of saves, told to TensorBoard or anything else while training goes on."""
+"""Sends the records of saves to TensorBoard or to a function, during training."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from dynaquant.save.record import Record
 
 
 class ScalarWriter(Protocol):
-    """What ``torch.utils.tensorboard.SummaryWriter`` has, and other writers like it."""
+    """The interface of ``torch.utils.tensorboard.SummaryWriter`` and similar writers."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
-        """Adds a number to a curve."""
+        """Add a point to a curve."""
         ...
 
 
@@ -23,7 +23,7 @@ LogTo = ScalarWriter | Callable[[Record], Any]
 
 
 def logger_of(log_to: LogTo) -> Callable[[Record], Any]:
-    """What to call with each record. Raises TypeError for what can be told nothing."""
+    """Return the function to call with each record. Raises TypeError unless ``log_to`` is a function or a writer."""
     add_scalar = getattr(log_to, "add_scalar", None)
     if callable(add_scalar):
 
@@ -33,12 +33,12 @@ def logger_of(log_to: LogTo) -> Callable[[Record], Any]:
 
         return log
     if not callable(log_to):
-        raise TypeError(f"log_to must be a function of a record, or have add_scalar; it is a {type(log_to).__name__}")
+        raise TypeError(f"log_to must be a function of a record, or have add_scalar, not a {type(log_to).__name__}")
     return log_to
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record that make curves, by name."""
+    """Return the finite numbers of a record, each a point of a curve, by the curve's name."""
     found: dict[str, float | None] = {
         "bytes": record.total.stored,
         "ratio": record.ratio,

@@ -18,7 +18,7 @@ from dynaquant.training.ranks import Group
 def prepared_for_clusters(
     weights: Mapping[str, Tensor], labels: Mapping[str, Label], gradients: Mapping[str, Tensor], group: Group
 ) -> KMeansWeights:
-    """Returns weights prepared for k-means. Collective. gradients: averages of whole gradients, as far as recorded."""
+    """Return weights prepared for k-means. Collective. gradients: averages of whole gradients, as far as recorded."""
     return group.run_on_all_ranks(lambda: kmeans_weights(weights, labels, gradients))
 
 
@@ -29,7 +29,7 @@ def prepared_for_grid(
     restored_step: int,
     group: Group,
 ) -> GridWeights:
-    """Returns weights prepared for uniform grids. Collective.
+    """Return weights prepared for uniform grids. Collective.
 
     last: weights of the last checkpoint; where possible a tensor keeps its grid step. restored_step: seed of the
     stochastic rounding.

@@ -1,4 +1,4 @@
-"""What the names of ``quality`` stand for."""
+"""The presets of ``quality``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ QualityName = Literal["lossless", "high", "balanced", "small"]
 
 @dataclass(frozen=True)
 class Preset:
-    """How much a checkpoint may lose.
+    """How much quality a checkpoint may lose.
 
-    max_degradation: of the metric. first_tolerance: how far the direction of the next update may be off because of the
-    first moments, ``‖Δu‖/‖u‖`` of a tensor; 1 is as far as with none. second_tolerance: the same of ``1/sqrt(v)``,
-    relative, root mean square (``quantize.moments``).
+    max_degradation: of the metric, relative. first_tolerance: the relative error ``‖Δu‖/‖u‖`` of a tensor's next
+    update that stored first moments may cause; 1 is the error without first moments. second_tolerance: the relative
+    error (root mean square) of ``1/sqrt(v)`` that stored second moments may cause (``quantize/moments.py``).
     """
 
     max_degradation: float
@@ -29,4 +29,4 @@ PRESETS: dict[QualityName, Preset | None] = {
     "balanced": BALANCED,
     "small": Preset(0.05, 1.0, 0.5),
 }
-"""None: every tensor is stored exactly."""
+"""By name of ``quality``. None: every tensor is stored exactly."""

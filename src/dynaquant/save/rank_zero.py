@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def on_rank_zero(action: Callable[[], T], group: Group) -> T | None:
-    """Runs an action on rank 0 and returns its result there, None on the other ranks. Collective.
+    """Run an action on rank 0 and returns its result there, None on the other ranks. Collective.
 
     If the action fails, every rank raises an error.
     """
@@ -32,7 +32,7 @@ def on_rank_zero(action: Callable[[], T], group: Group) -> T | None:
 
 
 def hold_for_writing(run: WritableRun, lock: ExitStack, group: Group) -> None:
-    """Takes the run's lock on rank 0. Closing ``lock`` releases it. Collective.
+    """Take the run's lock on rank 0. Closing ``lock`` releases it. Collective.
 
     Raises CheckpointError if another process or Checkpointer holds the run.
     """
@@ -40,7 +40,7 @@ def hold_for_writing(run: WritableRun, lock: ExitStack, group: Group) -> None:
 
 
 def warn_of_another_line(run: Run, group: Group) -> None:
-    """Warns if the run has checkpoints already: the first save of a training that restored none begins a new line."""
+    """Warn if the run has checkpoints already: the first save of a training that restored none begins a new line."""
     if group.rank == 0 and (found := run.summaries()[0]):
         log.warning(
             "%s holds %d checkpoints, but none was restored: this save begins another line of training in it",
@@ -50,7 +50,7 @@ def warn_of_another_line(run: Run, group: Group) -> None:
 
 
 def randomness_of_other_ranks(objects: Mapping[str, Any], group: Group) -> list[dict[str, Any]]:
-    """Returns the states of the random number generators of rank 1, 2, …, on every rank. Collective.
+    """Return the states of the random number generators of rank 1, 2, …, on every rank. Collective.
 
     Those of rank 0 are in its state already.
     """
@@ -61,7 +61,7 @@ def randomness_of_other_ranks(objects: Mapping[str, Any], group: Group) -> list[
 def written_by_rank_zero(
     step: int, record: dict[str, Any], hand_over: Callable[[], Future[Record]], group: Group
 ) -> Future[Record]:
-    """Hands a checkpoint over to the writing thread of rank 0. Other ranks get a record without sizes, at once."""
+    """Hand a checkpoint over to the writing thread of rank 0. Other ranks get a record without sizes, at once."""
     if group.rank == 0:
         return hand_over()
     future: Future[Record] = Future()

@@ -1,4 +1,4 @@
-"""What is known of a save: sizes by role, quality, configuration, time."""
+"""The record of a save: sizes by role, quality, configuration, time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dynaquant.store.entry import Entry
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of tensors before and after; a plain copy of their memory is ``raw``."""
+    """Bytes of tensors: ``raw`` in memory, ``stored`` in the checkpoint."""
 
     raw: int = 0
     stored: int = 0
@@ -29,7 +29,7 @@ class Size:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller, infinite for tensors that cost nothing, 1 when there are none."""
+        """``raw / stored``: infinite if nothing is stored, 1 if there are no tensors."""
         if self.raw == 0:
             return 1.0
         return self.raw / self.stored if self.stored else float("inf")
@@ -37,24 +37,28 @@ class Size:
 
 @dataclass(frozen=True)
 class Record:
-    """A save, as ``Checkpointer.save`` reports it and as the run keeps it.
+    """The record of a save. ``Checkpointer.save`` returns it, and the run keeps it.
 
-    parent: step of the parent, None for a keyframe. roles: tensor sizes by role. total: raw bytes of all tensors, and
-    the size of the file. Ranks other than 0 write no file, and do not know it: their records have an empty identity,
-    no roles, no bytes in total, a ``ratio`` of NaN and None for ``keyframe``. ``Checkpointer.records`` reads the run,
-    so that it tells the sizes on every rank.
+    - ``parent``: step of the parent; None for a keyframe.
+    - ``roles``: sizes of tensors by role.
+    - ``total``: raw bytes of all tensors, and the size of the file.
+    - ``configuration``: of the quantizer; None if the weights are stored exactly.
+    - ``search``: how the configuration was found (``search.decision.Search``).
+    - ``judged_by``: what judged its degradation (``search.judge.JudgedBy``); None if nothing did.
+    - ``limit``: the degradation that was allowed. It can be below ``max_degradation``.
+    - ``quality``: of the weights as restored (``search.quality.Quality``); None without ``evaluate``.
+    - ``progress``: the share of the weights' displacement since the last restore that the stored weights keep
+      (``search.displacement``); None if nothing was restored, if that no longer matters, or if weights are exact.
+    - ``predicted``: expected bytes of the weights. The actual ones are ``roles["weight"].stored``.
+    - ``trials``: all configurations that were tried.
+    - ``interval``: planned steps to the next checkpoint.
+    - ``seconds``: wall time by stage. ``wait`` (for the write before), ``capture`` and ``search`` block training;
+      ``write`` does not. ``write`` is only in the record that ``save`` returns, as the file cannot know it.
+    - ``notes``: what was unusual.
 
-    configuration: the quantizer's, None when the weights are stored exactly. search: how it was found
-    (``search.decision.Search``). judged_by: what its degradation was judged by (``search.judge.JudgedBy``), None where
-    nothing was. limit: the degradation that was allowed; it can lie below ``max_degradation``. quality: of the weights
-    as restored (``search.quality.Quality``), None without ``evaluate``. progress: the share that they keep of their
-    displacement since the last restore (``search.displacement``); None if nothing was restored, if that restore no
-    longer matters, and if weights are exact. predicted: bytes that the weights were expected to take; what they took is
-    ``roles["weight"].stored``. trials: every configuration that was tried.
-
-    interval: steps to the next checkpoint as planned. seconds: wall time by stage. ``wait`` (for the write before),
-    ``capture`` and ``search`` block training; ``write`` does not, and is only in the record that ``save`` hands out, as
-    the file cannot know it. notes: what was out of the ordinary.
+    Ranks other than 0 write no file and do not know its size. Their records have an empty identity, no roles, no bytes
+    in total, a ``ratio`` of NaN and a ``keyframe`` of None. ``Checkpointer.records`` reads the run, so it has the sizes
+    on every rank.
     """
 
     step: int
@@ -76,27 +80,27 @@ class Record:
 
     @property
     def evaluations(self) -> int:
-        """How many configurations were scored."""
+        """The number of configurations that were scored."""
         return sum(trial.degradation is not None for trial in self.trials)
 
     @property
     def keyframe(self) -> bool | None:
-        """Whether the checkpoint stands alone; None where the file is not known."""
+        """Whether the checkpoint is a keyframe; None on ranks other than 0."""
         return self.parent is None if self.identity else None
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than its tensors the file is; NaN where the file is not known."""
+        """The compression ratio: bytes of the tensors, divided by the size of the file. NaN on ranks other than 0."""
         return self.total.ratio if self.identity else math.nan
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON values, for logs; numbers that JSON does not have become text."""
+        """Return the record as plain JSON values. NaN and infinities become strings."""
         trials = [trial.to_json() for trial in self.trials]
         return {key: _plain(value) for key, value in (asdict(self) | {"trials": trials}).items()}
 
 
 def _plain(value: Any) -> Any:
-    """A JSON value with text for the numbers that JSON does not have, wherever they are."""
+    """Return a JSON value with strings for NaN and infinities at any depth."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -107,7 +111,7 @@ def _plain(value: Any) -> Any:
 def json_of(
     decision: Decision, history: History, interval: int | None, seconds: dict[str, float], notes: list[str]
 ) -> dict[str, Any]:
-    """What a checkpoint's header keeps of its save."""
+    """Return the record as a checkpoint's header keeps it."""
     return {
         "configuration": knobs_to_json(decision.configuration),
         "quality": decision.quality and _plain(asdict(decision.quality)),
@@ -127,7 +131,7 @@ def json_of(
 
 
 def sizes_by_role(entries: Iterable[Entry]) -> dict[str, Size]:
-    """Bytes of tensors by role. What is not in the checkpoint, as frozen parameters are not, does not count."""
+    """Return the bytes of tensors by role, without tensors whose values are not in the checkpoint."""
     roles: dict[str, Size] = {}
     for entry in entries:
         if not entry.external:
@@ -137,7 +141,10 @@ def sizes_by_role(entries: Iterable[Entry]) -> dict[str, Size]:
 
 
 def record_of(file: CheckpointFile, seconds: dict[str, float] | None = None, notes: list[str] | None = None) -> Record:
-    """The record of a checkpoint file, with what is known beyond the file added to it."""
+    """Return the record of a checkpoint file. seconds, notes: added to those in the file.
+
+    Raises CheckpointError if the stored record is malformed.
+    """
     header = file.header
     roles = sizes_by_role(header.entries)
     total = Size(sum(size.raw for size in roles.values()), file.size)
@@ -156,7 +163,7 @@ def record_of(file: CheckpointFile, seconds: dict[str, float] | None = None, not
 
 
 def record_without_file(step: int, record: Mapping[str, Any]) -> Record:
-    """The record of a save that another rank writes."""
+    """Return the record of a save that another rank writes."""
     return _record(step, "", None, {}, Size(), record, [])
 
 

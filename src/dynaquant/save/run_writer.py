@@ -43,7 +43,7 @@ class RunWriter:
         self.thread = BackgroundWriter[Record](self, release_run)
 
     def begin(self, checkpoint: Checkpoint, predicted: float | None) -> Future[Record]:
-        """Begins to write a checkpoint. The write before must be done. predicted: bytes of its weights."""
+        """Begin to write a checkpoint. The write before must be done. predicted: bytes of its weights."""
         return self.thread.hand_over(partial(self._write, checkpoint, predicted))
 
     def _write(self, checkpoint: Checkpoint, predicted: float | None) -> Record:
@@ -61,7 +61,7 @@ class RunWriter:
         return record
 
     def _parent_for(self, step: int) -> Base | None:
-        """Returns the last checkpoint if a delta may be coded against it; None: the next one is a keyframe."""
+        """Return the last checkpoint if a delta may be coded against it; None: the next one is a keyframe."""
         if self.base is None:
             return None
         fits = can_be_parent(self._run, self.base, step, self._retention, self._keyframe_every, self._damaged)

@@ -53,7 +53,7 @@ class Saver:
         self._continues_a_line = False  # whether a checkpoint was saved or restored
 
     def save(self, step: int) -> Future[Record]:
-        """Captures and compresses the state and hands it over to be written.
+        """Capture and compresses the state and hands it over to be written.
 
         Changes nothing here before the hand-over, so a save that fails or is interrupted leaves no trace.
         """
@@ -82,7 +82,7 @@ class Saver:
         restored: Collection[str],
         from_lossless_copy: bool,
     ) -> None:
-        """Continues from a restored checkpoint.
+        """Continue from a restored checkpoint.
 
         tensors: of the checkpoint, as stored, by name. restored: names of those that models and optimizers got.
         from_lossless_copy: whether they got the values of the lossless copy instead.
@@ -99,7 +99,7 @@ class Saver:
             warn_of_another_line(self._run, self._group)
 
     def _compressed(self, captured: Captured, seconds: dict[str, float]) -> Compressed:
-        """Compresses the state. Puts back what ``evaluate`` has changed, also if interrupted."""
+        """Compress the state. Puts back what ``evaluate`` has changed, also if interrupted."""
         before = Snapshot(models_of(self._objects), self._objects)
         try:
             compressed = self._compressor.compress(captured, seconds)
@@ -132,7 +132,7 @@ class Saver:
 
 
 def _typical_seconds(seconds: Mapping[str, float], decision: Decision) -> float:
-    """Returns the seconds that training would have waited for this save if its search had been a typical one."""
+    """Return the seconds that training would have waited for this save if its search had been a typical one."""
     evaluations = sum(trial.degradation is not None for trial in decision.trials)
     share = min(1.0, TYPICAL_TRIALS / max(evaluations, 1))
     return seconds["wait"] + seconds["capture"] + share * seconds["search"]

@@ -1,4 +1,4 @@
-"""When the next checkpoint is due: every so many steps, or as often as its cost allows."""
+"""When the next checkpoint is due: after a number of steps, or as often as its cost allows."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Literal
 Every = int | Literal["auto"]
 
 FIRST = 50
-"""Steps to the first checkpoint of an automatic schedule: as many as gradients are recorded of."""
+"""Steps to the first checkpoint of an automatic schedule: gradients of this many steps are recorded."""
 MAX_OVERHEAD = 0.005
 REPAID = 0.25
-"""Share of what saving is in arrears with ``max_overhead`` that the next interval makes up for."""
+"""Where saves have taken more than ``max_overhead``, the share of the excess that the next interval makes up for."""
 
 
 class Schedule:
     """Steps between checkpoints.
 
-    every: so many steps; ``"auto"``: from the measured cost of a save. max_overhead: time that saves take, as a share
-    of the time of training; what a save has cost beyond it (a search from scratch) is made up for over the intervals
-    that follow. mean_time_between_failures: in seconds; the interval is that which loses least time to saves and to
-    failures (Young 1974, Daly 2006). With both, the longer interval counts. clock: seconds.
+    every: the number of steps; ``"auto"``: from the measured cost of a save. max_overhead: the largest share of the
+    training time that saves may take. If a save costs more (a search from scratch), the following intervals are longer.
+    mean_time_between_failures: in seconds; the interval is the one that loses the least time to saves and failures
+    (Young 1974, Daly 2006). With both, the longer interval counts. clock: returns seconds.
 
-    Raises ValueError for numbers out of range, and for a share or a failure rate without ``"auto"``.
+    Raises ValueError for numbers out of range, and for the two other arguments without ``"auto"``.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Schedule:
         self._max_overhead, self._mean_time_between_failures = max_overhead, mean_time_between_failures
         self._clock = clock
         self.interval: int | None = FIRST if every == "auto" else every
-        """Steps from one checkpoint to the next, as far as is known now."""
+        """Steps from one checkpoint to the next, as known now."""
         self._last_step: int | None = None
         self._save: tuple[int, float] | None = None
         self._since = clock()
@@ -58,7 +58,7 @@ class Schedule:
         self._seconds_per_step: float | None = None
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is due at ``step``. Raises ValueError without ``every``."""
+        """Return whether a checkpoint is due at ``step``. Raises ValueError without ``every``."""
         if self.interval is None:
             raise ValueError("due() needs Checkpointer(…, every=steps) or every='auto'")
         if self._automatic:
@@ -69,17 +69,17 @@ class Schedule:
         return step >= (last // self.interval + 1) * self.interval
 
     def begin(self, step: int, interval: int | None = None) -> None:
-        """Training begins, or goes on from a restored ``step``, with an interval that was good before."""
+        """Note that training continues from a restored ``step``. interval: the one stored with it."""
         self._last_step, self._since, self._seconds_per_step = step, self._clock(), None
-        if self._automatic and isinstance(interval, int) and interval >= 1:  # what a file says may be anything
+        if self._automatic and isinstance(interval, int) and interval >= 1:  # the file may hold anything
             self.interval = interval
 
     def saving(self, step: int) -> None:
-        """A save of ``step`` begins. It counts once it has ended well."""
+        """Note that a save of ``step`` begins. It counts only if ``saved`` follows."""
         self._save = step, self._clock()
 
     def saved(self, typical: float) -> None:
-        """That save has returned. typical: seconds that one like it takes without a search from scratch."""
+        """Note that the save has returned. typical: seconds that such a save takes without a search from scratch."""
         if self._save is None:
             raise ValueError("no save has begun")
         (step, begun), now = self._save, self._clock()
@@ -93,7 +93,7 @@ class Schedule:
             self.interval = max(1, math.ceil(self._seconds(typical) / self._seconds_per_step))
 
     def _seconds(self, cost: float) -> float:
-        """Seconds of training to the next save, which is expected to cost so many."""
+        """Return the seconds of training to the next save, if that takes ``cost`` seconds."""
         wanted = 0.0
         if self._max_overhead is not None:
             arrears = max(self._spent - self._max_overhead * self._trained, 0.0)
@@ -104,7 +104,7 @@ class Schedule:
 
 
 def daly(cost: float, mean_time_between_failures: float) -> float:
-    """The interval between saves, in seconds of training, that loses least time to saves and failures.
+    """Return the interval between saves, in seconds of training, that loses the least time to saves and failures.
 
     Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006, equation 37; its leading
     term ``√(2·cost·M)`` is Young's of 1974.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    """Adds the wall time of the block to ``seconds[stage]``."""
+    """Add the wall time of the block to ``seconds[stage]``."""
     start = time.perf_counter()
     yield
     seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""Lets one call of a Checkpointer run at a time and refuses others."""
+"""One call of a Checkpointer at a time: other calls are refused meanwhile."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class _Call:
 
 
 class Turn:
-    """Lets one call run at a time."""
+    """Lets one call run at a time. Others are refused, they do not wait."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._call: _Call | None = None
 
     def take(self, name: str, action: Callable[[], T]) -> T:
-        """Returns the action's result. Raises RuntimeError, naming both calls, if another call is running."""
+        """Return the action's result. Raises RuntimeError, naming both calls, if another call is running."""
         mine = _Call(name)
         # The turn must be given back wherever a signal interrupts. So it is taken inside the ``try``, and given back
         # without a function call.
@@ -40,7 +40,7 @@ class Turn:
                 self._call = None
 
     def check(self) -> None:
-        """Raises the error of a call that was made from inside the current one, even if the caller has caught it."""
+        """Raise the error of a call that was made from inside the current one, even if the caller has caught it."""
         if self._call is not None and self._call.refused is not None:
             raise self._call.refused
 

@@ -48,14 +48,14 @@ class Comparison:
     changed: Mapping[str, Tensor]
 
     def last_weights(self, quantized: Mapping[str, QuantizedTensor]) -> dict[str, LastWeight]:
-        """Returns what the next save compares with. quantized: the weights of this save."""
+        """Return what the next save compares with. quantized: the weights of this save."""
         return {name: LastWeight(form, self.samples[name], self.hashes.get(name)) for name, form in quantized.items()}
 
 
 def compare(
     weights: Mapping[str, Tensor], last: Mapping[str, LastWeight], untrained: Collection[str], hashes: HashCache
 ) -> Comparison:
-    """Compares weights with those of the last checkpoint.
+    """Compare weights with those of the last checkpoint.
 
     untrained: names of parameters that do not train; these are hashed through ``hashes``, which remembers. Other
     weights are hashed only if their sample is unchanged.
@@ -70,7 +70,7 @@ def compare(
 
 
 def restored_weights(header: Header, tensors: Mapping[str, StoredTensor]) -> dict[str, LastWeight]:
-    """Returns the quantized weights of a restored checkpoint. tensors: what was restored, by name."""
+    """Return the quantized weights of a restored checkpoint. tensors: what was restored, by name."""
     found: dict[str, LastWeight] = {}
     for name, stored in tensors.items():
         if header.by_name[name].label.role != "weight":
