@@ -1,5 +1,7 @@
 """Quality, method and configuration: what goes together, what each of them stores, and what the records say of it."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
