@@ -22,12 +22,12 @@ from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.restore.restorer import Restorer
 from dynaquant.save.allowance import Allowance
 from dynaquant.save.background import check_process
+from dynaquant.save.commit_stage import CommitStage
 from dynaquant.save.compressor import Compressor
 from dynaquant.save.log_to import LogTo, logger_of
 from dynaquant.save.presets import QualityName
 from dynaquant.save.rank_zero import hold_for_writing
 from dynaquant.save.record import Record, record_of
-from dynaquant.save.run_writer import RunWriter
 from dynaquant.save.saver import Saver
 from dynaquant.save.schedule import Every, Schedule
 from dynaquant.save.turn import Turn
@@ -185,7 +185,7 @@ class Checkpointer:
             undo.callback(self._end_first_step_check)
             self._check_state(roles or {})
             learn_size = self._compressor.manager.learn_size
-            self._writer = RunWriter(
+            self._writer = CommitStage(
                 self._run, retention, keyframe_every, self._damaged, log_record, learn_size, lock.close
             )
             self._saver = Saver(

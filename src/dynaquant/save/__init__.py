@@ -14,7 +14,7 @@
 - ``prepare.py``: weights are read once, before the search
 - ``assemble.py``: the stored form of every tensor
 - ``timing.py``: seconds of each stage
-- ``run_writer.py``: parent, commit, pruning, report: what the writing thread does
+- ``commit_stage.py``: parent, commit, pruning, report: what the writing thread does
 - ``background.py``: the writing thread
 - ``record.py``: what is known about a save
 - ``log_to.py``: sends records to TensorBoard or a function

@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from dynaquant.save.capture import Captured, capture
+from dynaquant.save.commit_stage import CommitStage
 from dynaquant.save.compressor import Compressed, Compressor
 from dynaquant.save.rank_zero import warn_of_another_line, written_by_rank_zero
 from dynaquant.save.record import Record, json_of
-from dynaquant.save.run_writer import RunWriter
 from dynaquant.save.schedule import Schedule
 from dynaquant.save.timing import timed
 from dynaquant.save.turn import Turn
@@ -43,7 +43,7 @@ class Saver:
         roles: Mapping[str, str],
         schedule: Schedule,
         compressor: Compressor,
-        writer: RunWriter,
+        writer: CommitStage,
         turn: Turn,
         group: Group,
     ) -> None:

@@ -18,7 +18,7 @@ from dynaquant.store.writing import Base, Checkpoint
 log = logging.getLogger("dynaquant")
 
 
-class RunWriter:
+class CommitStage:
     """Writes the checkpoints of one training, one at a time, in a thread of its own.
 
     keyframe_every: the most checkpoints in a chain. damaged: steps whose files are known not to decode; a restore adds
