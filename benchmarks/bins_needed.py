@@ -27,9 +27,9 @@ from dynaquant.quantize.grid_weights import grid_weights
 from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
 from dynaquant.quantize.partition import Configuration
 from dynaquant.search.distortion import mean_squared_gradients
+from dynaquant.search.evaluation import degradation, score
 from dynaquant.search.grid_method import LEAST_DISTORTION, MOST_DISTORTION
 from dynaquant.search.judge import DISTORTION_SCALE
-from dynaquant.search.quality import degradation, score
 from dynaquant.search.scale_search import scale_search
 from dynaquant.state.roles import labels
 from dynaquant.tensors.dequantize import dequantize

@@ -24,7 +24,7 @@ from torch import Tensor
 from workloads import Workload
 
 import dynaquant as dq
-from dynaquant.search.quality import degradation, score
+from dynaquant.search.evaluation import degradation, score
 
 MOMENTS = {"first": ("exp_avg", "momentum_buffer"), "second": ("exp_avg_sq",)}
 

@@ -30,7 +30,7 @@ from checkpointers import Saved
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from workloads import WORKLOADS, Uninterrupted, key_of, uninterrupted
 
-from dynaquant.search.quality import degradation
+from dynaquant.search.evaluation import degradation
 
 SEED = 0
 """Random seed of the training that crashes."""

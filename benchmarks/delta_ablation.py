@@ -30,7 +30,7 @@ from dynaquant.coding.decoder import decode
 from dynaquant.coding.encoder import encode
 from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.quantize.partition import Configuration
-from dynaquant.search.quality import score
+from dynaquant.search.evaluation import score
 from dynaquant.state.roles import Label, labels
 from dynaquant.store.entry import Entry
 from dynaquant.tensors.dequantize import dequantize, values_of

@@ -22,8 +22,8 @@ from dynaquant.demo.workloads import WORKLOADS
 from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.quantize.partition import Configuration
 from dynaquant.search.distortion import distortion, mean_squared_gradients
+from dynaquant.search.evaluation import score
 from dynaquant.search.judge import DISTORTION_SCALE, MetricJudge
-from dynaquant.search.quality import score
 from dynaquant.state.roles import labels
 from dynaquant.training.gradients import GradientRecorder
 

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from workloads import WORKLOADS, Uninterrupted
 
-from dynaquant.search.quality import degradation
+from dynaquant.search.evaluation import degradation
 
 
 @dataclass(frozen=True)

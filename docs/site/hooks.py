@@ -28,14 +28,14 @@ API = {
 
 TYPES = [
     "checkpointer.Optimizers",
-    "search.quality.Evaluate",
+    "search.evaluation.Evaluate",
     "save.presets.QualityName",
     "quantize.knobs.Method",
     "quantize.knobs.Knobs",
     "save.schedule.Every",
     "save.log_to.LogTo",
     "save.record.Size",
-    "search.quality.Quality",
+    "search.evaluation.Quality",
     "search.trials.Trial",
 ]
 """Types that the public names' signatures refer to."""

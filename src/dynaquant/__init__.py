@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dynaquant.restore.load import load
     from dynaquant.restore.load_into import load_into
     from dynaquant.save.record import Record
-    from dynaquant.search.quality import LossOn
+    from dynaquant.search.evaluation import LossOn
 
     __version__: str
 else:
@@ -37,7 +37,7 @@ else:
         "Checkpointer": "checkpointer",
         "Configuration": "quantize.partition",
         "GridConfiguration": "quantize.grid",
-        "LossOn": "search.quality",
+        "LossOn": "search.evaluation",
         "Record": "save.record",
         "load": "restore.load",
         "load_into": "restore.load_into",

@@ -31,7 +31,7 @@ from dynaquant.save.record import Record, record_of
 from dynaquant.save.saver import Saver
 from dynaquant.save.schedule import Every, Schedule
 from dynaquant.save.turn import Turn
-from dynaquant.search.quality import Evaluate, of_several
+from dynaquant.search.evaluation import Evaluate, of_several
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import labels
 from dynaquant.store.commit import WritableRun

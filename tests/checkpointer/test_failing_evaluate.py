@@ -10,7 +10,7 @@ from training import bits, named_state, train
 
 import dynaquant as dq
 from dynaquant.save.record import record_of
-from dynaquant.search.quality import Quality
+from dynaquant.search.evaluation import Quality
 from dynaquant.store.run import Run
 from dynaquant.training.collect import collect
 

@@ -28,7 +28,7 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
     from dynaquant.quantize.knobs import in_short
     from dynaquant.save.record import Size, record_of
     from dynaquant.store.container import open_if_exists
-    from dynaquant.store.frozen import PREFIX
+    from dynaquant.store.frozen_files import PREFIX
     from dynaquant.store.listing import checkpoint_paths
     from dynaquant.store.tags import tags_of
 

@@ -24,11 +24,11 @@ from dynaquant.save.allowance import Allowance
 from dynaquant.save.presets import PRESETS, QualityName
 from dynaquant.save.record import Record, json_of, record_of
 from dynaquant.search.decision import Decision
+from dynaquant.search.evaluation import Evaluate, score
 from dynaquant.search.history import History
 from dynaquant.search.judge import MetricJudge
 from dynaquant.search.manager import ConfigurationManager
 from dynaquant.search.noise import Noise
-from dynaquant.search.quality import Evaluate, score
 from dynaquant.search.sensitivity import measure_sensitivity
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.roles import Label

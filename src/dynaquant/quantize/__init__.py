@@ -8,7 +8,7 @@ In reading order:
 - ``kmeans``: one tensor by k-means
 - ``kmeans_weights``: all weights of a checkpoint by k-means
 - ``log_grid``: one tensor on a logarithmic grid
-- ``sampling``: the elements by which the quantizers of moments are judged
+- ``moment_sample``: the elements by which the quantizers of moments are judged
 - ``second_moment``, ``first_moment``: one moment of an optimizer
 - ``moments``: all moments of a checkpoint
 - ``knobs``: the configuration of either quantizer, and its JSON form

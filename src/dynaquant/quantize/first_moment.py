@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynaquant import kernels
 from dynaquant.quantize.grid import quantize
-from dynaquant.quantize.sampling import sample
+from dynaquant.quantize.moment_sample import sample
 from dynaquant.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.stored import QuantizedTensor, RankOne, ScaledMoment

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dynaquant import kernels
 from dynaquant.quantize.log_grid import quantize_to_log_grid, round_to_log_grid
-from dynaquant.quantize.sampling import sample, sample_rank_one
+from dynaquant.quantize.moment_sample import sample, sample_rank_one
 from dynaquant.tensors.stored import QuantizedTensor, RankOne
 
 FACTOR_PACE = 1

@@ -15,7 +15,7 @@ from dynaquant.coding import schemes
 from dynaquant.coding.schemes import Conditional, Rearranged, Scheme, SecondMomentUnits
 from dynaquant.errors import CheckpointError
 from dynaquant.save.record import Size, sizes_by_role
-from dynaquant.store import frozen
+from dynaquant.store import frozen_files
 from dynaquant.store.chain import detect_run_changes
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
@@ -101,7 +101,7 @@ def restore_cost(chain: list[CheckpointFile]) -> RestoreCost:
     """
     headers = sum(file.size - sum(entry.size for entry in file.header.entries) for file in chain)
     needed = needed_entries(chain, [entry.name for entry in chain[0].header.entries])
-    held = [frozen.open_frozen(chain[0], identity).size for identity in chain[0].header.frozen]
+    held = [frozen_files.open_frozen(chain[0], identity).size for identity in chain[0].header.frozen]
     streams = sum(entry.size for entries in needed for entry in entries)
     return RestoreCost(len(chain) + len(held), headers + streams + sum(held))
 
@@ -206,7 +206,9 @@ def disk_use(run: Run, files: list[CheckpointFile]) -> list[DiskUse]:
     files: the readable checkpoints of the run.
     """
     copies = [file for path in run.lossless_copy_paths() if (file := _readable(path)) is not None]
-    shared = [file for path in checkpoint_paths(run.folder, frozen.PREFIX) if (file := _readable(path)) is not None]
+    shared = [
+        file for path in checkpoint_paths(run.folder, frozen_files.PREFIX) if (file := _readable(path)) is not None
+    ]
     known = {file.path for file in [*files, *copies, *shared]}
     others = [size for path in run.folder.rglob("*") if path not in known and (size := _size_of(path)) is not None]
     kinds = [

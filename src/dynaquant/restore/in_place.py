@@ -14,7 +14,7 @@ from dynaquant.state.flatten import flatten
 from dynaquant.state.tree import tensor_names_in
 from dynaquant.tensors.dequantize import dequantize_into, values_of
 from dynaquant.tensors.stored import External, StoredTensor
-from dynaquant.training.changes import HashCache
+from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.objects import MAIN
 
 _HYPERPARAMETER = re.compile(r"optimizer(\.[^.]+)?\.param_groups\.")

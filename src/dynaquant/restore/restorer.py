@@ -19,8 +19,8 @@ from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag
 from dynaquant.tensors.stored import External, StoredTensor
 from dynaquant.training import rng
-from dynaquant.training.changes import HashCache
 from dynaquant.training.collect import collect_to_compare, stored_rng_state
+from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.load_state import fill_in_omitted, load_state, undo_of
 from dynaquant.training.objects import CHECKED, MAIN, RESERVED
 from dynaquant.training.ranks import Group

@@ -8,8 +8,8 @@
 - ``rank_zero.py``: what rank 0 does and the other ranks do not
 - ``capture.py``: the state as a tree and live tensors
 - ``compressor.py``: how each tensor is stored; the stages are the next six files
-- ``external.py``: frozen and omitted tensors, whose values the checkpoint does not hold
-- ``unchanged.py``: weights that have not changed since the last checkpoint keep their levels
+- ``frozen_and_omitted.py``: frozen and omitted tensors, whose values the checkpoint does not hold
+- ``unchanged_weights.py``: weights that have not changed since the last checkpoint keep their levels
 - ``gradient_statistics.py``: gradients recorded between two saves
 - ``prepare.py``: weights are read once, before the search
 - ``assemble.py``: the stored form of every tensor

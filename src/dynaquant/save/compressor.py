@@ -20,7 +20,7 @@ from dynaquant.quantize.partition import Configuration
 from dynaquant.save.allowance import Allowance
 from dynaquant.save.assemble import Assembled, assemble
 from dynaquant.save.capture import Captured
-from dynaquant.save.external import (
+from dynaquant.save.frozen_and_omitted import (
     FrozenParameters,
     frozen_parameters,
     in_frozen_files,
@@ -32,16 +32,16 @@ from dynaquant.save.prepare import prepared_for_clusters, prepared_for_grid
 from dynaquant.save.presets import PRESETS
 from dynaquant.save.rank_zero import on_rank_zero
 from dynaquant.save.timing import timed
-from dynaquant.save.unchanged import Comparison, LastWeight, compare, restored_weights
+from dynaquant.save.unchanged_weights import Comparison, LastWeight, compare, restored_weights
 from dynaquant.search.decision import Decision
+from dynaquant.search.evaluation import Evaluate
 from dynaquant.search.manager import ConfigurationManager
-from dynaquant.search.quality import Evaluate
 from dynaquant.state.roles import Label, untrained
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.store.container import Header
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.stored import External, Quantized, StoredTensor
-from dynaquant.training.changes import HashCache
+from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.master_weights import master_weights_of
 from dynaquant.training.objects import models_of
 from dynaquant.training.ranks import Group

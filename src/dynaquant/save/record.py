@@ -10,8 +10,8 @@ from typing import Any
 from dynaquant.errors import CheckpointError
 from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.search.decision import Decision
+from dynaquant.search.evaluation import Quality
 from dynaquant.search.history import History
-from dynaquant.search.quality import Quality
 from dynaquant.search.trials import Trial, number_to_json
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
@@ -46,7 +46,7 @@ class Record:
     - ``search``: how the configuration was found (``search.decision.Search``).
     - ``judged_by``: what judged its degradation (``search.judge.JudgedBy``); None if nothing did.
     - ``limit``: the degradation that was allowed. It can be below ``max_degradation``.
-    - ``quality``: of the weights as restored (``search.quality.Quality``); None without ``evaluate``.
+    - ``quality``: of the weights as restored (``search.evaluation.Quality``); None without ``evaluate``.
     - ``progress``: the share of the weights' displacement since the last restore that the stored weights keep
       (``search.displacement``); None if nothing was restored, if that no longer matters, or if weights are exact.
     - ``predicted``: expected bytes of the weights. The actual ones are ``roles["weight"].stored``.

@@ -6,7 +6,7 @@
 - ``kmeans_method``: the search of the published configurations, with ``space`` (which there are), ``size`` (how large
   each is), ``exhaustive`` and ``neighbourhood`` (its two search algorithms).
 - ``trials``: quantizes with a configuration and scores the result; shares the work among ranks.
-- ``quality``: one evaluation: calls ``evaluate`` on a model with other weights. Also ``LossOn``.
+- ``evaluation``: one evaluation: calls ``evaluate`` on a model with other weights. Also ``LossOn``.
 - ``metric``: the user's metric over a whole training: its score for the weights in training, with ``noise``.
 - ``judge``: how much worse quantized weights are: by the metric, or by their ``distortion`` if there is no metric.
 - ``failures``: what an exception in ``evaluate`` means.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dynaquant.quantize.knobs import Knobs
+from dynaquant.search.evaluation import Quality
 from dynaquant.search.judge import JudgedBy
-from dynaquant.search.quality import Quality
 from dynaquant.search.trials import Trial
 from dynaquant.tensors.stored import QuantizedTensor
 

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 
 from dynaquant.search.distortion import distortion
-from dynaquant.search.quality import Evaluate, ParameterValues, Quality, degradation, score
+from dynaquant.search.evaluation import Evaluate, ParameterValues, Quality, degradation, score
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.stored import QuantizedTensor

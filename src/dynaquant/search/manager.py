@@ -16,13 +16,13 @@ from dynaquant.quantize.knobs import Knobs
 from dynaquant.quantize.partition import Configuration
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found
 from dynaquant.search.displacement import Displacement, keeps_enough
+from dynaquant.search.evaluation import Evaluate, ParameterValues
 from dynaquant.search.grid_method import search_grid
 from dynaquant.search.history import History
 from dynaquant.search.judge import DistortionJudge, Judge, MetricJudge
 from dynaquant.search.kmeans_method import KMeansQuantizer, search_kmeans
 from dynaquant.search.metric import UserMetric
 from dynaquant.search.noise import Noise
-from dynaquant.search.quality import Evaluate, ParameterValues
 from dynaquant.search.size import SizeModel
 from dynaquant.search.trials import MixedScoresError, Quantizer, Trials, why_none_is_good_enough
 from dynaquant.tensors.stored import QuantizedTensor

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from dynaquant.errors import EvaluateError
+from dynaquant.search.evaluation import Evaluate, ParameterValues, score
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import MetricJudge
 from dynaquant.search.noise import DEVIATIONS, Noise, mean
-from dynaquant.search.quality import Evaluate, ParameterValues, score
 from dynaquant.training.ranks import Group
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.search.displacement import Displacement
+from dynaquant.search.evaluation import Quality
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import Judge, JudgedBy
-from dynaquant.search.quality import Quality
 from dynaquant.tensors.stored import QuantizedTensor
 from dynaquant.training.ranks import Group
 

@@ -8,7 +8,7 @@ The files, in reading order:
 - ``entry.py``: what a header says about one tensor
 - ``container.py``: one checkpoint file
 - ``memory.py``: an error that says how much memory a tensor needs
-- ``frozen.py``: files of frozen parameters, which all checkpoints of a run share
+- ``frozen_files.py``: files of frozen parameters, which all checkpoints of a run share
 - ``reading.py``: decodes tensors from a file and its parents
 - ``chain.py``: opens a checkpoint and its parents, and retries if the writer changes the run meanwhile
 - ``writing.py``: encodes a checkpoint to a file, and verifies the file

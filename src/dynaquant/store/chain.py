@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dynaquant.errors import CheckpointError, RunChangedError
-from dynaquant.store import frozen
+from dynaquant.store import frozen_files
 from dynaquant.store.container import CheckpointFile, is_missing
 from dynaquant.store.reading import Tensors, load_tensors
 
@@ -85,7 +85,7 @@ def chain_of(file: CheckpointFile, path_of: PathOf) -> list[CheckpointFile]:
     chain = [file]
     with detect_run_changes(chain):
         for identity in file.header.frozen:
-            frozen.open_frozen(file, identity)
+            frozen_files.open_frozen(file, identity)
         while (parent := parent_of(chain[-1], path_of)) is not None:
             if len(chain) >= _MOST_OPEN:
                 parent.close()

@@ -19,7 +19,7 @@ from dynaquant.coding.encoder import Coder
 from dynaquant.errors import CheckpointError
 from dynaquant.state.roles import Label
 from dynaquant.state.tree import state_dict_tree
-from dynaquant.store import frozen
+from dynaquant.store import frozen_files
 from dynaquant.store.container import CheckpointFile, Header, file_version
 from dynaquant.store.files import add_disk_full_note, sync, sync_parent
 from dynaquant.store.listing import SUFFIX, checkpoint_paths
@@ -133,9 +133,9 @@ class WritableRun(Run):
         draft = Header(step=0, sequence=0, parent=None, tree=state_dict_tree(new), entries=(), record={})
         path = self.folder / f"frozen{SUFFIX}"
         written = self._write_temporary(draft, new, checkpoint.labels, None, "conditional", path)
-        file = self._rename(written, path.with_name(frozen.file_name(written.header.identity)))
+        file = self._rename(written, path.with_name(frozen_files.file_name(written.header.identity)))
         self.frozen_files.mark_sound(file)
-        return {entry.name: frozen.tensor_in(file, entry) for entry in file.header.entries}
+        return {entry.name: frozen_files.tensor_in(file, entry) for entry in file.header.entries}
 
     def delete_unneeded_frozen(self) -> None:
         """Deletes files of frozen parameters that no checkpoint needs any more.
@@ -143,9 +143,9 @@ class WritableRun(Run):
         Deletes none while a checkpoint cannot be read, because it may need any of them.
         """
         summaries, broken = self.summaries()
-        needed = {frozen.file_name(identity) for summary in summaries for identity in summary.frozen}
-        for path in checkpoint_paths(self.folder, frozen.PREFIX):
-            if not broken and frozen.is_frozen_name(path.name) and path.name not in needed:
+        needed = {frozen_files.file_name(identity) for summary in summaries for identity in summary.frozen}
+        for path in checkpoint_paths(self.folder, frozen_files.PREFIX):
+            if not broken and frozen_files.is_frozen_name(path.name) and path.name not in needed:
                 self._check_lock()
                 path.unlink()
 

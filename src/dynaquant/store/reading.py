@@ -8,7 +8,7 @@ from pathlib import Path
 from dynaquant.coding.decoder import decode
 from dynaquant.coding.schemes import Reference, depends_on
 from dynaquant.errors import CheckpointError
-from dynaquant.store import frozen
+from dynaquant.store import frozen_files
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.memory import explain_out_of_memory
@@ -102,7 +102,7 @@ def decode_entry(
         assert parent is not None
         return parent
     if entry.external:
-        return frozen.external_tensor(file, entry)
+        return frozen_files.external_tensor(file, entry)
     try:
         with explain_out_of_memory(file, entry):
             other = others.get(depends_on(entry.scheme) or "")

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from dynaquant.errors import CheckpointError
-from dynaquant.store import frozen
+from dynaquant.store import frozen_files
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile, Parent
 from dynaquant.store.files import removing_empty_folders
@@ -37,9 +37,9 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
         # name, deletes what is in place already, so that never one of the two is left alone.
         try:
             for identity in file.header.frozen:
-                holder = frozen.open_frozen(file, identity)
+                holder = frozen_files.open_frozen(file, identity)
                 undo.callback((folder / holder.path.name).unlink, missing_ok=True)
-                frozen.copy_to(holder, folder)
+                frozen_files.copy_to(holder, folder)
             if copy is not None:
                 undo.callback((folder / copy.path.name).unlink, missing_ok=True)
                 new.recode(copy, run.load(copy), None)

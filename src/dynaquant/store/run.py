@@ -22,7 +22,7 @@ from dynaquant.store.container import (
     is_step,
 )
 from dynaquant.store.files import non_file_kind
-from dynaquant.store.frozen import FrozenFiles
+from dynaquant.store.frozen_files import FrozenFiles
 from dynaquant.store.listing import SUFFIX, read_each_step
 from dynaquant.store.reading import Tensors
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dynaquant.coding.schemes import Reference, depends_on
 from dynaquant.errors import CheckpointError
-from dynaquant.store import frozen
+from dynaquant.store import frozen_files
 from dynaquant.store.chain import retry_if_run_changed
 from dynaquant.store.container import CheckpointFile, Summary
 from dynaquant.store.entry import Entry
@@ -52,7 +52,7 @@ def damage_of_file(path: Path) -> CheckpointError | None:
 def _decode_whole(run: Run, file: CheckpointFile) -> None:
     run.load(file)
     for identity in file.header.frozen:
-        frozen.verify(frozen.open_frozen(file, identity))
+        frozen_files.verify(frozen_files.open_frozen(file, identity))
 
 
 def _damage_of_copy(run: Run, step: int) -> CheckpointError | None:
@@ -160,7 +160,7 @@ def _with_frozen(found: _Decoded, sound: set[str]) -> _Decoded:
     """Returns ``found`` with the damage of the files of frozen parameters that it needs. sound: as for ``_decode``."""
     for identity in found.file.header.frozen - sound:
         try:
-            frozen.verify(frozen.open_frozen(found.file, identity))
+            frozen_files.verify(frozen_files.open_frozen(found.file, identity))
             sound.add(identity)
         except CheckpointError as error:
             found.wrong[identity] = str(error)

@@ -10,6 +10,6 @@
 - ``snapshot.py``: what ``evaluate`` may change and a save puts back
 - ``gradients.py``: records gradients before each optimizer step
 - ``master_weights.py``: finds the master weights of half-precision weights
-- ``changes.py``: hashes of tensors that rarely change
+- ``hash_cache.py``: hashes of tensors that rarely change
 - ``ranks.py``: the ranks of a data-parallel training
 """

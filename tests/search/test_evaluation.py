@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 import dynaquant as dq
-from dynaquant.search.quality import degradation, score
+from dynaquant.search.evaluation import degradation, score
 
 
 def model_of():

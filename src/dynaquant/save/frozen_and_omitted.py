@@ -11,7 +11,7 @@ from dynaquant.errors import StateError
 from dynaquant.save.capture import Captured
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.tensors.stored import External, omitted
-from dynaquant.training.changes import HashCache
+from dynaquant.training.hash_cache import HashCache
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dynaquant.store.commit import WritableRun
 from dynaquant.store.recoding import branch, compact
 from dynaquant.store.retention import Retention, prune
 from dynaquant.store.run import Run
-from dynaquant.training import changes
+from dynaquant.training import hash_cache
 
 
 class Adapted(nn.Module):
@@ -112,11 +112,11 @@ def test_a_small_frozen_part_is_stored_in_the_checkpoints(tmp_path):
 def test_the_frozen_base_is_neither_hashed_nor_copied_at_every_save(tmp_path, monkeypatch):
     hashed, copied = [], []
 
-    def counted(tensor, hash_of=changes.tensor_hash):
+    def counted(tensor, hash_of=hash_cache.tensor_hash):
         hashed.append(tuple(tensor.shape))
         return hash_of(tensor)
 
-    monkeypatch.setattr(changes, "tensor_hash", counted)
+    monkeypatch.setattr(hash_cache, "tensor_hash", counted)
     model = adapted_model()
     place = model[0].base.weight.data_ptr()
 
@@ -163,7 +163,7 @@ def test_a_write_that_bypasses_version_counters_is_detected_after_some_checkpoin
         for step in (1, 2):
             ckpt.save(step)
         model[0].base.weight.data[3, 5:6] = 7.0
-        for step in range(3, 3 + changes.HASH_AFTER + 1):
+        for step in range(3, 3 + hash_cache.HASH_AFTER + 1):
             ckpt.save(step)
     assert dq.load(tmp_path)["model"]["0.base.weight"][3, 5] == 7.0
     assert "0.base.weight does not train" in caplog.text

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dynaquant.errors import EvaluateError
 from dynaquant.state.wrappers import named_parameters
-from dynaquant.training.changes import sample_of
+from dynaquant.training.hash_cache import sample_of
 from dynaquant.training.snapshot import Snapshot
 
 Evaluate = Callable[[Any], float]

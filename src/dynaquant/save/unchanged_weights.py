@@ -13,7 +13,7 @@ from torch import Tensor
 from dynaquant.store.container import Header
 from dynaquant.tensors.hashing import tensor_hash
 from dynaquant.tensors.stored import QuantizedTensor, RoundedWeight, StoredTensor
-from dynaquant.training.changes import HashCache, sample_of
+from dynaquant.training.hash_cache import HashCache, sample_of
 
 
 @dataclass(frozen=True)
