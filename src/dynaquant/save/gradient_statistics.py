@@ -1,4 +1,4 @@
-"""Records the gradients between two saves, and makes from them what the search needs."""
+"""Decides which gradients are recorded between two saves, and computes from them what the search needs."""
 
 from __future__ import annotations
 
