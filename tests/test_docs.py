@@ -134,3 +134,15 @@ def test_messages_on_the_troubleshooting_page_occur_in_the_source():
     assert len(quoted) > 40
     patterns = {line: re.compile(".*".join(map(re.escape, line.split("…"))), re.DOTALL) for line in quoted}
     assert [line for line in quoted if not any(map(patterns[line].search, known))] == []
+
+
+def test_the_ratios_of_the_readme_are_those_measured():
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/results/failure_recovery.md"))
+
+    def measured(training: str, method: str) -> str:
+        row = next(r for r in page.splitlines() if r.startswith(f"| {training}, ") and f"| {method} |" in r)
+        return f"{float(row.split('|')[4].strip(' ×')):.0f}"
+
+    claimed = re.search(r"whole checkpoint \| 1× \| (\d+)× smaller \| (\d+)× smaller", readme)
+    assert claimed.groups() == (measured("gpt", "ExCP"), measured("gpt", "dynaquant"))
+    assert f"A ResNet: {measured('resnet', 'dynaquant')} times smaller" in readme

@@ -157,6 +157,7 @@ class Checkpointer:
         supported.check(self._objects)
         schedule = Schedule(every, max_overhead, mean_time_between_failures)
         retention = Retention(keep_last, keep_every)
+        roles = dict(roles or {})
         log_record = None if log_to is None else logger_of(log_to)
         self._group = Group()
         self.skipped: list[CheckpointError] = []
@@ -172,7 +173,7 @@ class Checkpointer:
             hold_for_writing(self._run, lock, self._group)
             self._compressor = Compressor(
                 self._objects,
-                roles or {},
+                roles,
                 evaluate if evaluate is None or isinstance(model, nn.Module) else of_several(evaluate),
                 higher_is_better,
                 allowance,
@@ -183,7 +184,7 @@ class Checkpointer:
             undo.callback(self._compressor.close)
             self._end_first_step_check = supported.check_after_first_step(self._objects)
             undo.callback(self._end_first_step_check)
-            self._check_state(roles or {})
+            self._check_state(roles)
             learn_size = self._compressor.manager.learn_size
             self._writer = CommitStage(
                 self._run, retention, keyframe_every, self._damaged, log_record, learn_size, lock.close
@@ -191,7 +192,7 @@ class Checkpointer:
             self._saver = Saver(
                 self._run,
                 self._objects,
-                dict(roles or {}),
+                roles,
                 schedule,
                 self._compressor,
                 self._writer,

@@ -109,6 +109,8 @@ def test_every_command_has_a_valid_example():
 def test_sizes_in_show_add_up(run):
     for step in (20, 40, 80):
         shown = data("show", run, step)
+        keys = {"name", "role", "layer_type", "dtype", "shape", "coding", "bins", "size", "bits"}
+        assert all(tensor.keys() == keys for tensor in shown["tensors"])
         streams = sum(tensor["size"]["stored"] for tensor in shown["tensors"])
         assert streams < shown["total"]["stored"] == Run(run).path(step).stat().st_size
         for role, size in shown["roles"].items():

@@ -57,7 +57,7 @@ def decode(
             raise ValueError(f"it is rounded from {scheme.of}, which is not a weight of the same shape")
         return RoundedWeight(dtype, other, scheme.of)
     if isinstance(scheme, RankOneFactors):
-        return _decode_product(scheme, dtype, shape, stream, parent)
+        return _decode_rank_one(scheme, dtype, shape, stream, parent)
     if isinstance(scheme, Reference):
         raise ValueError("a reference has no stream")
     if isinstance(scheme, Frozen | Omitted):
@@ -88,7 +88,7 @@ def _decode_exact(
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
-def _decode_product(
+def _decode_rank_one(
     scheme: RankOneFactors, dtype: torch.dtype, shape: torch.Size, stream: bytes, parent: StoredTensor | None
 ) -> RankOne:
     before = parent if isinstance(parent, RankOne) else None

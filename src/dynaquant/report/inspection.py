@@ -56,8 +56,9 @@ class TensorInfo:
         return 8 * self.size.stored / self.elements if self.elements else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The tensor as plain JSON values."""
-        return {**asdict(self), "bits": self.bits}
+        """The tensor as plain JSON values. The scheme has the key that it has in a file's header, ``coding``."""
+        values = asdict(self)
+        return {**values, "coding": values.pop("scheme"), "bits": self.bits}
 
 
 def tensors_of(file: CheckpointFile) -> list[TensorInfo]:

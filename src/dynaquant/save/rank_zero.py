@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def on_rank_zero(action: Callable[[], T], group: Group) -> T | None:
-    """Run an action on rank 0 and returns its result there, None on the other ranks. Collective.
+    """Run an action on rank 0 and return its result there, None on the other ranks. Collective.
 
     If the action fails, every rank raises an error.
     """

@@ -53,7 +53,7 @@ class Saver:
         self._continues_a_line = False  # whether a checkpoint was saved or restored
 
     def save(self, step: int) -> Future[Record]:
-        """Capture and compresses the state and hands it over to be written.
+        """Capture and compress the state, and hand it over to be written.
 
         Changes nothing here before the hand-over, so a save that fails or is interrupted leaves no trace.
         """

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 DEVIATIONS = 2.0
 """The noise margin, in standard deviations of the difference of two evaluations."""
 FIRST_EVALUATIONS = 5
-"""Evaluations at the first save. Why five: docs/decisions.md, "How often is the original evaluated to estimate noise?"."""
+"""Evaluations at the first save. Why five: docs/decisions.md, "How often is the original evaluated …"."""
 SAVES_BETWEEN_CHECKS = 10
 """A metric without noise is evaluated twice at one in this many saves, in case it has become noisy."""
 SAVES_REMEMBERED = 8

@@ -65,7 +65,7 @@ class Header:
     """Everything in a checkpoint file except its streams.
 
     sequence: increases with every commit to a run; the newest checkpoint has the highest. parent: None for a keyframe.
-    tree: the JSON tree of the state (``state.tree.flatten``). record: facts about the save.
+    tree: the JSON tree of the state (``state.flatten``). record: facts about the save.
     """
 
     step: int

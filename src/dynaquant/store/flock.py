@@ -54,9 +54,12 @@ def locked(path: Path, wait: bool) -> Iterator[bool]:
     if not AVAILABLE:
         yield False
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor, process = os.open(path, os.O_RDONLY), os.getpid()
     try:
         yield lock(descriptor, wait) is True
     finally:
-        unlock(descriptor)  # a child forked meanwhile may have the descriptor open
-        os.close(descriptor)
+        try:
+            if os.getpid() == process:  # a child forked meanwhile must not unlock for its parent
+                unlock(descriptor)  # and it may have the descriptor open
+        finally:
+            os.close(descriptor)
