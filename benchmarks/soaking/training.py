@@ -158,7 +158,7 @@ class Ledger:
         with training.checkpointer(folder) as ckpt:
             yield from (f"{path.name} was left" for path in folder.glob("*.tmp"))
             step = ckpt.restore()
-            yield from (f"passed over: {error}" for error in ckpt.skipped)
+            yield from (f"skipped: {error}" for error in ckpt.skipped)
             newest = self.commits[-1] if self.commits else None
             if step != (newest and newest.step):
                 yield f"step {step} was restored, not {newest and newest.step}"

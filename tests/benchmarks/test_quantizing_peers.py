@@ -63,7 +63,7 @@ def test_check_n_run_without_a_search_reaches_from_the_least_to_the_largest_valu
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize(("steps", "ratio"), [(25, 0.5), (100, 0.3)])
-def test_check_n_run_searches_like_pytorch_and_never_finds_less(normal, bits, steps, ratio):
+def test_check_n_run_searches_like_pytorch_and_finds_a_range_at_least_as_good(normal, bits, steps, ratio):
     low, high = check_n_run.adapted_range(normal, check_n_run.Settings(2**bits, steps, ratio))
 
     def error(row, low, high):
@@ -81,7 +81,7 @@ def test_check_n_run_searches_like_pytorch_and_never_finds_less(normal, bits, st
     assert total < 0.95 * sum(error(row, row.min(), row.max()) for row in normal)
 
 
-def test_check_n_run_takes_whole_bits_and_two_floats_for_a_row(normal):
+def test_check_n_run_stores_whole_bits_and_two_floats_for_each_row(normal):
     sizes = [
         len(CHECK_N_RUN.encode(of(w=normal), None, check_n_run.Settings(bins, 10, 0.1)).pack()) for bins in (17, 32, 33)
     ]
@@ -105,7 +105,7 @@ def test_qd_compressor_gives_layers_bins_by_their_entropy():
     assert set(qd_compressor.bins_by_entropy(layers, qd_compressor.Settings(16, 16)).values()) == {16}
 
 
-def test_qd_compressor_feeds_back_the_error_of_the_checkpoint_before_if_asked():
+def test_qd_compressor_feeds_back_the_error_of_the_previous_checkpoint_if_asked():
     chain, settings = real_chain(), qd_compressor.Settings(8, 8, feedback=True)
     first = QD_COMPRESSOR.encode(chain[1], None, settings).known
     second = QD_COMPRESSOR.encode(chain[2], first, settings).known
@@ -129,7 +129,7 @@ def test_qd_compressor_codes_only_levels_that_have_changed(normal):
 
 
 @pytest.mark.parametrize("bins", [(256, 8), (8, 256), (100, 101)])
-def test_qd_compressor_takes_differences_between_different_numbers_of_bins(normal, bins):
+def test_qd_compressor_codes_differences_between_different_numbers_of_bins(normal, bins):
     known = through(QD_COMPRESSOR, of(w=normal), None, qd_compressor.Settings(bins[0], bins[0]))
     then = through(QD_COMPRESSOR, of(w=normal * 1.01), known, qd_compressor.Settings(bins[1], bins[1]))
     assert int(then.levels["w"].max()) == bins[1] - 1
@@ -162,7 +162,7 @@ def test_gobo_selects_the_centroids_with_the_least_absolute_error():
     assert absolute_error(gobo.centroids(values, 8)) == pytest.approx(min(errors), rel=1e-5)
 
 
-def test_gobo_takes_few_values_for_their_own_centroids():
+def test_gobo_uses_few_values_as_their_own_centroids():
     values = np.array([1, 2, 2, 5], dtype=np.float32)
     layer = gobo.quantize(values, 8)
     assert np.array_equal(layer.centroids[layer.indices], values)
@@ -183,7 +183,7 @@ def test_lc_checkpoint_splits_exponents_by_the_mantissa_in_the_finest_settings()
     assert np.concatenate(([0], values))[indices] == pytest.approx([1.1, 1.1, 1.625, 1.625, -1.75])
 
 
-def test_lc_checkpoint_stores_in_the_next_checkpoint_what_it_left_out():
+def test_lc_checkpoint_stores_dropped_differences_in_the_next_checkpoint():
     chain, settings = real_chain(), lc_checkpoint.Settings(3)
     known, errors = Known(Checkpoint(chain[0].weights)), []
     for _ in range(6):
@@ -192,6 +192,6 @@ def test_lc_checkpoint_stores_in_the_next_checkpoint_what_it_left_out():
     assert all(after < 0.6 * before for before, after in pairwise(errors))
 
 
-def test_lc_checkpoint_is_exact_without_a_checkpoint_before():
+def test_lc_checkpoint_is_exact_without_a_previous_checkpoint():
     weights = real_chain()[0].weights
     assert_same(through(LC_CHECKPOINT, Checkpoint(weights), None, LC_CHECKPOINT.space[0]).checkpoint, of(**weights))

@@ -10,7 +10,7 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
 @pytest.mark.parametrize(("soak", "count"), [("kills", 12), ("interrupts", 50)])
-def test_nothing_is_lost_and_nothing_is_changed(soak, count):
+def test_no_checkpoint_is_lost_and_training_is_unchanged(soak, count):
     command = [sys.executable, SOAK, soak, "--count", str(count)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -44,7 +44,7 @@ def test_restore_takes_the_newest_checkpoint_that_verifies_and_names_the_skipped
     assert said[1].startswith(f"checkpoint step 4: {run.path(3)}: tensor ")  # step 4 is a delta against it
     assert said[2].startswith(f"{run.path(3)}: tensor ")
     assert [record.getMessage() for record in caplog.records] == [
-        f"restored step 2; passed over {reason}" for reason in said
+        f"restored step 2; skipped {reason}" for reason in said
     ]
 
 

@@ -49,7 +49,7 @@ def run(series, tmp_path):
     return tmp_path / "run"
 
 
-def test_a_file_is_compressed_beside_itself_and_comes_back(model, tmp_path):
+def test_a_file_is_compressed_beside_itself_and_decompressed(model, tmp_path):
     said = call("compress", model)
     small = tmp_path / "model.safetensors.dqc"
     assert str(small) in said

@@ -221,7 +221,7 @@ def test_a_failed_export_leaves_no_file(tmp_path, fails):
     call("export", tmp_path / "run", "--to", "torch", "-o", out)
 
 
-def test_prune_deletes_the_others_and_keeps_all_values(tmp_path):
+def test_prune_deletes_old_checkpoints_and_changes_no_value_of_the_others(tmp_path):
     make_run(tmp_path)
     before = {step: bits(dq.load(tmp_path, step)) for step in (60, 80)}
     assert "would delete 2 (20, 40), keep 2 (60, 80)" in call("prune", tmp_path, "--keep-last", 2, "--dry-run")

@@ -21,13 +21,13 @@ def planes_of(*frames):
 
 
 @given(st.binary(max_size=500), st.sampled_from([1, 2, 4, 8, 16]))
-def test_any_bytes_come_back(data, itemsize):
+def test_any_bytes_survive_a_round_trip(data, itemsize):
     array = np.frombuffer(data[: len(data) // itemsize * itemsize], dtype=np.uint8)
     assert np.array_equal(decode(encode(array, itemsize), array.size, itemsize), array)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
-def test_tensors_come_back_and_shrink(dtype):
+def test_tensors_survive_a_round_trip_and_shrink(dtype):
     tensor = (torch.randn(300_000) * 3).to(dtype)
     data = bytes_of(tensor)
     stream = encode(data, dtype.itemsize)
@@ -50,7 +50,7 @@ def test_every_truncation_is_refused():
 
 def test_bytes_after_the_end_are_refused():
     data = bytes_of(torch.randn(40))
-    with pytest.raises(ValueError, match="go on after their end"):
+    with pytest.raises(ValueError, match="extra bytes after the byte planes"):
         decode(encode(data, 4) + b"\0", data.size, 4)
 
 
@@ -76,7 +76,7 @@ def test_frames_of_random_bytes_are_refused(frames, count):
 
 
 @pytest.mark.parametrize("size", [0, 3, 5, 2**20])
-def test_a_stream_of_another_number_of_bytes_is_refused(size):
+def test_a_stream_with_the_wrong_number_of_bytes_is_refused(size):
     stream = encode(np.arange(4, dtype=np.uint8), 1)
     with pytest.raises(ValueError, match="another number of bytes"):
         decode(stream, size, 1)

@@ -58,7 +58,7 @@ def levels_of(codebook, size, random, share_protected=0.02):
     return QuantizedTensor(torch.float32, torch.Size([size]), levels, codebook, protected)
 
 
-def assert_comes_back(quantized, parent):
+def assert_round_trip(quantized, parent):
     """Assert that the tensor comes back from the coder of levels, and from a whole stream of any scheme."""
     coded = conditional.encode(quantized, parent)
     found = conditional.decode(coded, quantized.levels.size, quantized.codebook, parent)
@@ -69,19 +69,19 @@ def assert_comes_back(quantized, parent):
 
 
 @pytest.mark.parametrize(("book", "parent"), ALIKE)
-def test_levels_come_back_with_any_codebooks_of_one_kind_for_tensor_and_parent(book, parent):
+def test_levels_survive_a_round_trip_with_any_codebooks_of_one_kind_for_tensor_and_parent(book, parent):
     random = np.random.default_rng(0)
     before = levels_of(CODEBOOKS[parent], 700, random)
-    assert_comes_back(levels_of(CODEBOOKS[book], 700, random), before)
-    assert_comes_back(levels_of(CODEBOOKS[book], 700, random, share_protected=1.0), before)
+    assert_round_trip(levels_of(CODEBOOKS[book], 700, random), before)
+    assert_round_trip(levels_of(CODEBOOKS[book], 700, random, share_protected=1.0), before)
 
 
 @pytest.mark.parametrize("book", CODEBOOKS)
-def test_levels_come_back_without_a_parent_and_with_an_equal_parent(book):
+def test_levels_survive_a_round_trip_without_a_parent_and_with_an_equal_parent(book):
     random = np.random.default_rng(0)
     quantized = levels_of(CODEBOOKS[book], 700, random)
-    assert_comes_back(quantized, None)
-    assert_comes_back(quantized, quantized)
+    assert_round_trip(quantized, None)
+    assert_round_trip(quantized, quantized)
 
 
 @given(
@@ -89,10 +89,10 @@ def test_levels_come_back_without_a_parent_and_with_an_equal_parent(book):
     moves=st.lists(st.floats(-3, 3, width=32), min_size=60, max_size=60),
     rungs=st.tuples(st.integers(-12, 12), st.integers(-12, 12)),
 )
-def test_weights_on_a_grid_come_back_if_weights_and_grid_step_changed(values, moves, rungs):
+def test_weights_on_a_grid_survive_a_round_trip_if_weights_and_grid_step_changed(values, moves, rungs):
     before = torch.tensor(values)
     after = before + torch.tensor(moves)[: len(values)]
-    assert_comes_back(quantize(after, rungs[1]), quantize(before, rungs[0]))
+    assert_round_trip(quantize(after, rungs[1]), quantize(before, rungs[0]))
 
 
 @pytest.mark.parametrize("parent", ["log grid", "grid"])

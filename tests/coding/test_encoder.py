@@ -51,7 +51,7 @@ def test_tensors_of_every_dtype_come_back(name, size):
     ],
     ids=lambda tensor: f"{list(tensor.shape)}, strides {tensor.stride()}",
 )
-def test_tensors_of_any_layout_come_back(tensor):
+def test_tensors_of_any_layout_survive_a_round_trip(tensor):
     assert torch.equal(round_trip(tensor)[0], tensor)
 
 
@@ -67,7 +67,7 @@ def test_the_hash_depends_on_values_shape_and_dtype_but_not_on_the_layout():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("has_parent", [True, False])
 @pytest.mark.parametrize(("coder", "kind"), [("conditional", Conditional), ("rearranged", Rearranged)])
-def test_quantized_tensors_come_back(dtype, has_parent, coder, kind):
+def test_quantized_tensors_survive_a_round_trip(dtype, has_parent, coder, kind):
     def quantized(tensor, bins):
         histogram = LogHistogram.of(tensor)
         return quantize(tensor, histogram, bins, thresholds(histogram, 0.1, 0.01))

@@ -52,13 +52,13 @@ def assert_same(found: StoredTensor, wanted: QuantizedTensor) -> None:
 @pytest.mark.parametrize("coder", CODERS)
 @pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5), (300, 300)], ids=str)
-def test_a_quantized_tensor_comes_back(dtype, shape, coder):
+def test_a_quantized_tensor_survives_a_round_trip(dtype, shape, coder):
     wanted = quantized_of(shape, 16, dtype)
     assert_same(round_trip(wanted, None, coder), wanted)
 
 
 @pytest.mark.parametrize("coder", CODERS)
-def test_an_empty_tensor_comes_back(coder):
+def test_an_empty_tensor_survives_a_round_trip(coder):
     """Runs in a process of its own, because an earlier version crashed it."""
     statements = "q = quantized_of((0, 3), 16)", f"assert_same(round_trip(q, None, {coder!r}), q)"
     script = "; ".join([f"from {Path(__file__).stem} import *", *statements])
@@ -75,7 +75,7 @@ def test_an_empty_tensor_comes_back(coder):
     seed=st.integers(0, 5),
     coder=st.sampled_from(CODERS),
 )
-def test_a_quantized_tensor_comes_back_if_the_parent_has_other_bins(shape, bins, parent_bins, seed, coder):
+def test_a_quantized_tensor_survives_a_round_trip_if_the_parent_has_other_bins(shape, bins, parent_bins, seed, coder):
     parent, wanted = quantized_of(shape, parent_bins, seed=seed), quantized_of(shape, bins, seed=seed + 1)
     assert_same(round_trip(wanted, parent, coder), wanted)
 

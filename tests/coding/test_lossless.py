@@ -57,14 +57,14 @@ def check_round_trip(data, itemsize, parent):
     relation=st.sampled_from(["none", "equal", "near", "unrelated"]),
     seed=st.integers(0, 2**32),
 )
-def test_any_values_come_back_with_any_parent(count, itemsize, kind, relation, seed):
+def test_any_values_survive_a_round_trip_with_any_parent(count, itemsize, kind, relation, seed):
     random = np.random.default_rng(seed)
     data = data_like(kind, count * itemsize, random)
     check_round_trip(data, itemsize, parent_of(data, relation, random))
 
 
 @given(st.binary(max_size=64), st.binary(min_size=64, max_size=64), st.sampled_from([1, 2, 4, 8, 16]))
-def test_any_short_bytes_come_back(data, parent, itemsize):
+def test_any_short_bytes_survive_a_round_trip(data, parent, itemsize):
     size = len(data) // itemsize * itemsize
     array, context = (np.frombuffer(bytes_[:size], dtype=np.uint8) for bytes_ in (data, parent))
     check_round_trip(array, itemsize, None)
@@ -72,7 +72,7 @@ def test_any_short_bytes_come_back(data, parent, itemsize):
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
-def test_differences_at_the_ends_of_the_range_come_back(itemsize):
+def test_differences_at_the_ends_of_the_range_survive_a_round_trip(itemsize):
     ends = np.array([0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1], dtype=np.uint64)
     ends = np.concatenate([ends, ends >> np.uint64(64 - 8 * itemsize)]).astype(f"u{itemsize}")
     values, parents = (pair.reshape(-1).copy().view(np.uint8) for pair in np.meshgrid(ends, ends))
@@ -150,7 +150,7 @@ def test_differences_without_their_parent_are_refused():
         decode(encode(data, 4, data), data.size, 4, None)
 
 
-def test_a_stream_of_another_number_of_bytes_is_refused():
+def test_a_stream_with_the_wrong_number_of_bytes_is_refused():
     data = bytes_of(torch.randn(10_000) * 0.02)
     stream = encode(data, 4, None)
     for size in (0, 4, data.size - 4, data.size + 4, 8 * BLOCK):

@@ -24,7 +24,7 @@ COUNTS = st.integers(1, 256)
 
 
 @given(st.integers(0, 2000) | st.just(70_000), COUNTS, COUNTS, st.floats(0, 1), st.booleans(), st.integers(0, 9))
-def test_levels_come_back_in_the_chosen_arrangement(size, count, parent_count, share, has_parent, seed):
+def test_levels_survive_a_round_trip_in_the_chosen_arrangement(size, count, parent_count, share, has_parent, seed):
     random = np.random.default_rng(seed)
     parent = some_levels(size, parent_count, random)
     levels = moved(parent, count, share, random)
@@ -38,7 +38,7 @@ def test_levels_come_back_in_the_chosen_arrangement(size, count, parent_count, s
 @pytest.mark.parametrize("arrangement", ["alone", "delta", "rearranged"])
 @pytest.mark.parametrize("run_length", [True, False])
 @pytest.mark.parametrize(("count", "parent_count"), [(18, 18), (6, 34), (34, 6), (256, 256), (1, 1)])
-def test_levels_come_back_in_every_arrangement(arrangement, run_length, count, parent_count):
+def test_levels_survive_a_round_trip_in_every_arrangement(arrangement, run_length, count, parent_count):
     random = np.random.default_rng(0)
     parent = some_levels(5000, parent_count, random)
     levels = moved(parent, count, 0.3, random)
@@ -57,7 +57,7 @@ def test_small_tensors_get_the_smallest_arrangement(size, share):
     assert len(stream) == sizes[arrangement] == min(sizes.values())
 
 
-def test_each_arrangement_is_the_smallest_of_something():
+def test_each_arrangement_is_the_smallest_for_some_levels():
     random = np.random.default_rng(0)
     parent = some_levels(3000, 18, random)
     busy_source = Levels(np.where(parent.values == 3, random.integers(0, 18, 3000), parent.values).astype(np.uint8), 18)

@@ -86,7 +86,7 @@ def test_full_and_quick_exclude_each_other(tmp_path):
     call("demo", "--full", "--quick", "--out", tmp_path, code=2)
 
 
-def test_the_command_line_explains_itself():
+def test_the_command_line_has_help_and_a_version():
     def run(*arguments: str) -> str:
         command = [sys.executable, "-m", "dynaquant.cli", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -46,7 +46,7 @@ def some(shape, dtype, scale=1.0):
 @of_dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("seed", [None, 0, 12345, 2**32 - 1])
-def test_grid_levels(where, dtype, shape, seed):
+def test_grid_levels_are_the_same_on_every_device(where, dtype, shape, seed):
     tensor = some(shape, dtype, 0.02)
     for rung in (-40, -22, -8):
         inverse = float(np.float32(1) / rung_value(rung))
@@ -59,14 +59,14 @@ def test_grid_levels(where, dtype, shape, seed):
 
 @on_devices
 @pytest.mark.parametrize("seed", [None, 5])
-def test_grid_levels_of_a_tensor_of_many_blocks(where, seed, monkeypatch):
+def test_grid_levels_of_many_blocks_are_the_same_on_every_device(where, seed, monkeypatch):
     monkeypatch.setattr(device, "PIECE", 1 << 17)
     tensor = some((300_001,), torch.float32)
     assert torch.equal(device.grid_levels(tensor.to(where), 3.0, seed)[0].cpu(), host.grid_levels(tensor, 3.0, seed)[0])
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=40), st.integers(-100, 100))
-def test_grid_levels_of_any_floats(values, rung):
+def test_grid_levels_of_any_floats_are_the_same_on_every_device(values, rung):
     tensor, inverse = torch.tensor(values, dtype=torch.float32), float(np.float32(1) / rung_value(rung))
     for seed in (None, 7):
         assert torch.equal(device.grid_levels(tensor, inverse, seed)[0], host.grid_levels(tensor, inverse, seed)[0])
@@ -75,7 +75,7 @@ def test_grid_levels_of_any_floats(values, rung):
 @on_devices
 @of_dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_histograms_and_levels_by_table(where, dtype, shape):
+def test_histograms_and_levels_by_table_are_the_same_on_every_device(where, dtype, shape):
     tensor, other = some(shape, dtype), some(shape, torch.float32).abs()
     there, other_there = tensor.to(where), other.to(where)
     assert np.array_equal(device.log_histogram(there), host.log_histogram(tensor))
@@ -90,7 +90,7 @@ def test_histograms_and_levels_by_table(where, dtype, shape):
 @on_devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [0, 1, 999, 5000])
-def test_values_of_levels(where, dtype, size):
+def test_values_of_levels_are_the_same_on_every_device(where, dtype, size):
     random = np.random.default_rng(size)
     levels = random.integers(0, 30, size, dtype=np.uint8)
     table, count = torch.randn(30).to(dtype), int((levels == PROTECTED).sum())
@@ -109,7 +109,7 @@ def test_values_of_levels(where, dtype, size):
 @on_devices
 @of_dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sums(where, dtype, shape):
+def test_sums_are_the_same_on_every_device(where, dtype, shape):
     tensor = some(shape, dtype)
     values = tensor.double().reshape(-1).tolist()
     for total, squares in (host.sums(tensor), device.sums(tensor.to(where))):
@@ -123,7 +123,7 @@ def test_sums(where, dtype, shape):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2049), (1025, 3), (2500, 5000), (1, 100_000), (100_000, 1)], ids=str)
-def test_sums_of_the_rows_and_columns_of_large_matrices(shape):
+def test_sums_of_the_rows_and_columns_of_large_matrices_are_correct(shape):
     matrix = torch.randn(shape)
     rows, columns = host.row_and_column_sums(matrix)
     assert rows == pytest.approx(matrix.double().sum(1).numpy(), rel=1e-12, abs=1e-9)

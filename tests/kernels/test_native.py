@@ -51,7 +51,7 @@ def check_round_trip(levels, parent, modulus, groups, run_length):
 @example(3 * BLOCK + 7, (18, 34), ("constant", "constant"), "rearranged", True, 0)
 @example(BLOCK, (1, 1), ("constant", "constant"), "delta", True, 0)
 @example(BLOCK + 1, (18, 6), ("skewed", "runs"), "rearranged", True, 0)
-def test_any_levels_come_back_with_any_parent(size, counts, kinds, arrangement, run_length, seed):
+def test_any_levels_survive_a_round_trip_with_any_parent(size, counts, kinds, arrangement, run_length, seed):
     random = np.random.default_rng(seed)
     count, parent_count = counts
     levels = levels_like(kinds[0], size, count, random)
@@ -64,13 +64,13 @@ def test_any_levels_come_back_with_any_parent(size, counts, kinds, arrangement, 
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=60), st.sampled_from([1, 4]), st.booleans())
-def test_any_short_sequence_of_levels_comes_back(pairs, groups, run_length):
+def test_any_short_sequence_of_levels_survives_a_round_trip(pairs, groups, run_length):
     levels, parent = np.array(pairs, dtype=np.uint8).reshape(-1, 2).T.copy()
     check_round_trip(levels, parent, 6, groups, run_length)
 
 
 @pytest.mark.parametrize("length", [2, 3, 9, 10, 11, 17, 18, 255, 4096, BLOCK - 1, BLOCK])
-def test_runs_of_any_length_come_back(length):
+def test_runs_of_any_length_survive_a_round_trip(length):
     levels = np.zeros(BLOCK, dtype=np.uint8)
     levels[length:] = 1 + np.arange(BLOCK - length) % 2
     check_round_trip(levels, NOTHING, 3, 1, True)

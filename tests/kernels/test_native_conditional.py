@@ -62,7 +62,7 @@ def encoded(levels, parent=NOTHING, symbol_of=PLAIN, context_of=ALIKE, contexts=
 @example(2 * BLOCK, 7, 31, ("skewed", "skewed"), 1)
 @example(BLOCK + 1, 1, 1, ("constant", "none"), 2)
 @example(20_000, 256, 1, ("two", "none"), 3)
-def test_any_levels_come_back_with_any_parent_and_tables(size, symbols, contexts, kinds, seed):
+def test_any_levels_survive_a_round_trip_with_any_parent_and_tables(size, symbols, contexts, kinds, seed):
     random = np.random.default_rng(seed)
     levels = some(kinds[0], size, symbols, random)
     parent = NOTHING if kinds[1] == "none" else some(kinds[1], size, 256, random)
@@ -73,7 +73,7 @@ def test_any_levels_come_back_with_any_parent_and_tables(size, symbols, contexts
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=60), st.sampled_from([1, 4]))
-def test_any_short_sequence_of_levels_comes_back(pairs, contexts):
+def test_any_short_sequence_of_levels_survives_a_round_trip(pairs, contexts):
     levels, parent = np.array(pairs, dtype=np.uint8).reshape(-1, 2).T.copy()
     context_of = APART % np.uint8(contexts)
     stream = encoded(levels, parent, PLAIN, context_of, contexts)
@@ -85,13 +85,13 @@ def test_any_short_sequence_of_levels_comes_back(pairs, contexts):
 @example([5000, 5000, 5000, *[1] * 200], 0)
 @example([1] * 256, 0)
 @example([100_000, *[1] * 255], 0)
-def test_levels_come_back_with_any_counts(counts, reverse):
+def test_levels_survive_a_round_trip_with_any_counts(counts, reverse):
     levels = np.repeat(np.arange(len(counts), dtype=np.uint8), counts[::-1] if reverse else counts)
     levels = np.random.default_rng(0).permutation(levels)
     assert np.array_equal(decoded(encoded(levels), levels.size, NOTHING), levels)
 
 
-def test_two_equally_frequent_levels_among_many_rare_ones_come_back():
+def test_two_equally_frequent_levels_among_many_rare_ones_survive_a_round_trip():
     for first in range(4900, 5100, 7):
         counts = [first, 5000, *[1] * 250]
         levels = np.random.default_rng(0).permutation(np.repeat(np.arange(252, dtype=np.uint8), counts))
@@ -320,7 +320,7 @@ def test_grid_levels_of_large_tensors_are_those_of_the_nearest_multiple(size, sp
 
 
 @pytest.mark.parametrize("at", [0, 65_536, 199_999])
-def test_the_highest_level_is_256_if_a_single_value_is_beyond_127_steps(at):
+def test_the_highest_level_is_256_if_any_value_is_beyond_127_steps(at):
     values = np.zeros(200_000, dtype=np.float32)
     assert grid(values, 1.0)[1] == 0
     for value, level, highest in [(127, 254, 254), (-127, 255, 255), (128, 1, 256), (-1e30, 1, 256)]:

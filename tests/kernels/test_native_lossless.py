@@ -36,7 +36,7 @@ SHORT_EXACT = [case for case in EXACT if case[1].size < 20_000]
 
 
 @pytest.mark.parametrize("case", EXACT)
-def test_exact_values_come_back(case):
+def test_exact_values_survive_a_round_trip(case):
     stream, data, itemsize, parent = case
     assert np.array_equal(exact_decoded(stream, data.size, itemsize, parent), data)
 

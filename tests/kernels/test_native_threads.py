@@ -71,7 +71,7 @@ def test_ranks_start_no_more_threads_than_their_share(cores):
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "two", "1.5", "4 "])
-def test_a_wrong_number_of_threads_is_refused(wrong):
+def test_an_invalid_number_of_threads_is_refused(wrong):
     process = run("limit", DYNAQUANT_THREADS=wrong)
     assert process.returncode != 0
     assert f"DYNAQUANT_THREADS is '{wrong}', but has to be a whole number from 1" in process.stderr

@@ -173,7 +173,7 @@ def test_the_largest_float_stays_finite_when_it_is_a_centre(dtype):
     assert dequantize(quantize(tensor, LogHistogram.of(tensor), 16)).isfinite().all()
 
 
-def test_fewer_bfloat16_values_than_bins_come_back_exactly():
+def test_fewer_bfloat16_values_than_bins_stay_exact():
     # Every bfloat16 has its own bucket, so nothing is lost.
     tensor = torch.tensor([1.0, 1.0078125, -1.5, 0.0, 300.0], dtype=torch.bfloat16)
     assert torch.equal(dequantize(quantize(tensor, LogHistogram.of(tensor), 16)), tensor)
@@ -219,7 +219,7 @@ def test_there_are_at_most_as_many_different_values_as_bins():
         "parameter",
     ],
 )
-def test_tensors_of_any_shape_and_layout_come_back(tensor):
+def test_tensors_of_any_shape_and_layout_survive_a_round_trip(tensor):
     quantized = quantized_with(tensor, pruned=0.0, protected=0.0, bins=200)
     restored = dequantize(quantized)
     assert restored.shape == tensor.shape

@@ -71,7 +71,7 @@ def round_trip(stored, parent, name="m"):
 
 @pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
 @pytest.mark.parametrize("second_tolerance", [0.05, 0.5])
-def test_moments_come_back_from_their_streams_with_and_without_a_parent(dtype, second_tolerance):
+def test_moments_survive_a_round_trip_with_and_without_a_parent(dtype, second_tolerance):
     pairs = []
     for drift in (0.0, 0.02):
         first, second = (tensor * 1e4 for tensor in moments((90, 70)))

@@ -244,7 +244,7 @@ def test_damaged_files_are_skipped_and_listed(tmp_path):
     assert "1 checkpoint cannot be restored" in drawn(found)["restore"].text
 
 
-def test_charts_are_sorted_by_step_after_going_back(tmp_path):
+def test_charts_are_sorted_by_step_after_a_training_went_back(tmp_path):
     model = model_of()
     with dq.Checkpointer(tmp_path, model) as ckpt:
         for step in (10, 20, 30):
@@ -256,7 +256,7 @@ def test_charts_are_sorted_by_step_after_going_back(tmp_path):
     assert list(drawn(found)["ratios"].figure.data[0].x) == ["10", "15", "20", "30"]
 
 
-def test_the_lossless_copy_of_the_newest_costs_storage_and_is_what_a_restore_reads(tmp_path):
+def test_the_lossless_copy_of_the_newest_checkpoint_costs_storage_and_a_restore_reads_it(tmp_path):
     model = model_of()
     save(tmp_path, model, 1, 2, exact="latest")
     found = statistics(tmp_path)
@@ -266,7 +266,7 @@ def test_the_lossless_copy_of_the_newest_costs_storage_and_is_what_a_restore_rea
     assert "lossless copy" in drawn(found)["storage"].text
 
 
-def test_of_many_tensors_the_largest_are_shown_in_the_order_of_the_model(tmp_path):
+def test_if_there_are_many_tensors_the_largest_are_shown_in_the_order_of_the_model(tmp_path):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(MOST_TENSORS)))
     save(tmp_path, model, 1, configuration=dq.GridConfiguration(scale=-80))
     found = statistics(tmp_path)

@@ -98,7 +98,7 @@ class Drift:
         return float((self.model.weight.detach() - self.begin).flatten() @ self.direction.flatten()) / 3000
 
 
-def crash_and_go_on(folder, distance: float, **options) -> tuple[Drift, list[dq.Record]]:
+def crash_and_continue(folder, distance: float, **options) -> tuple[Drift, list[dq.Record]]:
     """Twelve times: trains a little, saves, and restores that checkpoint. Returns the training and all records."""
     records = []
     drift = Drift()
@@ -119,18 +119,18 @@ def indifferent(model: nn.Module) -> float:  # noqa: ARG001
 
 @BOTH_METHODS
 @pytest.mark.parametrize("evaluate", [indifferent, None])
-def test_a_training_that_crashes_again_and_again_goes_on(tmp_path, evaluate, method):
+def test_a_training_that_crashes_again_and_again_makes_progress(tmp_path, evaluate, method):
     # The metric accepts four bins; the weights move by a fortieth of the distance between two of them.
-    drift, records = crash_and_go_on(tmp_path, 0.002, evaluate=evaluate, max_degradation=0.05, method=method)
+    drift, records = crash_and_continue(tmp_path, 0.002, evaluate=evaluate, max_degradation=0.05, method=method)
     for record in records[1:]:  # stochastic rounding keeps the displacement on average over checkpoints
         assert record.progress is None or record.progress >= LEAST or record.configuration.dithered
     assert drift.distance() >= LEAST * 12 * 0.002
 
 
 @pytest.mark.parametrize(("method", "evaluate"), [("grid", None), ("published", indifferent)])
-def test_without_the_rule_about_displacement_it_would_not_go_on(tmp_path, monkeypatch, method, evaluate):
+def test_without_the_rule_about_displacement_it_would_make_no_progress(tmp_path, monkeypatch, method, evaluate):
     monkeypatch.setattr(displacement, "LEAST_KEPT", -math.inf)
-    drift, records = crash_and_go_on(tmp_path, 0.002, evaluate=evaluate, method=method)
+    drift, records = crash_and_continue(tmp_path, 0.002, evaluate=evaluate, method=method)
     if method == "published":
         assert all(record.configuration.bins == 4 for record in records)
     assert records[-1].progress < 0.1
@@ -203,7 +203,7 @@ def test_large_displacements_need_no_finer_configuration(tmp_path, method):
 
 
 @BOTH_METHODS
-def test_the_next_search_starts_from_what_the_search_by_quality_found(tmp_path, method):
+def test_the_next_search_starts_from_the_result_of_the_search_by_quality(tmp_path, method):
     drift = Drift()
     with checkpointer(tmp_path, drift.model, evaluate=indifferent, method=method) as ckpt:
         first = ckpt.save(0).result().configuration

@@ -20,7 +20,7 @@ def search(landscape: Landscape, per_round: int = 1, score=None) -> Candidate | 
     )
 
 
-def test_it_finds_the_optimum_of_brute_force_with_a_small_part_of_the_trials():
+def test_the_search_finds_the_optimum_of_brute_force_with_few_trials():
     fractions = []
     for seed in range(100):
         landscape = Landscape(seed)
@@ -33,7 +33,7 @@ def test_it_finds_the_optimum_of_brute_force_with_a_small_part_of_the_trials():
     assert statistics.mean(fractions) <= 0.05
 
 
-def test_more_candidates_per_round_take_fewer_rounds_and_find_the_same():
+def test_with_more_candidates_per_round_the_search_takes_fewer_rounds_and_finds_the_same():
     rounds = {per_round: [] for per_round in (1, 2, 4, 8)}
     for seed in range(20):
         for per_round, counts in rounds.items():

@@ -140,7 +140,7 @@ def decide(record, method: str) -> tuple[Decision, ConfigurationManager]:
 @BOTH_METHODS
 @given(record=RECORDS)
 @settings(max_examples=20)
-def test_whatever_a_record_contains_the_next_decision_keeps_to_the_limit(method, record):
+def test_the_next_decision_stays_within_the_limit_whatever_a_record_contains(method, record):
     decision, manager = decide(record, method)
     assert decision.limit <= 0.01
     assert decision.search == "lossless" or decision.quality.degradation <= decision.limit

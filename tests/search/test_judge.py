@@ -135,7 +135,7 @@ def test_fisher_information_comes_from_the_optimizers_second_moments(kind, key):
     assert all(value > 0 for value in found.values())
 
 
-def test_without_second_moments_it_comes_from_recorded_gradients():
+def test_without_second_moments_fisher_information_comes_from_recorded_gradients():
     model = model_of()
     found = moments_after(optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), model)
     assert found == {f"model.{name}": 4.0 for name, _ in model.named_parameters()}

@@ -243,7 +243,7 @@ def test_a_restored_training_starts_from_the_last_configuration(tmp_path, method
 
 
 @BOTH_METHODS
-def test_what_was_found_for_each_limit_survives_a_restore(tmp_path, method):
+def test_search_results_of_each_limit_survive_a_restore(tmp_path, method):
     model, optimizer = training_of()
     with checkpointer(tmp_path, model, optimizer, method=method) as ckpt:
         found = {}

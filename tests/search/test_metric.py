@@ -297,15 +297,15 @@ def not_a_number_elsewhere(model: nn.Module) -> Movement:
         (
             strict,
             0.01,
-            r"the best of \d+ candidates makes the metric worse by \d\S+, beyond the 0.01 allowed; allow more",
+            r"the best of \d+ candidates makes the metric worse by \d\S+, more than the 0.01 allowed; raise max_",
         ),
-        (noisy, 0.01, r"the noise of the metric takes all of the 0.01 allowed; evaluate on more batches"),
+        (noisy, 0.01, r"the noise of the metric uses up the allowed 0.01; evaluate on more batches"),
         (zero_in_training, 0.01, r"the metric is exactly 0 in training, or infinite for"),
         (not_a_number_elsewhere, 0.01, r"evaluate fails, or is not finite, on every candidate"),
         (
             None,
             1e-12,
-            r"the best of \d+ candidates is estimated to be worse by \d\S+, beyond the 1e-12 allowed; .*give evaluate",
+            r"the best of \d+ candidates is estimated to be worse by \d\S+, more than the 1e-12 allowed; .*evaluate",
         ),
     ],
     ids=["strict", "noisy", "zero", "not finite", "no metric"],
@@ -334,7 +334,7 @@ def test_the_note_says_if_noise_leaves_too_little(tmp_path):
     train(model, optimizer)
     with checkpointer(tmp_path, model, optimizer, evaluate=Noisy(model, 1e9, noise=0.001), method="grid") as ckpt:
         record = ckpt.save(1).result()
-    assert [note for note in record.notes if f"beyond the {record.limit:.3g} left by its noise" in note]
+    assert [note for note in record.notes if f"more than the {record.limit:.3g} that its noise leaves" in note]
 
 
 # The metric of the weights in training

@@ -87,7 +87,7 @@ def test_a_metric_that_is_no_longer_available_is_not_tried():
 
 @EVERY_PER_ROUND
 @pytest.mark.parametrize("reach", [1, 2])
-def test_it_finds_the_smallest_good_neighbour_of_brute_force(per_round, reach):
+def test_the_search_finds_the_same_smallest_good_neighbour_as_brute_force(per_round, reach):
     for landscape, last in random_cases(60):
         found = search(landscape, last, reach=reach, per_round=per_round)
         scores = {metric: landscape.degradations[Candidate(metric, last.point)] for metric in METRICS}
@@ -99,7 +99,7 @@ def test_it_finds_the_smallest_good_neighbour_of_brute_force(per_round, reach):
 
 
 @EVERY_PER_ROUND
-def test_nothing_more_aggressive_than_the_last_best_is_ever_tried(per_round):
+def test_no_candidate_more_aggressive_than_the_last_best_is_ever_tried(per_round):
     for landscape, last in random_cases(60):
         search(landscape, last, per_round=per_round)
         near = {Candidate(metric, c.point) for metric in METRICS for c in neighbours(last)}
@@ -115,7 +115,7 @@ def test_the_first_good_one_in_order_of_size_ends_the_search():
         assert landscape.scored == [LAST, OTHER, *by_size[1 : i + 1]]
 
 
-def test_candidates_nowhere_more_conservative_than_a_failed_one_are_skipped():
+def test_candidates_more_conservative_than_a_failed_one_on_no_axis_are_skipped():
     for landscape, last in random_cases(60):
         search(landscape, last)
         tried = [c for c in landscape.scored if c.metric == landscape.scored[-1].metric]
@@ -146,7 +146,7 @@ def test_at_the_most_conservative_corner_only_other_metrics_are_tried(per_round)
 
 
 @EVERY_PER_ROUND
-def test_a_round_scores_at_most_one_candidate_per_rank_and_none_twice(per_round):
+def test_a_round_scores_at_most_one_candidate_per_rank_and_no_candidate_is_scored_twice(per_round):
     rounds = []
     for landscape, last in random_cases(40):
         search(landscape, last, per_round=per_round)

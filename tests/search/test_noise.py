@@ -33,7 +33,7 @@ def test_a_metric_without_noise_is_evaluated_five_times_at_first_and_later_twice
     assert noise.margin == 0
 
 
-def test_after_a_restore_it_is_evaluated_twice():
+def test_after_a_restore_a_metric_without_noise_is_evaluated_twice():
     noise = Noise()
     for _ in range(3):
         measured(noise, lambda: 2.0)
@@ -90,7 +90,7 @@ def test_noise_is_relative_to_the_metric():
     assert small.margin == pytest.approx(large.margin)
 
 
-def test_with_several_ranks_the_noisiest_counts():
+def test_with_several_ranks_the_noisiest_rank_counts():
     one, all_ranks = Noise(), Noise()
     scores = [[2.0] * 5, [2.0, 2.1, 2.0, 2.2, 2.0], [2.0, 2.01, 2.0, 2.0, 2.0]]
     one.learn([scores[1]])

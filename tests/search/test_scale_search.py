@@ -195,7 +195,7 @@ def test_if_no_degradation_is_allowed_only_lossless_scales_are_found(limit):
 
 
 @pytest.mark.parametrize("per_round", [1, 4])
-def test_if_there_is_only_one_exponent_it_or_nothing_is_found(per_round):
+def test_if_there_is_only_one_exponent_it_is_found_or_nothing(per_round):
     for limit, wanted in ((1.0, 5), (0.1, None)):
         found, scored = search(lambda _: 0.5, 0, per_round=per_round, limit=limit, lowest=5, highest=5)
         assert found == wanted
@@ -220,7 +220,7 @@ def test_with_noise_the_result_is_good_enough_and_near_the_best(power, noise, pe
 @pytest.mark.parametrize("power", POWERS)
 @pytest.mark.parametrize("pace", [0.5, 1.0, 2.0, LEAST_GAIN - 1])
 @pytest.mark.parametrize("trend", [-0.3, 0.0, 0.3])
-def test_from_a_good_start_a_search_scores_about_two_on_average_while_the_best_drifts(power, pace, trend):
+def test_from_a_good_start_a_search_scores_about_two_exponents_on_average_while_the_best_drifts(power, pace, trend):
     """It drifts by less than LEAST_GAIN from one checkpoint to the next."""
     draw = random.Random(1)
     best = 0.0

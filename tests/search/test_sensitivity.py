@@ -73,7 +73,7 @@ def test_a_metric_that_never_changes_has_no_sensitivities():
     assert measure_sensitivity(weights_of(), lambda _: 1.0, lambda _: None) == {}
 
 
-def test_it_reports_its_progress():
+def test_measuring_the_sensitivity_reports_progress():
     reported: list[str] = []
     measure_sensitivity(weights_of(a=1.0, b=1.0), lambda _: 1.0, reported.append)
     assert [text.rpartition(": ")[2] for text in reported] == ["1 of 2", "2 of 2"]

@@ -44,7 +44,7 @@ def assert_newest(folder, numbers: tuple[int, ...]) -> int:
     return number
 
 
-def assert_goes_on(folder) -> None:
+def assert_next_commit_works(folder) -> None:
     """Asserts that the next commit leaves only its own lossless copy, and no temporary file."""
     run = WritableRun(folder)
     with run.locked():
@@ -79,7 +79,7 @@ def test_an_error_at_any_call_loses_neither_the_newest_checkpoint_nor_its_lossle
             with run.locked():
                 run.commit(checkpoint_of(1, 4), None)
             assert_newest(folder, (4,))
-        assert_goes_on(folder)
+        assert_next_commit_works(folder)
     assert n > 40
 
 
@@ -101,7 +101,7 @@ def test_a_kill_before_any_call_loses_neither_the_newest_checkpoint_nor_its_loss
         *done, end = killer.stdout.readline().split()
         last = int(done[-1]) if done else 0
         assert_newest(folder, (last, last + 1) if end == "killed" else (4,))
-        assert_goes_on(folder)
+        assert_next_commit_works(folder)
     assert n > 40
 
 
@@ -275,6 +275,6 @@ def test_damaged_values_leave_no_gap_in_the_sequence_numbers(tmp_path):
 
 def test_the_highest_sequence_number_in_a_crafted_file_is_an_error(tmp_path):
     write(tmp_path, header(sequence=2**63 - 1))
-    with pytest.raises(CheckpointError, match=r"leaves no number for another commit; move its file out"):
+    with pytest.raises(CheckpointError, match=r"no higher number for the next commit; move its file out"):
         WritableRun(tmp_path).commit(checkpoint_of(2, 2), None)
     assert os.listdir(tmp_path) == ["step-000000000001.dqc"]

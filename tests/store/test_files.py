@@ -156,7 +156,7 @@ tags.set_tag(run, "killed", run.file(1))
 """
 
 
-def test_setting_a_tag_deletes_what_a_killed_process_has_left(tmp_path):
+def test_setting_a_tag_deletes_the_temporary_files_of_a_killed_process(tmp_path):
     with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
         ckpt.save(1).result()
     done = subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False, timeout=60)

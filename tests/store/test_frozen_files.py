@@ -109,7 +109,7 @@ def test_a_small_frozen_part_is_stored_in_the_checkpoints(tmp_path):
     assert bits(dq.load(tmp_path)["model"]["0.base.weight"]) == bits(model[0].base.weight)
 
 
-def test_the_frozen_base_is_neither_hashed_nor_copied_at_every_save(tmp_path, monkeypatch):
+def test_the_frozen_base_is_not_hashed_or_copied_at_every_save(tmp_path, monkeypatch):
     hashed, copied = [], []
 
     def counted(tensor, hash_of=hash_cache.tensor_hash):
@@ -246,7 +246,7 @@ def test_a_change_of_an_omitted_parameter_is_an_error(tmp_path):
             ckpt.save(2)
 
 
-def test_adapters_are_loaded_into_a_model_with_the_same_base_only(tmp_path):
+def test_adapters_are_loaded_only_into_a_model_with_the_same_base(tmp_path):
     model, _ = saved_run(tmp_path, roles={"*.base.*": "omit"})
     same, other = adapted_model(), adapted_model()
     assert dq.load_into(same, tmp_path) == []

@@ -100,7 +100,7 @@ def test_the_error_of_a_full_disk_names_the_file(tmp_path, way):
 
 
 @EVERY_WAY
-def test_a_disk_that_fills_while_children_are_recoded_loses_nothing(tmp_path, way):
+def test_a_disk_that_fills_up_while_children_are_recoded_loses_nothing(tmp_path, way):
     """Re-coding writes a keyframe in place of a small delta. The disk may have space for the delta only."""
     model, optimizer = training()
     with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2, **way) as ckpt:

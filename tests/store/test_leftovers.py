@@ -25,7 +25,7 @@ def killed(folder, *arguments) -> None:
 
 
 @pytest.mark.parametrize("to", ["compress", "hf", "safetensors"])
-def test_repeating_a_killed_command_deletes_what_it_has_left(tmp_path, to):
+def test_repeating_a_killed_command_deletes_its_temporary_files(tmp_path, to):
     model, small, out = tmp_path / "m.safetensors", tmp_path / "m.dqc", tmp_path / "out" / "new"
     out.parent.mkdir()
     save_file({f"{i}": torch.randn(512, 512) for i in range(16)}, model)

@@ -45,7 +45,7 @@ class Training:
 
 
 @contextmanager
-def going_on_at(monkeypatch, name: str, go_on, times: int = 1):
+def acting_before_a_read(monkeypatch, name: str, go_on, times: int = 1):
     """Runs an action before the next headers are read from files of that name."""
     plain, left = CheckpointFile.__init__, times
 
@@ -149,7 +149,7 @@ def test_a_reader_retries_if_the_training_deletes_the_checkpoint_it_looks_for(tm
     training(2)
     names = ["step-000000000001", "step-000000000002", *(["exact-"] if exact else [])]
     for name in names:
-        with suppress(AssertionError), going_on_at(monkeypatch, name, lambda: training(3)):
+        with suppress(AssertionError), acting_before_a_read(monkeypatch, name, lambda: training(3)):
             if reader == "show --tensor":
                 readers.calls("show", run, "--tensor", "model.weight")
             else:
@@ -162,14 +162,17 @@ def test_load_returns_the_newest_state_even_if_the_training_commits_meanwhile(tm
     training(2)
     for load in (lambda: dq.load(tmp_path)["model"]["weight"], lambda: dq.load(tmp_path, keys=["weight"])["weight"]):
         name = "exact-" if exact else f"step-{training.step - 1:012d}"
-        with going_on_at(monkeypatch, name, lambda: training(3), times=1):
+        with acting_before_a_read(monkeypatch, name, lambda: training(3), times=1):
             assert bits(load()) == bits(training.model.weight)
 
 
 def test_the_error_for_a_step_deleted_meanwhile_says_that_it_no_longer_exists(tmp_path, monkeypatch):
     training = Training(tmp_path)
     training(2)
-    with going_on_at(monkeypatch, "step-000000000001", lambda: training(3)), pytest.raises(CheckpointError) as caught:
+    with (
+        acting_before_a_read(monkeypatch, "step-000000000001", lambda: training(3)),
+        pytest.raises(CheckpointError) as caught,
+    ):
         dq.load(tmp_path, 2)
     assert str(caught.value) == f"{tmp_path}: the checkpoint of step 2 no longer exists (available steps: 4, 5)"
     with pytest.raises(CheckpointError, match="there is no checkpoint of step 2"):
@@ -180,7 +183,7 @@ def test_a_run_is_listed_again_if_every_listed_file_was_deleted(tmp_path, monkey
     training = Training(tmp_path, keep=1)
     training(1)
     for listed in (lambda: Run(tmp_path).steps(), lambda: [file.header.step for file in Run(tmp_path).files()[0]]):
-        with going_on_at(monkeypatch, "step-", lambda: training(2)):
+        with acting_before_a_read(monkeypatch, "step-", lambda: training(2)):
             assert listed() == [training.step]
 
 

@@ -116,7 +116,7 @@ def test_committing_a_step_again_replaces_it(run):
     assert [s.sequence for s in run.summaries()[0]] == [1, 3]
 
 
-def test_a_reader_sees_what_a_writer_replaced(run):
+def test_a_reader_sees_the_checkpoint_that_a_writer_replaced(run):
     reader = Run(run.folder)
     for count in range(60):
         checkpoint = Checkpoint(1, f"{count:04}", {}, {})
@@ -209,7 +209,7 @@ def test_a_cycle_of_parents_is_refused(run):
         forged = header(tensor, step=step, sequence=5, parent={"step": parent, "identity": identity})
         write(run.folder, forged)
     for step, parent in [(1, 2), (4, 4)]:
-        with pytest.raises(CheckpointError, match=f"step {parent} .* claims in .* to have been written after it"):
+        with pytest.raises(CheckpointError, match=f"step {parent} .* has a later sequence number in .*, so it is not"):
             run.load(run.file(step))
 
 
@@ -332,7 +332,7 @@ def test_a_forked_worker_does_not_keep_the_run_of_a_killed_training_locked(run):
         os.close(out)
 
 
-def test_a_new_writer_deletes_what_a_killed_one_has_left(run):
+def test_a_new_writer_deletes_the_temporary_files_of_a_killed_one(run):
     made = series(run, [1])
     strays = [run.folder / f"step-00000000000{n}.dqc.tmp" for n in (1, 2)]
     for stray in strays:

@@ -32,7 +32,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 
 def run_of(folder: Path) -> tuple[Run, list[CheckpointError]]:
-    """Return the run in a folder, and what is wrong with files in it. Raises CheckpointError if there is no run."""
+    """Return the run in a folder, and the errors of its unreadable files. Raises CheckpointError if there is no run."""
     from dynaquant.store.run import Run
 
     if not folder.is_dir():
@@ -46,7 +46,7 @@ def run_of(folder: Path) -> tuple[Run, list[CheckpointError]]:
 
 
 def open_run(folder: Path) -> tuple[Run, list[CheckpointFile]]:
-    """Return the run in a folder and its readable checkpoints, at least one. Warns of files that cannot be read."""
+    """Return the run in a folder and its readable checkpoints, at least one. Warns of each unreadable file."""
     run = run_of(folder)[0]
     files, broken = run.files()
     for error in broken:

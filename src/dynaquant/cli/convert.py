@@ -67,13 +67,13 @@ def compress(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compress a model's weights, or a whole training state, to one small file.
+    """Compress a model's weights, or a whole training state, into one small file.
 
-    Of a folder, the weights and the optimizer state are compressed; other files are stored byte for byte.
+    In a folder, weights and optimizer state are compressed; other files are stored byte for byte.
 
     With --metric, dynaquant searches for the most compact form whose degradation stays within --max-degradation, and
-    measures the sensitivity of the metric to each tensor. Without it, an estimate from how far the weights move
-    decides. No code in SOURCE is run.
+    measures the sensitivity of the metric to each tensor. Without it, the degradation is estimated from how far the
+    weights move. No code in SOURCE is run.
     """
     from dynaquant.interop.packing import compress as compress_file
     from dynaquant.store.container import CheckpointFile
@@ -126,7 +126,7 @@ def pack(
     higher_is_better: HigherIsBetter = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compress a series of existing checkpoints to a run, each as a delta to the one before.
+    """Compress a series of existing checkpoints into a run, each as a delta of the previous one.
 
     The step is the last number in the name of a checkpoint, or else of its folder. Steps that the run already has are
     skipped, so you can repeat an interrupted command, or add new checkpoints later.
@@ -208,7 +208,7 @@ def unpack(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the checkpoints of a packed run in their original format: all into the folder OUT, or one as OUT."""
+    """Write the checkpoints of a packed run in their original format: all of them into a folder, or one to a file."""
     from dynaquant.interop.export import export as export_checkpoint
     from dynaquant.interop.export import target_for
     from dynaquant.restore.stored_checkpoint import StoredCheckpoint

@@ -29,7 +29,7 @@ def demo(
         bool, typer.Option("--full", help="Longer trainings with ten crashes each; takes about twice as long.")
     ] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Very short trainings with two crashes each, in a minute.")
+        bool, typer.Option("--quick", help="Very short trainings with two crashes each; takes about a minute.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON instead of tables.")] = False,
 ) -> None:

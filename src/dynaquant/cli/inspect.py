@@ -74,7 +74,7 @@ def show(
     folder: RunOrFile,
     step: Step = None,
     tensor: Annotated[
-        str | None, typer.Option(help="Name of a tensor: show its levels, their values and how often they occur.")
+        str | None, typer.Option(help="Show the levels of this tensor, with their values and counts.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -60,7 +60,7 @@ def branch(
     new: Annotated[Path, typer.Argument(metavar="NEW", help="Folder of the new run.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Start a new run with a copy of a checkpoint, to go on training from there with other settings."""
+    """Start a new run with a copy of a checkpoint, to continue training from there with other settings."""
     from dynaquant.store.chain import retry_if_run_changed
     from dynaquant.store.recoding import branch as branch_run
 
@@ -81,7 +81,7 @@ def compact(
     ] = 16,
     as_json: AsJson = False,
 ) -> None:
-    """Encode all checkpoints of a run again: smaller files, or faster restores. All values stay the same."""
+    """Re-code all checkpoints of a run, for smaller files or faster restores. All values stay the same."""
     from dynaquant.store.commit import WritableRun
     from dynaquant.store.recoding import compact as compact_run
 
@@ -109,7 +109,7 @@ def prune(
 ) -> None:
     """Delete old checkpoints; checkpoints with a tag stay.
 
-    A checkpoint that stays is re-coded if it depends on a deleted one. Its values stay the same.
+    A kept checkpoint is re-coded if it depends on a deleted one. Its values stay the same.
     """
     from dynaquant.store.commit import WritableRun
     from dynaquant.store.retention import Retention, steps_to_delete

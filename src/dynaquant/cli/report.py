@@ -28,7 +28,7 @@ def report(
 ) -> None:
     """Write the report of a run: size, degradation, configuration, bits of every tensor, time and cost.
 
-    The report is one HTML file that any browser shows without a network.
+    The report is one HTML file that any browser shows offline.
     """
     from dynaquant.report.page import write_report
 

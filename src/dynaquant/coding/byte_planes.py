@@ -26,7 +26,7 @@ def encode(data: NDArray[np.uint8], itemsize: int) -> bytes:
 
 
 def decode(stream: bytes, size: int, itemsize: int) -> NDArray[np.uint8]:
-    """Return the ``size`` bytes that ``encode`` got. Raises ValueError if the stream is damaged or has another size."""
+    """Return the ``size`` bytes of a stream of ``encode``. Raises ValueError if it is damaged or has another size."""
     count = size // itemsize
     frames = []
     position = 0
@@ -40,7 +40,7 @@ def decode(stream: bytes, size: int, itemsize: int) -> NDArray[np.uint8]:
         frames.append(memoryview(stream)[position : position + length])
         position += length
     if position != len(stream):
-        raise ValueError("the byte planes go on after their end")
+        raise ValueError("there are extra bytes after the byte planes")
     try:
         # Checked before allocating anything, because a damaged frame may claim any size.
         for frame in frames:

@@ -19,7 +19,8 @@ from dynaquant.tensors.stored import FIRST_BIN, PROTECTED, QuantizedTensor
 
 _BLOCK = 131_072
 _MAX_RUNG_DIFFERENCE = 80
-"""Rungs. Grids whose steps differ by a larger factor (a million) all share the tables of this ratio."""
+"""The largest difference in rungs between two grids that has its own tables: a factor of a million. Larger differences
+use the tables of this one."""
 _NOTHING = np.zeros(0, dtype=np.uint8)
 Table = NDArray[np.uint8]
 

@@ -30,7 +30,8 @@ Coder = Literal["conditional", "rearranged"]
 """How levels become bytes: by conditional entropy coding (method 2.2) or as published (method 1.5)."""
 
 _TRY_ALONE_BELOW = 65_536
-"""Elements. In smaller tensors the larger tables of a delta can outweigh its gain, so both ways are tried."""
+"""Elements. In smaller tensors the larger tables of a delta can outweigh its gain, so both are tried: with and without
+the parent."""
 _TRY_ZSTD_BELOW = 65_536
 """Bytes. Smaller tensors, such as states of random generators and tables of integers, may hold repetitions that only
 zstd finds, so zstd is tried too."""

@@ -40,7 +40,7 @@ def needs_parent(stream: bytes) -> bool:
 
 
 def decode(stream: bytes, size: int, itemsize: int, parent: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
-    """Return the ``size`` bytes that ``encode`` got. parent: the same as for ``encode``; None unless ``needs_parent``.
+    """Return the ``size`` bytes of a stream of ``encode``. parent: as for ``encode``; None unless ``needs_parent``.
 
     Raises ValueError if the stream is damaged or has another size, or if the parent does not fit. Allocates at most
     131,072 times the size of the stream.

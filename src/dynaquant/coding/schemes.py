@@ -101,8 +101,8 @@ class Conditional:
     """A codebook, outliers, coded levels (``coding.conditional``).
 
     codebook: its kind; only centres are in the stream. first: the rung of a grid's step, or the first bin of a
-    logarithmic grid. pace: of a logarithmic grid. protected: number of outliers. protected_size: their bytes in the
-    stream. size: bytes of this stream; a rank-one tensor has two.
+    logarithmic grid. pace: rungs between two levels of a logarithmic grid. protected: number of outliers.
+    protected_size: their bytes in the stream. size: bytes of this stream; a rank-one tensor has two.
     """
 
     codebook: CodebookKind

@@ -16,7 +16,7 @@ PIECE = 1 << 24
 """Number of values to process at once."""
 _BUCKETS = 65_536
 _FAR = 200.0
-"""Grid steps. Values beyond count as this far from zero, which protects them and cannot overflow."""
+"""Grid steps. Values farther from zero count as this far: they are protected, and nothing overflows."""
 _HIGHEST_LEVEL = 255
 _WORD = 0xFFFF_FFFF
 

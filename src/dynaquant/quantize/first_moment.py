@@ -19,7 +19,7 @@ from dynaquant.tensors.stored import QuantizedTensor, RankOne, ScaledMoment
 FIRST_RUNGS = tuple(range(12, -25, -2))
 """Grid steps to try for a first moment, coarsest first: rungs from 8 to 1/64 of the moment's unit, in half octaves."""
 EPSILON = 1e-8
-"""Optimizers add it to the root of the second moment. So the update of a weight without gradients is zero."""
+"""The ε that optimizers add to the root of the second moment. So the update of a weight without gradients is zero."""
 
 
 def quantize_first_moment(
@@ -94,7 +94,7 @@ def relative_error(exact: Tensor, stored: Tensor) -> float:
 
 
 def _all_zero(dtype: torch.dtype, shape: torch.Size) -> QuantizedTensor:
-    """Return a tensor of zeros. Its relative error is 1, so it is what a tolerance of 1 allows."""
+    """Return a tensor of zeros. Its relative error is 1, so a tolerance of 1 or more allows it."""
     levels = np.zeros(shape.numel(), dtype=np.uint8)
     return QuantizedTensor(dtype, shape, levels, Grid(0, 0), np.zeros(0, dtype=np.uint16))
 

@@ -83,7 +83,7 @@ def _sum_of_squares(tensor: Tensor) -> float:
 
 @dataclass(frozen=True)
 class GridWeights:
-    """The weights of a checkpoint, with all that is needed to quantize them at any scale. All mappings are by name.
+    """The weights of a checkpoint, prepared to be quantized at any scale. All mappings are by name.
 
     Tensors that must be stored exactly are left out: empty ones, constant ones, and those with infinities or NaNs.
     ``notes`` has a line for each tensor with infinities or NaNs.
@@ -114,7 +114,7 @@ class GridWeights:
         return {name: begun.pop(name)() for name in list(begun)}  # pop: frees the pinned memory of finished tensors
 
     def predict(self, configuration: GridConfiguration) -> None:
-        """Predict no size: the search needs none, because a larger scale always takes fewer bytes."""
+        """Return no size: the search needs none, because a larger scale always takes fewer bytes."""
 
     def scale_exponent_for(self, distortion: float) -> int:
         """Return the scale exponent for which ``Σ F·δ² / Σ F·w²`` is about ``distortion``.

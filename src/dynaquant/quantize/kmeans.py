@@ -97,7 +97,7 @@ def quantize(
     magnitude: Thresholds = NO_THRESHOLDS,
     sensitivity: tuple[Tensor, Thresholds] | None = None,
 ) -> QuantizedTensor:
-    """Return the levels, codebook and protected values of one tensor.
+    """Quantize one tensor by k-means: return its levels, codebook and protected values.
 
     tensor: any shape, in ``QUANTIZABLE_DTYPES``, finite. histogram: ``LogHistogram.of(tensor)``. magnitude: thresholds
     by magnitude. sensitivity: ``|gradient · weight|``, float32, of the tensor's shape and on its device, with its

@@ -17,7 +17,7 @@ from dynaquant.tensors.stored import QuantizedTensor
 
 @dataclass(frozen=True)
 class KMeansWeights:
-    """The weights of a checkpoint, with all that is needed to quantize them in any configuration, by name.
+    """The weights of a checkpoint, prepared to be quantized in any configuration, by name.
 
     Tensors that must be stored exactly are left out: empty ones, constant ones, and those with infinities or NaNs.
     ``notes`` has a line for each tensor with infinities or NaNs.

@@ -22,9 +22,9 @@ SMALLEST = 2.0**-133
 
 
 def quantize_to_log_grid(tensor: Tensor, pace: int) -> QuantizedTensor | None:
-    """Return the tensor with every value at the nearest power of ``2^(pace/4)``; None if this takes too many levels.
+    """Return the tensor with every value rounded to a power of ``2^(pace/4)``; None if this takes too many levels.
 
-    tensor: values from zero on. The level depends on a value's bucket (``log_histogram``), so a value within 0.4 % of
+    tensor: non-negative. The level depends on a value's bucket (``log_histogram``), so a value within 0.4 % of
     the middle between two powers may go to either.
     """
     flat = tensor.detach().reshape(-1).to(torch.float32)

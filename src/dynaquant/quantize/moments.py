@@ -31,7 +31,7 @@ def quantize_moments(
     - moments that are empty or not finite;
     - a first moment whose second moment stays exact;
     - a first moment that lacks the second moment its key calls for, because its effect on an update is unknown (Adamax
-      divides it by ``exp_inf``, Lion takes its sign). With a first_tolerance of 1 or more it is forgotten instead.
+      divides it by ``exp_inf``, Lion takes its sign). With a first_tolerance of 1 or more it becomes zero instead.
     """
     quantized: dict[str, Quantized] = {}
     seconds: dict[str, QuantizedTensor | RankOne] = {}

@@ -1,4 +1,4 @@
-"""What can be learned from the files of a run, and the report of a run.
+"""Inspects the files of a run, and writes the report of a run.
 
 In reading order:
 

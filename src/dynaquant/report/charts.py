@@ -36,7 +36,7 @@ STAGES = {"wait": GREY, "capture": ORANGE, "search": BLUE}
 MOST_TENSORS = 200
 """Rows of the heat map. More would be hard to read, and the page grows with rows times checkpoints."""
 LEAST_BITS = 1 / 64
-"""Smaller values have the same colour as this one in the heat map: its colours are logarithmic."""
+"""Values below this one have the same colour in the heat map, because its colours are logarithmic."""
 LABEL = 36
 """Characters shown of a tensor's name beside the heat map; the pointer shows the whole name."""
 ROW_HEIGHT = 18
@@ -177,7 +177,7 @@ def _configuration(statistics: Statistics) -> Chart:
         dithered = [knobs is not None and knobs.dithered for knobs in grids]
         hover = [f"2^{exponent:.2f}" if exponent is not None else None for exponent in exponents]
         add_line(figure, rows, exponents, "scale of the grids", BLUE, hover)
-        text.append("One more: grid steps are twice as large.")
+        text.append("One more means grid steps twice as large.")
         if any(dithered):
             heights = [
                 exponent if stochastic else None for exponent, stochastic in zip(exponents, dithered, strict=True)
@@ -204,7 +204,7 @@ def _configuration(statistics: Statistics) -> Chart:
             add_line(figure, rows, values, name, color, texts, panel)
         figure.update_yaxes(row=first, type="log", dtick=math.log10(2))
         figure.update_yaxes(row=first + 1, tickformat=".1~%", rangemode="tozero")
-        text.append("More bins and less pruning: closer to the original, and larger.")
+        text.append("More bins and less pruning give weights closer to the original, and larger files.")
     if exact := sum(knobs is None for knobs in chosen):
         text.append(f"The weights of {plural(exact, 'checkpoint')} of {len(rows)} are stored exactly.")
     return Chart("configuration", title, " ".join(text), figure)

@@ -32,7 +32,7 @@ def javascript() -> str:
 
 
 def figure_for(rows: Sequence[Row], *panels: str) -> Figure:
-    """Return an empty figure: one position for each checkpoint; one panel below the other, with these units."""
+    """Return an empty figure: one position for each checkpoint; panels one below the other, with these units."""
     panels = panels or ("",)
     figure = make_subplots(rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.08)
     figure.update_layout(
@@ -103,7 +103,7 @@ def steps_of(rows: Iterable[Row]) -> list[str]:
 
 
 def finite(value: float | None) -> float | None:
-    """Return None instead of an infinity or NaN, which plotly cannot draw."""
+    """Return the value; None for infinities and NaN, which plotly cannot draw."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -1,4 +1,4 @@
-"""What can be learned from the files of a run: its tensors, their levels, differences, disk use."""
+"""Inspects the files of a run: its tensors, their levels, differences, disk use."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _bins(scheme: Scheme) -> int | None:
 
 @dataclass(frozen=True)
 class RestoreCost:
-    """How many files, and how many bytes of them, a restore reads: its own file and the files that it depends on."""
+    """Number of files and bytes that a restore reads: from its own file and the files that it depends on."""
 
     files: int
     size: int
@@ -194,7 +194,11 @@ def _change(name: str, before: StoredTensor, after: StoredTensor) -> Change:
 
 @dataclass(frozen=True)
 class DiskUse:
-    """What one part of a run takes on the disk. files: None for a part of files. size: raw as tensors, and stored."""
+    """Disk use of one part of a run.
+
+    what: the kind of file, or a role. files: number of files; None for a role, which is a part of each file.
+    size: bytes as tensors (raw) and on the disk (stored).
+    """
 
     what: str
     files: int | None
@@ -202,7 +206,7 @@ class DiskUse:
 
 
 def disk_use(run: Run, files: list[CheckpointFile]) -> list[DiskUse]:
-    """Return what a run takes by kind of file, in total, and what its checkpoints take by role.
+    """Return the disk use of a run by kind of file and in total, and the disk use of its checkpoints by role.
 
     files: the readable checkpoints of the run.
     """
@@ -231,7 +235,7 @@ def disk_use(run: Run, files: list[CheckpointFile]) -> list[DiskUse]:
 
 
 def _readable(path: Path) -> CheckpointFile | None:
-    """Open a file of checkpoints; None if it cannot be read (it then counts as another file)."""
+    """Open a checkpoint file; None if it cannot be read (it then counts among the other files)."""
     try:
         return CheckpointFile(path)
     except CheckpointError:

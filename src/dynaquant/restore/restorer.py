@@ -114,7 +114,7 @@ class Restorer:
                 self.damaged.add(summary.step)
                 continue
             for reason in self.skipped:
-                log.warning("restored step %d; passed over %s", loaded.step, reason)
+                log.warning("restored step %d; skipped %s", loaded.step, reason)
             return loaded
         if not self.skipped:
             return None

@@ -1,16 +1,16 @@
-"""Search: which configuration the weights of a checkpoint get. The files, in reading order:
+"""Search: finds a configuration for the weights of each checkpoint. The files, in reading order:
 
-- ``manager``: decides at every checkpoint, and carries what one search found to the next.
-- ``decision``: what a search finds, and what is decided.
+- ``manager``: decides at every checkpoint; each search starts from the result of the last one.
+- ``decision``: the result of a search, and the decision for a checkpoint.
 - ``grid_method``: the search for the grid's scale exponent, with ``scale_search``, its search algorithm.
-- ``kmeans_method``: the search of the published configurations, with ``space`` (which there are), ``size`` (how large
-  each is), ``exhaustive`` and ``neighbourhood`` (its two search algorithms).
+- ``kmeans_method``: the search of the published configurations, with ``space`` (lists them), ``size`` (predicts their
+  sizes), ``exhaustive`` and ``neighbourhood`` (its two search algorithms).
 - ``trials``: quantizes with a configuration and scores the result; shares the work among ranks.
 - ``evaluation``: one evaluation: calls ``evaluate`` on a model with other weights. Also ``LossOn``.
 - ``metric``: the user's metric over a whole training: its score for the weights in training, with ``noise``.
-- ``judge``: how much worse quantized weights are: by the metric, or by their ``distortion`` if there is no metric.
-- ``failures``: what an exception in ``evaluate`` means.
+- ``judge``: measures how much worse quantized weights are, by the metric, or else by their ``distortion``.
+- ``failures``: sorts exceptions in ``evaluate`` by their cause.
 - ``displacement``: how much of the training since a restore a checkpoint keeps.
-- ``history``: what earlier searches found.
+- ``history``: results of earlier searches.
 - ``sensitivity``: how sensitive a metric is to each tensor, for models without gradients.
 """

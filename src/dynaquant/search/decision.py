@@ -1,4 +1,4 @@
-"""What a search finds, and what is decided for the weights of one checkpoint."""
+"""The result of a search, and the decision for the weights of one checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Search = Literal["fixed", "scale", "exhaustive", "neighbourhood", "more bins", "
 
 @dataclass(frozen=True)
 class Found:
-    """What the search of one method found.
+    """The result of one method's search.
 
     good_enough: the most compact configuration that is good enough; the next search starts from it. None if there is
     none. chosen: the configuration for this checkpoint. It differs from ``good_enough`` if that keeps too little of the
@@ -43,11 +43,11 @@ NOTHING_GOOD_ENOUGH = Found("lossless", None, None)
 
 @dataclass(frozen=True)
 class Decision:
-    """What the weights of one checkpoint get.
+    """The decision for the weights of one checkpoint.
 
     configuration: None for lossless. quantized: the weights by name, empty for lossless. quality: None if there is no
-    metric or it failed. limit: the degradation that was allowed; None for a configuration of the user's. judged_by:
-    None if nothing was judged.
+    metric or it failed. limit: the degradation that was allowed; None if the user gave the configuration.
+    judged_by: None if nothing was judged.
     """
 
     search: Search
@@ -66,7 +66,7 @@ class Decision:
 
     @property
     def progress(self) -> float | None:
-        """The share that is kept of the displacement since the last restore.
+        """The share of the displacement since the last restore that the checkpoint keeps.
 
         None if nothing was restored, if that restore no longer matters, and for lossless.
         """

@@ -1,8 +1,8 @@
 """Displacement since the restore: how much of it, and so of the training since then, a checkpoint would keep.
 
 After a restore, weights sit on the levels they were restored from. While they have moved little, quantizing takes most
-of them back to these levels. A metric on held-out data need not show it, but a training that crashes again and again
-would get nowhere.
+of them back to these levels. A metric on held-out data may not show this, but a training that crashes again and again
+would make no progress.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ def _check_frozen(model: nn.Module, before: Mapping[str, Any], cause: Exception 
     """Raises EvaluateError if a frozen parameter has changed."""
     if changed := [name for name, found in _frozen(model).items() if found != before[name]]:
         raise EvaluateError(
-            f"evaluate has written to the frozen parameter {changed[0]}, which is now different in training, too; "
-            "let evaluate work on a copy of what it writes to"
+            f"evaluate has changed the frozen parameter {changed[0]}, also in training; "
+            "make evaluate copy the tensors that it writes to"
         ) from cause
 
 

@@ -1,10 +1,11 @@
-"""Guided exhaustive search (method 1.4): finds the smallest good candidate of the whole cube, and scores few.
+"""Guided exhaustive search (method 1.4): finds the smallest candidate of the whole cube that is good enough.
 
-Degradation falls along every axis. So a candidate that fails rules out all that are nowhere more conservative, and one
-that is good enough rules out all that are not smaller. The main diagonal is searched first, for its most aggressive
-point that is good enough; then the candidate that rules out most of the others, whether it fails or not. (The paper
-recurses into the diagonals of the remaining sub-cubes, which scores about twice as many.) The result was always scored
-and is good enough. So if degradation does not quite fall along every axis, the result may be larger, but not worse.
+Degradation falls along every axis. So a candidate that fails rules out all that are more conservative on no axis, and
+one that is good enough rules out all that are not smaller. The search begins on the main diagonal, with the most
+aggressive point that is good enough. Then it always scores the candidate that rules out most of the others, whether it
+fails or not. (The paper recurses into the diagonals of the remaining sub-cubes, which scores about twice as many.) The
+result was always scored and is good enough. So if degradation does not quite fall along every axis, the result may be
+larger, but not worse.
 """
 
 from __future__ import annotations
@@ -80,6 +81,6 @@ def _most_decisive(
 
 
 def _at_most(points: NDArray[np.int64], point: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Returns which points are nowhere more conservative than ``point``."""
+    """Returns which points are more conservative than ``point`` on no axis."""
     below: NDArray[np.bool_] = np.all(points <= point, axis=1)
     return below

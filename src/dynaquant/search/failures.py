@@ -1,4 +1,4 @@
-"""What an exception in ``evaluate`` means: the weights are not good enough, or the save must end."""
+"""Sorts exceptions in ``evaluate``: either the weights are not good enough, or the save must end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def ends_save(error: Exception) -> bool:
-    """Returns whether an exception is not about the weights, but about memory or the device, and so ends the save."""
+    """Returns whether an exception ends the save, because memory or the device caused it and not the weights."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError | getattr(torch, "AcceleratorError", MemoryError)):
         return True
     # PyTorch has no class for a lack of host memory, and before 2.8 none for device errors.

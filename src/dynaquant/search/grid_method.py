@@ -27,11 +27,11 @@ def search_grid(weights: GridWeights, trials: Trials, last: tuple[int, bool] | N
     gave_up: whether the last search found nothing good enough.
 
     If rounding to the nearest level keeps too little displacement, a second search uses stochastic rounding. If that
-    finds nothing, the configuration that keeps most is chosen from those that were tried and are good enough.
+    finds nothing, chooses the configuration that keeps most, of those that were tried and are good enough.
     """
     limit = trials.limit
     finest, coarsest = weights.scale_exponent_for(LEAST_DISTORTION), weights.scale_exponent_for(MOST_DISTORTION)
-    # After a search in vain, the finest grid alone tells whether another search is worth its cost.
+    # If the last search found nothing, score the finest grid. Search again only if it is good enough.
     if gave_up and not trials.is_good_enough(GridConfiguration(finest)):
         return NOTHING_GOOD_ENOUGH
 

@@ -1,4 +1,4 @@
-"""What earlier searches found for which limit; the next search starts from it."""
+"""The results of earlier searches by limit; the next search starts from them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _SMALLEST_LIMIT = 1e-9
 class History:
     """The last configuration that was found for each limit. Limits are rounded to powers of two.
 
-    Limits change from one checkpoint to the next: the user changes ε, and a noisy metric leaves less of it. What was
-    found for one limit is no good start for a very different one.
+    Limits change from one checkpoint to the next: the user changes ε, and a noisy metric leaves less of it. The
+    result for one limit is no good start for a very different one.
     """
 
     def __init__(self) -> None:
@@ -48,11 +48,11 @@ class History:
         return found[nearest].scale + (exponent - nearest) * SCALES_PER_OCTAVE // 2, exponent == nearest
 
     def remember(self, limit: float, configuration: Knobs) -> None:
-        """Keeps what was found for a limit."""
+        """Stores the result of a search for a limit."""
         self._found[_exponent(limit)] = configuration
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the history as a record keeps it."""
+        """Returns the history as it is stored in a record."""
         return {str(exponent): knobs_to_json(configuration) for exponent, configuration in self._found.items()}
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Judges candidates: how much worse the model is with quantized weights, by the metric or without one by distortion."""
+"""Judges candidates: how much worse the model is with quantized weights, by the metric, or else by distortion."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Judge(Protocol):
 
     @property
     def judged_by(self) -> JudgedBy:
-        """What the judgement rests on."""
+        """What the judge measures."""
         ...
 
     def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
@@ -69,7 +69,7 @@ class MetricJudge:
 
 @dataclass(frozen=True)
 class DistortionJudge:
-    """Judges by how far the weights move, scaled by what that has cost in trainings with a metric.
+    """Estimates the degradation from how far the weights move, by a factor measured in trainings with a metric.
 
     weights: in training, by name. fisher: the mean squared gradient of each, or empty. judged_by: whether ``fisher``
     was measured.

@@ -20,7 +20,7 @@ from dynaquant.search.trials import Trials
 from dynaquant.tensors.stored import QuantizedTensor
 
 SWITCH_MARGIN = 0.1
-"""Share of the limit by which another pruning metric must be better to take over."""
+"""Another pruning metric takes over if it is better by this share of the limit."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _good_enough(
         return trials.score([space.configuration(candidate) for candidate in candidates])
 
     limit, per_round = trials.limit, trials.per_round
-    # After a search in vain, the candidate with most bins alone tells whether another search is worth its cost.
+    # If the last search found nothing, score the candidate with most bins. Search again only if it is good enough.
     if gave_up and not trials.is_good_enough(space.configuration(space.more_bins[-1])):
         return "lossless", None
     too_few_bins = 0  # how many candidates with more bins the neighbourhood search has ruled out

@@ -1,4 +1,4 @@
-"""Decides which configuration the weights of a checkpoint get, at one checkpoint after another (method 1.4)."""
+"""Decides on the configuration for the weights of one checkpoint after another (method 1.4)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = logging.getLogger("dynaquant")
 
 
 class ConfigurationManager:
-    """Decides at every checkpoint, and carries what one search found to the next.
+    """Decides at every checkpoint. Each search starts from the result of the last one.
 
     max_degradation: ε, the largest relative loss of quality of one checkpoint. It may be changed at any time.
     fixed: the user's configuration. Then nothing is searched for, and the metric is only measured.
@@ -94,8 +94,8 @@ class ConfigurationManager:
         same on all ranks; used if there is no metric.
 
         If ``evaluate`` fails on a candidate, that candidate is not good enough. If it fails on the weights in training,
-        or is not finite there, the decision is lossless. Raises EvaluateError if it fails on a rank of several, or on
-        the weights in training before it has ever worked.
+        or is not finite there, the decision is lossless. Raises EvaluateError if it fails on a rank of several, or if
+        it has never worked and fails on the weights in training.
         """
         allowed = self._agree()
         quantizer: Quantizer = weights if isinstance(weights, GridWeights) else self._kmeans_quantizer(weights)
@@ -145,7 +145,7 @@ class ConfigurationManager:
     ) -> Decision:
         """Decides if candidates can be judged.
 
-        allowed: the degradation, of which the noise of the metric takes ``noise_margin``. per_round: how many
+        allowed: the degradation. ``noise_margin`` is subtracted from it. per_round: how many
         configurations are scored in one round. notes: for the record.
         """
         limit = allowed - noise_margin
@@ -170,7 +170,7 @@ class ConfigurationManager:
         return Decision(found.search, found.chosen, quantized, quality, limit, judge.judged_by, trials.done, notes)
 
     def _search(self, quantizer: Quantizer, trials: Trials) -> Found:
-        """Searches by the method of the quantizer, and remembers what it finds for the next checkpoint."""
+        """Searches by the method of the quantizer, and remembers the result for the next checkpoint."""
         if isinstance(quantizer, GridWeights):
             found = search_grid(quantizer, trials, self.history.last_exponent(trials.limit), self._gave_up)
         else:
@@ -197,7 +197,7 @@ class ConfigurationManager:
         return Found("scale" if on_grid else "neighbourhood", configuration, configuration)
 
     def _measure(self, fixed: Knobs, trials: Trials, judge: Judge, notes: list[str]) -> Decision:
-        """Measures what the user's configuration costs."""
+        """Measures the degradation of the user's configuration."""
         trials.score([fixed])
         quantized, quality = trials.result(fixed)
         if quality is None or not math.isfinite(quality.degradation):

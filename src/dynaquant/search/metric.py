@@ -1,4 +1,4 @@
-"""The user's metric over a training: its score for the weights in training, and what its noise leaves to candidates.
+"""The user's metric over a training: its score for the weights in training, and the margin for its noise.
 
 ``quality.score`` is one evaluation; this module decides how many, and what their results mean.
 """
@@ -34,9 +34,9 @@ class OriginalScore:
 
 
 class UserMetric:
-    """``evaluate`` of one training, from one save to the next.
+    """The ``evaluate`` of one training, for all its saves.
 
-    noise: what is known of its noise; every save adds to it. group: the ranks.
+    noise: its noise as measured so far; every save adds to it. group: the ranks.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class UserMetric:
     def original(self) -> OriginalScore:
         """Evaluates the weights in training, as often as the noise requires. Collective.
 
-        Raises EvaluateError if ``evaluate`` fails on any rank of several, or in a single process before it has ever
+        Raises EvaluateError if ``evaluate`` fails on any rank of several, or in a single process if it has never
         worked. Errors that are not about the weights (``failures.ends_save``) are raised as they are.
         """
         own, error, by_rank, communicates = self._score_on_all_ranks()
@@ -97,9 +97,9 @@ class UserMetric:
             notes.append("evaluate communicates between ranks: all of them score the same candidate together")
         if original.noise_margin > 0:
             left = (
-                f"its margin takes all of the {allowed:.2g} allowed; evaluate on more batches"
+                f"this uses up the allowed degradation of {allowed:.2g}; evaluate on more batches"
                 if original.noise_margin >= allowed
-                else f"{allowed - original.noise_margin:.2g} of the {allowed:.2g} allowed are left"
+                else f"{allowed - original.noise_margin:.2g} of the allowed degradation of {allowed:.2g} is left"
             )
             notes.append(
                 "the metric is noisy: two evaluations of the same weights differ by "

@@ -22,13 +22,13 @@ def delta_neighbourhood(
 ) -> Candidate | None:
     """Returns the smallest candidate near ``last`` whose degradation is at most ``limit``; None if there is none.
 
-    shape: lengths of the axes. metrics: pruning metrics. reach: how far the search goes on every axis. per_round: how
+    shape: lengths of the axes. metrics: pruning metrics. reach: how far to search on every axis. per_round: how
     many candidates are scored at once.
 
     ``last`` is scored with every pruning metric first. Another metric takes over if its degradation is lower by more
-    than ``switch_margin``. Then come points up to ``reach`` more conservative on every axis, smallest first, until one
-    is good enough. Models grow more sensitive as they train, so nothing more aggressive than ``last`` is tried. A
-    candidate that failed rules out all that are nowhere more conservative.
+    than ``switch_margin``. Then the search scores points up to ``reach`` more conservative on every axis, smallest
+    first, until one is good enough. Models grow more sensitive as they train, so nothing more aggressive than ``last``
+    is tried. A candidate that failed rules out all that are more conservative on no axis.
     """
     ranges = [range(at, min(at + reach, length - 1) + 1) for at, length in zip(last.point, shape, strict=True)]
 

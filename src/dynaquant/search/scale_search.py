@@ -19,22 +19,23 @@ Score = Callable[[Sequence[int]], Sequence[float]]
 TARGET = 0.8
 """Share of the limit that a predicted exponent aims at. A higher aim would fail more often, and cost evaluations."""
 ENOUGH = 0.67
-"""Share of the limit that a search wants to use before it ends, unless it started from an exponent that was good."""
+"""A search ends when its result uses this share of the limit, unless it started from an exponent that was good."""
 LEAST_GAIN = SCALES_PER_OCTAVE // 4
-"""A start that was good is left only if the prediction promises so much: grid steps that change cost bits."""
+"""A start that was good is left only for a predicted exponent this much larger: changed grid steps cost bits."""
 RESOLUTION = SCALES_PER_OCTAVE // 8
 """A search ends if the best exponent and a failed one are no further apart."""
 STRIDE_BEYOND = SCALES_PER_OCTAVE // 2
-"""Distance of the exponents that are scored beyond a failed one. Stretches of good ones are about as long: measured on
-the ResNet of the benchmarks."""
+"""Distance of the exponents that are scored beyond a failed one. Ranges of good exponents are about as long, as
+measured on the ResNet of the benchmarks."""
 MOST_BEYOND = 8
-"""How many of these: four octaves."""
+"""The largest number of these exponents: four octaves."""
 LONGEST_MOVE = 2 * SCALES_PER_OCTAVE
 MOST_ROUNDS = 12
 SECOND_ORDER_POWER = 2.0
 """In the second-order model of the loss, degradation grows with this power of the scale."""
 STEEPEST_POWER = 8.0
-"""Upper bound of a power estimated from two scores. Steeper is a cliff, which tells nothing about values below it."""
+"""Upper bound of a power estimated from two scores. A steeper rise is a cliff, which says nothing about
+smaller exponents."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +50,19 @@ class _Scored:
     degradations: dict[int, float] = field(default_factory=dict)
 
     def add(self, exponents: Iterable[int]) -> None:
-        """Scores the first of these that are new, as many as fit into one round."""
+        """Scores the first new ones of these exponents, as many as fit into one round."""
         inside = (k for k in dict.fromkeys(exponents) if self.lowest <= k <= self.highest)
         new = list(islice((k for k in inside if k not in self.degradations), self.per_round))
         self.degradations.update(zip(new, self.score(new), strict=True))
 
     @property
     def good(self) -> list[int]:
-        """Those that are good enough."""
+        """The scored exponents that are good enough."""
         return [k for k, degradation in self.degradations.items() if degradation <= self.limit]
 
     @property
     def failed(self) -> list[int]:
-        """Those that are not good enough."""
+        """The scored exponents that are not good enough."""
         return [k for k, degradation in self.degradations.items() if not degradation <= self.limit]
 
     def near(self, exponent: int) -> int | None:
@@ -74,8 +75,8 @@ def scale_search(
 ) -> int | None:
     """Returns the largest scored exponent whose degradation is at most ``limit``; None if there is none.
 
-    start: is scored first. start_was_good: whether it was good enough at the last checkpoint. Then a larger one must
-    promise more. per_round: how many exponents are scored at once.
+    start: is scored first. start_was_good: whether it was good enough at the last checkpoint. Then a
+    predicted exponent must be larger by ``LEAST_GAIN``. per_round: how many exponents are scored at once.
 
     The search first finds the largest exponent below all failed ones. But degradation need not grow with the scale: for
     the ResNet of the benchmarks it goes up and down by many times the limit. So if an exponent has failed, larger ones
@@ -103,12 +104,12 @@ def _below_failures(scored: _Scored, start: int, start_was_good: bool) -> int | 
             assert bad is not None
             if bad <= lowest:
                 return None
-            # Where degradation is constant, only longer and longer moves get anywhere.
+            # Where degradation is constant, moves must grow longer to reach its end.
             at = max(bad - max(-_predicted_move(scored, bad, None), RESOLUTION << rounds), lowest)
             continue
         move = min(_predicted_move(scored, good, bad), highest - good)
         if bad is not None and not start_was_good and scored.degradations[good] < ENOUGH * limit:
-            move = max(move, (bad - good) // 2)  # there is a cliff in between: the scores beyond it mislead
+            move = max(move, (bad - good) // 2)  # there is a cliff in between: scores beyond it mislead the prediction
         if move < (LEAST_GAIN if start_was_good else RESOLUTION) or (bad is not None and bad - good <= RESOLUTION):
             return good
         at = good + move if bad is not None else min(good + (move << rounds), highest)
@@ -136,7 +137,7 @@ def _look_beyond(scored: _Scored, found: int) -> None:
 def _predicted_move(scored: _Scored, at: int, bad: int | None) -> int:
     """Returns the predicted distance from a scored exponent to the target, at most half way to ``bad`` if beyond it.
 
-    Degradation is taken for a power of the scale: estimated from ``at`` and ``bad``, or the second if there is no
+    Assumes that degradation is a power of the scale: estimated from ``at`` and ``bad``, or the square if there is no
     ``bad``.
     """
     degradation, target = scored.degradations[at], TARGET * scored.limit

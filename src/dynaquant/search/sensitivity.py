@@ -1,4 +1,4 @@
-"""Measures how sensitive a metric is to each tensor, for models that come without a training and its gradients."""
+"""Measures how sensitive a metric is to each tensor, for models without recorded gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dynaquant.tensors.stored import QuantizedTensor
 PROBE_DISTORTION = 0.02
 """Share of a tensor's squares that is lost when it is quantized alone: about that of 4 bits a value."""
 MOST_GROUPS = 32
-"""Most evaluations of one measurement."""
+"""Maximum number of evaluations in one measurement."""
 SMALL = 1e-3
 """Tensors with a smaller share of all values are quantized together."""
 LEAST_SENSITIVITY = 0.01

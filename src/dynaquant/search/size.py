@@ -15,8 +15,8 @@ from dynaquant.tensors.stored import PROTECTED, PRUNED
 class SizeModel:
     """Predicts how many bytes the weights of a checkpoint take, from their histograms.
 
-    A tensor takes the entropy of its levels, and two bytes for every outlier. To save time, its codebook is that of all
-    its values, and pruning and outliers go by magnitude, whatever the pruning metric. This predicts a keyframe. A delta
+    A tensor takes the entropy of its levels, and two bytes for every outlier. To save time, this uses the codebook
+    of all values, and prunes and protects by magnitude, whatever the pruning metric. This predicts a keyframe. A delta
     takes less, by a factor that does not matter when configurations are compared.
     """
 

@@ -39,8 +39,8 @@ Score = Callable[[Sequence[Candidate]], Sequence[float]]
 class Space:
     """The axes for one model.
 
-    embeddings: whether it has embedding layers. If not, their axis has one value. metrics: the pruning metrics; only
-    magnitude if no gradients were recorded.
+    embeddings: whether it has embedding layers. If not, their axis has one value. metrics: the available pruning
+    metrics; only magnitude if no gradients were recorded.
     """
 
     embeddings: bool
@@ -115,5 +115,5 @@ def _first(axis: Sequence[float], wanted: Callable[[float], bool]) -> int:
 
 
 def at_most(a: Point, b: Point) -> bool:
-    """Returns whether ``a`` is nowhere more conservative than ``b``."""
+    """Returns whether ``a`` is more conservative than ``b`` on no axis."""
     return all(x <= y for x, y in zip(a, b, strict=True))

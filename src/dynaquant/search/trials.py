@@ -1,4 +1,4 @@
-"""Trials: configurations that are tried for one checkpoint. Each rank scores another one at a time."""
+"""Trials: configurations that are tried for one checkpoint. The ranks score different ones at the same time."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Trial:
     """One configuration that was tried at a checkpoint.
 
     predicted: bytes of the coded weights; None if nothing predicts them. degradation: relative; NaN if the metric was
-    not finite or failed, None if it was not evaluated because too little displacement is kept. progress: the share that
-    is kept of the displacement since the last restore; None if nothing was restored. seconds: to quantize and to score.
-    error: what ``evaluate`` raised.
+    not finite or failed, None if it was not evaluated because too little displacement is kept. progress: the share of
+    the displacement since the last restore that is kept; None if nothing was restored. seconds: to quantize and to
+    score. error: what ``evaluate`` raised.
     """
 
     configuration: Knobs
@@ -58,7 +58,7 @@ class Trial:
         return self.progress is None or self.progress >= least_kept
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the trial as a record keeps it."""
+        """Returns the trial as it is stored in a record."""
         return {
             "configuration": knobs_to_json(self.configuration),
             "predicted": None if self.predicted is None else round(self.predicted),
@@ -117,7 +117,7 @@ class Trials:
         return [trial for trial, _ in self._scored.values()]
 
     def score(self, configurations: Sequence[Knobs], least_kept: float = 0.0) -> list[float]:
-        """Returns the degradations of configurations, of which at most ``per_round`` are new. Collective.
+        """Returns the degradations of configurations; at most ``per_round`` of them may be new. Collective.
 
         A configuration that keeps less than ``least_kept`` of the displacement is infinitely bad, and not evaluated.
 
@@ -137,7 +137,7 @@ class Trials:
         return self.score([configuration])[0] <= self.limit
 
     def keeping_most(self) -> Knobs:
-        """Returns the trial that keeps most of the displacement, of those that are good enough. Collective.
+        """Returns the configuration that keeps most of the displacement, of those that are good enough. Collective.
 
         At least one must be good enough.
         """
@@ -198,11 +198,11 @@ class Trials:
 def why_none_is_good_enough(trials: Sequence[Trial], judged_by: JudgedBy, limit: float, noise_margin: float) -> str:
     """Returns the reason and what would help, for the user.
 
-    limit: the degradation that was allowed, less ``noise_margin``, which the noise of the metric takes.
+    limit: the allowed degradation minus ``noise_margin``.
     """
     known = [t.degradation for t in trials if t.degradation is not None and not math.isnan(t.degradation)]
     if limit <= 0 < noise_margin:
-        return f"the noise of the metric takes all of the {limit + noise_margin:.3g} allowed; evaluate on more batches"
+        return f"the noise of the metric uses up the allowed {limit + noise_margin:.3g}; evaluate on more batches"
     if not known:
         return "evaluate fails, or is not finite, on every candidate"
     if math.isinf(best := min(known)):
@@ -210,13 +210,13 @@ def why_none_is_good_enough(trials: Sequence[Trial], judged_by: JudgedBy, limit:
             "every candidate counts as infinitely worse: the metric is exactly 0 in training, or infinite for every "
             "candidate; use another metric, such as a loss"
         )
-    left = f"{limit:.3g} left by its noise" if noise_margin > 0 else f"{limit:.3g} allowed"
+    left = f"{limit:.3g} that its noise leaves" if noise_margin > 0 else f"{limit:.3g} allowed"
     if judged_by != "evaluate":
         return (
-            f"the best of {len(known)} candidates is estimated to be worse by {best:.3g}, beyond the {left}; allow "
-            "more (max_degradation), or give evaluate"
+            f"the best of {len(known)} candidates is estimated to be worse by {best:.3g}, more than the {left}; "
+            "raise max_degradation, or give evaluate"
         )
     return (
-        f"the best of {len(known)} candidates makes the metric worse by {best:.3g}, beyond the {left}; allow more "
-        "(max_degradation), or use a metric that resolves smaller changes, such as a loss on more data"
+        f"the best of {len(known)} candidates makes the metric worse by {best:.3g}, more than the {left}; raise "
+        "max_degradation, or use a metric that resolves smaller changes, such as a loss on more data"
     )

@@ -4,7 +4,7 @@ The files, in reading order:
 
 - ``files.py``: checks, opens and syncs files and folders
 - ``flock.py``: locks that the system drops when a process dies
-- ``atomic_files.py``: writes a file or folder atomically; deletes what killed processes have left
+- ``atomic_files.py``: writes a file or folder atomically; deletes the temporary files of killed processes
 - ``entry.py``: what a header says about one tensor
 - ``container.py``: one checkpoint file
 - ``memory.py``: an error that says how much memory a tensor needs
@@ -19,6 +19,6 @@ The files, in reading order:
 - ``commit.py``: ``WritableRun`` commits checkpoints atomically, re-codes and deletes them
 - ``tags.py``: names for checkpoints
 - ``verifying.py``: finds damage in a checkpoint or a run
-- ``retention.py``: which checkpoints to keep; deletes the others
-- ``recoding.py``: a run re-coded in chains of another length; a new run that begins with a checkpoint of another one
+- ``retention.py``: decides which checkpoints to keep; deletes the others
+- ``recoding.py``: re-codes a run in chains of another length; starts a new run from a checkpoint of another one
 """

@@ -68,7 +68,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
 
 
 def temporary_path(out: Path) -> Path:
-    """Returns a temporary path beside ``out``. Deletes what killed processes have left there for ``out``.
+    """Returns a temporary path beside ``out``. Deletes the temporary files of killed processes for ``out``.
 
     A process locks what it writes (``in_use``), and the system drops the lock when the process dies.
     """

@@ -2,7 +2,7 @@
 
 A reader takes no lock. While it looks for the parents of a checkpoint, a writer may delete or re-code them. An open
 file can be read to its end even if its name is deleted or replaced. So a reader opens the whole chain first, and
-retries if the writer was faster.
+retries if the writer changed the run in between.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def parent_of(file: CheckpointFile, path_of: PathOf) -> CheckpointFile | None:
         raise CheckpointError(f"{what} has been replaced in {path.parent} by another checkpoint of that step")
     # Sequence numbers fall along a chain, so every chain ends, whatever the files say.
     if found.header.sequence >= file.header.sequence:
-        raise CheckpointError(f"{what} claims in {path.parent} to have been written after it")
+        raise CheckpointError(f"{what} has a later sequence number in {path.parent}, so it is not the parent")
     return found
 
 

@@ -1,6 +1,6 @@
 """Atomic commits: writes checkpoints to a run, re-codes and deletes them.
 
-A file is written under a temporary name, made durable, read back and verified. Only then it gets its name. So a
+A file is written under a temporary name, made durable, read back and verified. Only then is it renamed. So a
 process that is killed at any point leaves the run as it was.
 """
 
@@ -34,7 +34,8 @@ _TEMPORARY = ".tmp"
 MIN_FROZEN_BYTES = 1 << 20
 """Frozen parameters get a file of their own from this size on. Smaller ones are stored in each checkpoint."""
 _UNKNOWN_COMMITS = 2**32
-"""More commits than a run ever has. A file whose sequence number cannot be read may have any of so many."""
+"""Sequence numbers that a commit skips while a file cannot be read: more than a run ever uses. So the new number is
+higher than the unknown one in that file."""
 
 
 class WritableRun(Run):
@@ -68,8 +69,8 @@ class WritableRun(Run):
     def commit(self, checkpoint: Checkpoint, base: Base | None) -> tuple[CheckpointFile, Base]:
         """Writes a checkpoint, conditioned on ``base`` (None: as a keyframe), verifies it, and adds it to the run.
 
-        With a lossless copy, both files are written and verified first. Then the copy gets its name, then the
-        checkpoint, which completes the commit. Last, the copy of the checkpoint before is deleted.
+        With a lossless copy, both files are written and verified first. Then the copy is renamed to its final name, and
+        then the checkpoint, which completes the commit. Last, the copy of the previous checkpoint is deleted.
 
         Replaces a checkpoint of the same step; the caller has made sure that no other depends on it. Returns the file
         and the base for the next commit. On any error the run is as before. One exception: if syncing the folder fails,
@@ -104,8 +105,9 @@ class WritableRun(Run):
             undo.callback(self._delete_uncommitted, written.path)
             self.frozen_files.verify(written)
             if copy is not None:
-                # The copy goes first. The copy of the checkpoint before stays: that one is the newest until the next
-                # renaming. If that fails, the new copy is deleted, unless the checkpoint is in place nevertheless.
+                # The copy is renamed first. The copy of the previous checkpoint stays, because that checkpoint is the
+                # newest until the next renaming. If that fails, the new copy is deleted, unless the checkpoint is in
+                # place nevertheless.
                 undo.callback(lambda: None if written.is_at(path) else self._delete_uncommitted(path_of_copy))
                 self._rename(copy, path_of_copy)
             file = self._rename(written, path)
@@ -152,14 +154,14 @@ class WritableRun(Run):
     def _next_sequence(self) -> int:
         """Returns a higher sequence number than the run has ever had, also in files that cannot be read now.
 
-        Such a file may become readable again. It must not count as newer then than what is committed now.
+        Such a file may become readable again. Then it must not count as newer than the checkpoints committed since.
         """
         _, broken = self.summaries()
         found = self._highest + (_UNKNOWN_COMMITS if broken else 1)
         if found >= 2**63:
             raise CheckpointError(
-                f"{self.folder}: a checkpoint has the sequence number {self._highest}, which no training reaches and "
-                "which leaves no number for another commit; move its file out of the folder"
+                f"{self.folder}: a checkpoint has the sequence number {self._highest}, which no training reaches, so "
+                "there is no higher number for the next commit; move its file out of the folder"
             )
         return found
 
@@ -209,7 +211,7 @@ class WritableRun(Run):
 
     def _delete_uncommitted(self, path: Path) -> None:
         """Deletes a file that has not become part of the run, but not in a folder that has taken the run's place."""
-        with suppress(CheckpointError, OSError):  # the next writer deletes what stays
+        with suppress(CheckpointError, OSError):  # the next writer deletes what is left
             self._check_lock()
             path.unlink(missing_ok=True)
 
@@ -223,7 +225,7 @@ class WritableRun(Run):
     def recode(
         self, file: CheckpointFile, tensors: Tensors, base: Base | None, record: dict[str, Any] | None = None
     ) -> CheckpointFile:
-        """Writes a checkpoint of this run or another one anew: the same values, conditioned on ``base``.
+        """Re-codes a checkpoint of this run or another one: the same values, conditioned on ``base``.
 
         tensors: as loaded from its file. record: replaces the record of the file.
         """

@@ -26,10 +26,10 @@ from dynaquant.store.entry import Entry
 from dynaquant.store.files import open_file
 
 FORMAT_VERSION = 3
-"""The version that is written. Versions 1 and 2 can be read, too: they lack some schemes, and key optimizer states by
-parameter number."""
+"""The version that is written. Versions 1 and 2 can be read, too: they lack some schemes, and use parameter numbers as
+keys of optimizer states."""
 MAGIC = b"\x89DQC\r\n\x1a\n"
-"""First and last eight bytes of a file. As in PNG, they reveal a transfer that changed line endings."""
+"""First and last eight bytes of a file. As in PNG, they detect a transfer that changed line endings."""
 
 _PREAMBLE = struct.Struct("<8sQ")  # magic, format version
 _TRAILER = struct.Struct("<QQ16s8s")  # stored header size, header size, checksum, magic
@@ -247,7 +247,7 @@ class CheckpointFile:
             raise CheckpointError("altered: its header claims to expand beyond the limit")
         try:
             if zstandard.frame_content_size(stored) != plain_size:
-                raise CheckpointError("altered: its header has another size than it claims")
+                raise CheckpointError("altered: its header does not have the size that it claims")
             return zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False), streams_end
         except zstandard.ZstdError as error:
             raise CheckpointError(f"altered: its header cannot be decompressed ({error})") from None
@@ -267,7 +267,7 @@ class CheckpointFile:
             )
             matches = data["identity"] == header.identity
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"altered: its header cannot be understood ({error!r})") from None
+            raise CheckpointError(f"altered: its header cannot be parsed ({error!r})") from None
         numbers = [header.step, header.sequence] + ([parent.step] if parent else [])
         if not all(map(is_step, numbers)) or (parent and type(parent.identity) is not str):
             raise CheckpointError("altered: its step, sequence number or parent has the wrong type or is out of range")

@@ -131,7 +131,7 @@ def _check(entry: Entry) -> None:
     if entry.size < 0:
         raise ValueError(f"its size is {entry.size}")
     if isinstance(scheme, Raw) and entry.size != raw_size:
-        raise ValueError("its stream has another size than its values")
+        raise ValueError("its stream and its values differ in size")
     if not isinstance(scheme, _OF_ANY_DTYPE) and entry.dtype not in QUANTIZABLE_DTYPES:
         raise ValueError(f"{dtype_name(entry.dtype)} cannot be quantized")
     schemes.check(scheme, entry.shape, elements, entry.size)

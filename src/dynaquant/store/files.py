@@ -28,7 +28,7 @@ def underlying_os_error(error: BaseException) -> OSError | None:
 
 
 def add_disk_full_note(error: BaseException, out: Path) -> None:
-    """If a full disk caused the error, adds to it the file that was being written and what the user can do."""
+    """If a full disk caused the error, adds a note: which file was being written, and what the user can do."""
     if isinstance(error, OSError) and error.errno in _DISK_FULL:
         error.filename = str(out)
         error.add_note(_DISK_FULL[error.errno])

@@ -16,7 +16,7 @@ except ImportError:  # Windows has none
     AVAILABLE = False
 """Whether this system has ``flock``. Some of its file systems may still lack it."""
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF}
-"""What ``flock`` fails with on a file system without locks."""
+"""Error numbers of ``flock`` on a file system without locks."""
 
 
 def lock(descriptor: int, wait: bool = False) -> bool | None:

@@ -1,4 +1,4 @@
-"""Files of frozen parameters: a run stores what does not train once, for all its checkpoints (docs/format.md).
+"""Files of frozen parameters: a run stores such parameters once, for all its checkpoints (docs/format.md).
 
 Such a file is a checkpoint file without deltas. Its name is its identity, a hash of its contents, so the same
 parameters make the same file.
@@ -25,10 +25,10 @@ from dynaquant.tensors.hashing import tensor_hash
 from dynaquant.tensors.stored import External, StoredTensor, omitted
 
 PREFIX = "frozen-"
-"""How the names of such files begin."""
+"""Prefix of the names of these files."""
 _NAME = re.compile(r"frozen-[0-9a-f]{16}\.dqc")
 _SCHEMES = (Raw, BytePlanes, Lossless)
-"""How tensors in such files may be coded."""
+"""The schemes that tensors in these files may have."""
 _IDENTITY_DIGITS = 16
 """Digits of the identity in a file's name. The whole identity is compared when the file is opened."""
 
@@ -71,7 +71,7 @@ def verify(holder: CheckpointFile) -> None:
 
 
 class FrozenFiles:
-    """The files of frozen parameters in a run's folder. Remembers which of them decode."""
+    """The files of frozen parameters in a run's folder. Remembers which of them could be decoded."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -92,13 +92,13 @@ class FrozenFiles:
         return {name: stored for name, stored in files.items() if stored.file is None or stored.file in there}
 
     def mark_sound(self, holder: CheckpointFile) -> None:
-        """Remembers that a file decodes, because it was just written and verified."""
+        """Remembers that a file can be decoded, because it was just written and verified."""
         self._decodes[holder.header.identity] = True
 
     def verify(self, file: CheckpointFile) -> None:
         """Decodes the files that a checkpoint needs, each of them once.
 
-        Raises CheckpointError if one is damaged. From then on ``available`` leaves it out, so it is written anew.
+        Raises CheckpointError if one is damaged. From then on ``available`` leaves it out, so it is written again.
         """
         for identity in file.header.frozen:
             if not self._decodes.get(identity, False):

@@ -1,6 +1,6 @@
 """Names and opens lossless copies. A copy is a file with a checkpoint's tensors before quantization.
 
-A commit writes the copy beside its checkpoint, and deletes the copy of the checkpoint before (``commit.py``).
+A commit writes the copy beside its checkpoint, and deletes the copy of the previous checkpoint (``commit.py``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decoding tensors of a checkpoint from its file and those of its ancestors."""
+"""Decodes tensors of a checkpoint from its file and the files of its ancestors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ Tensors = dict[str, StoredTensor]
 
 
 def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
-    """Decodes one tensor of a checkpoint and what it needs, and checks it against its hash.
+    """Decodes one tensor of a checkpoint, with the tensors that it depends on, and checks it against its hash.
 
-    chain: ``Run.chain`` of it. Raises CheckpointError when it is not there or does not decode to what was stored.
+    chain: ``Run.chain`` of the checkpoint. Raises CheckpointError if the tensor is missing, or does not decode to the
+    values that were stored.
     """
     if name not in chain[0].header.by_name:
         raise CheckpointError(f"{chain[0].path}: there is no tensor {name!r}")
@@ -53,7 +54,7 @@ def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[
         entries = [known[name] for name in wanted]
         others = {other for entry in entries if (other := depends_on(entry.scheme)) is not None}
         if missing := sorted(others - known.keys()):
-            raise CheckpointError(f"{file.path}: a tensor is made of {missing[0]}, which is not in it")
+            raise CheckpointError(f"{file.path}: a tensor depends on {missing[0]}, which is not in the file")
         entries += [known[name] for name in others - wanted.keys()]
         needed.append(dependent_last(entries))
         wanted = dict.fromkeys(entry.name for entry in entries if entry.needs_parent)

@@ -33,8 +33,8 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
         copy = run.lossless_copy(file)
         if copy is None and LOSSLESS_COPY in record:
             record = {**record, LOSSLESS_COPY: None}
-        # The lossless copy goes first: without its checkpoint it is ignored. A later failure, such as in syncing a
-        # name, deletes what is in place already, so that never one of the two is left alone.
+        # The lossless copy goes first: without its checkpoint it is ignored. After a later failure, such as in syncing
+        # a name, both files are deleted, so that neither is left without the other.
         try:
             for identity in file.header.frozen:
                 holder = frozen_files.open_frozen(file, identity)
@@ -57,7 +57,7 @@ def compact(run: WritableRun, keyframe_every: int) -> Iterator[int]:
 
     A checkpoint whose chain is too long becomes a keyframe. A keyframe becomes a delta of the checkpoint committed
     before it, if the chain is not too long. The caller has locked the run, and may stop between any two steps. Raises
-    CheckpointError if a checkpoint cannot be decoded; those before it are done.
+    CheckpointError if a checkpoint cannot be decoded; the checkpoints before it have been re-coded.
     """
     lengths: dict[Parent, int] = {}
     before: Base | None = None

@@ -139,7 +139,7 @@ def _recode_without(run: WritableRun, step: int, steps: Collection[int]) -> None
 
 
 def _first_decodable(run: Run, ancestors: Iterable[CheckpointFile]) -> Base | None:
-    """Returns the first ancestor that decodes. The parent may be damaged where its child does not depend on it."""
+    """Returns the first ancestor that decodes. The parent may be damaged in tensors that its child does not need."""
     for ancestor in ancestors:
         try:
             return Base.from_loaded(ancestor.header, run.load(ancestor))
@@ -200,7 +200,7 @@ def prune(run: WritableRun, retention: Retention, damaged: Collection[int] = ())
         needed, notes = recode_dependents(run, steps)
     except CheckpointError as error:
         return [f"nothing was deleted: {error}"]
-    for step in reversed(steps):  # children first, so that the rest can be loaded after a crash in between
+    for step in reversed(steps):  # children first, so that the others can be loaded after a crash in between
         if step not in needed:
             run.delete(step)
     run.delete_unneeded_frozen()

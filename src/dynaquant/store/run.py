@@ -64,7 +64,7 @@ class Run:
         return sorted(self._summaries.values(), key=lambda summary: (summary.sequence, summary.step)), broken
 
     def files(self) -> tuple[list[CheckpointFile], list[CheckpointError]]:
-        """Returns the same with whole headers. The files are closed, because there may be many."""
+        """Like ``summaries``, but returns whole headers. The files are closed, because there may be many."""
 
         def read(path: Path) -> CheckpointFile:
             file = CheckpointFile(path)

@@ -61,8 +61,8 @@ def set_tag(run: Run, name: str, file: CheckpointFile, force: bool = False) -> T
     """
     if not _NAME.fullmatch(name):
         raise CheckpointError(
-            f"{name!r} cannot be a tag: at most 100 letters, digits and . _ + -, the first a letter or _ (not to look "
-            "like a step)"
+            f"{name!r} cannot be a tag: at most 100 letters, digits and . _ + -, the first a letter or _ (a "
+            "number would look like a step)"
         )
     tag = Tag(name, file.header.step, file.header.identity)
     path = run.folder / FOLDER / name

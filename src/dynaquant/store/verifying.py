@@ -29,8 +29,8 @@ from dynaquant.tensors.stored import StoredTensor
 class _Decoded:
     """A checkpoint while its children are verified.
 
-    tensors: those that could be decoded, even if their hash is wrong. wrong: what is wrong with tensors, by name. It is
-    text, because an error would keep the tensors in its traceback alive.
+    tensors: those that could be decoded, even if their hash is wrong. wrong: the error messages of damaged tensors, by
+    name. They are text, because an exception would keep the tensors in its traceback alive.
     """
 
     file: CheckpointFile
@@ -128,10 +128,10 @@ def _parent(summary: Summary, by_step: dict[int, Summary]) -> int | None:
 
 
 def _decode(run: Run, step: int, above: _Decoded | str | None, sound: set[str]) -> _Decoded | str:
-    """Returns a decoded checkpoint, or why nothing of it can be decoded.
+    """Returns a decoded checkpoint, or an error message if no tensor of it can be decoded.
 
-    above: the same for its parent. sound: identities of the files of frozen parameters that are known to be sound;
-    it is added to.
+    above: the result for its parent. sound: identities of the files of frozen parameters that are known to be sound;
+    this function adds to it.
     """
     try:
         file = run.file(step)
@@ -172,7 +172,7 @@ def _decode_entry(
 ) -> StoredTensor:
     other = depends_on(entry.scheme)
     if other is not None and other not in tensors:
-        raise CheckpointError(wrong.get(other, f"{file.path}: a tensor is made of {other}, which is not in it"))
+        raise CheckpointError(wrong.get(other, f"{file.path}: a tensor depends on {other}, which is not in the file"))
     parent = None
     if above is not None and entry.needs_parent:
         parent = above.tensors.get(entry.name)

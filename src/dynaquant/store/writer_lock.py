@@ -161,7 +161,7 @@ def _machine() -> str:
 
 
 def _is_gone(owner: Any) -> bool:
-    """Whether the owner of a lock file has certainly ended."""
+    """Whether the owner of a lock file has ended for certain."""
     if not isinstance(owner, dict) or owner.get("machine") != _machine() or type(owner.get("pid")) is not int:
         return False
     if owner["pid"] == os.getpid():

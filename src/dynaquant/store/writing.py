@@ -53,7 +53,10 @@ class Base:
 
     @classmethod
     def from_written(cls, header: Header, tensors: Mapping[str, StoredTensor], before: Base | None) -> Base:
-        """Returns the base for a checkpoint that was just written against ``before``: what its file decodes to."""
+        """Returns the base for a checkpoint that was just written, conditioned on ``before``.
+
+        Its tensors are those that the file decodes to.
+        """
         found = dict(tensors)
         for entry in header.entries:
             if isinstance(entry.scheme, Reference):
