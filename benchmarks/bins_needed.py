@@ -184,7 +184,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Walk:
-    """What one method tried on one checkpoint, from few bins to many."""
+    """The numbers of bins that one method tried on one checkpoint, from few to many."""
 
     workload: str
     step: int

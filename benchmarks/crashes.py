@@ -118,7 +118,7 @@ class Training:
 
     @property
     def failed(self) -> int:
-        """How many checkpoints no settings of the method were good enough for."""
+        """Number of checkpoints for which no settings of the method were good enough."""
         return sum(not saved.degradation <= self.settings.max_degradation for saved in self.saved)
 
     @property

@@ -1,4 +1,4 @@
-"""The command line that all reports of the suite share: folders of data, cache and results, and a quick form."""
+"""The command line that all reports of the suite share: folders of data, cache and results, and a quick mode."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ void count_pairs(Bytes levels, const std::uint8_t* parent, std::span<std::uint32
         counts[(parent ? std::size_t{*parent} : 0) << 8 | levels.front()] = static_cast<std::uint32_t>(levels.size());
         return;
     }
-    // An increment waits for the one before it at the same address. Two tables in turn avoid that.
+    // An increment waits for the previous one at the same address. Two tables in turn avoid that.
     const std::size_t size = counts.size() / ways;
     for (std::size_t i = 0; i < levels.size(); ++i) {
         const std::size_t source = parent ? parent[i] : 0;

@@ -1,4 +1,4 @@
-// Marks functions that are compiled for AVX2, and tells whether the processor has it. Only marked functions may use
+// Marks functions that are compiled for AVX2, and detects whether the processor has it. Only marked functions may use
 // AVX2, so that the library runs on every processor.
 #pragma once
 

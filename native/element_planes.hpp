@@ -25,8 +25,8 @@ template <class U>
     return value;
 }
 
-// The sign bit follows the 16 highest bits of the magnitude. Mostly these planes are the ones that entropy coding
-// reduces, and one sign is often more likely than the other. In elements of 16 bits or less the sign bit comes last.
+// The sign bit follows the 16 highest bits of the magnitude. Entropy coding mostly reduces these planes, and one sign
+// is often more likely than the other. In elements of 16 bits or less the sign bit comes last.
 template <class U>
 inline constexpr unsigned sign_place = bits_of<U> <= 16 ? 0 : bits_of<U> - 16;
 

@@ -22,7 +22,7 @@ using Block = std::vector<std::uint8_t>;
 enum : std::uint8_t { values_alone = 0, differences = 1 };
 enum : std::uint8_t { plane_raw = 0, plane_constant = 1, plane_coded = 2, plane_by_parent = 3, plane_by_previous = 4 };
 
-// Memory that a thread keeps for its next block: getting new pages from the system takes as long as the coding.
+// Memory that a thread keeps for its next block. Getting new pages from the system would take as long as the coding.
 struct Scratch {
     std::vector<std::uint8_t> planes;
     std::vector<std::uint8_t> classes = std::vector<std::uint8_t>(exact_block);

@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t block_size = std::size_t{1} << 16;
 constexpr std::int32_t highest_level = 255;
-// In steps. Values farther from zero count as this far: they are protected, and nothing overflows.
+// In grid steps. Values farther from zero count as this far: they are protected, and nothing overflows.
 constexpr float beyond = 200.0f;
 
 // Rounds to the nearest integer, ties to even: adding and subtracting 1.5 · 2^23 drops all bits below 1. Unlike library

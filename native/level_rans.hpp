@@ -2,7 +2,7 @@
 // 16-bit words and 12-bit frequencies. (plane_rans is the other one: more states and frequencies of 11 bits, for byte
 // planes.)
 //
-// Surprising: rANS is last in, first out. The encoder takes the values from the last to the first and writes words
+// Note: rANS is last in, first out. The encoder takes the values from the last to the first and writes words
 // backwards from the end of its buffer; the decoder reads both forwards. Value i belongs to state i % states, so that a
 // decoder has several independent chains of work. Between values a state is in [2^16, 2^32).
 #pragma once

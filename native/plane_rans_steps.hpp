@@ -39,7 +39,7 @@ constexpr EncoderStep step_of(std::uint32_t start, std::uint32_t frequency) {
     return {static_cast<std::uint32_t>(reciprocal), complement | start << 11 | (width - 1) << 23};
 }
 
-// A symbol takes at most one word. AVX2 stores eight words at once, of which some may not count.
+// A symbol takes at most one word. AVX2 stores eight words at once; some of them may not count.
 constexpr std::size_t room_for_words(std::size_t symbols) { return symbols + 8; }
 
 // Encodes all symbols, the last one first. Stores words backwards from `end` and returns where they begin. classes: the

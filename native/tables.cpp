@@ -36,14 +36,14 @@ std::uint8_t highest_of(std::span<const std::uint8_t> levels) {
 
 template <class Bits>
 void log_histogram(std::span<const Bits> values, std::span<std::int64_t, bucket_count> counts) {
-    // To clear and add up the tables below takes as long as counting a few hundred thousand values.
+    // Clearing and adding up the tables below takes as long as counting a few hundred thousand values.
     if (values.size() < block_size / 4) {
         for (const auto value : values) ++counts[value >> bucket_shift<Bits>];
         return;
     }
     std::mutex mutex;
     parallel_for(block_count(values.size(), block_size), [&](std::size_t b) {
-        // Neighbouring weights often share a bucket, and an increment waits for the one before it at the same address.
+        // Neighbouring weights often share a bucket, and an increment waits for the previous one at the same address.
         // Four tables in turn avoid that.
         constexpr std::size_t ways = 4;
         std::vector<std::uint32_t> partial(ways * bucket_count);

@@ -33,7 +33,7 @@ private:
 // Returns how many threads a call may use, the calling thread included, if that may use these processors.
 //
 // If the environment has DYNAQUANT_THREADS, it is that number. Otherwise it is the number of processors. But if
-// LOCAL_WORLD_SIZE tells that a launcher started several processes on this machine, it is at most this process's share
+// LOCAL_WORLD_SIZE says that a launcher started several processes on this machine, it is at most this process's share
 // of the launcher's processors, because ranks that are not pinned all see every processor. The environment is read
 // once. Throws std::invalid_argument if DYNAQUANT_THREADS is not a positive number.
 std::size_t thread_limit(const Processors& processors);

@@ -54,7 +54,7 @@ class Difference:
 
 
 def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings = Settings()) -> Encoded:
-    """Encode what the checkpoint before does not have."""
+    """Encode the chunks that the previous checkpoint does not have."""
     entries, state = _flat(checkpoint)
     before = b"" if previous is None else _flat(previous.checkpoint)[1]
     found = difference(state, before, settings.chunk)

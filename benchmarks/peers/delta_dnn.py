@@ -4,10 +4,10 @@ Hu et al., "Delta-DNN: Efficiently Compressing Deep Neural Networks via Exploiti
 https://doi.org/10.1145/3404397.3404408. We know of no code by the authors, and did not have the full text of the paper
 to check the formula.
 
-- A weight a with the reference b becomes the integer ``M = ⌊(a - b) / (2·log(1 + ε)) + 0.5⌋``, and comes back as
-  ``b + 2·M·log(1 + ε)``. The logarithm is taken to be the natural one; another base would only give every ε another
-  name. ε is the same for all tensors, so that the grid is, too; the error is at most log(1 + ε), up to the rounding of
-  the result to its data type.
+- A weight a with the reference b becomes the integer ``M = ⌊(a - b) / (2·log(1 + ε)) + 0.5⌋``, and decodes to
+  ``b + 2·M·log(1 + ε)``. We assume the natural logarithm; another base would only change the meaning of ε. ε is the
+  same for all tensors, so all share one grid; the error is at most log(1 + ε), up to the rounding of the result to its
+  data type.
 - The reference is the *reconstruction* of the checkpoint before, as a decoder has nothing else. Without one it is zero.
 - ε is the largest that loses no more accuracy than is allowed. The space goes from 1e-1 to 1e-4, five steps to a
   decade.

@@ -85,7 +85,7 @@ class Interrupted:
         self.counts = self._interrupts.counts
 
     def go_on(self) -> None:
-        """Train for one step, then do something that may be interrupted."""
+        """Train for one step, then save, restore or close, which may be interrupted."""
         self._training.step()
         self.counts["steps"] += 1
         before = self._training.digest()
@@ -135,7 +135,7 @@ class Interrupted:
         self._training.put_back(state)
 
     def _close(self) -> None:
-        """Close, and go on with another Checkpointer."""
+        """Close, and continue with another Checkpointer."""
         state = deepcopy(self._training.state())
         self._ckpt.save(self.counts["steps"])
         self._ledger.add(Commit(self.counts["steps"], None, self._training.digest()))

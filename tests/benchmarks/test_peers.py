@@ -29,7 +29,7 @@ def named(peer):
 
 
 def stored(peer, checkpoint):
-    """Return the groups of a checkpoint that a peer stores."""
+    """Return those groups of a checkpoint that a peer stores."""
     groups = {group: tensors for group, tensors in checkpoint.groups().items() if group in peer.groups}
     return Checkpoint(**{"weights": {}, **groups})
 

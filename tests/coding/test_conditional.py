@@ -1,4 +1,4 @@
-"""Levels conditioned on the parent's: any codebooks come back, and levels that are predictable take few bytes."""
+"""Levels conditioned on the parent's: round trips with any codebooks, and few bytes for predictable levels."""
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def levels_of(codebook, size, random, share_protected=0.02):
 
 
 def assert_round_trip(quantized, parent):
-    """Assert that the tensor comes back from the coder of levels, and from a whole stream of any scheme."""
+    """Assert that the tensor survives a round trip: by the coder of levels, and by a whole stream."""
     coded = conditional.encode(quantized, parent)
     found = conditional.decode(coded, quantized.levels.size, quantized.codebook, parent)
     assert np.array_equal(found, quantized.levels)

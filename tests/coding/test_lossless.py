@@ -20,7 +20,7 @@ def bytes_of(tensor):
 
 
 def data_like(kind, size, random):
-    """Bytes: random, of floats, of a few different values, all zero, or of a count."""
+    """Bytes: random, floats, a few different values, zeros, or consecutive integers."""
     if kind == "noise":
         return random.integers(0, 256, size, dtype=np.uint8)
     if kind == "floats":

@@ -1,4 +1,4 @@
-"""Levels coded as published: every arrangement comes back, and the smallest one is chosen."""
+"""Levels coded as published: round trips in every arrangement, and the smallest one is chosen."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def some_levels(size, count, random):
 
 
 def moved(parent, count, share, random):
-    """Levels that are the same as the parent's, but for a share of them."""
+    """The parent's levels with a share of them changed."""
     new = some_levels(parent.values.size, count, random).values
     stays = (random.random(new.size) >= share) & (parent.values < count)
     return Levels(np.where(stays, parent.values, new), count)

@@ -1,4 +1,4 @@
-"""The trainings with crashes of the benchmarks: every method resumes from what its own bytes decode to."""
+"""The trainings with crashes of the benchmarks: every method resumes from the values that its own bytes decode to."""
 
 import json
 from dataclasses import asdict, replace

@@ -35,7 +35,7 @@ def _small_pieces(monkeypatch):
 
 
 def some(shape, dtype, scale=1.0):
-    """A random tensor with zeros of both signs, values in the middle between two steps, and outliers."""
+    """A random tensor with zeros of both signs, values half way between two levels, and outliers."""
     flat = torch.randn(math.prod(shape)) * scale
     special = torch.tensor([0.0, -0.0, 0.5, -0.5, 1.5, -2.5, 127.0, -127.5, 128.0, 3e4]) * scale
     flat[: len(special)] = special[: len(flat)]

@@ -242,7 +242,7 @@ def test_streams_for_another_size_parent_or_number_of_symbols_decode_to_levels_o
     levels, (parent, level_of, context_of, contexts, symbols), stream = case
     telling = (
         np.unique(levels).size > 1
-    )  # a level that is certain takes no bits, so the stream is the same for any number of it
+    )  # a certain level takes no bits, so its stream does not depend on the number of elements
     for size in (max(levels.size - 1, 0), levels.size + 1, 2 * levels.size + 9, BLOCK + 1):
         others = np.resize(parent, size) if parent.size else np.zeros(size, dtype=np.uint8)
         decodes = decodes_to_levels(stream, size, (others, level_of, context_of, contexts, symbols))

@@ -79,7 +79,7 @@ def test_momentum_of_any_magnitude_is_within_the_tolerance_or_exact(tolerance, s
 def test_first_moments_of_other_dtypes_stay_within_the_tolerance(dtype):
     first, second = moments((30, 40))
     first, second = (first * 1e3).to(dtype), (second * 1e6).clamp(min=1e-3).to(dtype)
-    first[3, 5] = 30 * second[3, 5].sqrt()  # more than 127 of the small steps that this tolerance needs
+    first[3, 5] = 30 * second[3, 5].sqrt()  # more than 127 grid steps at this tolerance
     stored_second = second_moment_of(second, 0.02) or second_moment_of(second, 0.1)
     for tolerance in (0.05, 0.1, 0.2):
         stored = quantize_first_moment(first, second, stored_second, "v", tolerance)

@@ -101,12 +101,12 @@ def opened(browser, file: Path, viewport=DESKTOP, scheme="light") -> Iterator:
     yield page
     page.close()
     assert said == []
-    # Data inside the page has a URL as well.
+    # Data embedded in the page also has URLs (``data:``).
     assert [url for url in asked if not url.startswith(("data:", "blob:"))] == [file.as_uri()]
 
 
 def until(page, condition: str) -> None:
-    """Wait until a condition is true. (playwright's own way is forbidden by the page's content security policy.)"""
+    """Wait until a condition is true. (The page's content security policy forbids playwright's own way.)"""
     for _ in range(200):
         if page.evaluate(condition):
             return

@@ -157,7 +157,7 @@ def test_finer_levels_keep_small_displacements_and_the_record_says_so(tmp_path):
     assert by_quality.progress < LEAST <= second.progress
     assert chosen.bins > first.configuration.bins
     assert any("displacement since the restore" in note for note in second.notes)
-    # Except for the result of the search by quality, what keeps too little is not evaluated.
+    # Configurations that keep too little are not evaluated, except for the result of the search by quality.
     for trial in second.trials[1:]:
         assert (trial.degradation is None) == (trial.progress < LEAST)
 

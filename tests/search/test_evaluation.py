@@ -185,7 +185,7 @@ def test_gradients_are_off_in_evaluate():
 
 
 def backward(model):
-    """Returns the norm of the gradient of the loss by the inputs. Computes that of all weights, too."""
+    """Returns the norm of the loss's gradient with respect to the inputs. Also computes those of all weights."""
     model.requires_grad_(True)
     inputs = INPUTS.clone().requires_grad_()
     with torch.enable_grad():

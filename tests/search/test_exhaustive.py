@@ -54,7 +54,7 @@ def test_if_degradation_is_not_quite_monotone_the_result_may_be_larger_but_is_go
         landscape = Landscape(seed, noise=0.02)
         best = search(landscape, per_round)
         optimum = landscape.smallest_good()
-        if best is None:  # a chance failure has ruled out the few that were good enough
+        if best is None:  # a failure by chance has ruled out the few good candidates
             assert sum(map(landscape.is_good, landscape.degradations)) < 0.05 * CUBES
             continue
         assert landscape.is_good(best)

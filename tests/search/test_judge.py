@@ -190,6 +190,7 @@ def test_without_any_source_there_is_no_fisher_information():
     parameters = {f"model.{name}": p for name, p in model.named_parameters()}
     zeros = dict.fromkeys(parameters, 0.0)
     assert mean_squared_gradients(parameters, [], {}) == {}
-    assert mean_squared_gradients(parameters, [optim.AdamW(model.parameters())], {}) == {}  # it has made no step yet
+    # An optimizer that has made no step has no second moments.
+    assert mean_squared_gradients(parameters, [optim.AdamW(model.parameters())], {}) == {}
     assert mean_squared_gradients(parameters, [], zeros) == {}
     assert mean_squared_gradients({}, [], {}) == {}

@@ -106,7 +106,7 @@ def test_if_no_published_configuration_is_good_enough_more_bins_are_tried_then_l
 
 @BOTH_METHODS
 def test_a_lossless_checkpoint_restores_every_bit(tmp_path, method):
-    """Of the weights. Moments are quantized without a search, by the grid method only."""
+    """Every bit of the weights. The grid method quantizes moments, without a search."""
     model, optimizer = training_of()
     train(model, optimizer, 5)
     evaluate = Movement(model, 1e9)
@@ -287,7 +287,7 @@ def sgd_with_momentum(parameters) -> torch.optim.Optimizer:
     [
         (torch.optim.AdamW, "fisher distortion"),
         (sgd_with_momentum, "fisher distortion"),  # from recorded gradients
-        (plain_sgd, "distortion"),  # not given to the Checkpointer
+        (plain_sgd, "distortion"),  # the optimizer is not given to the Checkpointer
     ],
 )
 @BOTH_METHODS

@@ -147,7 +147,7 @@ def test_a_metric_that_has_never_worked_is_an_error(tmp_path, caplog, fault, say
     evaluate.broken = True
     options = {"evaluate": evaluate, "extras": {"order": order}} | options
     with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
-        for step in (1, 2):  # the second time, too
+        for step in (1, 2):  # the second save raises, too
             train(model, optimizer)
             before = bits([model.state_dict(), optimizer.state_dict(), order.get_state(), torch.get_rng_state()])
             files = sorted(tmp_path.iterdir())

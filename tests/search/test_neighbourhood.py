@@ -30,7 +30,7 @@ def neighbours(last: Candidate, shape=SHAPE, reach: int = 1) -> list[Candidate]:
 
 
 def with_scores(scores: dict[Candidate, float], otherwise: float, limit: float = 1.0) -> Landscape:
-    """Returns a landscape with these degradations, and the same one everywhere else."""
+    """Returns a landscape with these degradations, and one constant degradation everywhere else."""
     landscape = Landscape(0)
     landscape.degradations = dict.fromkeys(landscape.degradations, otherwise) | scores
     landscape.limit = limit
@@ -38,7 +38,7 @@ def with_scores(scores: dict[Candidate, float], otherwise: float, limit: float =
 
 
 def random_cases(count: int):
-    """Yields a landscape and a last best anywhere in it."""
+    """Yields random landscapes, each with a random last best candidate."""
     for seed in range(count):
         draw = random.Random(seed)
         yield Landscape(seed), Candidate(draw.choice(METRICS), tuple(draw.randrange(n) for n in SHAPE))

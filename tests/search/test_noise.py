@@ -1,4 +1,4 @@
-"""The noise of a metric is found, even if scores move in steps, and not assumed if there is none."""
+"""The noise of a metric is measured, even if scores move in steps. A metric without noise gets no margin."""
 
 import math
 import random
@@ -130,7 +130,7 @@ def test_an_accuracy_with_noise_of_about_one_image_is_seen_as_noisy(sigma):
             margins.append(noise.margin)
         none_at_first += margins[0] == 0
         none_at_all += not any(margins)
-    assert none_at_first <= 0.015 * runs  # 1 %, plus what chance adds in 3,000 runs
+    assert none_at_first <= 0.015 * runs  # 1 %, plus the random error of 3,000 runs
     assert none_at_all <= 0.005 * runs
 
 
@@ -146,7 +146,7 @@ def test_one_image_by_chance_causes_only_a_small_margin():
 
 @pytest.mark.parametrize("sigma", [0.0, 1.0, 2.0])
 def test_checkpoints_judged_by_an_accuracy_stay_within_the_limit(sigma):
-    """A search prefers candidates that look good by chance. The margin makes up for it."""
+    """A search prefers candidates that look good by chance. The margin compensates for that."""
     draw, allowed = random.Random(1), 0.01
     beyond, accepted, margins = 0, 0, []
     for _ in range(100):

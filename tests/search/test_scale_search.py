@@ -1,4 +1,4 @@
-"""The search for a grid's scale power, on synthetic degradations: what it finds, and how few it scores."""
+"""The search for a grid's scale exponent on synthetic degradations: results and numbers of evaluations."""
 
 import math
 import random
@@ -28,7 +28,7 @@ NEAR_TARGET = TARGET * 2 ** (-SECOND_ORDER_POWER * RESOLUTION / SCALES_PER_OCTAV
 
 
 class Scored:
-    """Scores by a function of the exponent. Keeps what was scored, round by round."""
+    """Scores by a function of the exponent. Keeps the scored exponents of each round."""
 
     def __init__(self, degradation):
         self.degradation = degradation
@@ -49,7 +49,7 @@ def power_law(power, best, limit=LIMIT):
 
 
 def search(degradation, start=0, start_was_good=False, per_round=1, limit=LIMIT, lowest=LOWEST, highest=HIGHEST):
-    """Searches, checks what holds for every search, and returns what is found and what was scored."""
+    """Searches. Asserts the properties of every search. Returns the result and the scored exponents."""
     scored = Scored(degradation)
     found = scale_search(start, lowest, highest, scored, limit, start_was_good, per_round)
     flat = [scale for scales in scored.rounds for scale in scales]
@@ -73,9 +73,9 @@ def best_of(degradation, limit=LIMIT):
 
 
 def assert_close_to_the_best(found, degradation):
-    """Checks that it is within RESOLUTION of the best before a failure or of the target, or predicted to be there.
+    """Asserts that the result is near the best exponent before a failure, or near the target or its prediction.
 
-    What is found beyond a failure is larger.
+    Near means within RESOLUTION. A result beyond a failure may be larger.
     """
     best = best_of(degradation)
     assert (found is None) == (best is None), (found, best)
@@ -143,7 +143,7 @@ def test_a_search_ends_close_to_the_best_on_a_staircase_unless_its_rounds_run_ou
 @pytest.mark.parametrize("floor", [0.0, 1e-7, 0.5 * LIMIT, 0.9 * LIMIT])
 @pytest.mark.parametrize("power", POWERS)
 def test_a_constant_degradation_at_fine_scales_does_not_mislead_a_search(floor, power):
-    """Such as with a metric that does not resolve them."""
+    """A metric may not resolve small differences."""
     for best in range(-80, 60, 9):
         law = power_law(power, best)
 

@@ -23,7 +23,7 @@ CONFIGURATIONS = [
 
 @pytest.fixture(scope="module")
 def prepared() -> KMeansWeights:
-    """The weights of a small GPT that was trained to count with strides."""
+    """The weights of a small GPT that was trained on arithmetic sequences."""
     torch.manual_seed(0)
     model = GPT(vocabulary=256, context=32, width=64, layers=2, heads=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

@@ -18,7 +18,7 @@ def candidates(space: Space, shape=None) -> list[Candidate]:
 
 
 def knobs(configuration: dq.Configuration) -> tuple[float, ...]:
-    """Returns numbers that are larger for more conservative configurations."""
+    """Returns the fields as numbers that grow as configurations become more conservative."""
     return (
         configuration.bins,
         configuration.embedding_bins,

@@ -75,7 +75,7 @@ def test_an_error_at_any_call_loses_neither_the_newest_checkpoint_nor_its_lossle
             except OSError:
                 failed = True
         assert_newest(folder, (done[-1], done[-1] + 1) if failed else (4,))
-        if failed and done[-1]:  # the same process goes on
+        if failed and done[-1]:  # the same process continues
             with run.locked():
                 run.commit(checkpoint_of(1, 4), None)
             assert_newest(folder, (4,))
@@ -129,7 +129,7 @@ def test_restore_says_that_the_lossless_copy_is_missing(tmp_path, caplog):
     exact = bits(model.state_dict())
     with dq.Checkpointer(tmp_path, model, exact="latest") as ckpt:
         assert ckpt.restore(1) == 1
-        assert ckpt.skipped == []  # it had one until the next was saved, as all do
+        assert ckpt.skipped == []  # its copy was deleted by the next save, as always
         assert ckpt.restore() == 2
         assert ckpt.skipped == []
         assert bits(model.state_dict()) == exact

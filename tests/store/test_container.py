@@ -52,7 +52,7 @@ def opened(folder: Path, content: bytes) -> CheckpointFile:
 
 
 def refused(folder: Path, content: bytes) -> str:
-    """Returns the error for a file that cannot be opened, without the file name, which must come first."""
+    """Returns the error for a file that cannot be opened. Removes the file name, with which the error must begin."""
     with pytest.raises(CheckpointError) as caught:
         opened(folder, content)
     name, _, said = str(caught.value).partition(": ")
@@ -187,7 +187,7 @@ def test_a_file_truncated_anywhere_is_an_error(small_run, tmp_path, step):
 def idle_bits(file: CheckpointFile, content: bytes) -> dict[int, int]:
     """Returns the bits of a file that have no meaning, by position.
 
-    A zstd frame has an unused bit. Differences say from where on classes count, and those here have no classes.
+    A zstd frame has an unused bit. Differences have two bytes about classes, and those here have no classes.
     """
     idle = {match.end(): 0x10 for match in re.finditer(re.escape(ZSTD_MAGIC), content)}
     position = 16
@@ -597,7 +597,7 @@ def test_random_levels_are_harmless(tmp_path_factory, stream, elements, bins, pr
 
 @given(st.data())
 def test_a_header_with_any_altered_value_is_an_error_or_harmless(small_run, tmp_path_factory, data):
-    """A header with right checksums gives a CheckpointError, or tensors with the hashes in it, whatever it says."""
+    """With right checksums, any header gives a CheckpointError or tensors with the hashes in it."""
     file = small_run.file(1)
     tensors = [dict(e.to_json()) for e in file.header.entries]
     target = data.draw(st.sampled_from(tensors))

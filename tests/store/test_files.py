@@ -63,7 +63,7 @@ def test_checkpoints_compressed_files_and_tags_are_synced_before_they_are_rename
     torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
     compress(tmp_path / "m.pt", tmp_path / "m.dqc", Packer())
     names = [i for i, (what, _) in enumerate(done) if what == "named"]
-    assert len(names) == 4  # the compressed file has one of its own before it is complete
+    assert len(names) == 4  # the compressed file also has a temporary checkpoint file
     for i in names:
         assert done[i - 1][0] == "durable"
     for i in names[:3]:
@@ -173,6 +173,6 @@ def test_a_new_writer_deletes_the_temporary_files_of_a_killed_one(tmp_path):
         ckpt.save(1).result()
     for name in ("step-000000000002.dqc.tmp", "exact-000000000002.dqc.tmp"):
         (tmp_path / name).write_bytes(b"half")
-    (tmp_path / "step-000000000003.dqc.tmp").mkdir()  # nothing that a writer leaves
+    (tmp_path / "step-000000000003.dqc.tmp").mkdir()  # a writer leaves no such folder
     with dq.Checkpointer(tmp_path, nn.Linear(4, 4)):
         assert sorted(os.listdir(tmp_path)) == ["step-000000000001.dqc", "step-000000000003.dqc.tmp"]

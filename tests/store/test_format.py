@@ -1,6 +1,6 @@
 """The file format is what docs/format.md says: a decoder written from that page alone agrees with dynaquant.
 
-And it stays so: the files in golden/ were written once by the first version of each format, and are read for ever.
+The files in golden/ were written once by the first version of each format, and must stay readable forever.
 """
 
 import base64
@@ -35,7 +35,7 @@ def tensor_of(dtype, shape, values):
 
 
 def state_of(node, tensors):
-    """The state that a tree stands for, according to docs/format.md."""
+    """The state that a tree describes, according to docs/format.md."""
     if isinstance(node, list):
         return [state_of(item, tensors) for item in node]
     if not isinstance(node, dict):
@@ -86,7 +86,7 @@ def test_dynaquant_reads_golden_files_as_the_second_decoder_does(folder, step):
 
 
 def entries_of(version):
-    """Of the golden files of a version: all entries by step and name, and what the codings were coded against."""
+    """All entries in the golden files of a version by step and name, and the schemes of their parents."""
     headers = {step: decode(folder, step)[0] for folder, step in CHECKPOINTS if folder.name == version}
     entries = {(step, entry["name"]): entry for step, header in headers.items() for entry in header["tensors"]}
     above = {
@@ -141,7 +141,7 @@ def test_every_scheme_since_version_2_occurs_in_its_golden_files(version):
 
 
 class Wide(nn.Module):
-    """Small, but for one tensor of more than one block."""
+    """A small model with one tensor of more than one block."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -183,7 +183,7 @@ def test_both_decoders_agree_on_the_current_version(tmp_path, dtype, bins):
 
 
 class Layers(nn.Module):
-    """Tensors of one state, of several (``even``) and of as many elements as are asked for (``wide``)."""
+    """Layers whose coders need one state or several (``even``), and one with a given number of elements (``wide``)."""
 
     def __init__(self, dtype, wide):
         super().__init__()
@@ -199,7 +199,7 @@ class Layers(nn.Module):
             self.even.weight[0, :2] = torch.tensor([60.0, -40.0])
 
     def gradients(self):
-        """Random ones; those of ``even`` have squares of rank one, and those of ``wide`` shrink from row to row."""
+        """Random gradients: those of ``even`` have squares of rank one, those of ``wide`` shrink from row to row."""
         gradients = {name: torch.randn_like(p) / 8 for name, p in self.named_parameters()}
         squares = torch.outer(torch.linspace(0.01, 1, 100), torch.linspace(1, 3, 90))
         gradients["even.weight"] = squares * gradients["even.weight"].sign()
@@ -215,7 +215,7 @@ class Layers(nn.Module):
 
 
 class Masters(torch.optim.AdamW):
-    """The optimizer of a model in half precision, with a float32 copy of every weight, which is an extra's state."""
+    """The optimizer of a model in half precision. The float32 master weights are the state of an extra."""
 
     def __init__(self, model):
         self.weights = list(model.parameters())
@@ -251,7 +251,7 @@ def sgd(model):
 
 
 def saved_run(folder, optimizer_of, saves=3, *, dtype=torch.float32, wide=800, **settings):
-    """A model after a training that was saved at steps 0, 1, ….; its optimizer's ``Masters`` are an extra."""
+    """A model after a training that was saved at steps 0, 1, …; ``Masters`` of its optimizer are an extra."""
     model = Layers(dtype, wide)
     optimizer = optimizer_of(model)
     if isinstance(optimizer, Masters):
@@ -265,7 +265,7 @@ def saved_run(folder, optimizer_of, saves=3, *, dtype=torch.float32, wide=800, *
 
 
 def codings_in(folder, saves=3):
-    """What occurs in a chain of checkpoints, all of which both decoders must read alike."""
+    """The schemes in a chain of checkpoints. Asserts that both decoders read all checkpoints alike."""
     known, found = {}, set()
     for step in range(saves):
         header = assert_both_decode_alike(folder, step, known)
@@ -276,7 +276,7 @@ def codings_in(folder, saves=3):
 
 
 def names_of(entry):
-    """``<kind> <dtype>``, then ``+`` where the parent is needed; of parts, ``<kind> <codebook>`` as well."""
+    """``<kind> <dtype>``, with ``+`` if the parent is needed; for quantized parts also ``<kind> <codebook>``."""
     coding = entry["coding"]
     kind = coding["kind"]
     parts = [coding[key] for key in ("units", "rows", "columns") if key in coding]
@@ -337,7 +337,7 @@ def test_both_agree_on_exact_values(tmp_path, monkeypatch, dtype):
     )
     saved_run(tmp_path, adamw, 2, dtype=getattr(torch, dtype), wide=66_000, quality="lossless")
     assert codings_in(tmp_path, 2) >= {f"exact {dtype}", f"exact {dtype}+"}
-    by_previous_byte = set() if dtype == "float16" else {4}  # of no use there: too few bits are exponent
+    by_previous_byte = set() if dtype == "float16" else {4}  # not worth it there: too few bits are exponent
     assert planes >= {0, 1, 2, 3} | by_previous_byte
 
 

@@ -79,7 +79,7 @@ def saved_run(folder, saves=4, model=None, **settings):
 def test_a_frozen_base_is_restored_bit_for_bit(tmp_path, settings):
     model, _ = saved_run(tmp_path, **settings)
     base = base_of(model)
-    for change in (torch.nn.init.zeros_, lambda p: p):  # restored from the file, and found to be there already
+    for change in (torch.nn.init.zeros_, lambda p: p):  # restored from the file; then found unchanged
         other = adapted_model()
         with torch.no_grad():
             for parameter in (p for name, p in other.named_parameters() if ".base." in name):
@@ -96,7 +96,7 @@ def test_the_frozen_base_is_written_once_for_all_checkpoints(tmp_path):
     assert held.stat().st_size > 1_000_000
     assert [record.keyframe for record in records] == [True, False, True, False]
     assert all(record.total.stored < 50_000 for record in records)
-    # What is not in a checkpoint does not count for its ratio.
+    # Tensors that are not in a checkpoint do not count for its ratio.
     trained = 4 * sum(p.numel() for p in adapted_model().parameters() if p.requires_grad)
     assert all(trained < record.total.raw < 4 * trained for record in records)
 
@@ -210,7 +210,7 @@ def test_roles_may_quantize_frozen_parameters(tmp_path):
     model, records = saved_run(tmp_path, roles={"*.base.weight": "weight"})
     assert records[-1].roles["weight"].raw > 1_000_000
     assert bits(dq.load(tmp_path)["model"]["0.base.weight"]) != bits(model[0].base.weight)
-    assert records[-1].roles["weight"].stored < 5_000  # a reference to the checkpoint before
+    assert records[-1].roles["weight"].stored < 5_000  # a reference to the previous checkpoint
 
 
 def test_omitted_parameters_are_not_stored_and_compared_when_restored(tmp_path):
@@ -328,7 +328,7 @@ def test_the_file_of_frozen_parameters_is_deleted_with_the_last_checkpoint_that_
                 with torch.no_grad():
                     torch._foreach_mul_([p for p in model.parameters() if not p.requires_grad], 2)
             ckpt.save(step)
-    (held,) = tmp_path.glob("frozen-*.dqc")  # the base as it was is gone
+    (held,) = tmp_path.glob("frozen-*.dqc")  # the file of the old base is deleted
     assert bits(dq.load(tmp_path)["model"]["0.base.weight"]) == bits(model[0].base.weight)
     held.unlink()
     with pytest.raises(CheckpointError, match=held.name):
@@ -369,7 +369,7 @@ def test_damage_to_frozen_parameters_is_found(tmp_path):
     result = CliRunner().invoke(app, ["verify", str(tmp_path)])
     assert result.exit_code == 1
     assert held.name in result.output
-    # A model that has the same base needs nothing of it.
+    # A model that has the same base does not need the file.
     other = adapted_model()
     with dq.Checkpointer(tmp_path, other, adamw(other)) as ckpt:
         assert ckpt.restore() == 2
@@ -397,11 +397,11 @@ def test_a_save_finds_damage_to_frozen_parameters_and_the_next_one_writes_them_a
     held.write_bytes(damage(held.read_bytes()))
     optimizer = adamw(model)
     with dq.Checkpointer(tmp_path, model, optimizer, keyframe_every=1) as ckpt:
-        with suppress(CheckpointError):  # as nothing says what the truncated file has held
+        with suppress(CheckpointError):  # because the contents of the truncated file are unknown
             ckpt.restore()
         saved = []
         for step in (3, 4, 5):
-            with suppress(CheckpointError):  # of step 3, and told of again by the next call
+            with suppress(CheckpointError):  # the error of step 3, which the next call raises again
                 saved.append(ckpt.save(step).result().step)
         assert saved[-1] == 5
     assert bits(dq.load(tmp_path, 5)["model"]["0.base.weight"]) == bits(model[0].base.weight)

@@ -1,4 +1,4 @@
-"""On a full disk the next call raises an error, the run stays as it was, and saving works again once there is space."""
+"""If the disk is full, the next call raises an error, the run is unchanged, and saving works again with space."""
 
 import errno
 import os

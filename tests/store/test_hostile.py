@@ -96,11 +96,11 @@ def make_something(path: Path, name: str) -> None:
         path.mkdir()
     elif name == "socket":
         here = os.getcwd()
-        os.chdir(path.parent)  # its address may not be long
+        os.chdir(path.parent)  # a socket's path must be short
         with socket.socket(socket.AF_UNIX) as bound:
             bound.bind(path.name)
         os.chdir(here)
-    elif name == "sparse":  # a trailer that says that all of a terabyte is the header
+    elif name == "sparse":  # a trailer that claims a header of a terabyte
         with path.open("wb") as file:
             file.write(struct.pack("<8sQ", MAGIC, 2))
             file.truncate(10**12)
@@ -115,7 +115,7 @@ SOMETHING = ("fifo", "folder", "socket", "sparse", "endless", "loop", "nothing")
 
 
 def chain(run: Path) -> None:
-    """Writes 400 checkpoints, each a delta of the one before."""
+    """Writes 400 checkpoints, each a delta of the previous one."""
     plain = sound(run)
     for step in range(2, 401):
         plain = child_of(plain, step)

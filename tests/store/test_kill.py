@@ -65,7 +65,7 @@ def seconds_of_a_save(trainer: subprocess.Popen) -> float:
 
 
 def restore(folder: Path, method: str) -> int:
-    """Restores into a new training. Returns the step, whose weights it must have found."""
+    """Restores into a new training. Returns the step, and asserts that the weights are those of that step."""
     model, ckpt = build(str(folder), method)
     with ckpt:
         assert list(folder.glob("*.tmp")) == []
@@ -93,7 +93,7 @@ def test_a_kill_at_any_moment_loses_no_committed_checkpoint(tmp_path, trainer, m
     last, identities, inside = restore(folder, method), {}, 0
     for _ in range(KILLS):
         process, said_last = start(trainer), {}
-        while "saving" not in said_last and draw.random() < 0.9:  # now and then even before the first save
+        while "saving" not in said_last and draw.random() < 0.9:  # sometimes even before the first save
             said_last.update([said(trainer)])
         time.sleep(draw.uniform(0, 2 * duration))
         said_last |= kill(trainer, process)

@@ -1,4 +1,4 @@
-"""A command deletes what a killed command for the same output has left."""
+"""A command deletes the temporary files of a killed command for the same output."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from dynaquant.store.atomic_files import atomic_file, atomic_folder
 
 
 def killed(folder, *arguments) -> None:
-    """Runs a command until it has begun to write beside its output, and kills it."""
+    """Runs a command until it has begun to write a temporary file, and kills it."""
     before = set(os.listdir(folder))
     with subprocess.Popen([sys.executable, "-m", "dynaquant.cli", *map(str, arguments)]) as process:
         while set(os.listdir(folder)) == before and process.poll() is None:

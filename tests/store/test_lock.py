@@ -214,7 +214,7 @@ def test_a_writer_whose_lock_file_was_replaced_stops_writing(run):
         owned_by(run, pid=1)
         with pytest.raises(CheckpointError, match="no longer names this process but process 1 on"):
             series(run, [2])
-    assert (run.folder / writer_lock.LOCK_FILE).exists()  # it is not this writer's to delete
+    assert (run.folder / writer_lock.LOCK_FILE).exists()  # the file belongs to another writer
     assert run.steps() == [1]
 
 

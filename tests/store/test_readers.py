@@ -27,7 +27,7 @@ from dynaquant.store.verifying import damage
 
 
 class Training:
-    """A training that saves further checkpoints when called, and keeps the newest ``keep``."""
+    """A training that saves more checkpoints when called, and keeps the newest ``keep``."""
 
     def __init__(self, folder: Path, keep: int = 2, exact: bool = False) -> None:
         self.folder, self.model, self.step = folder, torch.nn.Linear(60, 60), 0

@@ -44,7 +44,7 @@ def save(folder, steps, model, optimizer, restore: int | None = None, **options)
 
 
 def values(run: Run) -> dict[int, object]:
-    """Returns everything that the run holds, in the order of its commits: checkpoints and lossless copies."""
+    """Returns the values of all checkpoints and lossless copies of a run, in the order of its commits."""
     found = {}
     for step in run.steps():
         by_name = {name: bits(values_of(stored)) for name, stored in run.load(run.file(step)).items()}
@@ -124,7 +124,7 @@ def test_a_run_with_two_lines_of_training_is_compacted(tmp_path):
 
 
 def test_checkpoints_with_equal_contents_do_not_make_a_chain_too_long(tmp_path):
-    """Their identities are equal, so these do not distinguish them."""
+    """Their identities are equal, so identities alone do not distinguish them."""
     with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
         for step in range(6):
             torch.manual_seed(0)

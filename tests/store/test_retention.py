@@ -207,7 +207,7 @@ def test_nothing_is_deleted_while_a_header_cannot_be_read(run):
     assert len(notes) == 1
     assert notes[0].startswith(f"nothing was deleted: {run.path(2)}: cannot be read")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        recode_dependents(run, [1])  # nor is anything replaced
+        recode_dependents(run, [1])  # replacing a checkpoint raises, too
     run.path(2).unlink()
     run.path(2).write_bytes(hidden)
     for checkpoint in made:
@@ -219,7 +219,7 @@ def test_a_file_that_cannot_be_read_is_left_alone(run):
     run.path(2).write_bytes(b"not a checkpoint")
     prune(run, Retention(keep_last=1))
     assert run.path(2).read_bytes() == b"not a checkpoint"
-    assert_holds(run, made[0])  # the only one that can still be decoded, so the newest that counts
+    assert_holds(run, made[0])  # the only one that can still be decoded, so the newest usable one
     with pytest.raises(CheckpointError, match="step-000000000002"):
         assert_holds(run, made[2])
 
@@ -265,7 +265,7 @@ def test_a_grandchild_that_decodes_survives_a_damaged_child_and_the_replacement(
     run.commit(checkpoint_of(2, {"w": randn(80, 50)}), None)
     for checkpoint in (made[0], made[3]):
         assert_holds(run, checkpoint)
-    assert prepare_replacement(run, 2) == []  # nothing builds on what is there now
+    assert prepare_replacement(run, 2) == []  # no checkpoint depends on the replaced one any more
     assert prune(run, Retention(keep_last=1)) == []
 
 

@@ -44,7 +44,7 @@ def test_a_tag_names_its_checkpoint(run):
 
 def test_a_tag_is_moved_to_another_checkpoint_only_by_force(run):
     set_tag(run, "best", run.file(1))
-    set_tag(run, "best", run.file(1))  # it is there already
+    set_tag(run, "best", run.file(1))  # the same tag again is no error
     with pytest.raises(dq.CheckpointError, match="best is the tag of step 1; --force"):
         set_tag(run, "best", run.file(2))
     assert names(run) == {"best": 1}

@@ -77,7 +77,7 @@ def test_verify_run_finds_the_same_damage_as_decoding_each_checkpoint_alone(tmp_
     found = verified(run)
     assert found.keys() == expected.keys()
     for step, error in expected.items():
-        # Of several tensors that are damaged either may be named.
+        # If several tensors are damaged, the error may name any of them.
         assert (found[step] is None) == (error is None), (found[step], error)
         if error is not None:
             assert found[step].split("tensor")[0] == error.split("tensor")[0]
@@ -103,7 +103,7 @@ def test_no_more_than_a_checkpoint_and_its_parent_are_in_memory_along_a_chain(tm
                 model.weight += 0.01
             ckpt.save(step).result()
     run = Run(tmp_path)
-    flip(run.path(3), random.Random(0))  # what errors have met on their way is not kept either
+    flip(run.path(3), random.Random(0))  # tracebacks of errors must not keep tensors in memory either
     alive, most = weakref.WeakSet(), 0
     decode = CheckpointFile.__init__
 
@@ -116,7 +116,7 @@ def test_no_more_than_a_checkpoint_and_its_parent_are_in_memory_along_a_chain(tm
     run.steps()
     monkeypatch.setattr(CheckpointFile, "__init__", watched)
     assert sum(error is not None for error in verified(run).values()) == 5
-    assert most <= 4  # with a file of each that is only looked at
+    assert most <= 4  # two decoded files, and two files whose headers are read
 
 
 def test_verifying_a_chain_of_1500_opens_each_file_a_constant_number_of_times(tmp_path, monkeypatch):
@@ -136,7 +136,7 @@ def test_verifying_a_chain_of_1500_opens_each_file_a_constant_number_of_times(tm
 
     monkeypatch.setattr(CheckpointFile, "__init__", counted)
     assert verified(Run(tmp_path)) == dict.fromkeys(range(1, 1501))
-    assert opened <= 4 * 1500  # to list, to decode, and to look for a lossless copy by either name
+    assert opened <= 4 * 1500  # to list, to decode, and to look for a lossless copy under both names
     Run(tmp_path).path(700).unlink()
     opened = 0
     assert sum(error is not None for error in verified(Run(tmp_path)).values()) == 800

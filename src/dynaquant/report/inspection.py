@@ -109,7 +109,7 @@ def restore_cost(chain: list[CheckpointFile]) -> RestoreCost:
 
 @dataclass(frozen=True)
 class LevelCount:
-    """A level of a quantized tensor and how often it occurs. value: None for outliers, each of which has its own."""
+    """A level of a quantized tensor and how often it occurs. value: None for outliers, because each has its own."""
 
     level: str
     value: float | None
@@ -243,7 +243,7 @@ def _readable(path: Path) -> CheckpointFile | None:
 
 
 def _size_of(path: Path) -> int | None:
-    """Return the size of a file; None if it is no file or has been deleted since it was listed."""
+    """Return the size of a file; None if it is not a regular file, or was deleted since it was listed."""
     try:
         return path.stat().st_size if path.is_file() else None
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Atomic commits: writes checkpoints to a run, re-codes and deletes them.
 
 A file is written under a temporary name, made durable, read back and verified. Only then is it renamed. So a
-process that is killed at any point leaves the run as it was.
+process that is killed at any point leaves the run unchanged.
 """
 
 from __future__ import annotations
