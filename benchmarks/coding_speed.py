@@ -3,7 +3,7 @@
     python benchmarks/coding_speed.py [--values 20000000] [--quick]
 
 The levels are those of the published quantizer with its default configuration. Each tensor is coded by its own call,
-alone and conditioned on the checkpoint before. Every stream is decoded and compared. All methods take turns, and the
+alone and conditioned on the previous checkpoint. Every stream is decoded and compared. All methods take turns, and the
 shortest time of each counts. Everything runs twice: in a process on one core, and in one on all cores.
 
 Peers and their input:
@@ -73,7 +73,7 @@ Source = int | tuple[Path, Path]
 
 @dataclass(frozen=True)
 class Pair:
-    """A tensor, and the same tensor in the checkpoint before; None if levels are coded alone."""
+    """A tensor, and the same tensor in the previous checkpoint; None if levels are coded alone."""
 
     tensor: QuantizedTensor
     parent: QuantizedTensor | None

@@ -127,7 +127,7 @@ def load_quantized(
 def checkpoints(
     snapshots: list[dict[str, Any]], data: Path, configuration: Configuration, batches: int
 ) -> tuple[list[Checkpoint], int]:
-    """Quantize every snapshot and code it against the one before. Returns the sizes, and the number of weights.
+    """Quantize every snapshot and code it as a delta of the previous one. Returns the sizes, and the number of weights.
 
     batches: validation windows for the loss.
     """

@@ -3,8 +3,9 @@
     python benchmarks/lossless.py --snapshots gpt-*.pt [--snapshots resnet-*.pt] [--out docs/results/lossless.json]
 
 The files of each ``--snapshots`` are checkpoints of one training, made with ``torch.save`` from a dictionary that has
-``model`` and ``optimizer``. Each is conditioned on the one before, tensor by tensor. All methods code the same tensors,
-and their streams are decoded and compared. Everything runs twice: in a process on one core, and in one on all cores.
+``model`` and ``optimizer``. Each is conditioned on the previous one, tensor by tensor. All methods code the same
+tensors, and their streams are decoded and compared. Everything runs twice: in a process on one core, and in one on all
+cores.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // The entropy coder of byte planes: order-0 rANS with 32 interleaved states. Every byte has a class, and every class
-// has its own frequency table. (level_rans is the other entropy coder: fewer states and frequencies of 12 bits, for levels.)
+// has its own frequency table. (level_rans is the other one: fewer states and frequencies of 12 bits, for levels.)
 //
 // Note: the encoder runs backwards, the decoder forwards. Symbol i belongs to state i mod 32. All states share
 // one sequence of 16-bit words. States are in [2^15, 2^31): if a state falls below 2^15, a decoder shifts in the next

@@ -4,10 +4,10 @@ Tan et al., "Scalable Incremental Checkpointing using GPU-Accelerated De-Duplica
 https://ornl.gov/publication/scalable-incremental-checkpointing-using-gpu-accelerated-de-duplication; here on the CPU.
 
 - The state, all tensors one after another, is cut into chunks of one size, the leaves of a binary Merkle tree.
-- A node whose hash is that of the node in the same place of the checkpoint before has not changed (*fixed duplicate*):
-  it is not written, and the nodes below it are not compared.
-- A node that the checkpoint before has in another place becomes a reference to it. So does a chunk that occurred before
-  in this checkpoint (*shifted duplicates*).
+- A node with the same hash as the node in the same place of the previous checkpoint has not changed (*fixed
+  duplicate*): it is not written, and the nodes below it are not compared.
+- A node that the previous checkpoint has in another place becomes a reference to it. So does a chunk that occurred
+  before in this checkpoint (*shifted duplicates*).
 - Other chunks (*first occurrences*) are written as they are. Neighbours are listed by their common ancestor.
 
 The three kinds of nodes and their names are those of the authors' code. There the size of chunks is an argument; we
@@ -43,7 +43,7 @@ class Settings:
 class Difference:
     """The nodes to write, in a tree of ``width`` leaves.
 
-    moved: pairs of a node and the equal node of the checkpoint before. repeated: pairs of a leaf and the equal first
+    moved: pairs of a node and the equal node of the previous checkpoint. repeated: pairs of a leaf and the equal first
     occurrence. first: leaves that are first occurrences, in order.
     """
 

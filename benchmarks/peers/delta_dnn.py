@@ -1,4 +1,4 @@
-"""Delta-DNN as a peer: differences to the checkpoint before on one grid for the whole network, then Zstd or LZMA.
+"""Delta-DNN as a peer: differences to the previous checkpoint on one grid for the whole network, then Zstd or LZMA.
 
 Hu et al., "Delta-DNN: Efficiently Compressing Deep Neural Networks via Exploiting Floats Similarity", ICPP 2020,
 https://doi.org/10.1145/3404397.3404408. We know of no code by the authors, and did not have the full text of the paper
@@ -8,7 +8,7 @@ to check the formula.
   ``b + 2·M·log(1 + ε)``. We assume the natural logarithm; another base would only change the meaning of ε. ε is the
   same for all tensors, so all share one grid; the error is at most log(1 + ε), up to the rounding of the result to its
   data type.
-- The reference is the *reconstruction* of the checkpoint before, as a decoder has nothing else. Without one it is zero.
+- The reference is the *reconstruction* of the previous checkpoint, as a decoder has nothing else; or else zero.
 - ε is the largest that loses no more accuracy than is allowed. The space goes from 1e-1 to 1e-4, five steps to a
   decade.
 - The integers of all tensors together go through a lossless compressor: Zstd or LZMA.
@@ -49,7 +49,7 @@ SPACE = tuple(Settings(round(10 ** (-k / 5), 6)) for k in range(5, 21))
 
 
 def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings) -> Encoded:
-    """Encode integer differences to the checkpoint before, or to zero without one."""
+    """Encode integer differences to the previous checkpoint, or to zero without one."""
     step = 2 * math.log1p(settings.bound)
     entries: dict[str, dict[str, Any]] = {}
     deltas, decoded, unbounded = [], {}, {}

@@ -4,7 +4,7 @@ Li et al., "ExCP: Extreme LLM Checkpoint Compression via Weight-Momentum Joint S
 Details and constants are those of ``compress_pythia.py`` in the authors' repository, https://github.com/Gaffey/ExCP,
 which calls the first moment ``opt_v`` and the second ``opt_m``:
 
-- The residual of a weight is its difference to the *reconstruction* of the checkpoint before: their scripts compress
+- The residual of a weight is its difference to the *reconstruction* of the previous checkpoint: their scripts compress
   each checkpoint against a file that ``recon`` has overwritten. The first checkpoint that they compress, step 2000,
   refers to one that is stored whole.
 - A residual is kept where ``|r| > min(2.5, α / sqrt(mean(v))) · median(|r|)``, with v the second moment and median and
@@ -69,7 +69,7 @@ can choose them."""
 def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings = Settings()) -> Encoded:
     """Encode residuals and moments as clusters.
 
-    previous: what is known of the checkpoint before. For the first one, the initial weights; they need no moments.
+    previous: a ``Known`` of the previous checkpoint. For the first one, the initial weights; they need no moments.
     None: store everything exactly. Raises ValueError if a moment has no weight.
     """
     if not checkpoint.first.keys() | checkpoint.second.keys() <= checkpoint.weights.keys():

@@ -4,7 +4,7 @@ Chen, Liu, Ren, Jin, "On Efficient Constructions of Checkpoints", ICML 2020, arX
 the text was not available, this follows the adaptation https://github.com/nus-vv-streams/lc-checkpoint
 (``compress_data``):
 
-- The difference of all weights, as one vector, to the *reconstruction* of the checkpoint before, so that the next
+- The difference of all weights, as one vector, to the *reconstruction* of the previous checkpoint, so that the next
   difference contains what one checkpoint leaves out.
 - Exponent-based quantization: differences with the same sign and the same exponent to base 2 are one bucket and become
   one value.
@@ -59,7 +59,7 @@ SPACE = PUBLISHED + SPLIT
 
 
 def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings) -> Encoded:
-    """Encode differences to the checkpoint before. previous: None stores everything exactly."""
+    """Encode differences to the previous checkpoint. previous: None stores everything exactly."""
     weights = checkpoint.weights
     if previous is None:
         return Encoded(Known(Checkpoint(dict(weights))), lambda: join({}, [exact(weights)]))

@@ -1,6 +1,6 @@
 """Interface of a peer: it takes a checkpoint, and returns bytes and the decoded checkpoint.
 
-A peer may condition a checkpoint on the one before. Entropy coding is separate from quantizing, because a search
+A peer may condition a checkpoint on the previous one. Entropy coding is separate from quantizing, because a search
 quantizes many times and codes once.
 """
 
@@ -36,7 +36,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Known:
-    """What the next checkpoint may be conditioned on: what is known of the one before.
+    """What the next checkpoint may be conditioned on: the decoder's knowledge of the previous one.
 
     checkpoint: as decoded. levels: integers by name, for peers that code differences of levels. errors: the
     quantization error of each tensor; only the encoder knows them, so ``decode`` leaves them empty.
@@ -60,7 +60,7 @@ class Peer(Generic[S]):
     """A published method to store checkpoints.
 
     space: settings to search, from the smallest files to the best values. groups: groups of a checkpoint that it
-    stores; the caller stores the others. encode: takes a checkpoint, what is known of the one before (the initial
+    stores; the caller stores the others. encode: takes a checkpoint, a ``Known`` of the previous one (the initial
     weights for the first one, or None for a checkpoint that stands alone) and settings. decode: takes the bytes and
     what ``encode`` knew, without the errors.
     """

@@ -59,7 +59,7 @@ SPACE = tuple(Settings(least, most) for least, most in zip(LEAST, MOST, strict=T
 
 
 def encode(checkpoint: Checkpoint, previous: Known | None, settings: Settings) -> Encoded:
-    """Encode levels, as differences to the checkpoint before if there is one."""
+    """Encode levels, as differences to the previous checkpoint if there is one."""
     weights = checkpoint.weights
     before = previous.levels if previous is not None else {}
     fed_back = previous.errors if previous is not None and settings.feedback else {}
@@ -134,7 +134,7 @@ def _restored(levels: NDArray[np.uint8], entry: dict[str, Any]) -> Tensor:
 
 
 def _with_error(tensor: Tensor, error: Tensor | None) -> Values:
-    """Return a layer's values plus the error of the checkpoint before."""
+    """Return a layer's values plus the error of the previous checkpoint."""
     return flat(tensor) if error is None else flat(tensor) + flat(error)
 
 

@@ -1,4 +1,4 @@
-"""If the disk is full, the next call raises an error, the run is unchanged, and saving works again with space."""
+"""If the disk is full, the next call raises, the run is unchanged, and saving works again once there is space."""
 
 import errno
 import os

@@ -81,7 +81,7 @@ def list_of(steps: Iterable[int]) -> str:
 
 
 def reduction(size: Size) -> str:
-    """Format what is stored beside its size as tensors: ``12.42 MB instead of 90.86 MB (7.32×)``."""
+    """Format the stored size beside the size as tensors: ``12.42 MB instead of 90.86 MB (7.32×)``."""
     return f"{in_bytes(size.stored)} instead of {in_bytes(size.raw)} ({size.ratio:.2f}×)"
 
 

@@ -1,6 +1,6 @@
 """Levels to bytes and back: entropy coding conditioned on the parent's levels (method 2.2).
 
-The coder uses the parent's level of the same element, and nothing else. Two tables describe what a parent level means:
+The coder uses the parent's level of the same element, and nothing else. Two tables describe the use of parent levels:
 the levels sorted by their distance from the parent's value, and a context for each parent level. So the coder itself
 needs no floats.
 """

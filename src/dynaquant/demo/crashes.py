@@ -104,7 +104,7 @@ async def _follow(
     crash: _Crash | None,
     progress: Callable[[int, Outcome], None],
 ) -> Literal["ended", "killed"] | None:
-    """Note in ``outcome`` what the process reports. Return None if the process stops before it has ended."""
+    """Record the reports of the process in ``outcome``. Return None if the process stops before the training ends."""
     assert process.stdout is not None
     seconds = saving = 0.0
     how: Literal["ended", "killed"] | None = None

@@ -18,7 +18,7 @@ from dynaquant.tensors.lazy_mapping import LazyMapping
 from dynaquant.tensors.stored import QuantizedTensor
 
 RUNG_HYSTERESIS = 0.8
-"""A tensor keeps its previous rung while the wanted one is at most this far away. (0.5 would be plain rounding.)"""
+"""A tensor keeps its previous rung while the wanted one is at most this far away. (0.5 would mean plain rounding.)"""
 STEP_LIMIT = 2.5
 """The largest grid step, as a multiple of the tensor's root mean square, up to rounding to a rung.
 

@@ -94,7 +94,7 @@ class RestoreCost:
 
 
 def restore_cost(chain: list[CheckpointFile]) -> RestoreCost:
-    """Return what a restore reads: the header of every file, and the streams that the tensors of the first file need.
+    """Return the cost of a restore: it reads each file's header, and the streams that the first file's tensors need.
 
     Only headers are read here. chain: ``Run.chain`` of the checkpoint.
 

@@ -87,7 +87,7 @@ def statistics_of(
 ) -> Statistics:
     """Return the statistics of a run.
 
-    files: the readable files of the run, parents first, as ``Run.summaries`` lists them. broken: what is wrong with the
+    files: the readable files of the run, parents first, as ``Run.summaries`` lists them. broken: the errors of the
     other files. Problems found here are added: a record with invalid fields, a checkpoint that cannot be restored.
 
     Raises CheckpointError if no record is valid, RunChangedError if a writer has deleted a file that others depend on.
@@ -105,7 +105,7 @@ def statistics_of(
         try:
             if header.parent in without_chain:
                 raise CheckpointError(without_chain[header.parent])
-            # If the chain of the parent is not known, Run.chain says what is wrong with it.
+            # If the chain of the parent is not known, Run.chain raises its error.
             chains[itself] = run.chain(file) if above is None else [file, *above]
             restore = restore_cost(chains[itself])
         except RunChangedError:

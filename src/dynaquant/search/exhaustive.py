@@ -65,7 +65,7 @@ def _most_decisive(
     is_open: NDArray[np.bool_],
     count: int,
 ) -> list[int]:
-    """Returns at most ``count`` of the points ``among``, each the one that rules out most of what is still open."""
+    """Returns at most ``count`` of the points ``among``, each the one that rules out most of the open candidates."""
     chosen: list[int] = []
     left = is_open.copy()
     while len(chosen) < count and (among & left).any():

@@ -70,7 +70,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
 def temporary_path(out: Path) -> Path:
     """Returns a temporary path beside ``out``. Deletes the temporary files of killed processes for ``out``.
 
-    A process locks what it writes (``in_use``), and the system drops the lock when the process dies.
+    A process locks the file that it writes (``in_use``), and the system drops the lock when the process dies.
     """
     names = re.compile(re.escape(out.name) + r"\.dynaquant-\d+\.tmp")
     for leftover in out.absolute().parent.iterdir():

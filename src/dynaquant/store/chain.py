@@ -96,7 +96,7 @@ def chain_of(file: CheckpointFile, path_of: PathOf) -> list[CheckpointFile]:
 def load_all(chain: list[CheckpointFile]) -> Tensors:
     """Decodes the tensors of the first file of a chain and checks each against its hash.
 
-    Raises CheckpointError, naming file and tensor, when one cannot be decoded or is not what was stored.
+    Raises CheckpointError, naming file and tensor, if a tensor cannot be decoded or has other values than were stored.
     """
     file = chain[0]
     with name_step_in_errors(file), detect_run_changes(chain):

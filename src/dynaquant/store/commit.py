@@ -86,7 +86,7 @@ class WritableRun(Run):
         )
         path, path_of_copy = self.path(checkpoint.step), copy_path(self.folder, draft)
         labels, frozen_tensors = checkpoint.labels, self._write_frozen(checkpoint)
-        # Without frozen tensors the mapping is kept as it is: it may compute each tensor only when asked for it.
+        # Without frozen tensors the mapping is not copied: it may compute each tensor on look-up.
         tensors = {**checkpoint.tensors, **frozen_tensors} if frozen_tensors else checkpoint.tensors
         with ExitStack() as undo:
             copy = None

@@ -48,7 +48,7 @@ class Parent:
 
 @dataclass(frozen=True)
 class Summary:
-    """A header without its large parts: what is needed to find a checkpoint and its parent in a run.
+    """A header without its large parts, enough to find a checkpoint and its parent in a run.
 
     frozen: identities of the files of frozen parameters that it needs.
     """

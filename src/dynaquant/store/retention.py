@@ -176,7 +176,7 @@ def can_be_parent(
 def damaged_among_kept(
     run: Run, retention: Retention, with_progress: Callable[[list[int]], Iterable[int]] = lambda steps: steps
 ) -> set[int]:
-    """Returns the steps that would be kept and do not decode.
+    """Returns the steps that would be kept but cannot be decoded.
 
     They must not count as kept, or every sound checkpoint might be deleted. with_progress: yields the steps that it is
     given, while it shows the progress.

@@ -39,13 +39,13 @@ class _Decoded:
 
 
 def damage(run: Run, step: int) -> CheckpointError | None:
-    """Decodes a checkpoint and the files of frozen parameters that it needs. Returns what is wrong, or None."""
+    """Decodes a checkpoint and the files of frozen parameters that it needs. Returns the error; None if it is sound."""
 
     return _error_of(lambda: _decode_whole(run, run.file(step)))
 
 
 def damage_of_file(path: Path) -> CheckpointError | None:
-    """Decodes a checkpoint file, which may need others beside it. Returns what is wrong, or None."""
+    """Decodes a checkpoint file, which may need others beside it. Returns the error; None if it is sound."""
     return _error_of(lambda: _decode_whole(Run(path.parent), CheckpointFile(path)))
 
 
@@ -56,7 +56,7 @@ def _decode_whole(run: Run, file: CheckpointFile) -> None:
 
 
 def _damage_of_copy(run: Run, step: int) -> CheckpointError | None:
-    """Decodes the lossless copy of a checkpoint, if there is one. Returns what is wrong, or None."""
+    """Decodes the lossless copy of a checkpoint, if there is one. Returns the error; None if it is sound."""
 
     def load() -> None:
         if (copy := run.lossless_copy(run.file(step))) is not None:
@@ -76,7 +76,7 @@ def _error_of(load: Callable[[], None]) -> CheckpointError | None:
 def verify_run(run: Run) -> Iterator[tuple[int, CheckpointError | None]]:
     """Decodes every checkpoint of a run and the lossless copy of the newest one, and compares values with their hashes.
 
-    Yields each step once, with what is wrong with it, or None. Leaves out a checkpoint that the writer deletes
+    Yields each step once, with its error; None if it is sound. Leaves out a checkpoint that the writer deletes
     meanwhile. Decodes a checkpoint that seems damaged a second time, because the writer may have re-coded it just then.
     At most log2(n) + 2 of n checkpoints are in memory.
     """
@@ -94,7 +94,7 @@ def verify_run(run: Run) -> Iterator[tuple[int, CheckpointError | None]]:
 
 
 def _walk(run: Run, steps: Collection[int]) -> Iterator[tuple[int, CheckpointError | None]]:
-    """Yields steps, parents before their children, each with what is wrong with it, or None."""
+    """Yields steps, parents before their children, each with its error; None if it is sound."""
     summaries = run.summaries()[0]
     by_step = {summary.step: summary for summary in summaries}
     wanted, sizes = set(steps), dict.fromkeys(by_step, 0)
