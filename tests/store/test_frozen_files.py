@@ -287,7 +287,7 @@ def test_only_tensors_of_modules_can_be_omitted(tmp_path):
     train(model, optimizer)
     with (
         dq.Checkpointer(tmp_path, model, optimizer, roles={"optimizer.*": "omit"}) as ckpt,
-        pytest.raises(StateError, match="no parameter or buffer of a module"),
+        pytest.raises(StateError, match="is not a parameter or buffer of a module"),
     ):
         ckpt.save(1)
 
@@ -302,7 +302,7 @@ def test_a_write_to_frozen_parameters_in_evaluate_is_an_error(tmp_path, write):
 
     with (
         dq.Checkpointer(tmp_path, model, adamw(model), evaluate=evaluate) as ckpt,
-        pytest.raises(EvaluateError, match=r"0\.base\.weight, a frozen parameter"),
+        pytest.raises(EvaluateError, match=r"has changed the frozen parameter 0\.base\.weight"),
     ):
         ckpt.save(1)
 

@@ -3,7 +3,7 @@
 - ``manager``: decides at every checkpoint; each search starts from the result of the last one.
 - ``decision``: the result of a search, and the decision for a checkpoint.
 - ``grid_method``: the search for the grid's scale exponent, with ``scale_search``, its search algorithm.
-- ``kmeans_method``: the search of the published configurations, with ``space`` (lists them), ``size`` (predicts their
+- ``kmeans_method``: the search of the published configurations, with ``space`` (defines them), ``size`` (predicts their
   sizes), ``exhaustive`` and ``neighbourhood`` (its two search algorithms).
 - ``trials``: quantizes with a configuration and scores the result; shares the work among ranks.
 - ``evaluation``: one evaluation: calls ``evaluate`` on a model with other weights. Also ``LossOn``.
