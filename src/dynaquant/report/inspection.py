@@ -58,7 +58,8 @@ class TensorInfo:
     def to_json(self) -> dict[str, Any]:
         """The tensor as plain JSON values. The scheme has the key that it has in a file's header, ``coding``."""
         values = asdict(self)
-        return {**values, "coding": values.pop("scheme"), "bits": self.bits}
+        scheme = values.pop("scheme")
+        return {**values, "coding": scheme, "bits": self.bits}
 
 
 def tensors_of(file: CheckpointFile) -> list[TensorInfo]:
