@@ -114,7 +114,7 @@ def assignment(x: Values, turns: int) -> list[Row]:
     table = bins_table(centres)
     boundaries = ((centres[1:] + centres[:-1]) / 2).astype(np.float32)
     torch_table, torch_boundaries = torch.from_numpy(table), torch.from_numpy(boundaries)
-    silent = np.full(BUCKETS, _native.NO_SAY, dtype=np.uint8)
+    silent = np.full(BUCKETS, _native.UNDECIDED, dtype=np.uint8)
 
     def assign(sensitivity: NDArray[np.uint32]) -> NDArray[np.uint8]:
         levels = np.empty(x.size, dtype=np.uint8)

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "conditional.hpp"
-#include "exact.hpp"
+#include "lossless.hpp"
 #include "grid.hpp"
 #include "levels.hpp"
 #include "nearest.hpp"
@@ -165,21 +165,21 @@ nb::bytes joined(const std::vector<std::vector<std::uint8_t>>& pieces) {
     return nb::steal<nb::bytes>(bytes);
 }
 
-nb::bytes encode_exact(const Array<const std::uint8_t>& data, const Array<const std::uint8_t>& parent,
-                       std::size_t itemsize) {
+nb::bytes encode_lossless(const Array<const std::uint8_t>& data, const Array<const std::uint8_t>& parent,
+                          std::size_t itemsize) {
     std::vector<std::vector<std::uint8_t>> pieces;
     {
         const nb::gil_scoped_release release;
-        pieces = dynaquant::encode_exact(view(data), view(parent), itemsize);
+        pieces = dynaquant::encode_lossless(view(data), view(parent), itemsize);
     }
     return joined(pieces);
 }
 
-void decode_exact(const nb::bytes& stream, const Array<const std::uint8_t>& parent, std::size_t itemsize,
-                  const Array<std::uint8_t>& data) {
+void decode_lossless(const nb::bytes& stream, const Array<const std::uint8_t>& parent, std::size_t itemsize,
+                     const Array<std::uint8_t>& data) {
     const std::span bytes(reinterpret_cast<const std::uint8_t*>(stream.data()), stream.size());
     const nb::gil_scoped_release release;
-    dynaquant::decode_exact(bytes, view(parent), itemsize, view(data));
+    dynaquant::decode_lossless(bytes, view(parent), itemsize, view(data));
 }
 
 std::size_t threads() { return dynaquant::thread_limit(dynaquant::Processors::of_this_thread()); }
@@ -190,7 +190,7 @@ NB_MODULE(_native, m) {
     using nb::literals::operator""_a;
     m.attr("LEVEL_PRUNED") = dynaquant::level_pruned;
     m.attr("LEVEL_PROTECTED") = dynaquant::level_protected;
-    m.attr("NO_SAY") = dynaquant::no_say;
+    m.attr("UNDECIDED") = dynaquant::undecided;
 
     m.def("threads", &threads,
           "Returns how many threads a call may use, the calling thread included (docs/guide.md).\n"
@@ -244,10 +244,10 @@ NB_MODULE(_native, m) {
           "sources: the levels and the parent's levels on a line, float64. ValueError: wrong number, or not finite.");
     m.def("symbols_of_levels", &symbols_of_levels, "level_of"_a.noconvert(), "symbols"_a, "symbol_of"_a.noconvert(),
           "Inverts a table of nearest_levels. symbols: how many levels there are.");
-    m.def("encode_exact", &encode_exact, "data"_a.noconvert(), "parent"_a.noconvert(), "itemsize"_a,
+    m.def("encode_lossless", &encode_lossless, "data"_a.noconvert(), "parent"_a.noconvert(), "itemsize"_a,
           "Returns the coded elements of 1, 2, 4 or 8 bytes (docs/format.md). parent: empty or as long as data.\n"
           "ValueError: the arguments do not fit each other.");
-    m.def("decode_exact", &decode_exact, "stream"_a, "parent"_a.noconvert(), "itemsize"_a, "data"_a.noconvert(),
-          "Fills data from a stream of encode_exact with the same parent (or none, if the stream does not need it).\n"
+    m.def("decode_lossless", &decode_lossless, "stream"_a, "parent"_a.noconvert(), "itemsize"_a, "data"_a.noconvert(),
+          "Fills data from a stream of encode_lossless with the same parent (or none, if the stream does not need it).\n"
           "ValueError: the stream is damaged.");
 }

@@ -35,7 +35,7 @@ float uniform(std::uint32_t index, std::uint32_t seed) {
 }
 
 // Quantizes a block and returns its highest level: 256 or more if a value is protected.
-template <bool Dithered>
+template <bool Stochastic>
 [[gnu::always_inline]] inline std::int32_t quantize(std::span<const float> values, float inverse, std::uint32_t seed,
                                                     std::size_t begin, std::uint8_t* levels) {
     // Works in pieces of three loops, each over values of one size, so that compilers vectorise them.
@@ -48,7 +48,7 @@ template <bool Dithered>
             steps = steps < -beyond ? -beyond : steps;
             steps = steps > beyond ? beyond : steps;
             float rounded = nearest(steps);
-            if constexpr (Dithered) {
+            if constexpr (Stochastic) {
                 const float below = rounded > steps ? rounded - 1.0f : rounded;
                 const bool up = uniform(static_cast<std::uint32_t>(begin + done + i), seed) < steps - below;
                 rounded = up ? below + 1.0f : below;
@@ -64,21 +64,21 @@ template <bool Dithered>
     return highest;
 }
 
-template <bool Dithered>
+template <bool Stochastic>
 std::int32_t quantize_plain(std::span<const float> values, float inverse, std::uint32_t seed, std::size_t begin,
                             std::uint8_t* levels) {
-    return quantize<Dithered>(values, inverse, seed, begin, levels);
+    return quantize<Stochastic>(values, inverse, seed, begin, levels);
 }
 
-template <bool Dithered>
+template <bool Stochastic>
 DYNAQUANT_AVX2 std::int32_t quantize_avx2(std::span<const float> values, float inverse, std::uint32_t seed,
                                           std::size_t begin, std::uint8_t* levels) {
-    return quantize<Dithered>(values, inverse, seed, begin, levels);
+    return quantize<Stochastic>(values, inverse, seed, begin, levels);
 }
 
-template <bool Dithered>
+template <bool Stochastic>
 auto quantize_block() {
-    return has_avx2() ? quantize_avx2<Dithered> : quantize_plain<Dithered>;
+    return has_avx2() ? quantize_avx2<Stochastic> : quantize_plain<Stochastic>;
 }
 
 }  // namespace

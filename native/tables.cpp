@@ -74,7 +74,7 @@ void assign_levels(std::span<const Bits> values, std::span<const std::uint8_t, b
         for (std::size_t i = 0; i < block.size(); ++i) {
             const std::uint8_t own = table[block[i] >> bucket_shift<Bits>];
             const std::uint8_t say = sensitivity_table[other[i] >> 16];
-            out[i] = say == no_say || own == level_protected ? own : say;
+            out[i] = say == undecided || own == level_protected ? own : say;
         }
     });
 }

@@ -14,7 +14,7 @@ inline constexpr std::size_t bucket_count = 65536;
 inline constexpr std::uint8_t level_pruned = 0;
 inline constexpr std::uint8_t level_protected = 1;
 // In a sensitivity table: sensitivity does not decide about this weight.
-inline constexpr std::uint8_t no_say = 255;
+inline constexpr std::uint8_t undecided = 255;
 
 // Returns the highest level, 0 if there are none.
 std::uint8_t highest_of(std::span<const std::uint8_t> levels);

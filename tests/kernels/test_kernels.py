@@ -81,7 +81,7 @@ def test_histograms_and_levels_by_table_are_the_same_on_every_device(where, dtyp
     assert np.array_equal(device.log_histogram(there), host.log_histogram(tensor))
     random = np.random.default_rng(0)
     table = random.integers(0, 256, 65_536, dtype=np.uint8)
-    by_sensitivity = random.choice(np.array([0, 1, _native.NO_SAY], dtype=np.uint8), 65_536)
+    by_sensitivity = random.choice(np.array([0, 1, _native.UNDECIDED], dtype=np.uint8), 65_536)
     assert torch.equal(device.table_levels(there, table).cpu(), host.table_levels(tensor, table))
     found = device.table_levels(there, table, (other_there, by_sensitivity))
     assert torch.equal(found.cpu(), host.table_levels(tensor, table, (other, by_sensitivity)))

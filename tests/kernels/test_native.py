@@ -362,7 +362,7 @@ def test_levels_follow_the_tables(dtype, size):
     random = np.random.default_rng(size)
     values = values_of_bits(dtype, size, random)
     table = random.integers(0, 18, 65_536, dtype=np.uint8)
-    pruned, protected, undecided = _native.LEVEL_PRUNED, _native.LEVEL_PROTECTED, _native.NO_SAY
+    pruned, protected, undecided = _native.LEVEL_PRUNED, _native.LEVEL_PROTECTED, _native.UNDECIDED
     by_sensitivity = random.choice(np.array([pruned, protected, undecided], dtype=np.uint8), 65_536)
     levels = np.empty(size, dtype=np.uint8)
 

@@ -13,7 +13,7 @@ NOTHING = np.zeros(0, dtype=np.uint8)
 
 def exact_decoded(stream, size, itemsize, parent):
     data = np.full(size, 0xEE, dtype=np.uint8)
-    _native.decode_exact(stream, parent, itemsize, data)
+    _native.decode_lossless(stream, parent, itemsize, data)
     return data
 
 
@@ -28,7 +28,7 @@ def exact_cases(random):
 
 
 EXACT = [
-    (_native.encode_exact(data, parent, itemsize), data, itemsize, parent)
+    (_native.encode_lossless(data, parent, itemsize), data, itemsize, parent)
     for itemsize, data, close in exact_cases(np.random.default_rng(3))
     for parent in (close, NOTHING, data)
 ]
@@ -45,13 +45,13 @@ def test_exact_values_take_about_their_entropy():
     symbols = np.minimum(np.random.default_rng(0).geometric(0.3, 4 * BLOCK), 255).astype(np.uint8)
     share = np.bincount(symbols) / symbols.size
     entropy = -(share[share > 0] * np.log2(share[share > 0])).sum() * symbols.size / 8
-    assert entropy < len(_native.encode_exact(symbols, NOTHING, 1)) < 1.01 * entropy + 4 * 200
+    assert entropy < len(_native.encode_lossless(symbols, NOTHING, 1)) < 1.01 * entropy + 4 * 200
 
 
 def test_other_element_sizes_are_refused():
     for itemsize in (0, 3, 16):
         with pytest.raises(ValueError, match="elements"):
-            _native.encode_exact(np.zeros(48, dtype=np.uint8), NOTHING, itemsize)
+            _native.encode_lossless(np.zeros(48, dtype=np.uint8), NOTHING, itemsize)
 
 
 def exact_decodes_or_refuses(stream, size, itemsize, parent):

@@ -62,10 +62,10 @@ def decode(
         raise ValueError("a reference has no stream")
     if isinstance(scheme, Frozen | Omitted):
         raise ValueError("its values are not in this file")
-    return _decode_exact(scheme, dtype, shape, stream, parent)
+    return _decode_lossless(scheme, dtype, shape, stream, parent)
 
 
-def _decode_exact(
+def _decode_lossless(
     scheme: Raw | BytePlanes | Lossless,
     dtype: torch.dtype,
     shape: torch.Size,

@@ -48,7 +48,7 @@ def encode(
 ) -> tuple[Scheme, bytes]:
     """Return the scheme and the stream of a tensor. parent: the parent's tensor of the same name, if it has one."""
     if isinstance(stored, Tensor):
-        return _encode_exact(stored, parent)
+        return _encode_lossless(stored, parent)
     if isinstance(stored, RoundedWeight):
         return RoundedFromMaster(stored.master_name), b""
     if isinstance(stored, RankOne):
@@ -65,7 +65,7 @@ def encode(
     return _encode_rearranged(stored, before) if coder == "rearranged" else _encode_quantized(stored, before)
 
 
-def _encode_exact(stored: Tensor, parent: StoredTensor | None) -> tuple[Scheme, bytes]:
+def _encode_lossless(stored: Tensor, parent: StoredTensor | None) -> tuple[Scheme, bytes]:
     data, itemsize = bytes_of(stored), stored.dtype.itemsize
     coded = lossless.encode(data, itemsize, exact_parent(parent, stored.dtype, stored.shape))
     best: tuple[Scheme, bytes] = Lossless(lossless.needs_parent(coded)), coded

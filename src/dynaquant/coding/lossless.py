@@ -31,7 +31,7 @@ def encode(data: NDArray[np.uint8], itemsize: int, parent: NDArray[np.uint8] | N
     data: the bytes of the elements, flat, ``itemsize`` bytes for each. parent: the bytes of the parent's tensor, if it
     has one; as many as ``data``. Raises ValueError if the arguments do not fit each other.
     """
-    return _native.encode_exact(data, _context(parent), _coded_itemsize(itemsize))
+    return _native.encode_lossless(data, _context(parent), _coded_itemsize(itemsize))
 
 
 def needs_parent(stream: bytes) -> bool:
@@ -48,5 +48,5 @@ def decode(stream: bytes, size: int, itemsize: int, parent: NDArray[np.uint8] | 
     if size > _MAX_EXPANSION * len(stream):
         raise ValueError("the exact values end too early")
     data = np.empty(size, dtype=np.uint8)
-    _native.decode_exact(stream, _context(parent), _coded_itemsize(itemsize), data)
+    _native.decode_lossless(stream, _context(parent), _coded_itemsize(itemsize), data)
     return data

@@ -78,7 +78,7 @@ def table_levels(tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitiv
         level = _look_up(magnitude_table, _buckets(flat[piece]))
         if other is not None:
             by_sensitivity = _look_up(other[1], _buckets(other[0][piece].to(torch.float32)))
-            undecided = by_sensitivity == _native.NO_SAY
+            undecided = by_sensitivity == _native.UNDECIDED
             level = torch.where(undecided | (level == _native.LEVEL_PROTECTED), level, by_sensitivity)
         levels[piece] = level
     return levels

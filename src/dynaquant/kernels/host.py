@@ -12,12 +12,12 @@ from dynaquant import _native
 Sensitivity = tuple[Tensor, NDArray[np.uint8]]
 """The sensitivity of each value, float32, and a table of levels by the top 16 bits of a sensitivity, uint8[65536].
 
-The table holds pruned, protected or ``NO_SAY`` (undecided)."""
+The table holds pruned, protected or ``UNDECIDED``."""
 PIECE = (1 << 17) * _native.threads()
 """Number of values that fit into the caches of the processors, for several passes over them."""
 _BUCKETS = 65_536
 _NOTHING = np.zeros(0, dtype=np.uint32)
-_UNDECIDED = np.full(_BUCKETS, _native.NO_SAY, dtype=np.uint8)
+_UNDECIDED = np.full(_BUCKETS, _native.UNDECIDED, dtype=np.uint8)
 
 
 def empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -90,8 +90,8 @@ def magnitude_table(limits: Thresholds, bins: NDArray[np.uint8]) -> NDArray[np.u
 
 
 def sensitivity_table(limits: Thresholds) -> NDArray[np.uint8]:
-    """Return pruned, protected or ``NO_SAY`` (undecided) for each bucket of ``|gradient · weight|``, uint8[65536]."""
-    table = np.full(2 * MAGNITUDES, _native.NO_SAY, dtype=np.uint8)
+    """Return pruned, protected or ``UNDECIDED`` for each bucket of ``|gradient · weight|``, uint8[65536]."""
+    table = np.full(2 * MAGNITUDES, _native.UNDECIDED, dtype=np.uint8)
     table[: limits.prune_below] = PRUNED
     table[limits.protect_from : MAGNITUDES] = PROTECTED
     return table

@@ -1,5 +1,5 @@
 // Exact values to bytes and back, conditioned on the parent's values.
-#include "exact.hpp"
+#include "lossless.hpp"
 
 #include <algorithm>
 #include <array>
@@ -25,12 +25,12 @@ enum : std::uint8_t { plane_raw = 0, plane_constant = 1, plane_coded = 2, plane_
 // Memory that a thread keeps for its next block. Getting new pages from the system would take as long as the coding.
 struct Scratch {
     std::vector<std::uint8_t> planes;
-    std::vector<std::uint8_t> classes = std::vector<std::uint8_t>(exact_block);
+    std::vector<std::uint8_t> classes = std::vector<std::uint8_t>(lossless_block);
     RansScratch rans;
 
     std::uint8_t* plane(std::size_t k) {
-        if (planes.size() < (k + 1) * exact_block) planes.resize((k + 1) * exact_block);
-        return planes.data() + k * exact_block;
+        if (planes.size() < (k + 1) * lossless_block) planes.resize((k + 1) * lossless_block);
+        return planes.data() + k * lossless_block;
     }
 };
 
@@ -264,8 +264,8 @@ struct Range {
 };
 
 Range block_range(std::size_t elements, std::size_t block) {
-    const std::size_t begin = block * exact_block;
-    return {begin, std::min(exact_block, elements - begin)};
+    const std::size_t begin = block * lossless_block;
+    return {begin, std::min(lossless_block, elements - begin)};
 }
 
 // Calls work with a zero of the unsigned type of `itemsize` bytes.
@@ -294,10 +294,10 @@ Block head_of(std::span<const Block> blocks) {
 
 }  // namespace
 
-std::vector<Block> encode_exact(Bytes data, Bytes parent, std::size_t itemsize) {
+std::vector<Block> encode_lossless(Bytes data, Bytes parent, std::size_t itemsize) {
     check_sizes(data.size(), parent.size(), itemsize);
     const std::size_t elements = data.size() / itemsize;
-    std::vector<Block> pieces(1 + block_count(elements, exact_block));
+    std::vector<Block> pieces(1 + block_count(elements, lossless_block));
     const std::span blocks(pieces.data() + 1, pieces.size() - 1);
     with_element(itemsize, [&]<class U>(U) {
         parallel_for(blocks.size(), [&](std::size_t b) {
@@ -310,14 +310,14 @@ std::vector<Block> encode_exact(Bytes data, Bytes parent, std::size_t itemsize) 
     return pieces;
 }
 
-void decode_exact(Bytes stream, Bytes parent, std::size_t itemsize, std::span<std::uint8_t> data) {
+void decode_lossless(Bytes stream, Bytes parent, std::size_t itemsize, std::span<std::uint8_t> data) {
     check_sizes(data.size(), parent.size(), itemsize);
     const std::uint8_t needs_parent = get_bytes(stream, 1)[0];
     if (needs_parent > 1) throw std::invalid_argument("the exact values begin with an unknown byte");
     if (needs_parent == 1 && parent.empty()) throw std::invalid_argument("the exact values need the parent's");
     if (needs_parent == 0) parent = {};
     const std::size_t elements = data.size() / itemsize;
-    const std::size_t blocks = block_count(elements, exact_block);
+    const std::size_t blocks = block_count(elements, lossless_block);
     if (stream.size() / 4 < blocks) throw std::invalid_argument("the exact values end too early");
     Bytes sizes = get_bytes(stream, 4 * blocks);
     std::vector<Bytes> coded;
