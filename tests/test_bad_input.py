@@ -1,4 +1,4 @@
-"""Odd weights and hostile states: an exact round trip where one was promised, and else an error with a name."""
+"""Unusual weights and hostile states: they are restored exactly, or raise an error that names the problem."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def module_of(**weights: Tensor) -> nn.Module:
 
 
 def round_trip(folder, module: nn.Module, **options) -> tuple[dict[str, Tensor], dq.Record]:
-    """The parameters as a module that was built alike gets them back, and the record of the save."""
+    """Save a module and restore into a copy. Returns the restored parameters and the record."""
     options = {"configuration": FIXED} | options
     with dq.Checkpointer(folder, module, **options) as ckpt:
         record = ckpt.save(1).result()
@@ -59,7 +59,7 @@ NOT_QUANTIZED = {
 
 @EITHER_QUANTIZER
 @pytest.mark.parametrize("name", NOT_QUANTIZED)
-def test_weights_that_cannot_be_quantized_come_back_exactly(tmp_path, name, fixed):
+def test_weights_that_cannot_be_quantized_are_restored_exactly(tmp_path, name, fixed):
     module = module_of(odd=NOT_QUANTIZED[name], plain=torch.randn(20, 30))
     restored, record = round_trip(tmp_path, module, configuration=fixed)
     assert bits(restored["odd"]) == bits(module.odd)
@@ -79,7 +79,7 @@ def test_weights_of_one_dimension_are_quantized_only_on_the_grid(tmp_path, fixed
 @EITHER_QUANTIZER
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_weights_that_are_not_finite_come_back_exactly_and_are_noted(tmp_path, value, dtype, fixed):
+def test_weights_with_infinite_or_nan_values_are_restored_exactly_and_noted(tmp_path, value, dtype, fixed):
     module = module_of(odd=grown(torch.randn(20, 30).to(dtype), value), plain=torch.randn(20, 30).to(dtype))
     restored, record = round_trip(tmp_path, module, configuration=fixed)
     assert bits(restored["odd"]) == bits(module.odd)
@@ -90,12 +90,12 @@ def test_weights_that_are_not_finite_come_back_exactly_and_are_noted(tmp_path, v
 @pytest.mark.parametrize("plain", [{}, {"plain": torch.randn(20, 30)}], ids=["alone", "with another"])
 @pytest.mark.parametrize("name", ["constant", "empty", "one element", "zero dimensions", "not finite"])
 @pytest.mark.parametrize(
-    # Alone, there is nothing to search for.
+    # Without other weights, there is nothing to search for.
     ("method", "search", "search_alone"),
     [("grid", "scale", "scale"), ("published", "exhaustive", "neighbourhood")],
     ids=["grid", "published"],
 )
-def test_a_search_works_beside_weights_that_cannot_be_quantized(
+def test_a_search_works_with_weights_that_cannot_be_quantized(
     tmp_path, name, plain, evaluate, method, search, search_alone
 ):
     odd = {**NOT_QUANTIZED, "not finite": grown(torch.randn(20, 30), math.inf)}[name]
@@ -122,14 +122,14 @@ def test_a_weight_that_becomes_finite_again_is_quantized_again(tmp_path, fixed):
 
 
 @EITHER_QUANTIZER
-def test_float64_weights_beyond_float32_come_back_exactly(tmp_path, fixed):
+def test_float64_weights_beyond_float32_are_restored_exactly(tmp_path, fixed):
     module = module_of(odd=grown(torch.randn(20, 30, dtype=torch.float64), 1e300))
     restored, _ = round_trip(tmp_path, module, configuration=fixed)
     assert bits(restored["odd"]) == bits(module.odd)
 
 
 @EITHER_QUANTIZER
-def test_integers_among_the_parameters_come_back_exactly(tmp_path, fixed):
+def test_integer_parameters_are_restored_exactly(tmp_path, fixed):
     module = nn.Module()
     module.register_parameter("codes", nn.Parameter(torch.arange(600).reshape(20, 30), requires_grad=False))
     with dq.Checkpointer(tmp_path, module, configuration=fixed) as ckpt:
@@ -154,7 +154,7 @@ def test_weights_in_any_layout_are_quantized_like_contiguous_ones(tmp_path, name
     evaluate = lambda m: seen.append(m.w.detach().clone()) or 1.0  # noqa: E731
     _, record = round_trip(tmp_path / "view", module_of(w=weight), configuration=fixed, evaluate=evaluate)
     loaded = dq.load(tmp_path / "view")["model"]["w"]
-    assert record.roles["weight"].ratio > 0.7 * 3.25  # the lowest that was measured for these small tensors
+    assert record.roles["weight"].ratio > 0.7 * 3.25  # the smallest measured ratio of these small tensors
     assert bits(loaded) == bits(seen[-1]) != bits(seen[0]) == bits(weight)
     round_trip(tmp_path / "contiguous", module_of(w=weight.contiguous()), configuration=fixed)
     assert bits(loaded) == bits(dq.load(tmp_path / "contiguous")["model"]["w"])
@@ -199,7 +199,9 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path, fixed):
     st.integers(1, 20).map(lambda bins: dq.Configuration(bins=bins))
     | st.integers(-3000, 3000).map(dq.GridConfiguration),
 )
-def test_any_bit_pattern_is_saved_and_restored_as_it_was_scored(tmp_path_factory, dtype, shape, seed, configuration):
+def test_weights_of_any_bit_pattern_are_restored_as_they_were_evaluated(
+    tmp_path_factory, dtype, shape, seed, configuration
+):
     generator = torch.Generator().manual_seed(seed)
     count = math.prod(shape) * dtype.itemsize
     data = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator)
@@ -213,7 +215,7 @@ def test_any_bit_pattern_is_saved_and_restored_as_it_was_scored(tmp_path_factory
     assert seen[-1] == bits(dq.load(folder)["model"]["w"])
 
 
-# States that are not what ``flatten`` makes, in files whose checksums hold
+# States that ``flatten`` never makes, in files with valid checksums
 
 
 BROKEN_TREES = [
@@ -301,7 +303,7 @@ STRANGE_RECORDS = [
 
 @pytest.mark.parametrize("method", ["grid", "published"])
 @pytest.mark.parametrize("strange", STRANGE_RECORDS, ids=lambda strange: str(strange)[:60])
-def test_a_sound_state_is_restored_whatever_its_record_contains(tmp_path, strange, method):
+def test_a_valid_state_is_restored_even_if_its_record_is_malformed(tmp_path, strange, method):
     module = module_of(w=torch.randn(20, 30))
     options = {"evaluate": lambda m: 1 + float((m.w**2).mean()), "every": "auto", "method": method}
     with dq.Checkpointer(tmp_path, module, **options) as ckpt:

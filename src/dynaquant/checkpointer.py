@@ -72,14 +72,14 @@ class Checkpointer:
       dictionary, a list or a dataclass; the last three are updated in place by a restore. Tensors of extras are stored
       exactly, unless ``roles`` says otherwise. The global random number generators need not be given: they are always
       saved.
-    - ``roles``: what tensors are, by glob pattern over their names, e.g. ``{"*.lm_head.weight": "exact"}``. If several
+    - ``roles``: roles of tensors, by glob pattern over their names, e.g. ``{"*.lm_head.weight": "exact"}``. If several
       patterns match, the last one counts. Names of the optimizer's tensors begin with ``"optimizer."``.
 
     How much quality may be lost:
 
     - ``evaluate``: a metric of the model. Every save searches for the most compact configuration that is good enough by
       this metric. ``evaluate`` is called with the bare model (or the dictionary of models) and returns a number;
-      ``LossOn(batches, loss_fn)`` makes such a function. It leaves no trace on training: parameters, buffers, training
+      ``LossOn(batches, loss_fn)`` makes such a function. It does not affect training: parameters, buffers, training
       modes and random number generators are put back. Without ``evaluate``, an estimate from the weights' changes
       decides.
     - ``higher_is_better``: whether a higher metric is better. By default, lower is better.
@@ -103,10 +103,10 @@ class Checkpointer:
       time to saves and failures together.
     - ``keep_last``: how many of the newest checkpoints to keep. By default, all are kept.
     - ``keep_every``: checkpoints whose step is a multiple of this are kept as well.
-    - ``keyframe_every``: the most checkpoints in a chain of deltas, including its keyframe.
+    - ``keyframe_every``: the largest number of checkpoints in a chain, including its keyframe.
     - ``log_to``: a function of the ``Record``, or a TensorBoard ``SummaryWriter`` (or another object with
       ``add_scalar``). It is called after every commit, in the writing thread, and may call ``records``. If it raises, a
-      warning is logged, and the checkpoint is saved all the same.
+      warning is logged; the checkpoint is saved anyway.
 
     Several ranks: if ``torch.distributed`` is initialised, all ranks must be replicas of one model. Every rank makes a
     ``Checkpointer`` for the same folder, and calls ``save`` and ``restore`` at the same steps. The ranks share the work
@@ -202,7 +202,7 @@ class Checkpointer:
             undo.pop_all()
 
     def _check_state(self, roles: Mapping[str, str]) -> None:
-        """Finds mistakes now rather than at the first save. The optimizer has no state yet, so its roles come later."""
+        """Find mistakes now, not at the first save. Patterns for the optimizer come later: it has no state yet."""
         early = {pattern: role for pattern, role in roles.items() if not pattern.startswith("optimizer.")}
         tensors = self._group.run_on_all_ranks(lambda: flatten(collect(self._objects))[1])
         supported.check_replicas(tensors, self._group)
@@ -247,17 +247,17 @@ class Checkpointer:
         """Restore the newest checkpoint that verifies into the objects, and return its step.
 
         Returns None if the run has no checkpoints. Damaged checkpoints are skipped; ``skipped`` and logged warnings say
-        why. All is checked before anything is changed, and nothing is changed unless all of it fits. If an extra's own
-        ``load_state_dict`` raises, all objects are put back. Tensors of the model and the optimizer are filled in
-        place, if the stored ones fit there.
+        why. Everything is checked before anything is changed, and nothing is changed unless everything fits. If an
+        extra's own ``load_state_dict`` raises, all objects are put back. Tensors of the model and the optimizer are
+        filled in place if the stored ones fit.
 
         step: the step or the tag of a checkpoint, instead of the newest.
         only: what to restore, e.g. ``"model"`` or ``("model", "optimizer")``: names of objects, and ``"rng"`` for the
-        global random number generators. All else stays as it is.
+        global random number generators. Everything else is unchanged.
         strict: False leaves out what does not fit, such as a new head or another optimizer. ``not_restored`` and logged
         warnings list it.
 
-        Raises CheckpointError if no checkpoint verifies, or if the one asked for does not exist or is damaged;
+        Raises CheckpointError if no checkpoint verifies, or if the requested one does not exist or is damaged;
         StateError if it does not fit the objects; ValueError for an unknown name in ``only``. If a signal interrupts
         the restore, the objects may be restored in part: restore again.
         """
@@ -279,25 +279,25 @@ class Checkpointer:
     def save(self, step: int) -> Future[Record]:
         """Save the state as the checkpoint of ``step``, an integer from 0 to 2**63 - 1.
 
-        Returns once the state is captured and its configuration is found. Encoding, writing and verifying go on in the
+        Returns once the state is captured and its configuration is found. Encoding, writing and verifying run in the
         background. ``result()`` of the returned future waits for them and returns the record of the save. A checkpoint
         of the same step is replaced.
 
         Raises the error of the previous save's background write, if it failed; ValueError for a step out of range;
-        StateError for a state that cannot be stored. If ``evaluate`` raises or returns no number, EvaluateError is
-        raised if it has never worked, and with several ranks on all of them. Otherwise the weights are stored exactly,
-        and a warning and the record say so. An error of the device or of too little memory in ``evaluate`` is raised as
-        it is.
+        StateError for a state that cannot be stored. If ``evaluate`` raises or returns no number: raises EvaluateError
+        on all ranks if there are several; in a single process only if ``evaluate`` has never worked. Otherwise the
+        candidate counts as not good enough, or the weights are stored exactly; a warning and the record say so. Device
+        and out-of-memory errors in ``evaluate`` are raised unchanged.
 
-        Whatever is raised, also by a signal handler (Ctrl-C), training is as if ``save`` had not been called, and the
-        checkpoint is saved as a whole or not at all.
+        Whatever is raised, also by a signal handler (Ctrl-C), the training is unchanged, and the checkpoint is saved
+        completely or not at all.
         """
         return self._guarded("save", lambda: self._save(step))
 
     def _save(self, step: int) -> Future[Record]:
         self._check_open()
         if not hasattr(step, "__index__") or step < 0:
-            raise ValueError(f"step must be an integer from 0 on, not {step!r}")
+            raise ValueError(f"step must be an integer of at least 0, not {step!r}")
         step = operator.index(step)
         if not is_step(step):
             raise ValueError("step must be less than 2**63, the limit of the file format")
@@ -318,8 +318,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the last write, raise its error, and release the run. May be called twice.
 
-        If the waiting is interrupted, the write still goes on and then releases the run. In a forked child, this
-        neither waits nor releases: both are up to the parent process.
+        If the waiting is interrupted, the write continues and then releases the run. In a forked child, this neither
+        waits nor releases: only the parent process does.
         """
         if os.getpid() != self._writer.thread.process:
             self._close(lambda: None)
@@ -339,10 +339,10 @@ class Checkpointer:
             raise ValueError(f"{self._run.folder}: this Checkpointer has been closed; make another one")
 
     def _guarded(self, name: str, action: Callable[[], T]) -> T:
-        """Return the action's result. Raises RuntimeError where the call is not allowed (``Checkpointer``, Threads)."""
+        """Return the action's result. Raises RuntimeError if the call is not allowed (``Checkpointer``, Threads)."""
         check_process(self._writer.thread.process)
         if self._writer.thread.is_here:
             raise RuntimeError(
-                f"{name} was called in the thread that writes (by log_to?): call it in the thread that trains"
+                f"{name} was called in the writing thread (by log_to?): call it in the thread that trains"
             )
-        return self._turn.take(name, action)
+        return self._turn.run(name, action)

@@ -52,11 +52,11 @@ def test_arguments_of_a_wrong_type_are_refused(tmp_path, options, said):
 
 @pytest.mark.parametrize("value", [-0.01, float("nan"), float("inf"), "1%", True])
 def test_max_degradation_out_of_range_is_refused(tmp_path, value):
-    with pytest.raises(ValueError, match="max_degradation must be a number from 0 on"):
+    with pytest.raises(ValueError, match="max_degradation must be a finite number of at least 0"):
         dq.Checkpointer(tmp_path, *training_of(), max_degradation=value)
     with dq.Checkpointer(tmp_path, *training_of(), max_degradation=0) as ckpt:
         assert ckpt.max_degradation == 0
-        with pytest.raises(ValueError, match="max_degradation must be a number from 0 on"):
+        with pytest.raises(ValueError, match="max_degradation must be a finite number of at least 0"):
             ckpt.max_degradation = value
         assert ckpt.max_degradation == 0
 
@@ -91,7 +91,7 @@ def test_arguments_that_exclude_each_other_are_refused(tmp_path, options, said):
 
 
 @pytest.mark.parametrize(("quality", "allowed"), [("high", 0.001), ("balanced", 0.01), ("small", 0.05)])
-def test_quality_sets_max_degradation_which_may_be_given_and_changed(tmp_path, quality, allowed):
+def test_quality_sets_max_degradation_unless_it_is_given_and_it_can_be_changed(tmp_path, quality, allowed):
     with dq.Checkpointer(tmp_path, *training_of(), quality=quality) as ckpt:
         assert ckpt.max_degradation == allowed
         ckpt.max_degradation = 0.02
@@ -112,7 +112,7 @@ def test_a_lossless_save_searches_for_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("step", "error"), [(-1, ValueError), (1.0, ValueError), ("1", ValueError), (None, ValueError)]
 )
-def test_a_step_must_be_an_integer_from_zero_on(tmp_path, step, error):
+def test_a_step_must_be_an_integer_of_at_least_zero(tmp_path, step, error):
     with dq.Checkpointer(tmp_path, *training_of()) as ckpt:
         with pytest.raises(error):
             ckpt.save(step)
@@ -147,6 +147,6 @@ def test_a_closed_checkpointer_refuses_calls(tmp_path):
             call()
 
 
-def test_a_wrong_pattern_is_an_error_before_training(tmp_path):
+def test_a_pattern_that_matches_nothing_is_an_error_before_training(tmp_path):
     with pytest.raises(dq.StateError, match="matches no tensor"):
         dq.Checkpointer(tmp_path, *training_of(), roles={"nope*": "exact"})

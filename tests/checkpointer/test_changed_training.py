@@ -37,8 +37,11 @@ def halved(model: nn.Module) -> None:
     ("change", "said"),
     [
         (resized, ["model.4.weight was float32[40, 24] and is float32[41, 24]", "model.4.bias was float32[40]"]),
-        (deeper, ["model.5.weight is not in it"]),
-        (shallower, ["model.3.weight is not in it", "model.4.weight is in it, and the model has no such tensor"]),
+        (deeper, ["model.5.weight is not in the checkpoint"]),
+        (
+            shallower,
+            ["model.3.weight is not in the checkpoint", "model.4.weight is in the checkpoint, but not in the model"],
+        ),
         (halved, ["model.1.weight was float32[24, 24] and is bfloat16[24, 24]", "model.1.bias was"]),
     ],
 )
@@ -62,7 +65,7 @@ def test_a_changed_model_is_refused_and_nothing_is_changed(tmp_path, change, sai
             lambda m: torch.optim.AdamW(list(m.parameters())[:5]),
             ["optimizer had the parameter model.4.weight, which it does not have now"],
         ),
-        (lambda _: None, ["it holds 'optimizer', which was not given"]),
+        (lambda _: None, ["the checkpoint has 'optimizer', which was not given"]),
     ],
     ids=["class", "subclass", "fewer", "none"],
 )
@@ -75,18 +78,18 @@ def test_a_changed_optimizer_is_refused_and_nothing_is_changed(tmp_path, build, 
 def test_other_extras_are_refused_and_nothing_is_changed(tmp_path):
     saved(tmp_path, [1], extras={"shuffle": torch.Generator()})
     model = model_of()
-    said = ["it holds no 'augment'", "it holds 'shuffle', which was not given"]
+    said = ["the checkpoint has no 'augment'", "the checkpoint has 'shuffle', which was not given"]
     assert_refused(tmp_path, model, adamw(model), {"augment": torch.Generator()}, said)
 
 
 class Faulty(nn.Linear):
-    """A module with a mistake in its own code, while it is ``wrong``."""
+    """A module whose ``state_dict`` fails while ``wrong`` is set."""
 
     wrong = False
 
     def state_dict(self, *arguments, **options):
         if self.wrong:
-            raise RuntimeError("a mistake of the user's")
+            raise RuntimeError("an error in the user's code")
         return super().state_dict(*arguments, **options)
 
 
@@ -95,7 +98,7 @@ class FaultyOptimizer(torch.optim.SGD):
 
     def state_dict(self):
         if self.wrong:
-            raise KeyError("a mistake of the user's")
+            raise KeyError("an error in the user's code")
         return super().state_dict()
 
 
@@ -107,11 +110,11 @@ class FaultyLoader:
 
     def load_state_dict(self, _state):
         if self.wrong:
-            raise ValueError("a mistake of the user's")
+            raise ValueError("an error in the user's code")
 
 
 @pytest.mark.parametrize("which", ["model", "optimizer", "critic", "loader"])
-def test_an_error_in_the_users_own_code_is_raised_unchanged_and_no_checkpoint_counts_as_damaged(tmp_path, which):
+def test_an_error_in_the_users_code_is_raised_unchanged_and_no_checkpoint_counts_as_damaged(tmp_path, which):
     model = Faulty(4, 4)
     optimizer = FaultyOptimizer(model.parameters(), lr=0.1)
     extras = {"critic": Faulty(4, 4), "loader": FaultyLoader()}
@@ -120,7 +123,7 @@ def test_an_error_in_the_users_own_code_is_raised_unchanged_and_no_checkpoint_co
         for step in (1, 2):
             ckpt.save(step).result()
         objects[which].wrong = True
-        with pytest.raises((RuntimeError, KeyError, ValueError), match="a mistake of the user's"):
+        with pytest.raises((RuntimeError, KeyError, ValueError), match="an error in the user's code"):
             ckpt.restore()
         assert ckpt.skipped == []
         objects[which].wrong = False

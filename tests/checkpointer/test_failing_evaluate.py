@@ -1,4 +1,4 @@
-"""``evaluate`` that raises or returns no finite number: no checkpoint is lost, and a record says it."""
+"""If ``evaluate`` raises or returns no finite number, the checkpoint is saved, and its record says so."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from dynaquant.training.collect import collect
 
 
 class Failing:
-    """An evaluation that fails while it is told to, but not before it has drawn and changed modes."""
+    """A metric that can be made to fail, after it has drawn random numbers and changed modes."""
 
     def __init__(self) -> None:
         self.fails = True
@@ -30,7 +30,7 @@ class Failing:
 
 
 @EVERY_WAY
-def test_a_failing_evaluate_costs_no_checkpoint_and_does_not_change_training(tmp_path, way):
+def test_if_evaluate_fails_the_checkpoint_is_saved_and_training_does_not_change(tmp_path, way):
     model, optimizer = training_of()
     evaluate, configuration = Failing(), way.get("configuration")
     with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, **way) as ckpt:
@@ -60,7 +60,7 @@ def test_a_failing_evaluate_costs_no_checkpoint_and_does_not_change_training(tmp
 
 
 def as_kept(folder, returned: dq.Record) -> dq.Record:
-    """The record that the run has kept of the same save, with the seconds that only ``save`` could tell."""
+    """Return the run's record of the same save, with the seconds that only the returned record has."""
     kept = record_of(Run(folder).file(returned.step))
     return replace(kept, seconds=returned.seconds)
 
@@ -85,7 +85,7 @@ def test_weights_stored_exactly_once_are_quantized_at_the_next_save(tmp_path):
 
 
 def only_restored(model: nn.Module, original: float, restored: float):
-    """A metric that tells the weights in training from all others."""
+    """A metric with one score for the weights in training, and another for all others."""
     weights = bits(weights_of(model))
     return lambda scored: original if bits(weights_of(scored)) == weights else restored
 
@@ -112,7 +112,7 @@ def test_a_metric_of_the_restored_weights_that_is_not_finite_is_in_the_record(tm
     options = {"evaluate": only_restored(model, original, score), "configuration": configuration}
     with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         record = ckpt.save(1).result()
-        assert repr(record.quality) == repr(Quality(original, score, score))  # as text, in which NaN is itself
+        assert repr(record.quality) == repr(Quality(original, score, score))  # as text, because NaN != NaN
         assert record.notes[-1] == "the metric is not finite: the degradation of this checkpoint is unknown"
         assert repr(ckpt.records()[0].quality) == repr(record.quality)
         assert bits(ckpt.records()[0].trials[0].degradation) == bits(score)

@@ -1,4 +1,4 @@
-"""When to save, and what the record of a save says."""
+"""``due``, and the content of records."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import dynaquant as dq
 from dynaquant.store.run import Run
 
 
-def test_due_is_the_next_multiple_since_the_last_checkpoint_or_beyond(tmp_path):
+def test_a_checkpoint_is_due_from_the_next_multiple_of_every(tmp_path):
     model, optimizer = training_of()
     with dq.Checkpointer(tmp_path, model, optimizer, every=10) as ckpt:
         assert [step for step in range(0, 22) if ckpt.due(step)] == list(range(10, 22))
@@ -59,7 +59,7 @@ def test_the_run_keeps_the_records_that_save_returned(tmp_path, way, evaluate):
     assert total["stored"] < kept[0]["total"]["stored"] == os.path.getsize(Run(tmp_path).path(1))
 
 
-def test_protection_uses_the_gradients_of_the_steps_before(tmp_path):
+def test_outliers_are_chosen_by_the_gradients_of_the_steps_before(tmp_path):
     protected = {}
     for seen in (True, False):
         torch.manual_seed(0)
@@ -73,7 +73,9 @@ def test_protection_uses_the_gradients_of_the_steps_before(tmp_path):
                 optimizer.step()
             record = ckpt.save(1).result()
         assert record.notes == (
-            [] if seen else ["no gradients were recorded before this save: magnitude stood in for sensitivity"]
+            []
+            if seen
+            else ["no gradients were recorded before this save: weight magnitudes were used in place of sensitivity"]
         )
         restored = dq.load(tmp_path / str(seen))["model"]["weight"]
         protected[seen] = (restored[:, 7] == model.weight.detach()[:, 7].bfloat16().float()).sum()
@@ -81,7 +83,7 @@ def test_protection_uses_the_gradients_of_the_steps_before(tmp_path):
     assert protected[False] < 5
 
 
-def test_magnitude_alone_needs_no_gradients_and_no_note(tmp_path):
+def test_magnitude_metrics_need_no_gradients_and_give_no_note(tmp_path):
     model, optimizer = training_of()
     configuration = dq.Configuration(protection_metric="magnitude")
     with dq.Checkpointer(tmp_path, model, optimizer, configuration=configuration) as ckpt:

@@ -1,4 +1,4 @@
-"""A run over several processes and damages: replaced steps, chains, retention, lines of training."""
+"""A run over several processes, with replaced steps, chains, retention, damage, and a return to older steps."""
 
 import logging
 import os
@@ -28,7 +28,7 @@ def test_a_step_that_is_saved_again_is_replaced(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [f"step-{step:012d}.dqc" for step in (1, 2, 3)]
 
 
-def test_a_step_is_not_replaced_while_another_depends_on_it(tmp_path, monkeypatch):
+def test_a_step_is_not_replaced_if_its_dependent_deltas_cannot_be_recoded(tmp_path, monkeypatch):
     saved(tmp_path, [1, 2, 3])
     before = {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)}
     recode = WritableRun.recode
@@ -62,7 +62,7 @@ def test_damaged_checkpoints_that_depend_on_each_other_can_be_replaced(tmp_path)
         assert ckpt.restore() == 3
 
 
-def test_a_save_after_restoring_an_old_step_is_the_newest_and_the_old_line_stays(tmp_path):
+def test_a_save_after_restoring_an_old_step_is_the_newest_and_later_steps_stay(tmp_path):
     states = saved(tmp_path, [1, 2, 3, 4])
     model, optimizer = training_of(1)
     with dq.Checkpointer(tmp_path, model, optimizer, **LOSSLESS) as ckpt:

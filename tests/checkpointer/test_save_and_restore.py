@@ -1,4 +1,4 @@
-"""A restore brings back what a save stored: weights as evaluated, all else bit for bit."""
+"""A restore returns the stored state: weights as they were evaluated, all else bit for bit."""
 
 import random
 
@@ -40,7 +40,7 @@ def test_unchanged_generators_take_bytes_only_in_the_first_file(tmp_path):
 @EVERY_WAY
 @pytest.mark.parametrize("metric", [loss_of, lambda _: 1.0], ids=["loss", "all candidates alike"])
 def test_restored_weights_are_the_evaluated_ones_and_all_else_is_exact(tmp_path, way, metric):
-    """But for moments and vectors, which the grid method quantizes: they are restored as they were stored."""
+    """Exceptions are moments and vectors with the grid method: they are quantized."""
     model, optimizer = training_of()
     seen = []
 
@@ -55,7 +55,7 @@ def test_restored_weights_are_the_evaluated_ones_and_all_else_is_exact(tmp_path,
             seen.clear()
             record = ckpt.save(step).result()
             originals = len(seen) - len(record.trials)
-            assert originals == (5 if step == 1 else 1)  # at first to see whether the metric repeats itself
+            assert originals == (5 if step == 1 else 1)  # the first save checks whether the metric is deterministic
             assert all(bits(weights) == bits(original) for weights in seen[:originals])
             tried = [trial.configuration for trial in record.trials]
             scored = seen[originals + tried.index(record.configuration)]
@@ -75,7 +75,7 @@ def test_restored_weights_are_the_evaluated_ones_and_all_else_is_exact(tmp_path,
 
 
 @WITH_EXACT_MOMENTS
-def test_everything_that_has_a_state_comes_back(tmp_path, way):
+def test_all_objects_with_a_state_are_restored(tmp_path, way):
     def build(seed: int):
         model, optimizer = training_of(seed)
         return {
@@ -153,7 +153,7 @@ def _exact(state: dict) -> dict:
     ids=["AdamW", "Adam amsgrad", "SGD momentum", "SGD", "RMSprop", "Adagrad", "groups"],
 )
 @pytest.mark.parametrize("way", [{}, LOSSLESS, KMEANS], ids=["grid", "lossless", "kmeans"])
-def test_training_continues_from_a_restore_the_same_way_every_time(tmp_path, optimizer, way):
+def test_training_after_a_restore_is_the_same_every_time(tmp_path, optimizer, way):
     model, opt = training_of(0, optimizer)
     with dq.Checkpointer(tmp_path, model, opt, **way) as ckpt:
         train(model, opt, 5)
@@ -180,12 +180,12 @@ MEASURED_RATIO = {
     (dq.Configuration, torch.float16): 2.40,
     (dq.Configuration, torch.float64): 9.62,
 }
-"""Compression ratios of the weights, as measured. A test fails below 70 % of them."""
+"""Measured compression ratios of the weights. A test fails below 70 % of them."""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @FIXED
-def test_models_of_other_dtypes_come_back(tmp_path, dtype, configuration):
+def test_models_of_other_dtypes_are_restored(tmp_path, dtype, configuration):
     model = model_of().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     seen = []
@@ -206,7 +206,7 @@ def test_models_of_other_dtypes_come_back(tmp_path, dtype, configuration):
 
 
 class OddOptimizer(torch.optim.Optimizer):
-    """One that nobody knows, with state of every kind under keys of every kind."""
+    """An optimizer outside ``torch.optim``, with values and keys of many types in its state."""
 
     def __init__(self, parameters) -> None:
         super().__init__(parameters, {"lr": 0.1, "names": ["a", None], "schedule": (1, 2.5, float("inf"))})
@@ -225,7 +225,7 @@ class OddOptimizer(torch.optim.Optimizer):
         self.state["global"] = {"count": torch.tensor(7, dtype=torch.int64), "nan": float("nan")}
 
 
-def test_an_unknown_optimizer_comes_back_exactly(tmp_path):
+def test_an_unknown_optimizer_is_restored_exactly(tmp_path):
     model, optimizer = training_of(0, lambda m: OddOptimizer(m.parameters()))
     with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
         optimizer.step()

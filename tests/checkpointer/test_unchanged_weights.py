@@ -51,12 +51,12 @@ def test_quantized_frozen_weights_keep_their_values_when_the_configuration_chang
             assert bits(loaded["0.weight"]) == stored != frozen
     assert len(set(configurations)) == 3
     assert set(seen) == {frozen, stored}
-    assert seen.count(frozen) == 2  # that of the weights in training, once at each save
+    assert seen.count(frozen) == 2  # for the weights in training, once at each save
 
 
 @EVERY_WAY
 @pytest.mark.parametrize("evaluate", [None, loss_of], ids=["no metric", "metric"])
-def test_saving_right_after_a_restore_changes_no_value_and_costs_almost_nothing(tmp_path, way, evaluate):
+def test_saving_right_after_a_restore_changes_no_value_and_takes_few_bytes(tmp_path, way, evaluate):
     saved(tmp_path, [1], evaluate=evaluate, **way)
     identities, sizes = [], []
     for step in (2, 3, 4):

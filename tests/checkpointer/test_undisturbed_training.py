@@ -29,7 +29,7 @@ def test_training_may_continue_during_the_background_write(tmp_path, way):
 
 
 def trained_with_randomness(folder=None) -> tuple[list[float], tuple, list[dq.Record]]:
-    """A training that draws on every generator: its losses, its state at the end, and what was saved on the way."""
+    """Train with random numbers from every generator. Returns losses, the final state, and the records."""
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
@@ -42,7 +42,7 @@ def trained_with_randomness(folder=None) -> tuple[list[float], tuple, list[dq.Re
         return (model(inputs.float()) - inputs.float().flip(1)).square().mean()
 
     def evaluate(model: nn.Module) -> float:
-        model.train()  # dropout draws, and the statistics of the batch norm move
+        model.train()  # dropout draws random numbers, and batch norm updates its statistics
         random.gauss(0, 1)
         return loss(model).item()
 
@@ -54,7 +54,7 @@ def trained_with_randomness(folder=None) -> tuple[list[float], tuple, list[dq.Re
         optimizer.zero_grad(set_to_none=step % 3 == 0)
         found = loss(model, things["order"])
         found.backward()
-        if ckpt and ckpt.due(step):  # gradients are there, and must stay
+        if ckpt and ckpt.due(step):  # gradients exist here, and must stay
             saves.append(ckpt.save(step))
         optimizer.step()
         losses.append(found.item())

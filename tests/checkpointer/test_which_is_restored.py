@@ -1,4 +1,4 @@
-"""Which checkpoint ``restore`` and ``load`` take: the newest that verifies, or the one asked for."""
+"""Which checkpoint ``restore`` and ``load`` choose: the newest that verifies, or the requested one."""
 
 import logging
 
@@ -19,7 +19,7 @@ def test_an_empty_run_restores_nothing(tmp_path):
     assert bits(collect({"model": model, "optimizer": optimizer})) == before
 
 
-def test_restore_takes_the_step_asked_for(tmp_path):
+def test_restore_takes_the_requested_step(tmp_path):
     states = saved(tmp_path, [1, 2, 3])
     model, optimizer = training_of(1)
     with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:

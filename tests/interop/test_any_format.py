@@ -41,7 +41,7 @@ def test_the_versions_of_a_state_dict_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_torch_file_with_code_is_refused_and_its_code_not_run(tmp_path, zipped):
+def test_a_torch_file_that_names_code_is_refused_without_running_it(tmp_path, zipped):
     torch.save(
         {"w": torch.ones(2), "x": Code(tmp_path / "made")}, tmp_path / "m.pt", _use_new_zipfile_serialization=zipped
     )
@@ -69,8 +69,8 @@ def test_a_torch_file_with_values_that_a_checkpoint_cannot_hold_is_refused(tmp_p
     ):
         torch.save(thing, path)
         refuses(path, reason)
-    path.write_bytes(pickle.dumps({"a": 1}))  # in a newer protocol than that of torch.save
-    refuses(path, "not a whole file of torch.save")
+    path.write_bytes(pickle.dumps({"a": 1}))  # torch.save uses an older pickle protocol
+    refuses(path, "not a complete file of torch.save")
 
 
 def test_files_of_other_formats_are_refused(tmp_path):
@@ -102,14 +102,14 @@ def lying(path, header, data: bytes = bytes(8)):
 
 def test_a_pickle_that_is_called_safetensors_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\x80\x02garbage")
-    refuses(tmp_path / "model.safetensors", "not a whole file")
+    refuses(tmp_path / "model.safetensors", "not a complete file of torch.save")
 
 
-def test_a_wrong_safetensors_header_is_refused(tmp_path):
+def test_a_malformed_safetensors_header_is_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     sound = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     for wrong in ({"shape": [4]}, {"shape": [2**62, 4]}, {"dtype": "X"}, {"data_offsets": [0, 80]}):
-        refuses(lying(path, {"x": sound | wrong}), "not a whole safetensors file")
+        refuses(lying(path, {"x": sound | wrong}), "not a complete safetensors file")
     refuses(lying(path, {"x": sound, "y": sound}))
     refuses(lying(path, {"x": sound}, bytes(7)))
     path.write_bytes(struct.pack("<Q", 2**60) + b"{}")
@@ -119,7 +119,7 @@ def test_a_wrong_safetensors_header_is_refused(tmp_path):
 DTYPES = sorted(set(safetensors._TYPES) - {getattr(torch, "float4_e2m1fn_x2", None)}, key=str)
 
 
-def test_safetensors_of_every_dtype_come_back_unchanged(tmp_path):
+def test_safetensors_of_every_dtype_are_written_and_read_unchanged(tmp_path):
     tensors = {str(dtype): torch.randint(0, 2, (3, 5)).to(dtype) for dtype in DTYPES}
     tensors |= {"": torch.ones(2), "../x": torch.tensor(1.5), "ü/ñ.b": torch.empty(0, 3)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -132,8 +132,8 @@ def test_safetensors_of_every_dtype_come_back_unchanged(tmp_path):
     }
 
 
-@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="of a newer PyTorch")
-def test_pairs_of_four_bit_floats_are_counted_as_safetensors_does(tmp_path):
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="needs a newer PyTorch")
+def test_four_bit_floats_have_the_shape_that_safetensors_expects(tmp_path):
     tensors = {"x": torch.randint(0, 256, (2, 4), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}
     save_file(tensors, tmp_path / "model.safetensors")
     with (tmp_path / "again.safetensors").open("wb") as out:
@@ -203,7 +203,7 @@ def test_a_dcp_folder_is_read_with_its_plain_values(tmp_path):
     }
 
 
-def test_a_dcp_folder_with_code_is_refused_and_its_code_not_run(tmp_path):
+def test_a_dcp_folder_that_names_code_is_refused_without_running_it(tmp_path):
     made = tmp_path / "made"
     dcp.write(tmp_path / "dcp", {"w": torch.ones(4), "step": 3})
     call = b"(S'touch " + str(made).encode() + b"'\ntR."
@@ -221,11 +221,11 @@ def test_a_dcp_folder_cannot_change_classes(tmp_path):
     dcp.write(tmp_path / "dcp", {"w": torch.randn(3)})
     name = b"torch.distributed.checkpoint.metadata\nMetadata\n"
     attribute = pickle.dumps((None, {"poison": 1}))[2:-1]
-    refuses(with_metadata(tmp_path / "dcp", lambda _: b"\x80\x04c" + name + attribute + b"b."), "not a whole folder")
+    refuses(with_metadata(tmp_path / "dcp", lambda _: b"\x80\x04c" + name + attribute + b"b."), "not a complete folder")
     assert not hasattr(Metadata, "poison")
 
 
-def test_a_dcp_folder_with_wrong_metadata_is_refused(tmp_path):
+def test_a_dcp_folder_with_malformed_metadata_is_refused(tmp_path):
     dcp.write(tmp_path / "dcp", training_state())
 
     def each_place(**values):
@@ -264,13 +264,13 @@ def test_an_incomplete_dcp_folder_is_refused(tmp_path):
     dcp.write(tmp_path / "dcp", {"w": torch.ones(4)})
     part = next((tmp_path / "dcp").glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:100])
-    refuses(tmp_path / "dcp", "not a whole folder")
+    refuses(tmp_path / "dcp", "not a complete folder")
     part.unlink()
-    refuses(tmp_path / "dcp", "not a whole folder")
+    refuses(tmp_path / "dcp", "not a complete folder")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_dcp_loads_what_was_written(tmp_path):
+def test_dcp_loads_a_folder_that_dynaquant_wrote(tmp_path):
     dcp.write(tmp_path / "dcp", {"w": torch.randn(4, 4), "step": 3})
     place = {"w": torch.zeros(4, 4), "step": 0}
     distributed.load(place, checkpoint_id=tmp_path / "dcp", no_dist=True)

@@ -86,7 +86,7 @@ def test_other_names_of_tied_tensors_are_in_the_metadata(trained, tmp_path):
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt", "made by": "ü"}])
-def test_a_safetensors_file_comes_back_with_its_metadata(tmp_path, metadata):
+def test_an_exported_safetensors_file_keeps_its_metadata(tmp_path, metadata):
     save_file({"w": torch.randn(4, 4), "i": torch.arange(3)}, tmp_path / "m.safetensors", metadata=metadata)
     stored = packed(tmp_path / "m.safetensors", tmp_path)
     export(stored, target_for(stored, tmp_path / "back"), tmp_path / "back")
@@ -95,7 +95,7 @@ def test_a_safetensors_file_comes_back_with_its_metadata(tmp_path, metadata):
     assert bits(content_of(tmp_path / "back")) == bits(content_of(tmp_path / "m.safetensors"))
 
 
-def test_a_hugging_face_folder_comes_back_with_its_files(folder, tmp_path):
+def test_an_exported_hugging_face_folder_has_the_original_files(folder, tmp_path):
     export(folder, target_for(folder, tmp_path / "back"), tmp_path / "back")
     assert sorted(os.listdir(tmp_path / "back")) == sorted((*SHARDS, INDEX))
     for shard in SHARDS:
@@ -105,7 +105,7 @@ def test_a_hugging_face_folder_comes_back_with_its_files(folder, tmp_path):
     assert json.loads((tmp_path / "back" / INDEX).read_text()) == json.loads((tmp_path / "hf" / INDEX).read_text())
 
 
-def test_a_hugging_face_folder_becomes_one_file_that_can_be_read(folder, tmp_path):
+def test_a_hugging_face_folder_can_be_exported_as_one_safetensors_file(folder, tmp_path):
     out = tmp_path / "one.safetensors"
     export(folder, target_for(folder, out), out)
     assert bits(dict(sorted(load_file(out).items()))) == bits(dict(sorted(content_of(tmp_path / "hf").items())))
@@ -113,7 +113,7 @@ def test_a_hugging_face_folder_becomes_one_file_that_can_be_read(folder, tmp_pat
         assert file.metadata() == {"format": "pt"}
 
 
-def test_large_models_become_several_files_and_an_index(tmp_path, monkeypatch):
+def test_large_models_are_exported_as_several_files_and_an_index(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors, "SHARD_BYTES", 200)
     tensors = {name: torch.randn(6, 6) for name in "abc"} | {"d": torch.ones(2), "e": torch.ones(2)}
     save_file(tensors, tmp_path / "m.safetensors")
@@ -157,7 +157,7 @@ def test_the_suffix_decides_the_format_and_then_the_original_format(folder, trai
     ],
     ids=str,
 )
-def test_a_wrong_record_neither_writes_outside_the_folder_nor_prevents_the_export(folder, tmp_path, source):
+def test_a_malformed_record_neither_writes_outside_the_folder_nor_prevents_the_export(folder, tmp_path, source):
     out = tmp_path / "out"
     out.mkdir()
     (out / "precious").write_text("precious")
@@ -171,7 +171,7 @@ def test_a_wrong_record_neither_writes_outside_the_folder_nor_prevents_the_expor
     assert sorted(os.listdir(out)) == ["hf", "precious", "safetensors"]
 
 
-def test_a_model_with_extra_state_is_exported_as_torch_has_it(tmp_path):
+def test_extra_state_of_a_model_is_exported_to_torch(tmp_path):
     class Counting(nn.Linear):
         def get_extra_state(self):
             return {"seen": (torch.tensor(3), [torch.ones(2)]), "array": torch.ones(2).numpy()}

@@ -22,7 +22,7 @@ from dynaquant.store.run import Run
 
 
 class Arguments:
-    """Any class. Its pickle names code, like training_args.bin."""
+    """An arbitrary class. Its pickle names code, like training_args.bin."""
 
 
 def trained():
@@ -34,7 +34,7 @@ def trained():
 
 
 def trainers(path, step=3):
-    """Writes a folder as the Trainer does. Returns model and optimizer."""
+    """Write a folder as the Trainer does. Returns model and optimizer."""
     model, optimizer = trained()
     train(model, optimizer, step)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
@@ -58,7 +58,7 @@ CARRIED = {
 
 
 def back_of(source, out, quality="balanced"):
-    """Compresses and decompresses a folder. Returns the folder beside ``out`` with the result."""
+    """Compress and decompress a folder. Returns the folder beside ``out`` with the result."""
     compress(source, out, Packer(quality))
     stored = StoredCheckpoint(out)
     back = out.with_name("back")
@@ -74,7 +74,7 @@ def in_order(state_dict):
     return bits(dict(sorted(state_dict.items())))
 
 
-def test_a_trainers_folder_comes_back_with_its_optimizer_and_every_other_file(tmp_path):
+def test_a_trainers_folder_is_decompressed_with_its_optimizer_and_every_other_file(tmp_path):
     model, optimizer = trainers(tmp_path / "checkpoint-3")
     back = back_of(tmp_path / "checkpoint-3", tmp_path / "c.dqc", "high")
     before, after = contents(tmp_path / "checkpoint-3"), contents(back)
@@ -97,7 +97,7 @@ def test_moments_in_a_folder_are_quantized_as_in_a_training(tmp_path):
     assert record.roles["second_moment"].ratio > 8
 
 
-def test_moments_that_cannot_be_matched_with_weights_decide_nothing(tmp_path):
+def test_moments_that_cannot_be_matched_with_weights_are_not_used_as_sensitivity(tmp_path):
     """safetensors sorts weights by name; the optimizer numbers them in the order of the model."""
     trainers(tmp_path / "checkpoint-3")
     with_optimizer = compress(tmp_path / "checkpoint-3", tmp_path / "c.dqc", Packer())
@@ -116,8 +116,8 @@ def test_lossless_keeps_every_bit_of_a_folder(tmp_path):
     assert all(before[name] == after[name] for name in CARRIED)
 
 
-def test_sizes_count_only_stored_files_and_compress_pack_and_log_agree(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "CARRIED_BYTES", 10_000)
+def test_compress_pack_and_log_report_the_same_sizes_of_the_stored_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "MAX_RAW_FILE_BYTES", 10_000)
     sources = [tmp_path / f"checkpoint-{step}" for step in (1, 2, 3)]
     for step, source in enumerate(sources, 1):
         trainers(source, step)
@@ -160,7 +160,7 @@ def test_a_series_of_folders_is_unpacked_as_folders_and_unchanged_files_cost_not
         assert bits(found) == bits(dq.load(run, step)["optimizer"])
 
 
-def test_weights_and_small_files_alone_are_still_a_state_dict(tmp_path):
+def test_a_folder_of_weights_and_small_files_loads_as_a_state_dict(tmp_path):
     (tmp_path / "hf").mkdir()
     save_file({"w": torch.randn(64, 64)}, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text("{}")
@@ -170,7 +170,7 @@ def test_weights_and_small_files_alone_are_still_a_state_dict(tmp_path):
     assert data("verify", tmp_path / "c.dqc")["sound"] == 1
 
 
-def test_exporting_a_folder_to_safetensors_gives_its_weights_alone(tmp_path):
+def test_exporting_a_folder_to_safetensors_writes_only_its_weights(tmp_path):
     model, _ = trainers(tmp_path / "checkpoint-3")
     compress(tmp_path / "checkpoint-3", tmp_path / "c.dqc", Packer("lossless"))
     for target in (Target.SAFETENSORS, Target.TORCH):
@@ -211,7 +211,7 @@ def test_several_models_with_the_same_names_are_kept_apart(tmp_path):
     assert bits(torch.load(back / "optimizer_1.bin")) == bits(torch.load(source / "optimizer_1.bin"))
 
 
-def test_weights_of_older_folders_are_files_of_torch(tmp_path):
+def test_older_folders_with_weights_in_torch_files_are_read(tmp_path):
     source = tmp_path / "checkpoint-3"
     model, optimizer = trainers(source)
     (source / "model.safetensors").unlink()
@@ -224,7 +224,7 @@ def test_weights_of_older_folders_are_files_of_torch(tmp_path):
 
 
 def test_tensors_other_than_weights_and_moments_are_exact(tmp_path):
-    """Nobody knows whether the state of a user's object may be quantized."""
+    """The state of a user's object may not tolerate quantization."""
     source = tmp_path / "checkpoint-3"
     trainers(source)
     state = {"mean": torch.randn(200, 200), "std": torch.rand(200)}
@@ -304,7 +304,7 @@ def test_other_files_in_a_dcp_folder_are_stored_byte_for_byte(tmp_path):
     ],
     ids=str,
 )
-def test_a_wrong_record_of_a_folder_is_refused(tmp_path, wrong):
+def test_a_malformed_record_of_a_folder_is_refused(tmp_path, wrong):
     trainers(tmp_path / "checkpoint-3")
     compress(tmp_path / "checkpoint-3", tmp_path / "c.dqc", Packer())
     stored = StoredCheckpoint(tmp_path / "c.dqc")
@@ -319,7 +319,7 @@ def test_a_wrong_record_of_a_folder_is_refused(tmp_path, wrong):
     export(stored, Target.SAFETENSORS, out / "model.safetensors")
 
 
-def test_a_file_that_disappears_during_reading_is_named(tmp_path):
+def test_a_file_that_disappears_during_reading_is_an_error_that_names_it(tmp_path):
     (tmp_path / "hf").mkdir()
     save_file({"w": torch.randn(64, 64)}, tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text("{}")

@@ -26,7 +26,7 @@ def trained(make=torch.optim.AdamW):
     return model, optimizer
 
 
-def test_floats_of_a_state_dict_are_weights_and_their_names_tell_the_layer_type():
+def test_floats_of_a_state_dict_are_weights_with_layer_types_from_their_names():
     state = {
         "wte.weight": torch.ones(8, 4),
         "h.0.attn.weight": torch.ones(4, 4),
@@ -69,7 +69,7 @@ def test_dtypes_that_cannot_be_quantized_are_exact(dtype):
     ],
     ids=["plain", "lightning", "nested"],
 )
-def test_models_and_optimizers_are_found_wherever_they_are(around):
+def test_models_and_optimizers_are_found_anywhere_in_the_tree(around):
     model, optimizer = trained()
     found = labels_of(around(model.state_dict(), optimizer.state_dict()))
     roles = [role for role, _ in found.values()]
@@ -78,7 +78,7 @@ def test_models_and_optimizers_are_found_wherever_they_are(around):
     assert all(role == "exact" for name, (role, _) in found.items() if name.endswith(".step"))
 
 
-def test_the_moments_of_other_optimizers_are_known_by_their_keys():
+def test_moments_of_other_optimizers_are_found_by_their_keys():
     for make, role in (
         (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "first_moment"),
         (lambda p: torch.optim.RMSprop(p, 0.1), "second_moment"),

@@ -1,4 +1,4 @@
-"""Paths that are not files, and files that claim more than they hold: each is one clear error, at once."""
+"""Paths that are not files, and files that claim more data than they hold, raise one clear error without delay."""
 
 import contextlib
 import os
@@ -49,7 +49,7 @@ def test_a_fifo_or_a_device_is_refused(tmp_path):
         list(pack({1: fifo(tmp_path / "ckpt-1.pt")}, tmp_path / "run", Packer()))
 
 
-def test_a_fifo_or_a_folder_in_place_of_a_file_of_a_folder_is_refused(tmp_path):
+def test_a_folder_that_contains_a_fifo_or_a_folder_instead_of_a_file_is_refused(tmp_path):
     hf_folder(tmp_path / "hf")
     shard = tmp_path / "hf" / SHARDS[1]
     fifo(shard)
@@ -141,7 +141,7 @@ def test_a_dcp_tensor_with_missing_parts_is_refused(tmp_path):
     def change(metadata):
         metadata.state_dict_metadata["w"].size = torch.Size([8, 4])
 
-    refuses(with_metadata(tmp_path / "dcp", change), "not a whole folder")
+    refuses(with_metadata(tmp_path / "dcp", change), "not a complete folder")
 
 
 def test_a_dcp_folder_whose_state_is_nested_too_deep_is_refused(tmp_path):

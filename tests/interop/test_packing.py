@@ -33,7 +33,7 @@ def tensors_of(seed: int = 0, **more: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def compressed(state, folder, **options):
-    """Saves a state with torch.save, compresses it, decompresses it and returns the result."""
+    """Save a state with torch.save, compress and decompress it. Returns the result."""
     torch.save(state, folder / "state.pt")
     out = folder / "state.dqc"
     compress(folder / "state.pt", out, Packer(**options))
@@ -86,7 +86,7 @@ def test_load_and_decompress_agree_and_keep_names_shapes_and_dtypes(tmp_path_fac
     assert bits(dq.load(folder / "state.dqc")) == bits(found)
 
 
-def test_weights_get_small_and_stay_close(tmp_path):
+def test_packed_weights_are_small_and_close_to_the_originals(tmp_path):
     state = tensors_of()
     found = compressed(state, tmp_path)
     assert (tmp_path / "state.dqc").stat().st_size * 4 < (tmp_path / "state.pt").stat().st_size
@@ -115,7 +115,7 @@ def test_a_training_continues_from_a_decompressed_file(tmp_path):
     train(model, optimizer)
 
 
-def test_a_metric_decides_how_much_is_lost(tmp_path):
+def test_the_configuration_follows_the_metric(tmp_path):
     state = tensors_of()
 
     def distance(found) -> float:
@@ -202,7 +202,7 @@ def test_a_metric_that_stays_zero_allows_any_configuration(tmp_path):
 
 @pytest.mark.parametrize("limit", [-1.0, float("nan"), float("inf")])
 def test_numbers_out_of_range_are_refused(limit):
-    with pytest.raises(ValueError, match="max_degradation must be a number from 0 on"):
+    with pytest.raises(ValueError, match="max_degradation must be a finite number of at least 0"):
         Packer(max_degradation=limit)
     with pytest.raises(ValueError, match="needs no metric"):
         Packer("lossless", metric=lambda _: 1.0)
@@ -243,7 +243,7 @@ def series(folder, steps, suffix="safetensors"):
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt", "dcp"])
-def test_a_series_becomes_a_run_from_which_any_step_comes_back(tmp_path, suffix):
+def test_a_series_becomes_a_run_from_which_any_step_can_be_decompressed(tmp_path, suffix):
     files = series(tmp_path / "files", (100, 200, 300), suffix)
     records = list(pack(files, tmp_path / "run", Packer(quality=LOSSLESS)))
     assert [record.step for record in records] == [100, 200, 300]
@@ -253,7 +253,7 @@ def test_a_series_becomes_a_run_from_which_any_step_comes_back(tmp_path, suffix)
         assert bits(dq.load(tmp_path / "run", step)) == bits(unflatten(file.tree, dict(file.tensors)))
 
 
-def test_deltas_are_smaller_than_the_first(tmp_path):
+def test_deltas_are_smaller_than_the_keyframe(tmp_path):
     records = list(pack(series(tmp_path / "files", range(4)), tmp_path / "run", Packer()))
     assert all(record.total.stored * 2 < records[0].total.stored for record in records[1:])
 
@@ -265,14 +265,14 @@ def test_chains_have_a_bounded_length(tmp_path):
     assert lengths[-2:] == [1, 2]
 
 
-def test_packing_again_goes_on_where_it_was_interrupted(tmp_path):
+def test_packing_again_continues_after_an_interrupt(tmp_path):
     files = series(tmp_path / "files", (1, 2, 3))
     packing = pack(files, tmp_path / "run", Packer())
     next(packing)
     with pytest.raises(dq.CheckpointError, match="another Checkpointer"):
         next(pack(files, tmp_path / "run", Packer()))
     packing.close()
-    (tmp_path / "run" / "step-000000000002.dqc.tmp").write_text("what a kill leaves")
+    (tmp_path / "run" / "step-000000000002.dqc.tmp").write_text("left by a killed process")
     assert [record and record.step for record in pack(files, tmp_path / "run", Packer())] == [None, 2, 3]
     assert len(os.listdir(tmp_path / "run")) == 3
 

@@ -1,4 +1,4 @@
-"""A training that is restored exactly goes on as if nothing had happened: the same losses for a hundred steps."""
+"""After an exact restore, training has the same losses for a hundred steps as without an interruption."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ OPTIMIZERS = {
 
 
 class Training:
-    """With all that has a state: batch norm, dropout from the global generator, a scheduler, an order of the data."""
+    """Objects with state: batch norm, dropout from the global generator, a scheduler, a shuffled data order."""
 
     def __init__(self, optimizer: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -31,7 +31,7 @@ class Training:
         return dq.Checkpointer(folder, self.model, self.optimizer, extras=extras, **settings)
 
     def losses(self, steps: int) -> list[float]:
-        """Of so many steps of training."""
+        """Train for this many steps and return their losses."""
         losses = []
         for _ in range(steps):
             inputs = torch.randn(16, 20, generator=self.order)
@@ -46,7 +46,7 @@ class Training:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("settings", [{"quality": "lossless"}, {"exact": "latest"}], ids=["lossless", "exact latest"])
-def test_losses_after_a_restore_equal_those_of_an_uninterrupted_training(tmp_path, settings, optimizer):
+def test_losses_after_an_exact_restore_equal_those_without_an_interruption(tmp_path, settings, optimizer):
     training = Training(optimizer, seed=0)
     with training.checkpointer(tmp_path, **settings) as ckpt:
         for step in (1, 2):
@@ -61,7 +61,7 @@ def test_losses_after_a_restore_equal_those_of_an_uninterrupted_training(tmp_pat
     assert Training(optimizer, seed=1).losses(STEPS) != alone
 
 
-def test_without_exact_values_the_losses_differ(tmp_path):
+def test_losses_differ_after_a_restore_of_quantized_values(tmp_path):
     training = Training("AdamW", seed=0)
     with training.checkpointer(tmp_path) as ckpt:
         training.losses(20)

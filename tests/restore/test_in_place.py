@@ -1,4 +1,4 @@
-"""Restored values go into the memory that is there; decoding piece by piece gives what decoding at once gives."""
+"""A restore fills existing memory. Decoding in pieces gives the same values as decoding at once."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ ROWS, COLUMNS = 700, 900  # more than one piece on up to four cores
 
 
 class Shadow:
-    """An extra that holds the very tensors of a model, and keeps a copy of those that it is given."""
+    """An extra that shares the tensors of a model. It copies the tensors that it loads."""
 
     def __init__(self, model):
         self.model, self.seen = model, {}
@@ -61,7 +61,7 @@ def test_a_restore_fills_existing_memory_and_new_memory_with_the_same_values(tmp
         first = restored_values(*trained)
         trained[0](torch.randn(8, 40)).square().sum().backward()
         trained[1].step()
-        checkpointer.restore(1)  # what was restored from is not what was trained on
+        checkpointer.restore(1)  # training after the restore must not have changed the stored tensors
         assert all(map(torch.equal, restored_values(*trained), first))
     model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 5))
     fresh = model, torch.optim.AdamW(model.parameters())
@@ -104,7 +104,7 @@ def test_an_extra_that_shares_tensors_with_the_model_gets_the_stored_values(tmp_
 
 def test_an_extra_that_fails_leaves_the_model_and_the_optimizer_as_they_were(tmp_path):
     class Failing(Shadow):
-        def load_state_dict(self, state):  # noqa: ARG002 - an extra has it
+        def load_state_dict(self, state):  # noqa: ARG002 - extras have this argument
             raise RuntimeError("no")
 
     model, optimizer = training()

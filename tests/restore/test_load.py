@@ -1,4 +1,4 @@
-"""What is stored, without the training that made it."""
+"""``load`` and ``load_into``: stored states without the training that made them."""
 
 import logging
 
@@ -18,7 +18,7 @@ from dynaquant.store.run import Run
 
 @pytest.fixture
 def run(tmp_path):
-    """Three checkpoints of a model with a tied weight, and the last also as it was."""
+    """Three checkpoints of a model with a tied weight, and a lossless copy of the last."""
     model = model_of(8)
     model[4].weight = model[0].weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -35,7 +35,7 @@ def packed(folder, state):
     return folder / "m.dqc"
 
 
-def test_only_the_tensors_asked_for_are_decoded(run, monkeypatch):
+def test_only_requested_tensors_are_decoded(run, monkeypatch):
     whole = dq.load(run, 2)["model"]
     stored = StoredCheckpoint(run, 2)
     asked = ["1.weight", "1.bias"]
@@ -58,7 +58,7 @@ def test_a_tied_tensor_is_found_under_all_its_names(run):
     assert dq.load(run, keys=[]) == {}
 
 
-def test_a_missing_tensor_is_an_error_that_names_some_others(run):
+def test_an_unknown_tensor_is_an_error_that_lists_some_names(run):
     with pytest.raises(KeyError, match=r"no tensor '9.weight'; there are '0.weight'"):
         dq.load(run, keys=["1.weight", "9.weight"])
 
@@ -103,7 +103,7 @@ def test_load_prefers_the_lossless_copy(run):
     assert bits(dict(model.state_dict())) == bits(dict(exact))
 
 
-def test_the_checkpoint_replaces_a_damaged_lossless_copy(run, caplog):
+def test_the_checkpoint_is_loaded_if_its_lossless_copy_is_damaged(run, caplog):
     twin = next(run.glob("exact-*.dqc"))
     twin.write_bytes(twin.read_bytes()[:-9])
     with caplog.at_level(logging.WARNING):
@@ -111,11 +111,11 @@ def test_the_checkpoint_replaces_a_damaged_lossless_copy(run, caplog):
             found = dq.load(run, keys=keys)
             weight = found["model"]["1.weight"] if keys is None else found["1.weight"]
             assert torch.equal(weight, dq.load(Run(run).path(3))["model"]["1.weight"])
-    assert caplog.text.count("cannot be used, so its checkpoint is") == 2
+    assert caplog.text.count("cannot be used, reading the checkpoint itself instead") == 2
 
 
 def damage(file: CheckpointFile, name: str) -> None:
-    """Flips a bit in the middle of a tensor's stream."""
+    """Flip a bit in the middle of a tensor's stream."""
     entry, content = file.header.by_name[name], bytearray(file.path.read_bytes())
     content[content.index(file.read(entry)) + entry.size // 2] ^= 0x10
     file.path.write_bytes(content)
@@ -123,7 +123,7 @@ def damage(file: CheckpointFile, name: str) -> None:
 
 @pytest.fixture
 def damaged(run):
-    """The same, with the last tensor of the model damaged in the last checkpoint as it was."""
+    """The same run, with the last tensor of the model damaged in the lossless copy."""
     damage(CheckpointFile(next(run.glob("exact-*.dqc"))), "model.4.bias")
     return run
 
@@ -152,13 +152,13 @@ def test_one_damaged_tensor_of_the_lossless_copy_switches_all_tensors_to_the_che
     assert each(torch.load(tmp_path / Target.TORCH_STATE, weights_only=False)["model"]) == small
 
 
-def test_damaged_tensors_matter_only_if_asked_for(damaged, caplog):
+def test_damaged_tensors_matter_only_if_they_are_loaded(damaged, caplog):
     found = dq.load(damaged, keys=["1.weight"])["1.weight"]
     assert not torch.equal(found, dq.load(Run(damaged).path(3))["model"]["1.weight"])
     assert caplog.text == ""
 
 
-def test_damage_of_both_files_is_reported_for_both(damaged, caplog):
+def test_damage_of_checkpoint_and_lossless_copy_is_reported_for_both(damaged, caplog):
     damage(Run(damaged).file(3), "model.1.weight")
     for load in (lambda: dq.load(damaged, keys=["1.weight", "4.bias"]), lambda: dq.load(damaged)):
         with pytest.raises(dq.CheckpointError, match=r"step-000000000003.dqc: tensor model.1.weight"):
@@ -196,9 +196,12 @@ def test_load_into_keeps_the_models_dtypes_and_ties(run):
 
 def test_a_model_that_does_not_fit_is_not_changed(run):
     for model, reasons in (
-        (model_of(16), ["1.weight is [8, 8] in it and [16, 16] in the model"]),
-        (nn.Sequential(*model_of(8), nn.Linear(2, 2)), ["5.weight is not in it", "5.bias is not in it"]),
-        (nn.Sequential(*model_of(8)[:4]), ["4.weight is in it, and the model has no such tensor"]),
+        (model_of(16), ["1.weight is [8, 8] in the checkpoint and [16, 16] in the model"]),
+        (
+            nn.Sequential(*model_of(8), nn.Linear(2, 2)),
+            ["5.weight is not in the checkpoint", "5.bias is not in the checkpoint"],
+        ),
+        (nn.Sequential(*model_of(8)[:4]), ["4.weight is in the checkpoint, but not in the model"]),
         (model_of(8).to("meta"), ["1.weight of the model is on the meta device", "to_empty"]),
     ):
         before = bits(dict(model.state_dict())) if not model[1].weight.is_meta else None
@@ -209,7 +212,7 @@ def test_a_model_that_does_not_fit_is_not_changed(run):
         assert before is None or bits(dict(model.state_dict())) == before
 
 
-def test_state_of_the_model_that_is_no_tensor_is_named(tmp_path):
+def test_a_plain_value_in_the_models_state_is_an_error_that_names_it(tmp_path):
     path = packed(tmp_path, {"w": torch.ones(2), "more": 3})
     with pytest.raises(dq.CheckpointError, match="more in the model is not a tensor"):
         dq.load(path, keys=["w"])

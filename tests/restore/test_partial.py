@@ -38,7 +38,7 @@ def weights(model) -> dict:
     return {name: bits(tensor) for name, tensor in model.state_dict().items()}
 
 
-# A part on request
+# Restoring only some objects
 
 
 def test_only_the_weights_can_be_restored(folder):
@@ -59,7 +59,7 @@ def test_only_the_weights_can_be_restored(folder):
 def test_a_partial_restore_needs_no_objects_for_other_parts(folder):
     model, _ = training(1)
     with dq.Checkpointer(folder, model) as ckpt:
-        with pytest.raises(dq.StateError, match="it holds 'optimizer', which was not given"):
+        with pytest.raises(dq.StateError, match="the checkpoint has 'optimizer', which was not given"):
             ckpt.restore()
         assert ckpt.restore(only=["model"]) == 4
     assert weights(model) == stored_weights(folder)
@@ -84,7 +84,7 @@ def test_unknown_names_in_only_are_refused(folder, only):
         ckpt.restore(only=only)
 
 
-# What fits
+# Leaving out what does not fit (strict=False)
 
 
 def test_parts_that_do_not_fit_are_left_unchanged_and_listed(folder, caplog):
@@ -96,12 +96,14 @@ def test_parts_that_do_not_fit_are_left_unchanged_and_listed(folder, caplog):
     with dq.Checkpointer(folder, model, optimizer, extras={"progress": {}}) as ckpt:
         assert ckpt.restore(strict=False) == 4
         said = ckpt.not_restored
-        assert "it holds no 'progress'" in said
-        assert "it holds 'scheduler', which was not given" in said
+        assert "the checkpoint has no 'progress'" in said
+        assert "the checkpoint has 'scheduler', which was not given" in said
         assert "model.4.weight was float32[40, 24] and is float32[7, 24]" in said
-        assert "model.5.weight is not in it" in said
+        assert "model.5.weight is not in the checkpoint" in said
         assert "optimizer had no parameter model.5.weight" in said
-        assert any(text.startswith("optimizer.state.model.4.weight.exp_avg is [40, 24] in it") for text in said)
+        assert any(
+            text.startswith("optimizer.state.model.4.weight.exp_avg is [40, 24] in the checkpoint") for text in said
+        )
         assert all(any(text in message for message in caplog.messages) for text in said)
         now, stored = weights(model), stored_weights(folder)
         assert all(now[name] == (before[name] if name[0] in "45" else stored[name]) for name in now)
@@ -121,15 +123,18 @@ def test_another_optimizer_starts_without_state(folder):
     assert optimizer.param_groups[0]["lr"] == 1e-2
 
 
-def test_load_into_takes_what_fits_and_returns_the_rest(folder):
+def test_load_into_loads_what_fits_and_returns_what_does_not(folder):
     model, _ = training(1)
     model[4] = nn.Linear(24, 7)
     before = weights(model)
-    with pytest.raises(dq.StateError, match=r"4.weight is \[40, 24\] in it and \[7, 24\] in the model"):
+    with pytest.raises(dq.StateError, match=r"4.weight is \[40, 24\] in the checkpoint and \[7, 24\] in the model"):
         dq.load_into(model, folder)
     assert weights(model) == before
     left = dq.load_into(model, folder, strict=False)
-    assert left == ["4.bias is [40] in it and [7] in the model", "4.weight is [40, 24] in it and [7, 24] in the model"]
+    assert left == [
+        "4.bias is [40] in the checkpoint and [7] in the model",
+        "4.weight is [40, 24] in the checkpoint and [7, 24] in the model",
+    ]
     now, stored = weights(model), stored_weights(folder)
     assert all(now[name] == (before[name] if name[0] == "4" else stored[name]) for name in now)
     with pytest.raises(dq.StateError, match="does not fit the model"):
@@ -166,7 +171,7 @@ def loss_of_both(models) -> float:
 
 
 @pytest.mark.parametrize("method", ["grid", "published"])
-def test_several_models_and_optimizers_are_one_training(tmp_path, method):
+def test_several_models_and_optimizers_are_saved_and_restored_together(tmp_path, method):
     models, optimizers = adversaries()
     with dq.Checkpointer(tmp_path, models, optimizers, evaluate=loss_of_both, method=method) as ckpt:
         train_both(models, optimizers, 4)
@@ -187,7 +192,7 @@ def test_several_models_and_optimizers_are_one_training(tmp_path, method):
         assert bits(named_state(optimizers[name], **{f"model.{name}": models[name]})) == bits(state["optimizer"][name])
 
 
-def test_one_of_several_is_restored_and_another_may_be_missing(tmp_path):
+def test_one_of_several_models_is_restored_without_the_others(tmp_path):
     models, optimizers = adversaries()
     with dq.Checkpointer(tmp_path, models, optimizers, quality="lossless") as ckpt:
         train_both(models, optimizers, 2)
@@ -199,7 +204,7 @@ def test_one_of_several_is_restored_and_another_may_be_missing(tmp_path):
     assert weights(others["G"]) == weights(models["G"])
     assert weights(others["D"]) == before
     with dq.Checkpointer(tmp_path, {"G": others["G"]}) as ckpt:
-        with pytest.raises(dq.StateError, match=r"it holds 'model\.D', which was not given"):
+        with pytest.raises(dq.StateError, match=r"the checkpoint has 'model\.D', which was not given"):
             ckpt.restore()
         assert ckpt.restore(strict=False) == 2
     assert weights(dq_loaded := nn.ModuleDict(others)) != weights(nn.ModuleDict(models))
@@ -209,7 +214,7 @@ def test_one_of_several_is_restored_and_another_may_be_missing(tmp_path):
     assert len(StoredCheckpoint(tmp_path).state_dict) == len(nn.ModuleDict(models).state_dict())
 
 
-def test_one_model_does_not_fit_a_checkpoint_of_several(tmp_path):
+def test_a_single_model_does_not_fit_a_checkpoint_of_several(tmp_path):
     models, optimizers = adversaries()
     with dq.Checkpointer(tmp_path, models, optimizers) as ckpt:
         ckpt.save(2).result()
@@ -285,10 +290,10 @@ def test_a_plain_extra_of_another_type_or_with_other_fields_does_not_fit(tmp_pat
     assert (counts, less) == ([], Less(5))
 
 
-# What is left out stays as it is
+# Objects that are left out are unchanged
 
 
-def test_state_that_is_left_out_is_not_overwritten(tmp_path):
+def test_objects_that_are_left_out_are_not_overwritten(tmp_path):
     model, optimizer = training()
     with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
         train(model, optimizer, 5)
@@ -327,7 +332,7 @@ class Stubborn:
         raise RuntimeError("not today")
 
 
-def test_extras_are_put_back_even_if_one_of_them_fails_to(tmp_path):
+def test_extras_are_put_back_even_if_putting_back_one_of_them_fails(tmp_path):
     model, optimizer = training()
     progress = {"epoch": 1}
     with dq.Checkpointer(tmp_path, model, optimizer, extras={"progress": progress, "z": Stubborn()}) as ckpt:
@@ -350,7 +355,7 @@ def test_tensors_in_a_dictionary_are_restored_in_place(tmp_path):
     assert total.tolist() == [1, 1, 1]
 
 
-def test_an_object_that_is_no_optimizer_is_refused(tmp_path):
+def test_an_object_that_is_not_an_optimizer_is_refused(tmp_path):
     model, optimizer = training()
     with pytest.raises(dq.StateError, match="optimizer must be an optimizer, not a StepLR"):
         dq.Checkpointer(tmp_path, model, torch.optim.lr_scheduler.StepLR(optimizer, 3))

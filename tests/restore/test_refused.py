@@ -1,4 +1,4 @@
-"""A restore that raises has changed nothing: everything is checked before anything is filled, or put back."""
+"""A restore that raises leaves all objects unchanged: they are checked before they change, or put back."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def training(seed=0):
 
 
 def crafted(folder, change) -> None:
-    """A run with a checkpoint that is sound as a file, and of a state that was changed."""
+    """Make a run with a checkpoint whose file is valid, but whose state was changed."""
     things = training()
     train(things["model"], things["optimizer"], 2)
     state = collect(things)
@@ -62,15 +62,21 @@ def set_in(part, **values):
         (set_in(lambda s: s, parameters={"optimizer": [[1]]}), "holds no state of a training"),
         (set_in(lambda s: s, order=torch.zeros(3, dtype=torch.uint8)), "order cannot take the state of the generator"),
         (set_in(lambda s: s["optimizer"]["state"], **{"model.0.weight": 1}), "model.0.weight is a int"),
-        (set_in(first, exp_avg=torch.ones(3)), r"model\.0\.weight\.exp_avg is \[3\] in it, but must be \[40, 24\]"),
+        (
+            set_in(first, exp_avg=torch.ones(3)),
+            r"model\.0\.weight\.exp_avg is \[3\] in the checkpoint, but must be \[40, 24\]",
+        ),
         (set_in(first, exp_avg="x"), r"exp_avg is a str, not a tensor of \[40, 24\]"),
         (
             set_in(first, exp_avg=torch.ones(40, 24, dtype=torch.int64)),
-            "exp_avg is torch.int64 in it, but must be of floats",
+            "exp_avg is torch.int64 in the checkpoint, but must be floating point",
         ),
-        (set_in(first, step=torch.ones(2)), r"step is \[2\] in it, but must be \[\]"),
-        (set_in(lambda s: s["optimizer"]["param_groups"][0], lr="fast"), "optimizer has 0.01 for lr and had 'fast'"),
-        (set_in(lambda s: s["optimizer"]["param_groups"][0], betas=(0.9,)), "for betas and had"),
+        (set_in(first, step=torch.ones(2)), r"step is \[2\] in the checkpoint, but must be \[\]"),
+        (
+            set_in(lambda s: s["optimizer"]["param_groups"][0], lr="fast"),
+            "optimizer has lr=0.01, and the checkpoint has lr='fast'",
+        ),
+        (set_in(lambda s: s["optimizer"]["param_groups"][0], betas=(0.9,)), "and the checkpoint has betas="),
     ],
 )
 @pytest.mark.parametrize("steps", [0, 1], ids=["fresh", "in training"])
@@ -99,7 +105,7 @@ def test_a_parameter_group_keeps_hyperparameters_that_the_checkpoint_lacks(tmp_p
 
 
 class WithHistory(torch.optim.SGD):
-    """An optimizer nobody knows, with a state that grows and one that does not."""
+    """An optimizer outside ``torch.optim``, with one state that grows and one that does not."""
 
     @torch.no_grad()
     def step(self):
@@ -111,7 +117,7 @@ class WithHistory(torch.optim.SGD):
             state["slow"] = parameter.clone()
 
 
-def test_unknown_optimizer_state_must_have_its_parameters_shape_only_if_it_had(tmp_path):
+def test_unknown_optimizer_state_must_have_the_parameters_shape_only_if_it_has_it_now(tmp_path):
     def things(seed):
         torch.manual_seed(seed)
         model = model_of()
@@ -130,7 +136,9 @@ def test_unknown_optimizer_state_must_have_its_parameters_shape_only_if_it_had(t
         ckpt.save(2)
     other = things(1)
     train(other["model"], other["optimizer"])
-    assert_refused(tmp_path, other, dq.StateError, r"model\.0\.weight\.slow is \[2\] in it, but must be \[40, 24\]")
+    assert_refused(
+        tmp_path, other, dq.StateError, r"model\.0\.weight\.slow is \[2\] in the checkpoint, but must be \[40, 24\]"
+    )
 
 
 class WithMask(nn.Module):
@@ -141,7 +149,7 @@ class WithMask(nn.Module):
 
 
 @pytest.mark.parametrize("value", [2.0, float("nan")])
-def test_an_expanded_buffer_comes_back(tmp_path, value):
+def test_an_expanded_buffer_is_restored(tmp_path, value):
     model = WithMask(torch.full((4, 1), value).expand(4, 5))
     with dq.Checkpointer(tmp_path, model, quality="lossless") as ckpt:
         ckpt.save(1).result()
@@ -159,13 +167,13 @@ def test_an_expanded_buffer_that_cannot_hold_the_stored_values_is_refused(tmp_pa
     with dq.Checkpointer(tmp_path, WithMask(torch.arange(6.0).reshape(2, 3)), quality="lossless") as ckpt:
         ckpt.save(1).result()
     other = WithMask(torch.zeros(1, 3).expand(2, 3))
-    assert_refused(tmp_path, {"model": other}, dq.StateError, "model.mask has the same memory for several elements")
-    with pytest.raises(dq.StateError, match="same memory for several elements"):
+    assert_refused(tmp_path, {"model": other}, dq.StateError, "model.mask has elements that share memory")
+    with pytest.raises(dq.StateError, match="elements that share memory"):
         dq.load_into(other, tmp_path)
 
 
 class Position:
-    """A loader of one's own, which may refuse its state after it has changed."""
+    """A user's loader. It may raise an error after it has loaded a part of its state."""
 
     def __init__(self, position=0, fails=False):
         self.position, self.fails = position, fails

@@ -1,4 +1,4 @@
-"""Saves told to TensorBoard or anything else."""
+"""``log_to``: records of saves for TensorBoard or a function."""
 
 import importlib.util
 import logging
@@ -11,7 +11,7 @@ import dynaquant as dq
 
 
 class Curves:
-    """Like a SummaryWriter."""
+    """Has the interface of a SummaryWriter."""
 
     def __init__(self) -> None:
         self.points: dict[str, dict[int, float]] = {}
@@ -22,7 +22,7 @@ class Curves:
 
 
 def saved(folder, log_to, **options):
-    """Two saves; their records."""
+    """Save twice and return the records."""
     model = model_of(8)
     optimizer = torch.optim.AdamW(model.parameters())
     with dq.Checkpointer(folder, model, optimizer, log_to=log_to, **options) as ckpt:
@@ -64,7 +64,7 @@ def test_a_function_gets_each_record_after_the_commit(tmp_path):
 
 
 @pytest.mark.parametrize("broken", ["function", "writer"])
-def test_a_failing_log_to_logs_a_warning_and_costs_no_checkpoint(tmp_path, caplog, broken):
+def test_a_failing_log_to_logs_a_warning_and_the_checkpoint_is_saved(tmp_path, caplog, broken):
     def fail(*_arguments, **_others):
         raise RuntimeError("out of paper")
 
@@ -75,7 +75,7 @@ def test_a_failing_log_to_logs_a_warning_and_costs_no_checkpoint(tmp_path, caplo
     assert dq.load(tmp_path, 20)
 
 
-def test_a_wrong_log_to_is_refused_before_the_folder_is_made(tmp_path):
+def test_an_invalid_log_to_is_refused_before_the_folder_is_created(tmp_path):
     with pytest.raises(TypeError, match="log_to must be a function"):
         dq.Checkpointer(tmp_path / "run", model_of(8), log_to="tensorboard")
     assert not (tmp_path / "run").exists()
@@ -83,7 +83,7 @@ def test_a_wrong_log_to_is_refused_before_the_folder_is_made(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="TensorBoard is not installed")
 @pytest.mark.filterwarnings("ignore")
-def test_tensorboard_files_have_the_numbers(tmp_path):
+def test_tensorboard_files_contain_the_numbers_of_the_records(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 

@@ -1,4 +1,4 @@
-"""How much memory saves take beyond the state: two bytes for a value (levels), and the buffers of one tensor."""
+"""Memory that saves need beyond the state: two bytes per value (levels), and the buffers of one tensor."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells how much memory was resident")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads resident memory from /proc")
 
 TENSORS, ELEMENTS = 12, 2_000_000
 VALUES = 3 * TENSORS * ELEMENTS  # weights and both moments
@@ -36,7 +36,7 @@ for parameter in model.parameters():
     moments = {{"exp_avg": 1e-3 * torch.randn_like(parameter), "exp_avg_sq": 1e-6 * torch.rand_like(parameter)}}
     optimizer.state[parameter] = {{"step": torch.tensor(1.0), **moments}}
 with dq.Checkpointer(sys.argv[1], torch.nn.Linear(2, 2)) as ckpt:
-    ckpt.save(0).result()  # what is loaded and made once
+    ckpt.save(0).result()  # allocates what is needed once
 ctypes.CDLL(None).malloc_trim(0)
 before = resident("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")
@@ -56,7 +56,7 @@ def test_saves_need_two_bytes_per_value_and_the_buffers_of_one_tensor(tmp_path, 
     script.write_text(SAVES)
     small, large = tmp_path / "small", tmp_path / "large"
     command = [sys.executable, script, small, large, quality]
-    # Memory that is free again goes back to the system at once: what is resident is what is needed.
+    # Freed memory is returned to the system at once, so resident memory is the memory in use.
     ran = subprocess.run(
         command, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}, stdout=subprocess.PIPE, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""Quality, method and configuration: what goes together, what each of them stores, and what the records say of it."""
+"""Quality, method and configuration: valid combinations, what each stores, and the records."""
 
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ LOSSY = [name for name, preset in PRESETS.items() if preset is not None]
 
 
 def drawn(count, seed=0):
-    """Sequences in which a token says something about the next one."""
+    """Sequences in which each token depends on the one before."""
     generator = torch.Generator().manual_seed(seed)
     first = torch.randint(0, 40, (count,), generator=generator)
     return torch.stack((first, (first * 7 + torch.randint(0, 3, (count,), generator=generator)) % 40))
@@ -39,7 +39,7 @@ def steps(model, optimizer, count, seed=2):
 
 @pytest.fixture(scope="module")
 def trained():
-    """The state of a training that has come some way."""
+    """The state of a training after some steps."""
     torch.manual_seed(0)
     model = model_of(width=32)
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
@@ -58,7 +58,7 @@ def objects(trained=None):
 
 
 def saved(folder, trained, evaluate=EVALUATE, saves=1, **arguments):
-    """The last record of as many saves with 10 steps between them, and the objects."""
+    """Save this many times, with 10 steps between saves. Returns the last record and the objects."""
     model, optimizer = objects(trained)
     with Checkpointer(folder, model, optimizer, evaluate=evaluate, **arguments) as checkpointer:
         for i in range(saves):
@@ -72,7 +72,7 @@ CODINGS = {"grid": {"conditional", "rank_one", "units"}, "kmeans": {"conditional
 
 
 def schemes(folder, step=0):
-    """Of the tensors of each role, by the header of the file."""
+    """Return the schemes of the tensors of each role, from the header of the file."""
     found: dict[str, set[str]] = {}
     for entry in CheckpointFile(folder / f"step-{step:012d}.dqc").header.entries:
         found.setdefault(entry.label.role, set()).add(entry.to_json()["coding"]["kind"])
@@ -97,16 +97,16 @@ def schemes(folder, step=0):
             "a GridConfiguration cannot be used with method",
         ),
         ({"configuration": Configuration(), "method": "grid"}, "a Configuration cannot be used with method 'grid'"),
-        ({"max_degradation": -0.1}, "max_degradation must be a number from 0 on"),
-        ({"max_degradation": float("nan")}, "max_degradation must be a number from 0 on"),
-        ({"max_degradation": float("inf")}, "max_degradation must be a number from 0 on"),
+        ({"max_degradation": -0.1}, "max_degradation must be a finite number of at least 0"),
+        ({"max_degradation": float("nan")}, "max_degradation must be a finite number of at least 0"),
+        ({"max_degradation": float("inf")}, "max_degradation must be a finite number of at least 0"),
     ],
 )
-def test_arguments_that_do_not_go_together_are_refused(arguments, message, tmp_path):
+def test_arguments_that_exclude_each_other_are_refused(arguments, message, tmp_path):
     model, optimizer = objects()
     with pytest.raises(ValueError, match=message):
         Checkpointer(tmp_path / "run", model, optimizer, **arguments)
-    with Checkpointer(tmp_path / "run", model, optimizer):  # it does not hold the run
+    with Checkpointer(tmp_path / "run", model, optimizer):  # the refused one does not hold the run
         pass
 
 
@@ -140,7 +140,7 @@ def test_quality_sets_max_degradation_unless_it_is_given(quality, tmp_path):
             assert checkpointer.max_degradation == 0.03
 
 
-def test_the_presets_lose_more_from_one_to_the_next():
+def test_presets_are_ordered_by_the_quality_they_lose():
     order = [PRESETS[name] for name in ("high", "balanced", "small")]
     for finer, coarser in pairwise(order):
         assert finer.max_degradation < coarser.max_degradation
@@ -167,7 +167,7 @@ TIMES_SMALLER_THAN_LOSSLESS = {
     1: {"high": 3.05, "balanced": 3.71, "small": 4.01},
     3: {"high": 5.59, "balanced": 6.80, "small": 6.91},
 }
-"""Files of a first save (a keyframe) and of the third, as measured. A test fails below 70 % of it."""
+"""Measured for the first save (a keyframe) and the third. A test fails below 70 % of it."""
 
 
 @pytest.mark.parametrize("evaluate", [None, EVALUATE], ids=["no metric", "metric"])
@@ -182,7 +182,7 @@ def test_less_quality_makes_smaller_files(evaluate, saves, trained, tmp_path):
     for role in ("weight", "first_moment", "second_moment"):
         sizes = [records[quality].roles[role].stored for quality in names]
         assert sizes[0] > max(sizes[1:]), role
-        if saves == 1:  # in later saves of so small a model, rounding decides which scale a search finds
+        if saves == 1:  # in later saves of this small model, rounding decides which scale a search finds
             assert sizes == sorted(sizes, reverse=True), role
 
 
@@ -236,7 +236,7 @@ def test_a_given_configuration_is_used_unchanged(configuration, method, kind, tr
 
 
 def test_a_run_may_continue_with_another_quality_and_method(trained, tmp_path):
-    """Each file says for itself how it was coded."""
+    """Each file records how it was coded."""
     model, optimizer = objects(trained)
     choices = [
         {"quality": "small"},

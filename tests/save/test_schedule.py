@@ -1,4 +1,4 @@
-"""When a checkpoint is due, by a clock that the tests turn."""
+"""When a checkpoint is due, with a clock that the tests control."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ class Clock:
 
 
 class Training:
-    """Steps and saves that take as long as they are told to, and when the saves were."""
+    """A training with given durations of steps and saves. Remembers the steps of the saves."""
 
     def __init__(self, every="auto", seconds_per_step: float = 0.1, **options) -> None:
         self.clock = Clock()
@@ -28,7 +28,7 @@ class Training:
         self.saved_at: list[int] = []
         self.trained = self.spent = 0.0
         self.share_before_saves: list[float] = []
-        """Of the time of training that saves have taken, whenever another one is about to begin."""
+        """Saving time as a share of training time, just before each save."""
 
     def train_until_due(self) -> None:
         while True:
@@ -47,7 +47,7 @@ class Training:
         self.saved_at.append(self.step)
 
     def run(self, saves: int, cost: float) -> list[int]:
-        """The steps between the next saves."""
+        """Return the steps between the next saves."""
         before = len(self.saved_at)
         for _ in range(saves):
             self.train_until_due()
@@ -80,7 +80,7 @@ def test_a_restored_training_continues_at_the_next_multiple():
     assert schedule.interval == 10
 
 
-def test_without_every_nothing_is_due():
+def test_due_without_every_is_an_error():
     schedule = Schedule(None)
     assert schedule.interval is None
     with pytest.raises(ValueError, match="every"):
@@ -90,7 +90,7 @@ def test_without_every_nothing_is_due():
     assert schedule.interval is None
 
 
-# By what a save costs
+# every="auto": from the cost of a save
 
 
 def test_the_first_automatic_checkpoint_comes_after_fifty_steps():
@@ -102,7 +102,7 @@ def test_the_first_automatic_checkpoint_comes_after_fifty_steps():
 @pytest.mark.parametrize("max_overhead", [None, 0.002, 0.03, 0.5])
 @pytest.mark.parametrize("first_cost", [2.0, 500.0], ids=["as any other", "expensive"])
 def test_saves_stay_below_max_overhead(max_overhead, first_cost):
-    """Saves of about two seconds; the first one may hold a search from scratch, which is repaid."""
+    """Saves take about two seconds. The first may include a search from scratch, which later intervals compensate."""
     training, draw = Training(max_overhead=max_overhead), random.Random(0)
     training.train_until_due()
     training.save(first_cost, typical=2.0)
@@ -111,7 +111,7 @@ def test_saves_stay_below_max_overhead(max_overhead, first_cost):
         training.save(draw.uniform(1, 3), typical=2.0)
     allowed = max_overhead or MAX_OVERHEAD
     assert max(training.share_before_saves[30:]) <= 1.01 * allowed
-    assert min(training.share_before_saves[30:]) >= 0.8 * allowed  # and no rarer than it may be
+    assert min(training.share_before_saves[30:]) >= 0.8 * allowed  # and not rarer than necessary
 
 
 def test_saves_that_always_cost_more_than_expected_become_rarer():
@@ -154,10 +154,10 @@ def test_a_save_without_a_step_before_it_does_not_measure_steps():
     training.run(1, cost=1.0)
     interval = training.schedule.interval
     training.save(cost=1.0)  # the same step again
-    assert training.schedule.interval > interval  # it has to be made up for too
+    assert training.schedule.interval > interval  # its cost counts, too
 
 
-def test_a_training_that_goes_back_counts_its_steps_from_there():
+def test_after_going_back_to_an_earlier_step_the_interval_starts_there():
     training = Training(max_overhead=0.01)
     training.run(3, cost=1.0)
     training.step = 10
@@ -171,17 +171,17 @@ def test_a_save_that_fails_does_not_count():
     training.run(3, cost=1.0)
     interval = training.schedule.interval
     training.train_until_due()
-    training.schedule.saving(training.step)  # and nothing has been saved
+    training.schedule.saving(training.step)  # no ``saved`` follows
     assert training.schedule.due(training.step + 1)
     assert training.schedule.interval == interval
 
 
-def test_a_save_that_has_not_begun_cannot_end():
+def test_saved_without_saving_is_an_error():
     with pytest.raises(ValueError, match="no save has begun"):
         Schedule("auto").saved(1.0)
 
 
-def test_a_training_that_begins_at_a_later_step_counts_from_there():
+def test_a_training_that_begins_at_a_later_step_counts_steps_from_there():
     schedule = Schedule("auto", clock=Clock())
     assert [step for step in range(1001, 1100) if schedule.due(step)] == list(range(1050, 1100))
 
@@ -208,14 +208,14 @@ def test_the_time_of_a_restore_does_not_count_as_training():
     training.schedule.begin(training.step, interval=100)
     training.train_until_due()
     training.save(cost=1.0)
-    assert training.schedule.interval == pytest.approx(1225, rel=0.01)  # with the first quarter of the arrears
+    assert training.schedule.interval == pytest.approx(1225, rel=0.01)  # includes the first quarter of the excess
 
 
-# By the rate of failures
+# every="auto": from the rate of failures
 
 
 def seconds_lost(interval: float, cost: float, mean_time_between_failures: float) -> float:
-    """Expected seconds per second of useful training, beyond it (Daly 2006, equation 13, restart for nothing)."""
+    """Expected seconds lost per second of useful training (Daly 2006, equation 13, with a free restart)."""
     m = mean_time_between_failures
     return m / interval * math.expm1((interval + cost) / m) - 1
 
@@ -254,7 +254,7 @@ def test_with_max_overhead_and_failures_the_longer_interval_counts():
     assert both.run(40, cost=1.0)[-1] == by_overhead
 
 
-# What it does not take
+# Invalid arguments
 
 
 @pytest.mark.parametrize("every", [0, -1, "often", "", 0.0, -3.0, 2.5, math.nan])

@@ -1,4 +1,4 @@
-"""States that can be stored come back identical; any other value is an error that names its path."""
+"""States that can be stored survive a round trip unchanged. Any other value is an error that names its path."""
 
 import contextlib
 import enum
@@ -30,7 +30,7 @@ def nested_of(layout):
 
 
 def round_trip(state):
-    """Flattens a state, writes and reads the tree as JSON, copies the tensors, and unflattens."""
+    """Flatten a state, write and read the tree as JSON, copy the tensors, and unflatten."""
     tree, tensors = flatten(state)
     text = json.dumps(tree, ensure_ascii=False, allow_nan=False).encode("utf-8", errors="surrogatepass")
     copies = {
@@ -115,7 +115,7 @@ any_state = st.recursive(
 
 
 @given(any_state)
-def test_every_state_that_can_be_stored_comes_back_identical(state):
+def test_every_state_that_can_be_stored_survives_a_round_trip(state):
     assert same(round_trip(state), state)
 
 
@@ -142,14 +142,14 @@ def test_flatten_does_not_change_the_state(state):
     ],
     ids=repr,
 )
-def test_plain_values_come_back_identical(value):
+def test_plain_values_survive_a_round_trip(value):
     assert same(round_trip(value), value)
     assert same(round_trip({"key": [value]}), {"key": [value]})
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("name", DTYPES)
-def test_tensors_of_every_dtype_come_back(name):
+def test_tensors_of_every_dtype_survive_a_round_trip(name):
     dtype = DTYPES[name]
     assert dtype_name(dtype) == name
     tensor = torch.arange(6 * dtype.itemsize).to(torch.uint8).view(dtype).reshape(2, 3)
@@ -174,22 +174,22 @@ def test_every_dtype_of_torch_has_a_name_or_cannot_hold_plain_values():
     ],
     ids=["transposed", "backwards", "Fortran", "zero-dimensional", "empty"],
 )
-def test_numpy_arrays_of_any_layout_come_back(array):
+def test_numpy_arrays_of_any_layout_survive_a_round_trip(array):
     assert same(round_trip({"a": array}), {"a": array})
 
 
-def test_numpy_arrays_come_back_writeable_and_share_no_memory():
+def test_restored_numpy_arrays_are_writeable_and_share_no_memory():
     array = np.arange(4)
     back = round_trip([array, array])
     back[0][0] = 99
     assert array[0] == back[1][0] == 0
 
 
-def test_numpy_arrays_of_foreign_byte_order_come_back_with_their_values():
+def test_numpy_arrays_of_foreign_byte_order_keep_their_values():
     assert round_trip(np.arange(3, dtype=">i4")).tolist() == [0, 1, 2]
 
 
-def test_conjugated_and_negated_views_come_back_as_their_values():
+def test_conjugated_and_negated_views_are_stored_by_value():
     z = torch.tensor([1 + 2j, -3j])
     for view in (z.conj(), z.conj().imag):
         assert torch.equal(round_trip([view])[0], view)
@@ -218,7 +218,7 @@ def test_paths_that_collide_get_different_names():
     assert len(flatten(state)[1]) == 5
 
 
-def test_tied_tensors_come_back_tied():
+def test_tied_tensors_stay_tied():
     tensor, parameter = torch.randn(3), nn.Parameter(torch.randn(2))
     back = round_trip({"a": tensor, "b": [tensor, parameter], "c": parameter})
     assert back["a"] is back["b"][0]
@@ -226,7 +226,7 @@ def test_tied_tensors_come_back_tied():
     assert len(flatten({"a": tensor, "b": [tensor]})[1]) == 1
 
 
-def test_a_parameter_and_its_data_come_back_sharing_memory():
+def test_a_parameter_and_its_data_still_share_memory():
     parameter = nn.Parameter(torch.randn(2))
     for state in ([parameter, parameter.detach()], [parameter.detach(), parameter]):
         back = round_trip(state)
@@ -242,7 +242,7 @@ def test_a_tensor_that_requires_gradients_and_its_detached_alias_stay_different(
         assert back[0].data_ptr() == back[1].data_ptr()
 
 
-def test_a_tied_model_comes_back_tied():
+def test_a_tied_model_stays_tied():
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 10, bias=False))
     model[1].weight = model[0].weight
     tree, tensors = flatten({"model": model.state_dict()})
@@ -251,7 +251,7 @@ def test_a_tied_model_comes_back_tied():
     assert back["0.weight"] is back["1.weight"]
 
 
-def test_equal_or_empty_tensors_are_not_taken_for_tied():
+def test_equal_or_empty_tensors_do_not_count_as_tied():
     back = round_trip([torch.ones(2), torch.ones(2), torch.zeros(0), torch.zeros(0)])
     assert len({id(tensor) for tensor in back}) == 4
 
@@ -259,7 +259,7 @@ def test_equal_or_empty_tensors_are_not_taken_for_tied():
 # -- Real training states -----------------------------------------------------------------------------------------
 
 
-def test_the_state_of_a_model_comes_back_with_its_metadata():
+def test_the_state_of_a_model_keeps_its_metadata():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.LSTM(4, 4), nn.MultiheadAttention(4, 2))
     back = round_trip(model.state_dict())
     assert same(back, model.state_dict())
@@ -314,7 +314,7 @@ def test_an_optimizer_continues_identically_from_its_state(name):
     assert same(list(other.state_dict().values()), list(model.state_dict().values()))
 
 
-def test_the_state_of_sparse_adam_comes_back():
+def test_the_state_of_sparse_adam_survives_a_round_trip():
     model = nn.Embedding(5, 3, sparse=True)
     optimizer = optim.SparseAdam(model.parameters())
     model(torch.tensor([1, 3])).sum().backward()
@@ -368,7 +368,7 @@ def test_a_scheduler_continues_from_its_state(name):
     assert advance(resumed, other, 4) == advance(scheduler, optimizer, 4)
 
 
-def test_gradient_scalers_averaged_models_and_random_generators_come_back():
+def test_gradient_scalers_averaged_models_and_random_generators_survive_a_round_trip():
     averaged = swa_utils.AveragedModel(net())
     averaged.update_parameters(net())
     for state in (torch.amp.GradScaler("cpu").state_dict(), averaged.state_dict(), rng.get_state()):

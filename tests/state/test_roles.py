@@ -11,7 +11,7 @@ from dynaquant.training.collect import collect
 
 
 def labels_of(things, overrides=None):
-    """Returns (role, layer type) by tensor name."""
+    """Return (role, layer type) by tensor name."""
     _, tensors = flatten(collect(things))
     return {name: (label.role, label.layer_type) for name, label in labels(tensors, things, overrides).items()}
 
@@ -51,7 +51,7 @@ def labels_of(things, overrides=None):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_the_type_of_a_module_decides_the_roles_of_its_tensors(module, expected):
+def test_roles_follow_from_the_type_of_the_module(module, expected):
     found = labels_of({"model": nn.Sequential(nn.Identity(), module)})
     assert {name: label for name, label in found.items() if name.startswith("model.")} == {
         f"model.1.{name}": label for name, label in expected.items()
@@ -119,7 +119,7 @@ def test_a_module_that_is_used_twice_is_labelled_once():
     assert found["model.0.weight"] == ("weight", "linear")
 
 
-def test_other_modules_are_exact_until_a_pattern_says_otherwise():
+def test_modules_other_than_the_model_are_exact_unless_a_pattern_matches():
     things = {"model": nn.ConvTranspose2d(2, 2, 3), "critic": nn.Conv2d(2, 2, 3)}
     assert labels_of(things)["model.weight"] == ("weight", "conv")
     assert labels_of(things)["critic.weight"] == ("exact", "conv")
@@ -132,7 +132,7 @@ def test_a_pattern_may_use_any_name_of_a_tied_parameter():
     assert labels_of({"model": model}, {"*.head.weight": "exact"})["model.tokens.weight"] == ("exact", "embedding")
 
 
-def test_tensors_of_no_module_are_exact():
+def test_tensors_outside_modules_are_exact():
     things = {"model": nn.Linear(2, 2), "generator": torch.Generator()}
     found = labels_of(things)
     assert found["generator"] == found["rng.torch"] == ("exact", "")
@@ -170,7 +170,7 @@ def optimizer_labels(make):
     ],
     ids=["AdamW", "SGD", "Muon", "RMSprop", "Adagrad"],
 )
-def test_keys_of_an_optimizers_state_decide_which_tensors_are_moments(make, expected):
+def test_moments_are_found_by_their_keys_in_the_optimizers_state(make, expected):
     assert optimizer_labels(make) == expected
 
 

@@ -59,7 +59,7 @@ def test_tensors_can_be_removed_from_dictionaries():
 
 
 @pytest.mark.parametrize("wrap", [lambda n: [n], lambda n: {"tuple": [n]}, lambda n: {"dict": [["key", n]]}])
-def test_a_tree_is_too_deep_from_one_container_more_than_allowed(wrap):
+def test_a_tree_with_one_container_more_than_allowed_is_too_deep(wrap):
     tree = 0
     for _ in range(MAX_DEPTH):
         tree = wrap(tree)

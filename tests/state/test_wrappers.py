@@ -23,7 +23,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 pytestmark = [
     pytest.mark.usefixtures("process_group"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # of dynamo
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # from TorchDynamo
 ]
 
 
@@ -56,7 +56,7 @@ WRAPPERS = {
 
 
 def training(wrap, seed=0) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
-    """Returns the bare model, the wrapped model, and an optimizer of the wrapped model's parameters."""
+    """Return the bare model, the wrapped model, and an optimizer of the wrapped model's parameters."""
     torch.manual_seed(seed)
     bare = model_of()
     model = wrap(bare)
@@ -101,7 +101,7 @@ def test_load_into_a_wrapped_model(tmp_path, wrapper):
 
 
 @pytest.mark.parametrize("wrap", [compiled_in_place, with_wrapped_layers])
-def test_compiled_modules_are_scored_with_the_given_values(wrap):
+def test_a_compiled_module_is_evaluated_with_each_candidates_values(wrap):
     model, tokens = wrap(model_of()).eval(), torch.arange(40)
     with torch.no_grad():
         before = model(tokens)
@@ -178,7 +178,9 @@ def test_two_ranks_save_and_restore_trainings_with_different_wrappers(tmp_path):
     for rank in (0, 1):
         report = json.loads((tmp_path / f"rank-{rank}.json").read_text())
         said = report.pop("other shapes")
-        assert said.startswith("the model of rank 1 has other names or shapes than that of rank 0; sharded training")
+        assert said.startswith(
+            "the model of rank 1 differs from that of rank 0 in names or shapes of tensors; sharded training"
+        )
         assert report.pop("failed") == [5, True]
         assert report == {"DDP compile": [1, 2], "compile DDP": [2, 3], "DDP": [3, 4]}
     model = model_of()

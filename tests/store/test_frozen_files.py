@@ -274,7 +274,7 @@ def test_an_adapter_only_checkpoint_is_exported_without_its_base(tmp_path):
 
 def test_trained_parameters_cannot_be_omitted(tmp_path):
     model = adapted_model()
-    with pytest.raises(StateError, match=r"model\.0\.a\.weight is to be omitted, but it trains"):
+    with pytest.raises(StateError, match=r"model\.0\.a\.weight has role 'omit', but it trains"):
         dq.Checkpointer(tmp_path, model, adamw(model), roles={"model.*": "omit"})
     with dq.Checkpointer(tmp_path, model, adamw(model), roles={"model.*": "omit", "*.[ab].weight": "weight"}) as ckpt:
         train(model, adamw(model))

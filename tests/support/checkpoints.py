@@ -1,4 +1,4 @@
-"""A chain of real checkpoints to try peers on."""
+"""A chain of real checkpoints, for tests of other compressors."""
 
 from functools import cache
 

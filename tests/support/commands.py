@@ -1,4 +1,4 @@
-"""Calling the command line in tests, and a run to call it on."""
+"""Calls the command line in tests, and makes a run for it."""
 
 import json
 import sys

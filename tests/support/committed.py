@@ -25,7 +25,7 @@ def checkpoint_of(
     bins: int = 16,
     coder: Coder = "conditional",
 ) -> Checkpoint:
-    """Returns a checkpoint of quantized weights, exact tensors and plain values."""
+    """Return a checkpoint of quantized weights, exact tensors and plain values."""
     exact = exact or {}
     labels = {name: Label("weight", "linear") for name in weights} | {name: Label("exact") for name in exact}
     quantized = quantize_weights(kmeans_weights(weights, labels, {}), Configuration(bins=bins, embedding_bins=bins))
@@ -38,7 +38,7 @@ def values(tensors: dict[str, StoredTensor]) -> dict[str, tuple]:
 
 
 def assert_holds(run: Run, checkpoint: Checkpoint) -> CheckpointFile:
-    """Asserts that a new reader of the folder finds exactly this checkpoint. Returns its file."""
+    """Assert that a new reader of the folder finds exactly this checkpoint. Returns its file."""
     run = Run(run.folder)
     file = run.file(checkpoint.step)
     assert values(run.load(file)) == values(dict(checkpoint.tensors))
@@ -49,7 +49,7 @@ def assert_holds(run: Run, checkpoint: Checkpoint) -> CheckpointFile:
 
 
 def damage_levels(run: Run, step: int) -> bytes:
-    """Flips a bit in the coded levels of the first tensor, at the end of its stream. Returns the file's new content."""
+    """Flip a bit in the coded levels of the first tensor, at the end of its stream. Returns the file's new content."""
     content = bytearray(run.path(step).read_bytes())
     content[16 + run.file(step).header.entries[0].size - 20] ^= 1
     run.path(step).write_bytes(content)
@@ -57,7 +57,7 @@ def damage_levels(run: Run, step: int) -> bytes:
 
 
 def series(run: WritableRun, steps, **options) -> list[Checkpoint]:
-    """Commits a chain of checkpoints whose weights change a little from step to step. Returns them."""
+    """Commit a chain of checkpoints whose weights change a little from step to step. Returns them."""
     torch.manual_seed(1)
     weight, base, made = torch.randn(80, 50), None, []
     for step in steps:

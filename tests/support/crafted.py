@@ -1,4 +1,4 @@
-"""Builds checkpoint files by hand: a test can choose every byte, and the checksums are still right.
+"""Builds checkpoint files by hand: a test can choose every byte, with correct checksums.
 
 This is a second writer of docs/format.md. It shares no code with the package.
 """
@@ -22,7 +22,7 @@ def hash_of(dtype: str, shape: list[int], data: bytes) -> str:
 
 
 def entry(name="w", data=b"\0" * 8, dtype="float32", shape=(2,), **other) -> dict:
-    """Returns an entry with the raw stream ``data``. other: fields to replace or add."""
+    """Return an entry with the raw stream ``data``. other: fields to replace or add."""
     shape = list(shape)
     return {
         "name": name,
@@ -38,14 +38,14 @@ def entry(name="w", data=b"\0" * 8, dtype="float32", shape=(2,), **other) -> dic
 
 
 def quantized(data: bytes, elements: int, arrangement="alone", bins=0, protected=0, protected_size=0, **other) -> dict:
-    """Returns an entry that declares its stream ``data`` to hold levels."""
+    """Return an entry whose stream ``data`` is declared as levels."""
     coding = {"kind": "quantized", "bins": bins, "protected": protected, "protected_size": protected_size}
     coding["arrangement"] = arrangement
     return entry(**{"data": data, "shape": [elements], "role": "weight", "coding": coding, **other})
 
 
 def header(*entries: dict, **other) -> dict:
-    """Returns a header with these entries and the right identity. other: fields to replace or add."""
+    """Return a header with these entries and the correct identity. other: fields to replace or add."""
     plain = {"step": 1, "sequence": 1, "identity": "", "parent": None, "tree": None, "tensors": list(entries)}
     plain |= {"record": {}, **other}
     if "identity" not in other:
@@ -62,7 +62,7 @@ def file_of(
     compress: bool = False,
     plain_size: int | None = None,
 ) -> bytes:
-    """Returns a complete file of a header and streams, with the right checksum."""
+    """Return a complete file of a header and streams, with the correct checksum."""
     plain = plain if isinstance(plain, bytes) else to_json(plain)
     stored = zstandard.ZstdCompressor().compress(plain) if compress else plain
     preamble = struct.pack("<8sQ", MAGIC, version)
@@ -72,7 +72,7 @@ def file_of(
 
 
 def write(folder: Path, plain: dict, streams: bytes = b"", **options) -> Path:
-    """Writes the file under the name of its step in a run. Returns its path."""
+    """Write the file under the name of its step in a run. Returns its path."""
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{plain['step']:012d}.dqc"
     path.write_bytes(file_of(plain, streams, **options))

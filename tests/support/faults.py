@@ -1,6 +1,6 @@
 """Commits with lossless copies, and makes them fail or be killed at the n-th call that changes the disk.
 
-As a program: for every line of its input, a folder and n, it forks a process that is killed there, and reports it.
+As a program, it reads lines with a folder and n, and forks a process for each, which is killed at call n.
 """
 
 import os
@@ -23,7 +23,7 @@ CALLS = [(os, "replace"), (os, "unlink"), (os, "fsync"), (CheckpointWriter, "add
 
 
 def checkpoint_of(step: int, number: int, copy: bool = True) -> Checkpoint:
-    """Returns a checkpoint that holds the number of its commit. Its lossless copy holds that number plus 0.5."""
+    """Return a checkpoint that holds the number of its commit. Its lossless copy holds that number plus 0.5."""
     tensors = {"number": torch.full((3,), float(number))}
     labels = {"number": Label("exact")}
     tree, _ = flatten({"number": tensors["number"]})
@@ -33,7 +33,7 @@ def checkpoint_of(step: int, number: int, copy: bool = True) -> Checkpoint:
 
 @contextmanager
 def at_call(n: int, when: str, fault: Callable[[], None]):
-    """Calls ``fault`` before or after the n-th call. Skips fsync, because these tests simulate no power loss."""
+    """Call ``fault`` before or after the n-th call. Skips fsync, because these tests simulate no power loss."""
     count, plain = 0, [getattr(place, name) for place, name in CALLS]
     syncing = os.fsync
 

@@ -1,4 +1,4 @@
-"""Makes files and folders of other programs, also malformed ones."""
+"""Makes files and folders of other programs, valid and malformed."""
 
 import json
 import os
@@ -30,7 +30,7 @@ class Code:
 
 
 def hf_folder(folder):
-    """Writes a folder with two shards and an index. Returns the index."""
+    """Write a folder with two shards and an index. Returns the index."""
     folder.mkdir()
     save_file({"a": torch.randn(8, 8), "b": torch.randn(8)}, folder / SHARDS[0], metadata={"format": "pt"})
     save_file({"c": torch.randn(8, 4)}, folder / SHARDS[1], metadata={"format": "pt"})
@@ -40,7 +40,7 @@ def hf_folder(folder):
 
 
 def refuses(path, *reasons: str) -> None:
-    """Checks that reading raises one short sentence that names the path and the reasons."""
+    """Check that reading raises one short sentence that names the path and the reasons."""
     with pytest.raises((dq.CheckpointError, dq.StateError)) as caught:
         any_format.read(path)
     said = str(caught.value)
@@ -52,7 +52,7 @@ def refuses(path, *reasons: str) -> None:
 
 
 def with_metadata(folder, change):
-    """Copies a DCP folder with changed metadata. Returns the copy."""
+    """Copy a DCP folder with changed metadata. Returns the copy."""
     copy = folder.with_name("copy")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder, copy)

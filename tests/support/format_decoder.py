@@ -1,6 +1,6 @@
 """A second decoder of checkpoint files, written from docs/format.md alone: it shares no code with dynaquant.
 
-Here are the file and the kinds of tensors; format_streams.py and format_levels.py decode what is in their streams.
+This file reads the container and the kinds of tensors; format_streams.py and format_levels.py decode streams.
 """
 
 import json
@@ -32,16 +32,16 @@ class Tensor:
 
 
 def decode(folder, step, known=None):
-    """Returns the header of a checkpoint, and its tensors by name: dtype, shape and the bytes of the values in C order.
+    """Return the header of a checkpoint, and its tensors by name: dtype, shape and the bytes of the values in C order.
 
-    known: checkpoints that need not be decoded again, by step; those decoded now are added.
+    known: checkpoints that were decoded before, by step. New ones are added.
     """
     header, tensors = checkpoint(Path(folder), step, {} if known is None else known)
     return header, contents(tensors)
 
 
 def decode_exact(folder, step):
-    """Decodes the lossless copy beside a checkpoint. Returns the same as ``decode``."""
+    """Decode the lossless copy beside a checkpoint. Returns the same as ``decode``."""
     header, tensors = decoded(next(Path(folder).glob(f"exact-{step:012}-*.dqc")), step)
     check(header["parent"] is None, "a keyframe")
     beside = decode(folder, step)[0]
@@ -62,7 +62,7 @@ def checkpoint(folder, step, known):
 
 
 def decoded(path, step, checkpoint_of=None):
-    """Returns the header and the tensors of a file. checkpoint_of: returns the same for the step of the parent."""
+    """Return the header and the tensors of a file. checkpoint_of: returns the same for the step of the parent."""
     header, streams, kinds = layout(path.read_bytes())
     check(header["step"] == step, "step")
     parents = {}
@@ -123,7 +123,7 @@ def identity(header):
 
 
 def layout(file):
-    """Returns the header of a file, the streams of its tensors, and the kinds of coding that its version has."""
+    """Return the header of a file, the streams of its tensors, and the kinds of coding that its version has."""
     check(len(file) >= 56, "at least 56 bytes")
     check(file[:8] == MAGIC == file[-8:], "magic")
     (version,) = struct.unpack("<Q", file[8:16])
@@ -144,7 +144,7 @@ def layout(file):
 
 
 def tensor_of(entry, stream, parent, tensor_named):
-    """Decodes a tensor. parent: the tensor of that name in the parent. tensor_named: returns one of this checkpoint."""
+    """Decode a tensor. parent: the tensor of that name in the parent. tensor_named: returns one of this checkpoint."""
     dtype, shape, coding = entry["dtype"], entry["shape"], entry["coding"]
     elements = math.prod(shape)
     kind = coding["kind"]
@@ -201,7 +201,7 @@ def stands_alone(coding):
 
 
 def part(coding, stream, elements, dtype, parent):
-    """Returns the levels of a part, and its values as float32, which ``dtype`` can represent exactly."""
+    """Return the levels of a part, and its values as float32, which ``dtype`` can represent exactly."""
     check(len(stream) == coding["size"], "a part within its stream")
     kind, bins, needs_parent = coding["codebook"], coding["bins"], coding["needs_parent"]
     check(not needs_parent or parent is not None, "a parent with the same part")
@@ -213,7 +213,7 @@ def part(coding, stream, elements, dtype, parent):
 
 
 def values_before(stream, centres, protected, protected_size):
-    """Returns centres as float32, protected values (outliers) as 16 bits, and the rest of the stream: the levels."""
+    """Return centres as float32, protected values (outliers) as 16 bits, and the rest of the stream: the levels."""
     check(centres <= 254, "at most 254 bins")
     middle, end = 4 * centres, 4 * centres + protected_size
     check(end <= len(stream), "values within their stream")
@@ -222,7 +222,7 @@ def values_before(stream, centres, protected, protected_size):
 
 
 def values_of(levels, protected, dtype):
-    """Returns the values of a quantized tensor, as float32."""
+    """Return the values of a quantized tensor, as float32."""
     levels, codebook = levels.levels, levels.codebook
     check(codebook.bins <= 254, "at most 254 bins")
     check(np.count_nonzero(levels == 1) == len(protected), "the number of protected values")
@@ -233,7 +233,7 @@ def values_of(levels, protected, dtype):
 
 
 def element_size(dtype):
-    """Returns bytes per element. A dtype's name ends in its bits or, as in float8_e5m2, has them before the variant."""
+    """Return bytes per element. The number in a dtype's name is its bits, as in float16 and float8_e5m2."""
     return 1 if dtype == "bool" else max(1, int(re.search(r"\d+", dtype)[0]) // 8)
 
 
@@ -242,21 +242,21 @@ def floats_of(tensor):
 
 
 def floats(values, dtype):
-    """Returns values as float32. A bfloat16 is the upper half of a float32."""
+    """Return values as float32. A bfloat16 is the upper half of a float32."""
     if dtype == "bfloat16":
         return (np.frombuffer(values, "<u2").astype("<u4") << 16).view("<f4")
     return np.frombuffer(values, {"float16": "<f2", "float32": "<f4", "float64": "<f8"}[dtype]).astype("<f4")
 
 
 def finite(values, dtype):
-    """Does the same as ``rounded``, but for values beyond the largest number of a 16-bit dtype."""
+    """Do the same as ``rounded``, but for values beyond the largest number of a 16-bit dtype."""
     if dtype in LARGEST:
         values = np.clip(values, -LARGEST[dtype], LARGEST[dtype])
     return rounded(values, dtype)
 
 
 def rounded(values, dtype):
-    """Returns the bytes of float32 values in another dtype, rounded to nearest, ties to even."""
+    """Return the bytes of float32 values in another dtype, rounded to nearest, ties to even."""
     if dtype != "bfloat16":
         return values.astype({"float16": "<f2", "float32": "<f4", "float64": "<f8"}[dtype]).tobytes()
     bits = values.view("<u4").astype(np.uint64)

@@ -21,7 +21,7 @@ class Codebook:
     centres: np.ndarray | None = None
 
     def values(self):
-        """Returns the values of all bins, as float32."""
+        """Return the values of all bins, as float32."""
         if self.kind == "centres":
             return self.centres
         if self.kind == "grid":
@@ -30,7 +30,7 @@ class Codebook:
         return np.array([rung((self.first + i) * self.pace) for i in range(self.bins)], "<f4")
 
     def positions(self):
-        """Returns the positions of all levels, as float64."""
+        """Return the positions of all levels, as float64."""
         if self.kind == "log_grid":
             below = self.first * self.pace - 1
             return np.array([below, below, *((self.first + i) * self.pace for i in range(self.bins))], "f8")
@@ -39,14 +39,14 @@ class Codebook:
 
 @dataclass
 class Levels:
-    """What a part is conditioned on: the levels of all elements, and their codebook."""
+    """Levels of all elements and their codebook, on which a part is conditioned."""
 
     levels: np.ndarray
     codebook: Codebook
 
 
 def rung(k):
-    """Returns 2^(k/4) as float32."""
+    """Return 2^(k/4) as float32."""
     return np.ldexp(np.float32(2 ** (k % 4 / 4)), k // 4)
 
 
@@ -60,7 +60,7 @@ def positions_at(values):
 
 
 def coded_levels(stream, arrangement, elements, bins, parent):
-    """Returns the levels of a tensor of the published method. parent: the Levels of its parent, if it has any."""
+    """Return the levels of a tensor of the published method. parent: the Levels of its parent, if it has any."""
     check(arrangement in ("alone", "delta", "rearranged"), "a known arrangement")
     modulus, groups, source = 2 + bins, 1, np.zeros(elements, np.int64)
     if arrangement != "alone":
@@ -95,7 +95,7 @@ def coded_levels(stream, arrangement, elements, bins, parent):
 
 
 def huffman_table(bits, symbols):
-    """Returns (symbol, length of its code) for every value of the next 12 bits."""
+    """Return (symbol, length of its code) for every value of the next 12 bits."""
     lengths = []
     while len(lengths) < symbols:
         lengths.append(bits.number(4))
@@ -132,7 +132,7 @@ def coded_group(bits, table, modulus, elements):
 
 
 def conditional_levels(stream, elements, codebook, parent):
-    """Returns the levels of a part. parent: the Levels that it is conditioned on, or None."""
+    """Return the levels of a part. parent: the Levels that it is conditioned on, or None."""
     sizes, at = block_sizes(stream, 0, elements, CONDITIONAL_BLOCK)
     check(at + sum(sizes) <= len(stream), "the sizes of blocks")
     begin = len(stream) - sum(sizes)
@@ -183,7 +183,7 @@ def conditional_levels(stream, elements, codebook, parent):
 
 
 def symbols_of(positions, position, protected_first):
-    """Returns the levels that the symbols stand for, given the position of the level in the parent."""
+    """Return the level of each symbol. position: the position of the parent's level."""
     numbers = np.arange(len(positions))
     last = numbers != 1 if protected_first else numbers == 1
     return np.lexsort((numbers, np.abs(positions), np.abs(positions - position), last))

@@ -31,7 +31,7 @@ class Bits:
         return number
 
     def zeros(self, begun, length):
-        """How many zeros a 4-bit count says there are, when one stands at ``begun`` and there are ``length`` places."""
+        """Return the length of a run of zeros, from 4 bits. begun: index of the first zero. length: of the list."""
         count = 1 + self.number(4)
         check(begun + count <= length, "zeros within their list")
         return count
@@ -42,7 +42,7 @@ class Bits:
         return symbol
 
     def end(self):
-        """Returns where the next whole byte begins."""
+        """Return where the next whole byte begins."""
         end = -(-self.at // 8)
         check(end <= len(self.stream), "a bit stream within its bytes")
         check(self.peek(-self.at % 8) == 0, "zeros at the end of a bit stream")
@@ -53,7 +53,7 @@ class Bits:
 
 
 def frame(stored, size):
-    """Returns the content of one zstd frame, which must have the expected size."""
+    """Return the content of one zstd frame, which must have the expected size."""
     check(zstandard.frame_content_size(stored) == size, "the size of a zstd frame's content")
     return zstandard.ZstdDecompressor().decompress(stored, allow_extra_data=False)
 
@@ -70,24 +70,24 @@ def byte_planes(stream, bytes_each, elements):
 
 
 def block_sizes(stream, at, elements, block):
-    """Returns the sizes of all blocks, and where they end."""
+    """Return the sizes of all blocks, and where they end."""
     blocks = -(-elements // block)
     return struct.unpack_from(f"<{blocks}I", stream, at), at + 4 * blocks
 
 
 def slots_of(frequencies, total_bits):
-    """Returns (symbol, its frequency, position within it) for every slot of a table."""
+    """Return (symbol, its frequency, position within it) for every slot of a table."""
     check(sum(frequencies) in (0, 1 << total_bits), "the sum of frequencies")
     return [(symbol, f, place) for symbol, f in enumerate(frequencies) for place in range(f)]
 
 
 def rans(stream, elements, states, lowest_bits, total_bits, slots):
-    """Returns the symbols, and where their words end. slots(i, symbols): those of element i, given all before it."""
+    """Return the symbols, and where their words end. slots(i, symbols): slots of element i, from all symbols before."""
     lowest, mask = 1 << lowest_bits, (1 << total_bits) - 1
     y = list(struct.unpack_from(f"<{states}I", stream))
     check(all(lowest <= state < lowest << 16 for state in y), "states in their range")
     words = memoryview(stream)[4 * states :]
-    words = words[: len(words) // 2 * 2].cast("H")  # a test for little-endian machines
+    words = words[: len(words) // 2 * 2].cast("H")  # assumes a little-endian machine
     symbols, at = [], 0
     for i in range(elements):
         state = y[i % states]
@@ -103,7 +103,7 @@ def rans(stream, elements, states, lowest_bits, total_bits, slots):
 
 
 def exact_values(stream, element_size, elements, needs_parent, parent):
-    """Returns the bytes of a tensor. parent: the bytes of its parent, if there is one."""
+    """Return the bytes of a tensor. parent: the bytes of its parent, if there is one."""
     size = next(size for size in (8, 4, 2, 1) if element_size % size == 0)
     count, dtype = elements * element_size // size, f"<u{size}"
     check(stream[0] == needs_parent, "whether the parent is needed")
@@ -123,7 +123,7 @@ def exact_values(stream, element_size, elements, needs_parent, parent):
 
 
 def exact_block(stream, elements, width, parent):
-    """Returns the elements as u8, and whether the block holds differences."""
+    """Return the elements as u8, and whether the block holds differences."""
     differences, at, classes = stream[0], 1, None
     check(differences in (0, 1), "values or differences")
     if differences:
@@ -155,7 +155,7 @@ def exact_block(stream, elements, width, parent):
 
 
 def exact_plane(stream, elements, classes):
-    """Returns the bytes of a plane, and its size in the stream. classes: from the parent, in a block of differences."""
+    """Return the bytes of a plane, and its size in the stream. classes: from the parent, in a block of differences."""
     how, at = stream[0], 1
     check(how < 5, "a known kind of plane")
     if how == 0:

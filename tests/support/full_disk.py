@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def files_of_at_most(size: int):
-    """Makes the kernel refuse to let a file grow beyond ``size`` bytes (EFBIG)."""
+    """Make the kernel refuse to let a file grow beyond ``size`` bytes (EFBIG)."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

@@ -24,7 +24,7 @@ from dynaquant.report import page  # noqa: F401
 
 SECONDS = 60
 MEMORY = 3 << 30
-"""Bytes of address space that the readers may use beyond what the process uses before."""
+"""Bytes of address space that the readers may use in addition."""
 
 
 class TooLongError(BaseException):
@@ -36,7 +36,7 @@ def too_long(*_: object) -> None:
 
 
 def readers(run: str, out: Path) -> dict[str, list[str]]:
-    """Returns the commands by name."""
+    """Return the commands by name."""
     step = ["1"] if os.path.isdir(run) else []
     return {
         "log": ["log", run],
@@ -57,7 +57,7 @@ def readers(run: str, out: Path) -> dict[str, list[str]]:
 
 
 def command(arguments: list[str]) -> dict:
-    """Runs a command. Returns its exit code and output, or its traceback."""
+    """Run a command. Returns its exit code and output, or its traceback."""
     sys.argv = ["dynaquant", *arguments]
     said, failed = io.StringIO(), io.StringIO()
     code, trace = 0, None
@@ -72,7 +72,7 @@ def command(arguments: list[str]) -> dict:
 
 
 def call(function, *arguments, **options) -> dict:
-    """Calls a function. Returns its error in the form of a command's outcome."""
+    """Call a function. Returns its error in the form of a command's outcome."""
     try:
         function(*arguments, **options)
     except dq.DynaquantError as error:
@@ -95,7 +95,7 @@ def timed(function, *arguments, **options) -> dict:
 def main() -> None:
     signal.signal(signal.SIGALRM, too_long)
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # of PyTorch, about experimental dtypes
+    warnings.simplefilter("ignore")  # PyTorch warns about experimental dtypes
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

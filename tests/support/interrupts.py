@@ -1,4 +1,4 @@
-"""Raises KeyboardInterrupt at chosen points, where Python could run a signal handler."""
+"""Raises KeyboardInterrupt at chosen points at which Python could run a signal handler."""
 
 import sys
 from collections.abc import Callable
@@ -10,7 +10,7 @@ PACKAGE = str(Path(dynaquant.__file__).parent)
 
 
 def interrupted(action: Callable[[], object], point: int, everywhere: bool = False) -> bool:
-    """Runs the action and raises KeyboardInterrupt at its n-th point, counted from 0. Returns whether it got there.
+    """Run the action, and raise KeyboardInterrupt at the given point, counted from 0. Returns whether it was reached.
 
     Points are the starts of functions and the returns of built-in functions in this thread. CPython checks for signals
     there, and in loops, which are not counted. everywhere: count points in all code, not only in the package.
@@ -36,7 +36,7 @@ def interrupted(action: Callable[[], object], point: int, everywhere: bool = Fal
 
 
 def points(action: Callable[[], object], everywhere: bool = False) -> int:
-    """Returns how many points the action has."""
+    """Return how many points the action has."""
     count = 0
 
     def profile(frame, event, _argument) -> None:

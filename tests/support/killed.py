@@ -1,4 +1,4 @@
-"""A training to be killed. For every line of its input, forks a process that saves without end and reports it."""
+"""A training to be killed. For every line of input, it forks a process that saves in a loop and reports each save."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ OPTIONS = {
 
 
 def build(folder: str, method: str) -> tuple[nn.Module, dq.Checkpointer]:
-    """Returns a model of 51,200 weights, whose bias will hold the step, and a Checkpointer of it."""
+    """Return a model of 51,200 weights, and a Checkpointer for it. The training stores the step in the bias."""
     model = nn.Linear(256, 200)
     return model, dq.Checkpointer(folder, model, keep_last=3, keyframe_every=3, **OPTIONS[method])
 

@@ -13,7 +13,7 @@ METRICS: tuple[Metric, ...] = ("magnitude", "sensitivity")
 
 
 class Landscape:
-    """Random degradations that fall and sizes that rise along every axis. One metric is better than the other.
+    """Random degradations and sizes. Along every axis, degradation falls and size rises. One metric is better.
 
     noise: relative standard deviation of each degradation. ``rounds`` keeps what was scored.
     """
@@ -31,7 +31,7 @@ class Landscape:
         self.rounds: list[list[Candidate]] = []
 
     def _axis(self, length: int, skew: int = 1) -> list[float]:
-        """Returns rising values along an axis with a random weight."""
+        """Return rising values along an axis with a random weight."""
         weight = self._draw.random()
         return sorted(weight * self._draw.random() ** skew for _ in range(length))
 
@@ -43,14 +43,14 @@ class Landscape:
                 self.degradations[Candidate(metric, point)] = self._factors[metric] * loss * error
 
     def drift(self) -> None:
-        """Changes degradations as training does: every axis matters a little more or less, on average more."""
+        """Change degradations as training does: every axis matters a little more or less, on average more."""
         self._losses = [[loss * math.exp(self._draw.gauss(0.02, 0.04)) for loss in axis] for axis in self._losses]
         self._losses = [sorted(axis, reverse=True) for axis in self._losses]
         self._factors["sensitivity"] *= math.exp(self._draw.gauss(0, 0.05))
         self._refresh()
 
     def quantile(self, fraction: float) -> float:
-        """Returns the degradation that this fraction of the candidates stays below."""
+        """Return the degradation that this fraction of the candidates stays below."""
         return sorted(self.degradations.values())[int(len(self.degradations) * fraction)]
 
     def size(self, candidate: Candidate) -> float:
@@ -68,6 +68,6 @@ class Landscape:
         return self.degradations[candidate] <= self.limit
 
     def smallest_good(self, among: Iterable[Candidate] | None = None) -> float | None:
-        """Returns the smallest size of all candidates that are good enough, by brute force."""
+        """Return the smallest size of all candidates that are good enough, by brute force."""
         candidates = self.degradations if among is None else among
         return min((self.size(candidate) for candidate in candidates if self.is_good(candidate)), default=None)

@@ -110,7 +110,7 @@ MANNERS = [
 
 
 def make(folder):
-    """A training that is saved with one set of options after the other."""
+    """Train, and save with each set of options in turn."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     commit.MIN_FROZEN_BYTES = 0  # a golden file is small
@@ -119,7 +119,7 @@ def make(folder):
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, max(STEPS))
     masters = Masters(model.bfloat16_layer.weight)
     objects = {"scheduler": scheduler, "order": np.random.default_rng(0), "extra": Extra(), "masters": masters}
-    objects["of_masters"] = torch.optim.SGD(masters.copies)  # what an optimizer works on may be master weights
+    objects["of_masters"] = torch.optim.SGD(masters.copies)  # parameters of an optimizer may be master weights
     model.slow[0, :2] = torch.tensor([300.0, -700.0])  # far outside every grid
     step = 0
     for manner in MANNERS:
@@ -147,7 +147,7 @@ def make(folder):
 
 
 def summary(header, tensors):
-    """Returns what a decoder must find: the identity, and the hash of every tensor's dtype, shape and values."""
+    """Return the expected result of a decoder: the identity, and a hash of every tensor's dtype, shape and values."""
     hashes = {
         name: blake3(f"{dtype}{shape}".encode() + values).hexdigest()
         for name, (dtype, shape, values) in tensors.items()
@@ -158,5 +158,5 @@ def summary(header, tensors):
 if __name__ == "__main__":
     folder = Path(__file__).parents[1] / "golden" / sys.argv[1]
     if folder.exists():
-        sys.exit(f"{folder} is there, and must stay as it is")
+        sys.exit(f"{folder} exists already; golden files are never made again")
     make(folder)

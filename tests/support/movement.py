@@ -4,7 +4,7 @@ from torch import nn
 
 
 class Movement:
-    """Is 1 for the weights in training, and higher, which is worse, for all others.
+    """A metric: 1 for the weights in training, and higher (worse) for all others.
 
     The degradation is ``strictness`` times the squared error of the weights, relative to their squares. ``calls``
     counts evaluations.
@@ -16,11 +16,11 @@ class Movement:
         self.remember()
 
     def remember(self) -> None:
-        """Takes the current weights as those in training."""
+        """Use the current weights as those in training."""
         self.weights = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
     def moved(self, model: nn.Module) -> float:
-        """Returns the squared error of the weights, relative to their squares."""
+        """Return the squared error of the weights, relative to their squares."""
         pairs = [(p - self.weights[name], self.weights[name]) for name, p in model.named_parameters()]
         squares = [(error.double().square().sum(), w.double().square().sum()) for error, w in pairs]
         return float(sum(error for error, _ in squares) / sum(w for _, w in squares))

@@ -7,11 +7,11 @@ from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.stored import PROTECTED
 
 FAR = 127.0
-"""Values more than this many steps from zero are protected."""
+"""Values more than this many grid steps from zero are outliers."""
 
 
 def assert_near(tensor, quantized, rung):
-    """Assert errors of at most half a step; beyond 127 steps from zero, those of 16 bits. In the tensor's dtype."""
+    """Assert errors of at most half a grid step, and for outliers those of 16 bits, in the tensor's dtype."""
     found = dequantize(quantized)
     assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
     exact, restored = tensor.detach().double().reshape(-1), found.double().reshape(-1)

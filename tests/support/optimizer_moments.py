@@ -17,7 +17,7 @@ def numbers(tensor):
 
 
 def second_effect(second, stored):
-    """The root mean square of ``sqrt(v / v̂) - 1`` over the elements that are not zero."""
+    """Return the root mean square of ``sqrt(v / v̂) - 1`` over the elements that are not zero."""
     v, decoded = numbers(second), numbers(dequantize(stored))
     moved = v > 0
     with np.errstate(divide="ignore"):
@@ -25,14 +25,14 @@ def second_effect(second, stored):
 
 
 def first_effect(first, second, restored_first, restored_second):
-    """The relative error of the next update."""
+    """Return the relative error of the next update."""
     wanted = numbers(first) / (np.sqrt(numbers(second)) + EPSILON)
     found = numbers(restored_first) / (np.sqrt(numbers(restored_second)) + EPSILON)
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
 def moments(shape=(48, 40), seed=0, spread=1.5):
-    """A first and a second moment like those of Adam: rows and columns differ much, single elements a little."""
+    """Return a first and a second moment like Adam's: rows and columns differ much, single elements a little."""
     random = np.random.default_rng(seed)
     rows, columns = random.normal(0, spread, shape[:1]), random.normal(0, spread, math.prod(shape[1:]))
     v = 1e-6 * np.exp(rows[:, None] + columns + random.normal(0, 0.3, (len(rows), len(columns))))

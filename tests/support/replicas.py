@@ -1,4 +1,4 @@
-"""Replicas of a data-parallel training, for torchrun. They save, fail and restore, and write what happened as JSON.
+"""Replicas of a data-parallel training, for torchrun. They save, fail and restore, and write the results as JSON.
 
 Usage: torchrun … replicas.py {two,four,metrics} FOLDER
 """
@@ -46,7 +46,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def plain(model: nn.Module) -> dict[str, list]:
-    """Returns the weights as JSON values. Floats keep every bit."""
+    """Return the weights as JSON values. Floats keep every bit."""
     return {name: w.tolist() for name, w in weights_of(model).items()}
 
 
@@ -89,7 +89,7 @@ class Replica:
             self.optimizer.step()
 
     def save(self, ckpt: dq.Checkpointer, step: int) -> dict:
-        """Saves, and returns the record or the error of this rank."""
+        """Save. Returns the record or the error of this rank."""
         self.calls = 0
         self.metric.remember()
         before = sorted(path.name for path in ckpt._run.folder.iterdir())
@@ -105,11 +105,11 @@ class Replica:
         return {"record": record.to_json(), "file": file, "calls": self.calls, "weights": plain(self.model)}
 
     def draws(self) -> dict:
-        """Draws random numbers."""
+        """Draw random numbers."""
         return {"torch": torch.rand(4).tolist(), "generator": torch.rand(4, generator=self.generator).tolist()}
 
     def spoil(self) -> None:
-        """Overwrites weights and random number generators."""
+        """Overwrite weights and random number generators."""
         torch.manual_seed(300 + self.rank)
         self.generator.manual_seed(400 + self.rank)
         with torch.no_grad():
@@ -122,7 +122,7 @@ class Replica:
 
 
 def two(folder: Path) -> dict:
-    """Saves four times, fails twice on rank 1 (on the weights in training, on a candidate), saves again, restores."""
+    """Save four times, fail twice on rank 1 (on the weights in training, on a candidate), save again, restore."""
     replica = Replica()
     run = folder / "run"
     with replica.checkpointer(run) as ckpt:
@@ -151,7 +151,7 @@ def two(folder: Path) -> dict:
 
 
 def saves_after_a_restore(replica: Replica, run: Path, copy: Path) -> list[dict]:
-    """Restores, and saves twice after training so little that the levels of before would undo it."""
+    """Restore, and save twice after so little training that the old levels would undo it."""
     if replica.rank == 0:
         shutil.copytree(run, copy)
     dist.barrier()
@@ -167,7 +167,7 @@ def saves_after_a_restore(replica: Replica, run: Path, copy: Path) -> list[dict]
 
 
 def saves_on_the_grid(replica: Replica, folder: Path) -> list[dict]:
-    """Saves three times by the default method, restores, and saves twice after training little."""
+    """Save three times by the default method, restore, and save twice after little training."""
     for group in replica.optimizer.param_groups:
         group["lr"] = 1e-2
     saves = []
@@ -183,7 +183,7 @@ def saves_on_the_grid(replica: Replica, folder: Path) -> list[dict]:
 
 
 def metrics(folder: Path) -> dict:
-    """Saves with metrics that communicate at every call, at late calls, only to rank 0, or never; and saves once while
+    """Save with metrics that communicate at every call, at late calls, only to rank 0, or never. Then save once while
     memory runs out on rank 1."""
     replica = Replica()
     rank, generator = replica.rank, replica.generator
@@ -220,7 +220,7 @@ def metrics(folder: Path) -> dict:
 
 
 def ways() -> dict[str, Callable[[nn.Module], object]]:
-    """Returns functions that communicate in different ways, and one that does not."""
+    """Return functions that communicate in different ways, and one that does not."""
     ones, group = torch.ones(2), dist.new_group(backend="gloo")
     alone = [dist.new_group([rank], backend="gloo") for rank in range(2)][dist.get_rank()]
     wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
@@ -260,7 +260,7 @@ def seen(way: Callable[[nn.Module], object]) -> bool:
 
 
 def four(folder: Path) -> dict:
-    """Restores a run of two ranks, starts another one, and lets ``evaluate`` fail on rank 2 without catching it."""
+    """Restore a run of two ranks, start another one, and let ``evaluate`` fail on rank 2 without catching it."""
     replica = Replica()
     with replica.checkpointer(folder / "run") as ckpt:
         replica.spoil()

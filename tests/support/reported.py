@@ -1,4 +1,4 @@
-"""A small training with everything that a report shows: a metric, searches, keyframes, a restore."""
+"""A small training with everything that a report can show: a metric, searches, keyframes, a restore."""
 
 import os
 from pathlib import Path

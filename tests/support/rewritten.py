@@ -1,4 +1,4 @@
-"""Rewrites the record in a real checkpoint file, with right checksums."""
+"""Rewrites the record in a real checkpoint file, with correct checksums."""
 
 import json
 import struct
@@ -11,7 +11,7 @@ PREAMBLE, TRAILER = 16, 40
 
 
 def with_record(path: Path, **changes) -> None:
-    """Replaces fields in the record of a checkpoint file. Removes those whose value is ``...``."""
+    """Replace fields in the record of a checkpoint file. Removes those whose value is ``...``."""
     content = path.read_bytes()
     stored_size, size = struct.unpack("<QQ", content[-TRAILER:][:16])
     streams, stored = content[PREAMBLE : -TRAILER - stored_size], content[-TRAILER - stored_size : -TRAILER]

@@ -1,4 +1,4 @@
-"""Trainings whose checkpoints are searched for, and metrics with noise."""
+"""Trainings whose saves search for a configuration, and noisy metrics."""
 
 import random
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def loss(model: nn.Module) -> float:
 
 
 def run(folder, evaluate, saves: int, steps: int = 5, **options) -> list[dq.Record]:
-    """Trains and saves every few steps. Returns the records."""
+    """Train, and save every few steps. Returns the records."""
     model, optimizer = training_of()
     if isinstance(evaluate, int | float):
         evaluate = Movement(model, evaluate)
@@ -51,6 +51,6 @@ def run(folder, evaluate, saves: int, steps: int = 5, **options) -> list[dq.Reco
 
 
 def gauss(sigma: float, value: float = 2.0, seed: int = 0) -> Callable[[], float]:
-    """Returns a metric with Gaussian noise. sigma: relative standard deviation."""
+    """Return a metric with Gaussian noise. sigma: relative standard deviation."""
     draw = random.Random(seed)
     return lambda: value * (1 + sigma * draw.gauss(0, 1))

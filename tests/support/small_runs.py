@@ -35,7 +35,7 @@ def loss_of(model: nn.Module) -> float:
 
 
 def saved(folder, steps, seed=0, **options) -> list[dict]:
-    """Trains and saves; what ``load`` must return for every step, taken from the files as they were written."""
+    """Train and save. Returns the state of every step as the undamaged files hold it."""
     model, optimizer = training_of(seed)
     states = []
     with dq.Checkpointer(folder, model, optimizer, **options) as ckpt:
@@ -47,7 +47,7 @@ def saved(folder, steps, seed=0, **options) -> list[dict]:
 
 
 def damage(path) -> None:
-    """Flips a bit at the end of the stream of the first tensor, in its coded levels."""
+    """Flip a bit at the end of the stream of the first tensor, in its coded levels."""
     content = bytearray(path.read_bytes())
     content[16 + CheckpointFile(path).header.entries[0].size - 20] ^= 1
     path.write_bytes(content)

@@ -1,6 +1,6 @@
-"""What a process of its own sees of the threads of the native core: ``threaded.py MODULE FUNCTION`` prints JSON.
+"""Observes the threads of the native core in a separate process: ``threaded.py MODULE FUNCTION`` prints JSON.
 
-The core reads its environment once, and threads that it has started stay; so every test has a process of its own.
+The core reads its environment once and keeps its threads, so every test needs a new process.
 """
 
 import importlib.util
@@ -24,8 +24,8 @@ def load(path):
     return native
 
 
-def comes_back(native):
-    """Whether values are the same after being coded and decoded."""
+def round_trip_works(native):
+    """Whether values are unchanged after coding and decoding."""
     out = np.zeros_like(VALUES)
     native.decode_lossless(native.encode_lossless(VALUES, NOTHING, 1), NOTHING, 1, out)
     return bool((out == VALUES).all())
@@ -40,16 +40,16 @@ def limit(native):
 
 
 def kept(native):
-    """The threads beside this one after each of several calls."""
+    """Return the threads other than this one after each of several calls."""
     before = tasks()
-    return [(comes_back(native), sorted(tasks() - before)) for _ in range(5)]
+    return [(round_trip_works(native), sorted(tasks() - before)) for _ in range(5)]
 
 
 def together(native):
-    """Several threads call at a time: what they got, and how many threads there are beside them."""
+    """Call from several threads at once. Returns their results, and the number of other threads."""
     before = tasks()
     right = []
-    callers = [Thread(target=lambda: right.extend(comes_back(native) for _ in range(5))) for _ in range(4)]
+    callers = [Thread(target=lambda: right.extend(round_trip_works(native) for _ in range(5))) for _ in range(4)]
     for caller in callers:
         caller.start()
     for caller in callers:
@@ -61,7 +61,7 @@ def together(native):
 
 
 def failing(native):
-    """A level that is too high in one block of many, again and again; then whether anything is left of that."""
+    """Encode an invalid level repeatedly. Returns the errors, and whether later calls still work."""
     levels = np.zeros_like(VALUES)
     levels[20 * 65_536] = 5
     messages = set()
@@ -70,45 +70,45 @@ def failing(native):
             native.encode_levels(levels, NOTHING, 3, 1, True)
         except ValueError as error:
             messages.add(str(error))
-    return sorted(messages), comes_back(native)
+    return sorted(messages), round_trip_works(native)
 
 
 def narrowed(native):
-    """Whether the threads follow the caller to the one processor that it has kept for itself."""
+    """Whether the threads follow the caller when it restricts itself to one processor."""
     before = tasks()
-    comes_back(native)
+    round_trip_works(native)
     only = {min(os.sched_getaffinity(0))}
     os.sched_setaffinity(0, only)
     deadline = time.monotonic() + 30
     while any(os.sched_getaffinity(task) != only for task in tasks() - before):
         if time.monotonic() > deadline:
             return False
-        comes_back(native)
+        round_trip_works(native)
     return True
 
 
 def fork(native):
-    """The exit status of a forked child that calls the core."""
+    """Return the exit status of a forked child that calls the core."""
     child = os.fork()
     if child == 0:
-        signal.alarm(60)  # rather than to hang
-        os._exit(0 if comes_back(native) else 1)
+        signal.alarm(60)  # ends the child instead of hanging
+        os._exit(0 if round_trip_works(native) else 1)
     return os.waitpid(child, 0)[1]
 
 
 def forked(native):
-    """Children forked from a process whose threads wait for work."""
-    comes_back(native)
+    """Fork children while the threads wait for work."""
+    round_trip_works(native)
     return [fork(native) for _ in range(3)]
 
 
 def forked_at_work(native):
-    """Children forked while other threads call."""
+    """Fork children while other threads call the core."""
     stop = Event()
 
     def call():
         while not stop.is_set():
-            comes_back(native)
+            round_trip_works(native)
 
     callers = [Thread(target=call) for _ in range(2)]
     for caller in callers:

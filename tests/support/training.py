@@ -18,7 +18,7 @@ def model_of(width: int = 24) -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
-    """Steps on random tokens, drawn from the global generator."""
+    """Train on random tokens, drawn from the global generator."""
     model.train()
     for _ in range(steps):
         tokens = torch.randint(0, 40, (8,))
@@ -28,7 +28,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) ->
 
 
 def named_state(optimizer: torch.optim.Optimizer, **modules: nn.Module) -> dict:
-    """An optimizer's state with the names of its parameters for their numbers, as a checkpoint has it."""
+    """Return an optimizer's state with parameter names instead of numbers, as in a checkpoint."""
     name_of = {id(p): f"{module}.{name}" for module, of in modules.items() for name, p in of.named_parameters()}
     names = [name_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
     state = optimizer.state_dict()
@@ -39,7 +39,7 @@ def named_state(optimizer: torch.optim.Optimizer, **modules: nn.Module) -> dict:
 
 
 def bits(value):
-    """A state as plain values that are equal exactly when the states are: tensors by type, shape and bytes."""
+    """Return a state as plain values that are equal if and only if the states are: tensors as type, shape and bytes."""
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         return ("tensor", str(value.dtype), tuple(value.shape), flat.view(torch.uint8).numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Replicas of a training that wraps its model in another way after every restart, for torchrun.
+"""Replicas of a training that wraps its model differently after every restart, for torchrun.
 
 Usage: torchrun … wrapped_replicas.py FOLDER
 """
@@ -47,7 +47,7 @@ class Position:
 
 
 def state_after_a_failed_restore(folder: Path) -> tuple[int, bool]:
-    """Restores with a failure on rank 1. Returns the position of the extra, and whether the model is unchanged."""
+    """Restore while an extra fails on rank 1. Returns the position of the extra, and whether the model is unchanged."""
     model, position = DistributedDataParallel(model_of()), Position()
     with dq.Checkpointer(folder, model, extras={"position": position}, quality="lossless") as ckpt:
         ckpt.save(1).result()

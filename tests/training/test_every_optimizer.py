@@ -23,7 +23,7 @@ STEPS = 12
 
 
 class ByParameter(torch.optim.Optimizer):
-    """Updates every parameter that has a gradient, whatever the others do."""
+    """Updates each parameter that has a gradient, independently of the others."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -48,7 +48,7 @@ class Lion(ByParameter):
 
 
 class Adam8Bit(ByParameter):
-    """Moments as bytes with a scale for each tensor, under the names that other optimizers have for them."""
+    """Stores moments as bytes with one scale per tensor, under the usual names of moments."""
 
     def __init__(self, parameters, lr=1e-3):
         super().__init__(parameters, {"lr": lr})
@@ -86,7 +86,7 @@ class MasterAdam(ByParameter):
 
 ADAM = {"exp_avg", "exp_avg_sq"}
 UNKNOWN_UPDATE = {"Adamax", "Lion"}
-"""Optimizers with first moments alone, which are not the update itself: a preset may keep these exact."""
+"""Optimizers with only first moments, which are not the update itself. A preset may store these exactly."""
 optim = torch.optim
 OPTIMIZERS = {
     "AdamW": (lambda p: optim.AdamW(p, 1e-3), ADAM),
@@ -117,7 +117,7 @@ OPTIMIZERS = {
 
 
 def fresh(name):
-    """A model and its optimizer, as at the beginning of a training."""
+    """Return a new model and its optimizer."""
     torch.manual_seed(3)
     model = model_of().to(torch.bfloat16 if name == "Adam of bfloat16" else torch.float32)
     if name == "Muon" and not hasattr(optim, "Muon"):
@@ -127,7 +127,7 @@ def fresh(name):
 
 
 def trained(model, optimizer, steps):
-    """Trains on tokens drawn from the global generator. Returns the losses."""
+    """Train on tokens drawn from the global generator. Returns the losses."""
     losses = []
     model.train()
     for _ in range(steps):
@@ -152,7 +152,7 @@ def after_steps(name, steps=STEPS):
 
 
 def state_of(model, optimizer):
-    """Tensors and labels of a whole state, as a Checkpointer has them."""
+    """Return the tensors and labels of a whole state, as a Checkpointer collects them."""
     objects = {"model": model, "optimizer": optimizer}
     tensors = flatten(collect(objects))[1]
     return tensors, labels(tensors, objects, vectors=True)
@@ -204,7 +204,7 @@ def test_first_moments_are_stored_relative_to_the_second_moments_that_divide_the
 
 
 def next_update(parameter, optimizer, gradient):
-    """Returns what one step of the optimizer adds to its only parameter."""
+    """Return what one step of the optimizer adds to its only parameter."""
     before = parameter.detach().clone()
     parameter.grad = gradient.clone()
     optimizer.step()
@@ -217,7 +217,7 @@ NOT_JUDGED = {"Muon", "Adam capturable"}
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in NOT_JUDGED])
 @pytest.mark.parametrize("gradient_size", [0.0, 1.0])
-def test_the_next_update_of_weights_of_different_gradients_is_within_the_tolerance(name, gradient_size):
+def test_the_next_update_is_within_the_tolerance_even_if_gradients_differ_in_size(name, gradient_size):
     torch.manual_seed(5)
     sizes, mean = torch.randn(48, 64).mul(2).exp(), torch.randn(48, 64) * 0.3
     model = nn.ParameterList([torch.randn(48, 64) * 0.1])
@@ -239,7 +239,7 @@ def test_the_next_update_of_weights_of_different_gradients_is_within_the_toleran
     assert relative_error(wanted, found) <= (first_tolerance if firsts else second_tolerance)
 
 
-def test_matrices_of_second_moments_become_rank_one_products_if_precise_enough():
+def test_matrices_of_second_moments_are_stored_as_rank_one_products_if_precise_enough():
     tensors, label_of = state_of(*after_steps("AdamW"))
     quantized = quantize_moments(tensors, label_of, 1.0, 0.9)
     kinds = {full: isinstance(stored, RankOne) for full, stored in quantized.items() if full.endswith("_sq")}
@@ -248,7 +248,7 @@ def test_matrices_of_second_moments_become_rank_one_products_if_precise_enough()
 
 
 def saved(name, folder, quality):
-    """Trains, saves, and returns the model and optimizer, which may train on."""
+    """Train and save. Returns the model and optimizer, which can continue to train."""
     model, optimizer = after_steps(name)
     with Checkpointer(folder, model, optimizer, quality=quality) as checkpointer:
         checkpointer.save(STEPS)
@@ -256,7 +256,7 @@ def saved(name, folder, quality):
 
 
 def restored(folder, name, quality):
-    """Restores the checkpoint into other objects that have trained differently."""
+    """Restore the checkpoint into other objects that have trained differently."""
     torch.manual_seed(99)
     model, optimizer = after_steps(name, 1)
     torch.manual_seed(98)
@@ -275,7 +275,7 @@ def test_training_continues_after_a_restore(name, quality, tmp_path):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_lossless_restore_continues_as_if_there_had_been_no_interruption(name, tmp_path):
+def test_training_after_a_lossless_restore_equals_training_without_an_interruption(name, tmp_path):
     model, optimizer = saved(name, tmp_path, "lossless")
     uninterrupted = trained(model, optimizer, 5)
     other, other_optimizer = restored(tmp_path, name, "lossless")
@@ -303,7 +303,7 @@ def test_a_checkpoint_after_a_restore_can_be_restored(name, quality, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam amsgrad", "SGD momentum", "RMSprop centered", "Lion"])
-def test_a_state_saved_repeatedly_comes_back_as_of_each_save(name, tmp_path):
+def test_repeated_saves_each_restore_their_own_state(name, tmp_path):
     model, optimizer = fresh(name)
     with Checkpointer(tmp_path, model, optimizer, quality="high") as checkpointer:
         records = [checkpointer.save(step).result() for step in range(1, 5) if trained(model, optimizer, 3)]

@@ -33,7 +33,7 @@ def gradients(model):
 
 
 def train(model, optimizer, batches):
-    """Takes a step on every batch. Returns the gradients of every step."""
+    """Take a step on every batch. Returns the gradients of every step."""
     seen = []
     for batch in batches:
         optimizer.zero_grad()
@@ -58,13 +58,13 @@ def check_close(actual, expected):
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7])
-def test_gradients_are_averaged_with_most_weight_on_the_last(steps):
+def test_the_moving_average_weighs_the_last_gradients_most(steps):
     model, optimizer, recorder = parts(optim.AdamW)
     seen = train(model, optimizer, torch.randn(steps, 5, 4))
     check_close(recorder.collect(), average(seen))
 
 
-def test_accumulated_gradients_count_as_one():
+def test_accumulated_gradients_count_as_one_gradient():
     model, optimizer, recorder = parts()
     for batch in torch.randn(3, 5, 4):
         backward(model, batch)
@@ -145,7 +145,7 @@ def test_gradients_of_other_dtypes_are_recorded_as_float32():
     check_close(recorded, expected)
 
 
-def test_what_was_recorded_does_not_change_with_later_gradients():
+def test_later_gradients_do_not_change_collected_ones():
     model, optimizer, recorder = parts()
     (seen,) = train(model, optimizer, torch.randn(1, 5, 4))
     optimizer.zero_grad(set_to_none=False)
@@ -168,7 +168,7 @@ def test_only_the_last_steps_before_the_next_checkpoint_are_recorded():
     check_close(recorder.collect(), average(seen[7:]))
 
 
-def test_the_next_checkpoint_is_expected_after_as_many_steps_as_the_last():
+def test_the_next_interval_is_expected_to_be_as_long_as_the_last():
     model, optimizer, recorder = parts(window=3, interval=10)
     train(model, optimizer, torch.randn(6, 5, 4))
     assert recorder.collect() == {}
@@ -176,7 +176,7 @@ def test_the_next_checkpoint_is_expected_after_as_many_steps_as_the_last():
     check_close(recorder.collect(), average(seen[3:]))
 
 
-def test_an_interval_that_is_announced_takes_the_place_of_the_last():
+def test_an_announced_interval_replaces_the_last_one():
     model, optimizer, recorder = parts(window=3, interval=10)
     train(model, optimizer, torch.randn(10, 5, 4))
     recorder.collect()
@@ -188,7 +188,7 @@ def test_an_interval_that_is_announced_takes_the_place_of_the_last():
     assert recorder.collect() == {}
 
 
-def test_where_no_interval_is_known_the_last_one_is_expected_again():
+def test_an_unknown_interval_is_expected_to_be_as_long_as_the_last():
     model, optimizer, recorder = parts(window=3)
     train(model, optimizer, torch.randn(6, 5, 4))
     recorder.collect()
@@ -197,7 +197,7 @@ def test_where_no_interval_is_known_the_last_one_is_expected_again():
     check_close(recorder.collect(), average(seen[3:]))
 
 
-def test_a_checkpoint_that_is_late_has_all_steps_since_the_window_began():
+def test_a_late_checkpoint_gets_all_steps_since_the_window_began():
     model, optimizer, recorder = parts(window=3, interval=5)
     seen = train(model, optimizer, torch.randn(9, 5, 4))
     check_close(recorder.collect(), average(seen[2:]))
@@ -209,7 +209,7 @@ def test_a_window_longer_than_the_interval_records_every_step():
     check_close(recorder.collect(), average(seen))
 
 
-def test_two_checkpoints_without_a_step_between_keep_the_interval():
+def test_two_collects_without_a_step_between_keep_the_interval():
     model, optimizer, recorder = parts(window=2, interval=4)
     train(model, optimizer, torch.randn(4, 5, 4))
     recorder.collect()
@@ -230,7 +230,7 @@ def test_forgetting_starts_the_interval_again():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_steps_with_nans_or_infinities_do_not_count_for_their_tensors(bad):
+def test_gradients_with_nans_or_infinities_are_skipped(bad):
     model, optimizer, recorder = parts()
     (first,) = train(model, optimizer, torch.randn(1, 5, 4))
     optimizer.zero_grad()
@@ -241,7 +241,7 @@ def test_steps_with_nans_or_infinities_do_not_count_for_their_tensors(bad):
     check_close(recorder.collect(), average([first, second]) | {"0.weight": first["0.weight"]})
 
 
-def test_large_finite_gradients_count():
+def test_large_finite_gradients_are_recorded():
     model, optimizer, recorder = parts()
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 3e38)

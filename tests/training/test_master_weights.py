@@ -1,4 +1,4 @@
-"""Half-precision weights and their master weights: which pairs are stored once, and what only looks like one."""
+"""Half-precision weights and their master weights: pairs are stored once; look-alikes are not pairs."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def half_model(dtype=torch.bfloat16) -> nn.Module:
 
 
 def stored(folder, *objects, **settings) -> dict:
-    """Saves these objects. Returns the state that the checkpoint gives back."""
+    """Save these objects. Returns the state that ``load`` returns."""
     with dq.Checkpointer(folder, *objects, **settings) as ckpt:
         ckpt.save(STEP).result()
     return dq.load(folder)
@@ -72,7 +72,7 @@ def test_a_zero_with_another_sign_is_another_value(tmp_path):
     assert bits(state["masters"]) == bits(extras["masters"].tensors)
 
 
-def test_an_average_of_constant_weights_is_not_taken_for_master_weights(tmp_path):
+def test_an_average_of_constant_weights_does_not_count_as_master_weights(tmp_path):
     model = half_model()
     average = model.weight.detach().float()
     state = stored(tmp_path, model, optim.SGD(model.parameters()), extras={"ema": Holder(weight=average)})
@@ -101,7 +101,7 @@ def test_the_sensitivity_of_the_loss_comes_from_the_moments_of_master_weights(tm
         assert ckpt.save(STEP).result().judged_by == "fisher distortion"
 
 
-def test_a_parameter_is_not_taken_for_a_larger_one_that_contains_it(tmp_path):
+def test_a_parameter_is_distinguished_from_a_larger_one_that_contains_it(tmp_path):
     flat = torch.randn(2400)
     model = nn.ParameterList(flat.view(2, 40, 30).unbind())
     optimizer = optim.AdamW([flat])

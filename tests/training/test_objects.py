@@ -83,7 +83,7 @@ def training(width=4):
 
 
 def advance(things):
-    """Takes a training step that uses all objects. Returns the loss and the learning rate."""
+    """Take a training step that uses all objects. Returns the loss and the learning rate."""
     noise = torch.rand(8, 3, generator=things["generator"]) + float(things["numpy"].normal()) + torch.rand(())
     loss = things["model"](noise).square().mean()
     things["optimizer"].zero_grad()
@@ -107,7 +107,7 @@ def test_training_continues_from_a_collected_state():
 
 
 class Loaded(optim.SGD):
-    """Counts how often it was loaded; its own ``load_state_dict`` relies on PyTorch's, casts included."""
+    """Counts how often it was loaded. Its ``load_state_dict`` calls PyTorch's, which casts."""
 
     loads = 0
 
@@ -126,13 +126,13 @@ class Packed(optim.SGD):
 
 
 def bfloat16_parameters():
-    """Returns two groups, with parameters in another order than in the module."""
+    """Return two groups, with parameters in another order than in the module."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)).bfloat16()
     return [{"params": [model[1].bias, model[0].weight]}, {"params": [model[1].weight]}]
 
 
 def unlike_its_parameter(parameter):
-    """Returns a state that PyTorch would cast on loading."""
+    """Return a state that PyTorch would cast on loading."""
     average = torch.randn(parameter.shape)
     return {
         "average": average,
@@ -165,7 +165,7 @@ def test_an_optimizers_state_keeps_its_dtypes_whatever_the_dtypes_of_its_paramet
     assert getattr(fresh, "loads", 1) == 1
 
 
-def test_conversions_of_an_optimizers_own_are_not_undone():
+def test_an_optimizers_own_conversions_are_not_undone():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = Packed([parameter], lr=0.1, momentum=0.9)
     parameter.sum().backward()
@@ -178,7 +178,7 @@ def test_conversions_of_an_optimizers_own_are_not_undone():
 
 
 def of_rank(rank):
-    """Returns the objects of one rank of a data-parallel training, with generator states of its own."""
+    """Return the objects of one rank of a data-parallel training, with generator states of its own."""
     things = training()
     for _ in range(rank + 1):
         torch.rand(2, generator=things["generator"])
@@ -197,7 +197,7 @@ def randomness_of_ranks(*ranks):
     return [copy.deepcopy(rank_rng_state(of_rank(rank))) for rank in ranks]
 
 
-def test_every_rank_restores_its_own_random_numbers_and_the_rest_from_rank_0():
+def test_every_rank_restores_its_own_generators_and_the_rest_from_rank_0():
     others = randomness_of_ranks(1, 2)
     first = of_rank(0)
     advance(first)
@@ -214,7 +214,7 @@ def test_every_rank_restores_its_own_random_numbers_and_the_rest_from_rank_0():
     assert len(set(expected)) == 3
 
 
-def test_a_rank_that_was_not_saved_keeps_its_random_numbers():
+def test_a_rank_that_was_not_saved_keeps_its_generators():
     others = randomness_of_ranks(1)
     state = copy.deepcopy(collect(of_rank(0), others))
     expected = own_draws(of_rank(2))
@@ -224,7 +224,7 @@ def test_a_rank_that_was_not_saved_keeps_its_random_numbers():
     assert torch.equal(later["model"][0].weight, state["model"]["0.weight"])
 
 
-def test_a_single_process_restores_the_same_from_many_ranks_as_from_one():
+def test_a_single_process_restores_a_checkpoint_of_many_ranks_like_one_of_its_own():
     others = randomness_of_ranks(1)
     many = copy.deepcopy(collect(of_rank(0), others))
     one = copy.deepcopy(collect(of_rank(0)))
@@ -252,13 +252,13 @@ def problems(given, state):
     return str(error.value)
 
 
-def test_objects_that_are_missing_or_new_are_listed():
+def test_missing_and_new_objects_are_listed():
     state = collect(training())
     given = training()
     given["ema"] = given.pop("numpy")
     text = problems(given, state)
-    assert "it holds no 'ema'" in text
-    assert "it holds 'numpy', which was not given" in text
+    assert "the checkpoint has no 'ema'" in text
+    assert "the checkpoint has 'numpy', which was not given" in text
     assert "Nothing was changed" in text
 
 
@@ -269,7 +269,7 @@ def test_a_changed_architecture_is_listed_tensor_by_tensor():
     del given["model"][1]
     text = problems(given, state)
     assert "model.0.weight was float32[4, 3] and is float32[6, 3]" in text
-    assert "model.1.running_mean is in it, and the model has no such tensor" in text
+    assert "model.1.running_mean is in the checkpoint, but not in the model" in text
     assert "model.1.weight was float32[4] and is float32[2, 6]" in text
 
 
@@ -280,7 +280,7 @@ def test_a_changed_dtype_is_listed():
     assert "model.0.bias was float32[4] and is bfloat16[4]" in problems(given, state)
 
 
-def test_a_long_list_of_differences_is_cut():
+def test_a_long_list_of_differences_is_shortened():
     wide = {"model": nn.Sequential(*(nn.Linear(2, 2) for _ in range(9)))}
     text = problems({"model": nn.Sequential(*(nn.Linear(3, 3) for _ in range(9)))}, collect(wide))
     assert "… and 8 more" in text
@@ -306,7 +306,7 @@ class Unprepared(DataLoader):
 
 class NotReady:
     def state_dict(self):
-        raise RuntimeError("begin() comes first")
+        raise RuntimeError("call begin() first")
 
     load_state_dict = state_dict
 
@@ -314,7 +314,7 @@ class NotReady:
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
-        (DataLoader([1]), r"batches: DataLoader has no state_dict\(\) .*; give a loader that knows where it is"),
+        (DataLoader([1]), r"batches: DataLoader has no state_dict\(\) .*; give a loader that saves its position"),
         (
             Unprepared([1]),
             r"batches: state_dict\(\) of Unprepared failed \(AttributeError: .*dl_state_dict.*\); give a loader that "
@@ -322,7 +322,7 @@ class NotReady:
         ),
         (
             NotReady(),
-            r"batches: state_dict\(\) of NotReady failed \(RuntimeError: begin\(\) comes first\); prepare it before",
+            r"batches: state_dict\(\) of NotReady failed \(RuntimeError: call begin\(\) first\); prepare it before",
         ),
     ],
     ids=["plain loader", "unprepared loader", "another"],

@@ -17,7 +17,7 @@ GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("v*"))
 
 
 def matrices_and_vectors(model: nn.Module) -> list[dict]:
-    """Returns two groups: matrices with weight decay, vectors without."""
+    """Return two groups: matrices with weight decay, vectors without."""
     return [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.3},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -25,7 +25,7 @@ def matrices_and_vectors(model: nn.Module) -> list[dict]:
 
 
 def saved(folder, groups=lambda model: model.parameters(), **options) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Trains for four steps and saves losslessly. Returns model and optimizer."""
+    """Train for four steps and save losslessly. Returns model and optimizer."""
     torch.manual_seed(0)
     model = model_of()
     optimizer = torch.optim.AdamW(groups(model), **({"lr": 1e-2} | options))
@@ -45,7 +45,7 @@ def restored(folder, groups, **options) -> tuple[nn.Module, torch.optim.Optimize
 
 
 def moments(model, optimizer) -> dict:
-    """Returns the state of every parameter, sorted by name."""
+    """Return the state of every parameter, sorted by name."""
     return dict(sorted(bits(named_state(optimizer, model=model)["state"])[1]))
 
 
@@ -66,7 +66,7 @@ def test_tensors_of_an_optimizer_are_named_after_their_parameters(tmp_path):
     ],
     ids=["reversed", "one each", "divided", "named"],
 )
-def test_state_finds_its_parameter_in_other_groups_and_training_continues_identically(tmp_path, groups):
+def test_with_other_groups_each_parameter_keeps_its_state_and_training_is_identical(tmp_path, groups):
     model, optimizer = saved(tmp_path, weight_decay=0.0)
     other, other_optimizer = restored(tmp_path, groups, weight_decay=0.0)
     assert moments(other, other_optimizer) == moments(model, optimizer)
@@ -85,12 +85,12 @@ def test_groups_in_another_order_keep_their_hyperparameters(tmp_path):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.3]
 
 
-def test_a_divided_group_restores_only_hyperparameters_in_which_its_parts_agree(tmp_path, caplog):
+def test_a_divided_group_restores_only_hyperparameters_on_which_its_parts_agree(tmp_path, caplog):
     saved(tmp_path, lr=0.005, betas=(0.8, 0.9))
     _, optimizer = restored(tmp_path, matrices_and_vectors, lr=1.0)
     found = [(g["lr"], g["betas"], g["weight_decay"]) for g in optimizer.param_groups]
     assert found == [(0.005, (0.8, 0.9), 0.3), (0.005, (0.8, 0.9), 0.0)]
-    assert any("which keep their own weight_decay" in message for message in caplog.messages)
+    assert any("the changed groups keep their own weight_decay" in message for message in caplog.messages)
 
 
 def test_merged_groups_restore_the_hyperparameters_on_which_they_agreed(tmp_path, caplog):
@@ -98,7 +98,7 @@ def test_merged_groups_restore_the_hyperparameters_on_which_they_agreed(tmp_path
     _, optimizer = restored(tmp_path, lambda model: model.parameters(), lr=1.0, weight_decay=0.7)
     (group,) = optimizer.param_groups
     assert (group["lr"], group["weight_decay"]) == (0.005, 0.7)
-    assert any("which keep their own weight_decay" in message for message in caplog.messages)
+    assert any("the changed groups keep their own weight_decay" in message for message in caplog.messages)
 
 
 def test_a_scheduler_continues_with_groups_in_another_order(tmp_path):
@@ -168,7 +168,7 @@ def test_an_optimizer_with_one_state_for_all_parameters_needs_their_order(tmp_pa
                     ckpt.restore()
 
 
-def test_pytorch_loads_the_state_as_it_is_stored_and_exported(tmp_path):
+def test_pytorch_loads_the_stored_and_the_exported_state(tmp_path):
     _, optimizer = saved(tmp_path)
     out = tmp_path / "state.pt"
     export(StoredCheckpoint(tmp_path), Target.TORCH_STATE, out)
@@ -213,8 +213,8 @@ def test_files_of_earlier_versions_are_restored(tmp_path, folder):
     with dq.Checkpointer(tmp_path, model, optimizer, extras=objects, quality="lossless") as ckpt:
         assert ckpt.restore(strict=folder.name != "v1") == step
         newer = [
-            "it holds no 'masters'",
-            "model.drift is not in it",
+            "the checkpoint has no 'masters'",
+            "model.drift is not in the checkpoint",
         ]  # objects that the file of version 1 does not have
         assert ckpt.not_restored == (newer if folder.name == "v1" else [])
         assert bits({name: model.state_dict()[name] for name in wanted["model"]}) == bits(dict(wanted["model"]))

@@ -1,4 +1,4 @@
-"""Several processes: all ranks decide the same, share the work, keep their random numbers, and never hang."""
+"""Several processes: ranks reach the same decision, share the work, keep their own generators, and never hang."""
 
 import fcntl
 import json
@@ -22,13 +22,13 @@ from dynaquant.state.roles import labels
 SUPPORT = Path(__file__).parents[1] / "support"
 
 TIMEOUT = 150
-"""Seconds. Far more than a launch needs, so that a rank that hangs is a failure."""
+"""Seconds. Much more than a launch needs, so a timeout means that a rank hangs."""
 FIRST_EVALUATIONS = 5
 """Evaluations of the weights in training at a first save."""
 
 
 def launch(scenario: str, ranks: int, folder: Path) -> tuple[int, str]:
-    """Runs the launcher. Returns its exit status and output."""
+    """Run the launcher. Returns its exit status and output."""
     script = SUPPORT / "replicas.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     with subprocess.Popen(
@@ -66,7 +66,7 @@ def launched(tmp_path_factory) -> dict[str, Path]:
 
 
 def reports_of(folder: Path, ranks: int) -> list[dict]:
-    """Returns the report of each rank."""
+    """Return the report of each rank."""
     reports = [folder / f"rank-{rank}.json" for rank in range(ranks)]
     assert all(report.exists() for report in reports), json.loads((folder / "end.json").read_text())[1]
     return [json.loads(report.read_text()) for report in reports]
@@ -131,7 +131,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 # One decision
 
 
-def test_all_ranks_come_to_the_same_decision(saves):
+def test_all_ranks_reach_the_same_decision(saves):
     for outcomes in saves:
         for name in (
             "configuration",
@@ -173,7 +173,7 @@ def test_after_a_restore_all_ranks_keep_the_same_displacement(two):
     assert any(trial["degradation"] is None for record in records for trial in record["trials"])
 
 
-def test_on_the_grid_all_ranks_come_to_the_same_decision(two, folder):
+def test_with_the_grid_method_all_ranks_reach_the_same_decision(two, folder):
     for outcomes in zip(*(report["grid"] for report in two), strict=True):
         assert outcomes[0]["weights"] == outcomes[1]["weights"]
         record, other = (outcome["record"] for outcome in outcomes)
@@ -213,7 +213,7 @@ def test_degradations_equal_those_of_a_single_process_whichever_rank_measures_th
 
 
 def test_all_ranks_predict_sizes_with_the_same_factor(saves):
-    """The factor by which deltas are smaller than keyframes is learned by rank 0, which writes them."""
+    """Rank 0 writes the files and learns how much smaller deltas are than keyframes."""
     for outcomes in saves:
         weights = {f"model.{name}": w for name, w in tensors(outcomes[0]["weights"]).items() if w.ndim == 2}
         sizes = SizeModel(kmeans_weights(weights, labels(weights, {"model": model_of()}, {}), {}))
@@ -232,11 +232,11 @@ def test_only_rank_0_writes(saves):
 # Sharing the work
 
 
-def test_each_rank_scores_other_candidates(saves):
+def test_each_rank_scores_different_candidates(saves):
     for save, outcomes in enumerate(saves):
         of_the_original = 1 if save else FIRST_EVALUATIONS
         rounds = {outcome["calls"] - of_the_original for outcome in outcomes}
-        assert len(rounds) == 1  # no rank is left out of a round
+        assert len(rounds) == 1  # every rank takes part in every round
         trials = len(outcomes[0]["record"]["trials"])
         assert trials <= max(rounds) * len(outcomes)
         if save == 0:
@@ -252,7 +252,7 @@ def test_an_exhaustive_search_takes_fewer_rounds_than_in_a_single_process(two, a
 # Metrics that communicate
 
 
-def test_every_way_of_communication_is_noticed(metrics):
+def test_every_kind_of_communication_is_detected(metrics):
     ways = metrics[0]["seen"]
     assert {name for name, seen in ways.items() if not seen} == {"nothing", "a group of one rank"}
     assert len(ways) > 12
@@ -289,7 +289,7 @@ def test_if_the_metric_communicates_all_ranks_score_the_same_candidate(metrics):
 # Failures
 
 
-def test_if_memory_runs_out_on_one_rank_the_save_ends_on_all(metrics):
+def test_if_memory_runs_out_on_one_rank_the_save_fails_on_all(metrics):
     (ended, own) = (report["saves"]["no memory"][0] for report in metrics)
     assert (own["error"], own["says"]) == ("MemoryError", "made to fail on rank 1")
     assert (ended["error"], ended["says"]) == ("DynaquantError", "rank 1 failed: MemoryError: made to fail on rank 1")
@@ -326,7 +326,7 @@ def test_an_uncaught_failure_ends_all_processes(launched):
 # Restore
 
 
-def test_all_ranks_restore_the_same_weights_and_their_own_random_numbers(two, folder):
+def test_all_ranks_restore_the_same_weights_and_their_own_generators(two, folder):
     stored = dq.load(folder / "run")["model"]
     for report in two:
         assert report["restored"]["step"] == 5
@@ -341,7 +341,7 @@ def test_a_checkpoint_of_two_ranks_is_restored_by_four(two, four):
         assert report["restored"]["step"] == 5
         assert report["restored"]["weights"] == two[0]["restored"]["weights"]
     assert [report["restored"]["draws"] for report in four[:2]] == [report["draws"] for report in two]
-    # The ranks that are new keep their random numbers.
+    # New ranks keep the states of their generators.
     assert [report["restored"]["draws"] for report in four[2:]] == [report["own"] for report in four[2:]]
 
 

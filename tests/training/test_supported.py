@@ -17,7 +17,7 @@ pytestmark = [
 
 
 def refused(folder, *objects, **options) -> str:
-    """Returns the error message of the constructor, and checks that it leaves no folder."""
+    """Return the error message of the constructor, and checks that it leaves no folder."""
     with pytest.raises(dq.StateError) as caught:
         dq.Checkpointer(folder / "run", *objects, **options)
     assert not (folder / "run").exists()
@@ -94,7 +94,7 @@ def test_an_optimizer_that_was_not_initialised_is_refused(tmp_path):
 
 
 class Codes(torch.Tensor):
-    """A tensor subclass, as quantized optimizers have them."""
+    """A tensor subclass like those of quantized optimizers."""
 
 
 class Quantized(torch.optim.SGD):
@@ -120,7 +120,7 @@ def test_a_state_of_tensor_subclasses_is_found_after_the_first_step(tmp_path):
         dq.Checkpointer(tmp_path, model, optimizer)
 
 
-def test_only_the_first_step_is_checked_and_no_hook_stays(tmp_path):
+def test_only_the_first_step_is_checked_and_its_hook_is_removed(tmp_path):
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless"):

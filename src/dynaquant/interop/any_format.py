@@ -12,7 +12,7 @@ from dynaquant.store.files import non_file_kind
 
 
 def read(path: Path) -> ModelFile:
-    """Reads a file of safetensors or ``torch.save``, or a folder of Hugging Face, a trainer or DCP.
+    """Read a file of safetensors or ``torch.save``, or a folder of Hugging Face, a trainer or DCP.
 
     The content decides the format, not the name. No code in a file is run. Raises CheckpointError, naming the path and
     the problem, if it cannot be read.

@@ -40,7 +40,7 @@ _PythonUnpickler: Any = pickle._Unpickler
 
 
 class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
-    """Unpickles metadata. Derives from the pure-Python unpickler, as the C one cannot be kept from changing classes."""
+    """Unpickles metadata. Based on the pure-Python unpickler: the C one cannot be prevented from changing classes."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_PythonUnpickler.dispatch)
 
@@ -82,7 +82,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def read(folder: Path) -> tuple[ModelFile, set[str]]:
-    """Reads a folder. Returns its content and the names of the files that belong to DCP.
+    """Read a folder. Returns its content and the names of the files that belong to DCP.
 
     Raises CheckpointError if the folder is not complete, or holds objects other than tensors and plain values.
     """
@@ -107,20 +107,20 @@ def read(folder: Path) -> tuple[ModelFile, set[str]]:
             load(flat, storage_reader=_Reader(folder, metadata), planner=planner, no_dist=True)
         state = _nested(flat, metadata.planner_data or {})
     except (CheckpointException, *UNPICKLING_ERRORS) as error:
-        what = why_unreadable(_first_cause(error), "a whole folder of torch.distributed.checkpoint")
+        what = why_unreadable(_first_cause(error), "a complete folder of torch.distributed.checkpoint")
         raise CheckpointError(f"{folder}: {what}") from None
     tree, tensors = flatten_file(folder, state)
     return ModelFile("dcp", tree, tensors, {}), used
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Returns the error that DCP has wrapped."""
+    """Return the error that DCP has wrapped."""
     causes = error.failures.values() if isinstance(error, CheckpointException) else []
     return next((cause[0] for cause in causes), error)
 
 
 def _destination_of(entry: TensorStorageMetadata | BytesStorageMetadata) -> Any:
-    """Returns an empty tensor or byte stream for DCP to fill. Raises ValueError if parts of a tensor are missing."""
+    """Return an empty tensor or byte stream for DCP to fill. Raises ValueError if parts of a tensor are missing."""
     if isinstance(entry, TensorStorageMetadata):
         if sum(chunk.sizes.numel() for chunk in entry.chunks) < entry.size.numel():
             raise ValueError("parts of a tensor are missing")  # DCP would leave uninitialized memory in their place
@@ -129,7 +129,7 @@ def _destination_of(entry: TensorStorageMetadata | BytesStorageMetadata) -> Any:
 
 
 def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> Any:
-    """Undoes DCP's flattening of a state. paths: where each entry was in it, by name; integers are list indices."""
+    """Undo DCP's flattening of a state. paths: where each entry was in it, by name; integers are list indices."""
     root: dict[Any, Any] = {}
     for name, value in flat.items():
         *inner, last = paths.get(name, (name,))
@@ -150,7 +150,7 @@ def _nested(flat: dict[str, Any], paths: dict[str, tuple[str | int, ...]]) -> An
 
 
 def write(folder: Path, state: dict[str, Any]) -> None:
-    """Writes a state into a new or empty folder. Raises OSError if it cannot be written."""
+    """Write a state into a new or empty folder. Raises OSError if it cannot be written."""
     try:
         with _as_one_process():
             save(state, checkpoint_id=folder, no_dist=True)
@@ -162,7 +162,7 @@ def write(folder: Path, state: dict[str, Any]) -> None:
 
 @contextmanager
 def _as_one_process() -> Iterator[None]:
-    """Silences DCP's warnings about running without other processes, which is intended here."""
+    """Silence DCP's warnings about running without other processes, which is intended here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -30,7 +30,7 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def target_for(stored: StoredCheckpoint, out: Path) -> Target:
-    """Returns the target that an output path means: by its suffix, else by the original format, else safetensors."""
+    """Return the target for an output path: from its suffix, else from the original format, else safetensors."""
     if out.suffix == ".safetensors":
         return Target.SAFETENSORS
     if out.suffix in _TORCH_SUFFIXES:
@@ -41,7 +41,7 @@ def target_for(stored: StoredCheckpoint, out: Path) -> Target:
 def export(
     stored: StoredCheckpoint, target: Target, out: Path, tell: Callable[[str], None] = lambda _text: None
 ) -> None:
-    """Writes a checkpoint to ``out``, a file or a folder. Atomic: on any error nothing is left there.
+    """Write a checkpoint to ``out``, a file or a folder. Atomic: after an error there is no output.
 
     Only one tensor of a model is in memory at a time, except for ``torch.save``. safetensors has no shared tensors: a
     tensor with several names is written under the first one, and the file's metadata maps the other names to it, as
@@ -65,7 +65,7 @@ def _write(stored: StoredCheckpoint, target: Target, out: Path, tell: Callable[[
                 other_files = _other_files(stored)
                 dcp.write(folder, _state(stored, tell))
                 if _source(stored).get("format") == "dcp":
-                    _write_carried(stored, folder, other_files)
+                    _write_raw_files(stored, folder, other_files)
         return
     with atomic_file(out) as file:
         if target is Target.SAFETENSORS:
@@ -82,7 +82,7 @@ def _state(stored: StoredCheckpoint, tell: Callable[[str], None]) -> dict[str, A
 
 
 def _tensors_of(stored: StoredCheckpoint, node: Any, tell: Callable[[str], None]) -> dict[str, Tensor]:
-    """Returns the decoded tensors that a node of the tree names."""
+    """Return the decoded tensors that a node of the tree names."""
     names = [name for name in dict.fromkeys(tensor_names_in(node)) if name in stored.tensors]
     return dict(_with_progress(LazyMapping(names, stored.tensors.__getitem__), tell))
 
@@ -93,7 +93,7 @@ def _source(stored: StoredCheckpoint) -> dict[str, Any]:
 
 
 def _metadata(stored: StoredCheckpoint) -> dict[str, str]:
-    """Returns the metadata for a safetensors file: that of the original if it was one, else what readers expect."""
+    """Return the metadata for a safetensors file: the original's if that was safetensors, else what readers expect."""
     source = _source(stored)
     if source.get("format") == "safetensors":
         return _strings_in(source.get("metadata"))
@@ -101,13 +101,13 @@ def _metadata(stored: StoredCheckpoint) -> dict[str, str]:
 
 
 def _strings_in(metadata: Any) -> dict[str, str]:
-    """Returns the entries that can be metadata of a safetensors file: strings by string."""
+    """Return the entries that can be metadata of a safetensors file: strings by string."""
     pairs = metadata.items() if isinstance(metadata, dict) else ()
     return {key: value for key, value in pairs if isinstance(value, str)}
 
 
 def _untied(state_dict: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the tensors of a state dict by their first key, and metadata that maps their other keys to it."""
+    """Return the tensors of a state dict by their first key, and metadata that maps their other keys to it."""
     first_names: dict[str, str] = {}
     names: dict[str, str] = {}
     metadata: dict[str, str] = {}
@@ -134,42 +134,42 @@ class _OtherFiles:
     """What a compressed folder held besides its main model.
 
     model: whether there is a main model. models: further state dicts, each with the record's entry on its files.
-    states: nodes of the tree, by their file of ``torch.save``. carried: names of the tensors that hold a file's bytes,
-    by file name.
+    states: nodes of the tree, by their file of ``torch.save``. raw_files: by file name, the name of the tensor that
+    holds the file's bytes.
     """
 
     model: bool
     models: list[tuple[dict[str, str], dict[str, Any]]]
     states: dict[str, Any]
-    carried: dict[str, str]
+    raw_files: dict[str, str]
 
 
 def _other_files(stored: StoredCheckpoint) -> _OtherFiles:
-    """Reads the record, which may be malformed. Raises CheckpointError if it does not match the checkpoint."""
+    """Read the record, which may be malformed. Raises CheckpointError if it does not match the checkpoint."""
     source, entries = _source(stored), stored.file.header.by_name
     nodes = {key: node for key, node in dict_items(stored.file.header.tree) if type(key) is str}
     try:
         more, files = {**source.get("more", {})}, {**source.get("torch", {})}
-        carried: dict[str, str] = {**source.get("files", {})}
+        raw_files: dict[str, str] = {**source.get("files", {})}
         models = [
             ({key: entries[tensor_name(node) or ""].name for key, node in dict_items(nodes[name])}, dict(more[name]))
             for name in more
         ]
         states = {file: nodes[key] for file, key in files.items()}
-        kinds = {(entries[name].dtype, len(entries[name].shape)) for name in carried.values()}
-        sound = all(map(is_file_name, (*states, *carried))) and kinds <= {(torch.uint8, 1)}
+        kinds = {(entries[name].dtype, len(entries[name].shape)) for name in raw_files.values()}
+        sound = all(map(is_file_name, (*states, *raw_files))) and kinds <= {(torch.uint8, 1)}
     except (AttributeError, KeyError, TypeError, ValueError):
         sound = False
     if not sound:
         raise CheckpointError(
-            f"{stored.file.path}: its record of the files that were in the folder is broken; export the model alone, "
+            f"{stored.file.path}: its record of the original folder's files is malformed; export the model alone, "
             "e.g. to safetensors"
         )
-    return _OtherFiles(bool(nodes.keys() - more.keys() - set(files.values())), models, states, carried)
+    return _OtherFiles(bool(nodes.keys() - more.keys() - set(files.values())), models, states, raw_files)
 
 
 def _write_folder(stored: StoredCheckpoint, folder: Path, tell: Callable[[str], None]) -> None:
-    """Writes the model as a Hugging Face folder, and all other files if a folder was compressed."""
+    """Write the model as a Hugging Face folder, and all other files if a folder was compressed."""
     other_files = _other_files(stored)
     try:
         if other_files.model:
@@ -179,13 +179,13 @@ def _write_folder(stored: StoredCheckpoint, folder: Path, tell: Callable[[str], 
         for file, node in other_files.states.items():
             with (folder / file).open("xb") as out:
                 torchfile.write(out, stored.state_part(node, _tensors_of(stored, node, tell)))
-        _write_carried(stored, folder, other_files)
+        _write_raw_files(stored, folder, other_files)
     except FileExistsError as error:
         raise CheckpointError(f"{stored.file.path}: its record names the file {error.filename} twice") from None
 
 
-def _write_carried(stored: StoredCheckpoint, folder: Path, other_files: _OtherFiles) -> None:
-    for file, name in other_files.carried.items():
+def _write_raw_files(stored: StoredCheckpoint, folder: Path, other_files: _OtherFiles) -> None:
+    for file, name in other_files.raw_files.items():
         try:
             with (folder / file).open("xb") as out:
                 out.write(bytes_of(stored.tensors[name]).data)
@@ -200,7 +200,7 @@ def _write_shards(
     folder: Path,
     tell: Callable[[str], None],
 ) -> None:
-    """Writes a state dict into the files that it came from. source: the record's entry on them."""
+    """Write a state dict into files like those that it was read from. source: the record's entry on these."""
     names, ties = _untied(state_dict)
     shapes = stored.shapes
     index = source.get("index")
@@ -232,7 +232,7 @@ def _write_shards(
 
 
 def _with_progress(tensors: Mapping[str, Tensor], tell: Callable[[str], None]) -> Mapping[str, Tensor]:
-    """Returns the tensors; each access is reported."""
+    """Return the tensors; each access is reported."""
     order = {name: i for i, name in enumerate(tensors, 1)}
 
     def tensor(name: str) -> Tensor:

@@ -25,17 +25,17 @@ from dynaquant.store.container import MAGIC
 from dynaquant.store.files import is_file_name, non_file_kind
 from dynaquant.tensors.lazy_mapping import LazyMapping
 
-CARRIED_BYTES = 64 << 20
+MAX_RAW_FILE_BYTES = 64 << 20
 """Largest size of a file that is stored byte for byte."""
 READ_FROM_BYTES = 64 << 10
-"""Files of ``torch.save`` from this size on are read. Smaller ones are read if they hold weights or an optimizer."""
+"""Files of ``torch.save`` of at least this size are read; smaller ones if they hold weights or an optimizer."""
 MODEL = "model"
 _WEIGHTS = re.compile(r"(pytorch|adapter)_model.*\.bin")
 """File names of weights that ``torch.save`` wrote, in older folders."""
 
 
 def read(folder: Path) -> ModelFile:
-    """Reads a folder of DCP, or one with a model's weights, and the other files in it.
+    """Read a folder of DCP, or one with a model's weights, and the other files in it.
 
     If the folder holds only weights, the state is their state dict. Otherwise it is a dictionary: the state dict under
     ``"model"``, and each file of ``torch.save`` under its name without suffix, e.g. ``"optimizer"``.
@@ -50,12 +50,12 @@ def read(folder: Path) -> ModelFile:
         from dynaquant.interop import dcp  # noqa: PLC0415 (PyTorch's DCP takes seconds to import)
 
         whole, used = dcp.read(folder)
-        return _with_carried(folder, whole, [name for name in names if name not in used], left_out, {})
+        return _with_raw_files(folder, whole, [name for name in names if name not in used], left_out, {})
     models = _models(folder, names)
     used = {file for shards in models.values() for file in shards.files}
     others = [name for name in names if name not in used]
     states: dict[str, Any] = {}
-    files: dict[str, str] = {}  # names of files of torch.save, with the keys of their states
+    files: dict[str, str] = {}  # for each file of torch.save, the key of its state
     reasons: dict[str, str] = {}
     for name in others:
         if name in left_out or (state := _state_in(folder / name, reasons)) is None:
@@ -67,13 +67,13 @@ def read(folder: Path) -> ModelFile:
     if not models and not weights:
         raise CheckpointError(f"{folder}: there is no *.safetensors file in it, and no .metadata of a DCP folder")
     whole = _put_together(models, states, weights, files)
-    return _with_carried(folder, whole, [name for name in others if name not in files], left_out, reasons)
+    return _with_raw_files(folder, whole, [name for name in others if name not in files], left_out, reasons)
 
 
 def _files_in(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """Returns the names of the files in a folder, and everything that is left out, with the reason."""
+    """Return the names of the files in a folder, and everything that is left out, with the reason."""
     here = folder.resolve()
-    hub = here.parent.parent / "blobs"  # in the cache of the Hugging Face hub, files of a snapshot link to here
+    hub = here.parent.parent / "blobs"  # in the cache of the Hugging Face hub, a snapshot's files are links to here
     inside = (here, hub) if here.parent.name == "snapshots" else (here,)
     names: list[str] = []
     left_out: dict[str, str] = {}
@@ -98,7 +98,7 @@ def _start(path: Path) -> bytes:
 
 
 def _models(folder: Path, names: list[str]) -> dict[str, Shards]:
-    """Returns the models in safetensors, by their keys in the state.
+    """Return the models in safetensors, by their keys in the state.
 
     Without an index, all files are shards of one model, unless two of them have a tensor of the same name. Otherwise
     each file that no index names is a model of its own.
@@ -119,7 +119,7 @@ def _models(folder: Path, names: list[str]) -> dict[str, Shards]:
 
 
 def _state_in(path: Path, reasons: dict[str, str]) -> Any:
-    """Returns the state of a file that holds weights, an optimizer, or at least 64 KiB; otherwise None.
+    """Return the state of a file that holds weights, an optimizer, or at least 64 KiB; otherwise None.
 
     Adds to ``reasons`` why a large file cannot be read.
     """
@@ -140,7 +140,7 @@ def _state_in(path: Path, reasons: dict[str, str]) -> Any:
 def _put_together(
     models: Mapping[str, Shards], states: dict[str, Any], weights: Collection[str], files: dict[str, str]
 ) -> ModelFile:
-    """Puts everything that was read into one state.
+    """Put everything that was read into one state.
 
     weights: keys of the states that are weights. files: the key of each file's state, by name of the file.
     """
@@ -167,10 +167,10 @@ def _put_together(
     return ModelFile("huggingface", tree, lazy, details, frozenset(can_be_weights), in_order=not models)
 
 
-def _with_carried(
+def _with_raw_files(
     folder: Path, whole: ModelFile, names: list[str], left_out: dict[str, str], reasons: dict[str, str]
 ) -> ModelFile:
-    """Adds files to a state byte for byte, as further tensors.
+    """Add files to a state byte for byte, as further tensors.
 
     names: of the files. left_out: files that are not stored, with the reason. reasons: why files of ``torch.save`` were
     not read.
@@ -182,8 +182,8 @@ def _with_carried(
         size = (folder / name).stat().st_size
         if name in left_out:
             continue
-        if size > CARRIED_BYTES:
-            missing[name] = f"{in_bytes(size)}; {reasons.get(name, f'more than {in_bytes(CARRIED_BYTES)}')}"
+        if size > MAX_RAW_FILE_BYTES:
+            missing[name] = f"{in_bytes(size)}; {reasons.get(name, f'more than {in_bytes(MAX_RAW_FILE_BYTES)}')}"
         else:
             files[name] = _unused(f"files.{name}", {*whole.tensors, *files.values()})
             notes += [f"{name} is stored byte for byte: {reasons[name]}"] if name in reasons else []
@@ -205,7 +205,7 @@ def _bytes_of(path: Path) -> Tensor:
 
 
 def _key(name: str, taken: Collection[str]) -> str:
-    """Returns the key of a file's state: the file's name without suffix, or with it if the first is taken."""
+    """Return the key of a file's state: the file's name without suffix, or with it if the first is taken."""
     stem = Path(name).stem
     return stem if stem not in taken else _unused(name, taken)
 

@@ -1,6 +1,6 @@
 """Infers roles, layer types and gradients from the names of tensors and their places in the tree.
 
-Another program's file comes without its modules and optimizers, which ``state/roles.py`` would ask.
+``state/roles.py`` looks at modules and optimizers instead, but another program's file comes without these.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class _Found:
 
 
 def labels(tree: Any, tensors: Mapping[str, Tensor], weights: Collection[str] | None = None) -> dict[str, Label]:
-    """Returns the label of every tensor of a state.
+    """Return the label of every tensor of a state.
 
-    Floating-point tensors in dictionaries that hold only tensors are weights, unless their name is that of a buffer.
+    Floating-point tensors in dictionaries that hold only tensors are weights, unless their name is in ``BUFFERS``.
     Moments are found by their keys in the state of an optimizer (a dictionary with ``state`` and ``param_groups``).
     Everything else is exact.
 
@@ -59,16 +59,16 @@ def labels(tree: Any, tensors: Mapping[str, Tensor], weights: Collection[str] | 
 
 
 def optimizers_in(tree: Any) -> list[dict[str, Any]]:
-    """Returns the states of optimizers in a tree, each as its nodes by key."""
+    """Return the states of optimizers in a tree, each as its nodes by key."""
     return _search(tree).optimizers
 
 
 def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Mapping[str, Label]) -> dict[str, float]:
-    """Returns F (the mean squared gradient) of the weights, from the second moments of an optimizer in the state.
+    """Return F (the mean squared gradient) of the weights, from the second moments of an optimizer in the state.
 
     An optimizer numbers its parameters in the order of the model or of its groups, e.g. matrices before vectors. In a
-    match all shapes are equal. Weights may be left over: frozen ones, or the second name of a tied one. Returns an
-    empty dictionary if no optimizer matches.
+    match all shapes are equal. Some weights may have no moment: frozen ones, or the second name of a tied one. Returns
+    an empty dictionary if no optimizer matches.
     """
     found = _search(tree)
     for optimizer in found.optimizers:
@@ -85,9 +85,9 @@ def mean_squared_gradients(tree: Any, tensors: Mapping[str, Tensor], labels: Map
 
 
 def _matched(names: list[str], tensors: Mapping[str, Tensor], moments: list[Tensor]) -> list[str]:
-    """Returns the weights of the moments, in the same order; empty if they do not match.
+    """Return the names of the weights that the moments belong to, in the same order; empty if they do not match.
 
-    Weights between them may have no moments.
+    Some weights may have no moments.
     """
     matched: list[str] = []
     for name in names:
@@ -97,7 +97,7 @@ def _matched(names: list[str], tensors: Mapping[str, Tensor], moments: list[Tens
 
 
 def _second_moments(optimizer: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the second moments, in the order of the parameters; empty if a parameter has none."""
+    """Return the names of the second moments, in the order of the parameters; empty if a parameter has none."""
     states = {str(key): _by_text_key(node) for key, node in dict_items(optimizer["state"])}
     groups = [_by_text_key(group).get("params") for group in optimizer["param_groups"]]
     moments = []
@@ -111,7 +111,7 @@ def _second_moments(optimizer: Mapping[str, Any]) -> list[str]:
 
 
 def _by_text_key(node: Any) -> dict[str, Any]:
-    """Returns the values of a dictionary's node by key. A key may be of any type, so all are made text."""
+    """Return the values of a dictionary's node by key. A key may be of any type, so all are made text."""
     return {str(key): value for key, value in dict_items(node)}
 
 

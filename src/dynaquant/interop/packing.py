@@ -59,7 +59,7 @@ class StreamedWeights(GridWeights):
     """Weights that are quantized on access, one by one, so that they need not fit into memory."""
 
     def quantize(self, configuration: GridConfiguration) -> Mapping[str, QuantizedTensor]:
-        """Returns the quantized weights by name. Every access quantizes again."""
+        """Return the quantized weights by name. Every access quantizes again."""
         rungs = self.rungs(configuration)
         return LazyMapping(self.weights, lambda name: quantize(self.weights[name], rungs[name]))
 
@@ -75,14 +75,14 @@ class _Holder(nn.Module):
 class Packer:
     """Makes checkpoints of one state, or of a series of states.
 
-    quality, max_degradation: as for ``Checkpointer``. metric: scores the state as it would be restored, and so decides
-    the configuration; without a metric, the distortion of the weights decides. tell: called with texts that report
-    progress.
+    quality, max_degradation: as for ``Checkpointer``. metric: scores the state as it would be restored. The search uses
+    it to choose the configuration; without a metric, it uses the distortion of the weights. tell: called with texts
+    that report progress.
 
     The loss's sensitivity to a tensor comes from the optimizer's second moments if the state has them, else from the
     metric (``search/sensitivity.py``), else from the tensor's size.
 
-    Raises ValueError if arguments do not go together.
+    Raises ValueError if arguments exclude each other or are out of range.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Packer:
     ) -> None:
         Allowance(quality, None, max_degradation, None)
         if max_degradation is not None and not 0 <= max_degradation < math.inf:
-            raise ValueError(f"max_degradation must be a number from 0 on, e.g. 0.01, not {max_degradation}")
+            raise ValueError(f"max_degradation must be a finite number of at least 0, e.g. 0.01, not {max_degradation}")
         self._preset = PRESETS[quality]
         if self._preset is None and metric is not None:
             raise ValueError("a lossless checkpoint needs no metric")
@@ -108,7 +108,7 @@ class Packer:
         self._probed: dict[str, float] = {}
 
     def checkpoint(self, file: ModelFile, step: int) -> Checkpoint:
-        """Returns the checkpoint of a state. Its tensors are made on access, and not kept.
+        """Return the checkpoint of a state. Its tensors are quantized on access, and not kept.
 
         Raises EvaluateError if the metric fails on the original state.
         """
@@ -165,7 +165,7 @@ class Packer:
         return decision, [note.removeprefix(_PREFIX) for note in grid.notes]
 
     def _evaluate_on(self, file: ModelFile) -> Evaluate:
-        """Returns a function that scores the state with the parameters of a ``_Holder`` as its weights."""
+        """Return a function that scores the state with the parameters of a ``_Holder`` as its weights."""
         metric, tensors = self._metric, file.tensors
         assert metric is not None
         count = itertools.count(1)
@@ -180,7 +180,7 @@ class Packer:
         return evaluate
 
     def _probe(self, weights: GridWeights, judge: MetricJudge) -> dict[str, float]:
-        """Returns the measured sensitivity to each tensor. A series is measured once for the same set of tensors."""
+        """Return the measured sensitivity to each tensor. In a series, it is measured once for each set of tensors."""
         if self._probed.keys() != weights.weights.keys():
             self._probed = measure_sensitivity(weights, lambda quantized: judge(quantized).degradation, self._tell)
         return self._probed
@@ -206,17 +206,17 @@ def _by_size(grid: GridWeights, name: str) -> float:
 
 
 def compress(source: Path, out: Path, packer: Packer) -> Record:
-    """Compresses the file or folder of a model, or of a whole training state, into one file. Writes it atomically.
+    """Compress the file or folder of a model, or of a whole training state, into one file. Writes it atomically.
 
     Raises CheckpointError if the source cannot be read, OSError if ``out`` cannot be written.
     """
     check_output(out)
     if out.exists() and source.exists() and out.samefile(source):
-        raise CheckpointError(f"{out} is the file to be compressed; give another name for the output")
+        raise CheckpointError(f"{out} is the input file; give another name for the output")
     file = any_format.read(source)
     checkpoint = packer.checkpoint(file, 0)
     draft = Header(0, 1, None, checkpoint.tree, (), checkpoint.record)
-    aside = temporary_path(out)  # a folder of its own, as a file next to the output may belong to another program
+    aside = temporary_path(out)  # in a new folder, as a file next to the output may belong to another program
     aside.mkdir()
     try:
         with in_use(aside):
@@ -234,7 +234,7 @@ def compress(source: Path, out: Path, packer: Packer) -> Record:
 
 
 def step_of(path: Path) -> int | None:
-    """Returns the last number in a file's name, e.g. 4000 for ``ckpt-4000.safetensors``.
+    """Return the last number in a file's name, e.g. 4000 for ``ckpt-4000.safetensors``.
 
     If it has none, the last number in the name of its folder, e.g. 500 for ``checkpoint-500/model.safetensors``; None
     if there is none either.
@@ -247,21 +247,21 @@ def step_of(path: Path) -> int | None:
 
 
 def _check_packed(run: Run) -> None:
-    """Raises CheckpointError if files cannot be packed into a run: it is a training's own, or cannot be read."""
+    """Raise CheckpointError if files cannot be packed into a run: a training saved to it, or it cannot be read."""
     summaries, broken = run.summaries()
     for error in broken:
         if isinstance(error.__cause__, OSError):
             raise error
     own = next((s.step for s in summaries if "source" not in run.file(s.step).header.record), None)
     if own is not None:
-        raise CheckpointError(f"{run.folder}: step {own} is a training's own checkpoint; pack into another folder")
+        raise CheckpointError(f"{run.folder}: step {own} was saved by a training; pack into another folder")
 
 
 def pack(files: Mapping[int, Path], folder: Path, packer: Packer) -> Iterator[Record | None]:
-    """Compresses files into a run, in the order of their steps. Yields a record for each, None for steps already there.
+    """Compress files into a run, in the order of their steps. Yields a record for each, None for steps already there.
 
     files: by step. Raises CheckpointError if a file cannot be read or another process writes to the run; checkpoints
-    that are packed by then stay.
+    that were packed before the error stay.
     """
     for step, path in files.items():
         if step >= 2**63:
@@ -271,7 +271,7 @@ def pack(files: Mapping[int, Path], folder: Path, packer: Packer) -> Iterator[Re
     run = WritableRun(folder)
     with removing_empty_folders(folder), run.locked():
         _check_packed(run)
-        there = {known.step for known in run.chain_lengths()}  # without those whose parents are missing
+        there = {known.step for known in run.chain_lengths()}  # a checkpoint without its parents is packed again
         base: Base | None = None
         chain = 0
         for step, path in sorted(files.items()):

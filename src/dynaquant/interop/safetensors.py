@@ -1,4 +1,4 @@
-"""Reads and writes safetensors, one tensor at a time: single files, or shards with an index as of Hugging Face."""
+"""Reads and writes safetensors, one tensor at a time: single files, or shards with an index (Hugging Face)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _ALIGNMENT = 8
 
 
 def read(path: Path) -> ModelFile:
-    """Reads a file. Raises CheckpointError if it is damaged."""
+    """Read a file. Raises CheckpointError if it is damaged."""
     tensors, metadata = _open(path)
     return ModelFile("safetensors", state_dict_tree(tensors), tensors, {"metadata": metadata})
 
@@ -83,7 +83,7 @@ class Shards:
 
 
 def read_indexed(folder: Path, index: str, names: Collection[str]) -> Shards:
-    """Reads the model of an index.
+    """Read the model that an index describes.
 
     names: the files in the folder. Raises CheckpointError if a file or a tensor is missing.
     """
@@ -98,7 +98,7 @@ def read_indexed(folder: Path, index: str, names: Collection[str]) -> Shards:
 
 
 def read_shards(folder: Path, files: Iterable[str]) -> Shards:
-    """Reads a model from several files of a folder.
+    """Read a model from several files of a folder.
 
     Raises CheckpointError if a file is damaged, or if two files have a tensor of the same name.
     """
@@ -132,7 +132,7 @@ def _open(path: Path) -> tuple[LazyMapping[Tensor], dict[str, str] | None]:
         file = safe_open(path, "pt")
         names, metadata = list(file.keys()), file.metadata()  # type: ignore[no-untyped-call]
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a whole safetensors file ({error})") from None
+        raise CheckpointError(f"{path}: not a complete safetensors file ({error})") from None
 
     def tensor(name: str) -> Tensor:
         try:
@@ -145,7 +145,7 @@ def _open(path: Path) -> tuple[LazyMapping[Tensor], dict[str, str] | None]:
 
 
 def write(file: BinaryIO, tensors: Mapping[str, Tensor], shapes: Mapping[str, Tensor], metadata: Any) -> None:
-    """Writes a file. Accesses one tensor at a time.
+    """Write a file. Accesses one tensor at a time.
 
     shapes: meta tensors with the same names, dtypes and shapes. metadata: a dictionary of strings, or None. Raises
     CheckpointError for a dtype or a name that the format does not allow.
@@ -185,7 +185,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def divide_into_shards(shapes: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Divides tensors among the files of a Hugging Face folder. Returns the tensors' names by file."""
+    """Divide tensors among the files of a Hugging Face folder. Returns the tensors' names by file."""
     parts: list[list[str]] = [[]]
     size = 0
     for name, like in shapes.items():
@@ -201,6 +201,6 @@ def divide_into_shards(shapes: Mapping[str, Tensor]) -> dict[str, list[str]]:
 
 
 def index_text(shards: Mapping[str, Iterable[str]], metadata: Any, total: int) -> str:
-    """Returns the JSON text of an index. metadata: of the original index, or None. total: bytes of all tensors."""
+    """Return the JSON text of an index. metadata: of the original index, or None. total: bytes of all tensors."""
     weight_map = {name: file for file, names in shards.items() for name in names}
     return json.dumps({"metadata": metadata or {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"

@@ -6,10 +6,10 @@ from enum import StrEnum
 
 
 class Target(StrEnum):
-    """What to write.
+    """A format to export to.
 
-    The model as safetensors, as a Hugging Face folder of safetensors files, or as ``torch.save`` writes it; the whole
-    state as ``torch.save`` writes it, or as a folder of ``torch.distributed.checkpoint``.
+    ``SAFETENSORS``, ``HF`` (a Hugging Face folder of safetensors files) and ``TORCH`` (``torch.save``) hold the model;
+    ``TORCH_STATE`` (``torch.save``) and ``DCP`` (``torch.distributed.checkpoint``) hold the whole state.
     """
 
     SAFETENSORS = "safetensors"

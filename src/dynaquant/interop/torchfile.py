@@ -36,7 +36,7 @@ _NAMES_CODE = re.compile(r"(?:GLOBAL |^)([\w.]+)(?: was not an allowed global| w
 
 
 def read(path: Path) -> ModelFile:
-    """Reads a file.
+    """Read a file.
 
     Raises CheckpointError if it is damaged or holds objects other than tensors and plain values, StateError if a
     checkpoint cannot store one of the values.
@@ -46,7 +46,7 @@ def read(path: Path) -> ModelFile:
 
 
 def load(path: Path) -> dict[Any, Any]:
-    """Returns the dictionary in a file, with memory-mapped tensors. Raises CheckpointError as ``read`` does."""
+    """Return the dictionary in a file, with memory-mapped tensors. Raises CheckpointError as ``read`` does."""
     check_version(path)
     try:
         with warnings.catch_warnings():
@@ -54,14 +54,14 @@ def load(path: Path) -> dict[Any, Any]:
             warnings.simplefilter("ignore")
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except UNPICKLING_ERRORS as error:
-        raise CheckpointError(f"{path}: {why_unreadable(error, 'a whole file of torch.save')}") from None
+        raise CheckpointError(f"{path}: {why_unreadable(error, 'a complete file of torch.save')}") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: it holds a {type(state).__name__}, not a dictionary such as a state dict")
     return state
 
 
 def flatten_file(path: Path, state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Returns ``flatten`` of a state that was read from a file or folder; errors name that path.
+    """Return ``flatten`` of a state that was read from a file or folder; errors name that path.
 
     Raises CheckpointError if a tensor repeats stored values so often that it would take far more memory than the file.
     """
@@ -70,7 +70,7 @@ def flatten_file(path: Path, state: Any) -> tuple[Any, dict[str, Tensor]]:
     except StateError as error:
         raise StateError(f"{path}: {error}") from None
     except (MemoryError, RuntimeError) as error:  # ``flatten`` copies some views
-        raise CheckpointError(f"{path}: a tensor in it needs more memory than there is ({error})") from None
+        raise CheckpointError(f"{path}: a tensor in it needs more memory than is available ({error})") from None
     for name, tensor in tensors.items():
         size, held = tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes()
         if size > max(held, REPEATED_BYTES):
@@ -82,7 +82,7 @@ def flatten_file(path: Path, state: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def check_version(path: Path) -> None:
-    """Raises CheckpointError if this PyTorch has a known hole in weights_only (CVE-2025-32434, CVE-2026-24747)."""
+    """Raise CheckpointError if this PyTorch's weights_only is vulnerable (CVE-2025-32434, CVE-2026-24747)."""
     if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE_VERSION:
         raise CheckpointError(
             f"{path}: a file like this can make PyTorch {torch.__version__} run code, even with weights_only; "
@@ -91,9 +91,9 @@ def check_version(path: Path) -> None:
 
 
 def why_unreadable(error: BaseException, expected: str) -> str:
-    """Returns why a file could not be unpickled: it names code, or it is not what was expected.
+    """Return why a file could not be unpickled: it names code, or it is not what was expected.
 
-    PyTorch's own message would mostly advise to run that code.
+    PyTorch's own message often recommends to run that code.
     """
     if isinstance(error, pickle.UnpicklingError) and (found := _NAMES_CODE.search(str(error))):
         return (
@@ -106,7 +106,7 @@ def why_unreadable(error: BaseException, expected: str) -> str:
 
 
 def write(file: BinaryIO, state: Any) -> None:
-    """Writes a state with ``torch.save``. Raises OSError if the file cannot be written."""
+    """Write a state with ``torch.save``. Raises OSError if the file cannot be written."""
     try:
         torch.save(state, file)
     except RuntimeError as error:  # PyTorch wraps an OSError in it

@@ -3,7 +3,7 @@
 - ``restorer.py``: the stages of a restore, in order
 - ``fitting.py``: which parts of a stored state fit the objects
 - ``in_place.py``: fills the tensors of the model and the optimizer in place
-- ``stored_checkpoint.py``: a checkpoint opened without its training; tensors decoded when asked for
+- ``stored_checkpoint.py``: a checkpoint opened without its training; decodes tensors on access
 - ``load.py``: ``dynaquant.load``: a stored state as plain dictionaries and tensors
 - ``load_into.py``: ``dynaquant.load_into``: stored weights into a model
 """

@@ -25,8 +25,7 @@ _MOST_LISTED = 10
 class Comparison:
     """A stored state compared with the objects of a training.
 
-    parts: the state that each object can load, by its name. problems: what does not fit. notes: what a user should
-    know.
+    parts: the state that each object can load, by its name. problems: what does not fit. notes: texts for the user.
     """
 
     parts: dict[str, Any] = field(default_factory=dict)
@@ -68,9 +67,11 @@ def compare(
     present = parts_of(now, objects)
     random = stored_rng_state(state, rank)
     wanted = objects.keys() if only is None else only
-    found.problems += [f"it holds no {name!r}" for name in sorted(set(wanted) - set(stored))]
+    found.problems += [f"the checkpoint has no {name!r}" for name in sorted(set(wanted) - set(stored))]
     if only is None:
-        found.problems += [f"it holds {name!r}, which was not given" for name in sorted(set(stored) - set(objects))]
+        found.problems += [
+            f"the checkpoint has {name!r}, which was not given" for name in sorted(set(stored) - set(objects))
+        ]
     for name in sorted(set(wanted) & set(stored)):
         thing, part = objects[name], stored[name]
         before, kind = state[CLASSES].get(name), class_of(thing)
@@ -93,7 +94,7 @@ def compare(
                 try:
                     _check_generator(thing, part)
                     found.parts[name] = part
-                except RuntimeError as error:  # PyTorch raises it for the state of another device's generator
+                except RuntimeError as error:  # from PyTorch, for the state of a generator of another device
                     found.problems.append(f"{name} cannot take the state of the generator that was saved ({error})")
         elif hasattr(thing, "load_state_dict"):
             found.parts[name] = part
@@ -114,8 +115,8 @@ def _fit_module(found: Comparison, name: str, own: Mapping[str, Any], stored: An
     if not isinstance(stored, Mapping) or not isinstance(getattr(stored, "_metadata", {}), Mapping):
         raise TypeError(f"{name} has no state dict")
     now, before = ({key: _form(value) for key, value in of.items()} for of in (own, stored))
-    found.problems += [f"{name}.{key} is not in it" for key in now if key not in before]
-    found.problems += [f"{name}.{key} is in it, and the model has no such tensor" for key in before if key not in now]
+    found.problems += [f"{name}.{key} is not in the checkpoint" for key in now if key not in before]
+    found.problems += [f"{name}.{key} is in the checkpoint, but not in the model" for key in before if key not in now]
     part: OrderedDict[str, Any] = OrderedDict()
     for key, form in now.items():
         if key not in before:
@@ -124,7 +125,7 @@ def _fit_module(found: Comparison, name: str, own: Mapping[str, Any], stored: An
             found.problems.append(f"{name}.{key} was {before[key]} and is {form}")
         elif isinstance(own[key], Tensor) and not can_hold(own[key], stored[key]):
             found.problems.append(
-                f"{name}.{key} has the same memory for several elements (expand): build it with clone()"
+                f"{name}.{key} has elements that share memory (expand) and need different values: build it with clone()"
             )
         else:
             part[key] = stored[key]

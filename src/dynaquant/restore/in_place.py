@@ -1,4 +1,4 @@
-"""Fills the tensors of the model and the optimizer in place, where the stored ones fit. New memory would be slower."""
+"""Fills the tensors of the model and the optimizer in place if the stored ones fit. New memory would be slower."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fillable_tensors(now: Mapping[str, Any], tree: Any, stored: Mapping[str, Sto
 def unchanged_tensors(
     now: Mapping[str, Any], stored: Mapping[str, StoredTensor], hashes: HashCache
 ) -> dict[str, Tensor]:
-    """Return the present tensors that equal the stored external ones of their names, by hash. They need no reading.
+    """Return the present tensors that equal the stored external tensors of the same names, by hash. No file is read.
 
     now: the present states of modules and optimizers.
     """

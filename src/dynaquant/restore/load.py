@@ -20,9 +20,9 @@ def load(
 
     The state of a training has the keys ``"model"`` and ``"optimizer"`` (a dictionary by name if there are several),
     the names of the extras, ``"rng"``, ``"classes"`` and ``"parameters"``. An optimizer's state is keyed by the names
-    of its parameters; ``Optimizer.load_state_dict`` accepts it. What was compressed or packed from another program's
-    file comes back in the structure of that file, e.g. weights as a state dict. If the checkpoint has a lossless copy
-    (``exact="latest"``), that is loaded.
+    of its parameters; ``Optimizer.load_state_dict`` accepts it. A checkpoint that was compressed or packed from another
+    program's file is returned in the structure of that file, e.g. weights as a state dict. If the checkpoint has a
+    lossless copy (``exact="latest"``), that is loaded.
 
     Raises CheckpointError if the checkpoint is missing or damaged, KeyError for an unknown name in ``keys``.
     """

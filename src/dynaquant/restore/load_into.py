@@ -32,8 +32,9 @@ def load_into(
     at a time, so memory for one more tensor is enough.
 
     Raises StateError, with a list of differences, if names or shapes differ from the model's state dict; with
-    ``strict=False``, only if no tensor fits. Raises CheckpointError if the checkpoint is missing or damaged. The model
-    is unchanged then, unless the disk fails after the check: a note of the error says how many tensors were loaded.
+    ``strict=False``, only if no tensor fits. Raises CheckpointError if the checkpoint is missing or damaged. On an
+    error the model is unchanged, unless the disk fails after the check: then a note of the error says how many tensors
+    were loaded.
     """
     stored = StoredCheckpoint(path, step)
     own = _state_dict_of(model)
@@ -43,7 +44,7 @@ def load_into(
 def _fill_model(stored: StoredCheckpoint, own: Mapping[str, Any], strict: bool) -> list[str]:
     names, shapes = stored.state_dict, stored.shapes
     wrong = {name: what for name in own if name not in names and (what := _missing(stored, name, own[name]))}
-    wrong |= {name: f"{name} is in it, and the model has no such tensor" for name in names if name not in own}
+    wrong |= {name: f"{name} is in the checkpoint, but not in the model" for name in names if name not in own}
     for name in own.keys() & names.keys():
         if not isinstance(own[name], Tensor):
             wrong[name] = f"{name} of the model is a {type(own[name]).__name__}, not a tensor"
@@ -52,7 +53,7 @@ def _fill_model(stored: StoredCheckpoint, own: Mapping[str, Any], strict: bool) 
         elif own[name].is_meta:
             wrong[name] = f"{name} of the model is on the meta device; give it memory with model.to_empty(device=…)"
         elif own[name].shape != (shape := shapes[names[name]].shape):
-            wrong[name] = f"{name} is {list(shape)} in it and {list(own[name].shape)} in the model"
+            wrong[name] = f"{name} is {list(shape)} in the checkpoint and {list(own[name].shape)} in the model"
     problems = sorted(wrong.values())
     own = {name: target for name, target in own.items() if name in names and name not in wrong}
     if problems and (strict or not own):
@@ -63,7 +64,9 @@ def _fill_model(stored: StoredCheckpoint, own: Mapping[str, Any], strict: bool) 
     stored.check(dict.fromkeys(name for name, _ in targets))
     for (name, _), target in targets.items():
         if not target.is_contiguous() and not can_hold(target, stored.tensors[name]):
-            raise StateError(f"the model has the same memory for several elements of {name}: use clone() there")
+            raise StateError(
+                f"{name} has elements that share memory (expand) and need different values: build it with clone()"
+            )
     changed = 0
     try:
         for (name, _), target in targets.items():
@@ -76,13 +79,13 @@ def _fill_model(stored: StoredCheckpoint, own: Mapping[str, Any], strict: bool) 
 
 
 def _missing(stored: StoredCheckpoint, name: str, own: Any) -> str | None:
-    """Return what is wrong with a model's tensor whose values are not stored; None if its hash is the stored one."""
+    """Return the problem with a model's tensor whose values are not stored; None if its hash equals the stored one."""
     entry = stored.file.header.by_name.get(f"model.{name}")
     if entry is None or not entry.omitted:
-        return f"{name} is not in it"
+        return f"{name} is not in the checkpoint"
     if isinstance(own, Tensor) and not own.is_meta and tensor_hash(own) == entry.hash:
         return None
-    return f"{name} is not stored (role 'omit'), and the model has other values; load the same base first"
+    return f"{name} is not stored (role 'omit'), and its values in the model differ; load the same base model first"
 
 
 def _state_dict_of(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One restore: chooses a checkpoint, decodes it, checks that it fits, and loads it: all of it or nothing."""
+"""One restore: chooses a checkpoint, decodes it, checks that it fits, and loads all of it or nothing."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _ADVICE = (
 class Loaded:
     """A checkpoint that was decoded and fits the objects.
 
-    tensors: as its file stores them. parts: the state that each object loads; tensors of the model and the optimizer
-    that are filled in place stand for themselves there. fills: these tensors, each with the stored one. rng_state: of
-    the global random number generators, None if they are not restored. restored_names: names of the tensors that models
-    and optimizers get. from_lossless_copy: whether the values come from the lossless copy. problems: what does not fit
-    and is left out.
+    tensors: as its file stores them. parts: the state that each object loads. Where a tensor of the model or the
+    optimizer is filled in place, it holds that tensor itself. fills: these tensors, each with its stored form.
+    rng_state: of the global random number generators, None if they are not restored. restored_names: names of the
+    tensors that models and optimizers get. from_lossless_copy: whether the values come from the lossless copy.
+    problems: what does not fit and is left out.
     """
 
     file: CheckpointFile
@@ -63,8 +63,8 @@ class Loaded:
 class Restorer:
     """Restores a checkpoint of a run into the objects of a training.
 
-    only: names of what to restore; None: everything. strict: whether anything that does not fit is an error; otherwise
-    it is left out.
+    only: names of the objects to restore; None: everything. strict: whether an object that does not fit is an error;
+    otherwise it is left out.
     """
 
     run: Run
@@ -97,11 +97,11 @@ class Restorer:
         self._load_into_objects(loaded)
         if rank_zero:
             for problem in loaded.problems:
-                log.warning("restored step %d without what does not fit: %s", loaded.step, problem)
+                log.warning("restored step %d, but left out what does not fit: %s", loaded.step, problem)
         return loaded
 
     def _choose(self, step: int | str | None) -> Loaded | None:
-        """Return the checkpoint asked for, or the newest that verifies, decoded; None for an empty run."""
+        """Decode the requested checkpoint, or the newest that verifies. Returns None for an empty run."""
         if step is not None:
             return self._decode(open_step_or_tag(self.run, step))
         summaries, broken = self.run.summaries()
@@ -131,7 +131,7 @@ class Restorer:
         """
         tensors = self.run.load(file)
         source, stored = load_lossless_copy(self.run, file, self.skipped) or (file, tensors)
-        now = collect_to_compare(self.objects)  # outside the try: an error of an object is no damage of the file
+        now = collect_to_compare(self.objects)  # outside the try: if an object fails, the file is not damaged
         try:
             values, in_place = self._values(source, stored, now)
             state = self._state(source, values, now)
@@ -161,7 +161,7 @@ class Restorer:
     def _values(
         self, source: CheckpointFile, stored: Mapping[str, StoredTensor], now: Mapping[str, Any]
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return a tensor for each stored one that is not omitted, and those of them that are filled in place later."""
+        """Return the tensors that are not omitted, and those among them that are filled in place later."""
         omitted = _omitted(source)
         unchanged = unchanged_tensors(now, stored, self.hashes)
         to_load = {name: tensor for name, tensor in stored.items() if name not in unchanged and name not in omitted}
@@ -174,7 +174,7 @@ class Restorer:
         return {**values, **unchanged}, in_place
 
     def _state(self, source: CheckpointFile, values: dict[str, Tensor], now: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the stored state with these tensors, and with the objects' own for the omitted ones."""
+        """Return the stored state with these tensors. For omitted tensors it has the objects' own."""
         state = state_from(source, values)
         fill_in_omitted(now, state, _omitted(source))
         if missing := set(RESERVED) - set(state):
@@ -182,21 +182,25 @@ class Restorer:
         return state
 
     def _changed_omitted(self, source: CheckpointFile, values: Mapping[str, Tensor]) -> list[str]:
-        """Return a problem for each omitted tensor to restore whose present values are not those of the checkpoint."""
+        """Return a problem for each omitted tensor whose present values differ from those at the save."""
         restored = tuple(f"{name}." for name in self._selected)
         names = sorted(name for name in _omitted(source) if name not in values and name.startswith(restored))
-        what = "is not stored (role 'omit'), and the model has other values; load the same base first"
+        what = "is not stored (role 'omit'), and its values in the model differ; load the same base model first"
         return [f"{name} {what}" for name in names]
 
     def _log_notes(self, file: CheckpointFile, notes: Iterable[str], has_rng_state: bool) -> None:
         if not has_rng_state:
-            log.warning("%s was saved by fewer ranks: rank %d keeps its random numbers", file.path, self.group.rank)
+            log.warning(
+                "%s was saved by fewer ranks: rank %d keeps the present state of its random number generators",
+                file.path,
+                self.group.rank,
+            )
         if self.group.rank == 0:
             for note in notes:
                 log.warning("step %d: %s", file.header.step, note)
 
     def _load_into_objects(self, loaded: Loaded) -> None:
-        """Load extras first, whose own code may fail and which can be put back, then what was checked before."""
+        """Load extras first: their code may fail, and they can be put back. Then load what was checked before."""
         undo: list[Callable[[], None]] = []
         try:
             self.group.run_on_all_ranks(lambda: load_extras(self.objects, loaded.parts, undo))
@@ -204,8 +208,10 @@ class Restorer:
             for put_back in reversed(undo):
                 try:
                     put_back()
-                except Exception as error:  # the others are put back all the same
-                    log.warning("an extra could not be put back as it was: %r", error)
+                except Exception as error:  # still put back the others
+                    log.warning(
+                        "the restore failed, and an extra could not be set back to its state from before: %r", error
+                    )
             raise
         self.group.run_on_all_ranks(
             lambda: load_modules_and_optimizers(self.objects, loaded.parts, loaded.fills, loaded.rng_state)
@@ -217,7 +223,7 @@ def _omitted(source: CheckpointFile) -> set[str]:
 
 
 def load_extras(objects: Mapping[str, Any], parts: Mapping[str, Any], undo: list[Callable[[], None]]) -> None:
-    """Load the objects other than modules and optimizers. Adds to ``undo`` a function that puts each of them back."""
+    """Load the objects other than modules and optimizers. Add a function to ``undo`` for each that puts it back."""
     for name, thing in objects.items():
         if name in parts and not isinstance(thing, CHECKED):
             try:

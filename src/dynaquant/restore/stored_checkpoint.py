@@ -1,4 +1,4 @@
-"""A stored checkpoint, opened without the training that made it. Its tensors are decoded when they are asked for."""
+"""A stored checkpoint, opened without the training that made it. Decodes tensors on access."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ T = TypeVar("T")
 
 
 class StoredCheckpoint:
-    """A checkpoint of a run, or in a file of its own. Its tensors are decoded each time they are asked for.
+    """A checkpoint of a run, or a single file. Each access to a tensor decodes it.
 
     path: the folder of a run, or a file. step: a step or a tag of the run; the newest checkpoint by default. If the
     checkpoint has a lossless copy (``exact="latest"``), that is read. The files stay open as long as this object
-    exists, so a training that deletes them meanwhile does no harm. Raises CheckpointError if the checkpoint is missing
-    or damaged, ValueError for the step of a single file.
+    exists, so they can be read even if a training deletes them. Raises CheckpointError if the checkpoint is missing or
+    damaged, ValueError for the step of a single file.
     """
 
     def __init__(self, path: str | os.PathLike[str], step: int | str | None = None) -> None:
@@ -61,7 +61,8 @@ class StoredCheckpoint:
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors by name. Each access decodes the tensor and checks it against its hash."""
-        return LazyMapping(self._names, self._values)  # made anew: a stored one would keep the files open
+        # Not an attribute: that would be a reference cycle, which keeps the files open.
+        return LazyMapping(self._names, self._values)
 
     def _values(self, name: str) -> Tensor:
         with self._noting_damage(), detect_run_changes(self.chain):
@@ -94,8 +95,8 @@ class StoredCheckpoint:
     def with_retries(self, use: Callable[[], T]) -> T:
         """Return the result of ``use``, which reads tensors of this checkpoint.
 
-        ``use`` is called again from the start in two cases. The lossless copy is damaged: now the checkpoint itself is
-        read. Or a writer has deleted files that were not kept open: now the checkpoint is searched for again.
+        ``use`` is called again from the start in two cases. If the lossless copy is damaged, the second call reads the
+        checkpoint itself. If a writer has deleted files that were not open yet, the checkpoint is opened again first.
         """
         is_open = True
 
@@ -165,7 +166,7 @@ def _checkpoint_file(run: Run, step: int | str | None) -> CheckpointFile:
 def _lossless_copy(run: Run, file: CheckpointFile, newest: bool) -> CheckpointFile | None:
     """Return the lossless copy of a checkpoint. None if it was not kept, or, with a warning, if it is unusable.
 
-    newest: whether the newest checkpoint was asked for. Raises RunChangedError if it is not the newest any more.
+    newest: whether the newest checkpoint was asked for. Raises RunChangedError if there is a newer one now.
     """
     try:
         copy = run.lossless_copy(file)
@@ -178,7 +179,11 @@ def _lossless_copy(run: Run, file: CheckpointFile, newest: bool) -> CheckpointFi
 
 
 def _warn_of_unusable_copy(file: CheckpointFile, error: CheckpointError) -> None:
-    log.warning("the lossless copy of step %d cannot be used, so its checkpoint is: %s", file.header.step, error)
+    log.warning(
+        "the lossless copy of step %d cannot be used, reading the checkpoint itself instead: %s",
+        file.header.step,
+        error,
+    )
 
 
 def state_from(file: CheckpointFile, values: dict[str, Tensor]) -> dict[str, Any]:

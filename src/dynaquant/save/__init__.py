@@ -5,17 +5,17 @@
 - ``schedule.py``: when the next checkpoint is due
 - ``turn.py``: one call of a Checkpointer at a time
 - ``saver.py``: the stages of a save, in order
-- ``rank_zero.py``: what rank 0 does and the other ranks do not
+- ``rank_zero.py``: what only rank 0 does
 - ``capture.py``: the state as a tree and live tensors
 - ``compressor.py``: how each tensor is stored; the stages are the next six files
 - ``frozen_and_omitted.py``: frozen and omitted tensors, whose values the checkpoint does not hold
-- ``unchanged_weights.py``: weights that have not changed since the last checkpoint keep their levels
+- ``unchanged_weights.py``: finds weights that have not changed since the last checkpoint; they keep their levels
 - ``gradient_statistics.py``: gradients recorded between two saves
-- ``prepare.py``: weights are read once, before the search
+- ``prepare.py``: reads the weights once, before the search
 - ``assemble.py``: the stored form of every tensor
 - ``timing.py``: seconds of each stage
 - ``commit_stage.py``: parent, commit, pruning, report: what the writing thread does
 - ``background.py``: the writing thread
-- ``record.py``: what is known about a save
+- ``record.py``: sizes, quality, configuration and time of a save
 - ``log_to.py``: sends records to TensorBoard or a function
 """

@@ -1,4 +1,4 @@
-"""The user's limits for a save: how much quality it may lose, and by which method."""
+"""The user's limits for a save: how much quality it may lose, and which method it uses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Allowance:
             raise TypeError(f"configuration must be a Configuration or a GridConfiguration, not {self.configuration!r}")
         if self.configuration is not None and self.max_degradation is not None:
             raise ValueError(
-                "configuration and max_degradation exclude each other: a given configuration is not searched for; "
+                "configuration and max_degradation exclude each other: with a given configuration there is no search; "
                 "leave out one of them"
             )
         if self.quality == "lossless" and (self.max_degradation, self.configuration, self.method) != (None, None, None):

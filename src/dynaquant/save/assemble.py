@@ -28,12 +28,12 @@ def assemble(
     names: Iterable[str],
     keep_lossless_copy: bool,
 ) -> Assembled:
-    """Return the stored form of every tensor of a state. Live tensors are copied, so training may go on.
+    """Return the stored form of every tensor of a state. Live tensors are copied, so training may continue.
 
-    live: the tensors whose values are stored. quantized: those of them that are not stored exactly. master_of: the
-    names of master weights, by the names of their half-precision weights; a quantized half-precision weight is stored
-    under the name of its master weight. external: tensors whose values are not stored. names: of all tensors, in the
-    order of the state.
+    live: the tensors whose values are stored. quantized: the quantized forms of some of them; all others are stored
+    exactly. master_of: the names of master weights, by the names of their half-precision weights; a quantized
+    half-precision weight is stored under the name of its master weight. external: tensors whose values are not stored.
+    names: of all tensors, in the order of the state.
     """
     quantized = dict(quantized)
     quantized.update({master: quantized.pop(name) for name, master in master_of.items() if name in quantized})

@@ -2,8 +2,8 @@
 
 Python runs signal handlers in the main thread, between any two of its operations. The handler of Ctrl-C raises
 KeyboardInterrupt there. That can leave Python code of ``threading`` and ``concurrent.futures`` half done: an executor
-may start a second thread, and ``Thread.join`` may take a running thread for an ended one. So other threads touch the
-writer only by one assignment, one ``put``, or ``with`` on a plain lock. An interrupt cannot leave these half done.
+may start a second thread, and ``Thread.join`` may treat a running thread as ended. So other threads touch the writer
+only by one assignment, one ``put``, or ``with`` on a plain lock. An interrupt cannot leave these half done.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 def check_process(process: int) -> None:
-    """Raise RuntimeError in any other process: a forked child has no writing thread."""
+    """Raise RuntimeError unless this is the given process: a forked child has no writing thread."""
     if os.getpid() != process:
         raise RuntimeError(
             f"this Checkpointer belongs to process {process}, and this is process {os.getpid()}, a fork of it: use it "
-            "in its own process, or make another Checkpointer here, for another folder"
+            "in its own process, or make a new Checkpointer here, for another folder"
         )
 
 
@@ -72,8 +72,8 @@ class Write(Future[T]):
         if self._runner == threading.get_ident():
             if not self.done():
                 raise RuntimeError(
-                    "the result of a write was asked for in the thread that writes (by log_to?), which would wait for "
-                    "itself"
+                    "the writing thread asked for the result of its own write (in log_to?), so it would wait forever; "
+                    "use the record that log_to gets"
                 )
             return
         # Not the future's own lock: an interrupt while taking it would leave it locked, and the writer would hang.
@@ -136,9 +136,9 @@ class BackgroundWriter(Generic[T]):
         return threading.current_thread() is self._thread
 
     def hand_over(self, action: Callable[[], T]) -> Write[T]:
-        """Begin a write. The write before must be done (``wait``).
+        """Begin a write. The previous write must be done (``wait``).
 
-        If a signal interrupts this, the write has begun, or begins with the next ``wait``, or was not handed over.
+        If a signal interrupts this call, the write may have begun, may begin at the next ``wait``, or may be lost.
         """
         write = Write(action)
         self._last = write
@@ -175,7 +175,7 @@ class BackgroundWriter(Generic[T]):
         self.wait()
 
     def _finish(self) -> None:
-        """Do what ``close`` does, if nobody has called it."""
+        """Close, if nobody has called ``close``."""
         if self.is_here:  # the owner's last reference was in this thread
             self._writes.put(None)
             return

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dynaquant.save.rank_zero import randomness_of_other_ranks
+from dynaquant.save.rank_zero import rng_states_of_other_ranks
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label, labels
 from dynaquant.state.tree import without_tensors
@@ -21,11 +21,11 @@ from dynaquant.training.ranks import Group
 
 @dataclass(frozen=True)
 class Captured:
-    """The state of a training at a save, and what the last checkpoint had of it.
+    """The state of a training at a save, and the hashes and external tensors of the last checkpoint.
 
     tree: of the state, without omitted tensors. tensors: the training's own, by name. last_hashes: hashes of the
     tensors of the last checkpoint. last_external: its tensors that were omitted, or that lie in a usable file of frozen
-    parameters. Both are empty where no checkpoint is known.
+    parameters. Both are empty if there is no last checkpoint.
     """
 
     tree: Any
@@ -48,7 +48,7 @@ def capture(
     roles: overrides by glob pattern. vectors: whether parameters of one dimension are weights. base: the last
     checkpoint. Raises StateError for a state that cannot be stored.
     """
-    other_ranks = randomness_of_other_ranks(objects, group)
+    other_ranks = rng_states_of_other_ranks(objects, group)
 
     def captured() -> tuple[Any, dict[str, Tensor], dict[str, Label]]:
         tree, tensors = flatten(collect(objects, other_ranks))

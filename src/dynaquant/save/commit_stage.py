@@ -21,9 +21,9 @@ log = logging.getLogger("dynaquant")
 class CommitStage:
     """Writes the checkpoints of one training, one at a time, in a thread of its own.
 
-    keyframe_every: the most checkpoints in a chain. damaged: steps whose files are known not to decode; a restore adds
-    to it. log_to: called after every commit. learn_size: called with the predicted and the actual bytes of the weights
-    of every delta. release_run: called in the thread after the last write.
+    keyframe_every: the largest number of checkpoints in a chain. damaged: steps whose files do not decode; a restore
+    adds to this set. log_to: called after every commit. learn_size: called with the predicted and the actual bytes of
+    the weights of every delta. release_run: called in the thread after the last write.
     """
 
     def __init__(
@@ -39,11 +39,11 @@ class CommitStage:
         self._run, self._retention, self._keyframe_every = run, retention, keyframe_every
         self._damaged, self._log_to, self._learn_size = damaged, log_to, learn_size
         self.base: Base | None = None
-        """The last checkpoint: the one that was written, or restored. The next delta is coded against it."""
+        """The checkpoint that was written or restored last. The next delta is conditioned on it."""
         self.thread = BackgroundWriter[Record](self, release_run)
 
     def begin(self, checkpoint: Checkpoint, predicted: float | None) -> Future[Record]:
-        """Begin to write a checkpoint. The write before must be done. predicted: bytes of its weights."""
+        """Begin to write a checkpoint. The previous write must be done. predicted: bytes of its weights."""
         return self.thread.hand_over(partial(self._write, checkpoint, predicted))
 
     def _write(self, checkpoint: Checkpoint, predicted: float | None) -> Record:
@@ -61,7 +61,7 @@ class CommitStage:
         return record
 
     def _parent_for(self, step: int) -> Base | None:
-        """Return the last checkpoint if a delta may be coded against it; None: the next one is a keyframe."""
+        """Return the last checkpoint if it can be the parent; None if the next checkpoint must be a keyframe."""
         if self.base is None:
             return None
         fits = can_be_parent(self._run, self.base, step, self._retention, self._keyframe_every, self._damaged)

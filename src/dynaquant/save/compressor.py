@@ -66,9 +66,9 @@ class Compressed:
 class Compressor:
     """Compresses the states of one training, from one checkpoint to the next. All ranks call ``compress`` together.
 
-    objects: the objects of the training, by name. patterns: the user's patterns over names of tensors; what they match
-    is never taken for a master weight. keep_lossless_copy: whether to hand out the exact tensors, too. interval: steps
-    to the first save, if known. Raises ValueError if the arguments differ between ranks.
+    objects: the objects of the training, by name. patterns: the user's patterns over names of tensors; a tensor that
+    matches one never counts as master weights. keep_lossless_copy: whether to return the exact tensors, too. interval:
+    steps to the first save, if known. Raises ValueError if the arguments differ between ranks.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Compressor:
         self._searches = allowance.configuration is None and self._preset is not None
         self.method = allowance.chosen_method
         self.vectors = self.method == "grid"
-        """Whether parameters of one dimension are quantized, too. They matter once all others are small."""
+        """Whether parameters of one dimension are quantized, too. Their share is large once all others are small."""
         self.manager = ConfigurationManager(
             self._model,
             evaluate,
@@ -133,11 +133,11 @@ class Compressor:
     def max_degradation(self, value: float) -> None:
         if not self._searches:
             raise ValueError(
-                "max_degradation has no effect on this Checkpointer, as it searches for no configuration: it is "
-                "lossless, or was given one"
+                "max_degradation has no effect here, as this Checkpointer does not search for a configuration: its "
+                "quality is 'lossless', or it was given a configuration"
             )
         if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < float("inf"):
-            raise ValueError(f"max_degradation must be a number from 0 on, e.g. 0.01, not {value!r}")
+            raise ValueError(f"max_degradation must be a finite number of at least 0, e.g. 0.01, not {value!r}")
         self.manager.max_degradation = float(value)
 
     @property
@@ -151,14 +151,14 @@ class Compressor:
         Changes nothing that the next call depends on. Call ``saved`` once it is certain that the result is written.
         """
         with timed(seconds, "capture"):
-            at_rest = untrained(self._objects)
-            frozen = frozen_parameters(captured, at_rest, self.hashes)
+            idle = untrained(self._objects)
+            frozen = frozen_parameters(captured, idle, self.hashes)
             external = self._external(captured, frozen)
             tensors = _on_known_devices({n: t for n, t in captured.tensors.items() if n not in external})
             master_of = master_weights_of(tensors, captured.labels, self._objects, self._patterns)
             weights = self._weights_to_quantize(tensors, captured.labels, master_of)
             last = self._usable_last_weights()
-            comparison = compare(weights, last, at_rest, self.hashes)
+            comparison = compare(weights, last, idle, self.hashes)
         with timed(seconds, "search"):
             decision, notes = self._decide(comparison, last, captured.labels)
             if self._preset is not None:
@@ -176,7 +176,7 @@ class Compressor:
                 ),
                 self._group,
             )
-            # A master weight is stored instead of its half-precision weight, with the label of that.
+            # A master weight is stored instead of its half-precision weight, and gets that weight's label.
             labels = {**captured.labels, **{master: captured.labels[name] for name, master in master_of.items()}}
         return Compressed(
             assembled or Assembled(),
@@ -188,7 +188,7 @@ class Compressor:
         )
 
     def saved(self, compressed: Compressed, interval: int | None) -> None:
-        """Continue from the state that was compressed last, which is certain to be written.
+        """Continue from the state that was compressed last. Call this once it is certain to be written.
 
         interval: steps to the next save.
         """
@@ -200,7 +200,7 @@ class Compressor:
     def resume(self, header: Header, tensors: Mapping[str, StoredTensor], from_lossless_copy: bool) -> None:
         """Continue from a restored checkpoint.
 
-        tensors: what was restored into models and optimizers, as stored. from_lossless_copy: whether the training got
+        tensors: the stored forms of the tensors that models and optimizers got. from_lossless_copy: whether they got
         the values of the lossless copy instead.
         """
         self._last_weights = restored_weights(header, tensors)
@@ -232,7 +232,7 @@ class Compressor:
         return {name: tensors[master_of.get(name, name)] for name in tensors if labels[name].role == "weight"}
 
     def _usable_last_weights(self) -> Mapping[str, LastWeight]:
-        """Return the last checkpoint's weights; none if less may be lost now than was allowed for them."""
+        """Return the last checkpoint's weights; none if ``max_degradation`` is smaller now than it was for them."""
         return {} if self.max_degradation < self._last_max_degradation else self._last_weights
 
     def _decide(
@@ -243,7 +243,7 @@ class Compressor:
             return Decision("lossless", None), []
         mean_squares: dict[str, float] = {}
         if self.method == "grid" or self.manager.judges_by_distortion:
-            # Ranks must decide alike, so all use the numbers of rank 0.
+            # Ranks must reach the same decision, so all use the numbers of rank 0.
             measured = self._group.run_on_all_ranks(lambda: self._gradients.mean_squares(comparison.changed))
             mean_squares = self._group.from_rank_0(measured)
         weights: GridWeights | KMeansWeights
@@ -255,7 +255,9 @@ class Compressor:
             weights = prepared_for_clusters(comparison.changed, labels, gradients, self._group)
             notes = list(weights.notes)
             if self._gradients.needed and weights.weights and not gradients:
-                notes.append("no gradients were recorded before this save: magnitude stood in for sensitivity")
+                notes.append(
+                    "no gradients were recorded before this save: weight magnitudes were used in place of sensitivity"
+                )
         unchanged = {
             name: partial(dequantize, comparison.unchanged[f"model.{name}"])
             for name, _ in named_parameters(self._model)
@@ -271,5 +273,5 @@ class Compressor:
 
 
 def _on_known_devices(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of devices other than CPU and CUDA as copies in host memory, and all others as they are."""
+    """Return the tensors; those of devices other than CPU and CUDA as copies in host memory."""
     return {name: t if t.device.type in ("cpu", "cuda") else t.cpu() for name, t in tensors.items()}

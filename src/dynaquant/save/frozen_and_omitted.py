@@ -18,7 +18,7 @@ from dynaquant.training.hash_cache import HashCache
 class FrozenParameters:
     """Names of the parameters that do not train and are stored exactly.
 
-    unchanged: those that have not changed since the last checkpoint, or are in none yet.
+    unchanged: those that have not changed since the last checkpoint, or that are not in it.
     """
 
     names: frozenset[str]
@@ -55,8 +55,8 @@ def omitted_tensors(captured: Captured, hashes: HashCache) -> dict[str, External
         digest = hashes.of(name, tensor)
         if last is not None and last.file is None and last.hash != digest:
             raise StateError(
-                f"{name} is not stored (role 'omit'), and has changed since the last checkpoint: a restore could not "
-                f"bring it back, so nothing was saved; to store it, add {name!r}: 'exact' as the last role"
+                f"{name} is not stored (role 'omit'), and has changed since the last checkpoint: its new values would "
+                f"be lost, so nothing was saved; to store it, add {name!r}: 'exact' as the last role"
             )
         found[name] = omitted(name, tensor.dtype, tensor.shape, digest)
     return found

@@ -1,4 +1,4 @@
-"""Decides which gradients are recorded between two saves, and computes from them what the search needs."""
+"""Decides which gradients are recorded between two saves, and computes the statistics that the search needs."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ class GradientStatistics:
             recorder.expect(interval)
 
     def start_anew(self) -> None:
-        """Drop what was recorded, after a save: the interval to the next one is taken to be that of the last."""
+        """Drop what was recorded, after a save. The next interval is expected to be as long as the last."""
         for recorder in self._recorders:
             recorder.collect()
 
     def forget(self) -> None:
-        """Drop what was recorded, after a restore: training goes on from another step."""
+        """Drop what was recorded, after a restore: training continues from another step."""
         for recorder in self._recorders:
             recorder.forget()
 
@@ -88,5 +88,5 @@ class GradientStatistics:
 
 
 def _memory(tensor: Tensor) -> tuple[int, torch.Size]:
-    """Identify a tensor by its memory. The address alone would not tell a tensor from its first part."""
+    """Identify a tensor by its memory. Its first slice has the same address, so the shape counts, too."""
     return tensor.data_ptr(), tensor.shape

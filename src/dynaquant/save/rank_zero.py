@@ -1,4 +1,4 @@
-"""What rank 0 does in a save and the other ranks do not. All decisions of a save that depend on the rank are here.
+"""The parts of a save that only rank 0 does. All code of a save that depends on the rank is here.
 
 Every rank captures its state, takes part in the search, and comes to the same decision. Rank 0 alone holds the run for
 writing, assembles the tensors to store, and writes the file. The other ranks contribute the states of their random
@@ -39,20 +39,21 @@ def hold_for_writing(run: WritableRun, lock: ExitStack, group: Group) -> None:
     on_rank_zero(lambda: lock.enter_context(run.locked()), group)
 
 
-def warn_of_another_line(run: Run, group: Group) -> None:
-    """Warn if the run has checkpoints already: the first save of a training that restored none begins a new line."""
+def warn_of_other_checkpoints(run: Run, group: Group) -> None:
+    """Warn if the run has checkpoints already. Called before the first save of a training that has restored none."""
     if group.rank == 0 and (found := run.summaries()[0]):
         log.warning(
-            "%s holds %d checkpoints, but none was restored: this save begins another line of training in it",
+            "%s holds %d checkpoints, but none was restored: this save does not continue them, and starts another "
+            "training in the same run",
             run.folder,
             len(found),
         )
 
 
-def randomness_of_other_ranks(objects: Mapping[str, Any], group: Group) -> list[dict[str, Any]]:
+def rng_states_of_other_ranks(objects: Mapping[str, Any], group: Group) -> list[dict[str, Any]]:
     """Return the states of the random number generators of rank 1, 2, …, on every rank. Collective.
 
-    Those of rank 0 are in its state already.
+    The states of rank 0 are in its collected state already.
     """
     states = group.all_gather(rank_rng_state(objects) if group.rank > 0 else None)
     return [state for state in states[1:] if state]

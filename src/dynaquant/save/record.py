@@ -44,7 +44,7 @@ class Record:
     - ``total``: raw bytes of all tensors, and the size of the file.
     - ``configuration``: of the quantizer; None if the weights are stored exactly.
     - ``search``: how the configuration was found (``search.decision.Search``).
-    - ``judged_by``: what judged its degradation (``search.judge.JudgedBy``); None if nothing did.
+    - ``judged_by``: how its degradation was determined (``search.judge.JudgedBy``); None if it was not.
     - ``limit``: the degradation that was allowed. It can be below ``max_degradation``.
     - ``quality``: of the weights as restored (``search.evaluation.Quality``); None without ``evaluate``.
     - ``progress``: the share of the weights' displacement since the last restore that the stored weights keep
@@ -53,8 +53,9 @@ class Record:
     - ``trials``: all configurations that were tried.
     - ``interval``: planned steps to the next checkpoint.
     - ``seconds``: wall time by stage. ``wait`` (for the write before), ``capture`` and ``search`` block training;
-      ``write`` does not. ``write`` is only in the record that ``save`` returns, as the file cannot know it.
-    - ``notes``: what was unusual.
+      ``write`` does not. ``write`` is only in the record that ``save`` returns, as it is not known while the file is
+      written.
+    - ``notes``: texts about anything unusual.
 
     Ranks other than 0 write no file and do not know its size. Their records have an empty identity, no roles, no bytes
     in total, a ``ratio`` of NaN and a ``keyframe`` of None. ``Checkpointer.records`` reads the run, so it has the sizes

@@ -11,7 +11,7 @@ from typing import Any
 from dynaquant.save.capture import Captured, capture
 from dynaquant.save.commit_stage import CommitStage
 from dynaquant.save.compressor import Compressed, Compressor
-from dynaquant.save.rank_zero import warn_of_another_line, written_by_rank_zero
+from dynaquant.save.rank_zero import warn_of_other_checkpoints, written_by_rank_zero
 from dynaquant.save.record import Record, json_of
 from dynaquant.save.schedule import Schedule
 from dynaquant.save.timing import timed
@@ -32,8 +32,8 @@ TYPICAL_TRIALS = 3
 class Saver:
     """Saves the states of one training. All ranks call ``save`` together, with the same step.
 
-    objects: the objects of the training, by name. roles: overrides by glob pattern. turn: raises errors of calls that
-    ``evaluate`` made.
+    objects: the objects of the training, by name. roles: overrides by glob pattern. turn: raises the errors of
+    forbidden calls from inside ``evaluate``.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class Saver:
         self._run, self._objects, self._roles, self._group = run, objects, roles, group
         self._compressor, self._writer, self._turn = compressor, writer, turn
         self.schedule = schedule
-        self._continues_a_line = False  # whether a checkpoint was saved or restored
+        self._has_checkpoint = False  # whether this training has saved or restored one
 
     def save(self, step: int) -> Future[Record]:
-        """Capture and compress the state, and hand it over to be written.
+        """Capture and compress the state, and hand it over to the writing thread.
 
-        Changes nothing here before the hand-over, so a save that fails or is interrupted leaves no trace.
+        Changes nothing in this object before the hand-over, so a save that fails or is interrupted has no effect.
         """
         schedule = copy(self.schedule)
         schedule.saving(step)
@@ -71,7 +71,7 @@ class Saver:
         schedule.interval = self._group.from_rank_0(schedule.interval)
         future = self._handed_over(step, captured, compressed, schedule.interval, seconds)
         self.schedule = schedule
-        self._continues_a_line = True
+        self._has_checkpoint = True
         self._compressor.saved(compressed, schedule.interval)
         return future
 
@@ -84,19 +84,19 @@ class Saver:
     ) -> None:
         """Continue from a restored checkpoint.
 
-        tensors: of the checkpoint, as stored, by name. restored: names of those that models and optimizers got.
+        tensors: the checkpoint's stored tensors by name. restored: names of the tensors that models and optimizers got.
         from_lossless_copy: whether they got the values of the lossless copy instead.
         """
         self._writer.base = Base.from_loaded(header, tensors)
-        self._continues_a_line = True
+        self._has_checkpoint = True
         self._compressor.resume(header, {n: t for n, t in tensors.items() if n in restored}, from_lossless_copy)
         self.schedule.begin(header.step, header.record.get("interval"))
         self._compressor.expect(self.schedule.interval)
 
     def _wait_for_last_write(self) -> None:
         self._writer.thread.wait()
-        if not self._continues_a_line:
-            warn_of_another_line(self._run, self._group)
+        if not self._has_checkpoint:
+            warn_of_other_checkpoints(self._run, self._group)
 
     def _compressed(self, captured: Captured, seconds: dict[str, float]) -> Compressed:
         """Compress the state. Puts back what ``evaluate`` has changed, also if interrupted."""

@@ -13,14 +13,14 @@ FIRST = 50
 """Steps to the first checkpoint of an automatic schedule: gradients of this many steps are recorded."""
 MAX_OVERHEAD = 0.005
 REPAID = 0.25
-"""Where saves have taken more than ``max_overhead``, the share of the excess that the next interval makes up for."""
+"""If saves have taken more than ``max_overhead``, the share of the excess that the next interval compensates."""
 
 
 class Schedule:
     """Steps between checkpoints.
 
     every: the number of steps; ``"auto"``: from the measured cost of a save. max_overhead: the largest share of the
-    training time that saves may take. If a save costs more (a search from scratch), the following intervals are longer.
+    training time that saves may take. If one save costs more (a search from scratch), the next intervals are longer.
     mean_time_between_failures: in seconds; the interval is the one that loses the least time to saves and failures
     (Young 1974, Daly 2006). With both, the longer interval counts. clock: returns seconds.
 
@@ -63,7 +63,7 @@ class Schedule:
             raise ValueError("due() needs Checkpointer(…, every=steps) or every='auto'")
         if self._automatic:
             if self._last_step is None:
-                self._last_step = step - 1  # training begins here, at whatever step that is
+                self._last_step = step - 1  # training begins at this step
             return step >= self._last_step + self.interval
         last = self._last_step or 0
         return step >= (last // self.interval + 1) * self.interval
@@ -93,11 +93,11 @@ class Schedule:
             self.interval = max(1, math.ceil(self._seconds(typical) / self._seconds_per_step))
 
     def _seconds(self, cost: float) -> float:
-        """Return the seconds of training to the next save, if that takes ``cost`` seconds."""
+        """Return how many seconds of training to wait before the next save. cost: seconds of a save."""
         wanted = 0.0
         if self._max_overhead is not None:
-            arrears = max(self._spent - self._max_overhead * self._trained, 0.0)
-            wanted = (cost + REPAID * arrears) / self._max_overhead
+            excess = max(self._spent - self._max_overhead * self._trained, 0.0)
+            wanted = (cost + REPAID * excess) / self._max_overhead
         if self._mean_time_between_failures is not None:
             wanted = max(wanted, daly(cost, self._mean_time_between_failures))
         return wanted

@@ -1,4 +1,4 @@
-"""One call of a Checkpointer at a time: other calls are refused meanwhile."""
+"""Allows one call of a Checkpointer at a time, and refuses other calls meanwhile."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class _Call:
 
 
 class Turn:
-    """Lets one call run at a time. Others are refused, they do not wait."""
+    """Lets one call run at a time. Other calls raise an error instead of waiting."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._call: _Call | None = None
 
-    def take(self, name: str, action: Callable[[], T]) -> T:
+    def run(self, name: str, action: Callable[[], T]) -> T:
         """Return the action's result. Raises RuntimeError, naming both calls, if another call is running."""
         mine = _Call(name)
         # The turn must be given back wherever a signal interrupts. So it is taken inside the ``try``, and given back
@@ -45,12 +45,12 @@ class Turn:
             raise self._call.refused
 
 
-def _refusal(call: _Call, going_on: _Call) -> RuntimeError:
-    if call.thread == going_on.thread:
+def _refusal(call: _Call, running: _Call) -> RuntimeError:
+    if call.thread == running.thread:
         where = f"from inside it (by evaluate, or an object's state_dict): call {call.name} after it has returned"
     else:
         where = "from another thread: use a Checkpointer from one thread"
-    error = RuntimeError(f"{call.name} was called while {going_on.name} of the same Checkpointer goes on, {where}")
-    if call.thread == going_on.thread:
-        going_on.refused = error
+    error = RuntimeError(f"{call.name} was called while {running.name} of the same Checkpointer was running, {where}")
+    if call.thread == running.thread:
+        running.refused = error
     return error

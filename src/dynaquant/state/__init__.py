@@ -1,7 +1,7 @@
 """The state of a training as a tree of named tensors, and the role of each tensor.
 
-- ``flatten.py``: a state to a JSON tree and named tensors, and back
+- ``flatten.py``: converts a state to a JSON tree and named tensors, and back
 - ``tree.py``: queries on such a JSON tree: the model in it, the tensors that a node names
-- ``wrappers.py``: takes wrappers off models and optimizers; names in the bare model
+- ``wrappers.py``: unwraps models and optimizers; names of tensors in the bare model
 - ``roles.py``: role and layer type of every tensor, and the user's patterns
 """

@@ -1,4 +1,4 @@
-"""Takes a state apart into a JSON tree and named tensors, and puts it together again.
+"""Converts a state to a JSON tree and named tensors, and back.
 
 No pickle is involved: a value that JSON and tensors cannot express is an error. In the JSON tree (docs/format.md,
 "Tree"), ``None``, bools, ints, finite floats, strings and lists stand for themselves. Every other value is an object
@@ -26,7 +26,7 @@ _MAX_INT_BITS = 14_000  # Python refuses to parse integers of more than 4,300 di
 
 
 def flatten(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Takes a state apart. Returns its JSON tree and its tensors by name.
+    """Return the JSON tree of a state, and its tensors by name.
 
     A name is the path of the tensor's first occurrence, joined by dots. Tied tensors (same memory, same shape) appear
     once. The tensors are detached and share the state's memory. NumPy arrays become tensors in the machine's byte
@@ -45,7 +45,7 @@ class _Flattener:
         self._inside: set[int] = set()  # ids of the containers on the current path
 
     def node(self, value: Any, path: str) -> Any:
-        """Returns the JSON node of a value. Subclasses are refused, as they would come back as their base class."""
+        """Return the JSON node of a value. Refuses subclasses: a restore would return their base class."""
         kind = type(value)
         if value is None or kind in (bool, str) or (kind is int and value.bit_length() <= _MAX_INT_BITS):
             return value
@@ -157,14 +157,14 @@ def _tensor_problem(tensor: Tensor) -> str | None:
 
 
 def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Builds a state from its JSON tree and its tensors. The inverse of ``flatten``.
+    """Build a state from its JSON tree and its tensors. The inverse of ``flatten``.
 
     Raises StateError if the tree is malformed or names a tensor that is missing.
     """
     built: dict[tuple[str, str, bool], Tensor] = {}
 
     def tensor(kind: str, name: str, requires_grad: bool) -> Tensor:
-        key = (kind, name, requires_grad)  # tied tensors must come back as one object
+        key = (kind, name, requires_grad)  # tied tensors must become one object again
         if key not in built:
             if kind == "parameter":
                 built[key] = torch.nn.Parameter(tensors[name], requires_grad=requires_grad)

@@ -51,7 +51,7 @@ class Label:
 
 
 def layer_type(module: nn.Module) -> str:
-    """Returns the layer type of a module's own parameters: ``embedding``, ``conv``, ``linear``, …, or ``other``."""
+    """Return the layer type of a module's own parameters: ``embedding``, ``conv``, ``linear``, …, or ``other``."""
     return next((name for kinds, name in _LAYER_TYPES if isinstance(module, kinds)), "other")
 
 
@@ -61,11 +61,12 @@ def labels(
     overrides: Mapping[str, str] | None = None,
     vectors: bool = False,
 ) -> dict[str, Label]:
-    """Returns the label of every tensor of a state.
+    """Return the label of every tensor of a state.
 
-    tensors: as ``flatten`` names them. objects: those whose states they are, by the first part of the tensors' names.
-    overrides: role by glob pattern over tensor names, e.g. ``{"*.lm_head.weight": "exact"}``; the last pattern that
-    matches counts. vectors: whether parameters of one dimension (biases, norms) are weights.
+    tensors: as ``flatten`` names them. objects: the objects whose state this is, by name; the names of an object's
+    tensors begin with its name. overrides: role by glob pattern over tensor names, e.g.
+    ``{"*.lm_head.weight": "exact"}``; the last pattern that matches counts. vectors: whether parameters of one
+    dimension (biases, norms) are weights.
 
     Only parameters of models (``"model"``, ``"model.G"``) become weights, since only models are evaluated, and only if
     they train. Other parameters are exact unless a pattern says otherwise. A pattern may use any name of a tied
@@ -75,7 +76,7 @@ def labels(
     """
     result = {name: Label("exact") for name in tensors}
     frozen = untrained(objects)
-    parameters: dict[str, str] = {}  # the first name of a parameter, which is among the tensors, by each of its names
+    parameters: dict[str, str] = {}  # each name of a parameter, and its first name, which is among the tensors
     for prefix, thing in objects.items():
         if isinstance(thing, nn.Module):
             result.update(_module_labels(prefix, thing, tensors, vectors, frozen))
@@ -90,7 +91,7 @@ def labels(
     omitted = (name for name, label in result.items() if label.role == "omit")
     if changing := sorted(name for name in omitted if name in parameters and name not in frozen):
         raise StateError(
-            f"{changing[0]} is to be omitted, but it trains: a restore could not bring it back; freeze it with "
+            f"{changing[0]} has role 'omit', but it trains, so a restore would lose its values; freeze it with "
             f"requires_grad_(False), or add a pattern after the one that omits it, e.g. {{{changing[0]!r}: 'weight'}}"
         )
     return result
@@ -108,11 +109,11 @@ def matches(name: str, pattern: str, objects: Mapping[str, Any]) -> bool:
 
 
 def untrained(objects: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the names of the parameters that do not train; the first name of tied ones.
+    """Return the names of the parameters that do not train; the first name of tied ones.
 
-    These are parameters without ``requires_grad``, and parameters of models that no optimizer updates although an
-    optimizer updates others. Half-precision parameters count as trained if an optimizer updates tensors outside the
-    models, since these may be their master weights.
+    These are parameters without ``requires_grad``. If optimizers update some parameters of the models, all parameters
+    of the models that no optimizer updates count as well. Half-precision parameters count as trained if an optimizer
+    updates tensors outside the models, since these may be their master weights.
     """
     optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
     trained = {_memory(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -134,12 +135,12 @@ def _is_of_model(name: str) -> bool:
 
 
 def _memory(tensor: Tensor) -> tuple[int, torch.Size]:
-    """Identifies a tensor. The address alone would not tell a tensor from its first part."""
+    """Identify a tensor by its memory. Its first slice has the same address, so the shape counts, too."""
     return tensor.data_ptr(), tensor.shape
 
 
 def optimizer_role(name: str, tensors: Mapping[str, Tensor]) -> Role:
-    """Returns the role of a tensor in an optimizer's state."""
+    """Return the role of a tensor in an optimizer's state."""
     state, _, key = name.rpartition(".")
     # Centered RMSprop takes the root of square_avg - grad_avg²: rounding could make the difference negative.
     if key == "square_avg" and f"{state}.grad_avg" in tensors:
@@ -153,7 +154,7 @@ def quantizable(parameter: Tensor, vectors: bool = False) -> bool:
 
 
 def _parameter_names(prefix: str, module: nn.Module) -> dict[str, str]:
-    """Maps every name of every parameter to its first name."""
+    """Map every name of every parameter to its first name."""
     first: dict[int, str] = {}
     names = {}
     for path, parameter in named_parameters(module, remove_duplicate=False):

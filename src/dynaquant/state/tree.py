@@ -15,7 +15,7 @@ import torch
 from dynaquant.errors import StateError
 
 MAX_DEPTH = 100
-"""Most containers of a state that may lie within one another (docs/format.md, "Tree")."""
+"""How many containers of a state may be nested (docs/format.md, "Tree")."""
 
 CONTAINERS: dict[type, str] = {
     dict: "dict",
@@ -27,19 +27,19 @@ CONTAINERS: dict[type, str] = {
     frozenset: "frozenset",
     torch.Size: "size",
 }
-"""The kind of each container's node."""
+"""The key in the node of each container type."""
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "model_state")
 """Keys under which checkpoints of other programs keep the model's state dict."""
 
 
 def state_dict_tree(names: Iterable[str]) -> Any:
-    """Returns the tree of a flat state dict whose tensors have these names."""
+    """Return the tree of a flat state dict whose tensors have these names."""
     return {"dict": [[name, {"tensor": name}] for name in names]}
 
 
 def model_in(tree: Any) -> Any:
-    """Returns the node of the model's state dict.
+    """Return the node of the model's state dict.
 
     That is the dictionary under ``"model"``, ``"state_dict"`` or a similar key, otherwise the whole tree. Raises
     StateError if there is neither such a key nor a tensor at the top level.
@@ -53,7 +53,7 @@ def model_in(tree: Any) -> Any:
 
 
 def state_dict_in(tree: Any) -> dict[str, str]:
-    """Maps the keys of the model's state dict to the names of their tensors.
+    """Map the keys of the model's state dict to the names of their tensors.
 
     If there are several models, a key is ``<model>.<key>``. Raises StateError if the tree has no model, or if an entry
     of the state dict is not a tensor.
@@ -68,7 +68,7 @@ def state_dict_in(tree: Any) -> dict[str, str]:
 
 
 def dict_items(node: Any) -> list[tuple[Any, Any]]:
-    """Returns the keys and values of a dictionary's node; an empty list for any other node."""
+    """Return the keys and values of a dictionary's node; an empty list for any other node."""
     if not isinstance(node, dict):
         return []
     content: Any = next((node[kind] for kind in ("dict", "ordered_dict") if kind in node), None)
@@ -77,7 +77,7 @@ def dict_items(node: Any) -> list[tuple[Any, Any]]:
 
 
 def tensor_name(node: Any) -> str | None:
-    """Returns the name in a tensor's node; None for any other node."""
+    """Return the name in a tensor's node; None for any other node."""
     if not isinstance(node, dict):
         return None
     name = node.get("tensor", node.get("parameter"))
@@ -85,7 +85,7 @@ def tensor_name(node: Any) -> str | None:
 
 
 def tensor_names_in(node: Any) -> Iterator[str]:
-    """Yields the names of all tensors and arrays below a node, in the order of the tree."""
+    """Yield the names of all tensors and arrays below a node, in the order of the tree."""
     waiting = [node]  # no recursion: a damaged file may have a tree of any depth
     while waiting:
         node = waiting.pop()
@@ -100,9 +100,9 @@ def tensor_names_in(node: Any) -> Iterator[str]:
 
 
 def is_too_deep(tree: Any) -> bool:
-    """Whether more than ``MAX_DEPTH`` containers lie within one another.
+    """Whether more than ``MAX_DEPTH`` containers are nested.
 
-    ``flatten`` makes no such tree, and ``unflatten`` could end in a RecursionError.
+    ``flatten`` never makes such a tree. For one from a file, ``unflatten`` could raise RecursionError.
     """
     level = [tree]
     for _ in range(MAX_DEPTH + 1):
@@ -112,7 +112,7 @@ def is_too_deep(tree: Any) -> bool:
 
 
 def _children(node: Any) -> list[Any] | None:
-    """Returns the nodes directly inside a container's node; None for any other node."""
+    """Return the nodes directly inside a container's node; None for any other node."""
     if isinstance(node, list):
         return node
     kinds = node.keys() & set(CONTAINERS.values()) if isinstance(node, dict) else set()
@@ -128,7 +128,7 @@ def _children(node: Any) -> list[Any] | None:
 
 
 def without_tensors(tree: Any, names: Collection[str]) -> Any:
-    """Returns the tree without the dictionary entries that are the tensors of these names."""
+    """Return the tree without the dictionary entries whose values are tensors with these names."""
     if isinstance(tree, list):
         return [without_tensors(value, names) for value in tree]
     if not isinstance(tree, dict):

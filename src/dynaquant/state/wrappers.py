@@ -1,4 +1,4 @@
-"""Takes wrappers off models and optimizers (DDP, ``torch.compile``, …), so that names are those of the bare model."""
+"""Unwraps models and optimizers (DDP, ``torch.compile``, …), so that names are those of the bare model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def bare(thing: Any) -> Any:
-    """Returns the module or optimizer inside all wrappers; any other object unchanged.
+    """Return the module or optimizer inside all wrappers; any other object unchanged.
 
     Wrappers of modules are DistributedDataParallel, DataParallel, ``torch.compile`` and activation checkpointing. A
     wrapper of an optimizer has the attribute ``optimizer`` and shares its groups and state, as Accelerate's does.
@@ -26,14 +26,14 @@ def bare(thing: Any) -> Any:
 
 
 def named_parameters(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields the parameters as ``module.named_parameters`` does, with their names in the bare model."""
+    """Yield the parameters as ``module.named_parameters`` does, with their names in the bare model."""
     paths = bare_paths(module)
     for name, parameter in module.named_parameters(remove_duplicate=remove_duplicate):
         yield _bare_name(name, paths), parameter
 
 
 def bare_paths(module: nn.Module) -> dict[str, str]:
-    """Maps the path of the module and of every module inside it to the path in the bare model."""
+    """Map the path of the module and of every module inside it to the path in the bare model."""
     modules = dict(module.named_modules(remove_duplicate=False))
     paths = {"": ""}
     for path in modules:  # a module comes before the modules inside it
@@ -45,7 +45,7 @@ def bare_paths(module: nn.Module) -> dict[str, str]:
 
 
 def state_dict(module: nn.Module, **options: Any) -> Any:
-    """Returns ``module.state_dict(**options)`` with the names of the bare model, also in its metadata."""
+    """Return ``module.state_dict(**options)`` with the names of the bare model, also in its metadata."""
     state, paths = module.state_dict(**options), bare_paths(module)
     if all(path == inside for path, inside in paths.items()):
         return state
@@ -57,7 +57,7 @@ def state_dict(module: nn.Module, **options: Any) -> Any:
 
 
 def load_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-    """Loads a state dict that has the names of the bare model into a module, which may be wrapped."""
+    """Load a state dict that has the names of the bare model into a module, which may be wrapped."""
     paths = bare_paths(module)
     if any(path != inside for path, inside in paths.items()):
         named = OrderedDict((name, state[b]) for name in module.state_dict() if (b := _bare_name(name, paths)) in state)
@@ -73,7 +73,7 @@ def load_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool = 
 
 
 def _inside(thing: Any) -> Any:
-    """Returns what is directly inside a wrapper; None if this is no wrapper."""
+    """Return the object directly inside a wrapper; None if ``thing`` is not a wrapper."""
     if isinstance(thing, nn.Module):
         name = _attribute(thing)
         return None if name is None else thing._modules[name]
@@ -89,9 +89,9 @@ def _inside(thing: Any) -> Any:
 
 
 def _attribute(module: nn.Module) -> str | None:
-    """Returns the attribute in which a wrapper keeps the wrapped module.
+    """Return the attribute in which a wrapper keeps the wrapped module.
 
-    None if the module is no wrapper, or has parameters, buffers or modules of its own.
+    None if the module is not a wrapper, or has parameters, buffers or modules of its own.
     """
     if len(module._modules) != 1 or module._parameters or module._buffers:
         return None
@@ -101,7 +101,7 @@ def _attribute(module: nn.Module) -> str | None:
 
 
 def _bare_name(name: str, paths: Mapping[str, str]) -> str:
-    """Returns the name of a parameter or buffer in the bare model. (Some wrappers give that name themselves.)"""
+    """Return the name of a parameter or buffer in the bare model. Some wrappers already use that name."""
     path = name
     while path not in paths:
         path = path.rpartition(".")[0]

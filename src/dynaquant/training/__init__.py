@@ -2,7 +2,7 @@
 
 - ``objects.py``: the objects by name, as a user gives them to ``Checkpointer``
 - ``supported.py``: refuses objects that cannot be saved
-- ``collect.py``: collects the state of all objects
+- ``collect.py``: collects the state of all objects, and splits it again
 - ``load_state.py``: loads a state into one object
 - ``optimizers.py``: an optimizer's state by parameter name; fits a stored state to other parameter groups
 - ``expanded.py``: fills tensors whose elements share memory

@@ -1,4 +1,4 @@
-"""Collects the state of all objects of a training as one dictionary, and finds an object's part of it again."""
+"""Collects the state of all objects of a training as one dictionary, and splits it into their parts again."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from dynaquant.training.supported import LOADER_ADVICE
 
 
 def collect(objects: Mapping[str, Any], other_ranks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-    """Returns the state of every object by name, and the reserved entries.
+    """Return the state of every object by name, and the reserved entries.
 
     ``"rng"`` holds the global random number generators, ``"classes"`` the class of every optimizer and generator,
     ``"parameters"`` the names of every optimizer's parameters. A restore compares classes and names, because states of
     different optimizers may look alike and still not fit.
 
     other_ranks: ``rank_rng_state`` of every rank but the first, in order; kept in ``"rng"`` under ``"ranks"``. Raises
-    StateError, naming it, for an extra whose ``state_dict`` fails.
+    StateError, with the extra's name, if its ``state_dict`` fails.
     """
     classes = {name: kind for name, thing in objects.items() if (kind := class_of(thing)) is not None}
     parameters = _parameter_names(objects)
@@ -49,12 +49,12 @@ def collect(objects: Mapping[str, Any], other_ranks: Sequence[dict[str, Any]] = 
 
 
 def collect_to_compare(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns ``collect`` of the modules and optimizers alone. A restore compares it with the stored state."""
+    """Return ``collect`` of the modules and optimizers alone. A restore compares it with the stored state."""
     return collect({name: thing for name, thing in objects.items() if isinstance(thing, CHECKED)})
 
 
 def parts_of(state: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the part of a state for each object, by the object's name.
+    """Return the part of a state for each object, by the object's name.
 
     The part of several models or optimizers is divided if the objects have several, too.
     """
@@ -68,15 +68,15 @@ def parts_of(state: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, 
 
 
 def rank_rng_state(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what differs between the ranks of a data-parallel training: the states of the random number generators.
+    """Return the states of all random number generators, which differ between the ranks of a data-parallel training.
 
-    Those among the objects are under ``"sources"``, a name that stored states have.
+    States of generators among the objects are under ``"sources"``, the key that checkpoints use.
     """
     return {**rng.get_state(), "sources": generator_states(objects)}
 
 
 def stored_rng_state(state: Mapping[str, Any], rank: int) -> dict[str, Any] | None:
-    """Returns the stored ``rank_rng_state`` of a rank; None if fewer ranks were saved.
+    """Return the stored ``rank_rng_state`` of a rank; None if fewer ranks were saved.
 
     Rank 0 has only the global generators here; its other generators are parts of the state.
     """
@@ -87,7 +87,7 @@ def stored_rng_state(state: Mapping[str, Any], rank: int) -> dict[str, Any] | No
 
 
 def state_of(thing: Any, parameters: Sequence[Sequence[str]] | None = None) -> Any:
-    """Returns the state of one object.
+    """Return the state of one object.
 
     parameters: for an optimizer, the names of its parameters in each group. Its state then has names, not numbers.
     """
@@ -104,7 +104,7 @@ def state_of(thing: Any, parameters: Sequence[Sequence[str]] | None = None) -> A
 
 
 def _checked_state_of(name: str, thing: Any, parameters: Sequence[Sequence[str]] | None) -> Any:
-    """Returns the state of one object. Raises StateError, naming it, if an extra's ``state_dict`` fails."""
+    """Return the state of one object. Raises StateError, with its name, if an extra's ``state_dict`` fails."""
     try:
         return state_of(thing, parameters)
     except Exception as error:
@@ -112,12 +112,12 @@ def _checked_state_of(name: str, thing: Any, parameters: Sequence[Sequence[str]]
             raise  # modules and optimizers always have a state, so this is an error in the user's own code
         raise StateError(
             f"{name}: state_dict() of {type(thing).__qualname__} failed ({type(error).__name__}: {error}); "
-            f"{LOADER_ADVICE if isinstance(thing, DataLoader) else 'prepare it before it is given as an extra'}"
+            f"{LOADER_ADVICE if isinstance(thing, DataLoader) else 'prepare it before you pass it as an extra'}"
         ) from error
 
 
 def _by_kind(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the states with several models, or several optimizers, in one dictionary. The inverse of ``parts_of``."""
+    """Return the states with several models, or several optimizers, in one dictionary. The inverse of ``parts_of``."""
     state: dict[str, Any] = {}
     for name, part in states.items():
         kind, dot, key = name.partition(".")
@@ -129,7 +129,7 @@ def _by_kind(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameter_names(objects: Mapping[str, Any]) -> dict[str, list[list[str]]]:
-    """Returns the names of every optimizer's parameters, by group; ``""`` if no saved module has the parameter."""
+    """Return the names of every optimizer's parameters, by group; ``""`` if no saved module has the parameter."""
     names: dict[int, str] = {}
     for name, thing in objects.items():
         if isinstance(thing, nn.Module):

@@ -1,4 +1,4 @@
-"""Fills tensors whose elements share memory, as ``Tensor.expand`` makes them. PyTorch itself refuses to."""
+"""Fills tensors whose elements share memory (``Tensor.expand``). PyTorch itself refuses to fill these."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Whether several elements of a tensor are the same memory, along whole dimensions."""
+    """Whether all elements of a tensor along some dimension share memory."""
     return bool(_expanded_dimensions(tensor))
 
 
@@ -22,19 +22,19 @@ def can_hold(tensor: Tensor, values: Tensor) -> bool:
 
 
 def copy_into(tensor: Tensor, values: Tensor) -> None:
-    """Copies values that the tensor can hold into its memory."""
+    """Copy values that the tensor can hold into its memory."""
     dimensions = _expanded_dimensions(tensor)
     with torch.no_grad():
         _first_along(tensor, dimensions).copy_(_first_along(values, dimensions))
 
 
 def _expanded_dimensions(tensor: Tensor) -> list[int]:
-    """Returns the dimensions along which all elements are the same memory."""
+    """Return the dimensions along which all elements share memory."""
     return [i for i, (n, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)) if n > 1 and stride == 0]
 
 
 def _first_along(tensor: Tensor, dimensions: Sequence[int]) -> Tensor:
-    """Returns the first slice along each of the dimensions, which keep a length of 1."""
+    """Return the first slice along each of the dimensions. Dimensions keep a length of 1."""
     for dimension in dimensions:
         tensor = tensor.narrow(dimension, 0, 1)
     return tensor

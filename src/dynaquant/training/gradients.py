@@ -17,7 +17,7 @@ Accumulate = Callable[[Tensor, Tensor | None], Tensor | None]
 
 
 def moving_average(gradient: Tensor, before: Tensor | None) -> Tensor | None:
-    """Returns the moving average of method 1.1, float32 in host memory. Skips gradients that are not finite."""
+    """Return the moving average of method 1.1, float32 in host memory. Skips gradients that are not finite."""
     gradient = gradient.to("cpu", torch.float32)
     if not gradient.isfinite().all():
         return before
@@ -27,7 +27,7 @@ def moving_average(gradient: Tensor, before: Tensor | None) -> Tensor | None:
 
 
 def sum_of_squares(gradient: Tensor, before: Tensor | None) -> Tensor:
-    """Returns the sum over the steps of the gradient's mean square. It stays on the device, so nothing waits for it."""
+    """Return the sum over the steps of the gradient's mean square. It stays on the device, so nothing is blocked."""
     square = gradient.to(torch.float32).square().mean()
     square = torch.where(square.isfinite(), square, 0.0)
     return square if before is None else before + square
@@ -37,11 +37,11 @@ class GradientRecorder:
     """Records the gradients that an optimizer's steps use.
 
     A hook before each step sees the gradient as the step uses it: accumulated over micro-batches, clipped, and without
-    the scale of a ``GradScaler``. (With a closure, as in LBFGS, it is the gradient from before the closure.)
+    the scale of a ``GradScaler``. With a closure, as in LBFGS, it is the gradient before the closure runs.
 
     parameters: the tensors to record, by the name under which ``collect`` returns them. window: number of steps before
-    the next ``collect`` that are recorded; other steps cost nothing. interval: steps until the first ``collect``, None
-    if unknown; later ones are expected after as many steps as the last one. accumulate: ``moving_average`` or
+    each ``collect`` that are recorded; other steps cost nothing. interval: steps until the first ``collect``, None if
+    unknown. Each later ``collect`` is expected after as many steps as the last one. accumulate: ``moving_average`` or
     ``sum_of_squares``.
     """
 
@@ -86,19 +86,19 @@ class GradientRecorder:
         return self._recorded
 
     def collect(self) -> dict[str, Tensor]:
-        """Returns what was recorded since the last call, by name, and starts again."""
+        """Return what was recorded since the last call, by name, and start again."""
         recorded = self._recorded
         self._recorded, self._interval, self._steps = {}, self._steps or self._interval, 0
         return recorded
 
     def expect(self, interval: int | None) -> None:
-        """Announces the number of steps until the next ``collect``; None if unknown."""
+        """Announce the number of steps until the next ``collect``; None if unknown."""
         self._interval = interval or self._interval
 
     def forget(self) -> None:
-        """Drops what was recorded and starts again, since a restore has put the training at another step."""
+        """Drop what was recorded and start again: after a restore, training continues from another step."""
         self._recorded, self._steps = {}, 0
 
     def close(self) -> None:
-        """Removes the hook from the optimizer."""
+        """Remove the hook from the optimizer."""
         self._hook.remove()

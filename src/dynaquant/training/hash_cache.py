@@ -22,14 +22,14 @@ or by other programs."""
 
 
 def sample_of(tensor: Tensor) -> bytes:
-    """Returns the bytes of about ``SAMPLE`` values, evenly spaced. If they differ, the tensor has changed."""
+    """Return the bytes of about ``SAMPLE`` values, evenly spaced. If they differ, the tensor has changed."""
     flat = tensor.detach().reshape(-1)
     return bytes_of(flat[:: max(1, flat.numel() // SAMPLE)]).tobytes()
 
 
 @dataclass
 class _Hashed:
-    """A tensor when it was hashed. version: PyTorch's count of writes to it. used: how often the hash was reused."""
+    """A tensor and its hash. version: PyTorch's count of writes at that time. used: how often the hash was reused."""
 
     memory: tuple[Any, ...]
     version: int
@@ -42,16 +42,16 @@ class HashCache:
     """Hashes of tensors that rarely change. A tensor is hashed again only if its values may have changed.
 
     A tensor counts as unchanged while its memory, its version counter and a sample of its values stay the same. After
-    ``HASH_AFTER`` checkpoints it is hashed in any case. If it turns out to have changed, PyTorch has missed a write,
-    and a warning says so.
+    ``HASH_AFTER`` checkpoints it is hashed in any case. If it has changed then, PyTorch did not count a write, and a
+    warning is logged.
     """
 
     def __init__(self) -> None:
         self._hashed: dict[str, _Hashed] = {}
-        self._unreliable: set[str] = set()  # names of tensors whose version counter has missed a change
+        self._unreliable: set[str] = set()  # tensors whose version counter has missed a write
 
     def of(self, name: str, tensor: Tensor, always_read: bool = False) -> str:
-        """Returns ``tensor_hash(tensor)``. always_read: hash all values, even if they seem unchanged."""
+        """Return ``tensor_hash(tensor)``. always_read: hash all values, even if they seem unchanged."""
         memory = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         version, sample = _version_of(tensor), sample_of(tensor)
         known = self._hashed.get(name)
@@ -63,8 +63,8 @@ class HashCache:
         if known is not None and alike and digest != known.hash:
             self._unreliable.add(name)
             log.warning(
-                "%s does not train, but a write through .data or by another program has changed it unseen: some of the "
-                "last %d checkpoints may hold its earlier values; write to it under torch.no_grad() instead",
+                "%s does not train, but a write that PyTorch did not count (through .data or by another program) has "
+                "changed it: some of the last %d checkpoints may hold its earlier values; write under torch.no_grad()",
                 name,
                 HASH_AFTER,
             )
@@ -76,5 +76,5 @@ class HashCache:
 
 
 def _version_of(tensor: Tensor) -> int | None:
-    """Returns PyTorch's count of writes to a tensor; None for tensors of inference mode, which have no counter."""
+    """Return PyTorch's count of writes to a tensor; None for tensors of inference mode, which have no counter."""
     return None if tensor.is_inference() else tensor._version

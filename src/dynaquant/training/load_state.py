@@ -18,7 +18,7 @@ from dynaquant.training.objects import GENERATOR, set_generator_state
 
 
 def load_state(thing: Any, state: Any) -> None:
-    """Loads a state into an object. The state must fit it (``restore/fitting.py``)."""
+    """Load a state into an object. The state must fit it (``restore/fitting.py``)."""
     if isinstance(thing, nn.Module):
         _load_module(thing, state)
     elif isinstance(thing, torch.optim.Optimizer):
@@ -39,7 +39,7 @@ def load_state(thing: Any, state: Any) -> None:
 
 
 def undo_of(thing: Any) -> Callable[[], None]:
-    """Copies an object's present state. Returns a function that loads it again.
+    """Copy an object's present state. Return a function that loads it again.
 
     Raises StateError if the state cannot be stored.
     """
@@ -49,7 +49,7 @@ def undo_of(thing: Any) -> Callable[[], None]:
 
 
 def fill_in_omitted(now: Mapping[str, Any], state: dict[str, Any], omitted: Collection[str]) -> None:
-    """Adds the tensors that a stored state omits, with the present values of the modules.
+    """Add the tensors that a stored state omits, with the present values of the modules.
 
     now: ``collect_to_compare`` of the modules. omitted: names of tensors.
     """
@@ -58,7 +58,7 @@ def fill_in_omitted(now: Mapping[str, Any], state: dict[str, Any], omitted: Coll
 
 
 def _fill_in(node: Any, now: Any, state: Any, omitted: Collection[str]) -> None:
-    """node: of ``now`` in its tree."""
+    """Add the omitted tensors below one node. node: the tree of ``now``."""
     for key, value in dict_items(node):
         if tensor_name(value) in omitted:
             state.setdefault(key, now[key])
@@ -77,7 +77,7 @@ def _load_module(module: nn.Module, state: Any) -> None:
 
 
 def _with_content(state: Any, content: dict[str, Any]) -> Any:
-    """Returns a state dict with this content and the metadata of another."""
+    """Return a state dict with this content and the metadata of ``state``."""
     result = OrderedDict(content)
     if hasattr(state, "_metadata"):
         result._metadata = state._metadata  # type: ignore[attr-defined]
@@ -85,10 +85,10 @@ def _with_content(state: Any, content: dict[str, Any]) -> Any:
 
 
 def _updated(own: Any, stored: Any) -> Any:
-    """Returns the stored value.
+    """Return the stored value.
 
-    Dictionaries, lists and tensors of the training are updated in place, as it may hold references to them. A tensor
-    that cannot be filled is replaced by one on the same device.
+    Dictionaries, lists and tensors of the training are updated in place: other objects may hold references to them. A
+    tensor that cannot be filled is replaced by one on the same device.
     """
     if type(own) is type(stored) and isinstance(own, dict | list):
         _update(own, stored)
@@ -111,7 +111,7 @@ def _update(own: Any, stored: Any) -> None:
 
 
 def _undo_casts(loaded: Any, stored: Any) -> Any:
-    """Returns what was loaded, with every tensor that was cast replaced by the stored one, on the same device.
+    """Return what was loaded, with every tensor that was cast replaced by the stored one, on the same device.
 
     Dictionaries and lists are changed in place.
     """

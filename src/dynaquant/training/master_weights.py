@@ -14,19 +14,19 @@ from torch import Tensor
 from dynaquant.state.roles import HALVES, Label, matches
 
 _FIRST = 1024
-"""Number of values that are compared first. They tell most tensors apart."""
+"""Number of values that are compared first. They distinguish most tensors."""
 
 
 def master_weights_of(
     tensors: Mapping[str, Tensor], labels: Mapping[str, Label], objects: Mapping[str, Any], patterns: Iterable[str]
 ) -> dict[str, str]:
-    """Maps the name of every half-precision weight that has master weights to their name.
+    """Map the name of every half-precision weight that has master weights to their name.
 
     Master weights are a float32 tensor of the same shape that rounds exactly to the weight. An optimizer must update it
-    or have it in its state: the average of a weight that does not change rounds to that weight, too.
+    or have it in its state. Otherwise it may be an average of a constant weight, which also rounds to that weight.
 
-    tensors, labels: of a whole state. objects: those whose state it is. patterns: the user's patterns for roles; a
-    tensor that matches one is not taken for master weights.
+    tensors, labels: of a whole state. objects: the objects whose state it is. patterns: the user's patterns for roles;
+    a tensor that matches one never counts as master weights.
     """
     halves = [n for n, t in tensors.items() if labels[n].role == "weight" and t.dtype in HALVES and t.numel() > 1]
     if not halves:

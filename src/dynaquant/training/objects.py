@@ -13,8 +13,8 @@ from dynaquant.errors import StateError
 from dynaquant.state.wrappers import bare
 
 MAIN = ("model", "optimizer")
-"""Objects that are not extras. They are restored last. Several models are named ``"model.<name>"`` and stand in the
-state together, as a dictionary; likewise optimizers."""
+"""Objects that are not extras. They are restored last. Several models are named ``"model.<name>"``; in the
+state they are one dictionary. The same holds for optimizers."""
 RNG, CLASSES, PARAMETERS = "rng", "classes", "parameters"
 RESERVED = (RNG, CLASSES, PARAMETERS)
 """Entries of a state that belong to no single object: states of the global random number generators; classes of
@@ -26,7 +26,7 @@ CHECKED = nn.Module | torch.optim.Optimizer
 
 
 def objects_of(model: Any, optimizer: Any, extras: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the objects of a training by name, without their wrappers.
+    """Return the objects of a training by name, without their wrappers.
 
     model, optimizer: one object, or several by name; optimizers may also be a sequence. Raises TypeError if extras is
     not a dictionary, ValueError for a name that cannot be used, StateError if ``model`` is not a module or
@@ -53,13 +53,13 @@ def objects_of(model: Any, optimizer: Any, extras: Mapping[str, Any]) -> dict[st
 
 
 def models_of(objects: Mapping[str, Any]) -> nn.Module:
-    """Returns the model; several models as the parts of one module."""
+    """Return the model; several models as the parts of one module."""
     several = {name.partition(".")[2]: model for name, model in objects.items() if name.startswith("model.")}
     return nn.ModuleDict(several) if several else objects["model"]
 
 
 def class_of(thing: Any) -> str | None:
-    """Returns the full class name of an optimizer or generator; None for other objects.
+    """Return the full class name of an optimizer or generator; None for other objects.
 
     States of different optimizers, or of different generators, may look alike and still not fit.
     """
@@ -71,24 +71,24 @@ def class_of(thing: Any) -> str | None:
 
 
 def generator_states(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the states of those objects that are random number generators, by name."""
+    """Return the states of those objects that are random number generators, by name."""
     return {name: generator_state(thing) for name, thing in objects.items() if isinstance(thing, GENERATOR)}
 
 
 def generator_state(generator: GENERATOR) -> Any:
-    """Returns the state of a random number generator of PyTorch or NumPy."""
+    """Return the state of a random number generator of PyTorch or NumPy."""
     return generator.get_state() if isinstance(generator, torch.Generator) else generator.bit_generator.state
 
 
 def set_generator_states(objects: Mapping[str, Any], states: Mapping[str, Any]) -> None:
-    """Sets the generators among the objects to their states, as far as there are any."""
+    """Set those generators among the objects that have an entry in ``states``."""
     for name, thing in objects.items():
         if name in states and isinstance(thing, GENERATOR):
             set_generator_state(thing, states[name])
 
 
 def set_generator_state(generator: GENERATOR, state: Any) -> None:
-    """Sets a random number generator of PyTorch or NumPy to a state."""
+    """Set a random number generator of PyTorch or NumPy to a state."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     else:
@@ -102,5 +102,5 @@ def _one_or_several(kind: str, given: Any) -> dict[str, Any]:
         raise ValueError(f"{kind} is an empty dictionary")
     for name in given:
         if not isinstance(name, str) or not name or "." in name or hasattr(nn.ModuleDict(), name):
-            raise ValueError(f"{kind}: {name!r} cannot be a name; take a word without dots")
+            raise ValueError(f"{kind}: {name!r} cannot be a name; use a word without dots")
     return {f"{kind}.{name}": each for name, each in given.items()}

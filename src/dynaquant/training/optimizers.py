@@ -25,12 +25,12 @@ _PARAMETER_SHAPED = {
 
 
 def names_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """Returns the names of an optimizer's parameters by group, ``""`` for none. names: by ``id`` of the parameter."""
+    """Return the names of an optimizer's parameters by group, ``""`` for none. names: by ``id`` of the parameter."""
     return [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def keys_of(names: Sequence[Sequence[str]]) -> Keys:
-    """Returns the keys of parameters with these names. Raises TypeError if a name is not text (a damaged file)."""
+    """Return the keys of parameters with these names. Raises TypeError if a name is not text (a damaged file)."""
     if not all(isinstance(name, str) for group in names for name in group):
         raise TypeError("the name of a parameter is not text")
     positions = itertools.count()
@@ -38,7 +38,7 @@ def keys_of(names: Sequence[Sequence[str]]) -> Keys:
 
 
 def by_name(state: Any, keys: Keys) -> Any:
-    """Returns the ``state_dict()`` of an optimizer with keys instead of parameter numbers.
+    """Return the ``state_dict()`` of an optimizer with keys instead of parameter numbers.
 
     A state that does not have the form of ``torch.optim`` is returned unchanged.
     """
@@ -63,11 +63,11 @@ class Fit:
 
 
 def fit(name: str, optimizer: Optimizer, own_keys: Keys, stored: Any, stored_keys: Keys) -> Fit:
-    """Returns a state for ``optimizer.load_state_dict`` that gives each parameter the state stored for its key.
+    """Return a state for ``optimizer.load_state_dict`` that gives each parameter the state stored for its key.
 
-    A group with the same parameters as a stored group gets its hyperparameters. Any other group gets those on which the
-    stored groups of its parameters agree; but if a stored group was divided, and its new groups differ in a
-    hyperparameter, they keep their own. Parameters without a fitting state keep theirs.
+    A group with the same parameters as a stored group gets its hyperparameters. For any other group, look at the stored
+    groups of its parameters: it gets each hyperparameter on which these agree. If a stored group was divided, and the
+    new groups differ in a hyperparameter, they keep their own. Parameters without a fitting state keep theirs.
 
     name: of the optimizer, for messages. Raises ValueError or TypeError if the stored state is malformed.
     """
@@ -75,11 +75,11 @@ def fit(name: str, optimizer: Optimizer, own_keys: Keys, stored: Any, stored_key
     numbers = _numbers(own)
     if numbers is None or [len(group) for group in numbers] != [len(group) for group in own_keys]:
         if stored_keys != own_keys:
-            return Fit(None, [f"{name} had its parameters in another order"], [])
+            return Fit(None, [f"the parameters of {name} are in another order than in the checkpoint"], [])
         return Fit(stored, [], [])
     stored = by_name(stored, stored_keys)
     if _numbers(stored) != [list(group) for group in stored_keys]:
-        raise ValueError(f"{name} has no state and groups of parameters")
+        raise ValueError(f"the stored {name} has no 'state' and 'param_groups'")
     own_number = dict(zip(_flat(own_keys), _flat(numbers), strict=True))
     stored_set = set(_flat(stored_keys))
     if own_keys != stored_keys:
@@ -87,7 +87,9 @@ def fit(name: str, optimizer: Optimizer, own_keys: Keys, stored: Any, stored_key
             what = "updates parameters that no saved module has; only their order identifies them, and it has changed"
             return Fit(None, [f"{name} {what}"], [])
         if isinstance(optimizer, torch.optim.LBFGS):
-            return Fit(None, [f"{name} has one state for all its parameters in order, and the order has changed"], [])
+            return Fit(
+                None, [f"{name} keeps one state for all its parameters in order, and that order has changed"], []
+            )
     problems = [f"{name} had no parameter {key}" for key in own_number if key not in stored_set]
     problems += [
         f"{name} had the parameter {key}, which it does not have now"
@@ -110,18 +112,21 @@ def fit(name: str, optimizer: Optimizer, own_keys: Keys, stored: Any, stored_key
     groups, notes = [], []
     for group, merged, kept in _merged(own["param_groups"], own_keys, stored["param_groups"], stored_keys):
         wrong = [
-            f"{name} has {group[key]!r} for {key} and had {value!r}"
+            f"{name} has {key}={group[key]!r}, and the checkpoint has {key}={value!r}, which cannot replace it"
             for key, value in merged.items()
             if key in group and not _interchangeable(group[key], value)
         ]
         problems += wrong
         groups.append(deepcopy(group) if wrong else {**_on_own_devices(group, merged), "params": group["params"]})
-        notes += [f"{name} has other groups than the saved ones, which keep their own {key}" for key in kept]
+        notes += [
+            f"the parameter groups of {name} differ from the saved ones, and the changed groups keep their own {key}"
+            for key in kept
+        ]
     return Fit({**stored, "state": state, "param_groups": groups}, problems, list(dict.fromkeys(notes)))
 
 
 def _on_own_devices(own: Mapping[str, Any], merged: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the merged hyperparameters, with tensors on the devices and in the dtypes of the group's own."""
+    """Return the merged hyperparameters. Tensors get the device and dtype of the group's own."""
     return {
         key: value.to(before.device, before.dtype)
         if isinstance(value, Tensor) and isinstance(before := own.get(key), Tensor)
@@ -135,7 +140,7 @@ def _flat(groups: Sequence[Sequence[Any]]) -> list[Any]:
 
 
 def _numbers(state: Any) -> list[list[Any]] | None:
-    """Returns the parameter numbers in each group of a state; None if it does not have the form of ``torch.optim``."""
+    """Return the parameter numbers in each group of a state; None if it does not have the form of ``torch.optim``."""
     if not isinstance(state, dict) or not isinstance(state.get("state"), dict):
         return None
     groups = state.get("param_groups")
@@ -147,10 +152,11 @@ def _numbers(state: Any) -> list[list[Any]] | None:
 
 
 def _problems(name: str, parameter: Tensor, before: Any, stored: Any, known: bool) -> list[str]:
-    """Returns the reasons why the next step could not use the stored state of a parameter.
+    """Return the reasons why the next step could not use the stored state of a parameter.
 
-    before: the state that the optimizer has now. known: whether the optimizer is one of ``torch.optim``. Any other
-    optimizer must have the shape of the parameter only where it has that shape now, since a history may grow.
+    before: the state that the optimizer has now. known: whether the optimizer is one of ``torch.optim``. For other
+    optimizers, a tensor must have the parameter's shape only if it has that shape now: others, such as a history, may
+    grow.
     """
     if stored is None:
         return []
@@ -171,18 +177,18 @@ def _problems(name: str, parameter: Tensor, before: Any, stored: Any, known: boo
             if not (shape.numel() == 1 and isinstance(value, int | float)) and value is not None:
                 problems.append(f"{name}.{slot} is a {type(value).__name__}, not a tensor of {list(shape)}")
         elif value.shape != shape and not value.numel() == shape.numel() == 1:
-            problems.append(f"{name}.{slot} is {list(value.shape)} in it, but must be {list(shape)}")
+            problems.append(f"{name}.{slot} is {list(value.shape)} in the checkpoint, but must be {list(shape)}")
         elif known and slot in _PARAMETER_SHAPED and not (value.is_floating_point() or value.is_complex()):
-            problems.append(f"{name}.{slot} is {value.dtype} in it, but must be of floats")
+            problems.append(f"{name}.{slot} is {value.dtype} in the checkpoint, but must be floating point")
     return problems
 
 
 def _merged(
     own_groups: Sequence[dict[str, Any]], own_keys: Keys, stored_groups: Sequence[dict[str, Any]], stored_keys: Keys
 ) -> list[tuple[dict[str, Any], dict[str, Any], list[str]]]:
-    """Returns for every group: the group, its new hyperparameters, and the keys of those that it keeps.
+    """Return for every group: the group, its new hyperparameters, and the keys of hyperparameters that it keeps.
 
-    Kept are only hyperparameters for which the stored values differ from the group's own.
+    The keys include only hyperparameters whose stored values differ from the group's own.
     """
     sets = [frozenset(keys) for keys in stored_keys]
     origins = [[i for i, stored in enumerate(sets) if stored & frozenset(keys)] for keys in own_keys]

@@ -30,7 +30,7 @@ class Group:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def all_gather(self, value: T) -> list[T]:
-        """Returns the values of all ranks, in rank order. Every rank gets the same list. Values are pickled."""
+        """Return the values of all ranks, in rank order. Every rank gets the same list. Values are pickled."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -38,14 +38,14 @@ class Group:
         return values
 
     def from_rank_0(self, value: T) -> T:
-        """Returns rank 0's value on every rank."""
+        """Return rank 0's value on every rank."""
         return self.all_gather(value)[0]
 
     def run_on_all_ranks(self, action: Callable[[], T]) -> T:
-        """Runs an action on every rank and returns this rank's result. If it fails on one rank, it fails on all.
+        """Run an action on every rank and return this rank's result. If it fails on one rank, it fails on all.
 
         A rank where the action fails raises the action's own exception; the other ranks raise DynaquantError. So no
-        rank goes on, and waits for others that have stopped.
+        rank continues and waits for ranks that have stopped.
         """
         result, error = None, None
         try:
@@ -61,7 +61,7 @@ class Group:
         return result  # type: ignore[return-value]
 
     def watch_communication(self, function: Callable[[nn.Module], float]) -> Callable[[nn.Module], float]:
-        """Wraps a function so that ``saw_communication`` knows whether it communicated between ranks."""
+        """Wrap a function so that ``saw_communication`` reports whether it communicated between ranks."""
         if self._group is None:
             return function
 
@@ -81,7 +81,7 @@ class Group:
 
 
 def _operations() -> dict[str, list[int]] | None:
-    """Counts the operations that the backends of each process group with several ranks have begun, by group name.
+    """Count the operations that the backends of each process group with several ranks have begun, by group name.
 
     Returns None if a backend does not count, for example MPI. Backends count operations from Python, C++ and compiled
     code, in any thread. NCCL does not count ``send`` and ``recv``. PyTorch has no public function for this.

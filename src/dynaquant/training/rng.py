@@ -10,7 +10,7 @@ import torch
 
 
 def get_state() -> dict[str, Any]:
-    """Returns the states of the global generators, including those of all CUDA devices.
+    """Return the states of the global generators, including those of all CUDA devices.
 
     Python's 625 words become an array, since an array that does not change takes no space in the next checkpoint.
     """
@@ -24,7 +24,7 @@ def get_state() -> dict[str, Any]:
 
 
 def check(state: dict[str, Any]) -> None:
-    """Raises what ``set_state`` would raise for a malformed state. Changes no generator."""
+    """Raise what ``set_state`` would raise for a malformed state. Changes no generator."""
     before = get_state()
     try:
         set_state(state)
@@ -33,7 +33,7 @@ def check(state: dict[str, Any]) -> None:
 
 
 def set_state(state: dict[str, Any]) -> None:
-    """Sets the global generators to a state. Ignores states of CUDA devices that do not exist here."""
+    """Set the global generators to a state. Ignores states of CUDA devices that do not exist here."""
     version, words, gauss = state["python"]  # checkpoints of early versions hold the words as a tuple
     random.setstate((version, tuple(int(word) for word in words), gauss))
     np.random.set_state(state["numpy"])

@@ -1,4 +1,4 @@
-"""What ``evaluate`` may change and a save puts back, even if a signal interrupts the save."""
+"""Remembers the state that ``evaluate`` may change, so that a save can put it back, even if a signal interrupts it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Snapshot:
         self._generators, self._global = generator_states(objects), rng.get_state()
 
     def put_back(self) -> None:
-        """Puts everything back. Call it again if a signal has interrupted it."""
+        """Put everything back. Call it again if a signal has interrupted it."""
         for module, training, parameters, buffers in self._modules:
             module.training = training
             for own, before in ((module._parameters, parameters), (module._buffers, buffers)):

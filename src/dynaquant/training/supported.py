@@ -20,7 +20,7 @@ from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
 LOADER_ADVICE = (
-    "give a loader that knows where it is, as torchdata's StatefulDataLoader (with Accelerate, "
+    "give a loader that saves its position, such as torchdata's StatefulDataLoader (with Accelerate, "
     "DataLoaderConfiguration(use_stateful_dataloader=True)), or the generator of its sampler"
 )
 """Advice for a data loader that has no state."""
@@ -45,11 +45,11 @@ _UNSUPPORTED = {
         "use an optimizer whose state has plain tensors, e.g. one of torch.optim",
     ),
 }
-"""Modules whose classes are refused, each with the problem and what to do instead."""
+"""Python modules whose classes are refused, each with the problem and what to do instead."""
 
 
 def check(objects: Mapping[str, Any]) -> None:
-    """Raises StateError, with advice, for an object whose state cannot be saved or restored."""
+    """Raise StateError, with advice, for an object whose state cannot be saved or restored."""
     for name, thing in objects.items():
         if isinstance(thing, nn.Module):
             _check_module(name, thing)
@@ -60,29 +60,31 @@ def check(objects: Mapping[str, Any]) -> None:
 
 
 def check_replicas(tensors: Mapping[str, Tensor], group: Group) -> None:
-    """Raises StateError if names or shapes of the ranks' models differ, as in pipeline parallelism. Collective."""
+    """Raise StateError if names or shapes of the ranks' models differ, as in pipeline parallelism. Collective."""
     own = sorted((n, str(t.dtype), tuple(t.shape)) for n, t in tensors.items() if n.partition(".")[0] == "model")
     digests = group.all_gather(blake3(repr(own).encode()).hexdigest())
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
-        raise StateError(f"the model of rank {other} has other names or shapes than that of rank 0; {_REPLICAS}")
+        raise StateError(
+            f"the model of rank {other} differs from that of rank 0 in names or shapes of tensors; {_REPLICAS}"
+        )
 
 
 def warn_of_unsaved(objects: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
-    """Logs a warning for every optimizer that updates a tensor that is not saved. tensors: all that are saved."""
+    """Log a warning for every optimizer that updates a tensor that is not saved. tensors: all saved tensors."""
     saved = {tensor.data_ptr() for tensor in tensors}
     for name, thing in objects.items():
         groups = thing.param_groups if isinstance(thing, Optimizer) else []
         if any(address not in saved for group in groups for p in group["params"] if (address := p.data_ptr())):
             log.warning(
-                "%s updates tensors that are not saved, so a restore could not bring them back; give an object that "
+                "%s updates tensors that are not saved, so a restore would not restore them; give an object that "
                 "holds them as an extra, e.g. extras={'masters': torch.nn.ParameterList(masters)}",
                 name,
             )
 
 
 def check_after_first_step(objects: Mapping[str, Any]) -> Callable[[], None]:
-    """Registers hooks that raise StateError after an optimizer's first step if its new state cannot be stored.
+    """Register hooks that raise StateError after an optimizer's first step if its new state cannot be stored.
 
     Returns a function that removes the hooks.
     """
