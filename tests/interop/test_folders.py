@@ -51,7 +51,7 @@ def trainers(path, step=3):
     return model, optimizer
 
 
-CARRIED = {
+STORED_RAW = {
     *("scheduler.pt", "rng_state.pth", "training_args.bin"),
     *("config.json", "tokenizer.json", "trainer_state.json", "merges.txt"),
 }
@@ -79,7 +79,7 @@ def test_a_trainers_folder_is_decompressed_with_its_optimizer_and_every_other_fi
     back = back_of(tmp_path / "checkpoint-3", tmp_path / "c.dqc", "high")
     before, after = contents(tmp_path / "checkpoint-3"), contents(back)
     assert before.keys() == after.keys()
-    assert {name for name in before if before[name] == after[name]} == CARRIED
+    assert {name for name in before if before[name] == after[name]} == STORED_RAW
     found = torch.load(back / "optimizer.pt", weights_only=True)
     assert found["param_groups"] == optimizer.state_dict()["param_groups"]
     assert bits(found) == bits(dq.load(tmp_path / "c.dqc")["optimizer"])
@@ -113,7 +113,7 @@ def test_lossless_keeps_every_bit_of_a_folder(tmp_path):
     assert in_order(load_file(back / "model.safetensors")) == in_order(model.state_dict())
     assert bits(torch.load(back / "optimizer.pt")) == bits(optimizer.state_dict())
     before, after = contents(tmp_path / "checkpoint-3"), contents(back)
-    assert all(before[name] == after[name] for name in CARRIED)
+    assert all(before[name] == after[name] for name in STORED_RAW)
 
 
 def test_compress_pack_and_log_report_the_same_sizes_of_the_stored_files(tmp_path, monkeypatch):
@@ -155,7 +155,7 @@ def test_a_series_of_folders_is_unpacked_as_folders_and_unchanged_files_cost_not
     for step, source in enumerate(sources, 1):
         before, after = contents(source), contents(tmp_path / "again" / source.name)
         assert before.keys() == after.keys()
-        assert {name for name in before if before[name] == after[name]} == CARRIED
+        assert {name for name in before if before[name] == after[name]} == STORED_RAW
         found = torch.load(tmp_path / "again" / source.name / "optimizer.pt")
         assert bits(found) == bits(dq.load(run, step)["optimizer"])
 

@@ -24,7 +24,7 @@ assert "torch.distributed.checkpoint" in sys.modules
 """
 
 
-def test_only_folders_of_dcp_import_it(tmp_path):
+def test_dcp_is_imported_only_for_its_folders(tmp_path):
     save_file({"weight": torch.randn(16, 16)}, tmp_path / "model.safetensors")
     done = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -87,7 +87,7 @@ def compress(
         output.print_json({**record.to_json(), "out": str(out), "before": record.total.raw})
         return
     output.print_(f"{out}: {output.reduction(record.total)}")
-    _print_carried(CheckpointFile(out))
+    _print_raw_files(CheckpointFile(out))
     _print_quality(record)
 
 
@@ -279,7 +279,7 @@ def _function(name: str) -> Callable[[Any], float]:
     return checked
 
 
-def _print_carried(file: CheckpointFile) -> None:
+def _print_raw_files(file: CheckpointFile) -> None:
     """Print which files a checkpoint that was just written contains byte for byte."""
     source = file.header.record["source"]
     if files := source.get("files"):
