@@ -8,7 +8,7 @@ NONE = "–"
 
 
 def unit_of(largest: float) -> tuple[float, str]:
-    """Returns the bytes in a decimal unit, and the unit, that suits numbers of bytes up to ``largest``."""
+    """Return the bytes in a decimal unit, and the unit, that suits numbers of bytes up to ``largest``."""
     for divisor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if largest >= divisor:
             return divisor, unit
@@ -16,23 +16,23 @@ def unit_of(largest: float) -> tuple[float, str]:
 
 
 def in_bytes(size: float) -> str:
-    """Formats a number of bytes, e.g. ``1.23 MB``."""
+    """Format a number of bytes, e.g. ``1.23 MB``."""
     divisor, unit = unit_of(size)
     return f"{size / divisor:,.0f} B" if unit == "B" else f"{size / divisor:,.2f} {unit}"
 
 
 def in_seconds(seconds: float) -> str:
-    """Formats a time in seconds, however long."""
+    """Format a time in seconds, however long."""
     return f"{seconds:,.1f} s" if seconds >= 10 or seconds == 0 else f"{seconds:.2g} s"
 
 
 def times(ratio: float, digits: int = 2) -> str:
-    """Formats a ratio, e.g. ``12.34×``."""
+    """Format a ratio, e.g. ``12.34×``."""
     return f"{ratio:,.{digits}f}×" if math.isfinite(ratio) else "∞"
 
 
 def percent(share: float | None, sign: bool = False) -> str:
-    """Formats a share of 1 as a percentage. sign: also write a plus sign."""
+    """Format a share of 1 as a percentage. sign: also write a plus sign."""
     if share is None:
         return NONE
     if not math.isfinite(share):
@@ -41,7 +41,7 @@ def percent(share: float | None, sign: bool = False) -> str:
 
 
 def dollars(amount: float) -> str:
-    """Formats US dollars, with two significant digits below one dollar."""
+    """Format US dollars, with two significant digits below one dollar."""
     if amount == 0 or amount >= 100:
         return f"${amount:,.0f}"
     digits = max(2, 1 - math.floor(math.log10(amount)))
@@ -49,5 +49,5 @@ def dollars(amount: float) -> str:
 
 
 def plural(count: int, what: str) -> str:
-    """Formats a count of things: ``1 file``, ``2 files``."""
+    """Format a count of things: ``1 file``, ``2 files``."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"

@@ -21,7 +21,7 @@ LEAST_KEPT = 0.8
 
 
 def keeps_enough(share_kept: float | None) -> bool:
-    """Returns whether a checkpoint keeps enough of the displacement. None: nothing was restored."""
+    """Return whether a checkpoint keeps enough of the displacement. None: nothing was restored."""
     return share_kept is None or share_kept >= LEAST_KEPT
 
 
@@ -37,7 +37,7 @@ class Displacement:
         self._restored = {n: r for n, r in restored.items() if n in weights and weights[n].shape == r.shape}
 
     def share_kept(self, quantized: Mapping[str, QuantizedTensor]) -> float | None:
-        """Returns the share of the displacement that quantized weights keep, from 0 to 1. None if nothing was restored.
+        """Return the share of the displacement that quantized weights keep, from 0 to 1. None if nothing was restored.
 
         For one tensor this is ``⟨ŵ - r, w - r⟩ / ‖w - r‖²`` with restored ``r``, weights ``w`` and quantized weights
         ``ŵ``. It is 1 if ``ŵ`` equals ``w`` or differs from it only at right angles to the displacement, and 0 if ``ŵ``

@@ -17,7 +17,7 @@ from dynaquant.tensors.stored import QuantizedTensor
 def distortion(
     weights: Mapping[str, Tensor], quantized: Mapping[str, QuantizedTensor], fisher: Mapping[str, float]
 ) -> float:
-    """Returns ``Σ F·δ² / Σ F·w²``: the squared errors of the weights, relative to their squares.
+    """Return ``Σ F·δ² / Σ F·w²``: the squared errors of the weights, relative to their squares.
 
     weights, quantized: by name. fisher: ``F``, the mean squared gradient of each tensor. With it, the result is the
     second-order model of the loss up to a factor (method 2.1). Empty: all tensors count alike. 0 if nothing is
@@ -39,7 +39,7 @@ def distortion(
 def mean_squared_gradients(
     parameters: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer], recorded: Mapping[str, float]
 ) -> dict[str, float]:
-    """Returns ``F``, the mean squared gradient of each parameter, by name.
+    """Return ``F``, the mean squared gradient of each parameter, by name.
 
     It comes from the optimizers' second moments or from recorded gradients. The two differ in scale, so they are never
     mixed: the source that knows more parameters is used, the second moments if both know as many. Unknown are values

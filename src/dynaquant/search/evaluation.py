@@ -21,7 +21,7 @@ Evaluate = Callable[[Any], float]
 
 
 def of_several(evaluate: Evaluate) -> Evaluate:
-    """Turns a metric of a dictionary of models into a metric of an ``nn.ModuleDict``."""
+    """Turn a metric of a dictionary of models into a metric of an ``nn.ModuleDict``."""
     return lambda modules: evaluate(dict(modules.items()))
 
 
@@ -45,7 +45,7 @@ class LossOn:
         self._batches, self._loss_fn = batches, loss_fn
 
     def __call__(self, model: Any) -> float:
-        """Returns the mean loss of the model on the batches."""
+        """Return the mean loss of the model on the batches."""
         for each in model.values() if isinstance(model, Mapping) else (model,):
             each.eval()
         with torch.no_grad():
@@ -65,7 +65,7 @@ class Quality:
 
 
 def degradation(original: float, restored: float, higher_is_better: bool) -> float:
-    """Returns how much worse ``restored`` is, relative to the absolute value of ``original``. Negative if it is better.
+    """Return how much worse ``restored`` is, relative to the absolute value of ``original``. Negative if it is better.
 
     If ``original`` is exactly zero, any difference is infinite. NaN if either is NaN.
     """
@@ -80,7 +80,7 @@ ParameterValues = Tensor | Callable[[], Tensor]
 
 
 def score(model: nn.Module, values: Mapping[str, ParameterValues], evaluate: Evaluate) -> float:
-    """Returns ``evaluate`` of the model with other values for some parameters, by their names in the bare model.
+    """Return ``evaluate`` of the model with other values for some parameters, by their names in the bare model.
 
     ``evaluate`` sees copies of parameters and buffers. When this returns or raises, training mode and the global random
     number generators are as before. All scores from one state of the generators see the same random numbers.
@@ -108,7 +108,7 @@ def score(model: nn.Module, values: Mapping[str, ParameterValues], evaluate: Eva
 
 
 def _check_frozen(model: nn.Module, before: Mapping[str, Any], cause: Exception | None = None) -> None:
-    """Raises EvaluateError if a frozen parameter has changed."""
+    """Raise EvaluateError if a frozen parameter has changed."""
     if changed := [name for name, found in _frozen(model).items() if found != before[name]]:
         raise EvaluateError(
             f"evaluate has changed the frozen parameter {changed[0]}, also in training; "
@@ -117,7 +117,7 @@ def _check_frozen(model: nn.Module, before: Mapping[str, Any], cause: Exception 
 
 
 def _substitute(model: nn.Module, values: Mapping[str, ParameterValues]) -> None:
-    """Gives the model other parameters and copies of its buffers. Frozen parameters are large, and not copied."""
+    """Give the model other parameters and copies of its buffers. Frozen parameters are large, and not copied."""
     named = dict(named_parameters(model))
     # By memory: a state has one tensor for several parameters that share their data.
     given = {_memory(named[name]): value for name, value in values.items()}
@@ -147,7 +147,7 @@ def _substitute(model: nn.Module, values: Mapping[str, ParameterValues]) -> None
 
 
 def _frozen(model: nn.Module) -> dict[str, tuple[int, bytes]]:
-    """Returns by name how often PyTorch has written to each frozen parameter, and a sample of its values.
+    """Return by name how often PyTorch has written to each frozen parameter, and a sample of its values.
 
     The sample is needed because PyTorch does not count writes through ``.data``. Parameters that their own layer
     writes to are left out.

@@ -23,7 +23,7 @@ from dynaquant.search.space import Candidate, Point, Score, Size
 def guided_exhaustive(
     shape: Point, metrics: Sequence[Metric], size: Size, score: Score, limit: float, per_round: int = 1
 ) -> Candidate | None:
-    """Returns the smallest candidate whose degradation is at most ``limit``; None if there is none.
+    """Return the smallest candidate whose degradation is at most ``limit``; None if there is none.
 
     shape: lengths of the axes. metrics: pruning metrics, searched one after the other; with the later ones, only
     candidates smaller than the best so far. per_round: how many candidates are scored at once.
@@ -52,7 +52,7 @@ def guided_exhaustive(
 
 
 def _diagonal(points: NDArray[np.int64], shape: Point) -> NDArray[np.bool_]:
-    """Returns which points lie on the line from corner to corner. It has as many points as the longest axis."""
+    """Return which points lie on the line from corner to corner. It has as many points as the longest axis."""
     last = max(max(shape) - 1, 1)
     line = {tuple(round(i * (n - 1) / last) for n in shape) for i in range(last + 1)}
     return np.array([tuple(point) in line for point in points])
@@ -65,7 +65,7 @@ def _most_decisive(
     is_open: NDArray[np.bool_],
     count: int,
 ) -> list[int]:
-    """Returns at most ``count`` of the points ``among``, each the one that rules out most of the open candidates."""
+    """Return at most ``count`` of the points ``among``, each the one that rules out most of the open candidates."""
     chosen: list[int] = []
     left = is_open.copy()
     while len(chosen) < count and (among & left).any():
@@ -81,6 +81,6 @@ def _most_decisive(
 
 
 def _at_most(points: NDArray[np.int64], point: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Returns which points are more conservative than ``point`` on no axis."""
+    """Return which points are more conservative than ``point`` on no axis."""
     below: NDArray[np.bool_] = np.all(points <= point, axis=1)
     return below

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Runs an action that evaluates. Returns its result and None, or None and its exception.
+    """Run an action that evaluates. Returns its result and None, or None and its exception.
 
     Exceptions that end a save are raised.
     """
@@ -29,7 +29,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def ends_save(error: Exception) -> bool:
-    """Returns whether an exception ends the save, because memory or the device caused it and not the weights."""
+    """Return whether an exception ends the save, because memory or the device caused it and not the weights."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError | getattr(torch, "AcceleratorError", MemoryError)):
         return True
     # PyTorch has no class for a lack of host memory, and before 2.8 none for device errors.
@@ -38,12 +38,12 @@ def ends_save(error: Exception) -> bool:
 
 
 def one_line(error: Exception | None) -> str | None:
-    """Returns the type and message of an exception."""
+    """Return the type and message of an exception."""
     return None if error is None else f"{type(error).__name__}: {error}"
 
 
 def raise_on_every_rank(errors: Sequence[str | None], own: Exception | None) -> None:
-    """Raises EvaluateError that names the failed ranks, if there are any.
+    """Raise EvaluateError that names the failed ranks, if there are any.
 
     errors: one for each rank, None where it did not fail. own: this rank's, which becomes the cause.
     """

@@ -21,7 +21,7 @@ LEAST_DISTORTION = 1e-9
 
 
 def search_grid(weights: GridWeights, trials: Trials, last: tuple[int, bool] | None, gave_up: bool) -> Found:
-    """Finds the coarsest grid that is good enough and keeps enough of the displacement since a restore. Collective.
+    """Find the coarsest grid that is good enough and keeps enough of the displacement since a restore. Collective.
 
     last: the scale exponent that was found before, and whether it was for this limit (``History.last_exponent``).
     gave_up: whether the last search found nothing good enough.

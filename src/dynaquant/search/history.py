@@ -25,7 +25,7 @@ class History:
         self._found: dict[int, Knobs] = {}  # by the exponent of the limit
 
     def last_configuration(self, limit: float) -> Configuration | None:
-        """Returns the last k-means configuration for the limit, or for the nearest one.
+        """Return the last k-means configuration for the limit, or for the nearest one.
 
         None if no search had a limit as loose as this one.
         """
@@ -36,7 +36,7 @@ class History:
         return found[_nearest(found, exponent)]
 
     def last_exponent(self, limit: float) -> tuple[int, bool] | None:
-        """Returns the last scale exponent of the grid for the limit, and whether it was found for this limit.
+        """Return the last scale exponent of the grid for the limit, and whether it was found for this limit.
 
         For another limit it is adjusted: degradation grows as the square of the scale. None if there is none.
         """
@@ -48,16 +48,16 @@ class History:
         return found[nearest].scale + (exponent - nearest) * SCALES_PER_OCTAVE // 2, exponent == nearest
 
     def remember(self, limit: float, configuration: Knobs) -> None:
-        """Stores the result of a search for a limit."""
+        """Store the result of a search for a limit."""
         self._found[_exponent(limit)] = configuration
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the history as it is stored in a record."""
+        """Return the history as it is stored in a record."""
         return {str(exponent): knobs_to_json(configuration) for exponent, configuration in self._found.items()}
 
     @classmethod
     def from_json(cls, data: Any) -> History:
-        """Reverses ``to_json``. Returns an empty history for anything else."""
+        """Reverse ``to_json``. Returns an empty history for anything else."""
         history = cls()
         try:
             if isinstance(data, Mapping):
@@ -68,7 +68,7 @@ class History:
 
 
 def _nearest(found: Mapping[int, Any], exponent: int) -> int:
-    """Returns the nearest exponent, the looser of two that are equally near."""
+    """Return the nearest exponent, the looser of two that are equally near."""
     return min(found, key=lambda known: (abs(known - exponent), -known))
 
 

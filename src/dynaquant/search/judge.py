@@ -33,7 +33,7 @@ class Judge(Protocol):
         ...
 
     def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
-        """Returns the quality of the model with these weights. Raises what ``evaluate`` raises."""
+        """Return the quality of the model with these weights. Raises what ``evaluate`` raises."""
         ...
 
 
@@ -53,7 +53,7 @@ class MetricJudge:
     judged_by: JudgedBy = "evaluate"
 
     def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
-        """Scores the model with the weights that a restore would return."""
+        """Score the model with the weights that a restore would return."""
         parameters = dict(named_parameters(self.model))
         names = {f"model.{name}": name for name in parameters}
         values = {
@@ -80,5 +80,5 @@ class DistortionJudge:
     judged_by: JudgedBy
 
     def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
-        """Returns the estimated degradation. The scores are NaN."""
+        """Return the estimated degradation. The scores are NaN."""
         return Quality(math.nan, math.nan, DISTORTION_SCALE * distortion(self.weights, quantized, self.fisher))

@@ -40,16 +40,16 @@ class KMeansQuantizer:
         return self.prepared.weights
 
     def quantize(self, configuration: Configuration) -> dict[str, QuantizedTensor]:
-        """Returns the quantized weights by name. A pure function."""
+        """Return the quantized weights by name. A pure function."""
         return quantize_weights(self.prepared, configuration)
 
     def predict(self, configuration: Configuration) -> float:
-        """Returns the bytes of the coded weights."""
+        """Return the bytes of the coded weights."""
         return self.size_factor * self.sizes.predict(configuration)
 
 
 def search_kmeans(quantizer: KMeansQuantizer, trials: Trials, last: Configuration | None, gave_up: bool) -> Found:
-    """Finds the smallest configuration that is good enough and keeps enough of the displacement since a restore.
+    """Find the smallest configuration that is good enough and keeps enough of the displacement since a restore.
 
     last: the configuration that was found before for this limit or a near one (``History.last_configuration``).
     gave_up: whether the last search found nothing good enough. Collective.
@@ -81,7 +81,7 @@ def search_kmeans(quantizer: KMeansQuantizer, trials: Trials, last: Configuratio
 def _good_enough(
     space: Space, sizes: SizeModel, trials: Trials, last: Configuration | None, gave_up: bool
 ) -> tuple[Search, Candidate | None]:
-    """Finds the smallest candidate that is good enough; None if there is none.
+    """Find the smallest candidate that is good enough; None if there is none.
 
     Searches the neighbourhood of ``last``, then the whole published space, then candidates with more bins.
     """
@@ -120,7 +120,7 @@ def _good_enough(
 
 
 def _keeping_enough(space: Space, sizes: SizeModel, trials: Trials, found: Candidate) -> Knobs:
-    """Returns the smallest configuration with more bins or less pruning that also keeps enough of the displacement.
+    """Return the smallest configuration with more bins or less pruning that also keeps enough of the displacement.
 
     If none does, returns the one that keeps most. Either way the next search starts from ``found``: the displacement
     grows with training, until ``found`` keeps enough of it.

@@ -66,7 +66,7 @@ class ConfigurationManager:
         return self._metric is None and self._fixed is None
 
     def resume(self, record: Mapping[str, Any], restored: Mapping[str, QuantizedTensor]) -> None:
-        """Continues from a restored checkpoint.
+        """Continue from a restored checkpoint.
 
         record: its record; invalid content is ignored. restored: its quantized weights by name.
         """
@@ -77,7 +77,7 @@ class ConfigurationManager:
         self._noise.look_again()
 
     def learn_size(self, predicted: float | None, stored: int) -> None:
-        """Corrects later predictions: the weights of a delta took ``stored`` bytes instead of ``predicted``."""
+        """Correct later predictions: the weights of a delta took ``stored`` bytes instead of ``predicted``."""
         if predicted and stored:
             self._size_factor *= stored / predicted
 
@@ -87,7 +87,7 @@ class ConfigurationManager:
         decided: Mapping[str, ParameterValues],
         fisher: Mapping[str, float],
     ) -> Decision:
-        """Returns the most compact configuration that is good enough. Collective.
+        """Return the most compact configuration that is good enough. Collective.
 
         weights: to quantize, as the quantizer needs them. decided: the values that other parameters will have in the
         checkpoint, by their name in the model. fisher: the mean squared gradient of each tensor as far as known, the
@@ -110,7 +110,7 @@ class ConfigurationManager:
         return self._decide(quantizer, _distortion_judge(weights, fisher), allowed, 0.0, self._group.size, [])
 
     def _agree(self) -> float:
-        """Makes all ranks use the same numbers, and returns the degradation that is allowed: the smallest of all ranks.
+        """Make all ranks use the same numbers, and return the degradation that is allowed: the smallest of all ranks.
 
         Rank 0 alone writes checkpoints and learns their sizes. Collective.
         """
@@ -132,7 +132,7 @@ class ConfigurationManager:
         return self._decide(quantizer, judge, allowed, original.noise_margin, at_once, metric.notes(original, allowed))
 
     def _decide_unjudged(self, quantizer: Quantizer, allowed: float, problem: str) -> Decision:
-        """Decides if the metric of the weights in training is unusable."""
+        """Decide if the metric of the weights in training is unusable."""
         if self._fixed is None:
             note = f"{problem}: candidates cannot be judged, so the weights are stored exactly"
             self._warn(note)
@@ -143,7 +143,7 @@ class ConfigurationManager:
     def _decide(
         self, quantizer: Quantizer, judge: Judge, allowed: float, noise_margin: float, per_round: int, notes: list[str]
     ) -> Decision:
-        """Decides if candidates can be judged.
+        """Decide if candidates can be judged.
 
         allowed: the degradation. ``noise_margin`` is subtracted from it. per_round: how many
         configurations are scored in one round. notes: for the record.
@@ -170,7 +170,7 @@ class ConfigurationManager:
         return Decision(found.search, found.chosen, quantized, quality, limit, judge.judged_by, trials.done, notes)
 
     def _search(self, quantizer: Quantizer, trials: Trials) -> Found:
-        """Searches by the method of the quantizer, and remembers the result for the next checkpoint."""
+        """Search by the method of the quantizer, and remember the result for the next checkpoint."""
         if isinstance(quantizer, GridWeights):
             found = search_grid(quantizer, trials, self.history.last_exponent(trials.limit), self._gave_up)
         else:
@@ -185,7 +185,7 @@ class ConfigurationManager:
         return found
 
     def _repeat_last(self, quantizer: Quantizer, trials: Trials) -> Found:
-        """Scores the last configuration again: no weight has changed, so there is nothing to choose or to remember."""
+        """Score the last configuration again: no weight has changed, so there is nothing to choose or to remember."""
         on_grid = isinstance(quantizer, GridWeights)
         if on_grid:
             exponent, _ = self.history.last_exponent(trials.limit) or (0, False)
@@ -197,7 +197,7 @@ class ConfigurationManager:
         return Found("scale" if on_grid else "neighbourhood", configuration, configuration)
 
     def _measure(self, fixed: Knobs, trials: Trials, judge: Judge, notes: list[str]) -> Decision:
-        """Measures the degradation of the user's configuration."""
+        """Measure the degradation of the user's configuration."""
         trials.score([fixed])
         quantized, quality = trials.result(fixed)
         if quality is None or not math.isfinite(quality.degradation):
@@ -207,7 +207,7 @@ class ConfigurationManager:
         return Decision("fixed", fixed, quantized, quality, None, judge.judged_by, trials.done, notes)
 
     def _warn(self, note: str) -> None:
-        """Logs a note at once, on one rank; the record comes later."""
+        """Log a note at once, on one rank; the record comes later."""
         if self._group.rank == 0:
             log.warning(note)
 

@@ -47,7 +47,7 @@ class UserMetric:
         self._worked = False  # whether it has ever returned a number
 
     def original(self) -> OriginalScore:
-        """Evaluates the weights in training, as often as the noise requires. Collective.
+        """Evaluate the weights in training, as often as the noise requires. Collective.
 
         Raises EvaluateError if ``evaluate`` fails on any rank of several, or in a single process if it has never
         worked. Errors that are not about the weights (``failures.ends_save``) are raised as they are.
@@ -74,7 +74,7 @@ class UserMetric:
         return OriginalScore(mean(own), self._noise.margin, communicates)
 
     def _score_on_all_ranks(self) -> tuple[list[float] | None, Exception | None, list[list[float]], bool]:
-        """Evaluates the weights in training on every rank. Collective.
+        """Evaluate the weights in training on every rank. Collective.
 
         Returns this rank's scores or its error, the scores of all ranks, and whether ``evaluate`` communicates.
         """
@@ -91,7 +91,7 @@ class UserMetric:
         return own, error, [found for found, _ in outcomes if found is not None], communicates
 
     def notes(self, original: OriginalScore, allowed: float) -> list[str]:
-        """Returns the notes on the metric for a record. allowed: the degradation."""
+        """Return the notes on the metric for a record. allowed: the degradation."""
         notes = []
         if original.communicates:
             notes.append("evaluate communicates between ranks: all of them score the same candidate together")
@@ -108,6 +108,6 @@ class UserMetric:
         return notes
 
     def judge(self, original: OriginalScore, decided: Mapping[str, ParameterValues]) -> MetricJudge:
-        """Returns a judge of candidates by this metric. decided: see ``MetricJudge``."""
+        """Return a judge of candidates by this metric. decided: see ``MetricJudge``."""
         watched = self._group.watch_communication(self._evaluate)
         return MetricJudge(self._model, watched, self._higher_is_better, original.score, decided)

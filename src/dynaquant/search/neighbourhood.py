@@ -20,7 +20,7 @@ def delta_neighbourhood(
     switch_margin: float = 0.0,
     per_round: int = 1,
 ) -> Candidate | None:
-    """Returns the smallest candidate near ``last`` whose degradation is at most ``limit``; None if there is none.
+    """Return the smallest candidate near ``last`` whose degradation is at most ``limit``; None if there is none.
 
     shape: lengths of the axes. metrics: pruning metrics. reach: how far to search on every axis. per_round: how
     many candidates are scored at once.

@@ -47,11 +47,11 @@ class Noise:
         return DEVIATIONS * math.sqrt(2 * variance)  # a difference of two evaluations has twice their variance
 
     def look_again(self) -> None:
-        """Makes the next save evaluate at least twice."""
+        """Make the next save evaluate at least twice."""
         self._saves_since = SAVES_BETWEEN_CHECKS
 
     def learn(self, scores: Sequence[Sequence[float]]) -> bool:
-        """Adds one save's scores of the weights in training, by rank. The noisiest rank counts.
+        """Add one save's scores of the weights in training, by rank. The noisiest rank counts.
 
         Returns False, and adds nothing, if the relative noise is undefined: a score is not finite, or the mean is 0.
         """
@@ -67,12 +67,12 @@ class Noise:
 
 
 def mean(scores: Sequence[float]) -> float:
-    """Returns the mean. The mean of equal scores is that score, bit for bit."""
+    """Return the mean. The mean of equal scores is that score, bit for bit."""
     return scores[0] if len(set(scores)) == 1 else math.fsum(score / len(scores) for score in scores)
 
 
 def _squared_deviations(scores: Sequence[float]) -> float:
-    """Returns the sum of squared deviations, relative to the mean; NaN or infinite if that is undefined."""
+    """Return the sum of squared deviations, relative to the mean; NaN or infinite if that is undefined."""
     if not all(map(math.isfinite, scores)):
         return math.nan
     if len(set(scores)) == 1:

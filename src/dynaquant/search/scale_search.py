@@ -50,7 +50,7 @@ class _Scored:
     degradations: dict[int, float] = field(default_factory=dict)
 
     def add(self, exponents: Iterable[int]) -> None:
-        """Scores the first new ones of these exponents, as many as fit into one round."""
+        """Score the first new ones of these exponents, as many as fit into one round."""
         inside = (k for k in dict.fromkeys(exponents) if self.lowest <= k <= self.highest)
         new = list(islice((k for k in inside if k not in self.degradations), self.per_round))
         self.degradations.update(zip(new, self.score(new), strict=True))
@@ -66,14 +66,14 @@ class _Scored:
         return [k for k, degradation in self.degradations.items() if not degradation <= self.limit]
 
     def near(self, exponent: int) -> int | None:
-        """Returns the largest scored exponent within half a stride of this one."""
+        """Return the largest scored exponent within half a stride of this one."""
         return max((k for k in self.degradations if abs(k - exponent) < STRIDE_BEYOND // 2), default=None)
 
 
 def scale_search(
     start: int, lowest: int, highest: int, score: Score, limit: float, start_was_good: bool, per_round: int = 1
 ) -> int | None:
-    """Returns the largest scored exponent whose degradation is at most ``limit``; None if there is none.
+    """Return the largest scored exponent whose degradation is at most ``limit``; None if there is none.
 
     start: is scored first. start_was_good: whether it was good enough at the last checkpoint. Then a
     predicted exponent must be larger by ``LEAST_GAIN``. per_round: how many exponents are scored at once.
@@ -92,7 +92,7 @@ def scale_search(
 
 
 def _below_failures(scored: _Scored, start: int, start_was_good: bool) -> int | None:
-    """Returns the largest exponent found that is good enough and smaller than all failed ones."""
+    """Return the largest exponent found that is good enough and smaller than all failed ones."""
     at = start
     good: int | None = None
     lowest, highest, limit = scored.lowest, scored.highest, scored.limit
@@ -117,7 +117,7 @@ def _below_failures(scored: _Scored, start: int, start_was_good: bool) -> int | 
 
 
 def _look_beyond(scored: _Scored, found: int) -> None:
-    """Scores exponents larger than ``found``, half an octave apart, until two in a row fail without improvement."""
+    """Score exponents larger than ``found``, half an octave apart, until two in a row fail without improvement."""
     ahead = range(found + STRIDE_BEYOND, scored.highest + 1, STRIDE_BEYOND)[:MOST_BEYOND]
     last_failed: float | None = None  # degradation of the exponent before, if it was not good enough
     for i, at in enumerate(ahead):
@@ -135,7 +135,7 @@ def _look_beyond(scored: _Scored, found: int) -> None:
 
 
 def _predicted_move(scored: _Scored, at: int, bad: int | None) -> int:
-    """Returns the predicted distance from a scored exponent to the target, at most half way to ``bad`` if beyond it.
+    """Return the predicted distance from a scored exponent to the target, at most half way to ``bad`` if beyond it.
 
     Assumes that degradation is a power of the scale: estimated from ``at`` and ``bad``, or the square if there is no
     ``bad``.

@@ -26,7 +26,7 @@ LEAST_SENSITIVITY = 0.01
 
 
 def groups_of(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Returns which tensors are quantized together. sizes: numbers of values by name, in the order of the model.
+    """Return which tensors are quantized together. sizes: numbers of values by name, in the order of the model.
 
     Large tensors are alone. If there are too many, neighbours whose names differ only by numbers are together. All
     small tensors are one group.
@@ -49,7 +49,7 @@ def measure_sensitivity(
     degradation: Callable[[Mapping[str, QuantizedTensor]], float],
     report_progress: Callable[[str], None],
 ) -> dict[str, float]:
-    """Returns ``F`` of every weight, up to a common factor: the degradation per squared error of its values.
+    """Return ``F`` of every weight, up to a common factor: the degradation per squared error of its values.
 
     weights: with grid steps by the size of each tensor (no ``F`` known). degradation: of the model with some weights
     quantized and the others unchanged. If it raises, the sensitivity of that group is unknown, unless the exception is
@@ -72,7 +72,7 @@ def _sensitivity(
     quantized: Mapping[str, QuantizedTensor],
     degradation: Callable[[Mapping[str, QuantizedTensor]], float],
 ) -> float | None:
-    """Returns the degradation per relative squared error of a group; None if it is unknown or zero."""
+    """Return the degradation per relative squared error of a group; None if it is unknown or zero."""
     worse, _ = attempt(lambda: degradation(quantized))
     if worse is None:
         return None

@@ -28,7 +28,7 @@ class SizeModel:
         self._predicted: dict[Configuration, float] = {}
 
     def predict(self, configuration: Configuration) -> float:
-        """Returns the bytes of the coded weights."""
+        """Return the bytes of the coded weights."""
         if configuration not in self._predicted:
             self._predicted[configuration] = sum(self._bytes(name, configuration) for name in self._weights.histograms)
         return self._predicted[configuration]
@@ -51,7 +51,7 @@ class SizeModel:
         return float(bits / 8 + 2 * counts[PROTECTED])
 
     def _bins_of_buckets(self, name: str, bins: int) -> NDArray[np.uint8]:
-        """Returns the level of every bucket that occurs in a tensor."""
+        """Return the level of every bucket that occurs in a tensor."""
         if (name, bins) not in self._bins:
             histogram, dtype = self._weights.histograms[name], self._weights.weights[name].dtype
             self._bins[name, bins] = bins_table(codebook(histogram, bins, dtype), dtype)[histogram.buckets]

@@ -68,7 +68,7 @@ class Space:
         ]
 
     def finer(self, candidate: Candidate, more_bins: int, less_pruned: int) -> Candidate:
-        """Returns a candidate further along the axes of bins and of pruning by so many indices, or at their ends.
+        """Return a candidate further along the axes of bins and of pruning by so many indices, or at their ends.
 
         Embeddings get at least as many bins as the other weights.
         """
@@ -79,13 +79,13 @@ class Space:
         return Candidate(candidate.metric, (bins, embedding, min(pruned + less_pruned, len(PRUNED) - 1), protected))
 
     def finer_shape(self, candidate: Candidate) -> Point:
-        """Returns how many values of ``more_bins`` and ``less_pruned``, from 0 on, give different candidates."""
+        """Return how many values of ``more_bins`` and ``less_pruned``, from 0 on, give different candidates."""
         bins, embedding, pruned, _ = candidate.point
         only_embeddings = self.embeddings and bins == len(ALL_BINS) - 1 and embedding < len(ALL_EMBEDDING_BINS) - 1
         return len(ALL_BINS) - bins + only_embeddings, len(PRUNED) - pruned
 
     def configuration(self, candidate: Candidate) -> Configuration:
-        """Returns the configuration of a candidate."""
+        """Return the configuration of a candidate."""
         bins, embedding, pruned, protected = candidate.point
         # If nothing is pruned, the metric makes no difference. One configuration, so that it is scored once.
         metric: Metric = candidate.metric if PRUNED[pruned] else "magnitude"
@@ -98,7 +98,7 @@ class Space:
         )
 
     def candidate(self, configuration: Configuration) -> Candidate:
-        """Returns the candidate of a configuration; the more conservative one if it lies between two points."""
+        """Return the candidate of a configuration; the more conservative one if it lies between two points."""
         point = (
             _first(ALL_BINS, lambda bins: bins >= configuration.bins),
             _first(ALL_EMBEDDING_BINS, lambda bins: bins >= configuration.embedding_bins) if self.embeddings else 0,
@@ -110,10 +110,10 @@ class Space:
 
 
 def _first(axis: Sequence[float], wanted: Callable[[float], bool]) -> int:
-    """Returns the index of the first wanted value, or of the last value if there is none."""
+    """Return the index of the first wanted value, or of the last value if there is none."""
     return next((i for i, value in enumerate(axis) if wanted(value)), len(axis) - 1)
 
 
 def at_most(a: Point, b: Point) -> bool:
-    """Returns whether ``a`` is more conservative than ``b`` on no axis."""
+    """Return whether ``a`` is more conservative than ``b`` on no axis."""
     return all(x <= y for x, y in zip(a, b, strict=True))

@@ -28,11 +28,11 @@ class Quantizer(Protocol):
         ...
 
     def quantize(self, configuration: Any) -> Mapping[str, QuantizedTensor]:
-        """Returns the quantized weights by name. A pure function."""
+        """Return the quantized weights by name. A pure function."""
         ...
 
     def predict(self, configuration: Any) -> float | None:
-        """Returns the bytes that they would take, or None if that cannot be predicted without quantizing."""
+        """Return the bytes that they would take, or None if that cannot be predicted without quantizing."""
         ...
 
 
@@ -54,11 +54,11 @@ class Trial:
     error: str | None = None
 
     def keeps(self, least_kept: float) -> bool:
-        """Returns whether at least this share of the displacement is kept, or nothing was restored."""
+        """Return whether at least this share of the displacement is kept, or nothing was restored."""
         return self.progress is None or self.progress >= least_kept
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the trial as it is stored in a record."""
+        """Return the trial as it is stored in a record."""
         return {
             "configuration": knobs_to_json(self.configuration),
             "predicted": None if self.predicted is None else round(self.predicted),
@@ -70,7 +70,7 @@ class Trial:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial:
-        """Reverses ``to_json``. Raises KeyError, TypeError or ValueError for anything else."""
+        """Reverse ``to_json``. Raises KeyError, TypeError or ValueError for anything else."""
         return cls(
             knobs_from_json(data["configuration"]),
             None if data["predicted"] is None else float(data["predicted"]),
@@ -82,7 +82,7 @@ class Trial:
 
 
 def number_to_json(value: float | None) -> float | str | None:
-    """Returns the value, or its name as text if JSON does not have it: NaN and the infinities."""
+    """Return the value, or its name as text if JSON does not have it: NaN and the infinities."""
     return value if value is None or math.isfinite(value) else repr(value)
 
 
@@ -117,7 +117,7 @@ class Trials:
         return [trial for trial, _ in self._scored.values()]
 
     def score(self, configurations: Sequence[Knobs], least_kept: float = 0.0) -> list[float]:
-        """Returns the degradations of configurations; at most ``per_round`` of them may be new. Collective.
+        """Return the degradations of configurations; at most ``per_round`` of them may be new. Collective.
 
         A configuration that keeps less than ``least_kept`` of the displacement is infinitely bad, and not evaluated.
 
@@ -133,11 +133,11 @@ class Trials:
         ]
 
     def is_good_enough(self, configuration: Knobs) -> bool:
-        """Returns whether a configuration stays within the limit; scores it if that is not known. Collective."""
+        """Return whether a configuration stays within the limit; score it if that is not known. Collective."""
         return self.score([configuration])[0] <= self.limit
 
     def keeping_most(self) -> Knobs:
-        """Returns the configuration that keeps most of the displacement, of those that are good enough. Collective.
+        """Return the configuration that keeps most of the displacement, of those that are good enough. Collective.
 
         At least one must be good enough.
         """
@@ -145,24 +145,24 @@ class Trials:
         return next(trial.configuration for trial in by_share_kept if self.is_good_enough(trial.configuration))
 
     def trial(self, configuration: Knobs) -> Trial:
-        """Returns the trial of a configuration that was scored."""
+        """Return the trial of a configuration that was scored."""
         return self._scored[configuration][0]
 
     def result(self, configuration: Knobs) -> tuple[Mapping[str, QuantizedTensor], Quality | None]:
-        """Returns the weights quantized with a configuration that was scored, and their quality."""
+        """Return the weights quantized with a configuration that was scored, and their quality."""
         if self._last_quantized is None or self._last_quantized[0] != configuration:
             self._last_quantized = configuration, self._quantizer.quantize(configuration)
         return self._last_quantized[1], self._scored[configuration][1]
 
     def _is_known(self, configuration: Knobs, least_kept: float) -> bool:
-        """Returns whether a configuration needs no further trial: it was evaluated, or keeps too little."""
+        """Return whether a configuration needs no further trial: it was evaluated, or keeps too little."""
         if configuration not in self._scored:
             return False
         trial = self.trial(configuration)
         return trial.degradation is not None or not trial.keeps(least_kept)
 
     def _score_round(self, configurations: Sequence[Knobs], least_kept: float) -> None:
-        """Scores one configuration on each rank, and shares the results. Collective.
+        """Score one configuration on each rank, and share the results. Collective.
 
         With more ranks than configurations, several ranks score the same one. So every rank evaluates in every round,
         and if the metric unexpectedly communicates, no rank waits for one that does not evaluate.
@@ -179,7 +179,7 @@ class Trials:
             self._scored[trial.configuration] = trial, quality
 
     def _try(self, configuration: Knobs, least_kept: float) -> tuple[Trial, Quality | None]:
-        """Quantizes and, if enough of the displacement is kept, evaluates. On this rank alone."""
+        """Quantize and, if enough of the displacement is kept, evaluate. On this rank alone."""
         start = time.perf_counter()
         quantized = self._quantizer.quantize(configuration)
         share_kept = self._displacement.share_kept(quantized)
@@ -196,7 +196,7 @@ class Trials:
 
 
 def why_none_is_good_enough(trials: Sequence[Trial], judged_by: JudgedBy, limit: float, noise_margin: float) -> str:
-    """Returns the reason and what would help, for the user.
+    """Return the reason and what would help, for the user.
 
     limit: the allowed degradation minus ``noise_margin``.
     """

@@ -21,7 +21,7 @@ from dynaquant.store.files import add_disk_full_note, check_output, check_parent
 
 @contextmanager
 def atomic_file(out: Path) -> Iterator[BinaryIO]:
-    """Yields a file to write into. It becomes ``out`` at the end of the block; on any error, nothing is left.
+    """Yield a file to write into. It becomes ``out`` at the end of the block; on any error, nothing is left.
 
     After a power loss, too, ``out`` is either the old file or the whole new one. Raises CheckpointError if ``out``
     cannot be a file, OSError if it cannot be written.
@@ -44,7 +44,7 @@ def atomic_file(out: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def atomic_folder(out: Path) -> Iterator[Path]:
-    """Yields a folder to write into. It becomes ``out`` at the end of the block; on any error, nothing is left.
+    """Yield a folder to write into. It becomes ``out`` at the end of the block; on any error, nothing is left.
 
     After a power loss, too, ``out`` is either missing or whole. Raises CheckpointError if ``out`` exists and is not
     an empty folder.
@@ -68,7 +68,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
 
 
 def temporary_path(out: Path) -> Path:
-    """Returns a temporary path beside ``out``. Deletes the temporary files of killed processes for ``out``.
+    """Return a temporary path beside ``out``. Deletes the temporary files of killed processes for ``out``.
 
     A process locks the file that it writes (``in_use``), and the system drops the lock when the process dies.
     """
@@ -81,7 +81,7 @@ def temporary_path(out: Path) -> Path:
 
 @contextmanager
 def in_use(temporary: Path) -> Iterator[None]:
-    """Locks a temporary file or folder for the block, so that no other process deletes it as a leftover.
+    """Lock a temporary file or folder for the block, so that no other process deletes it as a leftover.
 
     On a file system without locks, leftovers are never deleted.
     """

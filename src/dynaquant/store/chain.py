@@ -28,7 +28,7 @@ PathOf = Callable[[int], Path]
 
 
 def retry_if_run_changed(read: Callable[[], T]) -> T:
-    """Returns what ``read`` returns. Calls it again while it raises RunChangedError, up to 100 times in all."""
+    """Return what ``read`` returns. Calls it again while it raises RunChangedError, up to 100 times in all."""
     for _ in range(ATTEMPTS - 1):
         try:
             return read()
@@ -39,7 +39,7 @@ def retry_if_run_changed(read: Callable[[], T]) -> T:
 
 @contextmanager
 def detect_run_changes(chain: list[CheckpointFile]) -> Iterator[None]:
-    """Turns a CheckpointError of the block into RunChangedError if a file of the chain was replaced or deleted.
+    """Turn a CheckpointError of the block into RunChangedError if a file of the chain was replaced or deleted.
 
     If all files are unchanged, the error is real, and a retry would not help.
     """
@@ -54,7 +54,7 @@ def detect_run_changes(chain: list[CheckpointFile]) -> Iterator[None]:
 
 
 def parent_of(file: CheckpointFile, path_of: PathOf) -> CheckpointFile | None:
-    """Returns the opened parent of a delta; None for a keyframe.
+    """Return the opened parent of a delta; None for a keyframe.
 
     Raises CheckpointError if the parent is missing, or is not the checkpoint that the delta was coded against.
     """
@@ -78,7 +78,7 @@ def parent_of(file: CheckpointFile, path_of: PathOf) -> CheckpointFile | None:
 
 
 def chain_of(file: CheckpointFile, path_of: PathOf) -> list[CheckpointFile]:
-    """Returns the file, its parent, the parent's parent, …, up to the keyframe.
+    """Return the file, its parent, the parent's parent, …, up to the keyframe.
 
     Raises CheckpointError for a broken chain, RunChangedError if the writer has changed the chain meanwhile.
     """
@@ -94,7 +94,7 @@ def chain_of(file: CheckpointFile, path_of: PathOf) -> list[CheckpointFile]:
 
 
 def load_all(chain: list[CheckpointFile]) -> Tensors:
-    """Decodes the tensors of the first file of a chain and checks each against its hash.
+    """Decode the tensors of the first file of a chain and check each against its hash.
 
     Raises CheckpointError, naming file and tensor, if a tensor cannot be decoded or has other values than were stored.
     """
@@ -105,7 +105,7 @@ def load_all(chain: list[CheckpointFile]) -> Tensors:
 
 @contextmanager
 def name_step_in_errors(file: CheckpointFile) -> Iterator[None]:
-    """Adds the name of the checkpoint to errors of other files in its chain."""
+    """Add the name of the checkpoint to errors of other files in its chain."""
     try:
         yield
     except RunChangedError:

@@ -47,7 +47,7 @@ class WritableRun(Run):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Locks the run for writing, and deletes the temporary files of a killed writer.
+        """Lock the run for writing, and delete the temporary files of a killed writer.
 
         Raises CheckpointError if another process (or Checkpointer) is writing to the folder.
         """
@@ -62,12 +62,12 @@ class WritableRun(Run):
                 self._lock = None
 
     def _check_lock(self) -> None:
-        """Raises CheckpointError if the run was locked, and another folder has taken its place since."""
+        """Raise CheckpointError if the run was locked, and another folder has taken its place since."""
         if self._lock is not None:
             self._lock.check()
 
     def commit(self, checkpoint: Checkpoint, base: Base | None) -> tuple[CheckpointFile, Base]:
-        """Writes a checkpoint, conditioned on ``base`` (None: as a keyframe), verifies it, and adds it to the run.
+        """Write a checkpoint, conditioned on ``base`` (None: as a keyframe), verify it, and add it to the run.
 
         With a lossless copy, both files are written and verified first. Then the copy is renamed to its final name, and
         then the checkpoint, which completes the commit. Last, the copy of the previous checkpoint is deleted.
@@ -125,7 +125,7 @@ class WritableRun(Run):
         return file, Base.from_written(file.header, tensors, base)
 
     def _write_frozen(self, checkpoint: Checkpoint) -> dict[str, External]:
-        """Writes a file of those frozen parameters that are not in one yet. Returns them as tensors of that file."""
+        """Write a file of those frozen parameters that are not in one yet. Returns them as tensors of that file."""
         if not checkpoint.frozen:
             return {}
         given = {name: tensor for name, tensor in checkpoint.tensors.items() if name in checkpoint.frozen}
@@ -140,7 +140,7 @@ class WritableRun(Run):
         return {entry.name: frozen_files.tensor_in(file, entry) for entry in file.header.entries}
 
     def delete_unneeded_frozen(self) -> None:
-        """Deletes files of frozen parameters that no checkpoint needs any more.
+        """Delete files of frozen parameters that no checkpoint needs any more.
 
         Deletes none while a checkpoint cannot be read, because it may need any of them.
         """
@@ -152,7 +152,7 @@ class WritableRun(Run):
                 path.unlink()
 
     def _next_sequence(self) -> int:
-        """Returns a higher sequence number than the run has ever had, also in files that cannot be read now.
+        """Return a higher sequence number than the run has ever had, also in files that cannot be read now.
 
         Such a file may become readable again. Then it must not count as newer than the checkpoints committed since.
         """
@@ -174,7 +174,7 @@ class WritableRun(Run):
         coder: Coder = "conditional",
         path: Path | None = None,
     ) -> CheckpointFile:
-        """Encodes tensors, writes them with the header ``draft`` and its entries, verifies the file, and renames it.
+        """Encode tensors, write them with the header ``draft`` and its entries, verify the file, and rename it.
 
         path: the default is the path of the draft's step. A draft with entries is a checkpoint to be re-coded: the new
         file must have its identity.
@@ -191,7 +191,7 @@ class WritableRun(Run):
         coder: Coder,
         path: Path,
     ) -> CheckpointFile:
-        """Does what ``write`` does before it renames. Returns the verified file under a temporary name."""
+        """Do what ``write`` does before it renames. Returns the verified file under a temporary name."""
         self._check_lock()
         temporary = path.with_name(path.name + _TEMPORARY)
         try:
@@ -210,13 +210,13 @@ class WritableRun(Run):
         return written
 
     def _delete_uncommitted(self, path: Path) -> None:
-        """Deletes a file that has not become part of the run, but not in a folder that has taken the run's place."""
+        """Delete a file that has not become part of the run, but not in a folder that has taken the run's place."""
         with suppress(CheckpointError, OSError):  # the next writer deletes what is left
             self._check_lock()
             path.unlink(missing_ok=True)
 
     def _rename(self, written: CheckpointFile, path: Path) -> CheckpointFile:
-        """Gives a verified file its final name and makes the name durable. Returns the file under that name."""
+        """Give a verified file its final name and make the name durable. Returns the file under that name."""
         self._check_lock()
         written.path.replace(path)
         sync_parent(path)
@@ -225,7 +225,7 @@ class WritableRun(Run):
     def recode(
         self, file: CheckpointFile, tensors: Tensors, base: Base | None, record: dict[str, Any] | None = None
     ) -> CheckpointFile:
-        """Re-codes a checkpoint of this run or another one: the same values, conditioned on ``base``.
+        """Re-code a checkpoint of this run or another one: the same values, conditioned on ``base``.
 
         tensors: as loaded from its file. record: replaces the record of the file.
         """
@@ -234,7 +234,7 @@ class WritableRun(Run):
         return self.write(draft, tensors, labels, base, coder_of(file), self.folder / file.path.name)
 
     def delete(self, step: int) -> None:
-        """Deletes the file of a step. The caller has made sure that no other checkpoint depends on it."""
+        """Delete the file of a step. The caller has made sure that no other checkpoint depends on it."""
         self._check_lock()
         self.path(step).unlink()
         sync(self.folder)

@@ -111,11 +111,11 @@ class CheckpointWriter:
         file.write(_PREAMBLE.pack(MAGIC, FORMAT_VERSION))
 
     def add(self, stream: bytes) -> None:
-        """Appends the stream of the header's next entry."""
+        """Append the stream of the header's next entry."""
         self._file.write(stream)
 
     def finish(self, header: Header) -> None:
-        """Appends the header and makes the file durable."""
+        """Append the header and make the file durable."""
         parent = header.parent and {"step": header.parent.step, "identity": header.parent.identity}
         plain = _json(
             {
@@ -148,7 +148,7 @@ FileVersion = tuple[int, int, int, int]
 
 
 def file_version(status: os.stat_result) -> FileVersion:
-    """Returns a value that changes if the file at a path is replaced or modified."""
+    """Return a value that changes if the file at a path is replaced or modified."""
     return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
 
 
@@ -167,7 +167,7 @@ class _Open:
 
 
 def _read_at(descriptor: int, offset: int, size: int) -> bytes:
-    """Returns the bytes from an offset on; fewer at the end of the file."""
+    """Return the bytes from an offset on; fewer at the end of the file."""
     parts = []
     while size:
         if hasattr(os, "pread"):  # preferred, because forked processes share the file position
@@ -282,7 +282,7 @@ class CheckpointFile:
         return header
 
     def close(self) -> None:
-        """Closes the file, to limit the number of open files. Reading a stream then opens it again.
+        """Close the file, to limit the number of open files. Reading a stream then opens it again.
 
         Raises RunChangedError then if the file was replaced.
         """
@@ -298,19 +298,19 @@ class CheckpointFile:
             return True
 
     def read_all(self) -> bytes:
-        """Returns the whole file, even if it was replaced or deleted since it was opened."""
+        """Return the whole file, even if it was replaced or deleted since it was opened."""
         if self._open is None:
             return self.path.read_bytes()
         return _read_at(self._open.descriptor, 0, self.size)
 
     def renamed(self, path: Path) -> CheckpointFile:
-        """Returns the same open file under another name."""
+        """Return the same open file under another name."""
         found = copy(self)
         found.path = path
         return found
 
     def read(self, entry: Entry) -> bytes:
-        """Returns the stream of one tensor. Raises CheckpointError if the file cannot be read."""
+        """Return the stream of one tensor. Raises CheckpointError if the file cannot be read."""
         offset = self._offsets[entry.name]
         try:
             if self._open is not None:
@@ -333,7 +333,7 @@ def is_step(value: Any) -> bool:
 
 
 def open_if_exists(path: Path) -> CheckpointFile | None:
-    """Opens a checkpoint file. Returns None if there is no file of that name."""
+    """Open a checkpoint file. Returns None if there is no file of that name."""
     try:
         return CheckpointFile(path)
     except CheckpointError as error:
@@ -343,5 +343,5 @@ def open_if_exists(path: Path) -> CheckpointFile | None:
 
 
 def reject_constant(constant: str) -> Any:
-    """Makes ``json.loads`` raise ValueError for NaN and the infinities, which are not JSON."""
+    """Make ``json.loads`` raise ValueError for NaN and the infinities, which are not JSON."""
     raise ValueError(f"{constant} is not JSON")

@@ -70,7 +70,7 @@ class Entry:
         return self.scheme.needs_parent
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the entry as it is written to the header."""
+        """Return the entry as it is written to the header."""
         return {
             "name": self.name,
             "role": self.label.role,
@@ -84,7 +84,7 @@ class Entry:
 
     @classmethod
     def from_json(cls, data: Any) -> Entry:
-        """Reads the result of ``to_json``. Raises CheckpointError if a field is missing, mistyped or out of range."""
+        """Read the result of ``to_json``. Raises CheckpointError if a field is missing, mistyped or out of range."""
         name = data.get("name") if isinstance(data, dict) else None
         try:
             entry = _parse(data)

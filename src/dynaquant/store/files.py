@@ -20,7 +20,7 @@ _DISK_FULL = {
 
 
 def underlying_os_error(error: BaseException) -> OSError | None:
-    """Returns the OSError that caused an error, or None. PyTorch raises RuntimeErrors in place of OSErrors."""
+    """Return the OSError that caused an error, or None. PyTorch raises RuntimeErrors in place of OSErrors."""
     found: BaseException | None = error
     while found is not None and not (isinstance(found, OSError) and found.errno is not None):
         found = found.__cause__ or found.__context__
@@ -47,7 +47,7 @@ _KINDS = {
 
 
 def non_file_kind(path: Path) -> str | None:
-    """Returns what is at the path, e.g. "a folder"; None if it is a regular file or nothing is there."""
+    """Return what is at the path, e.g. "a folder"; None if it is a regular file or nothing is there."""
     try:
         return _non_file_kind(path.stat())
     except OSError:
@@ -59,7 +59,7 @@ def _non_file_kind(status: os.stat_result) -> str | None:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Opens a regular file for reading.
+    """Open a regular file for reading.
 
     Raises CheckpointError for anything else: a FIFO would wait for a writer, and a device has no end. Raises OSError
     if the file cannot be opened.
@@ -75,7 +75,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def sync(path: Path) -> None:
-    """Makes a file's content durable, or the names of the files in a folder.
+    """Make a file's content durable, or the names of the files in a folder.
 
     Raises OSError, naming the file or folder, if this fails.
     """
@@ -92,7 +92,7 @@ def sync(path: Path) -> None:
 
 
 def sync_parent(path: Path) -> None:
-    """Makes the name of a file or folder durable, after it was created or renamed.
+    """Make the name of a file or folder durable, after it was created or renamed.
 
     Raises OSError if this fails. The error names the parent folder, and its note says that the file is in place.
     """
@@ -104,7 +104,7 @@ def sync_parent(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Creates a folder and its missing parents, and makes their names durable.
+    """Create a folder and its missing parents, and make their names durable.
 
     Raises CheckpointError if a file is in the way, OSError if a folder cannot be created.
     """
@@ -131,14 +131,14 @@ def removing_empty_folders(folder: Path) -> Iterator[None]:
 
 
 def check_output(out: Path) -> None:
-    """Raises CheckpointError if ``out`` is a folder, FIFO or device, or lies in a folder that does not exist."""
+    """Raise CheckpointError if ``out`` is a folder, FIFO or device, or lies in a folder that does not exist."""
     if (kind := non_file_kind(out)) is not None:
         raise CheckpointError(f"{out} is {kind}; give the name of a file" + (" in it" if kind == "a folder" else ""))
     check_parent(out)
 
 
 def check_parent(out: Path) -> None:
-    """Raises CheckpointError if the folder of ``out`` does not exist."""
+    """Raise CheckpointError if the folder of ``out`` does not exist."""
     if not out.absolute().parent.is_dir():
         raise CheckpointError(f"{out.parent} is not a folder; create it first, or choose another path")
 

@@ -20,7 +20,7 @@ _UNSUPPORTED = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, err
 
 
 def lock(descriptor: int, wait: bool = False) -> bool | None:
-    """Locks the open file or folder for this process alone. Returns whether it got the lock.
+    """Lock the open file or folder for this process alone. Returns whether it got the lock.
 
     Returns None if the file system has no locks. wait: wait until no other process holds the lock. Raises OSError if
     locking fails for another reason.
@@ -39,7 +39,7 @@ def lock(descriptor: int, wait: bool = False) -> bool | None:
 
 
 def unlock(descriptor: int) -> None:
-    """Unlocks the file or folder, also for forked processes that share the descriptor."""
+    """Unlock the file or folder, also for forked processes that share the descriptor."""
     if AVAILABLE:
         with suppress(OSError):  # the file system may have no locks
             fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -47,7 +47,7 @@ def unlock(descriptor: int) -> None:
 
 @contextmanager
 def locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Locks a file or folder for the block. Yields whether it got the lock.
+    """Lock a file or folder for the block. Yields whether it got the lock.
 
     wait: wait until no other process holds the lock. Without it, the block runs even if another process does.
     """

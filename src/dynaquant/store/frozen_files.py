@@ -34,7 +34,7 @@ _IDENTITY_DIGITS = 16
 
 
 def file_name(identity: str) -> str:
-    """Returns the name of the file of frozen parameters with this identity."""
+    """Return the name of the file of frozen parameters with this identity."""
     return f"{PREFIX}{identity[:_IDENTITY_DIGITS]}.dqc"
 
 
@@ -44,7 +44,7 @@ def is_frozen_name(name: str) -> bool:
 
 
 def open_frozen(file: CheckpointFile, identity: str) -> CheckpointFile:
-    """Returns a file of frozen parameters that a checkpoint needs. Opens it once for each checkpoint.
+    """Return a file of frozen parameters that a checkpoint needs. Opens it once for each checkpoint.
 
     Raises CheckpointError if it is not beside the checkpoint, or holds other parameters.
     """
@@ -65,7 +65,7 @@ def open_frozen(file: CheckpointFile, identity: str) -> CheckpointFile:
 
 
 def verify(holder: CheckpointFile) -> None:
-    """Decodes a file of frozen parameters. Raises CheckpointError if a tensor is damaged."""
+    """Decode a file of frozen parameters. Raises CheckpointError if a tensor is damaged."""
     for entry in holder.header.entries:
         tensor_in(holder, entry).values()
 
@@ -78,7 +78,7 @@ class FrozenFiles:
         self._decodes: dict[str, bool] = {}  # by identity
 
     def available(self, tensors: Mapping[str, StoredTensor]) -> dict[str, External]:
-        """Returns those of the tensors that the next checkpoint need not store.
+        """Return those of the tensors that the next checkpoint need not store.
 
         These are omitted tensors, and tensors in files that exist and are not known to be damaged.
         """
@@ -92,11 +92,11 @@ class FrozenFiles:
         return {name: stored for name, stored in files.items() if stored.file is None or stored.file in there}
 
     def mark_sound(self, holder: CheckpointFile) -> None:
-        """Remembers that a file can be decoded, because it was just written and verified."""
+        """Remember that a file can be decoded, because it was just written and verified."""
         self._decodes[holder.header.identity] = True
 
     def verify(self, file: CheckpointFile) -> None:
-        """Decodes the files that a checkpoint needs, each of them once.
+        """Decode the files that a checkpoint needs, each of them once.
 
         Raises CheckpointError if one is damaged. From then on ``available`` leaves it out, so it is written again.
         """
@@ -108,7 +108,7 @@ class FrozenFiles:
 
 
 def copy_to(holder: CheckpointFile, folder: Path) -> None:
-    """Verifies a file of frozen parameters and copies it into another run's folder.
+    """Verify a file of frozen parameters and copy it into another run's folder.
 
     Raises CheckpointError if a tensor is damaged.
     """
@@ -126,7 +126,7 @@ def copy_to(holder: CheckpointFile, folder: Path) -> None:
 
 
 def external_tensor(file: CheckpointFile, entry: Entry) -> External:
-    """Returns the tensor of an entry whose values are not in the checkpoint: frozen or omitted.
+    """Return the tensor of an entry whose values are not in the checkpoint: frozen or omitted.
 
     Raises CheckpointError if the file of frozen parameters does not hold it.
     """
@@ -143,7 +143,7 @@ def external_tensor(file: CheckpointFile, entry: Entry) -> External:
 
 
 def tensor_in(holder: CheckpointFile, entry: Entry) -> External:
-    """Returns a tensor of a file of frozen parameters. Its values are decoded and checked when asked for."""
+    """Return a tensor of a file of frozen parameters. Its values are decoded and checked when asked for."""
 
     def values() -> Tensor:
         try:

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def checkpoint_paths(folder: Path, prefix: str) -> list[Path]:
-    """Returns the checkpoint files whose names begin with ``prefix``, sorted by name.
+    """Return the checkpoint files whose names begin with ``prefix``, sorted by name.
 
     Raises CheckpointError if the folder cannot be read.
     """
@@ -30,7 +30,7 @@ def checkpoint_paths(folder: Path, prefix: str) -> list[Path]:
 
 
 def read_each_step(folder: Path, read: Callable[[Path], T]) -> tuple[list[T], list[CheckpointError]]:
-    """Calls ``read`` with the file of each step. Returns its results, and the errors of the files that cannot be read.
+    """Call ``read`` with the file of each step. Returns its results, and the errors of the files that cannot be read.
 
     Lists the folder again if a listed file was deleted before it was read.
     """

@@ -18,12 +18,12 @@ _NAME = re.compile(r"exact-\d{12,}(-\d{12,})?\.dqc")
 
 
 def copy_paths(folder: Path) -> list[Path]:
-    """Returns the files of lossless copies in a run's folder, lowest step first."""
+    """Return the files of lossless copies in a run's folder, lowest step first."""
     return [path for path in checkpoint_paths(folder, "exact-") if _NAME.fullmatch(path.name)]
 
 
 def copy_path(folder: Path, header: Header) -> Path:
-    """Returns the path of a checkpoint's lossless copy. The sequence number makes it different for every commit."""
+    """Return the path of a checkpoint's lossless copy. The sequence number makes it different for every commit."""
     return folder / f"exact-{header.step:012d}-{header.sequence:012d}{SUFFIX}"
 
 
@@ -33,7 +33,7 @@ def has_copy(header: Header) -> bool:
 
 
 def open_copy(folder: Path, header: Header) -> CheckpointFile | None:
-    """Returns the lossless copy of a checkpoint, or None if there is none in the folder.
+    """Return the lossless copy of a checkpoint, or None if there is none in the folder.
 
     Raises CheckpointError if the file is damaged or is the copy of another checkpoint.
     """

@@ -13,7 +13,7 @@ from dynaquant.store.entry import Entry
 
 @contextmanager
 def explain_out_of_memory(file: CheckpointFile, *entries: Entry) -> Iterator[None]:
-    """Wraps a block that decodes these tensors of a file. A small file can claim that its tensors are large.
+    """Wrap a block that decodes these tensors of a file. A small file can claim that its tensors are large.
 
     Raises CheckpointError, with the memory they would take, if there is not enough.
     """

@@ -19,7 +19,7 @@ Tensors = dict[str, StoredTensor]
 
 
 def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
-    """Decodes one tensor of a checkpoint, with the tensors that it depends on, and checks it against its hash.
+    """Decode one tensor of a checkpoint, with the tensors that it depends on, and check it against its hash.
 
     chain: ``Run.chain`` of the checkpoint. Raises CheckpointError if the tensor is missing, or does not decode to the
     values that were stored.
@@ -30,18 +30,18 @@ def load_tensor(chain: list[CheckpointFile], name: str) -> StoredTensor:
 
 
 def error_with_step(step: int, path: Path, text: str) -> CheckpointError:
-    """Returns a CheckpointError with ``text``, prefixed by the step unless the text names the checkpoint already."""
+    """Return a CheckpointError with ``text``, prefixed by the step unless the text names the checkpoint already."""
     itself = f"checkpoint step {step}: "
     return CheckpointError(text if text.startswith((itself, f"{path}: ")) else f"{itself}{text}")
 
 
 def dependent_last(entries: Iterable[Entry]) -> list[Entry]:
-    """Returns the entries; those that depend on other tensors of the same checkpoint come last."""
+    """Return the entries; those that depend on other tensors of the same checkpoint come last."""
     return sorted(entries, key=lambda entry: depends_on(entry.scheme) is not None)
 
 
 def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[list[Entry]]:
-    """Returns, for each file of a chain, the entries to decode so that ``names`` can be decoded in the first file.
+    """Return, for each file of a chain, the entries to decode so that ``names`` can be decoded in the first file.
 
     An entry that depends on another one of its file comes after it.
     """
@@ -64,7 +64,7 @@ def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[
 
 
 def load_tensors(chain: list[CheckpointFile], names: Collection[str], all_: bool = False) -> Tensors:
-    """Decodes tensors of the first file of a chain, and of its ancestors as far as needed.
+    """Decode tensors of the first file of a chain, and of its ancestors as far as needed.
 
     Returns them in the order of ``names``. all_: also check ancestors against their hashes, to find the damaged file.
     """
@@ -87,7 +87,7 @@ def load_tensors(chain: list[CheckpointFile], names: Collection[str], all_: bool
 
 
 def check_reference(file: CheckpointFile, entry: Entry, parent: CheckpointFile) -> None:
-    """Raises CheckpointError if the parent's tensor is not the one that an entry refers to."""
+    """Raise CheckpointError if the parent's tensor is not the one that an entry refers to."""
     if parent.header.by_name[entry.name].hash != entry.hash:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is not the tensor of its parent that it refers to")
 
@@ -95,7 +95,7 @@ def check_reference(file: CheckpointFile, entry: Entry, parent: CheckpointFile) 
 def decode_entry(
     file: CheckpointFile, entry: Entry, parent: StoredTensor | None, others: Mapping[str, StoredTensor]
 ) -> StoredTensor:
-    """Decodes one entry. parent: the tensor in the parent. others: tensors of the same file that are decoded already.
+    """Decode one entry. parent: the tensor in the parent. others: tensors of the same file that are decoded already.
 
     Raises CheckpointError if it is damaged.
     """
@@ -113,7 +113,7 @@ def decode_entry(
 
 
 def decoded_hash(file: CheckpointFile, entry: Entry, stored: StoredTensor) -> str:
-    """Returns the hash of a decoded tensor. Raises CheckpointError if its parts do not fit together."""
+    """Return the hash of a decoded tensor. Raises CheckpointError if its parts do not fit together."""
     try:
         with explain_out_of_memory(file, entry):
             return stored_hash(stored)

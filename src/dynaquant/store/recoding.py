@@ -17,7 +17,7 @@ from dynaquant.store.writing import Base
 
 
 def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
-    """Creates a new run that begins with a checkpoint of another run. Returns the checkpoint in the new run.
+    """Create a new run that begins with a checkpoint of another run. Returns the checkpoint in the new run.
 
     A training can continue there, and the old run stays. The lossless copy of the checkpoint, if there is one, is
     copied, too. Raises CheckpointError if the folder has checkpoints already, or if the checkpoint cannot be decoded.
@@ -53,7 +53,7 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
 
 
 def compact(run: WritableRun, keyframe_every: int) -> Iterator[int]:
-    """Re-codes a run in chains of ``keyframe_every`` checkpoints. Yields each step when it is done.
+    """Re-code a run in chains of ``keyframe_every`` checkpoints. Yields each step when it is done.
 
     A checkpoint whose chain is too long becomes a keyframe. A keyframe becomes a delta of the checkpoint committed
     before it, if the chain is not too long. The caller has locked the run, and may stop between any two steps. Raises

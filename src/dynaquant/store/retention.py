@@ -33,7 +33,7 @@ class Retention:
             raise ValueError(f"keep_last and keep_every must be at least 1: {self}")
 
     def steps_to_delete(self, steps: list[int], usable: Collection[int]) -> list[int]:
-        """Returns the steps to delete. Only usable ones count as kept.
+        """Return the steps to delete. Only usable ones count as kept.
 
         steps: in the order of their commits.
         """
@@ -45,7 +45,7 @@ class Retention:
 
 
 def recode_dependents(run: WritableRun, steps: Collection[int]) -> tuple[set[int], list[str]]:
-    """Re-codes every checkpoint whose parent is among ``steps``, so that the files of ``steps`` can be deleted.
+    """Re-code every checkpoint whose parent is among ``steps``, so that the files of ``steps`` can be deleted.
 
     Each is conditioned on its nearest ancestor that stays, or becomes a keyframe. Values and identities stay, bit for
     bit. The caller has locked the run. If a checkpoint is damaged and re-coding fails, its file stays as it is.
@@ -73,7 +73,7 @@ def recode_dependents(run: WritableRun, steps: Collection[int]) -> tuple[set[int
 
 
 def prepare_replacement(run: WritableRun, step: int) -> list[str]:
-    """Re-codes what depends on a step, so that another checkpoint can be committed in its place.
+    """Re-code what depends on a step, so that another checkpoint can be committed in its place.
 
     A damaged checkpoint that depends on the step can be neither re-coded nor restored. It does not prevent the
     replacement; otherwise a training could not continue after a file is damaged. Its own dependents are re-coded, too,
@@ -106,7 +106,7 @@ def prepare_replacement(run: WritableRun, step: int) -> list[str]:
 
 
 def _readable_summaries(run: Run) -> list[Summary]:
-    """Returns the run's summaries, oldest commit first. Raises CheckpointError if a header cannot be read now."""
+    """Return the run's summaries, oldest commit first. Raises CheckpointError if a header cannot be read now."""
     summaries, broken = run.summaries()
     for error in broken:
         _raise_if_unreadable(error)
@@ -122,7 +122,7 @@ def _depends_on(summary: Summary, steps: Collection[int], by_step: Mapping[int, 
 
 
 def _raise_if_unreadable(error: CheckpointError) -> None:
-    """Raises the error if it comes from the system or a lack of memory, not from the contents of a file."""
+    """Raise the error if it comes from the system or a lack of memory, not from the contents of a file."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError | MemoryError):
@@ -131,7 +131,7 @@ def _raise_if_unreadable(error: CheckpointError) -> None:
 
 
 def _recode_without(run: WritableRun, step: int, steps: Collection[int]) -> None:
-    """Re-codes a checkpoint so that it depends on none of ``steps``."""
+    """Re-code a checkpoint so that it depends on none of ``steps``."""
     file = run.file(step)
     tensors = run.load(file)
     ancestors = [other for other in run.chain(file)[1:] if other.header.step not in steps]
@@ -139,7 +139,7 @@ def _recode_without(run: WritableRun, step: int, steps: Collection[int]) -> None
 
 
 def _first_decodable(run: Run, ancestors: Iterable[CheckpointFile]) -> Base | None:
-    """Returns the first ancestor that decodes. The parent may be damaged in tensors that its child does not need."""
+    """Return the first ancestor that decodes. The parent may be damaged in tensors that its child does not need."""
     for ancestor in ancestors:
         try:
             return Base.from_loaded(ancestor.header, run.load(ancestor))
@@ -149,7 +149,7 @@ def _first_decodable(run: Run, ancestors: Iterable[CheckpointFile]) -> Base | No
 
 
 def steps_to_delete(run: Run, retention: Retention, damaged: Collection[int] = ()) -> list[int]:
-    """Returns the steps of a run that the retention does not keep and that have no tag.
+    """Return the steps of a run that the retention does not keep and that have no tag.
 
     damaged: steps whose files are known not to decode. They and their dependent deltas do not count as kept.
     """
@@ -176,7 +176,7 @@ def can_be_parent(
 def damaged_among_kept(
     run: Run, retention: Retention, with_progress: Callable[[list[int]], Iterable[int]] = lambda steps: steps
 ) -> set[int]:
-    """Returns the steps that would be kept but cannot be decoded.
+    """Return the steps that would be kept but cannot be decoded.
 
     They must not count as kept, or every sound checkpoint might be deleted. with_progress: yields the steps that it is
     given, while it shows the progress.
@@ -192,7 +192,7 @@ def damaged_among_kept(
 
 
 def prune(run: WritableRun, retention: Retention, damaged: Collection[int] = ()) -> list[str]:
-    """Deletes ``steps_to_delete``. The caller has locked the run. Returns the notes of ``recode_dependents``."""
+    """Delete ``steps_to_delete``. The caller has locked the run. Returns the notes of ``recode_dependents``."""
     steps = steps_to_delete(run, retention, damaged)
     if not steps:
         return []

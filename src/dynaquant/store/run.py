@@ -43,11 +43,11 @@ class Run:
         self._seen: set[int] = set()  # steps that this object has found in the folder
 
     def path(self, step: int) -> Path:
-        """Returns the path of a step's file."""
+        """Return the path of a step's file."""
         return self.folder / f"step-{step:012d}{SUFFIX}"
 
     def summaries(self) -> tuple[list[Summary], list[CheckpointError]]:
-        """Returns the checkpoints with valid headers, oldest commit first, and the errors of the others."""
+        """Return the checkpoints with valid headers, oldest commit first, and the errors of the others."""
         known = self._summaries
 
         def read(path: Path) -> tuple[FileVersion, Summary]:
@@ -81,11 +81,11 @@ class Run:
             raise CheckpointError(f"{path}: holds step {step}; was it renamed?")
 
     def steps(self) -> list[int]:
-        """Returns the steps of all checkpoints with valid headers, oldest commit first."""
+        """Return the steps of all checkpoints with valid headers, oldest commit first."""
         return [summary.step for summary in self.summaries()[0]]
 
     def file(self, step: int) -> CheckpointFile:
-        """Opens the checkpoint of a step. Raises CheckpointError if it is missing or its header is damaged."""
+        """Open the checkpoint of a step. Raises CheckpointError if it is missing or its header is damaged."""
         if not is_step(step):
             raise CheckpointError(f"{self.folder}: a step is an integer from 0 to 2**63 - 1")
         path = self.path(step)
@@ -104,7 +104,7 @@ class Run:
         return file
 
     def newest(self) -> CheckpointFile:
-        """Opens the checkpoint that was committed last. Raises CheckpointError if there is none with a valid header."""
+        """Open the checkpoint that was committed last. Raises CheckpointError if there is none with a valid header."""
         summaries, broken = self.summaries()
         if not summaries:
             if self.folder.is_dir():
@@ -122,20 +122,20 @@ class Run:
             raise RunChangedError(str(error)) from error
 
     def parent_of(self, file: CheckpointFile) -> CheckpointFile | None:
-        """Opens the parent of a delta (``chain.parent_of``). Returns None for a keyframe."""
+        """Open the parent of a delta (``chain.parent_of``). Returns None for a keyframe."""
         return parent_of(file, self.path)
 
     def chain(self, file: CheckpointFile) -> list[CheckpointFile]:
-        """Opens the files that a checkpoint is decoded from, itself first (``chain.chain_of``)."""
+        """Open the files that a checkpoint is decoded from, itself first (``chain.chain_of``)."""
         return chain_of(file, self.path)
 
     def load(self, file: CheckpointFile) -> Tensors:
-        """Decodes the tensors of a checkpoint and checks each against its hash (``chain.load_all``)."""
+        """Decode the tensors of a checkpoint and check each against its hash (``chain.load_all``)."""
         with name_step_in_errors(file):
             return load_all(self.chain(file))
 
     def chain_lengths(self, damaged: Collection[int] = ()) -> dict[Parent, int]:
-        """Returns every checkpoint that can be decoded, with the length of its chain: 1 for a keyframe.
+        """Return every checkpoint that can be decoded, with the length of its chain: 1 for a keyframe.
 
         Leaves out the steps in ``damaged``, and all checkpoints that depend on a damaged or missing one.
         """
@@ -147,11 +147,11 @@ class Run:
         return lengths
 
     def lossless_copy_paths(self) -> list[Path]:
-        """Returns the files of lossless copies, lowest step first."""
+        """Return the files of lossless copies, lowest step first."""
         return lossless_copies.copy_paths(self.folder)
 
     def lossless_copy(self, file: CheckpointFile) -> CheckpointFile | None:
-        """Opens the lossless copy of a checkpoint. Returns None if it was saved without one.
+        """Open the lossless copy of a checkpoint. Returns None if it was saved without one.
 
         The next commit deletes the copy; then returns None, too. Raises CheckpointError if the copy is damaged, or if
         the copy of the newest checkpoint is missing.

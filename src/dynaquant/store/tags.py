@@ -37,7 +37,7 @@ class Tag:
 
 
 def tags_of(run: Run) -> list[Tag]:
-    """Returns the tags of a run, sorted by name. Skips files that are not tags."""
+    """Return the tags of a run, sorted by name. Skips files that are not tags."""
     found = []
     for path in sorted((run.folder / FOLDER).glob("*")):
         try:
@@ -55,7 +55,7 @@ def tags_of(run: Run) -> list[Tag]:
 
 
 def set_tag(run: Run, name: str, file: CheckpointFile, force: bool = False) -> Tag:
-    """Tags a checkpoint. force: if another checkpoint has the tag, move it.
+    """Tag a checkpoint. force: if another checkpoint has the tag, move it.
 
     Raises CheckpointError if the name is not allowed, or if another checkpoint has the tag.
     """
@@ -76,7 +76,7 @@ def set_tag(run: Run, name: str, file: CheckpointFile, force: bool = False) -> T
 
 
 def _write_tag(run: Run, tag: Tag, path: Path, force: bool) -> None:
-    """Writes the file of a tag atomically."""
+    """Write the file of a tag atomically."""
     temporary = path.with_name(f".{tag.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(json.dumps({"step": tag.step, "identity": tag.identity}) + "\n")
@@ -97,7 +97,7 @@ def _write_tag(run: Run, tag: Tag, path: Path, force: bool) -> None:
 
 
 def remove_tag(run: Run, name: str) -> None:
-    """Removes a tag. Raises CheckpointError if there is no such tag."""
+    """Remove a tag. Raises CheckpointError if there is no such tag."""
     path = run.folder / FOLDER / name
     if not _NAME.fullmatch(name) or not path.exists() or path.is_dir():
         raise CheckpointError(f"{run.folder}: there is no tag {name!r} ({_listed(tags_of(run))})")
@@ -110,7 +110,7 @@ def remove_tag(run: Run, name: str) -> None:
 
 
 def tagged_file(run: Run, name: str) -> CheckpointFile:
-    """Opens the tagged checkpoint. Raises CheckpointError if there is none, or if its step was saved again since."""
+    """Open the tagged checkpoint. Raises CheckpointError if there is none, or if its step was saved again since."""
     known = tags_of(run)
     tag = next((tag for tag in known if tag.name == name), None)
     if tag is None:
@@ -125,7 +125,7 @@ def tagged_file(run: Run, name: str) -> CheckpointFile:
 
 
 def open_step_or_tag(run: Run, step: int | str) -> CheckpointFile:
-    """Opens a checkpoint by its step or a tag. Raises CheckpointError if there is none."""
+    """Open a checkpoint by its step or a tag. Raises CheckpointError if there is none."""
     return tagged_file(run, step) if isinstance(step, str) else run.file(step)
 
 

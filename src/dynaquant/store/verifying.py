@@ -39,13 +39,13 @@ class _Decoded:
 
 
 def damage(run: Run, step: int) -> CheckpointError | None:
-    """Decodes a checkpoint and the files of frozen parameters that it needs. Returns the error; None if it is sound."""
+    """Decode a checkpoint and the files of frozen parameters that it needs. Returns the error; None if it is sound."""
 
     return _error_of(lambda: _decode_whole(run, run.file(step)))
 
 
 def damage_of_file(path: Path) -> CheckpointError | None:
-    """Decodes a checkpoint file, which may need others beside it. Returns the error; None if it is sound."""
+    """Decode a checkpoint file, which may need others beside it. Returns the error; None if it is sound."""
     return _error_of(lambda: _decode_whole(Run(path.parent), CheckpointFile(path)))
 
 
@@ -56,7 +56,7 @@ def _decode_whole(run: Run, file: CheckpointFile) -> None:
 
 
 def _damage_of_copy(run: Run, step: int) -> CheckpointError | None:
-    """Decodes the lossless copy of a checkpoint, if there is one. Returns the error; None if it is sound."""
+    """Decode the lossless copy of a checkpoint, if there is one. Returns the error; None if it is sound."""
 
     def load() -> None:
         if (copy := run.lossless_copy(run.file(step))) is not None:
@@ -74,7 +74,7 @@ def _error_of(load: Callable[[], None]) -> CheckpointError | None:
 
 
 def verify_run(run: Run) -> Iterator[tuple[int, CheckpointError | None]]:
-    """Decodes every checkpoint of a run and the lossless copy of the newest one, and compares values with their hashes.
+    """Decode every checkpoint of a run and the lossless copy of the newest one, and compare values with their hashes.
 
     Yields each step once, with its error; None if it is sound. Leaves out a checkpoint that the writer deletes
     meanwhile. Decodes a checkpoint that seems damaged a second time, because the writer may have re-coded it just then.
@@ -94,7 +94,7 @@ def verify_run(run: Run) -> Iterator[tuple[int, CheckpointError | None]]:
 
 
 def _walk(run: Run, steps: Collection[int]) -> Iterator[tuple[int, CheckpointError | None]]:
-    """Yields steps, parents before their children, each with its error; None if it is sound."""
+    """Yield steps, parents before their children, each with its error; None if it is sound."""
     summaries = run.summaries()[0]
     by_step = {summary.step: summary for summary in summaries}
     wanted, sizes = set(steps), dict.fromkeys(by_step, 0)
@@ -120,7 +120,7 @@ def _walk(run: Run, steps: Collection[int]) -> Iterator[tuple[int, CheckpointErr
 
 
 def _parent(summary: Summary, by_step: dict[int, Summary]) -> int | None:
-    """Returns the parent's step, if it is in the run. Sequence numbers fall along a chain, so there is no cycle."""
+    """Return the parent's step, if it is in the run. Sequence numbers fall along a chain, so there is no cycle."""
     found = by_step.get(summary.parent.step) if summary.parent else None
     if found is None or summary.parent is None or found.identity != summary.parent.identity:
         return None
@@ -128,7 +128,7 @@ def _parent(summary: Summary, by_step: dict[int, Summary]) -> int | None:
 
 
 def _decode(run: Run, step: int, above: _Decoded | str | None, sound: set[str]) -> _Decoded | str:
-    """Returns a decoded checkpoint, or an error message if no tensor of it can be decoded.
+    """Return a decoded checkpoint, or an error message if no tensor of it can be decoded.
 
     above: the result for its parent. sound: identities of the files of frozen parameters that are known to be sound;
     this function adds to it.
@@ -157,7 +157,7 @@ def _decode(run: Run, step: int, above: _Decoded | str | None, sound: set[str]) 
 
 
 def _with_frozen(found: _Decoded, sound: set[str]) -> _Decoded:
-    """Returns ``found`` with the damage of the files of frozen parameters that it needs. sound: as for ``_decode``."""
+    """Return ``found`` with the damage of the files of frozen parameters that it needs. sound: as for ``_decode``."""
     for identity in found.file.header.frozen - sound:
         try:
             frozen_files.verify(frozen_files.open_frozen(found.file, identity))
@@ -183,7 +183,7 @@ def _decode_entry(
 
 
 def _check(file: CheckpointFile, entry: Entry, above: _Decoded | None, stored: StoredTensor) -> None:
-    """Compares the values with their hash. If those of the parent are wrong too, raises the parent's error."""
+    """Compare the values with their hash. If those of the parent are wrong too, raise the parent's error."""
     if above is not None and isinstance(entry.scheme, Reference):
         check_reference(file, entry, above.file)
         if entry.name in above.wrong:

@@ -50,7 +50,7 @@ class WriterLock:
         self._identity = _identity(os.fstat(descriptor))
 
     def check(self) -> None:
-        """Raises CheckpointError if the folder at the path is not the locked one, or another process took the lock."""
+        """Raise CheckpointError if the folder at the path is not the locked one, or another process took the lock."""
         try:
             there = _identity(os.stat(self._folder))
         except (FileNotFoundError, NotADirectoryError):
@@ -72,7 +72,7 @@ class WriterLock:
 
 @contextmanager
 def lock_for_writing(folder: Path) -> Iterator[WriterLock]:
-    """Locks a run's folder for the block, and creates the folder if it is missing.
+    """Lock a run's folder for the block, and create the folder if it is missing.
 
     Raises CheckpointError if another process, or another part of this one, holds the lock, or if a file is in the way.
     """
@@ -132,7 +132,7 @@ class _LockFile:
         _tokens.add(self._token)
 
     def check(self) -> None:
-        """Raises CheckpointError if another process has taken the lock. Two may find the same owner gone."""
+        """Raise CheckpointError if another process has taken the lock. Two may find the same owner gone."""
         if (owner := self._read()) != self._owner:
             raise CheckpointError(
                 f"{self._path} no longer names this process but {_in_words(owner)}, so nothing was written; a run can "
@@ -140,7 +140,7 @@ class _LockFile:
             )
 
     def release(self) -> None:
-        """Releases the lock, unless this is a forked child of the process that holds it."""
+        """Release the lock, unless this is a forked child of the process that holds it."""
         _tokens.discard(self._token)
         if self._owner["pid"] == os.getpid() and self._read() == self._owner:
             self._path.unlink(missing_ok=True)
@@ -153,7 +153,7 @@ class _LockFile:
 
 
 def _machine() -> str:
-    """Returns the host and the PID namespace, within which a process number is unique."""
+    """Return the host and the PID namespace, within which a process number is unique."""
     try:
         return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:

@@ -48,12 +48,12 @@ class Base:
 
     @classmethod
     def from_loaded(cls, header: Header, tensors: Mapping[str, StoredTensor]) -> Base:
-        """Returns the base for a checkpoint whose tensors were decoded from its file."""
+        """Return the base for a checkpoint whose tensors were decoded from its file."""
         return cls(Parent(header.step, header.identity), _hashes(header), tensors)
 
     @classmethod
     def from_written(cls, header: Header, tensors: Mapping[str, StoredTensor], before: Base | None) -> Base:
-        """Returns the base for a checkpoint that was just written, conditioned on ``before``.
+        """Return the base for a checkpoint that was just written, conditioned on ``before``.
 
         Its tensors are those that the file decodes to.
         """
@@ -72,7 +72,7 @@ def _hashes(header: Header) -> dict[str, str]:
 
 
 def coder_of(file: CheckpointFile) -> Coder:
-    """Returns the coder that a checkpoint's levels were coded with, to re-code them."""
+    """Return the coder that a checkpoint's levels were coded with, to re-code them."""
     published = any(isinstance(entry.scheme, Rearranged) for entry in file.header.entries)
     return "rearranged" if published else "conditional"
 
@@ -80,7 +80,7 @@ def coder_of(file: CheckpointFile) -> Coder:
 def encode_entry(
     name: str, tensors: Mapping[str, StoredTensor], label: Label, base: Base | None, coder: Coder, again: bool
 ) -> tuple[Entry, bytes]:
-    """Returns the entry and the stream of a tensor.
+    """Return the entry and the stream of a tensor.
 
     again: True when re-coding. Other files may depend on its levels, so these must not change.
     """
@@ -108,7 +108,7 @@ def write_checkpoint(
     base: Base | None,
     coder: Coder,
 ) -> None:
-    """Writes a checkpoint file: the streams of the tensors, then ``draft`` with its entries filled in."""
+    """Write a checkpoint file: the streams of the tensors, then ``draft`` with its entries filled in."""
     writer = CheckpointWriter(out)
     entries = []
     for name in tensors:
@@ -135,7 +135,7 @@ def _coded_alike(stored: StoredTensor, parent: StoredTensor | None) -> bool:
 
 
 def verify_written(file: CheckpointFile, tensors: Mapping[str, StoredTensor], base: Base | None) -> None:
-    """Decodes a file that was just written and compares it with the tensors that were to be stored.
+    """Decode a file that was just written and compare it with the tensors that were to be stored.
 
     Raises CheckpointError for the first wrong tensor.
     """
