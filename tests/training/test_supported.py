@@ -9,6 +9,7 @@ from torch import nn
 from training import model_of, train
 
 import dynaquant as dq
+from dynaquant.training import supported
 
 pytestmark = [
     pytest.mark.usefixtures("process_group"),
@@ -120,16 +121,33 @@ def test_a_state_of_tensor_subclasses_is_found_after_the_first_step(tmp_path):
         dq.Checkpointer(tmp_path, model, optimizer)
 
 
-def test_only_the_first_step_is_checked_and_its_hook_is_removed(tmp_path):
+def test_the_hook_that_checks_the_first_step_is_removed_on_close(tmp_path):
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless"):
         assert len(optimizer._optimizer_step_post_hooks) == 1
         train(model, optimizer)
-        assert len(optimizer._optimizer_step_post_hooks) == 0
-    with dq.Checkpointer(tmp_path, model, torch.optim.SGD(model.parameters()), quality="lossless") as ckpt:
-        optimizer = ckpt._objects["optimizer"]
     assert len(optimizer._optimizer_step_post_hooks) == 0
+
+
+def test_only_the_first_step_is_checked(tmp_path, monkeypatch):
+    model, checked = model_of(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless"):
+        monkeypatch.setattr(supported, "flatten", checked.append)
+        for _ in range(3):
+            train(model, optimizer)
+    assert len(checked) == 1
+
+
+def test_the_first_step_runs_the_hooks_of_others_too(tmp_path):
+    """PyTorch raises RuntimeError if the hooks of an optimizer change while it runs them."""
+    model, calls = model_of(), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    with dq.Checkpointer(tmp_path / "a", model, optimizer), dq.Checkpointer(tmp_path / "b", model, optimizer):
+        optimizer.register_step_post_hook(lambda *_: calls.append("hook"))
+        train(model, optimizer, 2)
+    assert calls == ["hook", "hook"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,9 @@ Knobs = Configuration | GridConfiguration
 Method = Literal["grid", "kmeans", "published"]
 """How weights are quantized and coded:
 
-- ``grid``: on a uniform grid, with conditional entropy coding (method 2.1, 2.2);
+- ``grid``: on a uniform grid, with conditional entropy coding;
 - ``kmeans``: by k-means, with conditional entropy coding;
-- ``published``: by k-means, with run lengths and Huffman codes (method, part 1).
+- ``published``: by k-means, with run lengths and Huffman codes, as in the paper.
 """
 
 

@@ -17,7 +17,7 @@ Metric = Literal["magnitude", "sensitivity"]
 
 @dataclass(frozen=True)
 class Configuration:
-    """The configuration of the k-means quantizer for one checkpoint (method 1.4).
+    """The configuration of the k-means quantizer for one checkpoint.
 
     bins: clusters per tensor, 1 to 254. embedding_bins: the same for embedding layers.
     pruned: fraction of the weights of a layer type that become zero, in [0, 1).

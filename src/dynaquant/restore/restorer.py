@@ -28,8 +28,8 @@ from dynaquant.training.ranks import Group
 log = logging.getLogger("dynaquant")
 
 _ADVICE = (
-    "Build the objects as they were when it was saved, use another folder for another training, or restore what fits: "
-    "restore(strict=False), restore(only=('model',))."
+    "Build the objects as they were when it was saved, use another folder for another training, restore what fits "
+    "with restore(strict=False), or restore objects without differences with restore(only=…)."
 )
 
 

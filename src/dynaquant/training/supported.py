@@ -88,23 +88,25 @@ def check_after_first_step(objects: Mapping[str, Any]) -> Callable[[], None]:
 
     Returns a function that removes the hooks.
     """
-    hooks: dict[str, Any] = {}
+    hooks: list[Any] = []
+    checked: set[str] = set()
 
     def hook(name: str) -> Callable[..., None]:
         def after_step(optimizer: Optimizer, *_: Any) -> None:
-            if optimizer.state:
-                hooks.pop(name).remove()
+            if optimizer.state and name not in checked:
+                # The hook itself stays: PyTorch goes through the hooks just now, and they must not change meanwhile.
+                checked.add(name)
                 flatten({name: optimizer.state_dict()})  # raises StateError, with advice
 
         return after_step
 
     for name, thing in objects.items():
         if isinstance(thing, Optimizer) and not thing.state:
-            hooks[name] = thing.register_step_post_hook(hook(name))
+            hooks.append(thing.register_step_post_hook(hook(name)))
 
     def remove() -> None:
         while hooks:
-            hooks.popitem()[1].remove()
+            hooks.pop().remove()
 
     return remove
 
