@@ -46,6 +46,7 @@ log = logging.getLogger("dynaquant")
 T = TypeVar("T")
 
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | Sequence[torch.optim.Optimizer]
+"""One optimizer, several by name, or several in a sequence."""
 
 
 class Checkpointer:

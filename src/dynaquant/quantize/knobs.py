@@ -10,6 +10,7 @@ from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.quantize.partition import Configuration
 
 Knobs = Configuration | GridConfiguration
+"""The configuration of either quantizer."""
 Method = Literal["grid", "kmeans", "published"]
 """How weights are quantized and coded:
 

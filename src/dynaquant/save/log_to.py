@@ -20,6 +20,7 @@ class ScalarWriter(Protocol):
 
 
 LogTo = ScalarWriter | Callable[[Record], Any]
+"""A TensorBoard writer (any object with ``add_scalar``), or a function of a ``Record``."""
 
 
 def logger_of(log_to: LogTo) -> Callable[[Record], Any]:

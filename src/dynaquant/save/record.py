@@ -43,12 +43,14 @@ class Record:
     - ``roles``: sizes of tensors by role.
     - ``total``: raw bytes of all tensors, and the size of the file.
     - ``configuration``: of the quantizer; None if the weights are stored exactly.
-    - ``search``: how the configuration was found (``search.decision.Search``).
-    - ``judged_by``: how its degradation was determined (``search.judge.JudgedBy``); None if it was not.
+    - ``search``: how the configuration was found: ``"scale"``, ``"exhaustive"``, ``"neighbourhood"``, ``"more bins"``,
+      ``"fixed"`` (the user gave it), or ``"lossless"``.
+    - ``judged_by``: how its degradation was determined: ``"evaluate"``, or an estimate (``"fisher distortion"``,
+      ``"distortion"``); None if it was not.
     - ``limit``: the degradation that was allowed. It can be below ``max_degradation``.
-    - ``quality``: of the weights as restored (``search.evaluation.Quality``); None without ``evaluate``.
-    - ``progress``: the share of the weights' displacement since the last restore that the stored weights keep
-      (``search.displacement``); None if nothing was restored, if that no longer matters, or if weights are exact.
+    - ``quality``: of the weights as restored (a ``Quality``); None without ``evaluate``.
+    - ``progress``: the share of the weights' displacement since the last restore that the stored weights
+      keep; None if nothing was restored, if that no longer matters, or if weights are exact.
     - ``predicted``: expected bytes of the weights. The actual ones are ``roles["weight"].stored``.
     - ``trials``: all configurations that were tried.
     - ``interval``: planned steps to the next checkpoint.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Literal
 
 Every = int | Literal["auto"]
+"""Steps between checkpoints; ``"auto"``: computed from the measured cost of a save."""
 
 FIRST = 50
 """Steps to the first checkpoint of an automatic schedule: gradients of this many steps are recorded."""
