@@ -1,5 +1,6 @@
 """Quality, method and configuration: valid combinations, what each stores, and the records."""
 
+from copy import deepcopy
 from itertools import pairwise
 
 import pytest
@@ -53,7 +54,7 @@ def objects(trained=None):
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
     if trained:
         model.load_state_dict(trained[0])
-        optimizer.load_state_dict(trained[1])
+        optimizer.load_state_dict(deepcopy(trained[1]))  # an optimizer trains on the tensors that it loads
     return model, optimizer
 
 
@@ -165,7 +166,7 @@ def test_lossless_restores_every_bit(evaluate, trained, tmp_path):
 
 TIMES_SMALLER_THAN_LOSSLESS = {
     1: {"high": 3.05, "balanced": 3.71, "small": 4.01},
-    3: {"high": 5.59, "balanced": 6.80, "small": 6.91},
+    3: {"high": 4.94, "balanced": 7.05, "small": 7.11},
 }
 """Measured for the first save (a keyframe) and the third. A test fails below 70 % of it."""
 
@@ -178,11 +179,12 @@ def test_less_quality_makes_smaller_files(evaluate, saves, trained, tmp_path):
     for quality, times_smaller in TIMES_SMALLER_THAN_LOSSLESS[saves].items():
         assert stored["lossless"] > 0.7 * times_smaller * stored[quality], quality
     names = ("lossless", "high", "balanced", "small")
-    assert all(stored["lossless"] > stored[quality] for quality in names[1:])
+    assert all(stored[finer] > stored[coarser] for finer, coarser in pairwise(names))
     for role in ("weight", "first_moment", "second_moment"):
         sizes = [records[quality].roles[role].stored for quality in names]
         assert sizes[0] > max(sizes[1:]), role
-        if saves == 1:  # in later saves of this small model, rounding decides which scale a search finds
+        # Later searches start from the last scale, so with a metric a looser limit may end at a slightly finer scale.
+        if role != "weight" or saves == 1 or evaluate is None:
             assert sizes == sorted(sizes, reverse=True), role
 
 
