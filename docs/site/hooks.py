@@ -18,7 +18,7 @@ from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.util import ClassNotFound
 
 API = {
-    "A training": ["Checkpointer", "LossOn"],
+    "A training": ["Checkpointer", "LossOn", "Moved"],
     "What is stored": ["load", "load_into"],
     "What a save reports": ["Record"],
     "Configurations": ["GridConfiguration", "Configuration"],

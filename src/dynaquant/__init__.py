@@ -16,6 +16,7 @@ __all__ = [
     "EvaluateError",
     "GridConfiguration",
     "LossOn",
+    "Moved",
     "Record",
     "StateError",
     "load",
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from dynaquant.quantize.partition import Configuration
     from dynaquant.restore.load import load
     from dynaquant.restore.load_into import load_into
+    from dynaquant.save.movement import Moved
     from dynaquant.save.record import Record
     from dynaquant.search.evaluation import LossOn
 
@@ -38,6 +40,7 @@ else:
         "Configuration": "quantize.partition",
         "GridConfiguration": "quantize.grid",
         "LossOn": "search.evaluation",
+        "Moved": "save.movement",
         "Record": "save.record",
         "load": "restore.load",
         "load_into": "restore.load_into",

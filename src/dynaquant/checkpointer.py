@@ -25,6 +25,7 @@ from dynaquant.save.background import check_process
 from dynaquant.save.commit_stage import CommitStage
 from dynaquant.save.compressor import Compressor
 from dynaquant.save.log_to import LogTo, logger_of
+from dynaquant.save.movement import Moved, Movement
 from dynaquant.save.presets import QualityName
 from dynaquant.save.rank_zero import hold_for_writing
 from dynaquant.save.record import Record, record_of
@@ -98,6 +99,7 @@ class Checkpointer:
     When to save, and what to keep:
 
     - ``every``: steps between checkpoints, for ``due``. ``"auto"`` computes them from the measured cost of a save.
+      ``Moved(0.02)`` makes a checkpoint due once the weights have moved by 2 %.
     - ``max_overhead``: with ``every="auto"``, the largest share of the training time that saves may take; 0.005 if
       neither this nor the next argument is given.
     - ``mean_time_between_failures``: in seconds. With ``every="auto"``, the interval is the one that loses the least
@@ -156,7 +158,8 @@ class Checkpointer:
             raise TypeError(f"evaluate must be a function of the model, not {evaluate!r}")
         self._objects = objects_of(model, optimizer, extras or {})
         supported.check(self._objects)
-        schedule = Schedule(every, max_overhead, mean_time_between_failures)
+        movement = Movement(every, self._objects) if isinstance(every, Moved) else None
+        schedule = Schedule(every, max_overhead, mean_time_between_failures, movement)
         retention = Retention(keep_last, keep_every)
         roles = dict(roles or {})
         log_record = None if log_to is None else logger_of(log_to)
@@ -237,8 +240,8 @@ class Checkpointer:
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due: ``step`` has reached the next multiple of ``every`` since the last one.
 
-        With ``every="auto"``: whether as many steps have passed since the last checkpoint as its cost asks for. Raises
-        ValueError without ``every``.
+        With ``every="auto"``: whether as many steps have passed since the last checkpoint as its cost asks for. With
+        ``every=Moved(…)``: whether the weights have moved so far. Raises ValueError without ``every``.
         """
         return self._saver.schedule.due(step)
 

@@ -3,6 +3,7 @@
 - ``allowance.py``: the user's limits: how much quality a save may lose, and by which method
 - ``presets.py``: what the names of ``quality`` mean
 - ``schedule.py``: when the next checkpoint is due
+- ``movement.py``: how far the weights have moved since the last checkpoint
 - ``turn.py``: one call of a Checkpointer at a time
 - ``saver.py``: the stages of a save, in order
 - ``rank_zero.py``: what only rank 0 does

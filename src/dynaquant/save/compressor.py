@@ -190,7 +190,7 @@ class Compressor:
     def saved(self, compressed: Compressed, interval: int | None) -> None:
         """Continue from the state that was compressed last. Call this once it is certain to be written.
 
-        interval: steps to the next save.
+        interval: steps to the next save, at least.
         """
         self._last_weights = compressed.last_weights
         self._last_max_degradation = self.max_degradation
@@ -213,6 +213,15 @@ class Compressor:
     def expect(self, interval: int | None) -> None:
         """Announce the number of steps to the next save; None if unknown."""
         self._gradients.expect(interval)
+
+    def mean_squares(self) -> dict[str, float]:
+        """Return the mean squared gradients of the model's parameters as far as known, by name in the state.
+
+        The same on all ranks. Collective.
+        """
+        parameters = {f"model.{name}": parameter for name, parameter in named_parameters(self._model)}
+        measured = self._group.run_on_all_ranks(lambda: self._gradients.mean_squares(parameters))
+        return self._group.from_rank_0(measured)
 
     def close(self) -> None:
         """Remove the hooks from the optimizers. May be called again, also after an interrupt."""

@@ -69,10 +69,11 @@ class Saver:
         compressed = self._compressed(captured, seconds)
         schedule.saved(_typical_seconds(seconds, compressed.decision))
         schedule.interval = self._group.from_rank_0(schedule.interval)
+        self._measure_movement_from_here(schedule)
         future = self._handed_over(step, captured, compressed, schedule.interval, seconds)
         self.schedule = schedule
         self._has_checkpoint = True
-        self._compressor.saved(compressed, schedule.interval)
+        self._compressor.saved(compressed, schedule.soonest)
         return future
 
     def resume(
@@ -91,7 +92,13 @@ class Saver:
         self._has_checkpoint = True
         self._compressor.resume(header, {n: t for n, t in tensors.items() if n in restored}, from_lossless_copy)
         self.schedule.begin(header.step, header.record.get("interval"))
-        self._compressor.expect(self.schedule.interval)
+        self._measure_movement_from_here(self.schedule)
+        self._compressor.expect(self.schedule.soonest)
+
+    def _measure_movement_from_here(self, schedule: Schedule) -> None:
+        """With ``every=Moved(…)``, take the present weights as the reference of the next interval. Collective then."""
+        if schedule.movement is not None:
+            schedule.movement = schedule.movement.from_here(self._compressor.mean_squares(), schedule.interval)
 
     def _wait_for_last_write(self) -> None:
         self._writer.thread.wait()

@@ -1,4 +1,4 @@
-"""When the next checkpoint is due: after a number of steps, or as often as its cost allows."""
+"""When the next checkpoint is due: after a number of steps, as often as its cost allows, or as far as weights move."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-Every = int | Literal["auto"]
-"""Steps between checkpoints; ``"auto"``: computed from the measured cost of a save."""
+from dynaquant.save.movement import Moved, Movement
+
+Every = int | Literal["auto"] | Moved
+"""Steps between checkpoints; ``"auto"``: computed from the measured cost of a save; ``Moved``: as far as the weights
+move."""
 
 FIRST = 50
 """Steps to the first checkpoint of an automatic schedule: gradients of this many steps are recorded."""
@@ -23,9 +26,11 @@ class Schedule:
     every: the number of steps; ``"auto"``: from the measured cost of a save. max_overhead: the largest share of the
     training time that saves may take. If one save costs more (a search from scratch), the next intervals are longer.
     mean_time_between_failures: in seconds; the interval is the one that loses the least time to saves and failures
-    (Young 1974, Daly 2006). With both, the longer interval counts. clock: returns seconds.
+    (Young 1974, Daly 2006). With both, the longer interval counts. movement: of the weights, if ``every`` is a
+    ``Moved``. clock: returns seconds.
 
-    Raises ValueError for numbers out of range, and for the two other arguments without ``"auto"``.
+    Raises ValueError for numbers out of range, and for ``max_overhead`` and ``mean_time_between_failures`` without
+    ``"auto"``.
     """
 
     def __init__(
@@ -33,10 +38,12 @@ class Schedule:
         every: Every | None,
         max_overhead: float | None = None,
         mean_time_between_failures: float | None = None,
+        movement: Movement | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if every is not None and every != "auto" and (not hasattr(every, "__index__") or every < 1):
-            raise ValueError(f"every must be at least 1 (a number of steps) or 'auto', not {every!r}")
+        steps = None if every is None or every == "auto" or isinstance(every, Moved) else every
+        if steps is not None and (not hasattr(steps, "__index__") or steps < 1):
+            raise ValueError(f"every must be at least 1 (a number of steps), 'auto' or a dq.Moved(…), not {every!r}")
         if every != "auto" and (max_overhead is not None or mean_time_between_failures is not None):
             raise ValueError("max_overhead and mean_time_between_failures need every='auto'")
         for name, value in (
@@ -50,29 +57,40 @@ class Schedule:
         self._automatic = every == "auto"
         self._max_overhead, self._mean_time_between_failures = max_overhead, mean_time_between_failures
         self._clock = clock
-        self.interval: int | None = FIRST if every == "auto" else every
-        """Steps from one checkpoint to the next, as known now."""
+        self.movement = movement
+        self.interval: int | None = FIRST if every == "auto" else steps
+        """Steps from one checkpoint to the next, as known now. With ``Moved``, the length of the last interval."""
         self._last_step: int | None = None
         self._save: tuple[int, float] | None = None
         self._since = clock()
         self._trained = self._spent = 0.0
         self._seconds_per_step: float | None = None
 
+    @property
+    def soonest(self) -> int | None:
+        """Steps from the last checkpoint to the earliest one that may follow; None if unknown."""
+        return Movement.first_look(self.interval) if self.movement is not None and self.interval else self.interval
+
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due at ``step``. Raises ValueError without ``every``."""
-        if self.interval is None:
-            raise ValueError("due() needs Checkpointer(…, every=steps) or every='auto'")
+        if self.interval is None and self.movement is None:
+            raise ValueError("due() needs Checkpointer(…, every=steps), every='auto' or every=dq.Moved(…)")
+        if self._last_step is None and (self._automatic or self.movement is not None):
+            self._last_step = step - 1  # training begins at this step
+        if self.movement is not None:
+            return self.movement.reached(step - (self._last_step or 0))
+        assert self.interval is not None
         if self._automatic:
-            if self._last_step is None:
-                self._last_step = step - 1  # training begins at this step
-            return step >= self._last_step + self.interval
+            return step >= (self._last_step or 0) + self.interval
         last = self._last_step or 0
         return step >= (last // self.interval + 1) * self.interval
 
     def begin(self, step: int, interval: int | None = None) -> None:
         """Note that training continues from a restored ``step``. interval: the one stored with it."""
         self._last_step, self._since, self._seconds_per_step = step, self._clock(), None
-        if self._automatic and isinstance(interval, int) and interval >= 1:  # the file may hold anything
+        if (
+            (self._automatic or self.movement is not None) and isinstance(interval, int) and interval >= 1
+        ):  # the file may hold anything
             self.interval = interval
 
     def saving(self, step: int) -> None:
@@ -87,6 +105,8 @@ class Schedule:
         training = begun - self._since  # the time since the last save
         if self._last_step is not None and step > self._last_step:
             self._seconds_per_step = training / (step - self._last_step)
+            if self.movement is not None:
+                self.interval = step - self._last_step
         self._trained += training
         self._spent += now - begun
         self._last_step, self._since, self._save = step, now, None

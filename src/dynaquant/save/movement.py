@@ -1,0 +1,209 @@
+"""How far the weights have moved since the last checkpoint, measured on a sample (``every=Moved(…)``)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dynaquant.quantize.grid_weights import effective_fisher
+from dynaquant.state.roles import untrained
+from dynaquant.state.wrappers import named_parameters
+from dynaquant.training.objects import models_of
+
+log = logging.getLogger("dynaquant")
+
+SAMPLE, FEWEST, MOST = 16_384, 128, 4_096
+"""Values of the sample: about how many of the whole model, and the fewest and the most of one tensor."""
+PRECISION = 50
+"""The weights are looked at again after 1 / PRECISION of the steps since the last checkpoint, or later."""
+APPROACH = 0.8
+"""The share of the steps that are left, by the movement so far, after which the weights are looked at again."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A value of ``every``: a checkpoint is due once the weights have moved this far since the last one.
+
+    distance: relative, above 0. 0.02 is 2 % of the weights' size. The movement is ``√(Σ F·(w - w₀)² / Σ F·w²)`` over
+    the weights w that train. w₀ is the weight at the last save or restore; before the first one, at the first call of
+    ``due``. F is the mean squared gradient of the weight's tensor at that moment, as for the grid steps (method 2.1):
+    from Adam's second moment, or from the recorded gradients. A tensor whose F is not known counts as much as the
+    average tensor. Infinite and NaN values do not count.
+
+    The sums run over a sample of about 16,384 values: 128 to 4,096 of each tensor, evenly spaced. ``due`` reads it
+    only at some of the steps: about half way through the last interval, then ever closer to the step where the
+    movement should reach the distance. It notices that within about 2 % of the interval; later if the weights suddenly
+    move faster than before. Ranks do not communicate for this: their weights are the same, so they decide alike.
+
+    Raises ValueError if the distance is not a number above 0.
+    """
+
+    distance: float
+
+    def __post_init__(self) -> None:
+        valid = isinstance(self.distance, Real) and not isinstance(self.distance, bool)
+        if not valid or not 0 < self.distance < math.inf:
+            raise ValueError(f"Moved needs a finite distance above 0, e.g. Moved(0.02) for 2 %, not {self.distance!r}")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A sampled parameter: where it is in its module, its shape, and where its sample is among all values."""
+
+    module: nn.Module
+    key: str
+    shape: torch.Size
+    part: slice
+
+    def present(self) -> Tensor | None:
+        """Return the parameter that is there now; None if there is none of this shape."""
+        parameter = self.module._parameters.get(self.key)
+        return parameter if parameter is not None and parameter.shape == self.shape else None
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """A sample of the weights: places, values, and what the square of each value counts."""
+
+    places: list[_Place]
+    values: NDArray[np.float64]
+    factors: NDArray[np.float64]
+
+    @property
+    def present(self) -> NDArray[np.float64]:
+        """The values of the same places now. NaN for parameters that are gone or have another shape."""
+        return _values([(p, place.part) for place in self.places if (p := place.present()) is not None], self.values)
+
+
+class Movement:
+    """The movement of the weights since a reference, and whether it has reached a distance.
+
+    objects: the objects of the training, by name. interval: the expected number of steps to the distance, if known.
+    """
+
+    def __init__(self, moved: Moved, objects: Mapping[str, Any], interval: int | None = None) -> None:
+        self._moved, self._objects = moved, objects
+        self._reference: _Reference | None = None
+        self._next = self.first_look(interval)
+        self._reached = False
+        self._warned = False
+
+    @staticmethod
+    def first_look(interval: int | None) -> int:
+        """Return the steps after which the weights are looked at first. interval: as in the constructor."""
+        return max(1, (interval or 0) // 2)
+
+    def from_here(self, fisher: Mapping[str, float], interval: int | None) -> Movement:
+        """Return the movement from the present weights.
+
+        fisher: mean squared gradients, for some or all weights by name in the state. interval: as in the constructor.
+        """
+        new = Movement(self._moved, self._objects, interval)
+        new._reference = self._sampled(fisher)
+        return new
+
+    def reached(self, steps: int) -> bool:
+        """Return whether the distance is reached. steps: since the reference; the weights are read at some of them.
+
+        The first call takes the present weights as the reference if there is none. A distance once reached stays so.
+        """
+        if self._reference is None:
+            self._reference = self._sampled({})
+            return False
+        if self._reached or steps < self._next:
+            return self._reached
+        distance = self.distance()
+        self._reached = distance >= self._moved.distance  # not if it is NaN
+        if math.isnan(distance) and not self._warned:
+            log.warning("no weight has a finite value: by its movement (every=Moved), no checkpoint is due")
+            self._warned = True
+        left = steps * (self._moved.distance / distance - 1) if distance > 0 else math.inf
+        self._next = steps + max(1, steps // PRECISION, int(min(steps, APPROACH * left)))
+        return self._reached
+
+    def distance(self) -> float:
+        """Return the movement since the reference. NaN if no value of the sample is finite, then and now.
+
+        Parameters that are new since then, or that have another shape, do not count.
+        """
+        assert self._reference is not None
+        before, now, factors = self._reference.values, self._reference.present, self._reference.factors
+        if not (finite := np.isfinite(before) & np.isfinite(now)).all():
+            before, now, factors = before[finite], now[finite], factors[finite]
+        if not len(now):
+            return math.nan
+        moved, size = (float(factors @ np.square(values)) for values in (now - before, now))
+        if moved == 0:
+            return 0.0
+        return math.sqrt(moved / size) if size > 0 else math.inf
+
+    def _sampled(self, fisher: Mapping[str, float]) -> _Reference:
+        parameters = self._parameters()
+        weights = {name: parameter for name, (_, _, parameter) in parameters.items()}
+        whole = sum(weight.numel() for weight in weights.values())
+        views = {name: _sample(p, min(max(SAMPLE * p.numel() // whole, FEWEST), MOST)) for name, p in weights.items()}
+        ends = np.cumsum([len(view) for view in views.values()], dtype=np.int64)
+        parts = {name: slice(end - len(view), end) for (name, view), end in zip(views.items(), ends, strict=True)}
+        values = _values([(weights[name], parts[name]) for name in weights], np.empty(ends[-1] if len(ends) else 0))
+        squares = {name: p.numel() * _mean_square(values[parts[name]]) for name, p in weights.items()}
+        effective = effective_fisher(weights, squares, fisher)
+        counted = [effective[name] * p.numel() / len(views[name]) for name, p in weights.items()]
+        places = [_Place(module, key, p.shape, parts[name]) for name, (module, key, p) in parameters.items()]
+        return _Reference(places, values, np.repeat(counted, [len(view) for view in views.values()]))
+
+    def _parameters(self) -> dict[str, tuple[nn.Module, str, Tensor]]:
+        """Return the weights that train by name in the state, each after the module and key of its first place."""
+        model, fixed = models_of(self._objects), untrained(self._objects)
+        names = {id(p): f"model.{name}" for name, p in named_parameters(model)}
+        found: dict[str, tuple[nn.Module, str, Tensor]] = {}
+        for module in model.modules():
+            for key, p in module._parameters.items():
+                if p is not None and p.is_floating_point() and p.layout == torch.strided and p.numel():
+                    found.setdefault(names[id(p)], (module, key, p))
+        return {name: place for name, place in found.items() if name not in fixed}
+
+
+def _values(parameters: Sequence[tuple[Tensor, slice]], like: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return samples of parameters, each at its place in an array as long as ``like``, with NaN at all other places.
+
+    Copies all samples of one device and dtype to the host at once.
+    """
+    groups: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, slice]]] = {}
+    for parameter, part in parameters:
+        view = _sample(parameter, part.stop - part.start)
+        groups.setdefault((view.device, view.dtype), []).append((view, part))
+    found = np.full(like.shape, math.nan)
+    for group in groups.values():
+        together, begin = torch.cat([view for view, _ in group]).cpu().to(torch.float64).numpy(), 0
+        if len(together) == len(found):
+            return together
+        for view, part in group:
+            found[part] = together[begin : begin + len(view)]
+            begin += len(view)
+    return found
+
+
+def _sample(parameter: Tensor, size: int) -> Tensor:
+    """Return a view of up to ``size`` evenly spaced values, in the order of the memory."""
+    tensor = parameter.detach()
+    if not tensor.is_contiguous():
+        strides = tensor.stride()
+        tensor = tensor.permute(sorted(range(tensor.ndim), key=lambda i: -strides[i]))
+    flat = tensor.reshape(-1)
+    pace = max(len(flat) // size, 1)
+    pace -= pace > 1 and pace % 2 == 0  # rows often have an even length: an even pace would stay in some columns
+    return flat[::pace][:size]
+
+
+def _mean_square(values: NDArray[np.float64]) -> float:
+    finite = values[np.isfinite(values)]
+    return float(np.square(finite).mean()) if len(finite) else 0.0
