@@ -31,7 +31,7 @@ MOMENTS = {"first": ("exp_avg", "momentum_buffer"), "second": ("exp_avg_sq",)}
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint by one method.
+    """One checkpoint by one method. equivalents: evaluations, with those of the weights in training.
 
     weights, state: raw and stored bytes of the weights and of the whole checkpoint; weights is None if the method does
     not store them separately. degradation: of the weights. blocked: seconds that training waited for quantizing and
@@ -43,6 +43,7 @@ class Saved:
     state: tuple[int, int]
     degradation: float
     evaluations: int
+    equivalents: float
     blocked: float
     how: str
 
@@ -66,20 +67,28 @@ class Checkpoints(Protocol):
         """Release what the method holds."""
 
 
-class Ours:
-    """dynaquant's Checkpointer. method: ``grid`` or ``published``."""
+def equivalents(record: dq.Record) -> float:
+    """Return what a save has spent on the metric, in evaluations, with that of the weights in training."""
+    if not record.evaluations:
+        return 0.0
+    return float(getattr(record, "equivalents", None) or record.evaluations + 1)
 
-    def __init__(self, method: Any, folder: Path, max_degradation: float, every: int) -> None:
-        self._settings = {"method": method, "max_degradation": max_degradation, "every": every}
-        self._folder = folder
+
+class Ours:
+    """dynaquant's Checkpointer. settings: its arguments."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self._folder, self._settings = folder, settings
         self._checkpointer: dq.Checkpointer | None = None
 
     def attach(self, work: Workload) -> int:
         """Restore as a new process would after a crash: only the folder is left."""
         self.close()
-        extras = {"scheduler": work.scheduler, "data": work.generator}
+        optimizers = work.optimizers if len(work.optimizers) > 1 else work.optimizer
+        schedulers = {f"scheduler{i or ''}": scheduler for i, scheduler in enumerate(work.schedulers)}
+        extras = {**schedulers, "data": work.generator}
         self._checkpointer = dq.Checkpointer(
-            self._folder, work.model, work.optimizer, extras=extras, evaluate=work.search_loss, **self._settings
+            self._folder, work.model, optimizers, extras=extras, evaluate=work.search_loss, **self._settings
         )
         return self._checkpointer.restore() or 0
 
@@ -97,6 +106,7 @@ class Ours:
             (record.total.raw, record.total.stored),
             record.quality.degradation if record.quality else 0.0,
             record.evaluations,
+            equivalents(record),
             blocked,
             str(record.configuration),
         )
@@ -116,10 +126,10 @@ def checkpoint_of(work: Workload) -> Checkpoint:
     )
     for group, keys in MOMENTS.items():
         for name, parameter in parameters.items():
-            state = work.optimizer.state[parameter]
-            for key in keys:
-                if key in state:
-                    found.groups()[group][name] = state[key].clone()
+            for state in (each.state.get(parameter, {}) for each in work.optimizers):
+                for key in keys:
+                    if key in state:
+                        found.groups()[group][name] = state[key].clone()
     return found
 
 
@@ -149,15 +159,16 @@ class Theirs:
         tensors = dict(work.model.named_parameters()) | dict(work.model.named_buffers())
         for name, value in (checkpoint.weights | checkpoint.others).items():
             tensors[name].data.copy_(value)
-        optimizer = deepcopy(plain["optimizer"])
-        for index, name in enumerate(dict(work.model.named_parameters())):
-            for group, keys in MOMENTS.items():
-                for key in keys:
-                    if name in checkpoint.groups()[group] and key in optimizer["state"].get(index, {}):
-                        optimizer["state"][index][key] = checkpoint.groups()[group][name].clone()
-        work.optimizer.load_state_dict(optimizer)
-        work.scheduler.load_state_dict(plain["scheduler"])
+        for key in ("optimizers", "schedulers"):
+            for each, state in zip(getattr(work, key), deepcopy(plain[key]), strict=True):
+                each.load_state_dict(state)
         work.generator.set_state(plain["generator"])
+        for name, parameter in work.model.named_parameters():
+            for optimizer in work.optimizers:
+                for group, keys in MOMENTS.items():
+                    for key in keys:
+                        if name in checkpoint.groups()[group] and key in optimizer.state.get(parameter, {}):
+                            optimizer.state[parameter][key].copy_(checkpoint.groups()[group][name])
         return step
 
     def save(self, step: int) -> Saved:
@@ -177,7 +188,7 @@ class Theirs:
         blocked = perf_counter() - start
         self._known = encoded.known
         stored, weights, decoded = self._packed(checkpoint, encoded)
-        plain = {"optimizer": work.optimizer.state_dict(), "scheduler": work.scheduler.state_dict()}
+        plain = {key: [each.state_dict() for each in getattr(work, key)] for key in ("optimizers", "schedulers")}
         self._rest = step, decoded, deepcopy({**plain, "generator": work.generator.get_state()})
         raw = sum(size(tensors) for tensors in checkpoint.groups().values())
         return Saved(
@@ -186,6 +197,7 @@ class Theirs:
             (raw, stored),
             worse,
             self._at - begin + 1,
+            self._at - begin + 2,
             blocked,
             str(self._peer.space[self._at]),
         )
@@ -218,7 +230,9 @@ METHODS: dict[str, Peer[Any] | Literal["published", "grid"]] = {
 def checkpoints_by(method: str, folder: Path, max_degradation: float, every: int) -> Checkpoints:
     """Return the checkpoints of a method by name. folder: an empty one. every: training steps between checkpoints."""
     found = METHODS[method]
-    return Theirs(found, max_degradation) if isinstance(found, Peer) else Ours(found, folder, max_degradation, every)
+    if isinstance(found, Peer):
+        return Theirs(found, max_degradation)
+    return Ours(folder, method=found, max_degradation=max_degradation, every=every)
 
 
 def sources(method: str) -> list[Path]:

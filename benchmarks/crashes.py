@@ -17,18 +17,19 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
+from operator import setitem
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import checkpointers
 import options
 import torch
 import workloads
-from checkpointers import Saved
+from checkpointers import Checkpoints, Saved
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from workloads import WORKLOADS, Uninterrupted, key_of, uninterrupted
+from workloads import WORKLOADS, Uninterrupted, Workload, key_of, uninterrupted
 
 from dynaquant.search.evaluation import degradation
 
@@ -150,9 +151,20 @@ def spread(alone: list[Uninterrupted]) -> float:
 
 @lru_cache
 def _code(method: str) -> str:
-    """Return a key of the source files of a method. Comments and layout do not count."""
-    files = [Path(checkpointers.__file__), Path(workloads.__file__), *checkpointers.sources(method)]
-    return key_of([ast.dump(ast.parse(file.read_text())) for file in files])
+    return key_of_code([Path(checkpointers.__file__), Path(workloads.__file__), *checkpointers.sources(method)])
+
+
+def key_of_code(files: Sequence[Path]) -> str:
+    """Return a key of Python files. Comments, docstrings and layout do not count."""
+    trees = [ast.parse(file.read_text()) for file in files]
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [one for one in node.body if not _is_text(one)]
+    return key_of([ast.dump(tree) for tree in trees])
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _file(method: str, settings: Settings, cache: Path) -> Path:
@@ -164,26 +176,53 @@ def _file(method: str, settings: Settings, cache: Path) -> Path:
 def train(method: str, settings: Settings, data: Path, cache: Path, tell: Callable[[int], None]) -> Training:
     """Train with crashes. tell: called with the number of steps that are done."""
     torch.set_num_threads(settings.threads)
-    points = settings.restore_points
-    saved: list[Saved] = []
-    seconds, done = 0.0, 0
+
+    def new_work() -> Workload:
+        return WORKLOADS[settings.workload](data, cache, settings.steps, SEED)
+
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         checkpoints = checkpointers.checkpoints_by(method, Path(folder), settings.max_degradation, settings.every)
-        for begin, end in zip([0, *points], [*(p + settings.lost for p in points), settings.steps], strict=True):
-            work = WORKLOADS[settings.workload](data, cache, settings.steps, SEED)
-            restored = checkpoints.attach(work)
-            assert restored == begin, f"restored step {restored} instead of {begin}"
-            for step in range(begin + 1, end + 1):
-                start = perf_counter()
-                work.train_step()
-                seconds += perf_counter() - start
-                if step % settings.every == 0:
-                    saved.append(checkpoints.save(step))
-                done += 1
-                tell(done)
+        work, saved, seconds = train_with(checkpoints, new_work, settings, tell)
         checkpoints.close()
-    final = work.final_quality(work.model)
-    return Training(method, settings, saved, final, work.higher_is_better, seconds)
+    return Training(method, settings, saved, work.final_quality(work.model), work.higher_is_better, seconds)
+
+
+class Plan(Protocol):
+    """When a training saves and crashes, in steps. lost: from a checkpoint to the crash."""
+
+    @property
+    def steps(self) -> int: ...
+    @property
+    def every(self) -> int: ...
+    @property
+    def lost(self) -> int: ...
+    @property
+    def restore_points(self) -> list[int]: ...
+
+
+def train_with(
+    checkpoints: Checkpoints, new_work: Callable[[], Workload], plan: Plan, tell: Callable[[int], None]
+) -> tuple[Workload, list[Saved], float]:
+    """Train with crashes. Every restore gets a new training from ``new_work``.
+
+    Returns the training at its end, what was saved, and the seconds of the training steps.
+    """
+    points = plan.restore_points
+    saved: list[Saved] = []
+    seconds, done = 0.0, 0
+    for begin, end in zip([0, *points], [*(p + plan.lost for p in points), plan.steps], strict=True):
+        work = new_work()
+        restored = checkpoints.attach(work)
+        assert restored == begin, f"restored step {restored} instead of {begin}"
+        for step in range(begin + 1, end + 1):
+            start = perf_counter()
+            work.train_step()
+            seconds += perf_counter() - start
+            if step % plan.every == 0:
+                saved.append(checkpoints.save(step))
+            done += 1
+            tell(done)
+    return work, saved, seconds
 
 
 def trainings(jobs: Sequence[tuple[str, Settings]], data: Path, cache: Path, workers: int) -> list[Training]:
@@ -193,6 +232,25 @@ def trainings(jobs: Sequence[tuple[str, Settings]], data: Path, cache: Path, wor
     """
     alone = {(s.workload, s.steps, s.every, seed, s.threads) for _, s in jobs for seed in s.alone_seeds}
     missing = [job for job in jobs if not _file(*job, cache).exists()]
+    run_all(
+        [Job(one[1], _alone, (*one, data, cache)) for one in sorted(alone)]
+        + [Job(job[1].steps + job[1].restores * job[1].lost, _train_and_keep, (*job, data, cache)) for job in missing],
+        workers,
+    )
+    return [Training.from_json(json.loads(_file(*job, cache).read_text())) for job in jobs]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training to run: ``function(*arguments, tell)``. It calls ``tell`` with the number of steps that are done."""
+
+    steps: int
+    function: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+
+def run_all(jobs: Sequence[Job], workers: int) -> None:
+    """Run trainings, ``workers`` at a time, each in one of as many processes. Shows the progress."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     spawn = multiprocessing.get_context("spawn")
     with (
@@ -200,29 +258,34 @@ def trainings(jobs: Sequence[tuple[str, Settings]], data: Path, cache: Path, wor
         ProcessPoolExecutor(workers, spawn) as pool,
         Progress(*columns, TimeRemainingColumn()) as progress,
     ):
-        total = sum(job.steps + job.restores * job.lost for _, job in missing) + sum(one[1] for one in alone)
-        task = progress.add_task(f"steps of {len(missing) + len(alone)} trainings", total=total)
+        task = progress.add_task(f"steps of {len(jobs)} trainings", total=sum(job.steps for job in jobs))
         steps = manager.dict()
-        running = {pool.submit(_alone, *one, data, cache, steps) for one in sorted(alone)}
-        running |= {pool.submit(_train_and_keep, *job, data, cache, steps) for job in missing}
+        running = {pool.submit(job.function, *job.arguments, partial(setitem, steps, i)) for i, job in enumerate(jobs)}
         while running:
             done, running = wait(running, timeout=1)
             for future in done:
                 future.result()
             progress.update(task, completed=sum(steps.values()))
-    return [Training.from_json(json.loads(_file(*job, cache).read_text())) for job in jobs]
 
 
-def _alone(workload: str, steps: int, every: int, seed: int, threads: int, data: Path, cache: Path, done: Any) -> None:
+def _alone(
+    workload: str,
+    steps: int,
+    every: int,
+    seed: int,
+    threads: int,
+    data: Path,
+    cache: Path,
+    tell: Callable[[int], None],
+) -> None:
     torch.set_num_threads(threads)
     uninterrupted(workload, data, cache, steps, every, seed, quiet=True)
-    done[f"{workload} {seed}"] = steps
+    tell(steps)
 
 
-def _train_and_keep(method: str, settings: Settings, data: Path, cache: Path, steps: Any) -> None:
-    file = _file(method, settings, cache)
-    found = train(method, settings, data, cache, lambda done: steps.__setitem__(file.name, done))
-    file.write_text(json.dumps(asdict(found), indent=1) + "\n")
+def _train_and_keep(method: str, settings: Settings, data: Path, cache: Path, tell: Callable[[int], None]) -> None:
+    found = train(method, settings, data, cache, tell)
+    _file(method, settings, cache).write_text(json.dumps(asdict(found), indent=1) + "\n")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

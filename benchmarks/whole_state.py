@@ -74,12 +74,13 @@ def steps_with_crashes(settings: Settings) -> Iterator[int]:
 def run(settings: Settings, data: Path, cache: Path) -> dict[str, Any]:
     """Train, and return the fields of ``Result`` that come from training."""
     work = WORKLOADS[settings.workload](data, cache, settings.steps, SEED)
+    limits = {"max_degradation": settings.max_degradation, "every": settings.every}
     training = 0.0
     with ExitStack() as stack:
         folders = [Path(stack.enter_context(tempfile.TemporaryDirectory(dir=cache))) for _ in range(2)]
         methods: dict[str, Checkpoints] = {
-            "dynaquant": Ours("grid", folders[0], settings.max_degradation, settings.every),
-            "published": Ours("published", folders[1], settings.max_degradation, settings.every),
+            "dynaquant": Ours(folders[0], **limits),
+            "published": Ours(folders[1], method="published", **limits),
             "ExCP": Theirs(EXCP, settings.max_degradation),
         }
         saved: dict[str, list[Saved]] = {name: [] for name in methods}

@@ -43,13 +43,14 @@ CIFAR_DEVIATION = torch.tensor([0.247, 0.243, 0.262]).view(3, 1, 1)
 class Workload:
     """A training at its first step.
 
-    generator: draws the order of the data. next_loss: draws a batch and returns the model's loss on it. evaluate: a
-    quick metric. final_quality: the same metric on more data. search_loss: the metric of searches; lower is better.
+    optimizers, schedulers: one scheduler for each optimizer. generator: draws the order of the data. next_loss: draws a
+    batch and returns the model's loss on it. evaluate: a quick metric. final_quality: the same metric on more data.
+    search_loss: the metric of searches; lower is better.
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    schedulers: tuple[torch.optim.lr_scheduler.LRScheduler, ...]
     generator: torch.Generator
     next_loss: Callable[[], Tensor]
     evaluate: Evaluate
@@ -57,13 +58,21 @@ class Workload:
     higher_is_better: bool
     search_loss: Evaluate
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of a training that has only one."""
+        (only,) = self.optimizers
+        return only
+
     def train_step(self) -> None:
         """Train for one step."""
         self.model.train()
         self.next_loss().backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.scheduler.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for scheduler in self.schedulers:
+            scheduler.step()
 
 
 @dataclass(frozen=True)
@@ -138,8 +147,8 @@ def gpt(data: Path, cache: Path, steps: int, seed: int) -> Workload:  # noqa: AR
     batches, final_batches = (1, 5) if steps <= TRIAL_STEPS else (6, 50)
     return Workload(
         model,
-        optimizer,
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps, pct_start=0.1),
+        (optimizer,),
+        (torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=steps, pct_start=0.1),),
         generator,
         lambda: gpt_loss(model, *batch(train, generator)),
         gpt_validation(data, batches),
@@ -261,9 +270,11 @@ def resnet(data: Path, cache: Path, steps: int, seed: int) -> Workload:
 
     return Workload(
         model,
-        optimizer,
-        torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, 0.1, total_steps=steps, pct_start=0.2, div_factor=10, cycle_momentum=False
+        (optimizer,),
+        (
+            torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, 0.1, total_steps=steps, pct_start=0.2, div_factor=10, cycle_momentum=False
+            ),
         ),
         generator,
         next_loss,
@@ -324,7 +335,7 @@ def uninterrupted(
 ) -> Uninterrupted:
     """Train a workload without checkpoints and evaluate it every ``every`` steps, or take the result from ``cache``."""
     work = WORKLOADS[name](data, cache, steps, seed)
-    setup = work.scheduler.state_dict(), work.optimizer, work.model
+    setup = work.schedulers[0].state_dict(), work.optimizer, work.model
     file = (
         cache / f"uninterrupted-{name}-{key_of(*setup, steps, seed, torch.get_num_threads(), torch.__version__)}.json"
     )

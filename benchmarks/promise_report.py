@@ -1,0 +1,246 @@
+"""Tables, picture and page of ``promise.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+
+from crashes import spread, times
+from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
+from promise_runs import CENTRE, VARIANTS, Plan, Sweep, equivalents
+from promise_trainings import HELD_OUT
+from results import Table, plain_ticks, sentence
+from workloads import Uninterrupted
+
+WITHIN = 0.005
+"""How much worse a training may end, relative; or one standard error."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The runs of a training and a variant.
+
+    ends: how much worse each seed ends than the same seed undisturbed, relative. state, weights: how many times smaller
+    checkpoints are; weights is None if they are not stored separately. evaluations: the median, with those of the
+    weights in training. worst: the largest degradation of a checkpoint. seconds: of one core, for a run, on average.
+    """
+
+    training: str
+    variant: str
+    ends: list[float]
+    state: float
+    weights: float | None
+    evaluations: float
+    worst: float
+    seconds: float
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.ends)
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean; NaN with one seed."""
+        return stdev(self.ends) / sqrt(len(self.ends)) if len(self.ends) > 1 else float("nan")
+
+    @property
+    def end(self) -> str:
+        """Mean and standard error as text."""
+        return f"{self.mean:+.2%}" + (f" ± {self.error:.2%}" if len(self.ends) > 1 else "")
+
+
+@dataclass(frozen=True)
+class Results:
+    """All rows, and the runs of each training without checkpoints."""
+
+    rows: list[Row]
+    alone: dict[str, list[Uninterrupted]]
+
+    def row(self, training: str, variant: str) -> Row | None:
+        """Return the row of a training and variant, if it was measured."""
+        return next((row for row in self.rows if (row.training, row.variant) == (training, variant)), None)
+
+
+def results(sweep: Sweep) -> Results:
+    """Return the results of a sweep that has run."""
+    rows, undisturbed = [], {}
+    for training in sweep.trainings:
+        alone = sweep.alone(training)
+        undisturbed[training] = list(alone.values())
+        for variant in sweep.variants:
+            runs = sweep.runs(training, variant)
+            weights = [run.weights for run in runs if run.weights is not None]
+            rows.append(
+                Row(
+                    training,
+                    variant,
+                    [run.worse_than(alone[run.seed]) for run in runs],
+                    fmean(run.state for run in runs),
+                    fmean(weights) if weights else None,
+                    equivalents(runs),
+                    max(run.worst for run in runs),
+                    fmean(run.seconds for run in runs),
+                )
+            )
+    return Results(rows, undisturbed)
+
+
+def table(found: Results) -> Table:
+    columns = ["", "at the end", "seeds", "whole state", "weights", "evaluations", "worst checkpoint", "seconds"]
+    rows = []
+    for training, alone in found.alone.items():
+        rows += [
+            [
+                f"{training}, {row.variant}",
+                row.end,
+                str(len(row.ends)),
+                times(row.state),
+                times(row.weights),
+                f"{row.evaluations:g}",
+                f"{row.worst:.2%}",
+                f"{row.seconds:.0f}",
+            ]
+            for row in found.rows
+            if row.training == training
+        ]
+        seconds = fmean(one.training_seconds for one in alone)
+        apart = f"{spread(alone):.2%}"
+        rows.append([f"{training}, undisturbed seeds apart", apart, str(len(alone)), "", "", "", "", f"{seconds:.0f}"])
+    return Table("End of training against the same seed undisturbed, and size", columns, rows)
+
+
+def bars(found: Results) -> Table:
+    """Return what was to be reached, and what each training reaches."""
+
+    def told(reached: bool, value: str) -> str:
+        return f"{value}, {'yes' if reached else '**no**'}"
+
+    def end(training: str) -> str:
+        row = found.row(training, CENTRE)
+        return told(row.mean <= max(WITHIN, row.error), row.end) if row else "–"
+
+    def state(training: str, variant: str, wanted: float) -> str:
+        row = found.row(training, variant)
+        return told(row.state >= wanted, times(row.state)) if row else "–"
+
+    def excp(training: str) -> str:
+        row, peer = found.row(training, CENTRE), found.row(training, "ExCP")
+        return told(row.state >= 2 * peer.state, times(row.state / peer.state)) if row and peer else "–"
+
+    def twenty(training: str) -> str:
+        row = found.row(training, "20 restores")
+        return told(row.mean <= spread(found.alone[training]), row.end) if row else "–"
+
+    def evaluations(training: str, variant: str, wanted: float) -> str:
+        row = found.row(training, variant)
+        return told(row.evaluations <= wanted, f"{row.evaluations:g}") if row else "–"
+
+    lines: dict[str, Callable[[str], str]] = {
+        "end, at most 0.5 % or one standard error worse": end,
+        "whole state, at least 60×": lambda name: state(name, CENTRE, 60),
+        "whole state at interval 160, at least 120×": lambda name: state(name, "interval 160", 120),
+        "ExCP larger, at least 2×": excp,
+        "end after 20 restores, within what seeds are apart": twenty,
+        "evaluations, at most 3": lambda name: evaluations(name, CENTRE, 3),
+        "evaluations without restores, at most 2": lambda name: evaluations(name, "0 restores", 2),
+    }
+    rows = [[what, *(line(training) for training in found.alone)] for what, line in lines.items()]
+    return Table("What was to be reached", ["", *found.alone], rows)
+
+
+def plot(found: Results, path: Path) -> None:
+    figure = Figure(figsize=(15, 4), layout="constrained")
+    panels = figure.subplots(1, len(found.alone), squeeze=False)[0]
+    methods = list(dict.fromkeys(variant.method for variant in VARIANTS.values()))
+    for axes, (training, alone) in zip(panels, found.alone.items(), strict=True):
+        apart = 100 * spread(alone)
+        axes.axhspan(-apart, apart, color="gray", alpha=0.15, label="undisturbed seeds apart")
+        axes.axhline(0, color="black", linewidth=0.8)
+        for row in (row for row in found.rows if row.training == training):
+            method = VARIANTS[row.variant].method
+            central = VARIANTS[row.variant].plan == Plan()
+            axes.errorbar(
+                row.state,
+                100 * row.mean,
+                yerr=100 * row.error if len(row.ends) > 1 else None,
+                fmt="o" if central else ".",
+                color=f"C{methods.index(method)}",
+                label=method if central else None,
+                capsize=2,
+            )
+            if not central:
+                axes.annotate(row.variant, (row.state, 100 * row.mean), (3, 3), textcoords="offset points", fontsize=6)
+        title = f"{training} (held out)" if training in HELD_OUT else training
+        axes.set(title=title, xscale="log", xlabel="whole state, times smaller")
+        axes.set_yscale("symlog", linthresh=1, linscale=1)
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        plain_ticks(axes.xaxis)
+        axes.tick_params(axis="x", labelrotation=45)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("worse at the end, %")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=9, fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def in_words(found: Results) -> str:
+    """Return the results in words."""
+    centre = [row for row in found.rows if row.variant == CENTRE]
+    ends = "; ".join(f"{row.training} {row.end}" for row in centre)
+    beyond = [row.training for row in centre if row.mean > max(WITHIN, row.error)]
+    states = [row.state for row in centre]
+    return (
+        f"With ten restores the default ends, against the same seed undisturbed: {ends} (negative is better). Worse by "
+        f"more than 0.5 % and more than one standard error: {', '.join(beyond) or 'none'}. Its whole states are "
+        f"{times(min(states))} to {times(max(states))} smaller."
+    )
+
+
+def page(found: Results, described: dict[str, str | int], hours: float) -> str:
+    plan = Plan()
+    return f"""\
+# Promise
+
+```
+make benchmark-setup
+.venv/bin/python benchmarks/promise.py --data DIR
+```
+
+`DIR` holds `shakespeare.txt` and `cifar10.zip`. {sentence(described)} All runs together take {hours:.1f} hours of one
+core.
+
+A training that is restored many times should end where it would have ended. Five small trainings of {plan.steps} steps:
+
+| training | model | optimizer | schedule | data |
+|---|---|---|---|---|
+| gpt | GPT, 0.6 M weights | AdamW | one cycle | Shakespeare |
+| resnet | ResNet with BatchNorm, 0.4 M | SGD with momentum | one cycle | CIFAR-10 |
+| gru | two GRU layers, 0.4 M | Adam | step decay | Shakespeare |
+| vit | vision transformer, 0.3 M | NAdam | linear warm-up, linear decay | CIFAR-10 |
+| mixer | MLP-Mixer, 0.2 M | Muon and AdamW | warm-up, constant, decay | CIFAR-10 |
+
+dynaquant is tuned on the first three, not on vit and mixer. At the centre, a training saves every {plan.every} steps
+and is restored {plan.restores} times, each {plan.lost} steps after a save: all objects are built anew, restored, and
+the lost steps repeated. Restores are spread evenly over the whole training. The other rows differ from the centre in
+one thing. Interval 160 has only five checkpoints before the end, so it has five restores. "exact moments" quantizes
+only weights.
+Every method searches at its limit of degradation on eight batches; the loss at the end is on other held-out data.
+*At the end* is how much worse it is than that of the same seed undisturbed, as mean ± standard error over seeds;
+lossless checkpoints must give exactly 0. *Evaluations* is the median over saves and counts those of the weights in
+training.
+
+![end of training against size](promise.png)
+
+{table(found).in_markdown()}
+
+## What was to be reached
+
+{bars(found).in_markdown()}
+
+## In words
+
+{in_words(found)}
+"""

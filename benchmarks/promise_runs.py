@@ -1,0 +1,295 @@
+"""The runs of ``promise.py``: one training with crashes or without, by one variant and seed, kept in a cache folder.
+
+The name of a cached run depends on its settings and on the code that it ran, so runs can be stopped and continued, and
+run again only after a change that matters.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from statistics import median
+from time import process_time
+from typing import Any
+
+import checkpointers
+import crashes
+import promise_trainings
+import torch
+import workloads
+from checkpointers import METHODS, Checkpoints, Ours, Saved, Theirs
+from crashes import Job, key_of_code, run_all, train_with
+from peers.peer import Peer
+from promise_trainings import TRAININGS
+from workloads import Uninterrupted, Workload, key_of
+
+import dynaquant as dq
+from dynaquant.demo import models
+from dynaquant.search.evaluation import degradation
+
+MAX_DEGRADATION = 0.01
+"""The limit for peers. It is also dynaquant's default."""
+IRRELEVANT = {"cli", "demo", "interop", "report"}
+"""Rooms of dynaquant that no checkpoint of a training passes through."""
+STEP_SECONDS, SAVE_SECONDS, PEER_SAVE_SECONDS = 0.03, 0.7, 2.0
+"""What a training step and a save take on one core, roughly, for the estimate before a sweep."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """When a training saves and crashes, in steps. lost: from a checkpoint to the crash."""
+
+    restores: int = 10
+    every: int = 40
+    steps: int = 840
+    lost: int = 13
+
+    @property
+    def restore_points(self) -> list[int]:
+        """Steps of distinct checkpoints, evenly spread; all checkpoints before the end if there are not more."""
+        usable = range(self.every, self.steps - self.lost + 1, self.every)
+        count = min(self.restores, len(usable))
+        return [usable[int((k + 0.5) * len(usable) / count)] for k in range(count)]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to store checkpoints. method: for the legend. arguments: of dynaquant's Checkpointer; None for ExCP.
+
+    seeds: how many are trained. plan: when it saves and crashes.
+    """
+
+    method: str = "default"
+    arguments: Mapping[str, Any] | None = field(default_factory=dict)
+    plan: Plan = Plan()
+    seeds: int = 3
+
+    def checkpoints(self, folder: Path) -> Checkpoints:
+        """Return the checkpoints of a training. folder: an empty one."""
+        if self.arguments is None:
+            peer = METHODS["ExCP"]
+            assert isinstance(peer, Peer)
+            return Theirs(peer, MAX_DEGRADATION)
+        return Ours(folder, **{"every": self.plan.every, **self.arguments})
+
+    @property
+    def sources(self) -> list[Path]:
+        """The Python files that decide what a checkpoint holds."""
+        if self.arguments is None:
+            return checkpointers.sources("ExCP")
+        root = Path(dq.__file__).parent
+        return sorted(file for file in root.rglob("*.py") if file.relative_to(root).parts[0] not in IRRELEVANT)
+
+
+CENTRE = "default"
+VARIANTS = {
+    CENTRE: Variant(seeds=5),
+    "0 restores": Variant(plan=Plan(restores=0)),
+    "5 restores": Variant(plan=Plan(restores=5)),
+    "20 restores": Variant(plan=Plan(restores=20)),
+    "interval 20": Variant(plan=Plan(every=20)),
+    "interval 160": Variant(plan=Plan(every=160)),
+    "high": Variant("high", {"quality": "high"}),
+    "small": Variant("small", {"quality": "small"}),
+    "exact moments": Variant("exact moments", {"roles": {"optimizer.*": "exact"}}),
+    "lossless": Variant("lossless", {"quality": "lossless"}),
+    "published": Variant("published", {"method": "published"}),
+    "ExCP": Variant("ExCP", None),
+}
+"""Variants by name: the centre, and what differs from it in one thing."""
+QUICK_VARIANTS = [CENTRE, "ExCP"]
+QUICK = Plan(restores=2, every=2, steps=8, lost=1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training with crashes. final: the loss at its end. seconds: of one core, everything included."""
+
+    training: str
+    variant: str
+    seed: int
+    final: float
+    saved: list[Saved]
+    seconds: float
+
+    @property
+    def state(self) -> float:
+        """How many times smaller all checkpoints are."""
+        return sum(saved.state[0] for saved in self.saved) / sum(saved.state[1] for saved in self.saved)
+
+    @property
+    def weights(self) -> float | None:
+        """How many times smaller the weights of all checkpoints are; None if they are not stored separately."""
+        sizes = [saved.weights for saved in self.saved if saved.weights is not None]
+        return sum(raw for raw, _ in sizes) / sum(stored for _, stored in sizes) if sizes else None
+
+    @property
+    def worst(self) -> float:
+        """The largest degradation of a checkpoint."""
+        return max(saved.degradation for saved in self.saved)
+
+    def worse_than(self, alone: Uninterrupted) -> float:
+        """Return how much worse it ends than undisturbed, relative; negative if better."""
+        return degradation(alone.final, self.final, higher_is_better=False)
+
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> Run:
+        """Return the inverse of ``asdict``."""
+        return cls(**{**stored, "saved": [Saved.from_json(one) for one in stored["saved"]]})
+
+
+def equivalents(runs: Sequence[Run]) -> float:
+    """Return the median over all saves: evaluations, with those of the weights in training."""
+    return median(saved.equivalents for run in runs for saved in run.saved)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Trainings, variants and seeds to run, and the folders of data and cache. seeds: None for each variant's own."""
+
+    data: Path
+    cache: Path
+    trainings: Sequence[str]
+    variants: Mapping[str, Variant]
+    seeds: Sequence[int] | None = None
+
+    def seeds_of(self, variant: str) -> Sequence[int]:
+        """Return the seeds of a variant."""
+        return range(self.variants[variant].seeds) if self.seeds is None else self.seeds
+
+    @property
+    def undisturbed(self) -> list[tuple[str, int, int]]:
+        """Training, seed and steps of every run without checkpoints."""
+        return sorted(
+            {
+                (training, seed, variant.plan.steps)
+                for training in self.trainings
+                for name, variant in self.variants.items()
+                for seed in self.seeds_of(name)
+            }
+        )
+
+    @property
+    def disturbed(self) -> list[tuple[str, str, int]]:
+        """Training, variant and seed of every run with checkpoints, the centre and the first seeds first."""
+        return [
+            (training, variant, seed)
+            for variant in self.variants
+            for training in self.trainings
+            for seed in self.seeds_of(variant)
+        ]
+
+    def file(self, training: str, variant: str, seed: int) -> Path:
+        """Return the file that keeps a run with checkpoints."""
+        found = self.variants[variant]
+        settings = found.plan, found.arguments, _code_of_runs(), _code(tuple(found.sources))
+        return self.cache / f"promise-{training}-{variant.replace(' ', '-')}-{seed}-{key_of(*settings)}.json"
+
+    def undisturbed_file(self, training: str, seed: int, steps: int) -> Path:
+        """Return the file that keeps a run without checkpoints."""
+        return self.cache / f"promise-{training}-undisturbed-{seed}-{key_of(steps, _code_of_runs())}.json"
+
+    def missing(self) -> list[Job]:
+        """Return the runs that the cache does not have."""
+        alone = [one for one in self.undisturbed if not self.undisturbed_file(*one).exists()]
+        # The names are made before the runs: they must be those of the code that the runs import.
+        jobs = [Job(one[2], _keep_undisturbed, (self.undisturbed_file(*one), self, *one)) for one in alone]
+        for one in self.disturbed:
+            file, plan = self.file(*one), self.variants[one[1]].plan
+            if not file.exists():
+                steps = plan.steps + plan.lost * len(plan.restore_points)
+                jobs.append(Job(steps, _keep_disturbed, (file, self, *one)))
+        return jobs
+
+    def estimate(self, jobs: Sequence[Job]) -> float:
+        """Return about how many seconds of one core these runs take."""
+        seconds = sum(job.steps for job in jobs) * STEP_SECONDS
+        for job in jobs:
+            if job.function is _keep_disturbed:
+                variant = self.variants[job.arguments[3]]
+                save = PEER_SAVE_SECONDS if variant.arguments is None else SAVE_SECONDS
+                seconds += variant.plan.steps // variant.plan.every * save
+        return seconds
+
+    def run(self, workers: int) -> None:
+        """Run what is missing, ``workers`` runs at a time."""
+        for training in self.trainings:  # two workers must not decode the images at the same time
+            TRAININGS[training](self.data, self.cache, 1, 0)
+        run_all(self.missing(), workers)
+
+    def alone(self, training: str) -> dict[int, Uninterrupted]:
+        """Return the runs of a training without checkpoints by seed."""
+        return {
+            seed: Uninterrupted.from_json(json.loads(self.undisturbed_file(name, seed, steps).read_text()))
+            for name, seed, steps in self.undisturbed
+            if name == training
+        }
+
+    def runs(self, training: str, variant: str) -> list[Run]:
+        """Return the runs of a training and variant."""
+        files = [self.file(training, variant, seed) for seed in self.seeds_of(variant)]
+        return [Run.from_json(json.loads(file.read_text())) for file in files]
+
+
+@lru_cache
+def _code_of_runs() -> str:
+    """Return a key of the code that trains, and of PyTorch."""
+    modules = (promise_trainings, workloads, models)
+    return key_of(key_of_code([Path(module.__file__ or "") for module in modules]), torch.__version__)
+
+
+@lru_cache
+def _code(files: tuple[Path, ...]) -> str:
+    """Return a key of the code that makes checkpoints and crashes, and of the native sources."""
+    native = sorted((Path(dq.__file__).parents[2] / "native").glob("*.?pp"))
+    modules = (checkpointers, crashes)
+    return key_of(
+        key_of_code([*files, *(Path(module.__file__ or "") for module in modules)]),
+        [file.read_bytes() for file in native],
+    )
+
+
+def _keep_undisturbed(
+    file: Path, sweep: Sweep, training: str, seed: int, steps: int, tell: Callable[[int], None]
+) -> None:
+    torch.set_num_threads(1)
+    began = process_time()
+    work = TRAININGS[training](sweep.data, sweep.cache, steps, seed)
+    for step in range(1, steps + 1):
+        work.train_step()
+        tell(step)
+    found = Uninterrupted({}, work.final_quality(work.model), process_time() - began, 0.0)
+    _keep(file, found)
+
+
+def _keep_disturbed(
+    file: Path, sweep: Sweep, training: str, variant: str, seed: int, tell: Callable[[int], None]
+) -> None:
+    _keep(file, disturbed(sweep, training, variant, seed, tell))
+
+
+def disturbed(sweep: Sweep, training: str, variant: str, seed: int, tell: Callable[[int], None]) -> Run:
+    """Train with crashes. tell: called with the number of steps that are done."""
+    torch.set_num_threads(1)
+    began = process_time()
+    found = sweep.variants[variant]
+
+    def new_work() -> Workload:
+        return TRAININGS[training](sweep.data, sweep.cache, found.plan.steps, seed)
+
+    with tempfile.TemporaryDirectory(dir=sweep.cache) as folder:
+        checkpoints = found.checkpoints(Path(folder))
+        work, saved, _ = train_with(checkpoints, new_work, found.plan, tell)
+        checkpoints.close()
+    return Run(training, variant, seed, work.final_quality(work.model), saved, process_time() - began)
+
+
+def _keep(file: Path, found: Run | Uninterrupted) -> None:
+    """Write a result so that a run that is stopped leaves no half a file."""
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(asdict(found), indent=1) + "\n")
+    unfinished.replace(file)
