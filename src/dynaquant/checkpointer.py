@@ -40,6 +40,7 @@ from dynaquant.store.container import is_step
 from dynaquant.store.retention import Retention
 from dynaquant.training import supported
 from dynaquant.training.collect import collect
+from dynaquant.training.moment_correction import MomentCorrections
 from dynaquant.training.objects import objects_of
 from dynaquant.training.ranks import Group
 
@@ -95,6 +96,8 @@ class Checkpointer:
     - ``configuration``: a fixed configuration of the quantizer, which decides the method. There is no search then;
       ``evaluate`` is only recorded.
     - ``exact``: ``"latest"`` also keeps a lossless copy of the newest checkpoint. ``restore`` prefers it.
+    - ``correct_moments``: whether the first steps after a restore correct first moments that the checkpoint does not
+      hold, so that updates are not too short. ``close`` ends that. Moments that the checkpoint holds are left alone.
 
     When to save, and what to keep:
 
@@ -137,6 +140,7 @@ class Checkpointer:
         method: Method | None = None,
         configuration: Knobs | None = None,
         exact: Literal["latest"] | None = None,
+        correct_moments: bool = True,
         roles: Mapping[str, str] | None = None,
         every: Every | None = None,
         max_overhead: float | None = None,
@@ -188,6 +192,7 @@ class Checkpointer:
             undo.callback(self._compressor.close)
             self._end_first_step_check = supported.check_after_first_step(self._objects)
             undo.callback(self._end_first_step_check)
+            self._corrections = MomentCorrections(self._same_on_all_ranks(correct_moments))
             self._check_state(roles)
             learn_size = self._compressor.manager.learn_size
             self._writer = CommitStage(
@@ -202,8 +207,14 @@ class Checkpointer:
                 self._writer,
                 self._turn,
                 self._group,
+                self._corrections,
             )
             undo.pop_all()
+
+    def _same_on_all_ranks(self, correct_moments: bool) -> bool:
+        if any(other != correct_moments for other in self._group.all_gather(correct_moments)):
+            raise ValueError("correct_moments must agree on all ranks")
+        return correct_moments
 
     def _check_state(self, roles: Mapping[str, str]) -> None:
         """Find mistakes now, not at the first save. Patterns for the optimizer come later: it has no state yet."""
@@ -270,7 +281,9 @@ class Checkpointer:
     def _restore(self, step: int | str | None, only: str | Collection[str] | None, strict: bool) -> int | None:
         self._check_open()
         hashes = self._compressor.hashes
-        restorer = Restorer(self._run, self._objects, self._group, hashes, only, strict, damaged=self._damaged)
+        restorer = Restorer(
+            self._run, self._objects, self._group, hashes, self._corrections, only, strict, damaged=self._damaged
+        )
         self._group.run_on_all_ranks(self.wait)
         self.skipped, self.not_restored = restorer.skipped, []
         loaded = restorer.restore(step)
@@ -337,6 +350,7 @@ class Checkpointer:
         finally:
             self._end_first_step_check()
             self._compressor.close()
+            self._corrections.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError, StateError
+from dynaquant.restore.dropped_moments import dropped_moments
 from dynaquant.restore.fitting import compare, raise_if_any, selected_objects
 from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, unchanged_tensors
 from dynaquant.restore.stored_checkpoint import load_lossless_copy, state_from
@@ -22,6 +23,7 @@ from dynaquant.training import rng
 from dynaquant.training.collect import collect_to_compare, stored_rng_state
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.load_state import fill_in_omitted, load_state, undo_of
+from dynaquant.training.moment_correction import MomentCorrections
 from dynaquant.training.objects import CHECKED, MAIN, RESERVED
 from dynaquant.training.ranks import Group
 
@@ -63,14 +65,15 @@ class Loaded:
 class Restorer:
     """Restores a checkpoint of a run into the objects of a training.
 
-    only: names of the objects to restore; None: everything. strict: whether an object that does not fit is an error;
-    otherwise it is left out.
+    corrections: of first moments that the checkpoint does not keep. only: names of the objects to restore; None:
+    everything. strict: whether an object that does not fit is an error; otherwise it is left out.
     """
 
     run: Run
     objects: Mapping[str, Any]
     group: Group
     hashes: HashCache
+    corrections: MomentCorrections
     only: str | Collection[str] | None = None
     strict: bool = True
     skipped: list[CheckpointError] = field(default_factory=list)
@@ -95,6 +98,7 @@ class Restorer:
         loaded = self.group.run_on_all_ranks(lambda: loaded or self._decode(self.run.file(found)))
         assert loaded is not None
         self._load_into_objects(loaded)
+        self._correct_moments(loaded)
         if rank_zero:
             for problem in loaded.problems:
                 log.warning("restored step %d, but left out what does not fit: %s", loaded.step, problem)
@@ -216,6 +220,23 @@ class Restorer:
         self.group.run_on_all_ranks(
             lambda: load_modules_and_optimizers(self.objects, loaded.parts, loaded.fills, loaded.rng_state)
         )
+
+    def _correct_moments(self, loaded: Loaded) -> None:
+        """Let the next steps correct the first moments that the checkpoint does not keep."""
+        stored = {} if loaded.from_lossless_copy else loaded.tensors
+        dropped = dropped_moments(self.objects, stored, loaded.restored_names)
+        restored = [name for name in dropped if name in loaded.parts]
+        for name in restored:
+            self.corrections.begin(name, self.objects[name], dropped[name])
+        if restored and self.group.rank == 0:
+            for note in self.corrections.notes:
+                log.warning("step %d: %s", loaded.step, note)
+            if self.corrections.count:
+                log.info(
+                    "restored step %d without first moments: the next steps correct the bias of %d of them",
+                    loaded.step,
+                    self.corrections.count,
+                )
 
 
 def _omitted(source: CheckpointFile) -> set[str]:

@@ -57,6 +57,8 @@ class Record:
     - ``seconds``: wall time by stage. ``wait`` (for the write before), ``capture`` and ``search`` block training;
       ``write`` does not. ``write`` is only in the record that ``save`` returns, as it is not known while the file is
       written.
+    - ``moments_corrected``: the number of first moments that the last restore set to zero, and whose bias is or was
+      corrected since then (``correct_moments``).
     - ``notes``: texts about anything unusual.
 
     Ranks other than 0 write no file and do not know its size. Their records have an empty identity, no roles, no bytes
@@ -80,6 +82,7 @@ class Record:
     interval: int | None
     seconds: dict[str, float]
     notes: list[str]
+    moments_corrected: int = 0
 
     @property
     def evaluations(self) -> int:
@@ -197,4 +200,5 @@ def _record(
         interval=record.get("interval"),
         seconds={stage: float(seconds) for stage, seconds in record.get("seconds", {}).items()},
         notes=[*record.get("notes", []), *notes],
+        moments_corrected=int(record.get("moments_corrected", 0)),
     )

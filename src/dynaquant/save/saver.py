@@ -21,6 +21,7 @@ from dynaquant.store.container import Header
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Base, Checkpoint
 from dynaquant.tensors.stored import StoredTensor
+from dynaquant.training.moment_correction import MomentCorrections
 from dynaquant.training.objects import models_of
 from dynaquant.training.ranks import Group
 from dynaquant.training.snapshot import Snapshot
@@ -33,7 +34,7 @@ class Saver:
     """Saves the states of one training. All ranks call ``save`` together, with the same step.
 
     objects: the objects of the training, by name. roles: overrides by glob pattern. turn: raises the errors of
-    forbidden calls from inside ``evaluate``.
+    forbidden calls from inside ``evaluate``. corrections: of first moments after a restore.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class Saver:
         writer: CommitStage,
         turn: Turn,
         group: Group,
+        corrections: MomentCorrections,
     ) -> None:
         self._run, self._objects, self._roles, self._group = run, objects, roles, group
         self._compressor, self._writer, self._turn = compressor, writer, turn
+        self._corrections = corrections
         self.schedule = schedule
         self._has_checkpoint = False  # whether this training has saved or restored one
 
@@ -74,6 +77,7 @@ class Saver:
         self.schedule = schedule
         self._has_checkpoint = True
         self._compressor.saved(compressed, schedule.soonest)
+        self._corrections.close_ended()
         return future
 
     def resume(
@@ -123,7 +127,9 @@ class Saver:
         self, step: int, captured: Captured, compressed: Compressed, interval: int | None, seconds: dict[str, float]
     ) -> Future[Record]:
         decision = compressed.decision
-        record = json_of(decision, self._compressor.manager.history, interval, seconds, compressed.notes)
+        notes = [*compressed.notes, *self._corrections.notes]
+        record = json_of(decision, self._compressor.manager.history, interval, seconds, notes)
+        record["moments_corrected"] = self._corrections.count
         checkpoint = Checkpoint(
             step,
             captured.tree,

@@ -9,6 +9,8 @@
 - ``rng.py``: state of the global random number generators
 - ``snapshot.py``: what ``evaluate`` may change and a save puts back
 - ``gradients.py``: records gradients before each optimizer step
+- ``first_moments.py``: how each optimizer updates its first moments
+- ``moment_correction.py``: corrects first moments that a restore has set to zero
 - ``master_weights.py``: finds the master weights of half-precision weights
 - ``hash_cache.py``: hashes of tensors that rarely change
 - ``ranks.py``: the ranks of a data-parallel training

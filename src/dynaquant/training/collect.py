@@ -39,7 +39,7 @@ def collect(objects: Mapping[str, Any], other_ranks: Sequence[dict[str, Any]] = 
     StateError, with the extra's name, if its ``state_dict`` fails.
     """
     classes = {name: kind for name, thing in objects.items() if (kind := class_of(thing)) is not None}
-    parameters = _parameter_names(objects)
+    parameters = parameter_names(objects)
     return {
         **_by_kind({name: _checked_state_of(name, thing, parameters.get(name)) for name, thing in objects.items()}),
         CLASSES: classes,
@@ -128,7 +128,7 @@ def _by_kind(states: Mapping[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _parameter_names(objects: Mapping[str, Any]) -> dict[str, list[list[str]]]:
+def parameter_names(objects: Mapping[str, Any]) -> dict[str, list[list[str]]]:
     """Return the names of every optimizer's parameters, by group; ``""`` if no saved module has the parameter."""
     names: dict[int, str] = {}
     for name, thing in objects.items():

@@ -1,0 +1,108 @@
+"""How the optimizers of ``torch.optim`` update their first moments, and how far a restored one may be corrected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+LARGEST_FACTOR: Mapping[str, float] = {"exp_avg": 3.0, "momentum_buffer": 1.0}
+"""By key of a first moment: the largest factor of its correction (method 3.2). 1 means no correction.
+
+Without a limit, the first updates after a restore are single gradients at full length, which are mostly noise. An
+update of SGD is the momentum buffer itself; no second moment bounds the noise.
+"""
+
+
+def correction_factor(kept: float, whole: float, largest: float) -> float:
+    """Return the factor c of a first moment that lacks gradients from before a restore (method 3.2).
+
+    kept: the sum of the weights of the gradients that it contains; ``1 - β^k`` for k steps after a moment of zero.
+    whole: the same sum without a restore; ``1 - β^t`` at step t, so nearly 1. largest: the limit of c.
+    """
+    return min(whole / kept, largest)
+
+
+def corrected_keys() -> list[str]:
+    """Return the keys of first moments that are corrected, in the state of a parameter."""
+    return [key for key, largest in LARGEST_FACTOR.items() if largest > 1]
+
+
+@dataclass(frozen=True)
+class MomentUpdate:
+    """How one step updates a first moment: ``m ← decay · m + gain · (sign · gradient + coupled · parameter)``.
+
+    sign: -1 if the optimizer maximizes. coupled: the weight decay that is added to the gradient.
+    """
+
+    decay: float
+    gain: float
+    sign: float
+    coupled: float
+
+
+@dataclass(frozen=True)
+class MomentRule:
+    """The first moment of an optimizer.
+
+    key: of the moment in the state of a parameter. update: returns what a step does with the moments of a parameter
+    group.
+    """
+
+    key: str
+    update: Callable[[Mapping[str, Any]], MomentUpdate]
+
+    @property
+    def largest_factor(self) -> float:
+        """The largest factor of a correction."""
+        return LARGEST_FACTOR[self.key]
+
+
+def rule_of(optimizer: Optimizer) -> MomentRule | None:
+    """Return the rule of an optimizer; None if it has no first moment that can be corrected.
+
+    These have none: subclasses, because their ``step`` may do something else; ``SparseAdam``, which updates only some
+    rows of a moment in each step; ``RMSprop``, whose buffer contains gradients divided by the root of their squares.
+    """
+    return _RULES.get(type(optimizer))
+
+
+def _average(group: Mapping[str, Any], coupled: float) -> MomentUpdate:
+    beta = float(group["betas"][0])
+    return MomentUpdate(beta, 1 - beta, _sign(group), coupled)
+
+
+def _adam(group: Mapping[str, Any]) -> MomentUpdate:
+    return _average(group, 0.0 if group.get("decoupled_weight_decay") else float(group["weight_decay"]))
+
+
+def _adamw(group: Mapping[str, Any]) -> MomentUpdate:
+    return _average(group, 0.0)
+
+
+def _sgd(group: Mapping[str, Any]) -> MomentUpdate:
+    decay, gain = float(group["momentum"]), 1 - float(group["dampening"])
+    return MomentUpdate(decay, gain, _sign(group), float(group["weight_decay"]))
+
+
+def _muon(group: Mapping[str, Any]) -> MomentUpdate:
+    momentum = float(group["momentum"])
+    return MomentUpdate(momentum, 1 - momentum, 1.0, 0.0)
+
+
+def _sign(group: Mapping[str, Any]) -> float:
+    return -1.0 if group.get("maximize") else 1.0
+
+
+_RULES: dict[type[Optimizer] | None, MomentRule] = {
+    torch.optim.Adam: MomentRule("exp_avg", _adam),
+    torch.optim.AdamW: MomentRule("exp_avg", _adamw),
+    torch.optim.NAdam: MomentRule("exp_avg", _adam),
+    torch.optim.RAdam: MomentRule("exp_avg", _adam),
+    torch.optim.Adamax: MomentRule("exp_avg", _adam),
+    torch.optim.SGD: MomentRule("momentum_buffer", _sgd),
+    getattr(torch.optim, "Muon", None): MomentRule("momentum_buffer", _muon),  # since PyTorch 2.9
+}

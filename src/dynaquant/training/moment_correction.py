@@ -1,0 +1,225 @@
+"""Corrects the bias of first moments that a restore has set to zero, in the first steps after it (method 3.2)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dynaquant.training.first_moments import MomentRule, MomentUpdate, correction_factor, rule_of
+
+log = logging.getLogger("dynaquant")
+
+_LAST_FACTOR = 1.01
+"""A correction ends with the first factor that is not larger: with β = 0.9 after 44 steps.
+
+The corrected moment has the length of one that was never lost, so nothing jumps when the optimizer goes on alone.
+"""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the correction of one first moment is.
+
+    kept: the sum of the weights of the gradients that the moment contains. whole: the same sum without a restore.
+    factor: by which the moment is multiplied now.
+    """
+
+    kept: float
+    whole: float
+    factor: float = 1.0
+
+    def after_step(self, decay: float, largest: float) -> Progress:
+        """Return the progress after one more step. decay: β of this step. largest: the limit of the factor."""
+        kept, whole = (decay * each + 1 - decay for each in (self.kept, self.whole))
+        return Progress(kept, whole, correction_factor(kept, whole, largest))
+
+
+class MomentCorrection:
+    """Corrects the first moments of one optimizer, until they are as long as if they had never been lost.
+
+    Let S be the moment that the optimizer alone would build up after a restore, and c the factor of the correction.
+    Before each step, a hook changes the moment so that the step itself makes c · S of it, and uses that in its update:
+
+        m ← (c / c') · m + (c - 1) · gain / decay · g
+
+    where c' is the factor of the step before, and g the gradient with coupled weight decay as this step uses it. All
+    counting is per parameter: a step without a gradient does not count, nor does one that a ``GradScaler`` skips. If
+    the step computes its gradients itself (a closure), the moment is changed right after that.
+
+    The correction ends early if the optimizer loads another state, or if its step is captured in a CUDA graph, which
+    would repeat one factor forever. A hook that has ended does nothing, but stays until ``close``: PyTorch goes through
+    the hooks while they run, and they must not change meanwhile.
+
+    kept: for every parameter whose moment is corrected, the share that its moment has kept; 0 for a moment of zeros.
+    """
+
+    def __init__(self, optimizer: Optimizer, rule: MomentRule, kept: Mapping[Tensor, float]) -> None:
+        self._rule = rule
+        self._progress = {
+            parameter: Progress(share * whole, whole)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if (share := kept.get(parameter)) is not None
+            and (whole := _whole(optimizer.state.get(parameter, {}), rule.update(group).decay)) > 0
+        }
+        self.count = len(self._progress)
+        """The number of corrected moments."""
+        self._hooks: list[Any] = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
+        ]
+
+    @property
+    def active(self) -> bool:
+        """Whether any moment is still to be corrected."""
+        return bool(self._progress)
+
+    def close(self) -> None:
+        """End the correction and remove the hooks. Must not be called by a hook of the optimizer."""
+        self._progress.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _after_load(self, _: Optimizer) -> None:
+        self._progress.clear()
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._progress:
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._correct(optimizer)
+            return None
+        corrected = self._after_closure(optimizer, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": corrected}
+        return (args[0], corrected, *args[2:]), kwargs
+
+    def _after_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def corrected() -> Any:
+            loss = closure()
+            self._correct(optimizer)
+            return loss
+
+        return corrected
+
+    @torch.no_grad()
+    def _correct(self, optimizer: Optimizer) -> None:
+        """Change all moments that the coming step will update."""
+        if _captures_graph():
+            self._progress.clear()
+            return
+        # GradScaler passes scaled gradients to fused optimizers, which unscale them or skip the step themselves.
+        scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        if found_inf is not None and float(found_inf) != 0:
+            return
+        unscale = 1.0 if scale is None else 1.0 / float(scale)
+        for group in optimizer.param_groups:
+            update = self._rule.update(group)
+            same: dict[Progress, list[tuple[Tensor, Tensor, Tensor]]] = {}
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is None or (progress := self._progress.get(parameter)) is None:
+                    continue
+                moment = optimizer.state.get(parameter, {}).get(self._rule.key)
+                if not isinstance(moment, Tensor) or gradient.layout != torch.strided or not 0 < update.decay < 1:
+                    del self._progress[parameter]
+                else:
+                    same.setdefault(progress, []).append((parameter, gradient, moment))
+            for before, members in same.items():
+                after = before.after_step(update.decay, self._rule.largest_factor)
+                _change(members, before, after, update, unscale)
+                for parameter, _, _ in members:
+                    self._progress[parameter] = after
+                    if after.factor <= _LAST_FACTOR:
+                        del self._progress[parameter]
+
+
+class MomentCorrections:
+    """The corrections of all optimizers of one training.
+
+    enabled: whether moments are corrected at all.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self._enabled = enabled
+        self._corrections: dict[str, MomentCorrection] = {}
+        self._notes: dict[str, str] = {}
+
+    @property
+    def count(self) -> int:
+        """The number of first moments whose bias has been corrected since the last restore, or is being corrected."""
+        return sum(correction.count for correction in self._corrections.values())
+
+    @property
+    def active(self) -> bool:
+        """Whether any moment is still to be corrected."""
+        return any(correction.active for correction in self._corrections.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """Texts about moments that could not be corrected since the last restore."""
+        return list(self._notes.values())
+
+    def begin(self, name: str, optimizer: Optimizer, kept: Mapping[Tensor, float]) -> None:
+        """Correct the moments of an optimizer that has just loaded a state, in place of an earlier correction.
+
+        name: of the optimizer, for messages. kept: as for ``MomentCorrection``. Nothing happens if it is empty.
+        """
+        if (before := self._corrections.pop(name, None)) is not None:
+            before.close()
+        self._notes.pop(name, None)
+        if not kept or not self._enabled:
+            return
+        if (rule := rule_of(optimizer)) is None:
+            kind = type(optimizer)
+            self._notes[name] = (
+                f"{name} came back without its first moments, and they are not corrected, as the update of "
+                f"{kind.__module__}.{kind.__qualname__} is not known; roles={{'{name}.*.exp_avg': 'exact'}} keeps them"
+            )
+        else:
+            self._corrections[name] = MomentCorrection(optimizer, rule, kept)
+
+    def close_ended(self) -> None:
+        """Remove the hooks of corrections that have ended."""
+        for correction in self._corrections.values():
+            if not correction.active:
+                correction.close()
+
+    def close(self) -> None:
+        """End all corrections and remove their hooks. May be called again, also after an interrupt."""
+        for correction in self._corrections.values():
+            correction.close()
+
+
+def _change(
+    members: Sequence[tuple[Tensor, Tensor, Tensor]],
+    before: Progress,
+    after: Progress,
+    update: MomentUpdate,
+    unscale: float,
+) -> None:
+    """Change moments of equal progress. members: parameters, gradients and moments. unscale: factor of gradients."""
+    parameters, gradients, moments = (list(each) for each in zip(*members, strict=True))
+    share = (after.factor - 1) * update.gain / update.decay
+    torch._foreach_mul_(moments, after.factor / before.factor)
+    torch._foreach_add_(moments, gradients, alpha=share * update.sign * unscale)
+    if update.coupled:
+        torch._foreach_add_(moments, parameters, alpha=share * update.coupled)
+
+
+def _whole(state: Mapping[str, Any], decay: float) -> float:
+    """Return the sum of the weights of all gradients in a moment without a restore.
+
+    It is ``1 - β^t`` after t steps, and 1 if the optimizer does not count steps.
+    """
+    return 1 - decay ** float(state["step"]) if "step" in state else 1.0
+
+
+def _captures_graph() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
