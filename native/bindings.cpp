@@ -108,6 +108,13 @@ std::uint32_t grid_levels(const Array<const float>& values, float inverse, std::
     return dynaquant::grid_levels(view(values), inverse, seed, view(levels));
 }
 
+void grid_values(const Array<const float>& values, float inverse, float step, std::optional<std::uint32_t> seed,
+                 std::size_t first, const Array<float>& out) {
+    check_same_size(values.size(), out.size());
+    const nb::gil_scoped_release release;
+    dynaquant::grid_values(view(values), inverse, step, seed, first, view(out));
+}
+
 std::pair<double, double> sums(const Array<const float>& values) {
     const nb::gil_scoped_release release;
     const auto found = dynaquant::sums(view(values));
@@ -225,6 +232,10 @@ NB_MODULE(_native, m) {
     m.def("grid_levels", &grid_levels, "values"_a.noconvert(), "inverse"_a, "seed"_a.none(), "levels"_a.noconvert(),
           "Fills levels of the grid with step 1 / inverse; returns the highest, or 256 if a value is protected.\n"
           "seed: a number selects stochastic rounding; None rounds to the nearest.");
+    m.def("grid_values", &grid_values, "values"_a.noconvert(), "inverse"_a, "step"_a, "seed"_a.none(), "first"_a,
+          "out"_a.noconvert(),
+          "Fills the values that the levels of grid_levels are restored to, without making the levels.\n"
+          "first: the index of the first value in its tensor, for stochastic rounding.");
     m.def("sums", &sums, "values"_a.noconvert(),
           "Returns the sums of the values and of their squares, in double precision, the same on every machine.");
     m.def("row_and_column_sums", &row_and_column_sums, "values"_a.noconvert(), "row_sums"_a.noconvert(),

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstddef>
+#include <cstdlib>
 #include <vector>
 
 #include "cpu.hpp"
@@ -14,15 +16,17 @@ namespace dynaquant {
 namespace {
 
 constexpr std::size_t block_size = std::size_t{1} << 16;
-constexpr std::int32_t highest_level = 255;
+constexpr std::int32_t highest_level = 255, highest_multiple = 127;
+// Outputs of this many floats do not fit into the caches.
+constexpr std::size_t large = std::size_t{1} << 20;
 // In grid steps. Values farther from zero count as this far: they are protected, and nothing overflows.
 constexpr float beyond = 200.0f;
 
 // Rounds to the nearest integer, ties to even: adding and subtracting 1.5 · 2^23 drops all bits below 1. Unlike library
 // functions, compilers can vectorise this for every processor.
 float nearest(float x) {
-    constexpr float large = 12582912.0f;
-    return (x + large) - large;
+    constexpr float shift = 12582912.0f;
+    return (x + shift) - shift;
 }
 
 // Returns a random number in [0, 1) from an index and a seed, by the finalizer of MurmurHash3.
@@ -34,28 +38,39 @@ float uniform(std::uint32_t index, std::uint32_t seed) {
     return static_cast<float>(h >> 8) * 0x1p-24f;
 }
 
+// Values are processed in pieces by loops over values of one size each, so that compilers vectorise them.
+constexpr std::size_t piece_size = 512;
+
+// Sets multiples[i] to the multiple of the step that values[i] is rounded to. first: the index of values[0].
+template <bool Stochastic>
+[[gnu::always_inline]] inline void round_piece(std::span<const float> values, float inverse, std::uint32_t seed,
+                                               std::size_t first, std::int32_t* multiples) {
+    for (std::size_t i = 0; i < values.size(); ++i) {
+        float steps = values[i] * inverse;
+        steps = steps < -beyond ? -beyond : steps;
+        steps = steps > beyond ? beyond : steps;
+        float rounded = nearest(steps);
+        if constexpr (Stochastic) {
+            const float below = rounded > steps ? rounded - 1.0f : rounded;
+            const bool up = uniform(static_cast<std::uint32_t>(first + i), seed) < steps - below;
+            rounded = up ? below + 1.0f : below;
+        }
+        multiples[i] = static_cast<std::int32_t>(rounded);
+    }
+}
+
 // Quantizes a block and returns its highest level: 256 or more if a value is protected.
 template <bool Stochastic>
 [[gnu::always_inline]] inline std::int32_t quantize(std::span<const float> values, float inverse, std::uint32_t seed,
-                                                    std::size_t begin, std::uint8_t* levels) {
-    // Works in pieces of three loops, each over values of one size, so that compilers vectorise them.
+                                                    std::size_t first, std::uint8_t* levels) {
     std::int32_t highest = 0;
-    std::array<std::int32_t, 512> piece;
-    for (std::size_t done = 0; done < values.size(); done += piece.size()) {
-        const std::size_t count = std::min(piece.size(), values.size() - done);
+    std::array<std::int32_t, piece_size> piece;
+    for (std::size_t done = 0; done < values.size(); done += piece_size) {
+        const std::size_t count = std::min(piece_size, values.size() - done);
+        round_piece<Stochastic>(values.subspan(done, count), inverse, seed, first + done, piece.data());
         for (std::size_t i = 0; i < count; ++i) {
-            float steps = values[done + i] * inverse;
-            steps = steps < -beyond ? -beyond : steps;
-            steps = steps > beyond ? beyond : steps;
-            float rounded = nearest(steps);
-            if constexpr (Stochastic) {
-                const float below = rounded > steps ? rounded - 1.0f : rounded;
-                const bool up = uniform(static_cast<std::uint32_t>(begin + done + i), seed) < steps - below;
-                rounded = up ? below + 1.0f : below;
-            }
-            const auto multiple = static_cast<std::int32_t>(rounded);
-            const std::int32_t sign = multiple >> 31;
-            piece[i] = 2 * ((multiple ^ sign) - sign) - sign;  // 2 · |multiple|, plus 1 if it is negative
+            const std::int32_t sign = piece[i] >> 31;
+            piece[i] = 2 * ((piece[i] ^ sign) - sign) - sign;  // 2 · |multiple|, plus 1 if it is negative
         }
         for (std::size_t i = 0; i < count; ++i) highest = std::max(highest, piece[i]);
         for (std::size_t i = 0; i < count; ++i)
@@ -64,21 +79,93 @@ template <bool Stochastic>
     return highest;
 }
 
+// Returns a value as a protected one is restored: rounded to 16 bits, ties to even, but never to infinity.
+float protected_value(float value) {
+    constexpr float largest = 0x1.fep127f;
+    const auto bits = std::bit_cast<std::uint32_t>(std::clamp(value, -largest, largest));
+    return std::bit_cast<float>((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
+}
+
+// Rounds a block to the values of its levels.
+template <bool Stochastic, void store(const float*, std::size_t, float*)>
+[[gnu::always_inline]] inline void round(std::span<const float> values, float inverse, float step, std::uint32_t seed,
+                                         std::size_t first, float* out) {
+    alignas(64) std::array<float, piece_size> piece;
+    std::array<std::int32_t, piece_size> multiples;
+    for (std::size_t done = 0; done < values.size();) {
+        // The first piece ends where the output is aligned to a piece, so all others begin there.
+        const std::size_t after_border = reinterpret_cast<std::uintptr_t>(out + done) / sizeof(float) % piece_size;
+        const std::size_t count = std::min(piece_size - after_border, values.size() - done);
+        const auto some = values.subspan(done, count);
+        round_piece<Stochastic>(some, inverse, seed, first + done, multiples.data());
+        std::int32_t farthest = 0;
+        for (std::size_t i = 0; i < count; ++i) {
+            piece[i] = static_cast<float>(multiples[i]) * step;
+            farthest = std::max(farthest, std::abs(multiples[i]));
+        }
+        if (farthest > highest_multiple)  // rare
+            for (std::size_t i = 0; i < count; ++i)
+                if (std::abs(multiples[i]) > highest_multiple) piece[i] = protected_value(some[i]);
+        store(piece.data(), count, out + done);
+        done += count;
+    }
+}
+
+void store_plain(const float* values, std::size_t count, float* out) { std::copy_n(values, count, out); }
+
+#ifdef DYNAQUANT_X86
+// Writes past the caches, into which a large output does not fit. A plain write would first read the memory.
+DYNAQUANT_AVX2 void store_past_caches(const float* values, std::size_t count, float* out) {
+    if (count < piece_size) return store_plain(values, count, out);
+    for (std::size_t i = 0; i < piece_size; i += 8) _mm256_stream_ps(out + i, _mm256_load_ps(values + i));
+}
+#endif
+
 template <bool Stochastic>
-std::int32_t quantize_plain(std::span<const float> values, float inverse, std::uint32_t seed, std::size_t begin,
+std::int32_t quantize_plain(std::span<const float> values, float inverse, std::uint32_t seed, std::size_t first,
                             std::uint8_t* levels) {
-    return quantize<Stochastic>(values, inverse, seed, begin, levels);
+    return quantize<Stochastic>(values, inverse, seed, first, levels);
 }
 
 template <bool Stochastic>
 DYNAQUANT_AVX2 std::int32_t quantize_avx2(std::span<const float> values, float inverse, std::uint32_t seed,
-                                          std::size_t begin, std::uint8_t* levels) {
-    return quantize<Stochastic>(values, inverse, seed, begin, levels);
+                                          std::size_t first, std::uint8_t* levels) {
+    return quantize<Stochastic>(values, inverse, seed, first, levels);
 }
 
 template <bool Stochastic>
 auto quantize_block() {
     return has_avx2() ? quantize_avx2<Stochastic> : quantize_plain<Stochastic>;
+}
+
+template <bool Stochastic>
+void round_plain(std::span<const float> values, float inverse, float step, std::uint32_t seed, std::size_t first,
+                 float* out) {
+    round<Stochastic, store_plain>(values, inverse, step, seed, first, out);
+}
+
+template <bool Stochastic>
+DYNAQUANT_AVX2 void round_avx2(std::span<const float> values, float inverse, float step, std::uint32_t seed,
+                               std::size_t first, float* out) {
+    round<Stochastic, store_plain>(values, inverse, step, seed, first, out);
+}
+
+#ifdef DYNAQUANT_X86
+template <bool Stochastic>
+DYNAQUANT_AVX2 void round_past_caches(std::span<const float> values, float inverse, float step, std::uint32_t seed,
+                                      std::size_t first, float* out) {
+    round<Stochastic, store_past_caches>(values, inverse, step, seed, first, out);
+    _mm_sfence();
+}
+#endif
+
+template <bool Stochastic>
+auto round_block([[maybe_unused]] std::size_t size) {
+    if (!has_avx2()) return round_plain<Stochastic>;
+#ifdef DYNAQUANT_X86
+    if (size >= large) return round_past_caches<Stochastic>;
+#endif
+    return round_avx2<Stochastic>;
 }
 
 }  // namespace
@@ -95,6 +182,16 @@ std::uint32_t grid_levels(std::span<const float> values, float inverse, std::opt
     });
     const std::int32_t top = highest.empty() ? 0 : *std::max_element(highest.begin(), highest.end());
     return static_cast<std::uint32_t>(std::min(top, highest_level + 1));
+}
+
+void grid_values(std::span<const float> values, float inverse, float step, std::optional<std::uint32_t> seed,
+                 std::size_t first, std::span<float> out) {
+    const auto round_values = seed ? round_block<true>(values.size()) : round_block<false>(values.size());
+    parallel_for(block_count(values.size(), block_size), [&](std::size_t b) {
+        const std::size_t begin = b * block_size;
+        const auto block = values.subspan(begin, std::min(block_size, values.size() - begin));
+        round_values(block, inverse, step, seed.value_or(0), first + begin, out.data() + begin);
+    });
 }
 
 }  // namespace dynaquant

@@ -2,6 +2,7 @@
 // steps.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -14,5 +15,11 @@ namespace dynaquant {
 // the random number is a hash of seed and i. Returns the highest level, or 256 if a value is protected.
 std::uint32_t grid_levels(std::span<const float> values, float inverse, std::optional<std::uint32_t> seed,
                           std::span<std::uint8_t> levels);
+
+// Sets out[i] to the value that the level of values[i] is restored to: a multiple of the step, or values[i] in 16 bits
+// (bfloat16) if it is protected. The levels are those of grid_levels, without making them. first: the index of
+// values[0] in the tensor, for stochastic rounding.
+void grid_values(std::span<const float> values, float inverse, float step, std::optional<std::uint32_t> seed,
+                 std::size_t first, std::span<float> out);
 
 }  // namespace dynaquant

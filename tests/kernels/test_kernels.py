@@ -65,6 +65,48 @@ def test_grid_levels_of_many_blocks_are_the_same_on_every_device(where, seed, mo
     assert torch.equal(device.grid_levels(tensor.to(where), 3.0, seed)[0].cpu(), host.grid_levels(tensor, 3.0, seed)[0])
 
 
+def values_on_grid(kernel, tensor, rung, seed, first=0):
+    out, step = torch.full_like(tensor, math.nan), rung_value(rung)
+    kernel.grid_values(tensor, float(np.float32(1) / step), float(step), seed, first, out)
+    return bits(out.cpu())
+
+
+@on_devices
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("seed", [None, 0, 12345, 2**32 - 1])
+def test_values_on_a_grid_are_those_of_their_levels_on_every_device(where, shape, seed):
+    tensor = some(shape, torch.float32, 0.02)
+    for rung in (-60, -40, -22, -8):
+        wanted = bits(dequantize(quantize(tensor, rung, seed)))
+        assert values_on_grid(host, tensor, rung, seed) == wanted
+        assert values_on_grid(device, tensor.to(where), rung, seed) == wanted
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+def test_values_on_a_grid_do_not_depend_on_alignment_or_size(seed):
+    size = (1 << 20) + 70_001  # from a million values on, they are written past the caches
+    tensor = some((size,), torch.float32, 0.02)
+    tensor[:: 1 << 14] = 3.0
+    wanted = dequantize(quantize(tensor, -22, seed))
+    for begin in (0, 1, 7, 513, size - 100, size - 1):
+        memory = torch.full((size + 2,), math.nan)
+        out = memory[begin + 1 : size + 1]
+        host.grid_values(
+            tensor[begin:], float(np.float32(1) / rung_value(-22)), float(rung_value(-22)), seed, begin, out
+        )
+        assert bits(out) == bits(wanted[begin:])
+        assert bool(memory[: begin + 1].isnan().all())  # nothing is written outside
+        assert bool(memory[size + 1 :].isnan().all())
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=40), st.integers(-100, 100))
+def test_values_on_a_grid_of_any_floats_are_those_of_their_levels(values, rung):
+    tensor = torch.tensor(values, dtype=torch.float32)
+    for seed in (None, 7):
+        wanted = bits(dequantize(quantize(tensor, rung, seed)))
+        assert values_on_grid(host, tensor, rung, seed) == values_on_grid(device, tensor, rung, seed) == wanted
+
+
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=40), st.integers(-100, 100))
 def test_grid_levels_of_any_floats_are_the_same_on_every_device(values, rung):
     tensor, inverse = torch.tensor(values, dtype=torch.float32), float(np.float32(1) / rung_value(rung))

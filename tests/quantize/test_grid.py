@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from on_grid import FAR, assert_near
 from training import bits
 
-from dynaquant.quantize.grid import quantize
+from dynaquant.quantize.grid import RoundedToGrid, quantize
 from dynaquant.tensors.codebook import HIGHEST_RUNG, LOWEST_RUNG, Grid, rung_value
-from dynaquant.tensors.dequantize import dequantize
+from dynaquant.tensors.dequantize import dequantize, pieces
 from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
 
 
@@ -72,6 +72,24 @@ def test_values_on_the_grid_do_not_change(dtype):
         once = dequantize(quantize(torch.randn(500).to(dtype), rung))
         if float(once.abs().max()) < FAR * float(rung_value(rung)):
             assert bits(dequantize(quantize(once, rung))) == bits(once)
+
+
+@pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (7, 5), (2, 3, 4), (700, 900)], ids=str)
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_rounded_tensor_has_the_values_of_the_quantized_one_also_in_pieces(dtype, shape, seed):
+    tensor = torch.randn(shape).to(dtype)
+    tensor.view(-1)[0] = 300.0
+    for rung in (-20, -3, 4):
+        quantized = quantize(tensor, rung, seed)
+        rounded = RoundedToGrid(lambda: tensor, rung, seed)
+        values = rounded.values()
+        assert (values.dtype, values.shape) == (dtype, torch.Size(shape))
+        assert bits(values) == bits(dequantize(quantized))
+        assert [bits(piece) for piece in rounded.pieces()] == [bits(piece) for piece in pieces(quantized)]
+        assert np.array_equal(rounded.begin_quantize()().levels, quantized.levels)
+    transposed = RoundedToGrid(lambda: tensor.movedim(0, -1) if shape else tensor, -3, seed)
+    assert bits(transposed.values()) == bits(dequantize(transposed.begin_quantize()()))
 
 
 @given(st.integers(-60, 30), st.integers(0, 2**32 - 1))

@@ -8,6 +8,8 @@ from torch import nn, optim
 from training import bits, model_of, train
 
 import dynaquant as dq
+from dynaquant.quantize.grid import GridConfiguration
+from dynaquant.quantize.grid_weights import grid_weights
 from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
 from dynaquant.search.distortion import distortion, mean_squared_gradients
 from dynaquant.search.judge import DISTORTION_SCALE, DistortionJudge, MetricJudge
@@ -71,6 +73,50 @@ def test_the_metric_sees_the_given_values_of_weights_that_are_already_decided(mo
     assert seen["1.weight"] == bits(nn.Parameter(decided["1.weight"]))
     assert seen["4.weight"] == bits(nn.Parameter(dequantize(quantized["model.4.weight"])))
     assert seen["4.bias"] == bits(model[4].bias)
+
+
+@pytest.mark.parametrize("dithered", [False, True])
+def test_the_metric_sees_the_values_of_a_grid_that_is_not_quantized_yet(model, dithered):
+    weights = grid_weights(prepared(model).weights, {}, {}, seed=3)
+    kept = []
+
+    def evaluate(scored: nn.Module) -> float:
+        kept.append({f"model.{name}": p for name, p in scored.named_parameters()})  # as if it looked for the best model
+        return 1.0
+
+    judge = MetricJudge(model, evaluate, False, 1.0, {})
+    configurations = [GridConfiguration(scale, dithered) for scale in (-20, 0, 20)]
+    for configuration in configurations:
+        judge(weights.candidate(configuration))
+    for configuration, seen in zip(configurations, kept, strict=True):
+        for name, quantized in weights.quantize(configuration).items():
+            assert bits(seen[name]) == bits(nn.Parameter(dequantize(quantized)))
+
+
+def test_candidates_that_the_metric_does_not_keep_use_the_same_memory(model):
+    weights = grid_weights(prepared(model).weights, {}, {}, seed=3)
+    addresses, values = [], []
+
+    def evaluate(scored: nn.Module) -> float:
+        addresses.append([scored.get_parameter(name.removeprefix("model.")).data_ptr() for name in weights.weights])
+        values.append([bits(scored.get_parameter(name.removeprefix("model."))) for name in weights.weights])
+        scored[0].weight.fill_(7.0)  # what a metric writes to a candidate is not seen in the next one
+        return 1.0
+
+    judge = MetricJudge(model, evaluate, False, 1.0, {})
+    for scale in (0, 20, 0):
+        judge(weights.candidate(GridConfiguration(scale)))
+    assert addresses[0] == addresses[1] == addresses[2]
+    assert values[0] == values[2] != values[1]
+
+
+def test_without_a_metric_a_grid_is_judged_as_its_levels_are(model):
+    weights = grid_weights(prepared(model).weights, {}, {}, seed=3)
+    judge = DistortionJudge(weights.weights, {}, "distortion")
+    for scale in (-20, 0, 20):
+        configuration = GridConfiguration(scale)
+        quality = judge(weights.candidate(configuration))
+        assert quality.degradation == judge(weights.quantize(configuration)).degradation > 0
 
 
 def test_exceptions_of_the_metric_reach_the_caller(model):

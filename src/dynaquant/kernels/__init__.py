@@ -5,6 +5,7 @@ In reading order:
 - this file: the functions that every kernel set has, and which set a device uses
 - ``host``: kernels for tensors in host memory, by the native core
 - ``device``: kernels for tensors on a device, by PyTorch operations
+- ``reused``: memory for tensors that replace one another
 
 Levels and values are the same, bit for bit, on every device. Sums agree to the precision of float64. Only levels and
 small arrays move from a device to the host.
@@ -55,6 +56,16 @@ class Kernels(Protocol):
 
         The highest level counts as 256 or more if a value is protected. seed: a number selects stochastic rounding;
         None rounds to the nearest.
+        """
+        ...
+
+    def grid_values(
+        self, tensor: Tensor, inverse: float, step: float, seed: int | None, first: int, out: Tensor
+    ) -> None:
+        """Fill ``out`` with the values that the levels of ``grid_levels`` are restored to, without making the levels.
+
+        tensor, out: float32, on the same device, of the same size; ``out`` is contiguous. inverse: ``1 / step``. first:
+        the index of the first value in its tensor, for stochastic rounding.
         """
         ...
 

@@ -17,7 +17,7 @@ PIECE = 1 << 24
 _BUCKETS = 65_536
 _FAR = 200.0
 """Grid steps. Values farther from zero count as this far: they are protected, and nothing overflows."""
-_HIGHEST_LEVEL = 255
+_HIGHEST_LEVEL, _HIGHEST_MULTIPLE = 255, 127
 _WORD = 0xFFFF_FFFF
 
 
@@ -89,17 +89,33 @@ def grid_levels(tensor: Tensor, inverse: float, seed: int | None) -> tuple[Tenso
     levels = torch.empty(flat.numel(), dtype=torch.uint8, device=tensor.device)
     highest = torch.zeros((), dtype=torch.int32, device=tensor.device)
     for piece in _pieces(flat.numel()):
-        steps = (flat[piece].to(torch.float32) * inverse).clamp_(-_FAR, _FAR)
-        rounded = steps.round()  # ties to even
-        if seed is not None:
-            below = torch.where(rounded > steps, rounded - 1, rounded)
-            rounded = below + (_uniform(piece, seed, tensor.device) < steps - below)
-        multiples = rounded.to(torch.int32)
+        multiples = _multiples(flat[piece], inverse, seed, piece.start)
         found = 2 * multiples.abs() + (multiples < 0)
         if found.numel():
             highest = torch.maximum(highest, found.max())
         levels[piece] = torch.where(found > _HIGHEST_LEVEL, _native.LEVEL_PROTECTED, found).to(torch.uint8)
     return levels, highest
+
+
+def grid_values(tensor: Tensor, inverse: float, step: float, seed: int | None, first: int, out: Tensor) -> None:
+    flat, flat_out = _flat(tensor), out.view(-1)
+    largest = torch.finfo(torch.bfloat16).max
+    for piece in _pieces(flat.numel()):
+        multiples = _multiples(flat[piece], inverse, seed, first + piece.start)
+        protected = flat[piece].clamp(-largest, largest).to(torch.bfloat16).to(torch.float32)
+        flat_out[piece] = torch.where(
+            multiples.abs() > _HIGHEST_MULTIPLE, protected, multiples.to(torch.float32) * step
+        )
+
+
+def _multiples(values: Tensor, inverse: float, seed: int | None, first: int) -> Tensor:
+    """Return the multiple of the grid step that each value is rounded to, int32. first: the index of the first one."""
+    steps = (values.to(torch.float32) * inverse).clamp_(-_FAR, _FAR)
+    rounded = steps.round()  # ties to even
+    if seed is not None:
+        below = torch.where(rounded > steps, rounded - 1, rounded)
+        rounded = below + (_uniform(slice(first, first + len(values)), seed, values.device) < steps - below)
+    return rounded.to(torch.int32)
 
 
 def _uniform(piece: slice, seed: int, device: torch.device) -> Tensor:

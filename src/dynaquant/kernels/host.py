@@ -79,6 +79,11 @@ def grid_levels(tensor: Tensor, inverse: float, seed: int | None) -> tuple[Tenso
     return levels, _native.grid_levels(_float32(tensor), inverse, seed, levels.numpy())
 
 
+def grid_values(tensor: Tensor, inverse: float, step: float, seed: int | None, first: int, out: Tensor) -> None:
+    if out.numel():
+        _native.grid_values(_float32(tensor), inverse, step, seed, first, out.reshape(-1).numpy())
+
+
 def values(
     levels: NDArray[np.uint8],
     table: Tensor,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dynaquant import kernels
 from dynaquant.tensors.codebook import Grid, rung_value
-from dynaquant.tensors.dequantize import protected_values
+from dynaquant.tensors.dequantize import dequantize, piece_length, pieces, protected_values
 from dynaquant.tensors.stored import FIRST_BIN, MAX_BINS, QuantizedTensor
 
 SCALES_PER_OCTAVE = 16
@@ -53,8 +54,7 @@ def quantize(tensor: Tensor, rung: int, seed: int | None = None) -> QuantizedTen
 
 def begin_quantize(tensor: Tensor, rung: int, seed: int | None = None) -> Callable[[], QuantizedTensor]:
     """Start ``quantize`` and return a function that finishes it. A device works on in between."""
-    inverse = np.float32(1) / rung_value(rung)
-    levels, highest = kernels.for_device(tensor.device).grid_levels(tensor, float(inverse), seed)
+    levels, highest = kernels.for_device(tensor.device).grid_levels(tensor, _inverse(rung), seed)
     copied = kernels.to_host(levels)
 
     def finish() -> QuantizedTensor:
@@ -64,3 +64,56 @@ def begin_quantize(tensor: Tensor, rung: int, seed: int | None = None) -> Callab
         return QuantizedTensor(tensor.dtype, tensor.shape, copied(), Grid(rung, bins), protected)
 
     return finish
+
+
+def _inverse(rung: int) -> float:
+    return float(np.float32(1) / rung_value(rung))
+
+
+Empty = Callable[[torch.Size, torch.dtype, torch.device], Tensor]
+"""Makes a tensor on a device, not initialized."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedToGrid:
+    """A tensor as a grid would store it, to be scored: its values are computed on request, and it has no levels.
+
+    Values are the same, bit for bit, as those of the quantized tensor. float32 takes one pass over the tensor; other
+    dtypes are quantized first.
+
+    read: returns the tensor, float32, float64, bfloat16 or float16. rung, seed: see ``quantize``.
+    """
+
+    read: Callable[[], Tensor]
+    rung: int
+    seed: int | None
+
+    def begin_quantize(self) -> Callable[[], QuantizedTensor]:
+        """Start to quantize the tensor. Return a function that finishes it."""
+        return begin_quantize(self.read(), self.rung, self.seed)
+
+    def values(self, empty: Empty = kernels.empty) -> Tensor:
+        """Return the values, on the tensor's device. empty: makes the memory for them."""
+        tensor = self.read()
+        if tensor.dtype != torch.float32:
+            return dequantize(quantize(tensor, self.rung, self.seed), tensor.device)
+        values = empty(tensor.shape, tensor.dtype, tensor.device)
+        self._round(tensor, 0, values)
+        return values
+
+    def pieces(self) -> Iterator[Tensor]:
+        """Yield the values as ``pieces`` of the quantized tensor does, on the tensor's device."""
+        tensor = self.read()
+        if tensor.dtype != torch.float32:
+            yield from pieces(quantize(tensor, self.rung, self.seed), tensor.device)
+            return
+        flat, length = tensor.detach().reshape(-1), piece_length(tensor.shape, tensor.device)
+        for begin in range(0, flat.numel(), length):
+            part = flat[begin : begin + length]
+            values = kernels.empty(part.shape, part.dtype, part.device)
+            self._round(part, begin, values)
+            yield values
+
+    def _round(self, values: Tensor, first: int, out: Tensor) -> None:
+        kernel = kernels.for_device(values.device)
+        kernel.grid_values(values, _inverse(self.rung), float(rung_value(self.rung)), self.seed, first, out)

@@ -6,13 +6,13 @@ import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from dynaquant import kernels
-from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration, begin_quantize
+from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration, RoundedToGrid
 from dynaquant.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE
 from dynaquant.tensors.lazy_mapping import LazyMapping
 from dynaquant.tensors.stored import QuantizedTensor
@@ -103,14 +103,21 @@ class GridWeights:
         """Return the rung of each tensor's grid step."""
         return choose_rungs(self.fisher, configuration.scale, self.previous_rungs, self._largest_steps)
 
-    def quantize(self, configuration: GridConfiguration) -> Mapping[str, QuantizedTensor]:
-        """Return the quantized weights; a pure function."""
+    def candidate(self, configuration: GridConfiguration) -> dict[str, RoundedToGrid]:
+        """Return the weights as ``quantize`` would store them, to be scored; a pure function."""
         rungs = self.rungs(configuration)
 
         def seed(name: str) -> int | None:
             return zlib.crc32(name.encode(), self.seed & 0xFFFFFFFF) if configuration.dithered else None
 
-        begun = {name: begin_quantize(tensor, rungs[name], seed(name)) for name, tensor in self.weights.items()}
+        return {
+            name: RoundedToGrid(partial(self.weights.__getitem__, name), rungs[name], seed(name))
+            for name in self.weights
+        }
+
+    def quantize(self, configuration: GridConfiguration) -> Mapping[str, QuantizedTensor]:
+        """Return the quantized weights; a pure function."""
+        begun = {name: rounded.begin_quantize() for name, rounded in self.candidate(configuration).items()}
         return {name: begun.pop(name)() for name in list(begun)}  # pop: frees the pinned memory of finished tensors
 
     def predict(self, configuration: GridConfiguration) -> None:

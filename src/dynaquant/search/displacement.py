@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dynaquant.tensors.dequantize import dequantize
+from dynaquant.quantize.candidate import CandidateTensor, CandidateWeights, pieces
+from dynaquant.tensors import dequantize
 from dynaquant.tensors.stored import QuantizedTensor
 
 LEAST_KEPT = 0.8
@@ -36,30 +37,39 @@ class Displacement:
         self._weights = weights
         self._restored = {n: r for n, r in restored.items() if n in weights and weights[n].shape == r.shape}
 
-    def share_kept(self, quantized: Mapping[str, QuantizedTensor]) -> float | None:
-        """Return the share of the displacement that quantized weights keep, from 0 to 1. None if nothing was restored.
+    def share_kept(self, candidate: CandidateWeights) -> float | None:
+        """Return the share of the displacement that a candidate keeps, from 0 to 1. None if nothing was restored.
 
-        For one tensor this is ``⟨ŵ - r, w - r⟩ / ‖w - r‖²`` with restored ``r``, weights ``w`` and quantized weights
-        ``ŵ``. It is 1 if ``ŵ`` equals ``w`` or differs from it only at right angles to the displacement, and 0 if ``ŵ``
-        equals ``r``. The result is the mean over tensors, weighted by their numbers of elements, so that layers with
-        small learning rates count too. It is 1 if no weight has moved.
+        For one tensor this is ``⟨ŵ - r, w - r⟩ / ‖w - r‖²`` with restored ``r``, weights ``w`` and the candidate's
+        weights ``ŵ``. It is 1 if ``ŵ`` equals ``w`` or differs from it only at right angles to the displacement, and 0
+        if ``ŵ`` equals ``r``. The result is the mean over tensors, weighted by their numbers of elements, so that
+        layers with small learning rates count too. It is 1 if no weight has moved.
         """
         if not self._restored:
             return None
         kept, counted = 0.0, 0
-        for name, restored in self._restored.items():  # one at a time: all displacements are as large as the model
-            device = self._weights[name].device
-            origin = _flat(dequantize(restored, device))
-            displacement = _flat(self._weights[name]) - origin
-            squared_length = float(displacement @ displacement)
-            if not 0 < squared_length < math.inf:
-                continue
-            projection = float((_flat(dequantize(quantized[name], device)) - origin) @ displacement)
-            kept += displacement.numel() * min(max(projection / squared_length, 0.0), 1.0)
-            counted += displacement.numel()
+        for name, restored in self._restored.items():
+            projection, squared_length = _projection(self._weights[name], restored, candidate[name])
+            if 0 < squared_length < math.inf:
+                size = restored.shape.numel()
+                kept += size * min(max(projection / squared_length, 0.0), 1.0)
+                counted += size
         return kept / counted if counted else 1.0
 
 
-def _flat(tensor: Tensor) -> Tensor:
-    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    return tensor.detach().to(wide).reshape(-1)
+def _projection(weight: Tensor, restored: QuantizedTensor, candidate: CandidateTensor) -> tuple[float, float]:
+    """Return ``⟨ŵ - r, w - r⟩`` and ``‖w - r‖²`` of one tensor. Works in pieces, to need little memory."""
+    flat, begin = weight.detach().reshape(-1), 0
+    projection = squared_length = 0.0
+    pieces_of_both = zip(dequantize.pieces(restored, weight.device), pieces(candidate, weight.device), strict=True)
+    for restored_piece, candidate_piece in pieces_of_both:
+        origin = _wide(restored_piece)
+        displacement = _wide(flat[begin : begin + len(origin)]) - origin
+        begin += len(origin)
+        squared_length += float(displacement @ displacement)
+        projection += float((_wide(candidate_piece) - origin) @ displacement)
+    return projection, squared_length
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)

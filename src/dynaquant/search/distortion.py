@@ -10,25 +10,22 @@ import torch
 from torch import Tensor
 
 from dynaquant import kernels
-from dynaquant.tensors.dequantize import pieces
-from dynaquant.tensors.stored import QuantizedTensor
+from dynaquant.quantize.candidate import CandidateWeights, pieces
 
 
-def distortion(
-    weights: Mapping[str, Tensor], quantized: Mapping[str, QuantizedTensor], fisher: Mapping[str, float]
-) -> float:
+def distortion(weights: Mapping[str, Tensor], candidate: CandidateWeights, fisher: Mapping[str, float]) -> float:
     """Return ``Σ F·δ² / Σ F·w²``: the squared errors of the weights, relative to their squares.
 
-    weights, quantized: by name. fisher: ``F``, the mean squared gradient of each tensor. With it, the result is the
+    weights, candidate: by name. fisher: ``F``, the mean squared gradient of each tensor. With it, the result is the
     second-order model of the loss up to a factor (method 2.1). Empty: all tensors count alike. 0 if nothing is
     quantized.
     """
     error_sum = weight_sum = 0.0
-    for name, stored in quantized.items():
+    for name, tensor in candidate.items():
         factor = fisher.get(name, 0.0) if fisher else 1.0
         weight, begin = weights[name].detach().reshape(-1), 0
         kernel = kernels.for_device(weight.device)
-        for values in pieces(stored, weight.device):
+        for values in pieces(tensor, weight.device):
             part = weight[begin : begin + len(values)].to(torch.float32)
             begin += len(values)
             weight_sum += factor * kernel.sums(part)[1]

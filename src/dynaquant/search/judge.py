@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
 
 from torch import Tensor, nn
 
+from dynaquant.kernels.reused import ReusedMemory
+from dynaquant.quantize import candidate as candidates
+from dynaquant.quantize.candidate import CandidateWeights
 from dynaquant.search.distortion import distortion
 from dynaquant.search.evaluation import Evaluate, ParameterValues, Quality, degradation, score
 from dynaquant.state.wrappers import named_parameters
-from dynaquant.tensors.dequantize import dequantize
-from dynaquant.tensors.stored import QuantizedTensor
 
 JudgedBy = Literal["evaluate", "fisher distortion", "distortion"]
 """``evaluate``: the user's metric. ``fisher distortion``: distortion weighted by Fisher information. ``distortion``:
@@ -32,7 +33,7 @@ class Judge(Protocol):
         """What the judge measures."""
         ...
 
-    def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
+    def __call__(self, candidate: CandidateWeights) -> Quality:
         """Return the quality of the model with these weights. Raises what ``evaluate`` raises."""
         ...
 
@@ -42,7 +43,8 @@ class MetricJudge:
     """Judges by the user's metric.
 
     original: the score of the weights in training, to which candidates are compared. decided: the values that other
-    parameters will have after a restore, by name without ``"model."``.
+    parameters will have after a restore, by name without ``"model."``. memory: for the values of one candidate after
+    another.
     """
 
     model: nn.Module
@@ -51,14 +53,17 @@ class MetricJudge:
     original: float
     decided: Mapping[str, ParameterValues]
     judged_by: JudgedBy = "evaluate"
+    memory: ReusedMemory = field(default_factory=ReusedMemory, compare=False)
 
-    def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
+    def __call__(self, candidate: CandidateWeights) -> Quality:
         """Score the model with the weights that a restore would return."""
         parameters = dict(named_parameters(self.model))
         names = {f"model.{name}": name for name in parameters}
         values = {
-            names[name]: partial(dequantize, stored, parameters[names[name]].device)
-            for name, stored in quantized.items()
+            names[name]: partial(
+                candidates.values, tensor, parameters[names[name]].device, partial(self.memory.empty, name)
+            )
+            for name, tensor in candidate.items()
             if name in names
         }
         restored = score(self.model, {**self.decided, **values}, self.evaluate)
@@ -79,6 +84,6 @@ class DistortionJudge:
     fisher: Mapping[str, float]
     judged_by: JudgedBy
 
-    def __call__(self, quantized: Mapping[str, QuantizedTensor]) -> Quality:
+    def __call__(self, candidate: CandidateWeights) -> Quality:
         """Return the estimated degradation. The scores are NaN."""
-        return Quality(math.nan, math.nan, DISTORTION_SCALE * distortion(self.weights, quantized, self.fisher))
+        return Quality(math.nan, math.nan, DISTORTION_SCALE * distortion(self.weights, candidate, self.fisher))

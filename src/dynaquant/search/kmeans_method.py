@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dynaquant.quantize.candidate import CandidateWeights
 from dynaquant.quantize.kmeans_weights import KMeansWeights, quantize_weights
 from dynaquant.quantize.knobs import Knobs, in_short
 from dynaquant.quantize.partition import Configuration
@@ -42,6 +43,10 @@ class KMeansQuantizer:
     def quantize(self, configuration: Configuration) -> dict[str, QuantizedTensor]:
         """Return the quantized weights by name. A pure function."""
         return quantize_weights(self.prepared, configuration)
+
+    def candidate(self, configuration: Configuration) -> CandidateWeights:
+        """Return the weights as ``quantize`` would store them, to be scored."""
+        return self.quantize(configuration)
 
     def predict(self, configuration: Configuration) -> float:
         """Return the bytes of the coded weights."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from dynaquant.quantize.candidate import CandidateWeights, with_levels
 from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.search.displacement import Displacement
 from dynaquant.search.evaluation import Quality
@@ -25,6 +26,10 @@ class Quantizer(Protocol):
     @property
     def weights(self) -> Mapping[str, Tensor]:
         """The weights by name."""
+        ...
+
+    def candidate(self, configuration: Any) -> CandidateWeights:
+        """Return the weights as ``quantize`` would store them, to be scored. A pure function."""
         ...
 
     def quantize(self, configuration: Any) -> Mapping[str, QuantizedTensor]:
@@ -179,16 +184,16 @@ class Trials:
             self._scored[trial.configuration] = trial, quality
 
     def _try(self, configuration: Knobs, least_kept: float) -> tuple[Trial, Quality | None]:
-        """Quantize and, if enough of the displacement is kept, evaluate. On this rank alone."""
+        """Make the candidate and, if enough of the displacement is kept, evaluate. On this rank alone."""
         start = time.perf_counter()
-        quantized = self._quantizer.quantize(configuration)
-        share_kept = self._displacement.share_kept(quantized)
+        candidate = self._quantizer.candidate(configuration)
+        share_kept = self._displacement.share_kept(candidate)
         degradation, quality, error = None, None, None
         if share_kept is None or share_kept >= least_kept:
-            quality, raised = attempt(lambda: self._judge(quantized))
+            quality, raised = attempt(lambda: self._judge(candidate))
             error = one_line(raised)
             degradation = math.nan if quality is None else quality.degradation
-            if degradation <= self.limit:
+            if degradation <= self.limit and (quantized := with_levels(candidate)) is not None:
                 self._last_quantized = configuration, quantized  # the last good one is usually chosen
         seconds = time.perf_counter() - start
         predicted = self._quantizer.predict(configuration)

@@ -64,8 +64,13 @@ def pieces(quantized: Quantized, device: torch.device = kernels.HOST) -> Iterato
 
     Raises ValueError as ``dequantize`` does.
     """
-    columns = max(math.prod(quantized.shape[1:]), 1)  # a piece of a matrix is a whole number of rows
-    yield from _pieces(quantized, max(kernels.piece_size(device) // columns, 1) * columns, device)
+    yield from _pieces(quantized, piece_length(quantized.shape, device), device)
+
+
+def piece_length(shape: torch.Size, device: torch.device) -> int:
+    """Return the number of values of each of the ``pieces`` but the last."""
+    columns = max(math.prod(shape[1:]), 1)  # a piece of a matrix is a whole number of rows
+    return max(kernels.piece_size(device) // columns, 1) * columns
 
 
 def _pieces(quantized: Quantized, size: int, device: torch.device) -> Iterator[Tensor]:
