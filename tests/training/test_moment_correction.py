@@ -426,3 +426,48 @@ def test_an_unknown_optimizer_is_left_alone_and_a_note_says_so():
     assert not optimizer._optimizer_step_pre_hooks
     (note,) = corrections.notes
     assert "Mine is not known" in note
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from PyTorch itself
+def test_compiled_steps_are_corrected_without_compiling_for_each_factor():
+    parameters, optimizer = trained("Adam")
+    begun(optimizer, parameters)
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph
+
+    optimizer.step = torch.compile(optimizer.step, backend=backend)
+    references = [Reference(), Reference()]
+    for moment, wanted, _ in moments_and_references(optimizer, parameters, references, 20):
+        assert_close(moment, wanted)
+    assert 0 < len(compiled) < 5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{"fused": True}, {"capturable": True}, {"foreach": True}], ids=str)
+def test_moments_on_a_cuda_device_are_corrected(options):
+    parameters = [nn.Parameter(torch.randn(3, 4, device="cuda")) for _ in range(2)]
+    optimizer = optim.Adam(parameters, 1e-3, weight_decay=0.3, **options)
+    for _ in range(DONE):
+        gradients_for(parameters)
+        optimizer.step()
+    begun(optimizer, parameters)
+    references = [Reference(), Reference()]
+    for moment, wanted, _ in moments_and_references(optimizer, parameters, references, 10):
+        assert_close(moment, wanted)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_that_is_captured_in_a_graph_is_not_corrected_and_a_note_says_so():
+    parameters = [nn.Parameter(torch.randn(3, 4, device="cuda"))]
+    optimizer = optim.Adam(parameters, 1e-3, capturable=True)
+    gradients_for(parameters)
+    optimizer.step()
+    corrections = begun(optimizer, parameters)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
+    assert corrections.count == 0
+    (note,) = corrections.notes
+    assert note.endswith("as a CUDA graph captured its step")

@@ -70,8 +70,11 @@ class MomentCorrection:
         }
         self.count = len(self._progress)
         """The number of corrected moments."""
+        self.given_up = False
+        """Whether the correction ended because the step is captured in a CUDA graph."""
         self._hooks: list[Any] = [
-            optimizer.register_step_pre_hook(self._before_step),
+            # A compiled step would have to be compiled again for each factor.
+            optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)),  # type: ignore[no-untyped-call]
             optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
 
@@ -91,6 +94,10 @@ class MomentCorrection:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._progress:
+            return None
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            self.given_up = True
+            self._progress.clear()
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -112,9 +119,6 @@ class MomentCorrection:
     @torch.no_grad()
     def _correct(self, optimizer: Optimizer) -> None:
         """Change all moments that the coming step will update."""
-        if _captures_graph():
-            self._progress.clear()
-            return
         # GradScaler passes scaled gradients to fused optimizers, which unscale them or skip the step themselves.
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         if found_inf is not None and float(found_inf) != 0:
@@ -154,7 +158,7 @@ class MomentCorrections:
     @property
     def count(self) -> int:
         """The number of first moments whose bias has been corrected since the last restore, or is being corrected."""
-        return sum(correction.count for correction in self._corrections.values())
+        return sum(correction.count for correction in self._corrections.values() if not correction.given_up)
 
     @property
     def active(self) -> bool:
@@ -164,7 +168,9 @@ class MomentCorrections:
     @property
     def notes(self) -> list[str]:
         """Texts about moments that could not be corrected since the last restore."""
-        return list(self._notes.values())
+        captured = [name for name, correction in self._corrections.items() if correction.given_up]
+        what = "came back without its first moments, and they are not corrected, as a CUDA graph captured its step"
+        return [*self._notes.values(), *(f"{name} {what}" for name in captured)]
 
     def begin(self, name: str, optimizer: Optimizer, kept: Mapping[Tensor, float]) -> None:
         """Correct the moments of an optimizer that has just loaded a state, in place of an earlier correction.
@@ -219,7 +225,3 @@ def _whole(state: Mapping[str, Any], decay: float) -> float:
     It is ``1 - β^t`` after t steps, and 1 if the optimizer does not count steps.
     """
     return 1 - decay ** float(state["step"]) if "step" in state else 1.0
-
-
-def _captures_graph() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
