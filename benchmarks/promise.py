@@ -48,16 +48,18 @@ def main() -> None:
     made.add_argument("--variants", help=f"comma-separated: {', '.join(VARIANTS)}")
     made.add_argument("--seeds", help="comma-separated numbers, for every variant; by default 0 to 4 or 0 to 2")
     made.add_argument("--workers", type=int, default=2, help="runs at a time, one core each")
+    made.add_argument("--show", action="store_true", help="run nothing, only show what the cache has")
     arguments = options.parse(made)
     choice = arguments.trainings, arguments.variants, arguments.seeds
     sweep = sweep_of(arguments.data, arguments.cache, *choice, arguments.quick)
     missing = sweep.missing()
     minutes = sweep.estimate(missing) / 60
     show(f"{len(missing)} runs are missing in {sweep.cache}: about {minutes:.0f} minutes of one core", width=100)
-    sweep.run(arguments.workers)
+    if not arguments.show:
+        sweep.run(arguments.workers)
     found = results(sweep)
     show(table(found), width=120)
-    if choice != (None, None, None):
+    if arguments.show or choice != (None, None, None):
         return
     show(bars(found), width=160)
     hours = sum(row.seconds * len(row.ends) for row in found.rows) / 3600

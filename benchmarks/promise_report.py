@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 
 from crashes import spread, times
 from matplotlib.figure import Figure
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.ticker import FixedLocator, StrMethodFormatter
 from promise_runs import CENTRE, VARIANTS, Plan, Sweep, equivalents
 from promise_trainings import HELD_OUT
 from results import Table, plain_ticks, sentence
@@ -66,13 +66,16 @@ class Results:
 
 
 def results(sweep: Sweep) -> Results:
-    """Return the results of a sweep that has run."""
+    """Return the results of a sweep, as far as it has run."""
     rows, undisturbed = [], {}
     for training in sweep.trainings:
         alone = sweep.alone(training)
-        undisturbed[training] = list(alone.values())
+        if alone:
+            undisturbed[training] = list(alone.values())
         for variant in sweep.variants:
-            runs = sweep.runs(training, variant)
+            runs = [run for run in sweep.runs(training, variant) if run.seed in alone]
+            if not runs:
+                continue
             weights = [run.weights for run in runs if run.weights is not None]
             rows.append(
                 Row(
@@ -153,8 +156,8 @@ def bars(found: Results) -> Table:
 
 
 def plot(found: Results, path: Path) -> None:
-    figure = Figure(figsize=(15, 4), layout="constrained")
-    panels = figure.subplots(1, len(found.alone), squeeze=False)[0]
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    panels = figure.subplots(1, len(found.alone), squeeze=False, sharey=True)[0]
     methods = list(dict.fromkeys(variant.method for variant in VARIANTS.values()))
     for axes, (training, alone) in zip(panels, found.alone.items(), strict=True):
         apart = 100 * spread(alone)
@@ -173,10 +176,18 @@ def plot(found: Results, path: Path) -> None:
                 capsize=2,
             )
             if not central:
-                axes.annotate(row.variant, (row.state, 100 * row.mean), (3, 3), textcoords="offset points", fontsize=6)
+                axes.annotate(
+                    row.variant,
+                    (row.state, 100 * row.mean),
+                    (-4, 3),
+                    textcoords="offset points",
+                    fontsize=6,
+                    ha="right",
+                )
         title = f"{training} (held out)" if training in HELD_OUT else training
         axes.set(title=title, xscale="log", xlabel="whole state, times smaller")
-        axes.set_yscale("symlog", linthresh=1, linscale=1)
+        axes.set_yscale("symlog", linthresh=1)
+        axes.yaxis.set_major_locator(FixedLocator([s * x for x in (0.5, 1, 2, 5, 10, 20, 50) for s in (-1, 1)] + [0]))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         plain_ticks(axes.xaxis)
         axes.tick_params(axis="x", labelrotation=45)
@@ -235,8 +246,6 @@ training.
 ![end of training against size](promise.png)
 
 {table(found).in_markdown()}
-
-## What was to be reached
 
 {bars(found).in_markdown()}
 

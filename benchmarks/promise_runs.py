@@ -222,17 +222,16 @@ class Sweep:
         run_all(self.missing(), workers)
 
     def alone(self, training: str) -> dict[int, Uninterrupted]:
-        """Return the runs of a training without checkpoints by seed."""
+        """Return the runs of a training without checkpoints by seed, those that are there."""
+        files = {seed: self.undisturbed_file(name, seed, n) for name, seed, n in self.undisturbed if name == training}
         return {
-            seed: Uninterrupted.from_json(json.loads(self.undisturbed_file(name, seed, steps).read_text()))
-            for name, seed, steps in self.undisturbed
-            if name == training
+            seed: Uninterrupted.from_json(json.loads(file.read_text())) for seed, file in files.items() if file.exists()
         }
 
     def runs(self, training: str, variant: str) -> list[Run]:
-        """Return the runs of a training and variant."""
+        """Return the runs of a training and variant, those that are there."""
         files = [self.file(training, variant, seed) for seed in self.seeds_of(variant)]
-        return [Run.from_json(json.loads(file.read_text())) for file in files]
+        return [Run.from_json(json.loads(file.read_text())) for file in files if file.exists()]
 
 
 @lru_cache

@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpointers import Saved, Theirs
 from peers.peer import Encoded, Known, Peer
-from promise_report import Results, Row, bars, page, plot, table
+from promise_report import Results, Row, bars, page, plot, results, table
 from promise_runs import CENTRE, QUICK, QUICK_VARIANTS, VARIANTS, Plan, Run, Sweep, disturbed, equivalents
 from promise_trainings import TRAININGS
 from workloads import Uninterrupted
@@ -66,8 +66,10 @@ def test_a_sweep_keeps_its_runs_and_trains_only_what_is_missing(data, tmp_path):
     sweep = Sweep(data, tmp_path, ["gru"], {"lossless": LOSSLESS})
     assert [job.steps for job in sweep.missing()] == [8, 10]
     assert sweep.estimate(sweep.missing()) > 18 * promise_runs.STEP_SECONDS
+    assert results(sweep).rows == []
     sweep.run(workers=1)
     assert sweep.missing() == []
+    assert [row.ends for row in results(sweep).rows] == [[0]]
     (run,) = sweep.runs("gru", "lossless")
     assert run.worse_than(sweep.alone("gru")[0]) == 0
     other = Sweep(data, tmp_path, ["gru"], {"lossless": replace(LOSSLESS, arguments={"quality": "high"})})
