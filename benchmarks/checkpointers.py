@@ -69,9 +69,8 @@ class Checkpoints(Protocol):
 
 def equivalents(record: dq.Record) -> float:
     """Return what a save has spent on the metric, in evaluations, with that of the weights in training."""
-    if not record.evaluations:
-        return 0.0
-    return float(getattr(record, "equivalents", None) or record.evaluations + 1)
+    known = getattr(record, "equivalents", None)
+    return float((record.evaluations and record.evaluations + 1) if known is None else known)
 
 
 class Ours:
