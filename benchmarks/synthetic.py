@@ -44,9 +44,7 @@ def _block(width: int) -> nn.ModuleDict:
 
 def adam_state(values: int, generator: Generator) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and its optimizer. Weights and both moments are about this many float32 values together."""
-    with torch.device("meta"):
-        model = Transformer(values // 3)
-    model.to_empty(device="cpu")
+    model = _without_values(values // 3)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.data.copy_(_weights(parameter, generator))
@@ -54,6 +52,21 @@ def adam_state(values: int, generator: Generator) -> tuple[nn.Module, torch.opti
         first = MOMENTUM * squares.sqrt() * _normal(squares, generator)
         optimizer.state[parameter] = {"step": torch.tensor(1000.0), "exp_avg": first, "exp_avg_sq": squares}
     return model, optimizer
+
+
+def transformer(weights: int, generator: Generator) -> nn.Module:
+    """Return a model with about this many float32 weights."""
+    model = _without_values(weights)
+    for parameter in model.parameters():
+        parameter.data.copy_(_weights(parameter, generator))
+    return model
+
+
+def _without_values(weights: int) -> Transformer:
+    with torch.device("meta"):
+        model = Transformer(weights)
+    model.to_empty(device="cpu")
+    return model
 
 
 def advance(optimizer: torch.optim.Optimizer, generator: Generator) -> None:
