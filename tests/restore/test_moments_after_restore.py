@@ -222,3 +222,25 @@ def test_parameters_whose_state_is_not_restored_are_not_corrected(tmp_path):
         checkpointer.restore(strict=False)
         assert optimizer.state[model[4].weight]["exp_avg"].any()
         assert checkpointer.save(13).result().moments_corrected == 5
+
+
+def test_an_optimizer_wrapped_by_accelerate_counts_its_real_steps(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    saved(tmp_path)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = accelerator.prepare(*other())
+    with dq.Checkpointer(tmp_path, model, optimizer) as checkpointer:
+        checkpointer.restore()
+        weight = accelerator.unwrap_model(model)[4].weight
+        total = torch.zeros_like(weight).double()
+        for micro_batch in range(8):
+            with accelerator.accumulate(model):
+                tokens = torch.randint(0, 40, (8,))
+                accelerator.backward(torch.nn.functional.cross_entropy(model(tokens), tokens))
+                if micro_batch % 2 == 1:
+                    total = BETA * total + (1 - BETA) * weight.grad.double()
+                optimizer.step()
+                optimizer.zero_grad()
+        factor = (1 - BETA**16) / (1 - BETA**4)
+        moment = optimizer.optimizer.state[weight]["exp_avg"].double()
+        torch.testing.assert_close(moment, factor * total, rtol=1e-5, atol=1e-7)

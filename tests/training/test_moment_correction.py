@@ -185,7 +185,7 @@ def test_after_the_window_the_optimizer_goes_on_alone():
         optimizer.step()
         other_optimizer.step()
     assert all(torch.equal(mine, its) for mine, its in zip(parameters, other, strict=True))
-    corrections.close_ended()
+    corrections.saved()
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_load_state_dict_post_hooks
     assert corrections.count == 2
@@ -340,7 +340,7 @@ def test_a_state_that_the_user_loads_is_not_corrected():
     optimizer.step()
     other_optimizer.step()
     assert all(torch.equal(mine, its) for mine, its in zip(parameters, other, strict=True))
-    corrections.close_ended()
+    corrections.saved()
     assert not optimizer._optimizer_step_pre_hooks
 
 
@@ -402,6 +402,26 @@ def test_a_part_of_a_moment_that_was_kept_needs_less_correction():
         torch.testing.assert_close(moment, torch.full_like(moment, length))
 
 
+def test_the_moments_of_half_precision_parameters_are_corrected_as_precisely_as_they_are_stored():
+    parameters = [nn.Parameter(torch.randn(3, 4, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = optim.AdamW(parameters, 1e-3)
+    for _ in range(DONE):
+        gradients_for(parameters)
+        optimizer.step()
+    begun(optimizer, parameters)
+    references = [Reference(), Reference()]
+    for moment, wanted, _ in moments_and_references(optimizer, parameters, references, 10):
+        torch.testing.assert_close(moment.double(), wanted, rtol=0.02, atol=0.02)
+
+
+def test_a_differentiable_optimizer_is_left_alone():
+    parameters = parameters_of()
+    optimizer = optim.Adam(parameters, differentiable=True)
+    corrections = MomentCorrections()
+    corrections.begin("optimizer", optimizer, dict.fromkeys(parameters, 0.0))
+    assert (corrections.count, len(corrections.notes)) == (0, 1)
+
+
 def test_complex_parameters_are_corrected():
     parameters = [nn.Parameter(torch.randn(4, dtype=torch.complex64))]
     optimizer = optim.Adam(parameters, 1e-3)
@@ -425,7 +445,9 @@ def test_an_unknown_optimizer_is_left_alone_and_a_note_says_so():
     assert corrections.count == 0
     assert not optimizer._optimizer_step_pre_hooks
     (note,) = corrections.notes
-    assert "Mine is not known" in note
+    assert "Mine; roles={'optimizer.*.exp_avg': 'exact'} keeps them" in note
+    corrections.saved()
+    assert corrections.notes == []
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from PyTorch itself

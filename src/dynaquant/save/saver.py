@@ -77,7 +77,7 @@ class Saver:
         self.schedule = schedule
         self._has_checkpoint = True
         self._compressor.saved(compressed, schedule.soonest)
-        self._corrections.close_ended()
+        self._corrections.saved()
         return future
 
     def resume(

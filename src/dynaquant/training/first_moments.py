@@ -65,9 +65,10 @@ def rule_of(optimizer: Optimizer) -> MomentRule | None:
     """Return the rule of an optimizer; None if it has no first moment that can be corrected.
 
     These have none: subclasses, because their ``step`` may do something else; ``SparseAdam``, which updates only some
-    rows of a moment in each step; ``RMSprop``, whose buffer contains gradients divided by the root of their squares.
+    rows of a moment in each step; ``RMSprop``, whose buffer contains gradients divided by the root of their squares;
+    differentiable optimizers, whose moments are part of an autograd graph.
     """
-    return _RULES.get(type(optimizer))
+    return None if optimizer.defaults.get("differentiable") else _RULES.get(type(optimizer))
 
 
 def _average(group: Mapping[str, Any], coupled: float) -> MomentUpdate:

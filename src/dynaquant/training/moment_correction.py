@@ -167,7 +167,7 @@ class MomentCorrections:
 
     @property
     def notes(self) -> list[str]:
-        """Texts about moments that could not be corrected since the last restore."""
+        """Texts about moments that cannot be corrected, since the last save."""
         captured = [name for name, correction in self._corrections.items() if correction.given_up]
         what = "came back without its first moments, and they are not corrected, as a CUDA graph captured its step"
         return [*self._notes.values(), *(f"{name} {what}" for name in captured)]
@@ -185,17 +185,20 @@ class MomentCorrections:
         if (rule := rule_of(optimizer)) is None:
             kind = type(optimizer)
             self._notes[name] = (
-                f"{name} came back without its first moments, and they are not corrected, as the update of "
-                f"{kind.__module__}.{kind.__qualname__} is not known; roles={{'{name}.*.exp_avg': 'exact'}} keeps them"
+                f"{name} came back without its first moments, and they are not corrected, as that cannot be done for "
+                f"{kind.__module__}.{kind.__qualname__}; roles={{'{name}.*.exp_avg': 'exact'}} keeps them"
             )
         else:
             self._corrections[name] = MomentCorrection(optimizer, rule, kept)
 
-    def close_ended(self) -> None:
-        """Remove the hooks of corrections that have ended."""
-        for correction in self._corrections.values():
+    def saved(self) -> None:
+        """Forget the notes, which a record has now, and remove the hooks of corrections that have ended."""
+        self._notes.clear()
+        for name, correction in list(self._corrections.items()):
             if not correction.active:
                 correction.close()
+            if correction.given_up:
+                del self._corrections[name]
 
     def close(self) -> None:
         """End all corrections and remove their hooks. May be called again, also after an interrupt."""
