@@ -244,3 +244,35 @@ def test_an_optimizer_wrapped_by_accelerate_counts_its_real_steps(tmp_path):
         factor = (1 - BETA**16) / (1 - BETA**4)
         moment = optimizer.optimizer.state[weight]["exp_avg"].double()
         torch.testing.assert_close(moment, factor * total, rtol=1e-5, atol=1e-7)
+
+
+def test_moments_of_an_optimizer_without_a_state_are_corrected(tmp_path):
+    saved(tmp_path)
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with dq.Checkpointer(tmp_path, model, optimizer) as checkpointer:
+        checkpointer.restore()
+        train(model, optimizer)
+        weight = model[4].weight
+        torch.testing.assert_close(optimizer.state[weight]["exp_avg"], 0.3 * weight.grad)
+
+
+def test_parameters_that_only_their_order_identifies_are_corrected(tmp_path):
+    """An optimizer may update tensors of no module, such as master weights."""
+
+    def made():
+        values = [torch.nn.Parameter(torch.arange(6.0) + i) for i in range(2)]
+        optimizer = torch.optim.Adam(values)
+        for value in values:
+            value.grad = torch.ones(6)
+        optimizer.step()
+        return optimizer
+
+    with dq.Checkpointer(tmp_path, model_of(), made()) as checkpointer:
+        checkpointer.save(1)
+    optimizer = made()
+    with dq.Checkpointer(tmp_path, model_of(), optimizer) as checkpointer:
+        checkpointer.restore()
+        optimizer.step()
+        for state in optimizer.state.values():
+            torch.testing.assert_close(state["exp_avg"], torch.full((6,), 0.19))
