@@ -19,7 +19,7 @@ from pygments.util import ClassNotFound
 
 API = {
     "A training": ["Checkpointer", "LossOn", "Moved"],
-    "What is stored": ["load", "load_into"],
+    "What is stored": ["Bound", "load", "load_into"],
     "What a save reports": ["Record"],
     "Configurations": ["GridConfiguration", "Configuration"],
     "Errors": ["DynaquantError", "CheckpointError", "StateError", "EvaluateError"],

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dynaquant.errors import CheckpointError, DynaquantError, EvaluateError, StateError
 
 __all__ = [
+    "Bound",
     "CheckpointError",
     "Checkpointer",
     "Configuration",
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
     from dynaquant.save.movement import Moved
     from dynaquant.save.record import Record
     from dynaquant.search.evaluation import LossOn
+    from dynaquant.state.bound import Bound
 
     __version__: str
 else:
     _MODULES = {
+        "Bound": "state.bound",
         "Checkpointer": "checkpointer",
         "Configuration": "quantize.partition",
         "GridConfiguration": "quantize.grid",

@@ -33,6 +33,7 @@ from dynaquant.save.saver import Saver
 from dynaquant.save.schedule import Every, Schedule
 from dynaquant.save.turn import Turn
 from dynaquant.search.evaluation import Evaluate, of_several
+from dynaquant.state.bound import Bound
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import labels
 from dynaquant.store.commit import WritableRun
@@ -76,7 +77,8 @@ class Checkpointer:
       exactly, unless ``roles`` says otherwise. The global random number generators need not be given: they are always
       saved.
     - ``roles``: roles of tensors, by glob pattern over their names, e.g. ``{"*.lm_head.weight": "exact"}``. If several
-      patterns match, the last one counts. Names of the optimizer's tensors begin with ``"optimizer."``.
+      patterns match, the last one counts. Names of the optimizer's tensors begin with ``"optimizer."``. A ``Bound`` in
+      place of a role limits the error of every value, e.g. ``{"model.field": dq.Bound(absolute=1e-6)}``.
 
     How much quality may be lost:
 
@@ -141,7 +143,7 @@ class Checkpointer:
         configuration: Knobs | None = None,
         exact: Literal["latest"] | None = None,
         correct_moments: bool = True,
-        roles: Mapping[str, str] | None = None,
+        roles: Mapping[str, str | Bound] | None = None,
         every: Every | None = None,
         max_overhead: float | None = None,
         mean_time_between_failures: float | None = None,
@@ -216,7 +218,7 @@ class Checkpointer:
             raise ValueError("correct_moments must agree on all ranks")
         return correct_moments
 
-    def _check_state(self, roles: Mapping[str, str]) -> None:
+    def _check_state(self, roles: Mapping[str, str | Bound]) -> None:
         """Find mistakes now, not at the first save. Patterns for the optimizer come later: it has no state yet."""
         early = {pattern: role for pattern, role in roles.items() if not pattern.startswith("optimizer.")}
         tensors = self._group.run_on_all_ranks(lambda: flatten(collect(self._objects))[1])

@@ -21,6 +21,7 @@ LARGEST = {"float16": np.float32(65_504), "bfloat16": np.float32((2 - 2**-7) * 2
 KINDS = {1: {"raw", "planes", "reference", "quantized"}}
 KINDS[2] = KINDS[1] | {"exact", "conditional", "rank_one", "units", "rounding"}
 KINDS[3] = KINDS[2] | {"frozen", "omitted"}
+KINDS[4] = KINDS[3] | {"bounded"}
 
 
 @dataclass
@@ -167,6 +168,8 @@ def tensor_of(entry, stream, parent, tensor_named):
 
     check(dtype in FLOATS, "a dtype that is quantized")
     parts = parent.parts if parent else {}
+    if kind == "bounded":
+        return bounded(coding, stream, dtype, shape, parent)
     if kind == "quantized":
         bins, protected = coding["bins"], coding["protected"]
         centres, protected, rest = values_before(stream, bins, protected, coding["protected_size"])
@@ -193,6 +196,44 @@ def tensor_of(entry, stream, parent, tensor_named):
     column_levels, column = part(columns, stream[middle:end], math.prod(shape[1:]), "float32", parts.get("columns"))
     values = np.multiply.outer(row, column).reshape(-1)
     return Tensor(dtype, shape, finite(values, dtype), {"rows": row_levels, "columns": column_levels})
+
+
+def bounded(coding, stream, dtype, shape, parent):
+    elements, step, width = math.prod(shape), coding["step"], coding["width"]
+    check(0 < step < math.inf and width in (1, 2, 4, 8), "a step and a width")
+    count, middle = coding["exact"], coding["positions_size"]
+    end = middle + coding["exact_size"]
+    check(end <= len(stream), "exact values within their stream")
+    positions, exact = np.empty(0, "i8"), b""
+    if count:
+        gaps = np.frombuffer(byte_planes(stream[:middle], 8, count), "<u8")
+        positions = np.cumsum(gaps + 1).astype("i8") - 1
+        check(positions[-1] < elements, "positions within the tensor")
+        exact = byte_planes(stream[middle:end], element_size(dtype), count)
+    folded = np.frombuffer(exact_values(stream[end:], width, elements, False, None), f"<u{width}").astype("u8")
+    levels = (folded >> 1).astype("i8") ^ -(folded & 1).astype("i8")
+    rows = ([1, 1, *shape])[-2:]
+    levels = levels.reshape(-1, *rows)
+    for axis in range(1, coding["axes"] + 1):
+        levels = np.cumsum(levels, axis=-axis)
+    levels = levels.reshape(-1)
+    if coding["needs_parent"]:
+        check(parent.shape == shape and parent.dtype in FLOATS, "a parent of the same shape")
+        above = np.frombuffer(parent.values, "<f8") if parent.dtype == "float64" else floats_of(parent).astype("f8")
+        quotients, largest = np.rint(above / step), 2**52 if dtype == "float64" else 2**31 - 1
+        before = 0
+        for i, quotient in enumerate(quotients):
+            before = int(quotient) if abs(quotient) <= largest else before
+            levels[i] += before
+    if dtype != "float64":
+        levels = levels.astype("i4").astype("i8")
+    values = levels * step
+    values = values.astype("<f8").tobytes() if dtype == "float64" else rounded(values.astype("<f4"), dtype)
+    values = bytearray(values)
+    size = element_size(dtype)
+    for i, position in enumerate(positions):
+        values[size * position : size * (position + 1)] = exact[size * i : size * (i + 1)]
+    return Tensor(dtype, shape, bytes(values))
 
 
 def stands_alone(coding):

@@ -39,6 +39,9 @@ class Model(nn.Module):
         self.slow = nn.Parameter(torch.randn(96, 96), requires_grad=False)
         self.sparse = nn.Parameter(torch.zeros(24, 2800), requires_grad=False)
         self.register_buffer("drift", torch.randn(3000))
+        self.register_buffer("field", torch.randn(3, 40, 30).cumsum(1).cumsum(2))
+        self.register_buffer("wide_field", torch.randn(50, 40, dtype=torch.float64))
+        self.register_buffer("half_field", torch.randn(500).cumsum(0).bfloat16())
         self.register_buffer("empty", torch.empty(0, 3))
         self.register_buffer("scalar", torch.tensor(2.5))
         self.register_buffer("mask", torch.tensor([True, False, True]))
@@ -124,6 +127,7 @@ def make(folder):
     step = 0
     for manner in MANNERS:
         roles = {"model.slow": "weight", "model.sparse": "weight", "model.spectrum": "omit"}
+        roles |= {"model.field": dq.Bound(absolute=1e-2), "model.*_field": dq.Bound(relative=1e-3)}
         with dq.Checkpointer(folder, model, optimizer, extras=objects, roles=roles, keyframe_every=5, **manner) as ckpt:
             ckpt.restore()
             for _ in range(20):
@@ -136,6 +140,9 @@ def make(folder):
                 masters.step()
                 model.slow += 0.001 * torch.randn(96, 96)
                 model.drift *= 1 + 0.001 * torch.randn(3000)
+                model.field += 0.01 * torch.randn(3, 40, 30)
+                model.wide_field *= 1 + 1e-4 * torch.randn(50, 40)
+                model.half_field[step] = float("nan") if step % 4 else 3.0
                 model.sparse[tokens[0], torch.randint(2800, (12,))] += 1
                 if step > 20:  # no longer frozen
                     model.frozen.weight *= 1.01

@@ -169,6 +169,7 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
     from dynaquant.store.chain import detect_run_changes, retry_if_run_changed
     from dynaquant.store.reading import load_tensor
     from dynaquant.store.run import Run
+    from dynaquant.tensors.bounded import BoundedTensor
     from dynaquant.tensors.stored import QuantizedTensor
 
     def decoded() -> tuple[CheckpointFile, StoredTensor]:
@@ -181,9 +182,16 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
     counts = level_counts(stored) if isinstance(stored, QuantizedTensor) else []
     if as_json:
         levels = [{"level": found.level, "value": found.value, "count": found.count} for found in counts]
-        output.print_json({**info.to_json(), "levels": levels})
+        grid = {"bound": stored.bound, "step": stored.step} if isinstance(stored, BoundedTensor) else {}
+        output.print_json({**info.to_json(), **grid, "levels": levels})
         return
     output.print_(f"{name}: {info.dtype}, {_shape(info)}, {info.scheme}, {info.bits:.3f} bits per value")
+    if isinstance(stored, BoundedTensor):
+        output.print_(
+            f"every finite value is within {stored.bound:.6g} of the original: grid step {stored.step:.6g}, "
+            f"{len(stored.positions):,} values stored exactly"
+        )
+        return
     if not isinstance(stored, QuantizedTensor):
         where = "not in this file" if info.scheme in ("frozen", "omitted") else "stored exactly"
         output.print_(f"its values are {where}; it has no levels")

@@ -9,9 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant.coding import byte_planes, conditional, lossless, rearrange
+from dynaquant.coding import bounded, byte_planes, conditional, lossless, rearrange
 from dynaquant.coding.encoder import exact_parent
 from dynaquant.coding.schemes import (
+    Bounded,
     BytePlanes,
     Conditional,
     Frozen,
@@ -46,6 +47,8 @@ def decode(
         return _decode_rearranged(scheme, dtype, shape, stream, parent)
     if isinstance(scheme, Conditional):
         return _decode_conditional(scheme, dtype, shape, stream, parent)
+    if isinstance(scheme, Bounded):
+        return bounded.decode(scheme, dtype, shape, stream, parent)
     if isinstance(scheme, SecondMomentUnits):
         if not isinstance(other, QuantizedTensor | RankOne):
             raise ValueError(f"it is in units of {scheme.second}, which is not a second moment")

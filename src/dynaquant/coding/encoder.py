@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant.coding import byte_planes, conditional, lossless, rearrange
+from dynaquant.coding import bounded, byte_planes, conditional, lossless, rearrange
 from dynaquant.coding.schemes import (
     MAX_EXPANSION,
     BytePlanes,
@@ -22,6 +22,7 @@ from dynaquant.coding.schemes import (
     Scheme,
     SecondMomentUnits,
 )
+from dynaquant.tensors.bounded import BoundedTensor
 from dynaquant.tensors.codebook import Centres, Grid, LogGrid
 from dynaquant.tensors.dtypes import bytes_of
 from dynaquant.tensors.stored import Quantized, QuantizedTensor, RankOne, RoundedWeight, ScaledMoment, StoredTensor
@@ -49,6 +50,8 @@ def encode(
     """Return the scheme and the stream of a tensor. parent: the parent's tensor of the same name, if it has one."""
     if isinstance(stored, Tensor):
         return _encode_lossless(stored, parent)
+    if isinstance(stored, BoundedTensor):
+        return bounded.encode(stored, parent)
     if isinstance(stored, RoundedWeight):
         return RoundedFromMaster(stored.master_name), b""
     if isinstance(stored, RankOne):

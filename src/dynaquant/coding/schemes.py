@@ -6,6 +6,7 @@ parent's tensor.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -141,6 +142,24 @@ class SecondMomentUnits:
         return self.units.needs_parent
 
 
+@dataclass(frozen=True)
+class Bounded:
+    """Positions of exact values, the exact values, and coded levels on a grid of any step (``coding.bounded``).
+
+    bound: the largest error; for information. width: bytes of a coded level. axes: along how many of the last axes the
+    levels are differences. exact: number of exact values. positions_size, exact_size: bytes in the stream.
+    """
+
+    step: float
+    bound: float
+    width: int
+    axes: int
+    exact: int
+    positions_size: int
+    exact_size: int
+    needs_parent: bool
+
+
 Scheme = (
     Raw
     | BytePlanes
@@ -153,6 +172,7 @@ Scheme = (
     | Conditional
     | RankOneFactors
     | SecondMomentUnits
+    | Bounded
 )
 KINDS: dict[str, type[Scheme]] = {
     "raw": Raw,
@@ -166,6 +186,7 @@ KINDS: dict[str, type[Scheme]] = {
     "conditional": Conditional,
     "rank_one": RankOneFactors,
     "units": SecondMomentUnits,
+    "bounded": Bounded,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
@@ -236,6 +257,8 @@ def check(scheme: Scheme, shape: tuple[int, ...], elements: int, size: int) -> N
         _check_conditional(scheme, elements, size)
     elif isinstance(scheme, SecondMomentUnits):
         _check_conditional(scheme.units, elements, size)
+    elif isinstance(scheme, Bounded):
+        _check_bounded(scheme, elements, size)
     elif isinstance(scheme, RankOneFactors):
         if len(shape) < 2:
             raise ValueError("it has no rows and columns")
@@ -258,6 +281,16 @@ def _check_conditional(scheme: Conditional, elements: int, size: int) -> None:
     if not all(LOWEST_RUNG - MAX_PACE <= rung <= HIGHEST_RUNG + MAX_PACE for rung in rungs):
         raise ValueError("its codebook has values outside the range of float32")
     _check_levels(scheme, elements, size, 4 * scheme.bins if scheme.codebook == "centres" else 0)
+
+
+def _check_bounded(scheme: Bounded, elements: int, size: int) -> None:
+    if not (0 < scheme.step < math.inf and scheme.width in (1, 2, 4, 8) and 0 <= scheme.axes <= 3):
+        raise ValueError(f"its scheme is not valid: {scheme}")
+    if not 0 <= scheme.exact <= elements:
+        raise ValueError("it has more exact values than elements")
+    sizes = scheme.positions_size, scheme.exact_size
+    if min(sizes) < 0 or sum(sizes) > size or (scheme.exact == 0 and any(sizes)):
+        raise ValueError("its exact values do not fit its stream")
 
 
 def _check_levels(scheme: Rearranged | Conditional, elements: int, size: int, codebook_size: int) -> None:

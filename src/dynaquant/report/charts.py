@@ -18,6 +18,7 @@ from dynaquant.report.figures import (
     ORANGE,
     PURPLE,
     RED,
+    TURQUOISE,
     add_bars,
     add_line,
     escape,
@@ -31,7 +32,14 @@ from dynaquant.report.statistics import Row, Statistics
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-ROLES = {"weight": BLUE, "first_moment": ORANGE, "second_moment": GREEN, "buffer": PURPLE, "exact": RED}
+ROLES = {
+    "weight": BLUE,
+    "first_moment": ORANGE,
+    "second_moment": GREEN,
+    "buffer": PURPLE,
+    "exact": RED,
+    "bound": TURQUOISE,
+}
 STAGES = {"wait": GREY, "capture": ORANGE, "search": BLUE}
 MOST_TENSORS = 200
 """Rows of the heat map. More would be hard to read, and the page grows with rows times checkpoints."""

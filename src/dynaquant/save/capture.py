@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from dynaquant.save.rank_zero import rng_states_of_other_ranks
+from dynaquant.state.bound import Bound
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label, labels
 from dynaquant.state.tree import without_tensors
@@ -41,7 +42,12 @@ class Captured:
 
 
 def capture(
-    objects: Mapping[str, Any], roles: Mapping[str, str], vectors: bool, run: Run, base: Base | None, group: Group
+    objects: Mapping[str, Any],
+    roles: Mapping[str, str | Bound],
+    vectors: bool,
+    run: Run,
+    base: Base | None,
+    group: Group,
 ) -> Captured:
     """Capture the state of the objects. Collective.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dynaquant.coding.encoder import Coder
+from dynaquant.quantize.bounds import quantize_bounded
 from dynaquant.quantize.grid_weights import GridWeights
 from dynaquant.quantize.kmeans_weights import KMeansWeights
 from dynaquant.quantize.knobs import Knobs
@@ -159,8 +160,9 @@ class Compressor:
             weights = self._weights_to_quantize(tensors, captured.labels, master_of)
             last = self._usable_last_weights()
             comparison = compare(weights, last, idle, self.hashes)
+            bounded = quantize_bounded(tensors, captured.labels)
         with timed(seconds, "search"):
-            decision, notes = self._decide(comparison, last, captured.labels)
+            decision, notes = self._decide(comparison, last, captured.labels, bounded)
             if self._preset is not None:
                 notes += note_on_parameters_without_optimizer(self._model, frozen)
         with timed(seconds, "capture"):
@@ -168,7 +170,7 @@ class Compressor:
             assembled = on_rank_zero(
                 lambda: assemble(
                     tensors,
-                    {**quantized, **self._moments(tensors, captured.labels)},
+                    {**quantized, **self._moments(tensors, captured.labels), **bounded},
                     master_of,
                     external,
                     captured.labels,
@@ -245,7 +247,11 @@ class Compressor:
         return {} if self.max_degradation < self._last_max_degradation else self._last_weights
 
     def _decide(
-        self, comparison: Comparison, last: Mapping[str, LastWeight], labels: Mapping[str, Label]
+        self,
+        comparison: Comparison,
+        last: Mapping[str, LastWeight],
+        labels: Mapping[str, Label],
+        bounded: Mapping[str, Quantized],
     ) -> tuple[Decision, list[str]]:
         """Return the most compact configuration that is good enough for the changed weights, and notes."""
         if self._preset is None:
@@ -267,12 +273,13 @@ class Compressor:
                 notes.append(
                     "no gradients were recorded before this save: weight magnitudes were used in place of sensitivity"
                 )
-        unchanged = {
-            name: partial(dequantize, comparison.unchanged[f"model.{name}"])
+        stored = {**comparison.unchanged, **bounded}
+        decided = {
+            name: partial(dequantize, stored[f"model.{name}"])
             for name, _ in named_parameters(self._model)
-            if f"model.{name}" in comparison.unchanged
+            if f"model.{name}" in stored
         }
-        return self.manager.decide(weights, unchanged, mean_squares), notes
+        return self.manager.decide(weights, decided, mean_squares), notes
 
     def _moments(self, tensors: Mapping[str, Tensor], labels: Mapping[str, Label]) -> dict[str, Quantized]:
         """Return the optimizer's moments, quantized within the tolerances of the preset; others stay exact."""

@@ -17,6 +17,7 @@ from dynaquant.save.schedule import Schedule
 from dynaquant.save.timing import timed
 from dynaquant.save.turn import Turn
 from dynaquant.search.decision import Decision
+from dynaquant.state.bound import Bound
 from dynaquant.store.container import Header
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Base, Checkpoint
@@ -41,7 +42,7 @@ class Saver:
         self,
         run: Run,
         objects: Mapping[str, Any],
-        roles: Mapping[str, str],
+        roles: Mapping[str, str | Bound],
         schedule: Schedule,
         compressor: Compressor,
         writer: CommitStage,

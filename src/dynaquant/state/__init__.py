@@ -3,5 +3,6 @@
 - ``flatten.py``: converts a state to a JSON tree and named tensors, and back
 - ``tree.py``: queries on such a JSON tree: the model in it, the tensors that a node names
 - ``wrappers.py``: unwraps models and optimizers; names of tensors in the bare model
+- ``bound.py``: a role with a number, the largest error of a value
 - ``roles.py``: role and layer type of every tensor, and the user's patterns
 """

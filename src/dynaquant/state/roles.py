@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from dynaquant.errors import StateError
+from dynaquant.state.bound import Bound
 from dynaquant.state.wrappers import bare_paths, named_parameters
 from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES, dtype_name
 
-Role = Literal["weight", "first_moment", "second_moment", "buffer", "exact", "omit"]
+Role = Literal["weight", "first_moment", "second_moment", "buffer", "exact", "omit", "bound"]
 """What a tensor is. Weights are quantized; so are moments, unless the preset keeps them exact. An omitted tensor is not
-stored, only its hash. All others are stored exactly."""
+stored, only its hash. The values of a tensor of role ``bound`` keep to a ``Bound``. All others are stored exactly."""
+_GIVEN = tuple(role for role in get_args(Role) if role != "bound")
+"""The roles that a pattern may name."""
 
 HALVES = (torch.bfloat16, torch.float16)
 """The dtypes of weights that may have master weights."""
@@ -44,10 +47,14 @@ _LAYER_TYPES: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], .
 
 @dataclass(frozen=True)
 class Label:
-    """Role and layer type. Tensors of one layer type share thresholds; outside modules the layer type is ``""``."""
+    """Role and layer type. Tensors of one layer type share thresholds; outside modules the layer type is ``""``.
+
+    bound: the user's, of a live tensor of role ``bound``. Files do not have it.
+    """
 
     role: Role
     layer_type: str = ""
+    bound: Bound | None = None
 
 
 def layer_type(module: nn.Module) -> str:
@@ -58,13 +65,13 @@ def layer_type(module: nn.Module) -> str:
 def labels(
     tensors: Mapping[str, Tensor],
     objects: Mapping[str, Any],
-    overrides: Mapping[str, str] | None = None,
+    overrides: Mapping[str, str | Bound] | None = None,
     vectors: bool = False,
 ) -> dict[str, Label]:
     """Return the label of every tensor of a state.
 
     tensors: as ``flatten`` names them. objects: the objects whose state this is, by name; the names of an object's
-    tensors begin with its name. overrides: role by glob pattern over tensor names, e.g.
+    tensors begin with its name. overrides: role or bound by glob pattern over tensor names, e.g.
     ``{"*.lm_head.weight": "exact"}``; the last pattern that matches counts. vectors: whether parameters of one
     dimension (biases, norms) are weights.
 
@@ -188,11 +195,13 @@ def _override(
     tensors: Mapping[str, Tensor],
     parameters: Mapping[str, str],
     pattern: str,
-    role: str,
+    role: str | Bound,
     names: Iterable[str],
 ) -> None:
-    if role not in get_args(Role):
-        raise StateError(f"roles[{pattern!r}]: {role!r} is not a role; the roles are {', '.join(get_args(Role))}")
+    if not isinstance(role, Bound) and role not in _GIVEN:
+        raise StateError(
+            f"roles[{pattern!r}]: {role!r} is not a role; the roles are {', '.join(_GIVEN)}, or a dq.Bound(…)"
+        )
     matching = {first for name in names if (first := parameters.get(name, name)) in result}
     if not matching:
         example = next(iter(result), "model.…")
@@ -208,4 +217,7 @@ def _override(
             raise StateError(
                 f"roles[{pattern!r}]: {name} is {dtype_name(tensors[name].dtype)}, which cannot be quantized"
             )
-        result[name] = replace(result[name], role=role)  # type: ignore[arg-type]
+        if isinstance(role, Bound):
+            result[name] = replace(result[name], role="bound", bound=role)
+        else:
+            result[name] = replace(result[name], role=cast(Role, role), bound=None)

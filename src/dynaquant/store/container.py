@@ -25,8 +25,8 @@ from dynaquant.state.tree import MAX_DEPTH, is_too_deep
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import open_file
 
-FORMAT_VERSION = 3
-"""The version that is written. Versions 1 and 2 can be read, too: they lack some schemes, and use parameter numbers as
+FORMAT_VERSION = 4
+"""The version that is written. Versions 1 to 3 can be read, too: they lack some schemes, and use parameter numbers as
 keys of optimizer states."""
 MAGIC = b"\x89DQC\r\n\x1a\n"
 """First and last eight bytes of a file. As in PNG, they detect a transfer that changed line endings."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant import kernels
+from dynaquant.tensors.bounded import BoundedTensor
 from dynaquant.tensors.codebook import Codebook
 from dynaquant.tensors.stored import (
     FIRST_BIN,
@@ -80,6 +81,9 @@ def _pieces(quantized: Quantized, size: int, device: torch.device) -> Iterator[T
         parts = _parts(master.to(device), size) if isinstance(master, Tensor) else _pieces(master, size, device)
         for part in parts:
             yield part.to(quantized.dtype)
+    elif isinstance(quantized, BoundedTensor):
+        for values in quantized.pieces(size):
+            yield values.to(device)
     elif isinstance(quantized, RankOne):
         yield from _products(quantized, size, device)
     elif isinstance(quantized, ScaledMoment):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dynaquant import _native
 from dynaquant.errors import CheckpointError
+from dynaquant.tensors.bounded import BoundedTensor
 from dynaquant.tensors.codebook import Codebook
 from dynaquant.tensors.dtypes import bytes_of
 
@@ -107,7 +108,7 @@ class RoundedWeight:
         return self.master.shape
 
 
-Quantized = QuantizedTensor | RankOne | ScaledMoment | RoundedWeight
+Quantized = QuantizedTensor | RankOne | ScaledMoment | RoundedWeight | BoundedTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +151,8 @@ def stored_equal(a: StoredTensor, b: StoredTensor) -> bool:
         return False
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return np.array_equal(bytes_of(a), bytes_of(b))
+    if isinstance(a, BoundedTensor) and isinstance(b, BoundedTensor):
+        return a.equals(b)
     if isinstance(a, RankOne) and isinstance(b, RankOne):
         return stored_equal(a.rows, b.rows) and stored_equal(a.columns, b.columns)
     if isinstance(a, RoundedWeight) and isinstance(b, RoundedWeight):

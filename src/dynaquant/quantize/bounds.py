@@ -1,0 +1,108 @@
+"""Quantize tensors with a bound on every value's error (role ``bound``). No metric decides, and no gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaquant.state.bound import Bound
+from dynaquant.state.roles import Label
+from dynaquant.tensors.bounded import BoundedTensor, filled, level_dtype, nearest_levels, on_grid
+from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES, bytes_of
+
+PIECE = 1 << 15
+"""Values that are quantized at once. They stay in the processor's cache."""
+MOST_EXACT = 0.25
+"""The largest share of a tensor's finite values that may be stored exactly beside the levels. If more have to be, the
+bound is close to the precision of the dtype, and the whole tensor is stored exactly."""
+
+
+def quantize_bounded(tensors: Mapping[str, Tensor], labels: Mapping[str, Label]) -> dict[str, BoundedTensor]:
+    """Return the tensors of role ``bound`` by name. Those that must be stored exactly are left out."""
+    found = {}
+    for name, tensor in tensors.items():
+        bound = labels[name].bound
+        if bound is not None and (quantized := within(tensor, bound)) is not None:
+            found[name] = quantized
+    return found
+
+
+def within(tensor: Tensor, bound: Bound) -> BoundedTensor | None:
+    """Return a tensor on a grid, every finite value within the bound. None if it must be stored exactly."""
+    if tensor.dtype not in QUANTIZABLE_DTYPES or tensor.numel() == 0:
+        return None
+    values = tensor.detach().cpu().reshape(-1)
+    lowest, highest = _range(values)
+    if not lowest <= highest:
+        return None
+    allowed = bound.of_range(lowest, highest)
+    step = grid_step(allowed, max(-lowest, highest), tensor.dtype) if allowed > 0 else None
+    if step is None:
+        return None
+    levels = np.empty(values.numel(), dtype=level_dtype(tensor.dtype))
+    positions: list[NDArray[np.int64]] = []
+    finite_exact, last = 0, 0.0
+    for begin in range(0, len(levels), PIECE):
+        piece = values[begin : begin + PIECE]
+        found = nearest_levels(piece, step, tensor.dtype)
+        if len(beyond := _beyond(piece, found, step, allowed)):
+            found[beyond] = np.nan
+            positions.append(begin + beyond)
+            finite_exact += int(piece[torch.from_numpy(beyond)].isfinite().sum())
+            found[0] = last if np.isnan(found[0]) else found[0]  # the level before this piece
+            filled(found)
+        levels[begin : begin + PIECE] = found
+        last = found[-1]
+    if finite_exact > MOST_EXACT * int(values.isfinite().sum()):
+        return None
+    where = np.concatenate(positions) if positions else np.empty(0, dtype=np.int64)
+    exact = bytes_of(values[torch.from_numpy(where)])
+    return BoundedTensor(tensor.dtype, tensor.shape, step, allowed, levels, where, exact)
+
+
+def grid_step(bound: float, largest: float, dtype: torch.dtype) -> float | None:
+    """Return the step of a grid on which rounding keeps the bound; None if there is none.
+
+    largest: the largest magnitude. Half a step and the rounding to the dtype must stay within the bound together. If
+    the rounding would take more than a quarter of it, the step is a power of two: then a multiple either has few enough
+    bits for the dtype, or is the value itself.
+    """
+    whole = min(2 * bound, 2.0**1023)
+    smallest = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).tiny
+    rounding = math.ldexp(torch.finfo(dtype).eps, math.frexp(min(largest + bound, 2.0**1023))[1] - 1)
+    if dtype != torch.float64:
+        rounding /= 2  # the product of level and step is exact, or nearly so
+    step = whole - 2 * rounding if rounding <= bound / 4 else math.ldexp(1.0, math.frexp(whole)[1] - 1)
+    return step if step >= smallest else None  # smaller numbers are zero on some processors
+
+
+def _range(values: Tensor) -> tuple[float, float]:
+    """Return the lowest and highest finite value; infinity and minus infinity if there is none."""
+    lowest, highest = (float(extreme) for extreme in torch.aminmax(values))
+    if math.isfinite(lowest) and math.isfinite(highest):
+        return lowest, highest
+    finite = values[values.isfinite()]
+    return _range(finite) if len(finite) else (math.inf, -math.inf)
+
+
+def _beyond(values: Tensor, levels: NDArray[np.float64], step: float, bound: float) -> NDArray[np.int64]:
+    """Return the positions of the values that are not within the bound on the grid."""
+    decoded = on_grid(levels, step, values.dtype).to(torch.float64).numpy()
+    originals = values.to(torch.float64).numpy()
+    with np.errstate(all="ignore"):
+        errors = np.abs(originals - decoded)
+        kept = errors < bound
+        if not kept.all():
+            # The difference is rounded. Where it equals the bound, what was lost decides (Knuth's exact sum).
+            at = np.flatnonzero(errors == bound)
+            large, small = originals[at], -decoded[at]
+            total = large + small
+            part = total - large
+            lost = (large - (total - part)) + (small - part)
+            kept[at] = np.sign(lost) * np.sign(total) <= 0
+    return np.flatnonzero(~kept)
