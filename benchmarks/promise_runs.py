@@ -35,7 +35,7 @@ MAX_DEGRADATION = 0.01
 """The limit for peers. It is also dynaquant's default."""
 IRRELEVANT = {"cli", "demo", "interop", "report"}
 """Rooms of dynaquant that no checkpoint of a training passes through."""
-STEP_SECONDS, SAVE_SECONDS, PEER_SAVE_SECONDS = 0.03, 0.7, 2.0
+STEP_SECONDS, SAVE_SECONDS, PEER_SAVE_SECONDS = 0.038, 0.7, 2.0
 """What a training step and a save take on one core, roughly, for the estimate before a sweep."""
 
 
