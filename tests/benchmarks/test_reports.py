@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 
+import bounds
 import entropy
 import numpy as np
 import pytest
@@ -163,3 +164,43 @@ def test_the_entropy_of_a_run_is_that_of_all_its_checkpoints(tmp_path):
         assert sum(row.coded for row in kinds) == rows[checkpoints, "all"].coded
         assert all(0 < row.entropy < row.coded for row in kinds)
     assert "| deltas | all |" in entropy.page(list(rows.values()), [tmp_path])
+
+
+def bounds_data():
+    """A smooth field, and noise with a state before."""
+    noise = np.random.default_rng(0).normal(size=(40, 30)).astype(np.float32)
+    smooth = np.add.outer(np.sin(np.arange(50) / 9), np.arange(40) / 20).astype(np.float32)
+    return [bounds.Data("smooth", [smooth]), bounds.Data("noise", [noise], [noise + np.float32(0.001)])]
+
+
+def test_every_method_keeps_the_bound_and_the_page_says_which_is_smallest(tmp_path):
+    pytest.importorskip("zfpy")
+    pytest.importorskip("pysz")
+    found = [
+        bounds.measure(data, method, bound, 1)
+        for data in bounds_data()
+        for bound in (1e-2, 1e-4)
+        for method in (bounds.ALONE, *([bounds.DELTA] if data.before else []), bounds.ZFP, bounds.SZ3)
+    ]
+    assert all(0 < result.excess <= 1 for result in found)
+    assert all(result.stored < result.raw for result in found)
+    text = bounds.page(found, MACHINE)
+    assert "All keep the bound" in text
+    assert "- noise, 0.01: " in text
+    bounds.plot(found, tmp_path / "bounds.png")
+    assert (tmp_path / "bounds.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missed_bound_is_shown():
+    missed = bounds.Result("smooth", bounds.SZ3, 1e-2, 1000, 10, 1.0, 1.0, 1.5)
+    kept = bounds.Result("smooth", bounds.ALONE, 1e-2, 1000, 100, 1.0, 1.0, 0.9)
+    assert bounds.who_wins([missed, kept]) == "- smooth, 0.01: Bound."
+    assert "100.0× (missed)" in bounds.table("smooth", [missed, kept]).in_markdown()
+    assert "Beyond the bound somewhere: SZ3" in bounds.page([missed, kept], MACHINE)
+
+
+def test_the_flow_is_finite_and_moves():
+    flow = bounds.flow(64, 20, 5)
+    (before,), (after,) = flow.before, flow.tensors
+    assert np.isfinite(after).all()
+    assert 0.001 < np.abs(after - before).max() / np.ptp(after) < 0.5
