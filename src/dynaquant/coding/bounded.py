@@ -21,7 +21,7 @@ from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
 from dynaquant.tensors.stored import StoredTensor
 
 MOST_AXES = 3
-_SAMPLE = {1: (1, 1, 4096), 2: (1, 32, 128), 3: (4, 16, 64)}
+_SAMPLE = {1: (1, 1, 4096), 2: (1, 32, 128), 3: (4, 16, 32)}
 """Size of the parts of a tensor that decide on its prediction, by its number of axes."""
 
 
@@ -139,7 +139,10 @@ def _best_prediction(levels: Any, predicted: Any) -> tuple[bool, int]:
 def _boxes(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
     """Return parts of an array, evenly spread."""
     sizes = _SAMPLE[3 if shape[0] > 1 else 2 if shape[1] > 1 else 1]
-    ends = [(0, n - size) if n > size else (0,) for n, size in zip(shape, sizes, strict=True)]
+    ends = [
+        tuple((n - size) * part // 6 for part in (1, 3, 5)) if n > size else (0,)
+        for n, size in zip(shape, sizes, strict=True)
+    ]
     begins = itertools.product(*ends)
     return [tuple(slice(b, b + size) for b, size in zip(begin, sizes, strict=True)) for begin in begins]
 
