@@ -90,9 +90,12 @@ class Checkpointer:
     - ``higher_is_better``: whether a higher metric is better. By default, lower is better.
     - ``max_degradation``: how much worse the metric may be with the stored weights than with the weights in training,
       as a fraction: 0.01 is 1 %.
-    - ``quality``: a preset. ``"high"``, ``"balanced"`` and ``"small"`` mean a ``max_degradation`` of 0.001, 0.01 and
-      0.05, unless it is given, and a matching precision of the optimizer's moments. ``"lossless"`` stores every tensor
-      exactly.
+    - ``training_budget``: how much worse the metric may be at the end of the training by all restores together, as
+      predicted. Checkpoints late in a schedule, and after many restores, may lose less than ``max_degradation``.
+    - ``quality``: a preset. ``"high"``, ``"balanced"`` and ``"small"`` mean a ``training_budget`` of 0.0005, 0.005 and
+      0.025, a ``max_degradation`` of 0.001, 0.01 and 0.05, and a matching precision of the optimizer's moments. If
+      ``max_degradation`` is given alone, every checkpoint may use it, and there is no budget. ``"lossless"`` stores
+      every tensor exactly.
     - ``method``: how weights are quantized. ``"grid"``, the default, uses uniform grids. ``"published"`` is the system
       of the paper; it stores moments exactly. ``"kmeans"`` is ``"published"`` with the coder of ``"grid"``.
     - ``configuration``: a fixed configuration of the quantizer, which decides the method. There is no search then;
@@ -138,6 +141,7 @@ class Checkpointer:
         evaluate: Evaluate | None = None,
         higher_is_better: bool = False,
         max_degradation: float | None = None,
+        training_budget: float | None = None,
         quality: QualityName = "balanced",
         method: Method | None = None,
         configuration: Knobs | None = None,
@@ -154,7 +158,7 @@ class Checkpointer:
     ) -> None:
         if keyframe_every < 1:
             raise ValueError(f"keyframe_every must be at least 1, not {keyframe_every}")
-        allowance = Allowance(quality, method, max_degradation, configuration)
+        allowance = Allowance(quality, method, max_degradation, configuration, training_budget)
         if exact not in (None, "latest"):
             raise ValueError(
                 f'exact must be "latest" or None, not {exact!r}; to store all checkpoints exactly, use '
@@ -228,7 +232,10 @@ class Checkpointer:
 
     @property
     def max_degradation(self) -> float:
-        """The largest relative loss of quality that one checkpoint may cause. It may be changed at any time."""
+        """The largest relative loss of quality that one checkpoint may cause. It may be changed at any time.
+
+        From then on every checkpoint may use it, unless ``training_budget`` was given.
+        """
         return self._compressor.max_degradation
 
     @max_degradation.setter

@@ -10,11 +10,13 @@ from training import bits
 
 from dynaquant.coding.encoder import encode
 from dynaquant.quantize.first_moment import FIRST_RUNGS, quantize_first_moment, quantize_momentum
+from dynaquant.quantize.grid import quantize
 from dynaquant.quantize.moments import quantize_moments
 from dynaquant.quantize.second_moment import quantize_second_moment as second_moment_of
 from dynaquant.state.roles import Label
 from dynaquant.tensors.codebook import rung_value
 from dynaquant.tensors.dequantize import dequantize
+from dynaquant.tensors.stored import LowRank
 
 
 @pytest.mark.parametrize("tolerance", [0.02, 0.1, 0.3, 0.5, 0.9])
@@ -29,14 +31,16 @@ def test_a_first_moment_gets_the_largest_step_within_the_tolerance(tolerance, se
     def effect_of(rung):
         root, step = np.sqrt(numbers(restored_second)), float(rung_value(rung))
         units = np.rint(numbers(first) / root / step) * step
-        return first_effect(first, second, torch.from_numpy(units * root), restored_second)
+        return first_effect(first, torch.from_numpy(units * root), restored_second)
 
-    stored = quantize_first_moment(first, second, stored_second, "v", tolerance)
+    stored = quantize_first_moment(first, stored_second, "v", tolerance)
     if stored is None:
         assert effect_of(FIRST_RUNGS[-1]) > tolerance
         return
     assert (stored.second_name, stored.second) == ("v", stored_second)
-    assert first_effect(first, second, dequantize(stored), restored_second) <= tolerance * SLACK
+    assert first_effect(first, dequantize(stored), restored_second) <= tolerance * SLACK
+    if isinstance(stored.units, LowRank):
+        return
     coarser = stored.units.codebook.rung + 2
     assert coarser > FIRST_RUNGS[0] or effect_of(coarser) > tolerance / SLACK
 
@@ -52,14 +56,32 @@ def test_a_momentum_gets_the_largest_step_within_the_tolerance(tolerance, size):
         return np.linalg.norm(np.rint(exact / step) * step - exact) / np.linalg.norm(exact)
 
     stored = quantize_momentum(first, tolerance)
-    rung = stored.codebook.rung
     assert np.linalg.norm(numbers(dequantize(stored) - first)) <= tolerance * SLACK * np.linalg.norm(numbers(first))
+    if isinstance(stored, LowRank):
+        return
+    rung = stored.codebook.rung
     assert rung + 2 > 4 * math.log2(size) + FIRST_RUNGS[0] or effect_of(rung + 2) > tolerance / SLACK
+
+
+@pytest.mark.parametrize("tolerance", [0.2, 0.5, 0.8])
+def test_a_first_moment_with_few_large_singular_values_is_stored_at_low_rank_and_far_smaller(tolerance):
+    noise, second = moments((120, 90), seed=4)
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(120, 3, generator=generator) @ torch.randn(3, 90, generator=generator)
+    first = vectors * second.sqrt() + 0.1 * noise
+    stored_second = second_moment_of(second, 0.5)
+    stored = quantize_first_moment(first, stored_second, "v", tolerance)
+    assert isinstance(stored.units, LowRank)
+    assert first_effect(first, dequantize(stored), dequantize(stored_second)) <= tolerance * SLACK
+    momentum = quantize_momentum(vectors + 0.1 * torch.randn(120, 90, generator=generator), tolerance)
+    assert isinstance(momentum, LowRank)
+    on_grid = quantize(vectors, momentum.rows.codebook.rung)
+    assert len(encode(momentum, None)[1]) < len(encode(on_grid, None)[1]) / 4
 
 
 def test_with_a_tolerance_of_1_first_moments_are_zero():
     first, second = moments()
-    scaled = quantize_first_moment(first, second, second_moment_of(second, 0.5), "v", 1.0)
+    scaled = quantize_first_moment(first, second_moment_of(second, 0.5), "v", 1.0)
     for stored in (scaled, quantize_momentum(first, 1.0)):
         assert bits(dequantize(stored)) == bits(torch.zeros_like(first))
         assert len(encode(stored, None)[1]) < 20
@@ -82,19 +104,19 @@ def test_first_moments_of_other_dtypes_stay_within_the_tolerance(dtype):
     first[3, 5] = 30 * second[3, 5].sqrt()  # more than 127 grid steps at this tolerance
     stored_second = second_moment_of(second, 0.02) or second_moment_of(second, 0.1)
     for tolerance in (0.05, 0.1, 0.2):
-        stored = quantize_first_moment(first, second, stored_second, "v", tolerance)
+        stored = quantize_first_moment(first, stored_second, "v", tolerance)
         if stored is not None:
             restored = dequantize(stored)
             assert restored.dtype == dtype
-            assert first_effect(first, second, restored, dequantize(stored_second)) <= tolerance * 1.02
+            assert first_effect(first, restored, dequantize(stored_second)) <= tolerance * 1.02
 
 
 def test_a_first_moment_that_is_not_zero_where_the_second_is_stays_exact():
     first, second = moments((40, 25))
     first[3], second[3] = 0, 0
     stored_second = second_moment_of(second, 0.5)
-    stored = quantize_first_moment(first, second, stored_second, "v", 0.5)
+    stored = quantize_first_moment(first, stored_second, "v", 0.5)
     assert bool(dequantize(stored).isfinite().all())
     assert not bool(dequantize(stored)[3].any())
     first[3, 7] = 1e-9
-    assert quantize_first_moment(first, second, stored_second, "v", 0.5) is None
+    assert quantize_first_moment(first, stored_second, "v", 0.5) is None

@@ -150,7 +150,7 @@ def small_run(tmp_path_factory, request) -> Run:
         tensors = {
             "repeats": torch.randn(20, generator=torch.Generator().manual_seed(step)).repeat(4),
             "w": quantized["w"],
-            "m": quantize_first_moment(torch.randn(6, 4) * moment.sqrt(), moment, second, "v", 0.9),
+            "m": quantize_first_moment(torch.randn(6, 4) * moment.sqrt(), second, "v", 0.9),
             "v": second,
             "counts": counts + step,
             "b": torch.randn(2),

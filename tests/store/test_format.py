@@ -13,6 +13,7 @@ import format_streams
 import numpy as np
 import pytest
 import torch
+from format_decoder import KINDS as KINDS_OF_VERSION
 from format_decoder import decode, decode_exact
 from make_golden import summary
 from torch import nn
@@ -20,6 +21,7 @@ from training import bits
 
 import dynaquant
 from dynaquant.coding.schemes import KINDS
+from dynaquant.store.container import FORMAT_VERSION
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("v*"))
 CHECKPOINTS = [(folder, int(file.stem[5:])) for folder in GOLDEN for file in sorted(folder.glob("step-*.dqc"))]
@@ -116,11 +118,14 @@ def test_every_scheme_of_version_1_occurs_in_its_golden_files():
     assert changes == {-1, 0, 1}
 
 
+def test_the_second_decoder_knows_every_scheme():
+    assert KINDS_OF_VERSION[FORMAT_VERSION] == set(KINDS)
+
+
 @pytest.mark.parametrize("version", ["v2", "v3", "v4"])
 def test_every_scheme_since_version_2_occurs_in_its_golden_files(version):
     entries, above = entries_of(version)
-    new = {"v2": {"frozen", "omitted", "bounded"}, "v3": {"bounded"}, "v4": set()}[version]
-    assert {entry["coding"]["kind"] for entry in entries.values()} == set(KINDS) - new
+    assert {entry["coding"]["kind"] for entry in entries.values()} == KINDS_OF_VERSION[int(version[1:])]
     seen = {entry["coding"]["kind"]: set() for entry in entries.values()}
     for key, entry in entries.items():
         coding, parent = entry["coding"], above.get(key, {})
@@ -312,6 +317,29 @@ def test_both_agree_on_grids_and_moments(tmp_path, dtype):
 def test_both_agree_on_fine_moments(tmp_path, dtype):
     saved_run(tmp_path, adamw, 2, dtype=getattr(torch, dtype), quality="high")
     assert codings_in(tmp_path, 2) >= MOMENTS | {"units grid+", f"units {dtype}"}
+
+
+def low_rank_gradients(model):
+    """Gradients of one direction for each matrix, so that momentum has a low rank."""
+    for p in model.parameters():
+        direction = (
+            torch.outer(torch.randn(p.shape[0]), torch.randn(p[0].numel())) if p.ndim > 1 else torch.zeros(p.shape)
+        )
+        p.grad = direction.view(p.shape).to(p.dtype)
+
+
+@pytest.mark.parametrize("optimizer_of", [adamw, sgd], ids=["in units", "alone"])
+@pytest.mark.parametrize("dtype", sorted(QUANTIZED))
+def test_both_agree_on_moments_of_low_rank(tmp_path, dtype, optimizer_of):
+    model = nn.Sequential(nn.Linear(40, 30), nn.Conv1d(6, 30, 5)).to(getattr(torch, dtype))
+    optimizer = optimizer_of(model)
+    with dynaquant.Checkpointer(tmp_path, model, optimizer, quality="high") as ckpt:
+        for step in range(2):
+            low_rank_gradients(model)
+            optimizer.step()
+            ckpt.save(step)
+    found = codings_in(tmp_path, 2)
+    assert {"low_rank grid", f"low_rank {dtype}"} <= found
 
 
 def test_both_agree_on_several_blocks_of_levels(tmp_path):

@@ -24,9 +24,9 @@ def second_effect(second, stored):
         return float(np.sqrt(np.mean((np.sqrt(v[moved] / decoded[moved]) - 1) ** 2))) if moved.any() else 0.0
 
 
-def first_effect(first, second, restored_first, restored_second):
-    """Return the relative error of the next update."""
-    wanted = numbers(first) / (np.sqrt(numbers(second)) + EPSILON)
+def first_effect(first, restored_first, restored_second):
+    """Return the relative error of the next update with the restored second moment."""
+    wanted = numbers(first) / (np.sqrt(numbers(restored_second)) + EPSILON)
     found = numbers(restored_first) / (np.sqrt(numbers(restored_second)) + EPSILON)
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -22,16 +23,21 @@ counts.
 
 
 def quantize_moments(
-    tensors: Mapping[str, Tensor], labels: Mapping[str, Label], first_tolerance: float, second_tolerance: float
+    tensors: Mapping[str, Tensor],
+    labels: Mapping[str, Label],
+    first_tolerance: float,
+    second_tolerance: float,
+    first_tolerances: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, Quantized]:
     """Return the moments that can be quantized within the tolerances, by name. Store the others exactly.
 
-    tensors, labels: of a whole state. These moments stay exact:
+    tensors, labels: of a whole state. first_tolerances: those of single first moments, by name, in place of
+    ``first_tolerance``. These moments stay exact:
 
     - moments that are empty or not finite;
     - a first moment whose second moment stays exact;
     - a first moment that lacks the second moment its key calls for, because its effect on an update is unknown (Adamax
-      divides it by ``exp_inf``, Lion takes its sign). With a first_tolerance of 1 or more it becomes zero instead.
+      divides it by ``exp_inf``, Lion takes its sign). With a tolerance of 1 or more it becomes zero instead.
     """
     quantized: dict[str, Quantized] = {}
     seconds: dict[str, QuantizedTensor | RankOne] = {}
@@ -43,12 +49,12 @@ def quantize_moments(
     for name in tensors:
         if labels[name].role != "first_moment" or not _usable(tensor := tensors[name]):
             continue
-        second = _second_of(name, tensors)
+        second, tolerance = _second_of(name, tensors), first_tolerances.get(name, first_tolerance)
         first: Quantized | None = None
         if second in seconds and tensors[second].shape == tensor.shape:
-            first = quantize_first_moment(tensor, tensors[second], seconds[second], second, first_tolerance)
-        elif second is None and (first_tolerance >= 1 or not _is_divided(name)):
-            first = quantize_momentum(tensor, first_tolerance)
+            first = quantize_first_moment(tensor, seconds[second], second, tolerance)
+        elif second is None and (tolerance >= 1 or not _is_divided(name)):
+            first = quantize_momentum(tensor, tolerance)
         if first is not None:
             quantized[name] = first
     return quantized

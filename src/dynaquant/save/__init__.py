@@ -2,17 +2,19 @@
 
 - ``allowance.py``: the user's limits: how much quality a save may lose, and by which method
 - ``presets.py``: what the names of ``quality`` mean
+- ``training_budget.py``: what restores have cost the training, and what one checkpoint may lose
 - ``schedule.py``: when the next checkpoint is due
 - ``movement.py``: how far the weights have moved since the last checkpoint
 - ``turn.py``: one call of a Checkpointer at a time
 - ``saver.py``: the stages of a save, in order
 - ``rank_zero.py``: what only rank 0 does
 - ``capture.py``: the state as a tree and live tensors
-- ``compressor.py``: how each tensor is stored; the stages are the next six files
+- ``compressor.py``: how each tensor is stored; the stages are the next seven files
 - ``frozen_and_omitted.py``: frozen and omitted tensors, whose values the checkpoint does not hold
 - ``unchanged_weights.py``: finds weights that have not changed since the last checkpoint; they keep their levels
 - ``gradient_statistics.py``: gradients recorded between two saves
 - ``prepare.py``: reads the weights once, before the search
+- ``moment_tolerances.py``: how coarse first moments may be
 - ``assemble.py``: the stored form of every tensor
 - ``timing.py``: seconds of each stage
 - ``commit_stage.py``: parent, commit, pruning, report: what the writing thread does

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
+from numbers import Real
 from typing import get_args
 
 from dynaquant.quantize.grid import GridConfiguration
@@ -22,6 +24,7 @@ class Allowance:
     method: Method | None
     max_degradation: float | None
     configuration: Knobs | None
+    training_budget: float | None = None
 
     def __post_init__(self) -> None:
         if self.quality not in PRESETS:
@@ -33,6 +36,11 @@ class Allowance:
                 "configuration and max_degradation exclude each other: with a given configuration there is no search; "
                 "leave out one of them"
             )
+        budget = self.training_budget
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, Real) or not 0 < budget < inf):
+            raise ValueError(f"training_budget must be a finite number above 0, e.g. 0.005, not {budget!r}")
+        if budget is not None and (self.configuration is not None or self.quality == "lossless"):
+            raise ValueError("training_budget has no effect without a search: leave it out, or leave out the others")
         if self.quality == "lossless" and (self.max_degradation, self.configuration, self.method) != (None, None, None):
             raise ValueError("quality='lossless' takes no max_degradation, method or configuration")
         if self.method is not None and self.method not in get_args(Method):
@@ -48,6 +56,17 @@ class Allowance:
         if self.configuration is None:
             return get_args(Method)
         return ("grid",) if isinstance(self.configuration, GridConfiguration) else ("published", "kmeans")
+
+    @property
+    def budget_of_training(self) -> float | None:
+        """What the whole training may lose by restores; None if every checkpoint may use ``max_degradation``.
+
+        That is so if ``max_degradation`` was given without ``training_budget``, and for the published methods.
+        """
+        preset = PRESETS[self.quality]
+        if self.training_budget is not None or preset is None or self.configuration is not None:
+            return self.training_budget
+        return preset.training_budget if self.max_degradation is None and self.chosen_method == "grid" else None
 
     @property
     def chosen_method(self) -> Method:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -29,10 +29,12 @@ from dynaquant.save.frozen_and_omitted import (
     omitted_tensors,
 )
 from dynaquant.save.gradient_statistics import GradientStatistics
+from dynaquant.save.moment_tolerances import first_tolerances
 from dynaquant.save.prepare import prepared_for_clusters, prepared_for_grid
 from dynaquant.save.presets import PRESETS
 from dynaquant.save.rank_zero import on_rank_zero
 from dynaquant.save.timing import timed
+from dynaquant.save.training_budget import TrainingBudget, learning_rate
 from dynaquant.save.unchanged_weights import Comparison, LastWeight, compare, restored_weights
 from dynaquant.search.decision import Decision
 from dynaquant.search.evaluation import Evaluate
@@ -53,7 +55,7 @@ class Compressed:
     """The tensors of a state as they are to be stored, and how that was decided.
 
     assembled: empty on ranks other than 0. frozen: names of parameters that do not train and have not changed.
-    last_weights: what ``Compressor.saved`` remembers.
+    last_weights, limit, budget: what ``Compressor.saved`` remembers. limit: the degradation that was allowed.
     """
 
     assembled: Assembled
@@ -62,6 +64,8 @@ class Compressed:
     decision: Decision
     notes: list[str]
     last_weights: Mapping[str, LastWeight]
+    limit: float
+    budget: TrainingBudget | None
 
 
 class Compressor:
@@ -91,29 +95,36 @@ class Compressor:
         self.method = allowance.chosen_method
         self.vectors = self.method == "grid"
         """Whether parameters of one dimension are quantized, too. Their share is large once all others are small."""
+        self._largest = self._preset.max_degradation if self._preset else 0.0
         self.manager = ConfigurationManager(
             self._model,
             evaluate,
             higher_is_better,
-            self._preset.max_degradation if self._preset else 0.0,
+            self._largest,
             allowance.configuration,
             group,
         )
+        self._budget: TrainingBudget | None = None
         if allowance.max_degradation is not None:
             self.max_degradation = allowance.max_degradation
+        if (total := allowance.budget_of_training) is not None:
+            self._budget = TrainingBudget(float(total), self.max_degradation)
+        self._budget_is_explicit = allowance.training_budget is not None
         arguments = evaluate is None, higher_is_better, allowance
         if any(other != arguments for other in group.all_gather(arguments)):
             raise ValueError(
-                "evaluate, higher_is_better, max_degradation, quality, method and configuration must agree on all ranks"
+                "evaluate, higher_is_better, max_degradation, training_budget, quality, method and configuration must "
+                "agree on all ranks"
             )
         self.hashes = HashCache()
         """Hashes of tensors that do not train."""
         self._last_weights: Mapping[str, LastWeight] = {}
-        self._last_max_degradation = self.max_degradation
+        self._last_limit = self.max_degradation
         self._restored_step = 0
+        self._optimizers = [source for source in objects.values() if isinstance(source, torch.optim.Optimizer)]
         self._gradients = GradientStatistics(
             self._model,
-            [source for source in objects.values() if isinstance(source, torch.optim.Optimizer)],
+            self._optimizers,
             self.method,
             self.vectors,
             self._uses_gradients(allowance.configuration),
@@ -127,8 +138,8 @@ class Compressor:
 
     @property
     def max_degradation(self) -> float:
-        """The largest relative loss of quality that one checkpoint may cause."""
-        return self.manager.max_degradation
+        """The largest relative loss of quality that one checkpoint may cause. The training's budget may allow less."""
+        return self._largest
 
     @max_degradation.setter
     def max_degradation(self, value: float) -> None:
@@ -139,15 +150,21 @@ class Compressor:
             )
         if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < float("inf"):
             raise ValueError(f"max_degradation must be a finite number of at least 0, e.g. 0.01, not {value!r}")
-        self.manager.max_degradation = float(value)
+        self._largest = float(value)
+        if self._budget is not None:
+            self._budget = replace(self._budget, largest=self._largest) if self._budget_is_explicit else None
 
     @property
     def coder(self) -> Coder:
         """How levels of weights are coded."""
         return "rearranged" if self.method == "published" else "conditional"
 
-    def compress(self, captured: Captured, seconds: dict[str, float]) -> Compressed:
-        """Compress a state. Adds the time of each stage to ``seconds``.
+    def compress(
+        self, captured: Captured, step: int, interval: int | None, corrected: bool, seconds: dict[str, float]
+    ) -> Compressed:
+        """Compress the state of a step. Adds the time of each stage to ``seconds``.
+
+        interval: steps between two checkpoints, if known. corrected: whether a restore corrects moments of zero.
 
         Changes nothing that the next call depends on. Call ``saved`` once it is certain that the result is written.
         """
@@ -158,11 +175,13 @@ class Compressor:
             tensors = _on_known_devices({n: t for n, t in captured.tensors.items() if n not in external})
             master_of = master_weights_of(tensors, captured.labels, self._objects, self._patterns)
             weights = self._weights_to_quantize(tensors, captured.labels, master_of)
-            last = self._usable_last_weights()
-            comparison = compare(weights, last, idle, self.hashes)
+            budget = self._budget and self._budget.at(step, learning_rate(self._optimizers))
+            limit = self._largest if budget is None else budget.allowed
+            comparison = compare(weights, self._usable_last_weights(limit), idle, self.hashes)
             bounded = quantize_bounded(tensors, captured.labels)
         with timed(seconds, "search"):
-            decision, notes = self._decide(comparison, last, captured.labels, bounded)
+            self.manager.max_degradation = limit
+            decision, notes = self._decide(comparison, captured.labels, bounded)
             if self._preset is not None:
                 notes += note_on_parameters_without_optimizer(self._model, frozen)
         with timed(seconds, "capture"):
@@ -170,7 +189,7 @@ class Compressor:
             assembled = on_rank_zero(
                 lambda: assemble(
                     tensors,
-                    {**quantized, **self._moments(tensors, captured.labels), **bounded},
+                    {**quantized, **self._moments(tensors, captured.labels, interval, corrected), **bounded},
                     master_of,
                     external,
                     captured.labels,
@@ -187,6 +206,8 @@ class Compressor:
             decision,
             notes,
             comparison.last_weights(quantized),
+            limit if not comparison.unchanged else self._last_limit,
+            budget,
         )
 
     def saved(self, compressed: Compressed, interval: int | None) -> None:
@@ -195,7 +216,9 @@ class Compressor:
         interval: steps to the next save, at least.
         """
         self._last_weights = compressed.last_weights
-        self._last_max_degradation = self.max_degradation
+        self._last_limit = compressed.limit
+        if self._budget is not None:
+            self._budget = compressed.budget
         self._gradients.start_anew()
         self.expect(interval)
 
@@ -206,8 +229,12 @@ class Compressor:
         the values of the lossless copy instead.
         """
         self._last_weights = restored_weights(header, tensors)
-        self._last_max_degradation = self.max_degradation
+        self._last_limit = _limit(header.record) or self._largest
         self._restored_step = header.step
+        if self._budget is not None:
+            self._budget = self._budget.continued(header.record.get("training_budget"))
+            if not from_lossless_copy:
+                self._budget = self._budget.restored(_degradation(header.record))
         weights = {} if from_lossless_copy else {name: last.quantized for name, last in self._last_weights.items()}
         self.manager.resume(header.record, weights)
         self._gradients.forget()
@@ -242,16 +269,16 @@ class Compressor:
             return {}
         return {name: tensors[master_of.get(name, name)] for name in tensors if labels[name].role == "weight"}
 
-    def _usable_last_weights(self) -> Mapping[str, LastWeight]:
-        """Return the last checkpoint's weights; none if ``max_degradation`` is smaller now than it was for them."""
-        return {} if self.max_degradation < self._last_max_degradation else self._last_weights
+    def _usable_last_weights(self, limit: float) -> Mapping[str, LastWeight]:
+        """Return the last checkpoint's weights; none if less is allowed now than for them.
+
+        The training's budget changes the limit at every save. So with a budget, half of it is near enough.
+        """
+        least = self._last_limit if self._budget is None else self._last_limit / 2
+        return {} if limit < least else self._last_weights
 
     def _decide(
-        self,
-        comparison: Comparison,
-        last: Mapping[str, LastWeight],
-        labels: Mapping[str, Label],
-        bounded: Mapping[str, Quantized],
+        self, comparison: Comparison, labels: Mapping[str, Label], bounded: Mapping[str, Quantized]
     ) -> tuple[Decision, list[str]]:
         """Return the most compact configuration that is good enough for the changed weights, and notes."""
         if self._preset is None:
@@ -263,7 +290,9 @@ class Compressor:
             mean_squares = self._group.from_rank_0(measured)
         weights: GridWeights | KMeansWeights
         if self.method == "grid":
-            weights = prepared_for_grid(comparison.changed, last, mean_squares, self._restored_step, self._group)
+            weights = prepared_for_grid(
+                comparison.changed, self._last_weights, mean_squares, self._restored_step, self._group
+            )
             notes = list(weights.notes)
         else:
             gradients = self._gradients.recorded()
@@ -281,11 +310,28 @@ class Compressor:
         }
         return self.manager.decide(weights, decided, mean_squares), notes
 
-    def _moments(self, tensors: Mapping[str, Tensor], labels: Mapping[str, Label]) -> dict[str, Quantized]:
+    def _moments(
+        self, tensors: Mapping[str, Tensor], labels: Mapping[str, Label], interval: int | None, corrected: bool
+    ) -> dict[str, Quantized]:
         """Return the optimizer's moments, quantized within the tolerances of the preset; others stay exact."""
         if self._preset is None or self.method != "grid":
             return {}
-        return quantize_moments(tensors, labels, self._preset.first_tolerance, self._preset.second_tolerance)
+        firsts = first_tolerances(self._objects, self._preset, interval, corrected)
+        return quantize_moments(tensors, labels, self._preset.first_tolerance, self._preset.second_tolerance, firsts)
+
+
+def _degradation(record: Mapping[str, Any]) -> float:
+    """Return the measured degradation of a checkpoint; without a metric, what was allowed; 0 if neither is known."""
+    quality = record.get("quality")
+    value = quality.get("degradation") if isinstance(quality, Mapping) else _limit(record)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _limit(record: Mapping[str, Any]) -> float | None:
+    """Return the degradation that a checkpoint was allowed; None if its weights are exact or the record is invalid."""
+    search = record.get("search")
+    value = search.get("limit") if isinstance(search, Mapping) and record.get("configuration") is not None else None
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _on_known_devices(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,28 +6,33 @@ from dataclasses import dataclass
 from typing import Literal
 
 QualityName = Literal["lossless", "high", "balanced", "small"]
-"""How much quality a checkpoint may lose: nothing, 0.1 %, 1 % or 5 % of the metric."""
+"""How much quality may be lost: nothing; 0.05 %, 0.5 % or 2.5 % by a whole training, and twice that by a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """How much quality a checkpoint may lose.
+    """How much quality may be lost.
 
-    max_degradation: of the metric, relative. first_tolerance: the relative error ``‖Δu‖/‖u‖`` of a tensor's next
-    update that stored first moments may cause; 1 is the error without first moments. second_tolerance: the relative
-    error (root mean square) of ``1/sqrt(v)`` that stored second moments may cause (``quantize/moments.py``).
+    max_degradation: of the metric by one checkpoint, relative. training_budget: of the metric at the end of the
+    training, by all restores. lost_steps: the share of the steps between two checkpoints that a restore may lose by
+    first moments that are not stored exactly (``save/moment_tolerances.py``). first_tolerance: if those steps are not
+    known, the relative error ``‖Δu‖/‖u‖`` of a tensor's next update that stored first moments may cause; 1 is the error
+    without first moments. second_tolerance: the relative error (root mean square) of ``1/sqrt(v)`` that stored second
+    moments may cause (``quantize/moments.py``).
     """
 
     max_degradation: float
+    training_budget: float
+    lost_steps: float
     first_tolerance: float
     second_tolerance: float
 
 
-BALANCED = Preset(0.01, 1.0, 0.3)
+BALANCED = Preset(0.01, 0.005, 0.05, 1.0, 0.3)
 PRESETS: dict[QualityName, Preset | None] = {
     "lossless": None,
-    "high": Preset(0.001, 0.5, 0.1),
+    "high": Preset(0.001, 0.0005, 0.025, 0.5, 0.1),
     "balanced": BALANCED,
-    "small": Preset(0.05, 1.0, 0.5),
+    "small": Preset(0.05, 0.025, 0.2, 1.0, 0.5),
 }
 """By name of ``quality``. None: every tensor is stored exactly."""

@@ -59,6 +59,7 @@ class Record:
       written.
     - ``moments_corrected``: the number of first moments that the last restore set to zero, and whose bias is or was
       corrected since then (``correct_moments``).
+    - ``budget_spent``: the part of ``training_budget`` that restores have used so far; None without a budget.
     - ``notes``: texts about anything unusual.
 
     Ranks other than 0 write no file and do not know its size. Their records have an empty identity, no roles, no bytes
@@ -83,6 +84,7 @@ class Record:
     seconds: dict[str, float]
     notes: list[str]
     moments_corrected: int = 0
+    budget_spent: float | None = None
 
     @property
     def evaluations(self) -> int:
@@ -201,4 +203,5 @@ def _record(
         seconds={stage: float(seconds) for stage, seconds in record.get("seconds", {}).items()},
         notes=[*record.get("notes", []), *notes],
         moments_corrected=int(record.get("moments_corrected", 0)),
+        budget_spent=float(budget["spent"]) if (budget := record.get("training_budget")) else None,
     )

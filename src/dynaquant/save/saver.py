@@ -70,7 +70,7 @@ class Saver:
             captured = capture(
                 self._objects, self._roles, self._compressor.vectors, self._run, self._writer.base, self._group
             )
-        compressed = self._compressed(captured, seconds)
+        compressed = self._compressed(step, captured, schedule.steps_between, seconds)
         schedule.saved(_typical_seconds(seconds, compressed.decision))
         schedule.interval = self._group.from_rank_0(schedule.interval)
         self._measure_movement_from_here(schedule)
@@ -110,11 +110,11 @@ class Saver:
         if not self._has_checkpoint:
             warn_of_other_checkpoints(self._run, self._group)
 
-    def _compressed(self, captured: Captured, seconds: dict[str, float]) -> Compressed:
+    def _compressed(self, step: int, captured: Captured, interval: int | None, seconds: dict[str, float]) -> Compressed:
         """Compress the state. Puts back what ``evaluate`` has changed, also if interrupted."""
         before = Snapshot(models_of(self._objects), self._objects)
         try:
-            compressed = self._compressor.compress(captured, seconds)
+            compressed = self._compressor.compress(captured, step, interval, self._corrections.enabled, seconds)
             self._group.run_on_all_ranks(self._turn.check)
         finally:
             try:
@@ -131,6 +131,8 @@ class Saver:
         notes = [*compressed.notes, *self._corrections.notes]
         record = json_of(decision, self._compressor.manager.history, interval, seconds, notes)
         record["moments_corrected"] = self._corrections.count
+        if compressed.budget is not None:
+            record["training_budget"] = compressed.budget.to_json()
         checkpoint = Checkpoint(
             step,
             captured.tree,

@@ -71,6 +71,16 @@ class Schedule:
         """Steps from the last checkpoint to the earliest one that may follow; None if unknown."""
         return Movement.first_look(self.interval) if self.movement is not None and self.interval else self.interval
 
+    @property
+    def steps_between(self) -> int | None:
+        """Steps between two checkpoints: the interval, or else the steps since the last one. None if unknown.
+
+        Valid between ``saving`` and ``saved``.
+        """
+        if self.interval is not None or self._save is None or self._last_step is None:
+            return self.interval
+        return self._save[0] - self._last_step if self._save[0] > self._last_step else None
+
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due at ``step``. Raises ValueError without ``every``."""
         if self.interval is None and self.movement is None:

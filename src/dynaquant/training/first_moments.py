@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from dynaquant.training.collect import parameter_names
+from dynaquant.training.optimizers import keys_of
+
 LARGEST_FACTOR: Mapping[str, float] = {"exp_avg": 3.0, "momentum_buffer": 1.0}
 """By key of a first moment: the largest factor of its correction (method 3.2). 1 means no correction.
 
@@ -69,6 +72,32 @@ def rule_of(optimizer: Optimizer) -> MomentRule | None:
     differentiable optimizers, whose moments are part of an autograd graph.
     """
     return None if optimizer.defaults.get("differentiable") else _RULES.get(type(optimizer))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """steps: how many steps a first moment remembers, ``1 / (1 - β)``. corrected: whether a restore can correct it."""
+
+    steps: float
+    corrected: bool
+
+
+def memories_of(objects: Mapping[str, Any]) -> dict[str, Memory]:
+    """Return the memories of all first moments by the name of their tensor. Optimizers without a rule have none.
+
+    objects: the objects of the training, by name.
+    """
+    memories: dict[str, Memory] = {}
+    for name, names in parameter_names(objects).items():
+        optimizer = objects[name]
+        if (rule := rule_of(optimizer)) is None:
+            continue
+        for group, keys in zip(optimizer.param_groups, keys_of(names), strict=True):
+            decay = rule.update(group).decay
+            if 0 < decay < 1:
+                memory = Memory(1 / (1 - decay), rule.largest_factor > 1)
+                memories |= {f"{name}.state.{key}.{rule.key}": memory for key in keys}
+    return memories
 
 
 def _average(group: Mapping[str, Any], coupled: float) -> MomentUpdate:

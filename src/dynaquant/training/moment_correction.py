@@ -151,7 +151,7 @@ class MomentCorrections:
     """
 
     def __init__(self, enabled: bool = True) -> None:
-        self._enabled = enabled
+        self.enabled = enabled
         self._corrections: dict[str, MomentCorrection] = {}
         self._notes: dict[str, str] = {}
 
@@ -180,7 +180,7 @@ class MomentCorrections:
         if (before := self._corrections.pop(name, None)) is not None:
             before.close()
         self._notes.pop(name, None)
-        if not kept or not self._enabled:
+        if not kept or not self.enabled:
             return
         if (rule := rule_of(optimizer)) is None:
             kind = type(optimizer)

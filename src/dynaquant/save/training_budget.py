@@ -1,0 +1,139 @@
+"""What the whole training may lose by restores, and how much of that one checkpoint may use.
+
+A restore worsens the metric by the degradation of its checkpoint. Training heals this, but less and less as the
+learning rate falls. So checkpoints late in a schedule, and those after many restores, are stored more precisely.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+HEALING = 4.0
+"""A degradation heals with this power of the sum of all learning rates so far: if that sum doubles, a sixteenth is
+left. Fitted to trainings with restores (docs/decisions.md, "How much may a checkpoint lose late in a training?")."""
+SHARE_OF_ONE = 0.25
+"""The share of what is left of the budget that one restore may use."""
+LEAST_SHARE = 0.05
+"""A checkpoint may always use this share of the largest degradation, however little of the budget is left."""
+HEALED = 0.01
+"""A restore is forgotten when this share of its degradation is left."""
+
+
+@dataclass(frozen=True)
+class Restore:
+    """One restore. degradation: of its checkpoint. learned: the sum of learning rates at its step."""
+
+    degradation: float
+    learned: float
+
+
+@dataclass(frozen=True)
+class TrainingBudget:
+    """The account of one training. A save adds the steps since the last one, a restore adds its degradation.
+
+    total: the largest relative loss of quality at the end of the training, as predicted. largest: the largest
+    degradation of one checkpoint. learned: the sum of the learning rates of all steps so far. rate, highest: the
+    learning rate at the last save, and the highest one of any save. step: of the last save.
+    """
+
+    total: float
+    largest: float
+    learned: float = 0.0
+    rate: float = 0.0
+    highest: float = 0.0
+    step: int = 0
+    restores: tuple[Restore, ...] = ()
+
+    def at(self, step: int, rate: float) -> TrainingBudget:
+        """Return the account at a save. rate: the learning rate now."""
+        if not (math.isfinite(rate) and rate >= 0):
+            rate = self.rate
+        mean = (self.rate + rate) / 2 if self.step else rate
+        learned = self.learned + mean * max(step - self.step, 0)
+        still_felt = tuple(each for each in self.restores if _left(each, learned) > HEALED)
+        return replace(
+            self, learned=learned, rate=rate, highest=max(self.highest, rate), step=step, restores=still_felt
+        )
+
+    @property
+    def lasting(self) -> float:
+        """The share of a degradation of now that will be left at the end of the training, as expected.
+
+        The learning rate says how far the schedule is: while it is as high as ever, a long time is left to heal.
+        """
+        return 1 - self.rate / self.highest if self.highest > 0 else 0.0
+
+    @property
+    def spent(self) -> float:
+        """The part of the budget that restores have used: their degradations, as far as they will be left."""
+        return self.lasting * sum(each.degradation * _left(each, self.learned) for each in self.restores)
+
+    @property
+    def allowed(self) -> float:
+        """The degradation that a checkpoint may have now."""
+        if self.lasting <= 0:
+            return self.largest
+        share = SHARE_OF_ONE * (self.total - self.spent) / self.lasting
+        return min(max(share, LEAST_SHARE * self.largest), self.largest)
+
+    def restored(self, degradation: float) -> TrainingBudget:
+        """Return the account after a restore of the checkpoint of the last save. degradation: of that checkpoint."""
+        if not (math.isfinite(degradation) and degradation > 0):
+            return self
+        return replace(self, restores=(*self.restores, Restore(degradation, self.learned)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the account as a record keeps it."""
+        return {
+            "total": self.total,
+            "spent": self.spent,
+            "learned": self.learned,
+            "rate": self.rate,
+            "highest": self.highest,
+            "step": self.step,
+            "restores": [[each.degradation, each.learned] for each in self.restores],
+        }
+
+    def continued(self, data: Any) -> TrainingBudget:
+        """Return this budget with the account that a record has. Content that is not valid is ignored."""
+        try:
+            learned, rate, highest = (_not_negative(data[key]) for key in ("learned", "rate", "highest"))
+            restores = tuple(Restore(_not_negative(lost), _not_negative(at)) for lost, at in data["restores"])
+            step = data["step"]
+        except (KeyError, TypeError, ValueError):
+            return self
+        if type(step) is not int or step < 0:
+            return self
+        return replace(self, learned=learned, rate=rate, highest=highest, step=step, restores=restores)
+
+
+def learning_rate(optimizers: Sequence[Optimizer]) -> float:
+    """Return the mean learning rate of all parameters; 0 without optimizers."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    counts = [sum(parameter.numel() for parameter in group["params"]) for group in groups]
+    total = sum(_number(group) * count for group, count in zip(groups, counts, strict=True))
+    return total / max(sum(counts), 1)
+
+
+def _number(group: Mapping[str, Any]) -> float:
+    rate = group.get("lr", 0.0)
+    return float(rate) if isinstance(rate, int | float | Tensor) else 0.0
+
+
+def _left(restore: Restore, learned: float) -> float:
+    """Return the share of a restore's degradation that has not healed yet."""
+    if not 0 < restore.learned < learned:
+        return 1.0 if restore.learned >= learned else 0.0
+    return math.pow(restore.learned / learned, HEALING)
+
+
+def _not_negative(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r} is not a number of at least 0")
+    return float(value)

@@ -1,0 +1,76 @@
+"""How coarse first moments may be, by interval, optimizer and preset."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import dynaquant as dq
+from dynaquant.save.moment_tolerances import FINEST, first_tolerances
+from dynaquant.save.presets import PRESETS
+from dynaquant.store.run import Run
+from dynaquant.tensors.stored import ScaledMoment
+
+
+def tolerance(interval, quality="balanced", beta=0.9, optimizer=torch.optim.AdamW, corrected=True):
+    model = nn.Linear(4, 3)
+    options = {"momentum": beta} if optimizer is torch.optim.SGD else {"betas": (beta, 0.99)}
+    objects = {"model": model, "optimizer": optimizer(model.parameters(), lr=0.1, **options)}
+    found = first_tolerances(objects, PRESETS[quality], interval, corrected)
+    key = "momentum_buffer" if optimizer is torch.optim.SGD else "exp_avg"
+    assert found.keys() <= {f"optimizer.state.model.{name}.{key}" for name in ("weight", "bias")}
+    assert len(set(found.values())) <= 1
+    return next(iter(found.values()), None)
+
+
+def test_moments_are_dropped_where_checkpoints_are_far_apart_and_kept_where_they_are_close():
+    assert [tolerance(interval) for interval in (5, 20, 39, 40, 2000)] == [FINEST, FINEST, FINEST, 1, 1]
+    assert [tolerance(interval, "high") for interval in (40, 79, 80)] == [FINEST, FINEST, 1]
+    assert [tolerance(interval, "small") for interval in (9, 10)] == [FINEST, 1]
+
+
+def test_moments_that_remember_longer_are_kept_for_longer_intervals():
+    assert [tolerance(interval, beta=0.98) for interval in (199, 200)] == [FINEST, 1]
+
+
+def test_without_correction_moments_are_kept_for_longer_intervals_and_the_coarser_the_longer_these_are():
+    found = [tolerance(interval, corrected=False) for interval in (40, 80, 128, 199, 200)]
+    assert found[:2] == [FINEST, pytest.approx(math.sqrt(0.4))]
+    assert found == sorted(found)
+    assert (found[3] < 1, found[4]) == (True, 1)
+
+
+def test_momentum_of_sgd_is_treated_as_moments_that_are_corrected():
+    for corrected in (True, False):
+        assert [tolerance(n, corrected=corrected, optimizer=torch.optim.SGD) for n in (39, 40)] == [FINEST, 1]
+
+
+def test_unknown_intervals_and_optimizers_leave_it_to_the_preset():
+    assert tolerance(None) is None
+    model = nn.Linear(2, 2)
+    for optimizer in (torch.optim.RMSprop, torch.optim.Adagrad):
+        assert (
+            first_tolerances({"model": model, "optimizer": optimizer(model.parameters())}, PRESETS["high"], 9, True)
+            == {}
+        )
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert first_tolerances({"model": model, "optimizer": plain}, PRESETS["high"], 9, True) == {}
+
+
+@pytest.mark.parametrize(("every", "kept"), [(5, True), (200, False)])
+def test_a_checkpointer_keeps_first_moments_where_checkpoints_are_close(tmp_path, every, kept):
+    model = nn.Linear(64, 48)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(16, 64)
+    with dq.Checkpointer(tmp_path, model, optimizer, every=every) as ckpt:
+        for step in range(1, every + 1):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if ckpt.due(step):
+                ckpt.save(step)
+    run = Run(tmp_path)
+    stored = run.load(run.file(every))["optimizer.state.model.weight.exp_avg"]
+    assert isinstance(stored, ScaledMoment)
+    assert bool(torch.any(dq.load(tmp_path)["optimizer"]["state"]["model.weight"]["exp_avg"] != 0)) == kept

@@ -1,0 +1,180 @@
+"""The budget of a training: what restores have cost, and what the next checkpoint may lose."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import dynaquant as dq
+from dynaquant.save.training_budget import LEAST_SHARE, TrainingBudget, learning_rate
+
+BUDGET = TrainingBudget(total=0.005, largest=0.01)
+STEPS, EVERY = 400, 40
+
+
+def cosine(step):
+    return 0.5 * (1 + math.cos(math.pi * step / STEPS))
+
+
+def trained(rate_at, restored_at=(), budget=BUDGET):
+    """The account at the end, and what was allowed at each checkpoint. Restores lose all that was allowed."""
+    allowed = {}
+    for step in range(EVERY, STEPS + 1, EVERY):
+        budget = budget.at(step, rate_at(step))
+        allowed[step] = budget.allowed
+        if step in restored_at:
+            budget = budget.restored(budget.allowed)
+    return budget, allowed
+
+
+def test_at_a_constant_learning_rate_every_checkpoint_may_lose_the_most():
+    budget, allowed = trained(lambda _: 0.1, range(0, STEPS, EVERY))
+    assert set(allowed.values()) == {BUDGET.largest}
+    assert budget.spent == 0
+
+
+def test_less_is_allowed_as_the_learning_rate_falls_and_never_less_than_the_least_share():
+    _, allowed = trained(cosine)
+    values = list(allowed.values())
+    assert values == sorted(values, reverse=True)
+    assert values[0] == BUDGET.largest
+    assert values[-1] == pytest.approx(BUDGET.total / 4)
+    _, allowed = trained(cosine, range(0, STEPS, EVERY), TrainingBudget(1e-5, 0.01))
+    assert min(allowed.values()) == LEAST_SHARE * 0.01
+
+
+def test_a_warm_up_does_not_count_as_the_end_of_a_schedule():
+    _, allowed = trained(lambda step: step)
+    assert set(allowed.values()) == {BUDGET.largest}
+
+
+def test_late_restores_leave_less_for_the_next_and_early_ones_heal():
+    _, none = trained(cosine)
+    late, after_late = trained(cosine, [280])
+    early, after_early = trained(cosine, [40])
+    assert after_late[320] < 0.95 * none[320]
+    assert after_early[320] > 0.98 * none[320]
+    assert late.spent > 10 * early.spent
+
+
+@given(st.lists(st.integers(1, 9), unique=True), st.floats(1e-4, 0.05))
+def test_restores_from_a_cosine_schedule_never_use_more_than_the_budget(numbers, total):
+    budget, _ = trained(cosine, [EVERY * n for n in numbers], TrainingBudget(total, 2 * total))
+    assert budget.spent <= total
+
+
+def test_without_optimizers_or_with_strange_learning_rates_the_most_is_allowed():
+    assert learning_rate([]) == 0.0
+    assert BUDGET.at(10, 0.0).allowed == BUDGET.largest
+    assert BUDGET.at(10, 0.1).at(20, math.nan).rate == 0.1
+    assert BUDGET.restored(math.nan) == BUDGET.restored(-0.1) == BUDGET
+
+
+def test_the_learning_rate_is_the_mean_over_parameters():
+    small, large = nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(30))
+    optimizer = torch.optim.Adam([{"params": [small], "lr": 0.1}, {"params": [large], "lr": torch.tensor(0.3)}])
+    assert learning_rate([optimizer]) == pytest.approx(0.25)
+
+
+def test_the_account_continues_from_a_record():
+    budget, _ = trained(cosine, [200, 360])
+    again = BUDGET.continued(json.loads(json.dumps(budget.to_json())))
+    assert again == budget
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        [],
+        {},
+        {"learned": -1.0, "rate": 0.1, "highest": 0.1, "step": 3, "restores": []},
+        {"learned": 1.0, "rate": True, "highest": 0.1, "step": 3, "restores": []},
+        {"learned": 1.0, "rate": 0.1, "highest": 0.1, "step": "3", "restores": []},
+        {"learned": 1.0, "rate": 0.1, "highest": 0.1, "step": 3, "restores": [[0.1]]},
+        {"learned": 1.0, "rate": 0.1, "highest": 0.1, "step": 3, "restores": 7},
+    ],
+)
+def test_a_broken_account_is_ignored(data):
+    assert BUDGET.continued(data) == BUDGET
+
+
+def training():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+
+
+def saved(folder, until, **options):
+    """Continue a training until a step, and return the records of all its checkpoints."""
+    model, optimizer, scheduler = training()
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+    y = x[:, :4].argmax(1)
+
+    def loss(model):
+        return nn.functional.cross_entropy(model(x), y)
+
+    settings = {"every": 20, "evaluate": lambda model: float(loss(model)), **options}
+    with dq.Checkpointer(folder, model, optimizer, extras={"scheduler": scheduler}, **settings) as ckpt:
+        start = ckpt.restore() or 0
+        for step in range(start + 1, until + 1):
+            loss(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            if ckpt.due(step):
+                ckpt.save(step)
+        return ckpt.records()
+
+
+def test_checkpoints_become_stricter_and_the_account_survives_restores(tmp_path):
+    for until in (40, 60, 100):
+        records = saved(tmp_path, until)
+    limits = [record.limit for record in records]
+    assert limits[0] == pytest.approx(0.01)
+    assert limits == sorted(limits, reverse=True)
+    assert limits[-1] < 0.002
+    assert all(record.quality.degradation <= record.limit for record in records)
+    assert records[0].budget_spent == records[1].budget_spent == 0
+    assert 0 < records[-1].budget_spent < 0.005
+
+
+def test_with_max_degradation_alone_every_checkpoint_may_use_it(tmp_path):
+    records = saved(tmp_path, 100, max_degradation=0.02)
+    assert {record.limit for record in records} == {0.02}
+    assert {record.budget_spent for record in records} == {None}
+
+
+def test_a_budget_of_the_training_goes_with_max_degradation(tmp_path):
+    records = saved(tmp_path, 100, max_degradation=0.02, training_budget=0.002)
+    assert records[0].limit <= 0.02
+    assert records[-1].limit == pytest.approx(LEAST_SHARE * 0.02)
+
+
+def test_setting_max_degradation_ends_the_budget_of_the_preset_only(tmp_path):
+    model, optimizer, _ = training()
+    for budget, expected in ((None, [0.03, 0.03]), (0.002, [0.03, 0.03 * LEAST_SHARE])):
+        limits = []
+        with dq.Checkpointer(tmp_path / str(budget), model, optimizer, training_budget=budget) as ckpt:
+            ckpt.max_degradation = 0.03
+            for step, rate in ((10, 0.01), (20, 0.0001)):
+                optimizer.param_groups[0]["lr"] = rate
+                limits.append(ckpt.save(step).result().limit)
+        assert limits == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("value", [0, -0.1, math.nan, math.inf, True, "0.1"])
+def test_a_budget_must_be_a_number_above_zero(tmp_path, value):
+    with pytest.raises(ValueError, match="training_budget must be a finite number above 0"):
+        dq.Checkpointer(tmp_path, *training()[:2], training_budget=value)
+
+
+@pytest.mark.parametrize("options", [{"quality": "lossless"}, {"configuration": dq.GridConfiguration(0)}])
+def test_a_budget_without_a_search_is_refused(tmp_path, options):
+    with pytest.raises(ValueError, match="training_budget has no effect"):
+        dq.Checkpointer(tmp_path, *training()[:2], training_budget=0.01, **options)
