@@ -146,7 +146,9 @@ def test_presets_are_ordered_by_the_quality_they_lose():
     for finer, coarser in pairwise(order):
         assert finer.max_degradation < coarser.max_degradation
         assert finer.first_tolerance <= coarser.first_tolerance
-        assert finer.second_tolerance < coarser.second_tolerance
+        assert finer.training_budget < coarser.training_budget
+        assert finer.lost_steps < coarser.lost_steps
+        assert finer.second_tolerance <= coarser.second_tolerance
 
 
 @pytest.mark.parametrize("evaluate", [None, EVALUATE], ids=["no metric", "metric"])

@@ -187,19 +187,7 @@ def tensor_of(entry, stream, parent, tensor_named):
         if coding["units"]["bins"] or coding["units"]["protected"]:
             values = values * root
         return Tensor(dtype, shape, finite(values, dtype), {"units": levels})
-    check(len(shape) >= 2, "two or more dimensions")
-    rows, columns = coding["rows"], coding["columns"]
-    middle, end = rows["size"], rows["size"] + columns["size"]
-    check(end <= len(stream) and not any(stream[end:]), "zeros after the columns")
-    if kind == "low_rank":
-        values = sums_of_products(coding, shape, stream[:middle], stream[middle:end])
-        if coding["second"]:
-            values = values * root_of(coding["second"], shape, tensor_named)
-        return Tensor(dtype, shape, finite(values, dtype))
-    row_levels, row = part(rows, stream[:middle], shape[0], "float32", parts.get("rows"))
-    column_levels, column = part(columns, stream[middle:end], math.prod(shape[1:]), "float32", parts.get("columns"))
-    values = np.multiply.outer(row, column).reshape(-1)
-    return Tensor(dtype, shape, finite(values, dtype), {"rows": row_levels, "columns": column_levels})
+    return product(entry, stream, parts, tensor_named)
 
 
 def bounded(coding, stream, dtype, shape, parent):
@@ -238,6 +226,24 @@ def bounded(coding, stream, dtype, shape, parent):
     for i, position in enumerate(positions):
         values[size * position : size * (position + 1)] = exact[size * i : size * (i + 1)]
     return Tensor(dtype, shape, bytes(values))
+
+
+def product(entry, stream, parts, tensor_named):
+    """Decode a tensor that is stored as rows and columns."""
+    dtype, shape, coding = entry["dtype"], entry["shape"], entry["coding"]
+    check(len(shape) >= 2, "two or more dimensions")
+    rows, columns = coding["rows"], coding["columns"]
+    middle, end = rows["size"], rows["size"] + columns["size"]
+    check(end <= len(stream) and not any(stream[end:]), "zeros after the columns")
+    if coding["kind"] == "low_rank":
+        values = sums_of_products(coding, shape, stream[:middle], stream[middle:end])
+        if coding["second"]:
+            values = values * root_of(coding["second"], shape, tensor_named)
+        return Tensor(dtype, shape, finite(values, dtype))
+    row_levels, row = part(rows, stream[:middle], shape[0], "float32", parts.get("rows"))
+    column_levels, column = part(columns, stream[middle:end], math.prod(shape[1:]), "float32", parts.get("columns"))
+    values = np.multiply.outer(row, column).reshape(-1)
+    return Tensor(dtype, shape, finite(values, dtype), {"rows": row_levels, "columns": column_levels})
 
 
 def root_of(name, shape, tensor_named):

@@ -16,8 +16,6 @@ from dynaquant.tensors.stored import QuantizedTensor, RankOne
 
 FACTOR_PACE = 1
 """Rungs between the values of a rank-one tensor's rows and columns."""
-PIECE = 2**20
-"""Values whose roots are computed at a time."""
 SECOND_PACES = (8, 4, 2)
 """Rungs between the values of a second moment, coarsest first: 2, 1 and 1/2 octaves."""
 
@@ -46,37 +44,23 @@ def quantize_second_moment(second: Tensor, tolerance: float) -> QuantizedTensor 
 
 
 def quantize_rank_one(tensor: Tensor) -> RankOne | None:
-    """Return a second moment as (row mean × column mean / mean)², with means of the roots of its values.
+    """Return a second moment as row mean × column mean / mean.
 
-    An update is divided by the root of the second moment. So these means keep the mean length of updates; means of the
-    values themselves, as in Adafactor, are larger and would shorten them (docs/decisions.md, "Of what is the mean
-    kept?"). Returns None if the tensor has fewer than two dimensions, is all zero, or does not fit the levels.
+    Returns None if the tensor has fewer than two dimensions, is all zero, or does not fit the levels.
     """
     if tensor.ndim < 2:
         return None
-    row_sums, column_sums = _sums_of_roots(tensor.detach().reshape(tensor.shape[0], -1))
+    matrix = tensor.detach().reshape(tensor.shape[0], -1)
+    row_sums, column_sums = kernels.for_device(tensor.device).row_and_column_sums(matrix)
     row_means, column_means = row_sums / len(column_sums), column_sums / len(row_sums)
-    mean = row_means.mean()
-    if not 0 < mean < math.inf:
+    root = math.sqrt(row_means.mean())
+    if not 0 < root < math.inf:
         return None
 
     def factor(means: NDArray[np.float64]) -> QuantizedTensor | None:
-        return quantize_to_log_grid(torch.from_numpy((means**2 / mean).astype(np.float32)), FACTOR_PACE)
+        return quantize_to_log_grid(torch.from_numpy((means / root).astype(np.float32)), FACTOR_PACE)
 
     rows, columns = factor(row_means), factor(column_means)
     if rows is None or columns is None:
         return None
     return RankOne(tensor.dtype, tensor.shape, rows, columns)
-
-
-def _sums_of_roots(matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the sum of the roots of each row and of each column. Works on some rows at a time, to save memory."""
-    kernel = kernels.for_device(matrix.device)
-    some_rows = max(PIECE // max(matrix.shape[1], 1), 1)
-    row_sums, column_sums = [], np.zeros(matrix.shape[1])
-    for begin in range(0, len(matrix), some_rows):
-        roots = kernel.square_root(matrix[begin : begin + some_rows].to(torch.float32))
-        by_row, by_column = kernel.row_and_column_sums(roots)
-        row_sums.append(by_row)
-        column_sums += by_column
-    return np.concatenate([np.zeros(0), *row_sums]), column_sums

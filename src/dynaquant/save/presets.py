@@ -31,7 +31,7 @@ class Preset:
 BALANCED = Preset(0.01, 0.005, 0.05, 1.0, 0.3)
 PRESETS: dict[QualityName, Preset | None] = {
     "lossless": None,
-    "high": Preset(0.001, 0.0005, 0.025, 0.5, 0.1),
+    "high": Preset(0.001, 0.0005, 0.025, 0.5, 0.3),
     "balanced": BALANCED,
     "small": Preset(0.05, 0.025, 0.2, 1.0, 0.5),
 }

@@ -17,7 +17,7 @@ from dynaquant.quantize.candidate import CandidateTensor, CandidateWeights, piec
 from dynaquant.tensors import dequantize
 from dynaquant.tensors.stored import QuantizedTensor
 
-LEAST_KEPT = 0.8
+LEAST_KEPT = 0.95
 """Share of the displacement since a restore that a checkpoint must keep."""
 
 
