@@ -69,7 +69,11 @@ def saved(folder, trained, evaluate=EVALUATE, saves=1, **arguments):
     return record, model, optimizer
 
 
-CODINGS = {"grid": {"conditional", "rank_one", "units"}, "kmeans": {"conditional"}, "published": {"quantized"}}
+CODINGS = {
+    "grid": {"conditional", "rank_one", "units", "low_rank"},
+    "kmeans": {"conditional"},
+    "published": {"quantized"},
+}
 
 
 def schemes(folder, step=0):

@@ -80,7 +80,11 @@ def _rounded(left: Tensor, right: Tensor, dtype: torch.dtype, shape: torch.Size)
             return None
         factors.append(quantize(vectors.T.contiguous(), rung))
     rows, columns = factors
-    return None if len(rows.protected) or len(columns.protected) else LowRank(dtype, shape, rows, columns)
+    # A vector of zeros would make levels of the other factor meaningless. A smaller rank does as well then.
+    empty = any(not factor.levels.reshape(factor.shape).any(axis=1).all() for factor in factors)
+    if empty or len(rows.protected) or len(columns.protected):
+        return None
+    return LowRank(dtype, shape, rows, columns)
 
 
 def _squared_error(matrix: Tensor, found: LowRank, power: float) -> float:
