@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 
 from dynaquant.errors import MissingPackageError
-from dynaquant.save.presets import BALANCED
 
 
 def demo(
@@ -22,8 +21,13 @@ def demo(
         "demo"
     ),
     max_degradation: Annotated[
-        float, typer.Option(help="Largest relative degradation of the metric that one checkpoint may cause.", min=0)
-    ] = BALANCED.max_degradation,
+        float | None,
+        typer.Option(
+            help="Largest relative degradation of the metric that every checkpoint may cause. By default, checkpoints "
+            "late in the training may cause less than the first ones, as with the preset balanced.",
+            min=0,
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     full: Annotated[
         bool, typer.Option("--full", help="Longer trainings with ten crashes each; takes about twice as long.")

@@ -159,6 +159,8 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
             f"{quality.original:.6g} in training, {quality.restored:.6g} as restored: degradation "
             f"{quality.degradation:+.2%}" + ("" if record.limit is None else f" (limit {record.limit:.2%})"),
         )
+    if record.budget_spent is not None:
+        yield "budget", f"restores have spent {record.budget_spent:.3%} of what the whole training may lose"
     yield "seconds", ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in record.seconds.items()) or "unknown"
     for note in record.notes:
         yield "note", note

@@ -89,7 +89,7 @@ class Result:
 METRICS = {"transformer": "validation loss", "convnet": "accuracy"}
 
 
-def run_demo(out: Path, plan: Plan, max_degradation: float, seed: int, console: Console) -> list[Result]:
+def run_demo(out: Path, plan: Plan, max_degradation: float | None, seed: int, console: Console) -> list[Result]:
     """Train every workload with and without crashes, two trainings at a time; show the progress on ``console``.
 
     Leaves the runs in ``out`` and replaces those of an earlier demo.
@@ -100,7 +100,7 @@ def run_demo(out: Path, plan: Plan, max_degradation: float, seed: int, console: 
         return asyncio.run(_run_all(out, plan, max_degradation, seed, progress))
 
 
-async def _run_all(out: Path, plan: Plan, max_degradation: float, seed: int, progress: Progress) -> list[Result]:
+async def _run_all(out: Path, plan: Plan, max_degradation: float | None, seed: int, progress: Progress) -> list[Result]:
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = max(1, processors // AT_ONCE)
     turns = asyncio.Semaphore(min(AT_ONCE, processors))

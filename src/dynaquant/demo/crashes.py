@@ -138,8 +138,10 @@ async def _follow(
 
 
 def arguments_for(
-    workload: str, steps: int, every: int, max_degradation: float, seed: int, run: Path | None
+    workload: str, steps: int, every: int, max_degradation: float | None, seed: int, run: Path | None
 ) -> list[str]:
     """Return the command line of the training process."""
-    numbers = [f"--steps={steps}", f"--every={every}", f"--max-degradation={max_degradation}", f"--seed={seed}"]
+    numbers = [f"--steps={steps}", f"--every={every}", f"--seed={seed}"]
+    if max_degradation is not None:
+        numbers.append(f"--max-degradation={max_degradation}")
     return [workload, *numbers, *(["--run", str(run)] if run else [])]

@@ -24,7 +24,7 @@ def report(event: str, **details: Any) -> None:
     os.write(1, json.dumps({"event": event, **details}).encode() + b"\n")
 
 
-def train(name: str, run: str | None, steps: int, every: int, max_degradation: float, seed: int) -> None:
+def train(name: str, run: str | None, steps: int, every: int, max_degradation: float | None, seed: int) -> None:
     """Train to the end, starting from the newest checkpoint of the run if there is one."""
     work = WORKLOADS[name](steps, seed)
     checkpointer = None
@@ -84,6 +84,6 @@ if __name__ == "__main__":
     parser.add_argument("--run")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, required=True)
-    parser.add_argument("--max-degradation", type=float, required=True)
+    parser.add_argument("--max-degradation", type=float)
     parser.add_argument("--seed", type=int, required=True)
     train(**vars(parser.parse_args()))
