@@ -119,7 +119,7 @@ def grid(snapshot: Snapshot, judge: Judge, _bins: Sequence[int]) -> Iterator[Can
     def worse(scale: int) -> float:
         return judge(_values(ready.quantize(GridConfiguration(scale))))
 
-    def degradations(scales: Sequence[int]) -> list[float]:
+    def degradations(scales: Sequence[int], _low: float) -> list[float]:
         return [worse(scale) for scale in scales]
 
     for limit in LIMITS:

@@ -118,18 +118,12 @@ def gpt_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
 
 
-def gpt_validation(data: Path, batches: int = 20) -> Evaluate:
+def gpt_validation(data: Path, batches: int = 20) -> LossOn:
     """Return ``evaluate`` for the GPT: its loss on fixed validation batches, lower is better."""
     _, held_out, _ = shakespeare(data)
     generator = torch.Generator().manual_seed(1)
     fixed = [batch(held_out, generator) for _ in range(batches)]
-
-    def evaluate(model: nn.Module) -> float:
-        model.eval()
-        with torch.no_grad():
-            return float(np.mean([float(gpt_loss(model, x, y)) for x, y in fixed]))
-
-    return evaluate
+    return LossOn(fixed, lambda model, pair: gpt_loss(model, *pair))
 
 
 def new_gpt(vocabulary: int) -> GPT:

@@ -18,7 +18,7 @@ from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.util import ClassNotFound
 
 API = {
-    "A training": ["Checkpointer", "LossOn", "Moved"],
+    "A training": ["Checkpointer", "LossOn", "OnBatches", "Moved"],
     "What is stored": ["Bound", "load", "load_into"],
     "What a save reports": ["Record"],
     "Configurations": ["GridConfiguration", "Configuration"],

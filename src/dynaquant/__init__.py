@@ -18,6 +18,7 @@ __all__ = [
     "GridConfiguration",
     "LossOn",
     "Moved",
+    "OnBatches",
     "Record",
     "StateError",
     "load",
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from dynaquant.restore.load_into import load_into
     from dynaquant.save.movement import Moved
     from dynaquant.save.record import Record
-    from dynaquant.search.evaluation import LossOn
+    from dynaquant.search.evaluation import LossOn, OnBatches
     from dynaquant.state.bound import Bound
 
     __version__: str
@@ -44,6 +45,7 @@ else:
         "GridConfiguration": "quantize.grid",
         "LossOn": "search.evaluation",
         "Moved": "save.movement",
+        "OnBatches": "search.evaluation",
         "Record": "save.record",
         "load": "restore.load",
         "load_into": "restore.load_into",

@@ -1,6 +1,7 @@
 """Checkpoints after a restore keep most of the displacement since that restore."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -165,10 +166,12 @@ def test_finer_levels_keep_small_displacements_and_the_record_says_so(tmp_path):
 def test_stochastic_rounding_keeps_small_displacements_and_the_record_says_so(tmp_path):
     first, second = after_a_restore(tmp_path, 0.002, method="grid")
     assert (first.progress, first.notes, first.configuration.dithered) == (None, [], False)
-    by_quality = next(trial for trial in second.trials if trial.configuration == first.configuration)
-    assert by_quality.progress < LEAST
     assert second.configuration.dithered
-    assert second.progress > by_quality.progress
+    # It is known without an evaluation that rounding to the nearest level keeps too little.
+    assert all(trial.configuration.dithered for trial in second.trials)
+    (note,) = [note for note in second.notes if "displacement" in note]
+    kept = int(re.search(r"weights keep (\d+)%", note)[1]) / 100
+    assert kept < min(LEAST, second.progress)
     assert any("displacement since the restore; with stochastic rounding, " in note for note in second.notes)
 
 

@@ -159,7 +159,7 @@ def test_checkpoints_judged_by_an_accuracy_stay_within_the_limit(sigma):
 
             original = statistics.mean(measured(noise, accuracy(1000, sigma, draw)))
 
-            def score(scales, original=original, degradation=degradation) -> list[float]:
+            def score(scales, _low, original=original, degradation=degradation) -> list[float]:
                 restored = [accuracy(1000, sigma, draw, 0.9 * (1 - degradation(scale)))() for scale in scales]
                 return [(original - one) / original for one in restored]
 

@@ -34,7 +34,7 @@ class Scored:
         self.degradation = degradation
         self.rounds = []
 
-    def __call__(self, scales):
+    def __call__(self, scales, _low):
         self.rounds.append(list(scales))
         return [self.degradation(scale) for scale in scales]
 
@@ -60,6 +60,35 @@ def search(degradation, start=0, start_was_good=False, per_round=1, limit=LIMIT,
     assert len(scored.rounds) <= MOST_ROUNDS + MOST_BEYOND
     assert found == max((scale for scale in flat if degradation(scale) <= limit), default=None)
     return found, scored
+
+
+@pytest.mark.parametrize("start_was_good", [False, True])
+@pytest.mark.parametrize("per_round", [1, 3])
+@pytest.mark.parametrize("power", POWERS)
+def test_estimates_may_be_wrong_but_the_result_is_no_estimate(power, per_round, start_was_good):
+    """Far from the limit, scores are estimates: too low or too high by up to a factor of three."""
+    draw = random.Random(3)
+    for _ in range(100):
+        law, finished, known = power_law(power, draw.randint(-90, 50)), [], {}
+
+        def estimate(scale, low, law=law, known=known):
+            if scale not in known:
+                value = law(scale) * 3 ** draw.uniform(-1, 1)
+                known[scale] = law(scale) if low <= value <= LIMIT else value
+            return known[scale]
+
+        def finish(scale, law=law, finished=finished):
+            finished.append(scale)
+            return law(scale)
+
+        def score(scales, low, estimate=estimate):
+            return [estimate(scale, low) for scale in scales]
+
+        found = scale_search(0, LOWEST, HIGHEST, score, LIMIT, start_was_good, per_round, finish)
+        assert found is not None
+        assert law(found) <= LIMIT
+        assert finished[-1] == found
+        assert len(finished) <= 4
 
 
 def best_of(degradation, limit=LIMIT):
@@ -234,7 +263,7 @@ def test_from_a_good_start_a_search_scores_about_two_exponents_on_average_while_
         counts.append(scored.count)
         assert found is not None
         last = found
-    assert sum(counts) / len(counts) <= 2.25
+    assert sum(counts) / len(counts) <= (2.25 if power <= 4 else 2.6)
 
 
 @pytest.mark.parametrize("power", POWERS)

@@ -216,7 +216,50 @@ def metrics(folder: Path) -> dict:
                 replica.failure, replica.fails_at = MemoryError, 2 if rank == 1 else 0
                 drawn = generator.get_state()
                 saves["no memory"] = [replica.save(ckpt, 2) | {"same draws": generator.get_state().equal(drawn)}]
-    return {"seen": {name: seen(way) for name, way in ways().items()}, "saves": saves}
+    batches = saves_by_a_loss_on_batches(replica, folder)
+    return {"seen": {name: seen(way) for name, way in ways().items()}, "saves": saves, "batches": batches}
+
+
+def saves_by_a_loss_on_batches(replica: Replica, folder: Path) -> dict[str, list[dict]]:
+    """Save with losses on batches: one that never communicates (also after a restore), one that fails on rank 1 for a
+    candidate, one that communicates for candidates only, and one that has fewer batches on rank 1."""
+    tokens = torch.arange(16 * 20).view(20, 16) % 40
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> float:
+        replica.calls += 1
+        if replica.calls == replica.fails_at:
+            raise ZeroDivisionError(f"made to fail on rank {replica.rank}")
+        return replica.share(float(nn.functional.cross_entropy(model(batch), batch)))
+
+    def late(value: float) -> float:
+        if replica.calls > len(tokens) + 3:  # not yet for the weights in training
+            dist.all_reduce(torch.ones(1))
+        return value
+
+    replica.share = float
+    replica.fails_at, saves = 0, {}
+    replica.evaluate = dq.LossOn(tokens, loss)
+    with replica.checkpointer(folder / "batches", method="grid", max_degradation=0.003) as ckpt:
+        saves["same"] = []
+        for step in (1, 2, 3, 4):
+            if step == 3:
+                ckpt.restore()
+            replica.train()
+            saves["same"].append(replica.save(ckpt, step))
+        replica.train()
+        replica.fails_at = len(tokens) + 2 if replica.rank == 1 else 0
+        saves["failing"] = [replica.save(ckpt, 5)]
+        replica.fails_at = 0
+    replica.share = late
+    with replica.checkpointer(folder / "batches late", method="grid", max_degradation=0.003) as ckpt:
+        replica.train()
+        saves["late"] = [replica.save(ckpt, 1)]
+    replica.share = float
+    replica.evaluate = dq.LossOn(tokens[: 20 - replica.rank], loss)
+    with replica.checkpointer(folder / "batches uneven", method="grid", max_degradation=0.003) as ckpt:
+        replica.train()
+        saves["uneven"] = [replica.save(ckpt, 1)]
+    return saves
 
 
 def ways() -> dict[str, Callable[[nn.Module], object]]:

@@ -290,6 +290,39 @@ def test_if_the_metric_communicates_all_ranks_score_the_same_candidate(metrics):
 # Failures
 
 
+def test_candidates_on_batches_are_evaluated_by_several_ranks_together(metrics):
+    """All ranks decide alike, on as many batches as the rank that needs most, and on all for the chosen candidate."""
+    for outcomes in zip(*(report["batches"]["same"] for report in metrics), strict=True):
+        record, other = (outcome["record"] for outcome in outcomes)
+        assert outcomes[0]["weights"] == outcomes[1]["weights"]
+        assert outcomes[0]["calls"] == outcomes[1]["calls"]
+        for name in ("configuration", "search", "quality", "trials", "equivalents"):
+            assert record[name] == other[name], name
+        assert record["quality"]["degradation"] <= record["limit"]
+        chosen = next(trial for trial in record["trials"] if trial["configuration"] == record["configuration"])
+        assert chosen["share"] == 1
+        evaluated = outcomes[0]["calls"] / 20
+        assert evaluated <= record["equivalents"] + 1  # candidates are shared; the chosen one is finished by both
+    shares = [trial["share"] for outcome in metrics[0]["batches"]["same"] for trial in outcome["record"]["trials"]]
+    assert min(shares) < 1
+
+
+def test_if_a_loss_on_batches_fails_on_one_rank_all_ranks_raise_an_error(metrics):
+    for report in metrics:
+        (failure,) = report["batches"]["failing"]
+        assert failure["error"] == "EvaluateError"
+        assert "rank 1: ZeroDivisionError: made to fail on rank 1" in failure["says"]
+        assert failure["same files"]
+
+
+@pytest.mark.parametrize("kind", ["late", "uneven"])
+def test_ranks_that_communicate_or_differ_in_their_batches_evaluate_all_of_them(metrics, kind):
+    (record, other) = (report["batches"][kind][0]["record"] for report in metrics)
+    assert record["configuration"] == other["configuration"]
+    assert all(trial["share"] == 1 for trial in record["trials"])
+    assert record["equivalents"] >= 5 + len(record["trials"])
+
+
 def test_if_memory_runs_out_on_one_rank_the_save_fails_on_all(metrics):
     (ended, own) = (report["saves"]["no memory"][0] for report in metrics)
     assert (own["error"], own["says"]) == ("MemoryError", "made to fail on rank 1")

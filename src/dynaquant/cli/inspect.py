@@ -152,7 +152,8 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
             f"{chosen.bins} bins ({chosen.embedding_bins} for embeddings), {chosen.pruned:.0%} pruned by "
             f"{chosen.pruning_metric}, {chosen.protected:.2%} outliers by {chosen.protection_metric}",
         )
-    yield "found by", f"{record.search or 'unknown'}, {plural(record.evaluations, 'configuration')} scored"
+    spent = "" if not record.equivalents else f" in {record.equivalents:.1f} evaluations on all batches"
+    yield "found by", f"{record.search or 'unknown'}, {plural(record.evaluations, 'configuration')} scored{spent}"
     if quality := record.quality:
         yield (
             "quality",

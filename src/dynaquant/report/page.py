@@ -116,7 +116,9 @@ def _facts(statistics: Statistics) -> str:
     else:
         facts.append(("Largest degradation", percent(statistics.worst, sign=True), allowed))
     seconds, scored = sum(statistics.seconds.values()), sum(row.record.evaluations for row in statistics.rows)
-    facts.append(("Training waited", in_seconds(seconds), f"{plural(scored, 'configuration')} scored"))
+    spent = [row.record.equivalents for row in statistics.rows if row.record.equivalents]
+    evaluations = f" in {sum(spent):.0f} evaluations" if spent else ""
+    facts.append(("Training waited", in_seconds(seconds), f"{plural(scored, 'configuration')} scored{evaluations}"))
     costs = [row.restore for row in statistics.rows if row.restore is not None]
     if costs:
         most = max(costs, key=lambda cost: cost.size)

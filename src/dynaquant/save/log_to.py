@@ -44,6 +44,7 @@ def scalars(record: Record) -> dict[str, float]:
         "bytes": record.total.stored,
         "ratio": record.ratio,
         "evaluations": record.evaluations,
+        "equivalents": record.equivalents,
         "allowed": record.limit,
         "progress": record.progress,
         **{f"{role}/ratio": size.ratio for role, size in record.roles.items()},

@@ -53,6 +53,9 @@ class Record:
       keep; None if nothing was restored, if that no longer matters, or if weights are exact.
     - ``predicted``: expected bytes of the weights. The actual ones are ``roles["weight"].stored``.
     - ``trials``: all configurations that were tried.
+    - ``equivalents``: what the search has cost, in evaluations of the metric on all its batches: those of the weights
+      in training and of all candidates, an evaluation on some of the batches as their share. 0 without ``evaluate``;
+      None in records of earlier versions.
     - ``interval``: planned steps to the next checkpoint.
     - ``seconds``: wall time by stage. ``wait`` (for the write before), ``capture`` and ``search`` block training;
       ``write`` does not. ``write`` is only in the record that ``save`` returns, as it is not known while the file is
@@ -80,6 +83,7 @@ class Record:
     progress: float | None
     predicted: float | None
     trials: list[Trial]
+    equivalents: float | None
     interval: int | None
     seconds: dict[str, float]
     notes: list[str]
@@ -88,7 +92,7 @@ class Record:
 
     @property
     def evaluations(self) -> int:
-        """The number of configurations that were scored."""
+        """The number of configurations that were scored, also those on some of the batches only."""
         return sum(trial.degradation is not None for trial in self.trials)
 
     @property
@@ -131,6 +135,8 @@ def json_of(
             "predicted": decision.predicted,
             "progress": decision.progress,
             "trials": [trial.to_json() for trial in decision.trials],
+            "equivalents": decision.equivalents,
+            "noise": decision.noise,
         },
         "interval": interval,
         "seconds": seconds,
@@ -199,6 +205,7 @@ def _record(
         progress=None if search.get("progress") is None else float(search["progress"]),
         predicted=search.get("predicted"),
         trials=[Trial.from_json(trial) for trial in search.get("trials", [])],
+        equivalents=None if search.get("equivalents") is None else float(search["equivalents"]),
         interval=record.get("interval"),
         seconds={stage: float(seconds) for stage, seconds in record.get("seconds", {}).items()},
         notes=[*record.get("notes", []), *notes],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from copy import copy
@@ -27,8 +29,11 @@ from dynaquant.training.objects import models_of
 from dynaquant.training.ranks import Group
 from dynaquant.training.snapshot import Snapshot
 
-TYPICAL_TRIALS = 3
-"""Candidates that a save scores once the search has settled. An automatic schedule expects this many."""
+TYPICAL_EQUIVALENTS = 2.0
+"""What a search is expected to cost before any was measured, in evaluations on all batches: one of the weights in
+training, one of the candidate that is chosen."""
+SEARCHES_REMEMBERED = 9
+"""An automatic schedule expects the median cost of so many searches."""
 
 
 class Saver:
@@ -54,6 +59,7 @@ class Saver:
         self._compressor, self._writer, self._turn = compressor, writer, turn
         self._corrections = corrections
         self.schedule = schedule
+        self._costs = deque([TYPICAL_EQUIVALENTS], maxlen=SEARCHES_REMEMBERED)  # of the last searches
         self._has_checkpoint = False  # whether this training has saved or restored one
 
     def save(self, step: int) -> Future[Record]:
@@ -71,11 +77,14 @@ class Saver:
                 self._objects, self._roles, self._compressor.vectors, self._run, self._writer.base, self._group
             )
         compressed = self._compressed(step, captured, schedule.steps_between, seconds)
-        schedule.saved(_typical_seconds(seconds, compressed.decision))
+        cost = _cost(compressed.decision)
+        typical = statistics.median_low([*self._costs, cost])
+        schedule.saved(_typical_seconds(seconds, compressed.decision, typical))
         schedule.interval = self._group.from_rank_0(schedule.interval)
         self._measure_movement_from_here(schedule)
         future = self._handed_over(step, captured, compressed, schedule.interval, seconds)
         self.schedule = schedule
+        self._costs.append(cost)
         self._has_checkpoint = True
         self._compressor.saved(compressed, schedule.soonest)
         self._corrections.saved()
@@ -147,8 +156,15 @@ class Saver:
         return written_by_rank_zero(step, record, begin, self._group)
 
 
-def _typical_seconds(seconds: Mapping[str, float], decision: Decision) -> float:
-    """Return the seconds that training would have waited for this save if its search had been a typical one."""
-    evaluations = sum(trial.degradation is not None for trial in decision.trials)
-    share = min(1.0, TYPICAL_TRIALS / max(evaluations, 1))
+def _typical_seconds(seconds: Mapping[str, float], decision: Decision, typical: float) -> float:
+    """Return the seconds that training would have waited for this save if its search had been a typical one.
+
+    typical: the cost of a typical search, in evaluations on all batches.
+    """
+    share = min(1.0, typical / _cost(decision)) if _cost(decision) > 0 else 1.0
     return seconds["wait"] + seconds["capture"] + share * seconds["search"]
+
+
+def _cost(decision: Decision) -> float:
+    """Return the cost of a search, in evaluations on all batches. Without a metric, every candidate counts as one."""
+    return decision.equivalents or sum(trial.degradation is not None for trial in decision.trials)

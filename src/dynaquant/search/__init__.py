@@ -6,9 +6,10 @@
 - ``kmeans_method``: the search of the published configurations, with ``space`` (defines them), ``size`` (predicts their
   sizes), ``exhaustive`` and ``neighbourhood`` (its two search algorithms).
 - ``trials``: quantizes with a configuration and scores the result; shares the work among ranks.
-- ``evaluation``: one evaluation: calls ``evaluate`` on a model with other weights. Also ``LossOn``.
+- ``evaluation``: one evaluation: calls ``evaluate`` on a model with other weights. Also ``LossOn``, and ``OnBatches``.
 - ``metric``: the user's metric over a whole training: its score for the weights in training, with ``noise``.
 - ``judge``: measures how much worse quantized weights are, by the metric, or else by their ``distortion``.
+- ``sequential_test``: tells from a few batches whether a candidate is good enough.
 - ``failures``: sorts exceptions in ``evaluate`` by their cause.
 - ``displacement``: how much of the training since a restore a checkpoint keeps.
 - ``history``: results of earlier searches.

@@ -47,7 +47,8 @@ class Decision:
 
     configuration: None for lossless. quantized: the weights by name, empty for lossless. quality: None if there is no
     metric or it failed. limit: the degradation that was allowed; None if the user gave the configuration.
-    judged_by: None if nothing was judged.
+    judged_by: None if nothing was judged. equivalents: what was spent on the weights in training and on candidates, in
+    evaluations on all batches; 0 without a metric. noise: what is known of the metric's noise, as JSON.
     """
 
     search: Search
@@ -58,6 +59,8 @@ class Decision:
     judged_by: JudgedBy | None = None
     trials: list[Trial] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    equivalents: float = 0.0
+    noise: list[list[float]] = field(default_factory=list)
 
     @property
     def predicted(self) -> float | None:

@@ -37,6 +37,11 @@ class Displacement:
         self._weights = weights
         self._restored = {n: r for n, r in restored.items() if n in weights and weights[n].shape == r.shape}
 
+    @property
+    def matters(self) -> bool:
+        """Whether weights were restored and have not yet moved far enough from there."""
+        return bool(self._restored)
+
     def share_kept(self, candidate: CandidateWeights) -> float | None:
         """Return the share of the displacement that a candidate keeps, from 0 to 1. None if nothing was restored.
 

@@ -6,7 +6,7 @@ import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,35 @@ Evaluate = Callable[[Any], float]
 """The user's metric: takes a bare model, or a dictionary of several by name, and returns a number."""
 
 
-def of_several(evaluate: Evaluate) -> Evaluate:
-    """Turn a metric of a dictionary of models into a metric of an ``nn.ModuleDict``."""
-    return lambda modules: evaluate(dict(modules.items()))
+@runtime_checkable
+class OnBatches(Protocol):
+    """An ``evaluate`` that is the mean of one number for each of its batches, such as ``LossOn``.
+
+    A search then evaluates most candidates on a few batches. The metric is the mean of ``losses`` over all batches: a
+    save calls only ``losses``. The number of a batch must not depend on which batches came before.
+    """
+
+    def __call__(self, model: Any) -> float:
+        """Return the mean over all batches."""
+        ...
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        ...
+
+    def losses(self, model: Any, batches: Sequence[int]) -> list[float]:
+        """Return the number of each of these batches. batches: indices, from 0."""
+        ...
 
 
 class LossOn:
     """An ``evaluate`` made of held-out batches and a loss function: the mean loss in evaluation mode. Lower is better.
 
-    batches: a list, as every evaluation uses all of them, on the model's device. loss_fn: ``loss_fn(model, batch)``
+    batches: a list, as evaluations use them again and again, on the model's device. loss_fn: ``loss_fn(model, batch)``
     returns the mean loss of a batch, as a number or a tensor with one element. All batches have equal weight.
+
+    A save scores most candidates on some of the batches only (``OnBatches``); the checkpoint and the weights in
+    training are scored on all of them.
 
     Raises ValueError if there are no batches, and TypeError for an iterator, which could be used only once.
     """
@@ -46,10 +65,58 @@ class LossOn:
 
     def __call__(self, model: Any) -> float:
         """Return the mean loss of the model on the batches."""
+        return mean(self.losses(model, range(len(self))))
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return len(self._batches)
+
+    def losses(self, model: Any, batches: Sequence[int]) -> list[float]:
+        """Return the model's loss on each of these batches. batches: indices."""
         for each in model.values() if isinstance(model, Mapping) else (model,):
             each.eval()
         with torch.no_grad():
-            return math.fsum(float(self._loss_fn(model, batch)) for batch in self._batches) / len(self._batches)
+            return [float(self._loss_fn(model, self._batches[index])) for index in batches]
+
+
+def on_batches(evaluate: Evaluate) -> OnBatches | None:
+    """Return the metric if it can be evaluated on some of its batches, otherwise None.
+
+    A subclass of ``LossOn`` that changes what a call returns is a metric of its own.
+    """
+    if not isinstance(evaluate, OnBatches):
+        return None
+    changed = isinstance(evaluate, LossOn) and type(evaluate).__call__ is not LossOn.__call__
+    return None if changed and type(evaluate).losses is LossOn.losses else evaluate
+
+
+def mean(losses: Sequence[float]) -> float:
+    """Return the mean of the numbers of all batches."""
+    return math.fsum(losses) / len(losses)
+
+
+def of_several(evaluate: Evaluate) -> Evaluate:
+    """Turn a metric of a dictionary of models into a metric of an ``nn.ModuleDict``."""
+    batched = on_batches(evaluate)
+    if batched is not None:
+        return _OfSeveralOnBatches(batched)
+    return lambda modules: evaluate(dict(modules.items()))
+
+
+class _OfSeveralOnBatches:
+    """A metric on batches of a dictionary of models, as a metric of an ``nn.ModuleDict``."""
+
+    def __init__(self, evaluate: OnBatches) -> None:
+        self._evaluate = evaluate
+
+    def __call__(self, modules: Any) -> float:
+        return self._evaluate(dict(modules.items()))
+
+    def __len__(self) -> int:
+        return len(self._evaluate)
+
+    def losses(self, modules: Any, batches: Sequence[int]) -> list[float]:
+        return self._evaluate.losses(dict(modules.items()), batches)
 
 
 @dataclass(frozen=True)

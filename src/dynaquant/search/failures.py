@@ -11,6 +11,8 @@ from dynaquant.errors import EvaluateError
 
 T = TypeVar("T")
 
+_NOTE = "raised while dynaquant called evaluate; nothing was saved, and training is unchanged"
+
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Run an action that evaluates. Returns its result and None, or None and its exception.
@@ -23,7 +25,8 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         raise
     except Exception as error:
         if ends_save(error):
-            error.add_note("raised while dynaquant called evaluate; nothing was saved, and training is unchanged")
+            if _NOTE not in getattr(error, "__notes__", ()):
+                error.add_note(_NOTE)
             raise
         return None, error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration
@@ -12,6 +13,17 @@ from dynaquant.quantize.partition import Configuration
 
 _SMALLEST_LIMIT = 1e-9
 """Smaller limits count as this one, so that they have a logarithm."""
+
+
+@dataclass(frozen=True)
+class LastScale:
+    """Where the last search for the grid's scale ended.
+
+    exponent: of the scale. same_limit: whether the limit was the same.
+    """
+
+    exponent: int
+    same_limit: bool
 
 
 class History:
@@ -35,17 +47,19 @@ class History:
             return None
         return found[_nearest(found, exponent)]
 
-    def last_exponent(self, limit: float) -> tuple[int, bool] | None:
-        """Return the last scale exponent of the grid for the limit, and whether it was found for this limit.
+    def last_scale(self, limit: float) -> LastScale | None:
+        """Return the last scale exponent of the grid for the limit; None if there is none.
 
-        For another limit it is adjusted: degradation grows as the square of the scale. None if there is none.
+        For another limit it is adjusted: degradation grows as the square of the scale.
         """
         exponent = _exponent(limit)
         found = {known: knobs for known, knobs in self._found.items() if isinstance(knobs, GridConfiguration)}
         if not found:
             return None
         nearest = _nearest(found, exponent)
-        return found[nearest].scale + (exponent - nearest) * SCALES_PER_OCTAVE // 2, exponent == nearest
+        if exponent != nearest:
+            return LastScale(found[nearest].scale + (exponent - nearest) * SCALES_PER_OCTAVE // 2, False)
+        return LastScale(found[nearest].scale, True)
 
     def remember(self, limit: float, configuration: Knobs) -> None:
         """Store the result of a search for a limit."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -14,8 +14,11 @@ from dynaquant.kernels.reused import ReusedMemory
 from dynaquant.quantize import candidate as candidates
 from dynaquant.quantize.candidate import CandidateWeights
 from dynaquant.search.distortion import distortion
-from dynaquant.search.evaluation import Evaluate, ParameterValues, Quality, degradation, score
+from dynaquant.search.evaluation import Evaluate, OnBatches, ParameterValues, Quality, degradation, mean, score
+from dynaquant.search.failures import attempt, one_line
+from dynaquant.search.sequential_test import looks, verdict
 from dynaquant.state.wrappers import named_parameters
+from dynaquant.training.ranks import Group
 
 JudgedBy = Literal["evaluate", "fisher distortion", "distortion"]
 """``evaluate``: the user's metric. ``fisher distortion``: distortion weighted by Fisher information. ``distortion``:
@@ -57,19 +60,109 @@ class MetricJudge:
 
     def __call__(self, candidate: CandidateWeights) -> Quality:
         """Score the model with the weights that a restore would return."""
-        parameters = dict(named_parameters(self.model))
-        names = {f"model.{name}": name for name in parameters}
-        values = {
-            names[name]: partial(
-                candidates.values, tensor, parameters[names[name]].device, partial(self.memory.empty, name)
-            )
-            for name, tensor in candidate.items()
-            if name in names
-        }
+        values = _values(self.model, candidate, self.memory)
         restored = score(self.model, {**self.decided, **values}, self.evaluate)
-        worse = degradation(self.original, restored, self.higher_is_better)
-        # An infinitely good score is as suspicious as an infinitely bad one.
-        return Quality(self.original, restored, math.nan if math.isinf(restored) and worse < 0 else worse)
+        return _quality(self.original, restored, self.higher_is_better)
+
+
+class Bounds(NamedTuple):
+    """An evaluation may end early once the degradation is clearly below ``low`` or above ``high``.
+
+    error_rate: how clearly, see ``verdict``.
+    """
+
+    low: float
+    high: float
+    error_rate: float
+
+
+@dataclass(frozen=True)
+class PairedJudge:
+    """Judges by the user's metric, batch by batch, in differences to the weights in training on the same batches.
+
+    evaluate: watched for communication. original: the numbers of the weights in training, one for each batch. order: in
+    which batches are evaluated. group: all ranks evaluate as many batches as the rank that needs most. For the others,
+    see ``MetricJudge``.
+    """
+
+    model: nn.Module
+    evaluate: OnBatches
+    higher_is_better: bool
+    original: Sequence[float]
+    decided: Mapping[str, ParameterValues]
+    order: Sequence[int]
+    group: Group
+    judged_by: JudgedBy = "evaluate"
+    memory: ReusedMemory = field(default_factory=ReusedMemory, compare=False)
+
+    def losses(self, candidate: CandidateWeights, known: Sequence[float], bounds: Bounds) -> list[float]:
+        """Return the numbers of the first batches in ``order``, as many as it takes. Collective.
+
+        known: those that were evaluated before. Raises what ``evaluate`` raises.
+        """
+        found = list(known)
+        watched = self.group.watch_communication(self.evaluate.losses)
+
+        def evaluate(model: nn.Module) -> float:
+            for upto in looks(len(self.order)):
+                batches = self.order[len(found) : upto]
+                if batches and not self._one_look(partial(watched, model, batches), found, bounds):
+                    break
+            return 0.0
+
+        score(self.model, {**self.decided, **_values(self.model, candidate, self.memory)}, evaluate)
+        return found
+
+    def share(self, losses: Sequence[float]) -> float:
+        """Return the share of the batches that were evaluated."""
+        return len(losses) / len(self.order)
+
+    def quality(self, losses: Sequence[float]) -> Quality:
+        """Return the quality, estimated if these are not the numbers of all batches."""
+        original = mean(self.original)
+        restored = mean(losses) if len(losses) == len(self.order) else original + mean(self._differences(losses))
+        return _quality(original, restored, self.higher_is_better)
+
+    def _one_look(self, evaluate: Callable[[], list[float]], found: list[float], bounds: Bounds) -> bool:
+        """Evaluate some more batches. Returns whether more are needed, on any rank. Collective."""
+        if self.group.size == 1:
+            found.extend(evaluate())
+            return self._is_undecided(found, bounds)
+        losses, error = self.group.run_on_all_ranks(lambda: attempt(evaluate))
+        if losses is not None:
+            found.extend(losses)
+        undecided = losses is not None and self._is_undecided(found, bounds)
+        ranks = self.group.all_gather((undecided, one_line(error)))
+        if error is not None:
+            raise error
+        return any(undecided for undecided, _ in ranks) and not any(text for _, text in ranks)
+
+    def _is_undecided(self, losses: Sequence[float], bounds: Bounds) -> bool:
+        size = abs(mean(self.original))
+        sign = -1 if self.higher_is_better else 1
+        worse = [sign * difference for difference in self._differences(losses)]
+        return verdict(worse, len(self.order), bounds.low * size, bounds.high * size, bounds.error_rate) == "undecided"
+
+    def _differences(self, losses: Sequence[float]) -> list[float]:
+        """Return how much greater the numbers are than those of the weights in training."""
+        return [loss - self.original[index] for loss, index in zip(losses, self.order, strict=False)]
+
+
+def _values(model: nn.Module, candidate: CandidateWeights, memory: ReusedMemory) -> dict[str, ParameterValues]:
+    """Return functions for the values of a candidate's parameters, by their names in the model."""
+    parameters = dict(named_parameters(model))
+    names = {f"model.{name}": name for name in parameters}
+    return {
+        names[name]: partial(candidates.values, tensor, parameters[names[name]].device, partial(memory.empty, name))
+        for name, tensor in candidate.items()
+        if name in names
+    }
+
+
+def _quality(original: float, restored: float, higher_is_better: bool) -> Quality:
+    worse = degradation(original, restored, higher_is_better)
+    # An infinitely good score is as suspicious as an infinitely bad one.
+    return Quality(original, restored, math.nan if math.isinf(restored) and worse < 0 else worse)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -19,7 +20,7 @@ from dynaquant.search.displacement import Displacement, keeps_enough
 from dynaquant.search.evaluation import Evaluate, ParameterValues
 from dynaquant.search.grid_method import search_grid
 from dynaquant.search.history import History
-from dynaquant.search.judge import DistortionJudge, Judge, MetricJudge
+from dynaquant.search.judge import DistortionJudge, Judge, PairedJudge
 from dynaquant.search.kmeans_method import KMeansQuantizer, search_kmeans
 from dynaquant.search.metric import UserMetric
 from dynaquant.search.noise import Noise
@@ -71,9 +72,11 @@ class ConfigurationManager:
         record: its record; invalid content is ignored. restored: its quantized weights by name.
         """
         search = record.get("search")
-        self.history = History.from_json(search.get("history") if isinstance(search, Mapping) else None)
+        search = search if isinstance(search, Mapping) else {}
+        self.history = History.from_json(search.get("history"))
         self._restored = restored
         self._gave_up = False
+        self._noise.resume(search.get("noise"))
         self._noise.look_again()
 
     def learn_size(self, predicted: float | None, stored: int) -> None:
@@ -126,10 +129,14 @@ class ConfigurationManager:
     ) -> Decision:
         original = metric.original()
         if original.problem is not None:
-            return self._decide_unjudged(quantizer, allowed, original.problem)
+            decision = self._decide_unjudged(quantizer, allowed, original.problem)
+            return replace(decision, equivalents=original.spent, noise=self._noise.to_json())
         judge = metric.judge(original, decided)
         at_once = 1 if original.communicates else self._group.size
-        return self._decide(quantizer, judge, allowed, original.noise_margin, at_once, metric.notes(original, allowed))
+        notes = metric.notes(original, allowed)
+        decision = self._decide(quantizer, judge, allowed, original.noise_margin, at_once, notes)
+        spent = original.spent + sum(trial.share for trial in decision.trials)
+        return replace(decision, equivalents=spent, noise=self._noise.to_json())
 
     def _decide_unjudged(self, quantizer: Quantizer, allowed: float, problem: str) -> Decision:
         """Decide if the metric of the weights in training is unusable."""
@@ -141,7 +148,13 @@ class ConfigurationManager:
         return Decision("fixed", self._fixed, quantizer.quantize(self._fixed), notes=[note])
 
     def _decide(
-        self, quantizer: Quantizer, judge: Judge, allowed: float, noise_margin: float, per_round: int, notes: list[str]
+        self,
+        quantizer: Quantizer,
+        judge: Judge | PairedJudge,
+        allowed: float,
+        noise_margin: float,
+        per_round: int,
+        notes: list[str],
     ) -> Decision:
         """Decide if candidates can be judged.
 
@@ -150,9 +163,10 @@ class ConfigurationManager:
         """
         limit = allowed - noise_margin
         displacement = Displacement(quantizer.weights, self._restored)
-        trials = Trials(quantizer, judge, displacement, limit, self._group, per_round)
-        if self._fixed is not None:
+        if self._fixed is not None:  # measured on all batches, whatever it is
+            trials = Trials(quantizer, judge, displacement, math.inf, self._group, per_round)
             return self._measure(self._fixed, trials, judge, notes)
+        trials = Trials(quantizer, judge, displacement, limit, self._group, per_round)
         found = self._search(quantizer, trials) if quantizer.weights else self._repeat_last(quantizer, trials)
         failures = dict.fromkeys(trial.error for trial in trials.done if trial.error)
         notes = [*notes, *found.notes, *(f"evaluate failed on a candidate ({error})" for error in failures)]
@@ -165,14 +179,14 @@ class ConfigurationManager:
             notes.append(warning)
             return Decision("lossless", None, {}, None, limit, judge.judged_by, trials.done, notes)
         quantized, quality = trials.result(found.chosen)
-        if not isinstance(judge, MetricJudge):
+        if judge.judged_by != "evaluate":
             quality = None
         return Decision(found.search, found.chosen, quantized, quality, limit, judge.judged_by, trials.done, notes)
 
     def _search(self, quantizer: Quantizer, trials: Trials) -> Found:
         """Search by the method of the quantizer, and remember the result for the next checkpoint."""
         if isinstance(quantizer, GridWeights):
-            found = search_grid(quantizer, trials, self.history.last_exponent(trials.limit), self._gave_up)
+            found = search_grid(quantizer, trials, self.history.last_scale(trials.limit), self._gave_up)
         else:
             assert isinstance(quantizer, KMeansQuantizer)
             found = search_kmeans(quantizer, trials, self.history.last_configuration(trials.limit), self._gave_up)
@@ -180,7 +194,8 @@ class ConfigurationManager:
         if found.good_enough is not None:
             self.history.remember(trials.limit, found.good_enough)
             kept = trials.trial(found.good_enough).progress
-            if kept is not None and keeps_enough(kept):
+            stochastic = isinstance(found.good_enough, GridConfiguration) and found.good_enough.dithered
+            if kept is not None and keeps_enough(kept) and not stochastic:
                 self._restored = {}  # weights are far enough from the restored ones
         return found
 
@@ -188,15 +203,15 @@ class ConfigurationManager:
         """Score the last configuration again: no weight has changed, so there is nothing to choose or to remember."""
         on_grid = isinstance(quantizer, GridWeights)
         if on_grid:
-            exponent, _ = self.history.last_exponent(trials.limit) or (0, False)
-            configuration: Knobs = GridConfiguration(exponent)
+            last = self.history.last_scale(trials.limit)
+            configuration: Knobs = GridConfiguration(0 if last is None else last.exponent)
         else:
             configuration = self.history.last_configuration(trials.limit) or Configuration()
         if not trials.is_good_enough(configuration):
             return NOTHING_GOOD_ENOUGH
         return Found("scale" if on_grid else "neighbourhood", configuration, configuration)
 
-    def _measure(self, fixed: Knobs, trials: Trials, judge: Judge, notes: list[str]) -> Decision:
+    def _measure(self, fixed: Knobs, trials: Trials, judge: Judge | PairedJudge, notes: list[str]) -> Decision:
         """Measure the degradation of the user's configuration."""
         trials.score([fixed])
         quantized, quality = trials.result(fixed)

@@ -6,17 +6,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import nn
 
 from dynaquant.errors import EvaluateError
-from dynaquant.search.evaluation import Evaluate, ParameterValues, score
+from dynaquant.search.evaluation import Evaluate, OnBatches, ParameterValues, on_batches, score
+from dynaquant.search.evaluation import mean as mean_of_batches
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
-from dynaquant.search.judge import MetricJudge
+from dynaquant.search.judge import MetricJudge, PairedJudge
 from dynaquant.search.noise import DEVIATIONS, Noise, mean
+from dynaquant.search.sequential_test import FIRST_LOOK, order_of
+from dynaquant.training import rng
 from dynaquant.training.ranks import Group
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -24,13 +30,30 @@ class OriginalScore:
     """The metric of the weights in training, at one checkpoint.
 
     score: this rank's. noise_margin: how far noise can make a measured degradation too low. communicates: whether
-    ``evaluate`` communicates between ranks. problem: why candidates cannot be judged; None if they can.
+    ``evaluate`` communicates between ranks. problem: why candidates cannot be judged; None if they can. losses: the
+    number of each batch; empty if candidates can be evaluated only as a whole. spent: evaluations on all batches, of
+    the weights in training.
     """
 
     score: float
     noise_margin: float
     communicates: bool
     problem: str | None = None
+    losses: tuple[float, ...] = ()
+    spent: float = 0.0
+
+
+@dataclass(frozen=True)
+class _OnBatches:
+    """The weights in training, evaluated batch by batch.
+
+    losses: the number of each batch. repeats: whether the same batches gave the same numbers again, without a draw from
+    the global random number generators. spent: evaluations on all batches.
+    """
+
+    losses: tuple[float, ...]
+    repeats: bool
+    spent: float
 
 
 class UserMetric:
@@ -45,49 +68,101 @@ class UserMetric:
         self._model, self._evaluate, self._higher_is_better = model, evaluate, higher_is_better
         self._noise, self._group = noise, group
         self._worked = False  # whether it has ever returned a number
+        self._batched = on_batches(evaluate)
+        self._saves = 0
 
     def original(self) -> OriginalScore:
         """Evaluate the weights in training, as often as the noise requires. Collective.
 
+        A metric on batches whose numbers repeat is evaluated once, and on a few of its batches a second time. Any other
+        is evaluated as a whole.
+
         Raises EvaluateError if ``evaluate`` fails on any rank of several, or in a single process if it has never
         worked. Errors that are not about the weights (``failures.ends_save``) are raised as they are.
         """
-        own, error, by_rank, communicates = self._score_on_all_ranks()
+        self._saves += 1
+        wasted = 0.0
+        if self._batched is not None:
+            found = self._original_on_batches(self._batched)
+            if isinstance(found, OriginalScore):
+                return found
+            self._batched, wasted = None, found
+        times = self._noise.evaluations
+        watched = self._group.watch_communication(self._evaluate)
+        own, error, by_rank, communicates = self._on_all_ranks(
+            lambda: [score(self._model, {}, watched) for _ in range(times)]
+        )
+        spent = wasted + times
+        if own is None:
+            return OriginalScore(math.nan, 0.0, communicates, f"evaluate failed ({one_line(error)})", spent=spent)
+        if communicates:  # then all ranks evaluate together, and the number of rank 0 counts
+            by_rank = by_rank[:1]
+        problem = None
+        if not all(math.isfinite(number) for scores in by_rank for number in scores):
+            problem = "the metric of the weights in training is not finite"
+        elif not self._noise.learn(by_rank):
+            problem = "the metric is noisy around 0, so no relative degradation can be measured"
+        if problem is not None:
+            return OriginalScore(math.nan, 0.0, communicates, problem, spent=spent)
+        return OriginalScore(mean(own), self._noise.margin, communicates, spent=spent)
+
+    def _original_on_batches(self, metric: OnBatches) -> OriginalScore | float:
+        """Evaluate the weights in training batch by batch. Collective.
+
+        Returns what was spent if candidates cannot be evaluated on single batches: there are too few of them, their
+        numbers are noisy or depend on random numbers, ranks communicate, or have different numbers of batches.
+        """
+        if not all(count > FIRST_LOOK for count in self._group.all_gather(len(metric))):
+            return 0.0
+        own, error, by_rank, communicates = self._on_all_ranks(lambda: self._evaluated_on_batches(metric))
+        if own is None:
+            return OriginalScore(math.nan, 0.0, communicates, f"evaluate failed ({one_line(error)})", spent=1.0)
+        if communicates or not all(found.repeats for found in by_rank):
+            return own.spent
+        if len({len(found.losses) for found in by_rank}) > 1:
+            return own.spent
+        scores = [mean_of_batches(found.losses) for found in by_rank]
+        if not all(map(math.isfinite, scores)):
+            problem = "the metric of the weights in training is not finite"
+            return OriginalScore(math.nan, 0.0, False, problem, spent=own.spent)
+        self._noise.learn([[each] * self._noise.evaluations for each in scores])
+        return OriginalScore(mean_of_batches(own.losses), 0.0, False, losses=own.losses, spent=own.spent)
+
+    def _evaluated_on_batches(self, metric: OnBatches) -> _OnBatches:
+        """Evaluate all batches once, and some again if the noise must be checked."""
+        watched = self._group.watch_communication(metric.losses)
+        losses: list[float] = []
+        again: list[tuple[float, float]] = []
+        drew: list[bool] = []
+
+        def evaluate(model: nn.Module) -> float:
+            before = rng.get_state()
+            losses.extend(watched(model, range(len(metric))))
+            drew.append(not rng.same(before, rng.get_state()))
+            repeated = self._noise.batches_again(losses, self._saves)
+            again.extend(zip([losses[index] for index in repeated], watched(model, repeated), strict=True))
+            return 0.0
+
+        score(self._model, {}, evaluate)
+        repeats = not any(drew) and all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in again)
+        return _OnBatches(tuple(losses), repeats, 1 + len(again) / len(losses))
+
+    def _on_all_ranks(self, evaluate: Callable[[], T]) -> tuple[T | None, Exception | None, list[T], bool]:
+        """Evaluate the weights in training on every rank. Collective.
+
+        Returns this rank's result or its error, the results of all ranks, and whether ``evaluate`` communicates.
+        """
+        own, error = self._group.run_on_all_ranks(lambda: attempt(evaluate))
+        outcomes = self._group.all_gather((own, one_line(error)))
+        communicates = self._group.saw_communication()
+        if self._group.size > 1:
+            raise_on_every_rank([text for _, text in outcomes], error)
         if error is not None and not self._worked:
             raise EvaluateError(
                 f"evaluate failed on the weights in training, and has never worked ({one_line(error)}); nothing was "
                 "saved. It must take the model and return one number"
             ) from error
-
-        def unusable(problem: str) -> OriginalScore:
-            return OriginalScore(math.nan, 0.0, communicates, problem)
-
-        if own is None:
-            return unusable(f"evaluate failed ({one_line(error)})")
-        self._worked = True
-        if communicates:  # then all ranks evaluate together, and the number of rank 0 counts
-            by_rank = by_rank[:1]
-        if not all(math.isfinite(number) for scores in by_rank for number in scores):
-            return unusable("the metric of the weights in training is not finite")
-        if not self._noise.learn(by_rank):
-            return unusable("the metric is noisy around 0, so no relative degradation can be measured")
-        return OriginalScore(mean(own), self._noise.margin, communicates)
-
-    def _score_on_all_ranks(self) -> tuple[list[float] | None, Exception | None, list[list[float]], bool]:
-        """Evaluate the weights in training on every rank. Collective.
-
-        Returns this rank's scores or its error, the scores of all ranks, and whether ``evaluate`` communicates.
-        """
-
-        def scores() -> list[float]:
-            watched = self._group.watch_communication(self._evaluate)
-            return [score(self._model, {}, watched) for _ in range(self._noise.evaluations)]
-
-        own, error = self._group.run_on_all_ranks(lambda: attempt(scores))
-        outcomes = self._group.all_gather((own, one_line(error)))
-        communicates = self._group.saw_communication()
-        if self._group.size > 1:
-            raise_on_every_rank([text for _, text in outcomes], error)
+        self._worked = self._worked or own is not None
         return own, error, [found for found, _ in outcomes if found is not None], communicates
 
     def notes(self, original: OriginalScore, allowed: float) -> list[str]:
@@ -107,7 +182,12 @@ class UserMetric:
             )
         return notes
 
-    def judge(self, original: OriginalScore, decided: Mapping[str, ParameterValues]) -> MetricJudge:
+    def judge(self, original: OriginalScore, decided: Mapping[str, ParameterValues]) -> MetricJudge | PairedJudge:
         """Return a judge of candidates by this metric. decided: see ``MetricJudge``."""
+        if self._batched is not None and original.losses:
+            order = order_of(len(original.losses), self._saves)
+            return PairedJudge(
+                self._model, self._batched, self._higher_is_better, original.losses, decided, order, self._group
+            )
         watched = self._group.watch_communication(self._evaluate)
         return MetricJudge(self._model, watched, self._higher_is_better, original.score, decided)

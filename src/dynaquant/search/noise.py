@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 DEVIATIONS = 2.0
 """The noise margin, in standard deviations of the difference of two evaluations."""
 FIRST_EVALUATIONS = 5
 """Evaluations at the first save. Why five: docs/decisions.md, "How often is the original evaluated …"."""
+FIRST_BATCHES_AGAIN = 3
+"""Batches that the first save evaluates a second time, if the metric can be evaluated on single batches."""
+DISTINCT = 0.8
+"""If fewer than this share of the batches' numbers are distinct, the metric moves in steps."""
 SAVES_BETWEEN_CHECKS = 10
 """A metric without noise is evaluated twice at one in this many saves, in case it has become noisy."""
 SAVES_REMEMBERED = 8
@@ -21,7 +27,8 @@ class Noise:
 
     The first save evaluates five times. Twice is not enough: an accuracy moves in steps of one example, so two
     evaluations often agree by chance. From then on, a metric without noise is evaluated twice at every tenth save, and
-    once at the others. A noisy one is evaluated twice at every save.
+    once at the others. A noisy one is evaluated twice at every save. A record keeps what was measured, so the first
+    save after a restore evaluates twice.
     """
 
     def __init__(self) -> None:
@@ -46,9 +53,34 @@ class Noise:
         variance = sum(squares for squares, _ in self._measured) / freedom if freedom else 0.0
         return DEVIATIONS * math.sqrt(2 * variance)  # a difference of two evaluations has twice their variance
 
+    def batches_again(self, losses: Sequence[float], seed: int) -> list[int]:
+        """Return the batches to evaluate a second time at the next save; a metric without noise gives the same numbers.
+
+        losses: the number of each batch. If many are equal, the metric moves in steps, and equal numbers say little.
+        Then all batches are evaluated again, as often as ``evaluations`` says. seed: chooses the batches.
+        """
+        times = self.evaluations - 1
+        if len(set(losses)) < DISTINCT * len(losses):
+            return times * list(range(len(losses)))
+        count = 0 if times == 0 else FIRST_BATCHES_AGAIN if times > 1 else 1
+        return random.Random(seed).sample(range(len(losses)), min(count, len(losses)))
+
     def look_again(self) -> None:
         """Make the next save evaluate at least twice."""
         self._saves_since = SAVES_BETWEEN_CHECKS
+
+    def to_json(self) -> list[list[float]]:
+        """Return what was measured, as it is stored in a record."""
+        return [[squares, float(freedom)] for squares, freedom in self._measured]
+
+    def resume(self, data: Any) -> None:
+        """Continue from what ``to_json`` returned, unless something was measured already. Ignores anything else."""
+        try:
+            measured = [(float(squares), int(freedom)) for squares, freedom in data]
+        except (OverflowError, TypeError, ValueError):
+            return
+        if not self._measured and all(0 <= squares < math.inf and freedom > 0 for squares, freedom in measured):
+            self._measured.extend(measured)
 
     def learn(self, scores: Sequence[Sequence[float]]) -> bool:
         """Add one save's scores of the weights in training, by rank. The noisiest rank counts.

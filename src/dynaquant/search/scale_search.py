@@ -13,15 +13,25 @@ from itertools import islice
 
 from dynaquant.quantize.grid import SCALES_PER_OCTAVE
 
-Score = Callable[[Sequence[int]], Sequence[float]]
-"""Returns the degradations for the exponents of one round. NaN if one cannot be judged; it is never good enough."""
+Score = Callable[[Sequence[int], float], Sequence[float]]
+"""Returns the degradations for the exponents of one round. NaN if one cannot be judged; it is never good enough. Those
+above the limit, or below the second argument, may be estimates."""
+Finish = Callable[[int], float]
+"""Returns the degradation for an exponent that was scored, and no estimate."""
 
 TARGET = 0.8
 """Share of the limit that a predicted exponent aims at. A higher aim would fail more often, and cost evaluations."""
 ENOUGH = 0.67
 """A search ends when its result uses this share of the limit, unless it started from an exponent that was good."""
-LEAST_GAIN = SCALES_PER_OCTAVE // 4
-"""A start that was good is left only for a predicted exponent this much larger: changed grid steps cost bits."""
+ENOUGH_FROM_GOOD = 0.5
+"""The same for a search that started from an exponent that was good."""
+LEAST_GAIN = SCALES_PER_OCTAVE // 2
+"""A start that is good enough is left only for a predicted exponent this much larger: changed grid steps cost bits."""
+LEAST_CHANGE = SCALES_PER_OCTAVE // 4
+"""After a start that was good has failed, the search ends if it could gain less than this."""
+ESTIMATED_BELOW = 0.5
+"""An exponent whose degradation is clearly below this share of the limit need not be evaluated on all batches: a search
+goes on to larger ones."""
 RESOLUTION = SCALES_PER_OCTAVE // 8
 """A search ends if the best exponent and a failed one are no further apart."""
 STRIDE_BEYOND = SCALES_PER_OCTAVE // 2
@@ -53,7 +63,9 @@ class _Scored:
         """Score the first new ones of these exponents, as many as fit into one round."""
         inside = (k for k in dict.fromkeys(exponents) if self.lowest <= k <= self.highest)
         new = list(islice((k for k in inside if k not in self.degradations), self.per_round))
-        self.degradations.update(zip(new, self.score(new), strict=True))
+        if new:
+            low = ESTIMATED_BELOW * self.limit if max(new) < self.highest else -math.inf
+            self.degradations.update(zip(new, self.score(new, low), strict=True))
 
     @property
     def good(self) -> list[int]:
@@ -71,24 +83,42 @@ class _Scored:
 
 
 def scale_search(
-    start: int, lowest: int, highest: int, score: Score, limit: float, start_was_good: bool, per_round: int = 1
+    start: int,
+    lowest: int,
+    highest: int,
+    score: Score,
+    limit: float,
+    start_was_good: bool,
+    per_round: int = 1,
+    finish: Finish | None = None,
 ) -> int | None:
     """Return the largest scored exponent whose degradation is at most ``limit``; None if there is none.
 
     start: is scored first. start_was_good: whether it was good enough at the last checkpoint. Then a
-    predicted exponent must be larger by ``LEAST_GAIN``. per_round: how many exponents are scored at once.
+    predicted exponent must be larger by ``LEAST_GAIN``. per_round: how many exponents are scored at once. finish: makes
+    sure that the result is no estimate; None if there are none.
 
     The search first finds the largest exponent below all failed ones. But degradation need not grow with the scale: for
     the ResNet of the benchmarks it goes up and down by many times the limit. So if an exponent has failed, larger ones
     are scored too, half an octave apart, until two in a row fail and the second is no better than the first. If
-    ``start_was_good``, this happens only if an exponent failed that is at least half an octave larger than the one
-    found: a smooth degradation has nearer failures, too.
+    ``start_was_good``, this happens only if ``start`` has failed, and is larger than the exponent found by half an
+    octave or more.
     """
     scored = _Scored(score, lowest, highest, limit, per_round)
-    found = _below_failures(scored, min(max(start, lowest), highest), start_was_good)
-    if found is not None and scored.failed and max(scored.failed) - found >= (STRIDE_BEYOND if start_was_good else 1):
-        _look_beyond(scored, found)
-    return max(scored.good, default=None)
+    at = min(max(start, lowest), highest)
+    while True:
+        found = _below_failures(scored, at, start_was_good)
+        # A smooth degradation has failures near the result, too. Looking beyond these would gain nothing.
+        failed = [k for k in scored.failed if k <= start or not start_was_good]
+        if found is not None and max(failed, default=lowest) - found >= (STRIDE_BEYOND if start_was_good else 1):
+            _look_beyond(scored, found)
+        best = max(scored.good, default=None)
+        if best is None or finish is None:
+            return best
+        scored.degradations[best] = finish(best)
+        if scored.degradations[best] <= limit:
+            return best
+        at = best  # its estimate was too low
 
 
 def _below_failures(scored: _Scored, start: int, start_was_good: bool) -> int | None:
@@ -108,9 +138,12 @@ def _below_failures(scored: _Scored, start: int, start_was_good: bool) -> int | 
             at = max(bad - max(-_predicted_move(scored, bad, None), RESOLUTION << rounds), lowest)
             continue
         move = min(_predicted_move(scored, good, bad), highest - good)
-        if bad is not None and not start_was_good and scored.degradations[good] < ENOUGH * limit:
+        if start_was_good:
+            move = min(move, STRIDE_BEYOND)
+        if bad is not None and scored.degradations[good] < (ENOUGH_FROM_GOOD if start_was_good else ENOUGH) * limit:
             move = max(move, (bad - good) // 2)  # there is a cliff in between: scores beyond it mislead the prediction
-        if move < (LEAST_GAIN if start_was_good else RESOLUTION) or (bad is not None and bad - good <= RESOLUTION):
+        least = RESOLUTION if not start_was_good else LEAST_GAIN if good == start else LEAST_CHANGE
+        if move < least or (bad is not None and bad - good <= RESOLUTION):
             return good
         at = good + move if bad is not None else min(good + (move << rounds), highest)
     return good

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from dynaquant.quantize.candidate import CandidateWeights, with_levels
 from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
-from dynaquant.search.displacement import Displacement
+from dynaquant.search.displacement import Displacement, keeps_enough
 from dynaquant.search.evaluation import Quality
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
-from dynaquant.search.judge import Judge, JudgedBy
+from dynaquant.search.judge import Bounds, Judge, JudgedBy, PairedJudge
+from dynaquant.search.sequential_test import ERROR_RATE, ERROR_RATE_OF_MORE
 from dynaquant.tensors.stored import QuantizedTensor
 from dynaquant.training.ranks import Group
 
@@ -48,7 +49,8 @@ class Trial:
     predicted: bytes of the coded weights; None if nothing predicts them. degradation: relative; NaN if the metric was
     not finite or failed, None if it was not evaluated because too little displacement is kept. progress: the share of
     the displacement since the last restore that is kept; None if nothing was restored. seconds: to quantize and to
-    score. error: what ``evaluate`` raised.
+    score. error: what ``evaluate`` raised. share: of the metric's batches that were evaluated. Below 1, a few of them
+    told enough, and the degradation is an estimate.
     """
 
     configuration: Knobs
@@ -57,6 +59,7 @@ class Trial:
     progress: float | None
     seconds: float
     error: str | None = None
+    share: float = 1.0
 
     def keeps(self, least_kept: float) -> bool:
         """Return whether at least this share of the displacement is kept, or nothing was restored."""
@@ -71,6 +74,7 @@ class Trial:
             "progress": number_to_json(self.progress),
             "seconds": round(self.seconds, 6),
             "error": self.error,
+            "share": round(self.share, 6),
         }
 
     @classmethod
@@ -83,6 +87,7 @@ class Trial:
             None if data["progress"] is None else float(data["progress"]),
             float(data["seconds"]),
             data["error"],
+            float(data.get("share", 1.0)),  # records of earlier versions have none
         )
 
 
@@ -105,7 +110,7 @@ class Trials:
     def __init__(
         self,
         quantizer: Quantizer,
-        judge: Judge,
+        judge: Judge | PairedJudge,
         displacement: Displacement,
         limit: float,
         group: Group,
@@ -114,6 +119,8 @@ class Trials:
         self.limit, self.per_round = limit, per_round
         self._quantizer, self._judge, self._displacement, self._group = quantizer, judge, displacement, group
         self._scored: dict[Knobs, tuple[Trial, Quality | None]] = {}
+        self._shares_kept: dict[Knobs, float | None] = {}
+        self._losses: dict[Knobs, list[float]] = {}  # of candidates that were evaluated on some batches
         self._last_quantized: tuple[Knobs, Mapping[str, QuantizedTensor]] | None = None
 
     @property
@@ -121,25 +128,49 @@ class Trials:
         """All trials so far, in order."""
         return [trial for trial, _ in self._scored.values()]
 
-    def score(self, configurations: Sequence[Knobs], least_kept: float = 0.0) -> list[float]:
+    def score(self, configurations: Sequence[Knobs], least_kept: float = 0.0, low: float = -math.inf) -> list[float]:
         """Return the degradations of configurations; at most ``per_round`` of them may be new. Collective.
 
         A configuration that keeps less than ``least_kept`` of the displacement is infinitely bad, and not evaluated.
+        Degradations above the limit or below ``low`` may be estimates from some of the metric's batches.
 
         Raises EvaluateError on every rank of several if ``evaluate`` failed on one. Raises MixedScoresError if the
         metric communicated while ranks scored different configurations.
         """
-        new = [c for c in dict.fromkeys(configurations) if not self._is_known(c, least_kept)]
+        new = [c for c in dict.fromkeys(configurations) if not self._is_known(c, least_kept, low)]
         if new:
-            self._score_round(new, least_kept)
+            found = any(trial.degradation is not None and trial.degradation <= self.limit for trial in self.done)
+            rate = ERROR_RATE_OF_MORE if found else ERROR_RATE
+            self._score_round(new, least_kept, Bounds(low, self.limit, rate))
         return [
             trial.degradation if trial.degradation is not None and trial.keeps(least_kept) else math.inf
             for trial in map(self.trial, configurations)
         ]
 
     def is_good_enough(self, configuration: Knobs) -> bool:
-        """Return whether a configuration stays within the limit; score it if that is not known. Collective."""
+        """Return whether a configuration stays within the limit; score it if that is not known. Collective.
+
+        If it does, its degradation is no estimate.
+        """
         return self.score([configuration])[0] <= self.limit
+
+    def share_kept(self, configuration: Knobs) -> float | None:
+        """Return the share of the displacement that a configuration keeps, without evaluating it.
+
+        None if nothing was restored.
+        """
+        if not self._displacement.matters:
+            return None
+        if configuration in self._scored:
+            return self.trial(configuration).progress
+        if configuration not in self._shares_kept:
+            candidate = self._quantizer.candidate(configuration)
+            self._shares_kept[configuration] = self._displacement.share_kept(candidate)
+        return self._shares_kept[configuration]
+
+    def keeps_enough(self, configuration: Knobs) -> bool:
+        """Return whether a configuration keeps enough of the displacement since the restore, without evaluating it."""
+        return keeps_enough(self.share_kept(configuration))
 
     def keeping_most(self) -> Knobs:
         """Return the configuration that keeps most of the displacement, of those that are good enough. Collective.
@@ -159,14 +190,16 @@ class Trials:
             self._last_quantized = configuration, self._quantizer.quantize(configuration)
         return self._last_quantized[1], self._scored[configuration][1]
 
-    def _is_known(self, configuration: Knobs, least_kept: float) -> bool:
+    def _is_known(self, configuration: Knobs, least_kept: float, low: float) -> bool:
         """Return whether a configuration needs no further trial: it was evaluated, or keeps too little."""
         if configuration not in self._scored:
             return False
         trial = self.trial(configuration)
-        return trial.degradation is not None or not trial.keeps(least_kept)
+        if trial.degradation is None:
+            return not trial.keeps(least_kept)
+        return trial.share == 1 or not low <= trial.degradation <= self.limit
 
-    def _score_round(self, configurations: Sequence[Knobs], least_kept: float) -> None:
+    def _score_round(self, configurations: Sequence[Knobs], least_kept: float, bounds: Bounds) -> None:
         """Score one configuration on each rank, and share the results. Collective.
 
         With more ranks than configurations, several ranks score the same one. So every rank evaluates in every round,
@@ -174,7 +207,7 @@ class Trials:
         """
         assert len(configurations) <= self.per_round
         own = configurations[self._group.rank % len(configurations)]
-        outcome = self._group.run_on_all_ranks(lambda: self._try(own, least_kept))
+        outcome = self._group.run_on_all_ranks(lambda: self._try(own, least_kept, bounds))
         if self.per_round > 1 and self._group.saw_communication():
             raise MixedScoresError
         outcomes = self._group.all_gather(outcome)
@@ -183,21 +216,34 @@ class Trials:
         for trial, quality in outcomes[: len(configurations)]:
             self._scored[trial.configuration] = trial, quality
 
-    def _try(self, configuration: Knobs, least_kept: float) -> tuple[Trial, Quality | None]:
-        """Make the candidate and, if enough of the displacement is kept, evaluate. On this rank alone."""
+    def _try(self, configuration: Knobs, least_kept: float, bounds: Bounds) -> tuple[Trial, Quality | None]:
+        """Make the candidate and, if enough of the displacement is kept, evaluate. Collective if that is on batches."""
         start = time.perf_counter()
         candidate = self._quantizer.candidate(configuration)
         share_kept = self._displacement.share_kept(candidate)
-        degradation, quality, error = None, None, None
+        degradation, quality, error, share = None, None, None, 0.0
         if share_kept is None or share_kept >= least_kept:
-            quality, raised = attempt(lambda: self._judge(candidate))
+            judged, raised = attempt(lambda: self._judged(configuration, candidate, bounds))
+            quality, share = judged or (None, 1.0)
             error = one_line(raised)
             degradation = math.nan if quality is None else quality.degradation
             if degradation <= self.limit and (quantized := with_levels(candidate)) is not None:
                 self._last_quantized = configuration, quantized  # the last good one is usually chosen
-        seconds = time.perf_counter() - start
+        before = self._scored.get(configuration)  # if only some of the batches were evaluated
+        seconds = time.perf_counter() - start + (before[0].seconds if before else 0.0)
         predicted = self._quantizer.predict(configuration)
-        return Trial(configuration, predicted, degradation, share_kept, seconds, error), quality
+        return Trial(configuration, predicted, degradation, share_kept, seconds, error, share), quality
+
+    def _judged(self, configuration: Knobs, candidate: CandidateWeights, bounds: Bounds) -> tuple[Quality, float]:
+        """Return the quality, and the share of the batches from which it is known."""
+        judge = self._judge
+        if not isinstance(judge, PairedJudge):
+            return judge(candidate), 1.0
+        # With several ranks, the one that evaluated this configuration before may be another.
+        known = self._losses.get(configuration, []) if self._group.size == 1 else []
+        losses = judge.losses(candidate, known, bounds)
+        self._losses[configuration] = losses
+        return judge.quality(losses), judge.share(losses)
 
 
 def why_none_is_good_enough(trials: Sequence[Trial], judged_by: JudgedBy, limit: float, noise_margin: float) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
-from torch import nn
 
 from dynaquant.errors import DynaquantError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -60,15 +60,15 @@ class Group:
             raise DynaquantError("; ".join(failed))
         return result  # type: ignore[return-value]
 
-    def watch_communication(self, function: Callable[[nn.Module], float]) -> Callable[[nn.Module], float]:
+    def watch_communication(self, function: Callable[P, T]) -> Callable[P, T]:
         """Wrap a function so that ``saw_communication`` reports whether it communicated between ranks."""
         if self._group is None:
             return function
 
-        def watched(model: nn.Module) -> float:
+        def watched(*args: P.args, **kwargs: P.kwargs) -> T:
             before = _operations()
             try:
-                return function(model)
+                return function(*args, **kwargs)
             finally:
                 self._saw_communication |= before is None or _operations() != before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from typing import Any
 
@@ -21,6 +22,17 @@ def get_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
+
+
+def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Return whether two states are equal."""
+    return pickle.dumps(_plain(first)) == pickle.dumps(_plain(second))
+
+
+def _plain(state: dict[str, Any]) -> Any:
+    (version, words, gauss), (name, keys, *rest) = state["python"], state["numpy"]
+    tensors = [state["torch"], *state["cuda"]]
+    return version, words.tobytes(), gauss, name, keys.tobytes(), rest, [t.numpy().tobytes() for t in tensors]
 
 
 def check(state: dict[str, Any]) -> None:
