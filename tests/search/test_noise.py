@@ -173,3 +173,26 @@ def test_checkpoints_judged_by_an_accuracy_stay_within_the_limit(sigma):
     assert accepted > 1000
     assert beyond < 0.01 * accepted
     assert (max(margins) == 0) == (sigma == 0)
+
+
+# After a restore
+
+
+def test_what_was_measured_is_known_after_a_restore_unless_something_was_measured_since():
+    noise = Noise()
+    measured(noise, gauss(0.01))
+    other = Noise()
+    other.resume(noise.to_json())
+    other.look_again()
+    assert (other.margin, other.evaluations) == (noise.margin, 2)
+    other.resume([[1e6, 4.0]])
+    assert other.margin == noise.margin
+
+
+@pytest.mark.parametrize(
+    "data", [None, 3, [[1.0]], [["a", 1.0]], [[-1.0, 4.0]], [[1.0, 0.0]], [[math.nan, 4.0]]], ids=str
+)
+def test_noise_that_is_not_valid_is_ignored(data):
+    noise = Noise()
+    noise.resume(data)
+    assert (noise.margin, noise.evaluations) == (0, 5)
