@@ -35,7 +35,7 @@ def tiny(_data, _cache, steps, seed):
         return float(torch.nn.functional.mse_loss(net(held_out), held_out @ truth))
 
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=steps)
-    return Workload(model, optimizer, scheduler, generator, next_loss, loss, loss, False, loss)
+    return Workload(model, (optimizer,), (scheduler,), generator, next_loss, loss, loss, False, loss)
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def test_a_peer_restores_the_whole_state_from_its_own_bytes():
     worse = fresh.search_loss(fresh.model) / work.search_loss(work.model) - 1
     assert worse == pytest.approx(saved.degradation, abs=1e-6)
     assert all((restored.second[name] == 0).any() for name in ("0.weight",))  # ExCP prunes moments
-    assert fresh.scheduler.state_dict() == work.scheduler.state_dict()
+    assert fresh.schedulers[0].state_dict() == work.schedulers[0].state_dict()
     assert torch.equal(fresh.generator.get_state(), work.generator.get_state())
 
 

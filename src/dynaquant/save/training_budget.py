@@ -116,7 +116,7 @@ class TrainingBudget:
 def learning_rate(optimizers: Sequence[Optimizer]) -> float:
     """Return the mean learning rate of all parameters; 0 without optimizers."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    counts = [sum(parameter.numel() for parameter in group["params"]) for group in groups]
+    counts: list[int] = [sum(parameter.numel() for parameter in group["params"]) for group in groups]
     total = sum(_number(group) * count for group, count in zip(groups, counts, strict=True))
     return total / max(sum(counts), 1)
 
