@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dynaquant.errors import EvaluateError
+from dynaquant.search.batch_norm import evaluation_mode, uses_batch_statistics
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.hash_cache import sample_of
 from dynaquant.training.snapshot import Snapshot
@@ -47,13 +48,23 @@ class LossOn:
     batches: a list, as evaluations use them again and again, on the model's device. loss_fn: ``loss_fn(model, batch)``
     returns the mean loss of a batch, as a number or a tensor with one element. All batches have equal weight.
 
+    batch_statistics: batch norms that train normalize by the statistics of each batch, as they do in training. The
+    running statistics in a checkpoint are those of the weights in training, and do not fit quantized ones. False uses
+    them all the same, for checkpoints that are used without training. Statistics need two samples in every batch.
+
     A save scores most candidates on some of the batches only (``OnBatches``); the checkpoint and the weights in
     training are scored on all of them.
 
     Raises ValueError if there are no batches, and TypeError for an iterator, which could be used only once.
     """
 
-    def __init__(self, batches: Sequence[Any], loss_fn: Callable[[Any, Any], Tensor | float]) -> None:
+    def __init__(
+        self,
+        batches: Sequence[Any],
+        loss_fn: Callable[[Any, Any], Tensor | float],
+        *,
+        batch_statistics: bool = True,
+    ) -> None:
         if not hasattr(batches, "__getitem__") or not hasattr(batches, "__len__"):
             raise TypeError(
                 "LossOn uses its batches at every evaluation: give a list, e.g. list(islice(loader, 20)), not "
@@ -61,7 +72,7 @@ class LossOn:
             )
         if len(batches) == 0:
             raise ValueError("LossOn needs at least one batch")
-        self._batches, self._loss_fn = batches, loss_fn
+        self._batches, self._loss_fn, self._batch_statistics = batches, loss_fn, batch_statistics
 
     def __call__(self, model: Any) -> float:
         """Return the mean loss of the model on the batches."""
@@ -71,12 +82,18 @@ class LossOn:
         """Return the number of batches."""
         return len(self._batches)
 
+    def uses_batch_statistics(self, model: Any) -> bool:
+        """Whether any batch norm of the model normalizes by the statistics of the batches here."""
+        return self._batch_statistics and uses_batch_statistics(_models(model))
+
     def losses(self, model: Any, batches: Sequence[int]) -> list[float]:
         """Return the model's loss on each of these batches. batches: indices."""
-        for each in model.values() if isinstance(model, Mapping) else (model,):
-            each.eval()
-        with torch.no_grad():
+        with torch.no_grad(), evaluation_mode(_models(model), self._batch_statistics):
             return [float(self._loss_fn(model, self._batches[index])) for index in batches]
+
+
+def _models(model: Any) -> list[nn.Module]:
+    return list(model.values()) if isinstance(model, Mapping) else [model]
 
 
 def on_batches(evaluate: Evaluate) -> OnBatches | None:
@@ -115,8 +132,17 @@ class _OfSeveralOnBatches:
     def __len__(self) -> int:
         return len(self._evaluate)
 
+    def uses_batch_statistics(self, modules: Any) -> bool:
+        evaluate = self._evaluate
+        return isinstance(evaluate, LossOn) and evaluate.uses_batch_statistics(dict(modules.items()))
+
     def losses(self, modules: Any, batches: Sequence[int]) -> list[float]:
         return self._evaluate.losses(dict(modules.items()), batches)
+
+
+def uses_batch_statistics_of(evaluate: Evaluate, model: nn.Module) -> bool:
+    """Whether a metric evaluates batch norms of the model by the statistics of its batches."""
+    return isinstance(evaluate, LossOn | _OfSeveralOnBatches) and evaluate.uses_batch_statistics(model)
 
 
 @dataclass(frozen=True)

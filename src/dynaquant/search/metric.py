@@ -13,7 +13,14 @@ from typing import TypeVar
 from torch import nn
 
 from dynaquant.errors import EvaluateError
-from dynaquant.search.evaluation import Evaluate, OnBatches, ParameterValues, on_batches, score
+from dynaquant.search.evaluation import (
+    Evaluate,
+    OnBatches,
+    ParameterValues,
+    on_batches,
+    score,
+    uses_batch_statistics_of,
+)
 from dynaquant.search.evaluation import mean as mean_of_batches
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import MetricJudge, PairedJudge
@@ -168,6 +175,11 @@ class UserMetric:
     def notes(self, original: OriginalScore, allowed: float) -> list[str]:
         """Return the notes on the metric for a record. allowed: the degradation."""
         notes = []
+        if uses_batch_statistics_of(self._evaluate, self._model):
+            notes.append(
+                "batch norms were evaluated by the statistics of the batches, as in training; before you use this "
+                "checkpoint without training, re-estimate its running statistics (torch.optim.swa_utils.update_bn)"
+            )
         if original.communicates:
             notes.append("evaluate communicates between ranks: all of them score the same candidate together")
         if original.noise_margin > 0:
