@@ -49,6 +49,7 @@ def main() -> None:
     made.add_argument("--seeds", help="comma-separated numbers, for every variant; by default 0 to 4 or 0 to 2")
     made.add_argument("--workers", type=int, default=2, help="runs at a time, one core each")
     made.add_argument("--show", action="store_true", help="run nothing, only show what the cache has")
+    made.add_argument("--publish", action="store_true", help="write the page of what the cache has, in any case")
     arguments = options.parse(made)
     choice = arguments.trainings, arguments.variants, arguments.seeds
     sweep = sweep_of(arguments.data, arguments.cache, *choice, arguments.quick)
@@ -59,7 +60,7 @@ def main() -> None:
         sweep.run(arguments.workers)
     found = results(sweep)
     show(table(found), width=120)
-    if arguments.show or choice != (None, None, None):
+    if not arguments.publish and (arguments.show or choice != (None, None, None)):
         return
     show(bars(found), width=160)
     hours = sum(row.seconds * len(row.ends) for row in found.rows) / 3600
