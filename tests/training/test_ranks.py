@@ -184,7 +184,7 @@ def test_with_the_grid_method_all_ranks_reach_the_same_decision(two, folder):
         assert [record["identity"] == "" for record in (record, other)] == [False, True]
     records = [outcome["record"] for outcome in two[0]["grid"]]
     assert [record["progress"] is None for record in records[:4]] == [True, True, True, False]
-    assert [record["moments_corrected"] for record in records] == [0, 0, 0, 3, 3]
+    assert not any(record["moments_corrected"] for record in records)  # saves a step apart keep first moments
     tried = [report["grid"][0]["calls"] - FIRST_EVALUATIONS for report in two]
     assert sum(tried) >= len(records[0]["trials"])
     step, weights = two[0]["grid"][2]["restored"]
