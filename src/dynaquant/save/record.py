@@ -56,7 +56,7 @@ class Record:
     - ``equivalents``: what the search has cost, in evaluations of the metric on all its batches: those of the weights
       in training and of all candidates, an evaluation on some of the batches as their share. 0 without ``evaluate``;
       None in records of earlier versions.
-    - ``interval``: planned steps to the next checkpoint.
+    - ``interval``: planned steps to the next checkpoint. With ``Moved``, the steps since the last one.
     - ``seconds``: wall time by stage. ``wait`` (for the write before), ``capture`` and ``search`` block training;
       ``write`` does not. ``write`` is only in the record that ``save`` returns, as it is not known while the file is
       written.

@@ -16,7 +16,7 @@ from dynaquant.state.wrappers import bare_paths, named_parameters
 from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES, dtype_name
 
 Role = Literal["weight", "first_moment", "second_moment", "buffer", "exact", "omit", "bound"]
-"""What a tensor is. Weights are quantized; so are moments, unless the preset keeps them exact. An omitted tensor is not
+"""What a tensor is. Weights are quantized; so are moments, unless they must stay exact. An omitted tensor is not
 stored, only its hash. The values of a tensor of role ``bound`` keep to a ``Bound``. All others are stored exactly."""
 _GIVEN = tuple(role for role in get_args(Role) if role != "bound")
 """The roles that a pattern may name."""
