@@ -8,6 +8,7 @@ level per value.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -24,6 +25,10 @@ FACTOR_STEP = 0.75
 first moment of low rank?"."""
 OVERSAMPLING, POWER_ITERATIONS = 8, 1
 """Of the randomized range finder (Halko, Martinsson and Tropp, arXiv 0909.4061, algorithm 4.4)."""
+SMALLEST = 1e-30
+"""A matrix with a smaller norm has no form of low rank: divided by its peak, float32 might overflow."""
+PIECE = 2**18
+"""Values that are converted to float64 at a time."""
 MOST_LEVELS = 126
 """The largest multiple of the grid step in a factor. A coarser step keeps larger values within it."""
 
@@ -34,8 +39,8 @@ def quantize_low_rank(matrix: Tensor, dtype: torch.dtype, shape: torch.Size, tol
     matrix: float32, (n, m), finite, on any device. dtype, shape: of the tensor that is stored. Returns None if no rank
     of ``RANKS`` is good enough, or if none is smaller than half of n or m.
     """
-    power = float(torch.linalg.vector_norm(matrix, dtype=torch.float64)) ** 2
-    if not 0 < power < math.inf:
+    power = sum(float(rows.square().sum()) for _, rows in _in_float64(matrix))
+    if not SMALLEST**2 < power < math.inf:
         return None
     ranks = [rank for rank in RANKS if 2 * rank <= min(matrix.shape)]
     at = 0
@@ -57,15 +62,16 @@ def quantize_low_rank(matrix: Tensor, dtype: torch.dtype, shape: torch.Size, tol
 
 def _singular_vectors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return (n, rank) and (m, rank): singular vectors, each times the root of its singular value, largest first."""
-    peak = matrix.abs().max()
-    matrix = matrix / peak  # so that no product overflows
+    least, most = torch.aminmax(matrix)
+    peak = torch.maximum(-least, most)  # other factors are divided by it, so that no product overflows
     width = min(rank + OVERSAMPLING, *matrix.shape)
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(matrix.shape[1], width, generator=generator, dtype=torch.float32, device="cpu")
-    basis = torch.linalg.qr(matrix @ start.to(matrix.device)).Q
+    basis = torch.linalg.qr(matrix @ (start.to(matrix.device) / peak)).Q
     for _ in range(POWER_ITERATIONS):
-        basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q
-    inner, values, right = torch.linalg.svd(basis.T @ matrix, full_matrices=False)
+        other = torch.linalg.qr(matrix.T @ (basis / peak)).Q
+        basis = torch.linalg.qr(matrix @ (other / peak)).Q
+    inner, values, right = torch.linalg.svd((basis / peak).T @ matrix, full_matrices=False)
     roots = values[:rank].sqrt() * peak.sqrt()
     return (basis @ inner[:, :rank]) * roots, right[:rank].T * roots
 
@@ -90,6 +96,15 @@ def _rounded(left: Tensor, right: Tensor, dtype: torch.dtype, shape: torch.Size)
 def _squared_error(matrix: Tensor, found: LowRank, power: float) -> float:
     """Return ``‖Â - A‖²`` as ``‖A‖² - 2⟨A, Â⟩ + ‖Â‖²``, without computing the matrix Â."""
     rows, columns = (dequantize(factor, matrix.device).to(torch.float64) for factor in (found.rows, found.columns))
-    product = ((matrix.to(torch.float64) @ columns.T) * rows.T).sum()
+    product = sum(
+        float(((piece @ columns.T) * rows.T[begin : begin + len(piece)]).sum()) for begin, piece in _in_float64(matrix)
+    )
     norm = ((rows @ rows.T) * (columns @ columns.T)).sum()
-    return power - 2 * float(product) + float(norm)
+    return power - 2 * product + float(norm)
+
+
+def _in_float64(matrix: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield some rows at a time as float64, each with the number of its first row, to save memory."""
+    some_rows = max(PIECE // max(matrix.shape[1], 1), 1)
+    for begin in range(0, len(matrix), some_rows):
+        yield begin, matrix[begin : begin + some_rows].to(torch.float64)
