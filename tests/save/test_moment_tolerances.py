@@ -46,6 +46,15 @@ def test_momentum_of_sgd_is_treated_as_moments_that_are_corrected():
         assert [tolerance(n, corrected=corrected, optimizer=torch.optim.SGD) for n in (39, 40)] == [FINEST, 1]
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
+@pytest.mark.parametrize("interval", [None, 1, 1000])
+def test_muon_needs_no_momentum_as_its_updates_have_their_full_length_without_it(interval):
+    model = nn.Linear(4, 3, bias=False)
+    objects = {"model": model, "optimizer": torch.optim.Muon(model.parameters())}
+    found = first_tolerances(objects, PRESETS["high"], interval, True)
+    assert found == {"optimizer.state.model.weight.momentum_buffer": 1.0}
+
+
 def test_unknown_intervals_and_optimizers_leave_it_to_the_preset():
     assert tolerance(None) is None
     model = nn.Linear(2, 2)

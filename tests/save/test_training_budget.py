@@ -168,6 +168,24 @@ def test_setting_max_degradation_ends_the_budget_of_the_preset_only(tmp_path):
         assert limits == pytest.approx(expected)
 
 
+def test_if_nothing_stays_within_the_budget_the_limit_of_one_checkpoint_counts(tmp_path):
+    """Here every candidate is worse by 1 %, which is more than a budget of almost nothing allows."""
+    model, optimizer, _ = training()
+    exact = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def evaluate(model):
+        return 1.0 if all(map(torch.equal, model.parameters(), exact)) else 1.01
+
+    options = {"evaluate": evaluate, "training_budget": 1e-6, "max_degradation": 0.02}
+    with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
+        ckpt.save(1)
+        optimizer.param_groups[0]["lr"] = 1e-6
+        record = ckpt.save(2).result()
+    assert record.limit == 0.02
+    assert record.quality.degradation == pytest.approx(0.01)
+    assert any("all that the training's budget allows" in note for note in record.notes)
+
+
 @pytest.mark.parametrize("value", [0, -0.1, math.nan, math.inf, True, "0.1"])
 def test_a_budget_must_be_a_number_above_zero(tmp_path, value):
     with pytest.raises(ValueError, match="training_budget must be a finite number above 0"):

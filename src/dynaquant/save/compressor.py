@@ -180,7 +180,7 @@ class Compressor:
             comparison = compare(weights, self._usable_last_weights(limit), idle, self.hashes)
             bounded = quantize_bounded(tensors, captured.labels)
         with timed(seconds, "search"):
-            self.manager.max_degradation = limit
+            self.manager.max_degradation, self.manager.last_resort = limit, self._largest
             decision, notes = self._decide(comparison, captured.labels, bounded)
             if self._preset is not None:
                 notes += note_on_parameters_without_optimizer(self._model, frozen)

@@ -26,14 +26,17 @@ def first_tolerances(
     If that is at most ``preset.lost_steps`` of the steps between two checkpoints, the moment is dropped: its tolerance
     is 1. Otherwise it is kept. With a tolerance t, a restore loses the part t² of the steps that it remembers.
 
+    Muon orthogonalizes its moment, so that updates have their full length without it. It is always dropped.
+
     interval: the steps between two checkpoints, if known. corrected: whether restores correct moments of zero.
     """
-    if interval is None:
-        return {}
     tolerances = {}
     for name, memory in memories_of(objects).items():
-        share = LOST_THOUGH_CORRECTED if corrected or not memory.corrected else 1.0
-        allowed = preset.lost_steps * interval / memory.steps  # the part of the memory that may be lost
-        dropped = share <= allowed * ROUNDING
-        tolerances[name] = 1.0 if dropped else min(max(math.sqrt(allowed), FINEST), 1.0)
+        if memory.steps == 0:
+            tolerances[name] = 1.0
+        elif interval is not None:
+            share = LOST_THOUGH_CORRECTED if corrected or not memory.corrected else 1.0
+            allowed = preset.lost_steps * interval / memory.steps  # the part of the memory that may be lost
+            dropped = share <= allowed * ROUNDING
+            tolerances[name] = 1.0 if dropped else min(max(math.sqrt(allowed), FINEST), 1.0)
     return tolerances

@@ -52,6 +52,9 @@ class ConfigurationManager:
         noise: Noise | None = None,
     ) -> None:
         self.max_degradation = max_degradation
+        self.last_resort = max_degradation
+        """The limit of a second search, if the first finds nothing good enough. Not used unless it is larger."""
+        self._agreed_last_resort = max_degradation
         self._noise = noise or Noise()
         self._metric = None if evaluate is None else UserMetric(model, evaluate, higher_is_better, self._noise, group)
         self._fixed, self._group = fixed, group
@@ -117,9 +120,10 @@ class ConfigurationManager:
 
         Rank 0 alone writes checkpoints and learns their sizes. Collective.
         """
-        by_rank = self._group.all_gather((self.max_degradation, self._size_factor))
-        self._size_factor = by_rank[0][1]
-        return min(max_degradation for max_degradation, _ in by_rank)
+        by_rank = self._group.all_gather((self.max_degradation, self.last_resort, self._size_factor))
+        self._size_factor = by_rank[0][2]
+        self._agreed_last_resort = min(last_resort for _, last_resort, _ in by_rank)
+        return min(max_degradation for max_degradation, _, _ in by_rank)
 
     def _kmeans_quantizer(self, weights: KMeansWeights) -> KMeansQuantizer:
         return KMeansQuantizer(weights, SizeModel(weights), self._size_factor)
@@ -170,6 +174,12 @@ class ConfigurationManager:
         found = self._search(quantizer, trials) if quantizer.weights else self._repeat_last(quantizer, trials)
         failures = dict.fromkeys(trial.error for trial in trials.done if trial.error)
         notes = [*notes, *found.notes, *(f"evaluate failed on a candidate ({error})" for error in failures)]
+        if found.chosen is None and allowed < self._agreed_last_resort:
+            note = (
+                f"no candidate stayed within {allowed:.3g}, all that the training's budget allows: "
+                f"{self._agreed_last_resort:.3g} was allowed instead"
+            )
+            return self._decide(quantizer, judge, self._agreed_last_resort, noise_margin, per_round, [*notes, note])
         if found.chosen is None:
             reason = why_none_is_good_enough(trials.done, judge.judged_by, limit, noise_margin)
             warning = (

@@ -52,11 +52,12 @@ class MomentRule:
     """The first moment of an optimizer.
 
     key: of the moment in the state of a parameter. update: returns what a step does with the moments of a parameter
-    group.
+    group. scale_free: whether the length of the update does not depend on that of the moment.
     """
 
     key: str
     update: Callable[[Mapping[str, Any]], MomentUpdate]
+    scale_free: bool = False
 
     @property
     def largest_factor(self) -> float:
@@ -76,7 +77,11 @@ def rule_of(optimizer: Optimizer) -> MomentRule | None:
 
 @dataclass(frozen=True)
 class Memory:
-    """steps: how many steps a first moment remembers, ``1 / (1 - β)``. corrected: whether a restore can correct it."""
+    """How many steps of training are in a first moment.
+
+    steps: ``1 / (1 - β)``; 0 if a restore without the moment does not shorten updates. corrected: whether a restore can
+    correct it.
+    """
 
     steps: float
     corrected: bool
@@ -95,7 +100,7 @@ def memories_of(objects: Mapping[str, Any]) -> dict[str, Memory]:
         for group, keys in zip(optimizer.param_groups, keys_of(names), strict=True):
             decay = rule.update(group).decay
             if 0 < decay < 1:
-                memory = Memory(1 / (1 - decay), rule.largest_factor > 1)
+                memory = Memory(0.0 if rule.scale_free else 1 / (1 - decay), rule.largest_factor > 1)
                 memories |= {f"{name}.state.{key}.{rule.key}": memory for key in keys}
     return memories
 
@@ -134,5 +139,5 @@ _RULES: dict[type[Optimizer] | None, MomentRule] = {
     torch.optim.RAdam: MomentRule("exp_avg", _adam),
     torch.optim.Adamax: MomentRule("exp_avg", _adam),
     torch.optim.SGD: MomentRule("momentum_buffer", _sgd),
-    getattr(torch.optim, "Muon", None): MomentRule("momentum_buffer", _muon),  # since PyTorch 2.9
+    getattr(torch.optim, "Muon", None): MomentRule("momentum_buffer", _muon, scale_free=True),  # since PyTorch 2.9
 }
