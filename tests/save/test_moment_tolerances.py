@@ -63,6 +63,13 @@ def test_unknown_intervals_and_optimizers_leave_it_to_the_preset():
             first_tolerances({"model": model, "optimizer": optimizer(model.parameters())}, PRESETS["high"], 9, True)
             == {}
         )
+
+    class Own(torch.optim.AdamW):
+        pass
+
+    own = {"model": model, "optimizer": Own(model.parameters())}
+    found = [first_tolerances(own, PRESETS["balanced"], interval, True) for interval in (40, 199, 200)]
+    assert [set(each.values()) == {1.0} for each in found] == [False, False, True]  # the update is not known
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     assert first_tolerances({"model": model, "optimizer": plain}, PRESETS["high"], 9, True) == {}
 

@@ -82,7 +82,7 @@ def test_the_learning_rate_is_the_mean_over_parameters():
 
 def test_the_account_continues_from_a_record():
     budget, _ = trained(cosine, [200, 360])
-    again = BUDGET.continued(json.loads(json.dumps(budget.to_json())))
+    again = BUDGET.continued(json.loads(json.dumps(budget.to_json())), budget.step, 0.3)
     assert again == budget
 
 
@@ -94,13 +94,16 @@ def test_the_account_continues_from_a_record():
         {},
         {"learned": -1.0, "rate": 0.1, "highest": 0.1, "step": 3, "restores": []},
         {"learned": 1.0, "rate": True, "highest": 0.1, "step": 3, "restores": []},
-        {"learned": 1.0, "rate": 0.1, "highest": 0.1, "step": "3", "restores": []},
+        {"learned": 10**400, "rate": 0.1, "highest": 0.1, "restores": []},
         {"learned": 1.0, "rate": 0.1, "highest": 0.1, "step": 3, "restores": [[0.1]]},
         {"learned": 1.0, "rate": 0.1, "highest": 0.1, "step": 3, "restores": 7},
     ],
 )
-def test_a_broken_account_is_ignored(data):
-    assert BUDGET.continued(data) == BUDGET
+def test_without_a_valid_account_it_begins_anew_as_if_the_learning_rate_had_always_been_the_same(data):
+    budget = BUDGET.continued(data, 200, 0.1)
+    assert (budget.learned, budget.rate, budget.highest, budget.step) == (20, 0.1, 0.1, 200)
+    restored = budget.restored(0.01).at(240, 0.02)
+    assert restored.spent == pytest.approx(0.8 * 0.01 * (20 / 22.4) ** 4)
 
 
 def training():

@@ -161,7 +161,7 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
             f"{quality.degradation:+.2%}" + ("" if record.limit is None else f" (limit {record.limit:.2%})"),
         )
     if record.budget_spent is not None:
-        yield "budget", f"restores have spent {record.budget_spent:.3%} of what the whole training may lose"
+        yield "budget", f"restores have cost {record.budget_spent:.3%} so far, as predicted for the end of the training"
     yield "seconds", ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in record.seconds.items()) or "unknown"
     for note in record.notes:
         yield "note", note
@@ -173,7 +173,7 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
     from dynaquant.store.reading import load_tensor
     from dynaquant.store.run import Run
     from dynaquant.tensors.bounded import BoundedTensor
-    from dynaquant.tensors.stored import QuantizedTensor
+    from dynaquant.tensors.stored import LowRank, QuantizedTensor, RankOne, ScaledMoment
 
     def decoded() -> tuple[CheckpointFile, StoredTensor]:
         chain = Run(folder if folder.is_dir() else folder.parent).chain(checkpoint(folder, step))
@@ -194,6 +194,14 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
             f"every finite value is within {stored.bound:.6g} of the original: grid step {stored.step:.6g}, "
             f"{len(stored.positions):,} values stored exactly"
         )
+        return
+    if isinstance(stored, RankOne | LowRank | ScaledMoment):
+        units = stored.units if isinstance(stored, ScaledMoment) else stored
+        if not isinstance(units, QuantizedTensor):
+            rank = units.rank if isinstance(units, LowRank) else 1
+            output.print_(f"its values are a matrix of rank {rank}; it has no levels of its own")
+            return
+        output.print_("its values are levels times the root of its second moment")
         return
     if not isinstance(stored, QuantizedTensor):
         where = "not in this file" if info.scheme in ("frozen", "omitted") else "stored exactly"

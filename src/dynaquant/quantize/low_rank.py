@@ -47,7 +47,11 @@ def quantize_low_rank(matrix: Tensor, dtype: torch.dtype, shape: torch.Size, tol
     for most in (8, RANKS[-1]):  # most moments need few vectors
         if at == len(ranks):
             return None
-        left, right = _singular_vectors(matrix, min(most, ranks[-1]))
+        try:
+            with torch.autocast(matrix.device.type, enabled=False):
+                left, right = _singular_vectors(matrix, min(most, ranks[-1]))
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # LAPACK does not converge on some finite matrices
+            return None
         shares = (left.double().square().sum(0) * right.double().square().sum(0)) / power
         while at < len(ranks) and ranks[at] <= left.shape[1]:
             rank = ranks[at]

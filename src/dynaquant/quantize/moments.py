@@ -49,7 +49,9 @@ def quantize_moments(
     for name in tensors:
         if labels[name].role != "first_moment" or not _usable(tensor := tensors[name]):
             continue
-        second, tolerance = _second_of(name, tensors), first_tolerances.get(name, first_tolerance)
+        second, tolerance = _second_of(name, tensors), first_tolerance
+        if second is not None or not _is_divided(name):  # others would be exact, and as large as the weights
+            tolerance = first_tolerances.get(name, first_tolerance)
         first: Quantized | None = None
         if second in seconds and tensors[second].shape == tensor.shape:
             first = quantize_first_moment(tensor, seconds[second], second, tolerance)

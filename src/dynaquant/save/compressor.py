@@ -176,7 +176,8 @@ class Compressor:
             master_of = master_weights_of(tensors, captured.labels, self._objects, self._patterns)
             weights = self._weights_to_quantize(tensors, captured.labels, master_of)
             budget = self._budget and self._budget.at(step, learning_rate(self._optimizers))
-            limit = self._largest if budget is None else budget.allowed
+            # Ranks must come to the same decisions.
+            limit = self._group.from_rank_0(self._largest if budget is None else budget.allowed)
             comparison = compare(weights, self._usable_last_weights(limit), idle, self.hashes)
             bounded = quantize_bounded(tensors, captured.labels)
         with timed(seconds, "search"):
@@ -232,8 +233,9 @@ class Compressor:
         self._last_limit = _limit(header.record) or self._largest
         self._restored_step = header.step
         if self._budget is not None:
-            self._budget = self._budget.continued(header.record.get("training_budget"))
-            if not from_lossless_copy:
+            account = header.record.get("training_budget")
+            self._budget = self._budget.continued(account, header.step, learning_rate(self._optimizers))
+            if self._last_weights and not from_lossless_copy:
                 self._budget = self._budget.restored(_degradation(header.record))
         weights = {} if from_lossless_copy else {name: last.quantized for name, last in self._last_weights.items()}
         self.manager.resume(header.record, weights)
@@ -324,14 +326,14 @@ def _degradation(record: Mapping[str, Any]) -> float:
     """Return the measured degradation of a checkpoint; without a metric, what was allowed; 0 if neither is known."""
     quality = record.get("quality")
     value = quality.get("degradation") if isinstance(quality, Mapping) else _limit(record)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return value if isinstance(value, float) else 0.0
 
 
 def _limit(record: Mapping[str, Any]) -> float | None:
     """Return the degradation that a checkpoint was allowed; None if its weights are exact or the record is invalid."""
     search = record.get("search")
     value = search.get("limit") if isinstance(search, Mapping) and record.get("configuration") is not None else None
-    return float(value) if isinstance(value, int | float) else None
+    return value if isinstance(value, float) else None
 
 
 def _on_known_devices(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

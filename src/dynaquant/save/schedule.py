@@ -98,9 +98,8 @@ class Schedule:
     def begin(self, step: int, interval: int | None = None) -> None:
         """Note that training continues from a restored ``step``. interval: the one stored with it."""
         self._last_step, self._since, self._seconds_per_step = step, self._clock(), None
-        if (
-            (self._automatic or self.movement is not None) and isinstance(interval, int) and interval >= 1
-        ):  # the file may hold anything
+        valid = isinstance(interval, int) and 1 <= interval < 2**63  # the file may hold anything
+        if valid and (self._automatic or self.movement is not None):
             self.interval = interval
 
     def saving(self, step: int) -> None:

@@ -100,17 +100,18 @@ class TrainingBudget:
             "restores": [[each.degradation, each.learned] for each in self.restores],
         }
 
-    def continued(self, data: Any) -> TrainingBudget:
-        """Return this budget with the account that a record has. Content that is not valid is ignored."""
+    def continued(self, data: Any, step: int, rate: float) -> TrainingBudget:
+        """Return this budget with the account of a restored checkpoint.
+
+        data: from its record. If it is not valid, the account begins anew, as if all steps so far had had the present
+        learning rate. step: of the checkpoint. rate: the learning rate now.
+        """
         try:
-            learned, rate, highest = (_not_negative(data[key]) for key in ("learned", "rate", "highest"))
+            learned, before, highest = (_not_negative(data[key]) for key in ("learned", "rate", "highest"))
             restores = tuple(Restore(_not_negative(lost), _not_negative(at)) for lost, at in data["restores"])
-            step = data["step"]
-        except (KeyError, TypeError, ValueError):
-            return self
-        if type(step) is not int or step < 0:
-            return self
-        return replace(self, learned=learned, rate=rate, highest=highest, step=step, restores=restores)
+        except (KeyError, OverflowError, TypeError, ValueError):
+            learned, before, highest, restores = rate * step, rate, rate, ()
+        return replace(self, learned=learned, rate=before, highest=highest, step=step, restores=restores)
 
 
 def learning_rate(optimizers: Sequence[Optimizer]) -> float:

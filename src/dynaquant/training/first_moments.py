@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,32 +77,46 @@ def rule_of(optimizer: Optimizer) -> MomentRule | None:
 
 @dataclass(frozen=True)
 class Memory:
-    """How many steps of training are in a first moment.
-
-    steps: ``1 / (1 - β)``; 0 if a restore without the moment does not shorten updates. corrected: whether a restore can
-    correct it.
-    """
+    """Steps of training in a first moment: ``1 / (1 - β)``. lost: how many of them a restore without it loses."""
 
     steps: float
-    corrected: bool
+    lost: float
 
 
-def memories_of(objects: Mapping[str, Any]) -> dict[str, Memory]:
-    """Return the memories of all first moments by the name of their tensor. Optimizers without a rule have none.
+LOST_ANYWAY = 0.2
+"""The share of its memory that a training loses with a first moment that a restore corrects. SGD's momentum is not
+corrected, and loses no more. Measured: docs/decisions.md, "How much does a restore lose without first moments?"."""
 
-    objects: the objects of the training, by name.
+
+def memories_of(objects: Mapping[str, Any], corrected: bool) -> dict[str, Memory]:
+    """Return the memories of first moments by the name of their tensor, as far as β is known.
+
+    objects: the objects of the training, by name. corrected: whether restores correct moments of zero.
     """
     memories: dict[str, Memory] = {}
     for name, names in parameter_names(objects).items():
         optimizer = objects[name]
-        if (rule := rule_of(optimizer)) is None:
-            continue
+        rule = rule_of(optimizer)
         for group, keys in zip(optimizer.param_groups, keys_of(names), strict=True):
-            decay = rule.update(group).decay
-            if 0 < decay < 1:
-                memory = Memory(0.0 if rule.scale_free else 1 / (1 - decay), rule.largest_factor > 1)
-                memories |= {f"{name}.state.{key}.{rule.key}": memory for key in keys}
+            slot, decay = _slot_and_decay(rule, group)
+            if not 0 < decay < 1:
+                continue
+            steps = 1 / (1 - decay)
+            share = 1.0
+            if rule is not None and (corrected or rule.largest_factor <= 1):
+                share = 0.0 if rule.scale_free else LOST_ANYWAY
+            memories |= {f"{name}.state.{key}.{slot}": Memory(steps, share * steps) for key in keys}
     return memories
+
+
+def _slot_and_decay(rule: MomentRule | None, group: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the key of the first moments of a group, and their β; ``("", 0)`` if it is not known."""
+    if rule is not None:
+        return rule.key, rule.update(group).decay
+    betas = group.get("betas")
+    if isinstance(betas, Sequence) and betas and isinstance(betas[0], int | float):
+        return "exp_avg", float(betas[0])
+    return "", 0.0
 
 
 def _average(group: Mapping[str, Any], coupled: float) -> MomentUpdate:
