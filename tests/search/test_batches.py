@@ -270,6 +270,54 @@ def test_a_users_own_metric_can_be_evaluated_on_batches(tmp_path):
     assert min(trial.share for trial in record.trials) < 1
 
 
+def test_losses_that_are_tensors_are_taken_as_numbers(tmp_path):
+    class InTensor(Own):
+        def losses(self, model: nn.Module, batches) -> torch.Tensor:
+            return torch.tensor(super().losses(model, batches), dtype=torch.float64)
+
+    def saved(evaluate: Own) -> dq.Record:
+        model, optimizer = training_of()
+        with dq.Checkpointer(tmp_path / type(evaluate).__name__, model, optimizer, evaluate=evaluate) as ckpt:
+            return ckpt.save(1).result()
+
+    assert saved(InTensor()).quality == saved(Own()).quality
+
+
+@pytest.mark.parametrize(
+    ("returned", "says"),
+    [
+        ([0.5] * len(BATCHES), f"returned {len(BATCHES)} numbers for "),  # however many it is asked for
+        ([0.5] * 2, f"returned 2 numbers for {len(BATCHES)} batches"),
+        (0.5, "returned 0.5; it must return one number for each batch"),
+        ([None] * len(BATCHES), "it must return one number for each batch"),
+    ],
+)
+def test_losses_that_are_not_one_number_for_each_batch_are_an_error(tmp_path, returned, says):
+    class Wrong(Own):
+        def losses(self, *_: object) -> object:
+            return returned
+
+    model, optimizer = training_of()
+    with (
+        dq.Checkpointer(tmp_path, model, optimizer, evaluate=Wrong()) as ckpt,
+        pytest.raises(dq.EvaluateError, match=says),
+    ):
+        ckpt.save(1)
+
+
+def test_a_metric_that_keeps_its_past_losses_in_a_list_is_evaluated_as_a_whole():
+    class Remembering:
+        losses = (0.5, 0.25)
+
+        def __call__(self, _: nn.Module) -> float:
+            return 0.5
+
+        def __len__(self) -> int:
+            return len(self.losses)
+
+    assert on_batches(Remembering()) is None
+
+
 def test_a_metric_of_several_models_is_evaluated_on_batches_too(tmp_path):
     evaluate = dq.LossOn(BATCHES, lambda models, batch: cross_entropy(models["a"], batch))
     assert on_batches(of_several(evaluate)) is not None

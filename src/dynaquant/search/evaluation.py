@@ -101,10 +101,27 @@ def on_batches(evaluate: Evaluate) -> OnBatches | None:
 
     A subclass of ``LossOn`` that changes what a call returns is a metric of its own.
     """
-    if not isinstance(evaluate, OnBatches):
-        return None
+    if not isinstance(evaluate, OnBatches) or not callable(getattr(evaluate, "losses", None)):
+        return None  # an attribute of that name may be something else, such as a list of past losses
     changed = isinstance(evaluate, LossOn) and type(evaluate).__call__ is not LossOn.__call__
     return None if changed and type(evaluate).losses is LossOn.losses else evaluate
+
+
+def losses_on(metric: OnBatches, model: nn.Module, batches: Sequence[int]) -> list[float]:
+    """Return the metric's number of each of these batches. Raises ValueError if it returns anything else."""
+    result = metric.losses(model, batches)
+    try:
+        numbers = [float(number) for number in result]
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(
+            f"losses of evaluate returned {reprlib.repr(result)}; it must return one number for each batch"
+        ) from None
+    if len(numbers) != len(batches):
+        raise ValueError(
+            f"losses of evaluate returned {len(numbers)} numbers for {len(batches)} batches; it must return one number "
+            "for each index in batches, in that order"
+        )
+    return numbers
 
 
 def mean(losses: Sequence[float]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple, Protocol
@@ -14,11 +14,19 @@ from dynaquant.kernels.reused import ReusedMemory
 from dynaquant.quantize import candidate as candidates
 from dynaquant.quantize.candidate import CandidateWeights
 from dynaquant.search.distortion import distortion
-from dynaquant.search.evaluation import Evaluate, OnBatches, ParameterValues, Quality, degradation, mean, score
-from dynaquant.search.failures import attempt, one_line
+from dynaquant.search.evaluation import (
+    Evaluate,
+    OnBatches,
+    ParameterValues,
+    Quality,
+    degradation,
+    losses_on,
+    mean,
+    score,
+)
 from dynaquant.search.sequential_test import looks, verdict
 from dynaquant.state.wrappers import named_parameters
-from dynaquant.training.ranks import Group
+from dynaquant.training.ranks import Group, Lockstep
 
 JudgedBy = Literal["evaluate", "fisher distortion", "distortion"]
 """``evaluate``: the user's metric. ``fisher distortion``: distortion weighted by Fisher information. ``distortion``:
@@ -81,8 +89,7 @@ class PairedJudge:
     """Judges by the user's metric, batch by batch, in differences to the weights in training on the same batches.
 
     evaluate: watched for communication. original: the numbers of the weights in training, one for each batch. order: in
-    which batches are evaluated. group: all ranks evaluate as many batches as the rank that needs most. For the others,
-    see ``MetricJudge``.
+    which batches are evaluated. group: the ranks. For the others, see ``MetricJudge``.
     """
 
     model: nn.Module
@@ -95,18 +102,24 @@ class PairedJudge:
     judged_by: JudgedBy = "evaluate"
     memory: ReusedMemory = field(default_factory=ReusedMemory, compare=False)
 
-    def losses(self, candidate: CandidateWeights, known: Sequence[float], bounds: Bounds) -> list[float]:
-        """Return the numbers of the first batches in ``order``, as many as it takes. Collective.
+    def losses(
+        self, candidate: CandidateWeights, known: Sequence[float], bounds: Bounds, lockstep: Lockstep
+    ) -> list[float]:
+        """Return the numbers of the first batches in ``order``, as many as it takes.
 
-        known: those that were evaluated before. Raises what ``evaluate`` raises.
+        known: those that were evaluated before. lockstep: all ranks that evaluate a candidate evaluate as many batches
+        as the rank that needs most. Raises what ``evaluate`` raises.
         """
         found = list(known)
-        watched = self.group.watch_communication(self.evaluate.losses)
+        watched = self.group.watch_communication(losses_on)
 
         def evaluate(model: nn.Module) -> float:
             for upto in looks(len(self.order)):
                 batches = self.order[len(found) : upto]
-                if batches and not self._one_look(partial(watched, model, batches), found, bounds):
+                if not batches:
+                    continue
+                found.extend(watched(self.evaluate, model, batches))
+                if not lockstep.another(upto < len(self.order) and self._is_undecided(found, bounds)):
                     break
             return 0.0
 
@@ -122,20 +135,6 @@ class PairedJudge:
         original = mean(self.original)
         restored = mean(losses) if len(losses) == len(self.order) else original + mean(self._differences(losses))
         return _quality(original, restored, self.higher_is_better)
-
-    def _one_look(self, evaluate: Callable[[], list[float]], found: list[float], bounds: Bounds) -> bool:
-        """Evaluate some more batches. Returns whether more are needed, on any rank. Collective."""
-        if self.group.size == 1:
-            found.extend(evaluate())
-            return self._is_undecided(found, bounds)
-        losses, error = self.group.run_on_all_ranks(lambda: attempt(evaluate))
-        if losses is not None:
-            found.extend(losses)
-        undecided = losses is not None and self._is_undecided(found, bounds)
-        ranks = self.group.all_gather((undecided, one_line(error)))
-        if error is not None:
-            raise error
-        return any(undecided for undecided, _ in ranks) and not any(text for _, text in ranks)
 
     def _is_undecided(self, losses: Sequence[float], bounds: Bounds) -> bool:
         size = abs(mean(self.original))

@@ -17,6 +17,7 @@ from dynaquant.search.evaluation import (
     Evaluate,
     OnBatches,
     ParameterValues,
+    losses_on,
     on_batches,
     score,
     uses_batch_statistics_of,
@@ -137,17 +138,17 @@ class UserMetric:
 
     def _evaluated_on_batches(self, metric: OnBatches) -> _OnBatches:
         """Evaluate all batches once, and some again if the noise must be checked."""
-        watched = self._group.watch_communication(metric.losses)
+        watched = self._group.watch_communication(losses_on)
         losses: list[float] = []
         again: list[tuple[float, float]] = []
         drew: list[bool] = []
 
         def evaluate(model: nn.Module) -> float:
             before = rng.get_state()
-            losses.extend(watched(model, range(len(metric))))
+            losses.extend(watched(metric, model, range(len(metric))))
             drew.append(not rng.same(before, rng.get_state()))
             repeated = self._noise.batches_again(losses, self._saves)
-            again.extend(zip([losses[index] for index in repeated], watched(model, repeated), strict=True))
+            again.extend(zip([losses[index] for index in repeated], watched(metric, model, repeated), strict=True))
             return 0.0
 
         score(self._model, {}, evaluate)

@@ -18,7 +18,7 @@ from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import Bounds, Judge, JudgedBy, PairedJudge
 from dynaquant.search.sequential_test import ERROR_RATE, ERROR_RATE_OF_MORE
 from dynaquant.tensors.stored import QuantizedTensor
-from dynaquant.training.ranks import Group
+from dynaquant.training.ranks import Group, Lockstep
 
 
 class Quantizer(Protocol):
@@ -203,11 +203,15 @@ class Trials:
         """Score one configuration on each rank, and share the results. Collective.
 
         With more ranks than configurations, several ranks score the same one. So every rank evaluates in every round,
-        and if the metric unexpectedly communicates, no rank waits for one that does not evaluate.
+        and if the metric unexpectedly communicates, no rank waits for one that does not evaluate. Only a rank whose
+        configuration keeps too little evaluates nothing; earlier rounds have shown whether the metric communicates.
         """
         assert len(configurations) <= self.per_round
         own = configurations[self._group.rank % len(configurations)]
-        outcome = self._group.run_on_all_ranks(lambda: self._try(own, least_kept, bounds))
+        lockstep = Lockstep(self._group)
+        outcome = self._group.run_on_all_ranks(
+            lambda: lockstep.run(lambda: self._try(own, least_kept, bounds, lockstep))
+        )
         if self.per_round > 1 and self._group.saw_communication():
             raise MixedScoresError
         outcomes = self._group.all_gather(outcome)
@@ -216,14 +220,18 @@ class Trials:
         for trial, quality in outcomes[: len(configurations)]:
             self._scored[trial.configuration] = trial, quality
 
-    def _try(self, configuration: Knobs, least_kept: float, bounds: Bounds) -> tuple[Trial, Quality | None]:
-        """Make the candidate and, if enough of the displacement is kept, evaluate. Collective if that is on batches."""
+    def _try(
+        self, configuration: Knobs, least_kept: float, bounds: Bounds, lockstep: Lockstep
+    ) -> tuple[Trial, Quality | None]:
+        """Make the candidate and, if enough of the displacement is kept, evaluate. lockstep: if that is on batches."""
         start = time.perf_counter()
         candidate = self._quantizer.candidate(configuration)
         share_kept = self._displacement.share_kept(candidate)
         degradation, quality, error, share = None, None, None, 0.0
         if share_kept is None or share_kept >= least_kept:
-            judged, raised = attempt(lambda: self._judged(configuration, candidate, bounds))
+            judged, raised = attempt(lambda: self._judged(configuration, candidate, bounds, lockstep))
+            if raised is not None:
+                lockstep.fail()
             quality, share = judged or (None, 1.0)
             error = one_line(raised)
             degradation = math.nan if quality is None else quality.degradation
@@ -234,14 +242,16 @@ class Trials:
         predicted = self._quantizer.predict(configuration)
         return Trial(configuration, predicted, degradation, share_kept, seconds, error, share), quality
 
-    def _judged(self, configuration: Knobs, candidate: CandidateWeights, bounds: Bounds) -> tuple[Quality, float]:
+    def _judged(
+        self, configuration: Knobs, candidate: CandidateWeights, bounds: Bounds, lockstep: Lockstep
+    ) -> tuple[Quality, float]:
         """Return the quality, and the share of the batches from which it is known."""
         judge = self._judge
         if not isinstance(judge, PairedJudge):
             return judge(candidate), 1.0
         # With several ranks, the one that evaluated this configuration before may be another.
         known = self._losses.get(configuration, []) if self._group.size == 1 else []
-        losses = judge.losses(candidate, known, bounds)
+        losses = judge.losses(candidate, known, bounds, lockstep)
         self._losses[configuration] = losses
         return judge.quality(losses), judge.share(losses)
 
