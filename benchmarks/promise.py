@@ -67,7 +67,13 @@ def main() -> None:
     hours += sum(one.training_seconds for alone in found.alone.values() for one in alone) / 3600
     described = machine("torch")
     numbers = {"machine": described, **asdict(found)}
-    publish(arguments.out, "promise", numbers, lambda file: plot(found, file), page(found, described, hours))
+    publish(
+        arguments.out,
+        "promise",
+        numbers,
+        lambda file: plot(found, file),
+        page(found, described, hours, len(sweep.missing())),
+    )
 
 
 if __name__ == "__main__":

@@ -210,8 +210,11 @@ def in_words(found: Results) -> str:
     )
 
 
-def page(found: Results, described: dict[str, str | int], hours: float) -> str:
+def page(found: Results, described: dict[str, str | int], hours: float, missing: int) -> str:
     plan = Plan()
+    incomplete = (
+        f" {missing} runs of the whole sweep are missing: rows have the seeds that they name." if missing else ""
+    )
     return f"""\
 # Promise
 
@@ -220,8 +223,8 @@ make benchmark-setup
 .venv/bin/python benchmarks/promise.py --data DIR
 ```
 
-`DIR` holds `shakespeare.txt` and `cifar10.zip`. {sentence(described)} All runs together take {hours:.1f} hours of one
-core.
+`DIR` holds `shakespeare.txt` and `cifar10.zip`. {sentence(described)} The runs on this page took {hours:.1f}
+hours of one core.{incomplete}
 
 A training that is restored many times should end where it would have ended. Five small trainings of {plan.steps} steps:
 

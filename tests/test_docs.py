@@ -145,4 +145,11 @@ def test_the_ratios_of_the_readme_are_those_measured():
 
     claimed = re.search(r"whole checkpoint \| 1× \| (\d+)× smaller \| (\d+)× smaller", readme)
     assert claimed.groups() == (measured("gpt", "ExCP"), measured("gpt", "dynaquant"))
-    assert f"A ResNet: {measured('resnet', 'dynaquant')} times smaller" in readme
+
+
+def test_the_ends_of_trainings_in_the_readme_are_those_measured():
+    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/results/promise.md"))
+    found = re.findall(r"^\| (\w+), default \| ([+-][\d.]+)% ± ([\d.]+)% \| \d+ \| ([\d.]+)× ", page, re.MULTILINE)
+    assert len(found) == 5
+    for _, end, error, state in found:
+        assert f"| {float(state):.0f}× smaller | {end} ± {error} % |" in readme

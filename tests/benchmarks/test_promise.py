@@ -157,5 +157,5 @@ def test_the_page_shows_rows_bars_and_the_spread_of_seeds(tmp_path):
     assert reached["end after 20 restores, within what seeds are apart"] == "–"
     plot(found, tmp_path / "promise.png")
     assert (tmp_path / "promise.png").read_bytes().startswith(b"\x89PNG")
-    text = page(found, {"cpu": "processor", "cores": 2, "torch": "2.0"}, 1.5)
+    text = page(found, {"cpu": "processor", "cores": 2, "torch": "2.0"}, 1.5, 0)
     assert "more than 0.5 % and more than one standard error: none." in text
