@@ -12,7 +12,7 @@ from commands import call
 from dynaquant.store.run import Run
 
 COMMAND = [sys.executable, "-m", "dynaquant.cli", "demo", "--quick"]
-RATIOS = {"transformer": {"weight": 74, "total": 65}, "convnet": {"weight": 45, "total": 51}}
+RATIOS = {"transformer": {"weight": 71, "total": 59}, "convnet": {"weight": 34, "total": 30}}
 """How many times smaller, as measured for ``--quick``. They vary a little with the moments of the crashes."""
 
 

@@ -61,4 +61,4 @@ def test_saves_need_two_bytes_per_value_and_the_buffers_of_one_tensor(tmp_path, 
         command, env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}, stdout=subprocess.PIPE, text=True, check=True
     )
     assert len(list(large.glob("*.dqc"))) == 3
-    assert int(ran.stdout) <= 2 * VALUES + 9 * TENSOR
+    assert int(ran.stdout) <= 2 * VALUES + 12 * TENSOR  # singular vectors of first moments take some of these
