@@ -62,6 +62,21 @@ def test_on_request_all_layers_use_running_statistics():
     assert dq.LossOn(BATCHES, loss, batch_statistics=False)(model) == pytest.approx(expected(model, True), rel=1e-5)
 
 
+def test_a_batch_of_one_sample_uses_running_statistics():
+    model, one = network(), BATCHES[0][:1]
+    with torch.no_grad():
+        alone = float(loss(model.eval(), one))
+    model.train()
+    both = dq.LossOn([one, BATCHES[1]], loss)
+    assert both(model) == pytest.approx((alone + dq.LossOn([BATCHES[1]], loss)(model)) / 2)
+
+    def broken(model, batch):
+        raise ValueError(f"broken: {type(model)}, {batch.shape}")
+
+    with pytest.raises(ValueError, match="broken"):
+        dq.LossOn([one], broken)(model)
+
+
 def test_synchronized_batch_norms_use_running_statistics():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(network())
     assert dq.LossOn(BATCHES, loss)(model) == pytest.approx(expected(model, frozen=True), rel=1e-5)

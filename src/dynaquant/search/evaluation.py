@@ -50,7 +50,7 @@ class LossOn:
 
     batch_statistics: batch norms that train normalize by the statistics of each batch, as they do in training. The
     running statistics in a checkpoint are those of the weights in training, and do not fit quantized ones. False uses
-    them all the same, for checkpoints that are used without training. Statistics need two samples in every batch.
+    them all the same, for checkpoints that are used without training. So does a batch of one sample.
 
     A save scores most candidates on some of the batches only (``OnBatches``); the checkpoint and the weights in
     training are scored on all of them.
@@ -88,8 +88,19 @@ class LossOn:
 
     def losses(self, model: Any, batches: Sequence[int]) -> list[float]:
         """Return the model's loss on each of these batches. batches: indices."""
-        with torch.no_grad(), evaluation_mode(_models(model), self._batch_statistics):
-            return [float(self._loss_fn(model, self._batches[index])) for index in batches]
+        return [self._loss(model, self._batches[index]) for index in batches]
+
+    @torch.no_grad()
+    def _loss(self, model: Any, batch: Any) -> float:
+        models = _models(model)
+        try:
+            with evaluation_mode(models, self._batch_statistics):
+                return float(self._loss_fn(model, batch))
+        except ValueError as error:  # a batch of one sample has no statistics; the last of a loader may be one
+            if not self.uses_batch_statistics(model) or "more than 1 value per channel" not in str(error):
+                raise
+        with evaluation_mode(models, batch_statistics=False):
+            return float(self._loss_fn(model, batch))
 
 
 def _models(model: Any) -> list[nn.Module]:
