@@ -91,7 +91,8 @@ class Checkpointer:
     - ``max_degradation``: how much worse the metric may be with the stored weights than with the weights in training,
       as a fraction: 0.01 is 1 %.
     - ``training_budget``: how much worse the metric may be at the end of the training by all restores together, as
-      predicted. Checkpoints late in a schedule, and after many restores, may lose less than ``max_degradation``.
+      predicted. Checkpoints late in a schedule, and after many restores, may lose less than ``max_degradation``. With
+      ``method="published"`` or ``"kmeans"`` there is a budget only if it is given.
     - ``quality``: a preset. ``"high"``, ``"balanced"`` and ``"small"`` mean a ``training_budget`` of 0.0005, 0.005 and
       0.025, a ``max_degradation`` of 0.001, 0.01 and 0.05, and a matching precision of the optimizer's moments. If
       ``max_degradation`` is given alone, every checkpoint may use it, and there is no budget. ``"lossless"`` stores
