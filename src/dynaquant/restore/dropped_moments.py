@@ -16,8 +16,8 @@ from dynaquant.training.optimizers import keys_of
 
 def dropped_moments(
     objects: Mapping[str, Any], tensors: Mapping[str, StoredTensor], restored: Collection[str]
-) -> dict[str, dict[Tensor, float]]:
-    """Return for every optimizer, by name, the parameters whose first moments were dropped, with the share kept.
+) -> dict[str, set[Tensor]]:
+    """Return for every optimizer, by name, the parameters whose first moments were dropped.
 
     tensors: as the checkpoint stores them. restored: names of the tensors that models and optimizers got.
     """
@@ -25,24 +25,17 @@ def dropped_moments(
     names = parameter_names(objects)
     return {
         name: {
-            parameter: kept
+            parameter
             for group, keys in zip(optimizer.param_groups, keys_of(names[name]), strict=True)
             for parameter, key in zip(group["params"], keys, strict=True)
             for moment in corrected_keys()
-            if (full := f"{name}.state.{key}.{moment}") in restored
-            and full in tensors
-            and (kept := kept_share(tensors[full])) is not None
+            if (full := f"{name}.state.{key}.{moment}") in restored and full in tensors and is_dropped(tensors[full])
         }
         for name, optimizer in optimizers.items()
     }
 
 
-def kept_share(stored: StoredTensor) -> float | None:
-    """Return the share of a first moment that its stored form keeps: 0 if all values are zero.
-
-    None means that nothing needs to be corrected.
-    """
+def is_dropped(stored: StoredTensor) -> bool:
+    """Return whether the stored form of a first moment holds zeros only."""
     units = stored.units if isinstance(stored, ScaledMoment) else stored
-    if isinstance(units, QuantizedTensor) and units.levels.size and not units.levels.any():
-        return 0.0
-    return None
+    return isinstance(units, QuantizedTensor) and units.levels.size > 0 and not units.levels.any()

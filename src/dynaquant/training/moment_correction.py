@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,16 +56,16 @@ class MomentCorrection:
     would repeat one factor forever. A hook that has ended does nothing, but stays until ``close``: PyTorch goes through
     the hooks while they run, and they must not change meanwhile.
 
-    kept: for every parameter whose moment is corrected, the share that its moment has kept; 0 for a moment of zeros.
+    dropped: the parameters whose moments a restore has set to zero.
     """
 
-    def __init__(self, optimizer: Optimizer, rule: MomentRule, kept: Mapping[Tensor, float]) -> None:
+    def __init__(self, optimizer: Optimizer, rule: MomentRule, dropped: Set[Tensor]) -> None:
         self._rule = rule
         self._progress = {
-            parameter: Progress(share * whole, whole)
+            parameter: Progress(0.0, whole)
             for group in optimizer.param_groups
             for parameter in group["params"]
-            if (share := kept.get(parameter)) is not None
+            if parameter in dropped
             and (whole := _whole(optimizer.state.get(parameter, {}), rule.update(group).decay)) > 0
         }
         self.count = len(self._progress)
@@ -172,15 +172,15 @@ class MomentCorrections:
         what = "came back without its first moments, and they are not corrected, as a CUDA graph captured its step"
         return [*self._notes.values(), *(f"{name} {what}" for name in captured)]
 
-    def begin(self, name: str, optimizer: Optimizer, kept: Mapping[Tensor, float]) -> None:
+    def begin(self, name: str, optimizer: Optimizer, dropped: Set[Tensor]) -> None:
         """Correct the moments of an optimizer that has just loaded a state, in place of an earlier correction.
 
-        name: of the optimizer, for messages. kept: as for ``MomentCorrection``. Nothing happens if it is empty.
+        name: of the optimizer, for messages. dropped: as for ``MomentCorrection``. Nothing happens if it is empty.
         """
         if (before := self._corrections.pop(name, None)) is not None:
             before.close()
         self._notes.pop(name, None)
-        if not kept or not self.enabled:
+        if not dropped or not self.enabled:
             return
         if (rule := rule_of(optimizer)) is None:
             kind = type(optimizer)
@@ -189,7 +189,7 @@ class MomentCorrections:
                 f"{kind.__module__}.{kind.__qualname__}; roles={{'{name}.*.exp_avg': 'exact'}} keeps them"
             )
         else:
-            self._corrections[name] = MomentCorrection(optimizer, rule, kept)
+            self._corrections[name] = MomentCorrection(optimizer, rule, dropped)
 
     def saved(self) -> None:
         """Forget the notes, which a record has now, and remove the hooks of corrections that have ended."""
