@@ -11,21 +11,17 @@ import dynaquant as dq
 BETA = 0.9
 
 
-def trained(optimizer_class=torch.optim.AdamW, **options):
-    torch.manual_seed(3)
+def trained(optimizer_class=torch.optim.AdamW, seed=3, steps=12):
+    torch.manual_seed(seed)
     model = model_of()
-    optimizer = optimizer_class(model.parameters(), 1e-3, **options)
-    train(model, optimizer, 12)
+    optimizer = optimizer_class(model.parameters(), 1e-3)
+    train(model, optimizer, steps)
     return model, optimizer
 
 
-def other(optimizer_class=torch.optim.AdamW, **options):
+def other(optimizer_class=torch.optim.AdamW):
     """Return objects that have trained differently."""
-    torch.manual_seed(4)
-    model = model_of()
-    optimizer = optimizer_class(model.parameters(), 1e-3, **options)
-    train(model, optimizer, 1)
-    return model, optimizer
+    return trained(optimizer_class, seed=4, steps=1)
 
 
 def saved(folder, optimizer_class=torch.optim.AdamW, **options):

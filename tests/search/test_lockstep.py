@@ -1,13 +1,10 @@
 """Several ranks score candidates on batches together: one that evaluates nothing, or fails, leaves none waiting."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from launched import launch
 
 SCRIPT = Path(__file__).parents[1] / "support" / "lockstep_replicas.py"
 TIMEOUT = 120
@@ -18,21 +15,8 @@ TIMEOUT = 120
 def reports(tmp_path_factory) -> list[dict]:
     """The report of each rank."""
     folder = tmp_path_factory.mktemp("lockstep")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with subprocess.Popen(
-        [*launcher, SCRIPT, folder],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            output = process.communicate(timeout=TIMEOUT)[0]
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    assert process.returncode == 0, output
+    status, output = launch(SCRIPT, 2, TIMEOUT, folder)
+    assert status == 0, output
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -4,13 +4,11 @@ import fcntl
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launched import launch
 from movement import Movement
 from replicas import STEPS, metric_of, model_of, optimizer_of, weights_of
 
@@ -27,26 +25,6 @@ FIRST_EVALUATIONS = 5
 """Evaluations of the weights in training at a first save."""
 
 
-def launch(scenario: str, ranks: int, folder: Path) -> tuple[int, str]:
-    """Run the launcher. Returns its exit status and output."""
-    script = SUPPORT / "replicas.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    with subprocess.Popen(
-        [*command, script, scenario, folder],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            output = process.communicate(timeout=TIMEOUT)[0]
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return process.returncode, output
-
-
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory) -> dict[str, Path]:
     """The folders of all launches, shared by all workers of pytest-xdist."""
@@ -61,7 +39,9 @@ def launched(tmp_path_factory) -> dict[str, Path]:
                 folder.mkdir()
                 if scenario == "four":
                     shutil.copytree(folders["two"] / "run", folder / "run")
-                (folder / "end.json").write_text(json.dumps(launch(scenario, ranks, folder)))
+                (folder / "end.json").write_text(
+                    json.dumps(launch(SUPPORT / "replicas.py", ranks, TIMEOUT, scenario, folder))
+                )
     return folders
 
 
