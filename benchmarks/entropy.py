@@ -20,9 +20,9 @@ from options import RESULTS
 from results import Table, show
 
 from dynaquant.coding import conditional
-from dynaquant.coding.schemes import Conditional, LowRankFactors, RankOneFactors, Scheme, SecondMomentUnits
+from dynaquant.coding.schemes import Conditional, RankOneFactors, Scheme, SecondMomentUnits
 from dynaquant.store.run import Run
-from dynaquant.tensors.stored import LowRank, QuantizedTensor, RankOne, ScaledMoment, StoredTensor
+from dynaquant.tensors.stored import QuantizedTensor, RankOne, ScaledMoment, StoredTensor
 
 LARGE = 65_536
 """A tensor with this many values is large: its tables take a negligible share."""
@@ -47,13 +47,8 @@ def parts(scheme: Scheme, stored: StoredTensor) -> Iterator[tuple[Conditional, Q
         yield scheme, stored
     elif isinstance(scheme, RankOneFactors) and isinstance(stored, RankOne):
         yield from ((scheme.rows, stored.rows), (scheme.columns, stored.columns))
-    elif isinstance(stored, ScaledMoment):
-        if isinstance(scheme, SecondMomentUnits) and isinstance(stored.units, QuantizedTensor):
-            yield scheme.units, stored.units
-        else:
-            yield from parts(scheme, stored.units)
-    elif isinstance(scheme, LowRankFactors) and isinstance(stored, LowRank):
-        yield from ((scheme.rows, stored.rows), (scheme.columns, stored.columns))
+    elif isinstance(scheme, SecondMomentUnits) and isinstance(stored, ScaledMoment):
+        yield scheme.units, stored.units
 
 
 def levels_of(stored: StoredTensor | None) -> list[QuantizedTensor]:
@@ -61,7 +56,7 @@ def levels_of(stored: StoredTensor | None) -> list[QuantizedTensor]:
     if isinstance(stored, RankOne):
         return [stored.rows, stored.columns]
     if isinstance(stored, ScaledMoment):
-        return levels_of(stored.units) if isinstance(stored.units, QuantizedTensor) else []
+        return [stored.units]
     return [stored] if isinstance(stored, QuantizedTensor) else []
 
 

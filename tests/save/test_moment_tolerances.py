@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.save.moment_tolerances import FINEST, first_tolerances
-from dynaquant.save.presets import PRESETS
+from dynaquant.save.moment_tolerances import COARSEST, FINEST, first_tolerances
+from dynaquant.save.presets import DROPPED, PRESETS
 from dynaquant.store.run import Run
 from dynaquant.tensors.stored import ScaledMoment
 
@@ -25,25 +25,33 @@ def tolerance(interval, quality="balanced", beta=0.9, optimizer=torch.optim.Adam
 
 
 def test_moments_are_dropped_where_checkpoints_are_far_apart_and_kept_where_they_are_close():
-    assert [tolerance(interval) for interval in (5, 20, 39, 40, 2000)] == [FINEST, FINEST, FINEST, 1, 1]
-    assert [tolerance(interval, "high") for interval in (40, 79, 80)] == [FINEST, FINEST, 1]
-    assert [tolerance(interval, "small") for interval in (9, 10)] == [FINEST, 1]
+    assert [tolerance(interval) for interval in (2, 40, 99, 100, 2000)] == [
+        FINEST,
+        COARSEST,
+        COARSEST,
+        DROPPED,
+        DROPPED,
+    ]
+    assert [tolerance(interval, "high") for interval in (5, 199, 200)] == [FINEST, COARSEST, DROPPED]
+    assert [tolerance(interval, "small") for interval in (1, 24, 25)] == [FINEST, COARSEST, DROPPED]
+
+
+def test_kept_moments_are_the_coarser_the_further_checkpoints_are_apart():
+    assert [tolerance(interval) for interval in (10, 20, 30)] == pytest.approx([math.sqrt(n) for n in (0.5, 1, 1.5)])
+    assert tolerance(20, "high") == pytest.approx(math.sqrt(0.5))
 
 
 def test_moments_that_remember_longer_are_kept_for_longer_intervals():
-    assert [tolerance(interval, beta=0.98) for interval in (199, 200)] == [FINEST, 1]
+    assert [tolerance(interval, beta=0.98) for interval in (499, 500)] == [COARSEST, DROPPED]
 
 
-def test_without_correction_moments_are_kept_for_longer_intervals_and_the_coarser_the_longer_these_are():
-    found = [tolerance(interval, corrected=False) for interval in (40, 80, 128, 199, 200)]
-    assert found[:2] == [FINEST, pytest.approx(math.sqrt(0.4))]
-    assert found == sorted(found)
-    assert (found[3] < 1, found[4]) == (True, 1)
+def test_without_correction_moments_are_kept_for_longer_intervals():
+    assert [tolerance(interval, corrected=False) for interval in (199, 200)] == [COARSEST, DROPPED]
 
 
 def test_momentum_of_sgd_is_treated_as_moments_that_are_corrected():
     for corrected in (True, False):
-        assert [tolerance(n, corrected=corrected, optimizer=torch.optim.SGD) for n in (39, 40)] == [FINEST, 1]
+        assert [tolerance(n, corrected=corrected, optimizer=torch.optim.SGD) for n in (99, 100)] == [COARSEST, DROPPED]
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
@@ -52,7 +60,7 @@ def test_muon_needs_no_momentum_as_its_updates_have_their_full_length_without_it
     model = nn.Linear(4, 3, bias=False)
     objects = {"model": model, "optimizer": torch.optim.Muon(model.parameters())}
     found = first_tolerances(objects, PRESETS["high"], interval, True)
-    assert found == {"optimizer.state.model.weight.momentum_buffer": 1.0}
+    assert found == {"optimizer.state.model.weight.momentum_buffer": DROPPED}
 
 
 def test_unknown_intervals_and_optimizers_leave_it_to_the_preset():
@@ -69,7 +77,7 @@ def test_unknown_intervals_and_optimizers_leave_it_to_the_preset():
 
     own = {"model": model, "optimizer": Own(model.parameters())}
     found = [first_tolerances(own, PRESETS["balanced"], interval, True) for interval in (40, 199, 200)]
-    assert [set(each.values()) == {1.0} for each in found] == [False, False, True]  # the update is not known
+    assert [set(each.values()) == {DROPPED} for each in found] == [False, False, True]  # the update is not known
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     assert first_tolerances({"model": model, "optimizer": plain}, PRESETS["high"], 9, True) == {}
 

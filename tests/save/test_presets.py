@@ -70,7 +70,7 @@ def saved(folder, trained, evaluate=EVALUATE, saves=1, **arguments):
 
 
 CODINGS = {
-    "grid": {"conditional", "rank_one", "units", "low_rank"},
+    "grid": {"conditional", "rank_one", "units"},
     "kmeans": {"conditional"},
     "published": {"quantized"},
 }

@@ -319,29 +319,6 @@ def test_both_agree_on_fine_moments(tmp_path, dtype):
     assert codings_in(tmp_path, 2) >= MOMENTS | {"units grid+", f"units {dtype}"}
 
 
-def low_rank_gradients(model):
-    """Gradients of one direction for each matrix, so that momentum has a low rank."""
-    for p in model.parameters():
-        direction = (
-            torch.outer(torch.randn(p.shape[0]), torch.randn(p[0].numel())) if p.ndim > 1 else torch.zeros(p.shape)
-        )
-        p.grad = direction.view(p.shape).to(p.dtype)
-
-
-@pytest.mark.parametrize("optimizer_of", [adamw, sgd], ids=["in units", "alone"])
-@pytest.mark.parametrize("dtype", sorted(QUANTIZED))
-def test_both_agree_on_moments_of_low_rank(tmp_path, dtype, optimizer_of):
-    model = nn.Sequential(nn.Linear(40, 30), nn.Conv1d(6, 30, 5)).to(getattr(torch, dtype))
-    optimizer = optimizer_of(model)
-    with dynaquant.Checkpointer(tmp_path, model, optimizer, quality="high") as ckpt:
-        for step in range(2):
-            low_rank_gradients(model)
-            optimizer.step()
-            ckpt.save(step)
-    found = codings_in(tmp_path, 2)
-    assert {"low_rank grid", f"low_rank {dtype}"} <= found
-
-
 def test_both_agree_on_several_blocks_of_levels(tmp_path):
     saved_run(tmp_path, adamw, 2, wide=132_000)
     assert codings_in(tmp_path, 2) >= {"conditional grid+", "conditional log_grid", "units grid"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
-from format_levels import Codebook, Levels, coded_levels, conditional_levels, grid, rung
+from format_levels import Codebook, Levels, coded_levels, conditional_levels
 from format_streams import byte_planes, check, exact_values, frame
 
 MAGIC = b"\x89DQC\r\n\x1a\n"
@@ -21,7 +21,7 @@ LARGEST = {"float16": np.float32(65_504), "bfloat16": np.float32((2 - 2**-7) * 2
 KINDS = {1: {"raw", "planes", "reference", "quantized"}}
 KINDS[2] = KINDS[1] | {"exact", "conditional", "rank_one", "units", "rounding"}
 KINDS[3] = KINDS[2] | {"frozen", "omitted"}
-KINDS[4] = KINDS[3] | {"bounded", "low_rank"}
+KINDS[4] = KINDS[3] | {"bounded"}
 
 
 @dataclass
@@ -182,12 +182,20 @@ def tensor_of(entry, stream, parent, tensor_named):
         return Tensor(dtype, shape, rounded(values, dtype), {"levels": levels})
     if kind == "units":
         check(coding["units"]["size"] == len(stream), "the size of the part")
-        root = root_of(coding["second"], shape, tensor_named)
+        second = tensor_named(coding["second"])
+        check(second.shape == shape and set(second.parts) in ({"levels"}, {"rows", "columns"}), "a quantized second")
         levels, values = part(coding["units"], stream, elements, "float32", parts.get("units"))
         if coding["units"]["bins"] or coding["units"]["protected"]:
-            values = values * root
+            values = values * np.sqrt(floats_of(second))
         return Tensor(dtype, shape, finite(values, dtype), {"units": levels})
-    return product(entry, stream, parts, tensor_named)
+    check(len(shape) >= 2, "two or more dimensions")
+    rows, columns = coding["rows"], coding["columns"]
+    middle, end = rows["size"], rows["size"] + columns["size"]
+    check(end <= len(stream) and not any(stream[end:]), "zeros after the columns")
+    row_levels, row = part(rows, stream[:middle], shape[0], "float32", parts.get("rows"))
+    column_levels, column = part(columns, stream[middle:end], math.prod(shape[1:]), "float32", parts.get("columns"))
+    values = np.multiply.outer(row, column).reshape(-1)
+    return Tensor(dtype, shape, finite(values, dtype), {"rows": row_levels, "columns": column_levels})
 
 
 def bounded(coding, stream, dtype, shape, parent):
@@ -226,45 +234,6 @@ def bounded(coding, stream, dtype, shape, parent):
     for i, position in enumerate(positions):
         values[size * position : size * (position + 1)] = exact[size * i : size * (i + 1)]
     return Tensor(dtype, shape, bytes(values))
-
-
-def product(entry, stream, parts, tensor_named):
-    """Decode a tensor that is stored as rows and columns."""
-    dtype, shape, coding = entry["dtype"], entry["shape"], entry["coding"]
-    check(len(shape) >= 2, "two or more dimensions")
-    rows, columns = coding["rows"], coding["columns"]
-    middle, end = rows["size"], rows["size"] + columns["size"]
-    check(end <= len(stream) and not any(stream[end:]), "zeros after the columns")
-    if coding["kind"] == "low_rank":
-        values = sums_of_products(coding, shape, stream[:middle], stream[middle:end])
-        if coding["second"]:
-            values = values * root_of(coding["second"], shape, tensor_named)
-        return Tensor(dtype, shape, finite(values, dtype))
-    row_levels, row = part(rows, stream[:middle], shape[0], "float32", parts.get("rows"))
-    column_levels, column = part(columns, stream[middle:end], math.prod(shape[1:]), "float32", parts.get("columns"))
-    values = np.multiply.outer(row, column).reshape(-1)
-    return Tensor(dtype, shape, finite(values, dtype), {"rows": row_levels, "columns": column_levels})
-
-
-def root_of(name, shape, tensor_named):
-    second = tensor_named(name)
-    check(second.shape == shape and set(second.parts) in ({"levels"}, {"rows", "columns"}), "a quantized second")
-    return np.sqrt(floats_of(second))
-
-
-def sums_of_products(coding, shape, rows, columns):
-    rank = coding["rank"]
-    check(1 <= rank <= 255, "rank")
-    integers, steps = [], []
-    for name, stream, length in (("rows", rows, shape[0]), ("columns", columns, math.prod(shape[1:]))):
-        own = coding[name]
-        check(own["codebook"] == "grid" and not own["protected"] and not own["needs_parent"], "a plain grid")
-        levels, _ = part(own, stream, rank * length, "float32", None)
-        bins = grid(0, levels.codebook.bins).astype(np.int64)
-        integers.append(np.concatenate([[0, 0], bins])[levels.levels].reshape(rank, length))
-        steps.append(rung(own["first"]))
-    sums = (integers[0].T @ integers[1]).reshape(-1)
-    return sums.astype("<f4") * np.float32(steps[0] * steps[1])
 
 
 def stands_alone(coding):

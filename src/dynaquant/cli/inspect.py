@@ -173,7 +173,7 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
     from dynaquant.store.reading import load_tensor
     from dynaquant.store.run import Run
     from dynaquant.tensors.bounded import BoundedTensor
-    from dynaquant.tensors.stored import LowRank, QuantizedTensor, RankOne, ScaledMoment
+    from dynaquant.tensors.stored import QuantizedTensor, RankOne, ScaledMoment
 
     def decoded() -> tuple[CheckpointFile, StoredTensor]:
         chain = Run(folder if folder.is_dir() else folder.parent).chain(checkpoint(folder, step))
@@ -195,12 +195,10 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
             f"{len(stored.positions):,} values stored exactly"
         )
         return
-    if isinstance(stored, RankOne | LowRank | ScaledMoment):
-        units = stored.units if isinstance(stored, ScaledMoment) else stored
-        if not isinstance(units, QuantizedTensor):
-            rank = units.rank if isinstance(units, LowRank) else 1
-            output.print_(f"its values are a matrix of rank {rank}; it has no levels of its own")
-            return
+    if isinstance(stored, RankOne):
+        output.print_("its values are row means times column means; it has no levels of its own")
+        return
+    if isinstance(stored, ScaledMoment):
         output.print_("its values are levels times the root of its second moment")
         return
     if not isinstance(stored, QuantizedTensor):

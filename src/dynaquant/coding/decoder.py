@@ -17,7 +17,6 @@ from dynaquant.coding.schemes import (
     Conditional,
     Frozen,
     Lossless,
-    LowRankFactors,
     Omitted,
     RankOneFactors,
     Raw,
@@ -28,15 +27,7 @@ from dynaquant.coding.schemes import (
     SecondMomentUnits,
 )
 from dynaquant.tensors.codebook import Centres, Codebook, Grid, LogGrid
-from dynaquant.tensors.stored import (
-    FIRST_BIN,
-    LowRank,
-    QuantizedTensor,
-    RankOne,
-    RoundedWeight,
-    ScaledMoment,
-    StoredTensor,
-)
+from dynaquant.tensors.stored import FIRST_BIN, QuantizedTensor, RankOne, RoundedWeight, ScaledMoment, StoredTensor
 
 
 def decode(
@@ -59,13 +50,11 @@ def decode(
     if isinstance(scheme, Bounded):
         return bounded.decode(scheme, dtype, shape, stream, parent)
     if isinstance(scheme, SecondMomentUnits):
-        before = (
-            parent.units if isinstance(parent, ScaledMoment) and isinstance(parent.units, QuantizedTensor) else None
-        )
+        if not isinstance(other, QuantizedTensor | RankOne):
+            raise ValueError(f"it is in units of {scheme.second}, which is not a second moment")
+        before = parent.units if isinstance(parent, ScaledMoment) else None
         units = _decode_conditional(scheme.units, torch.float32, shape, stream, before)
-        return ScaledMoment(dtype, units, _second_moment(other, scheme.second), scheme.second)
-    if isinstance(scheme, LowRankFactors):
-        return _decode_low_rank(scheme, dtype, shape, stream, other)
+        return ScaledMoment(dtype, units, other, scheme.second)
     if isinstance(scheme, RoundedFromMaster):
         if not isinstance(other, QuantizedTensor | Tensor) or other.shape != shape:
             raise ValueError(f"it is rounded from {scheme.of}, which is not a weight of the same shape")
@@ -102,53 +91,21 @@ def _decode_lossless(
     return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
-def _second_moment(other: StoredTensor | None, name: str) -> QuantizedTensor | RankOne:
-    if not isinstance(other, QuantizedTensor | RankOne):
-        raise ValueError(f"it is in units of {name}, which is not a second moment")
-    return other
-
-
-def _decode_low_rank(
-    scheme: LowRankFactors, dtype: torch.dtype, shape: torch.Size, stream: bytes, other: StoredTensor | None
-) -> LowRank | ScaledMoment:
-    if scheme.needs_parent:
-        raise ValueError("its rows and columns cannot be conditioned on a parent")
-    rows, columns = _split(scheme, stream)
-    factors = LowRank(
-        torch.float32 if scheme.second else dtype,
-        shape,
-        _decode_conditional(scheme.rows, torch.float32, torch.Size([scheme.rank, shape[0]]), rows, None),
-        _decode_conditional(
-            scheme.columns, torch.float32, torch.Size([scheme.rank, math.prod(shape[1:])]), columns, None
-        ),
-    )
-    for factor in (factors.rows, factors.columns):
-        if not isinstance(factor.codebook, Grid) or len(factor.protected):
-            raise ValueError("its rows or columns are not on a grid, or have outliers")
-    if not scheme.second:
-        return factors
-    return ScaledMoment(dtype, factors, _second_moment(other, scheme.second), scheme.second)
-
-
-def _split(scheme: RankOneFactors | LowRankFactors, stream: bytes) -> tuple[bytes, bytes]:
-    """Return the streams of the rows and of the columns."""
-    middle, end = scheme.rows.size, scheme.rows.size + scheme.columns.size
-    if any(stream[end:]):
-        raise ValueError("its stream continues after the rows and columns")
-    return stream[:middle], stream[middle:end]
-
-
 def _decode_rank_one(
     scheme: RankOneFactors, dtype: torch.dtype, shape: torch.Size, stream: bytes, parent: StoredTensor | None
 ) -> RankOne:
     before = parent if isinstance(parent, RankOne) else None
-    coded_rows, coded_columns = _split(scheme, stream)
+    middle, end = scheme.rows.size, scheme.rows.size + scheme.columns.size
+    if any(stream[end:]):
+        raise ValueError("its stream continues after the rows and columns")
     rows, columns = torch.Size([shape[0]]), torch.Size([math.prod(shape[1:])])
     return RankOne(
         dtype,
         shape,
-        _decode_conditional(scheme.rows, torch.float32, rows, coded_rows, before.rows if before else None),
-        _decode_conditional(scheme.columns, torch.float32, columns, coded_columns, before.columns if before else None),
+        _decode_conditional(scheme.rows, torch.float32, rows, stream[:middle], before.rows if before else None),
+        _decode_conditional(
+            scheme.columns, torch.float32, columns, stream[middle:end], before.columns if before else None
+        ),
     )
 
 

@@ -15,7 +15,6 @@ from dynaquant.coding.schemes import (
     BytePlanes,
     Conditional,
     Lossless,
-    LowRankFactors,
     RankOneFactors,
     Raw,
     Rearranged,
@@ -26,15 +25,7 @@ from dynaquant.coding.schemes import (
 from dynaquant.tensors.bounded import BoundedTensor
 from dynaquant.tensors.codebook import Centres, Grid, LogGrid
 from dynaquant.tensors.dtypes import bytes_of
-from dynaquant.tensors.stored import (
-    LowRank,
-    Quantized,
-    QuantizedTensor,
-    RankOne,
-    RoundedWeight,
-    ScaledMoment,
-    StoredTensor,
-)
+from dynaquant.tensors.stored import Quantized, QuantizedTensor, RankOne, RoundedWeight, ScaledMoment, StoredTensor
 
 Coder = Literal["conditional", "rearranged"]
 """How levels become bytes: by conditional entropy coding (method 2.2) or as published (method 1.5)."""
@@ -67,29 +58,14 @@ def encode(
         factors = parent if isinstance(parent, RankOne) else None
         rows, coded_rows = _encode_quantized(stored.rows, factors.rows if factors else None)
         columns, coded_columns = _encode_quantized(stored.columns, factors.columns if factors else None)
-        return RankOneFactors(rows, columns), _padded(coded_rows + coded_columns, stored)
-    if isinstance(stored, LowRank):
-        return _encode_low_rank(stored, "", stored)
+        coded = coded_rows + coded_columns
+        smallest = -(-stored.shape.numel() * stored.dtype.itemsize // MAX_EXPANSION)
+        return RankOneFactors(rows, columns), coded.ljust(smallest, b"\0")
     if isinstance(stored, ScaledMoment):
-        if isinstance(stored.units, LowRank):
-            return _encode_low_rank(stored.units, stored.second_name, stored)
-        above = parent.units if isinstance(parent, ScaledMoment) else None
-        units, coded = _encode_quantized(stored.units, above if isinstance(above, QuantizedTensor) else None)
+        units, coded = _encode_quantized(stored.units, parent.units if isinstance(parent, ScaledMoment) else None)
         return SecondMomentUnits(units, stored.second_name), coded
     before = parent if isinstance(parent, QuantizedTensor) else None
     return _encode_rearranged(stored, before) if coder == "rearranged" else _encode_quantized(stored, before)
-
-
-def _encode_low_rank(factors: LowRank, second: str, stored: Quantized) -> tuple[LowRankFactors, bytes]:
-    """Encode factors alone: those of the parent say nothing about them, as a momentum turns within a few steps."""
-    rows, coded_rows = _encode_quantized(factors.rows, None)
-    columns, coded_columns = _encode_quantized(factors.columns, None)
-    return LowRankFactors(factors.rank, rows, columns, second), _padded(coded_rows + coded_columns, stored)
-
-
-def _padded(coded: bytes, stored: Quantized) -> bytes:
-    """Return a stream with zeros up to the size that readers demand of a tensor of this size."""
-    return coded.ljust(-(-stored.shape.numel() * stored.dtype.itemsize // MAX_EXPANSION), b"\0")
 
 
 def _encode_lossless(stored: Tensor, parent: StoredTensor | None) -> tuple[Scheme, bytes]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from dynaquant.coding.rearrange import Arrangement
 from dynaquant.tensors.codebook import HIGHEST_RUNG, LOWEST_RUNG
-from dynaquant.tensors.stored import MAX_BINS, MAX_RANK
+from dynaquant.tensors.stored import MAX_BINS
 
 CodebookKind = Literal["centres", "grid", "log_grid"]
 MAX_PACE = 64
@@ -143,25 +143,6 @@ class SecondMomentUnits:
 
 
 @dataclass(frozen=True)
-class LowRankFactors:
-    """A matrix of low rank: the stream of its rows, the stream of its columns, and maybe zeros.
-
-    rank: number of products. second: the name of the second moment whose root is the unit of the values; empty if they
-    are not in units.
-    """
-
-    rank: int
-    rows: Conditional
-    columns: Conditional
-    second: str
-
-    @property
-    def needs_parent(self) -> bool:
-        """Whether the rows or the columns are conditioned on the parent's."""
-        return self.rows.needs_parent or self.columns.needs_parent
-
-
-@dataclass(frozen=True)
 class Bounded:
     """Positions of exact values, the exact values, and coded levels on a grid of any step (``coding.bounded``).
 
@@ -190,7 +171,6 @@ Scheme = (
     | Rearranged
     | Conditional
     | RankOneFactors
-    | LowRankFactors
     | SecondMomentUnits
     | Bounded
 )
@@ -207,7 +187,6 @@ KINDS: dict[str, type[Scheme]] = {
     "rank_one": RankOneFactors,
     "units": SecondMomentUnits,
     "bounded": Bounded,
-    "low_rank": LowRankFactors,
 }
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
@@ -221,8 +200,6 @@ def depends_on(scheme: Scheme) -> str | None:
     """Return the name of the other tensor of the checkpoint that must be decoded first, or None."""
     if isinstance(scheme, SecondMomentUnits):
         return scheme.second
-    if isinstance(scheme, LowRankFactors):
-        return scheme.second or None
     return scheme.of if isinstance(scheme, RoundedFromMaster) else None
 
 
@@ -282,15 +259,12 @@ def check(scheme: Scheme, shape: tuple[int, ...], elements: int, size: int) -> N
         _check_conditional(scheme.units, elements, size)
     elif isinstance(scheme, Bounded):
         _check_bounded(scheme, elements, size)
-    elif isinstance(scheme, RankOneFactors | LowRankFactors):
-        rank = scheme.rank if isinstance(scheme, LowRankFactors) else 1
+    elif isinstance(scheme, RankOneFactors):
         if len(shape) < 2:
             raise ValueError("it has no rows and columns")
-        if not 1 <= rank <= MAX_RANK:
-            raise ValueError(f"its rank is {rank}")
         rows = shape[0]
-        _check_conditional(scheme.rows, rank * rows, scheme.rows.size)
-        _check_conditional(scheme.columns, rank * (elements // max(rows, 1)), scheme.columns.size)
+        _check_conditional(scheme.rows, rows, scheme.rows.size)
+        _check_conditional(scheme.columns, elements // max(rows, 1), scheme.columns.size)
         if scheme.rows.size + scheme.columns.size > size:
             raise ValueError("its rows and columns do not fit its stream")
 

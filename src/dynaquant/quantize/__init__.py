@@ -10,7 +10,7 @@ In reading order:
 - ``kmeans_weights``: all weights of a checkpoint by k-means
 - ``log_grid``: one tensor on a logarithmic grid
 - ``moment_sample``: the elements by which the quantizers of moments are judged
-- ``second_moment``, ``low_rank``, ``first_moment``: one moment of an optimizer; a matrix of low rank
+- ``second_moment``, ``first_moment``: one moment of an optimizer
 - ``moments``: all moments of a checkpoint
 - ``bounds``: tensors with a bound on every value's error
 - ``knobs``: the configuration of either quantizer, and its JSON form

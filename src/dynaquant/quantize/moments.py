@@ -37,7 +37,7 @@ def quantize_moments(
     - moments that are empty or not finite;
     - a first moment whose second moment stays exact;
     - a first moment that lacks the second moment its key calls for, because its effect on an update is unknown (Adamax
-      divides it by ``exp_inf``, Lion takes its sign). With a tolerance of 1 or more it becomes zero instead.
+      divides it by ``exp_inf``, Lion takes its sign). With an infinite tolerance it becomes zero instead.
     """
     quantized: dict[str, Quantized] = {}
     seconds: dict[str, QuantizedTensor | RankOne] = {}
@@ -55,7 +55,7 @@ def quantize_moments(
         first: Quantized | None = None
         if second in seconds and tensors[second].shape == tensor.shape:
             first = quantize_first_moment(tensor, seconds[second], second, tolerance)
-        elif second is None and (tolerance >= 1 or not _is_divided(name)):
+        elif second is None and (tolerance == math.inf or not _is_divided(name)):
             first = quantize_momentum(tensor, tolerance)
         if first is not None:
             quantized[name] = first

@@ -6,12 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dynaquant.save.presets import Preset
+from dynaquant.save.presets import DROPPED, Preset
 from dynaquant.training.first_moments import memories_of
 
 ROUNDING = 1 + 1e-9
-FINEST = 0.5
-"""The finest tolerance. It keeps three quarters of a moment's square; a finer one takes several times the bits."""
+LOST_BY_NOISE = 0.1
+"""A restore loses this share of the steps that a moment remembers for an error t² = 1 of a stored moment. Measured:
+docs/decisions.md, "How coarse may a first moment be?"."""
+FINEST, COARSEST = 0.5, 1.4
+"""Tolerances of moments that are kept: about 1.3 to 0.4 bits per weight. At 0.5, no loss could be measured."""
 
 
 def first_tolerances(
@@ -20,10 +23,11 @@ def first_tolerances(
     """Return the tolerance of first moments by name, as far as β is known: ``‖Δu‖/‖u‖`` of an update.
 
     A first moment with the decay β remembers ``1 / (1 - β)`` steps. A restore without it loses some of these steps. If
-    they are at most ``preset.lost_steps`` of the steps between two checkpoints, the moment is dropped: its tolerance is
-    1. Otherwise it is kept. With a tolerance t, a restore loses the part t² of the steps that it remembers.
+    they are at most ``preset.lost_steps`` of the steps between two checkpoints, the moment is dropped. Otherwise it is
+    kept, as coarsely as that limit allows. A kept moment has its full length, but also noise, by which a restore loses
+    steps, too.
 
-    Muon orthogonalizes its moment, so that updates have their full length without it. It is always dropped.
+    Muon orthogonalizes its moment, which makes a coarse one worse than none. It is always dropped.
 
     interval: the steps between two checkpoints, if known. corrected: whether restores correct moments of zero.
     """
@@ -31,7 +35,8 @@ def first_tolerances(
     for name, memory in memories_of(objects, corrected).items():
         allowed = preset.lost_steps * (interval or 0)
         if memory.lost <= allowed * ROUNDING:
-            tolerances[name] = 1.0
+            tolerances[name] = DROPPED
         elif interval is not None:
-            tolerances[name] = min(max(math.sqrt(allowed / memory.steps), FINEST), 1.0)
+            noise = math.sqrt(allowed / (LOST_BY_NOISE * memory.steps))
+            tolerances[name] = min(max(noise, FINEST), COARSEST)
     return tolerances

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
+DROPPED = math.inf
+"""The tolerance of first moments that are not stored at all."""
 QualityName = Literal["lossless", "high", "balanced", "small"]
 """How much quality may be lost: nothing; 0.05 %, 0.5 % or 2.5 % by a whole training, and twice that by a checkpoint."""
 
@@ -16,9 +19,9 @@ class Preset:
     max_degradation: of the metric by one checkpoint, relative. training_budget: of the metric at the end of the
     training, by all restores. lost_steps: the share of the steps between two checkpoints that a restore may lose by
     first moments that are not stored exactly (``save/moment_tolerances.py``). first_tolerance: if those steps are not
-    known, the relative error ``‖Δu‖/‖u‖`` of a tensor's next update that stored first moments may cause; 1 is the error
-    without first moments. second_tolerance: the relative error (root mean square) of ``1/sqrt(v)`` that stored second
-    moments may cause (``quantize/moments.py``).
+    known, the relative error ``‖Δu‖/‖u‖`` of a tensor's next update that stored first moments may cause.
+    second_tolerance: the relative error (root mean square) of ``1/sqrt(v)`` that stored second moments may cause
+    (``quantize/moments.py``).
     """
 
     max_degradation: float
@@ -28,11 +31,11 @@ class Preset:
     second_tolerance: float
 
 
-BALANCED = Preset(0.01, 0.005, 0.05, 1.0, 0.3)
+BALANCED = Preset(0.01, 0.005, 0.05, DROPPED, 0.3)
 PRESETS: dict[QualityName, Preset | None] = {
     "lossless": None,
     "high": Preset(0.001, 0.0005, 0.025, 0.5, 0.3),
     "balanced": BALANCED,
-    "small": Preset(0.05, 0.025, 0.2, 1.0, 0.5),
+    "small": Preset(0.05, 0.025, 0.2, DROPPED, 0.5),
 }
 """By name of ``quality``. None: every tensor is stored exactly."""

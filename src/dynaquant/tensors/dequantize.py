@@ -13,14 +13,12 @@ from torch import Tensor
 
 from dynaquant import kernels
 from dynaquant.tensors.bounded import BoundedTensor
-from dynaquant.tensors.codebook import Codebook, Grid, rung_value
+from dynaquant.tensors.codebook import Codebook
 from dynaquant.tensors.stored import (
     FIRST_BIN,
-    MAX_RANK,
     PROTECTED,
     PRUNED,
     External,
-    LowRank,
     Quantized,
     QuantizedTensor,
     RankOne,
@@ -88,8 +86,6 @@ def _pieces(quantized: Quantized, size: int, device: torch.device) -> Iterator[T
             yield values.to(device)
     elif isinstance(quantized, RankOne):
         yield from _products(quantized, size, device)
-    elif isinstance(quantized, LowRank):
-        yield from _sums_of_products(quantized, size, device)
     elif isinstance(quantized, ScaledMoment):
         if quantized.second.shape != quantized.shape:
             raise ValueError("its second moment has another shape")
@@ -116,29 +112,6 @@ def _products(quantized: RankOne, size: int, device: torch.device) -> Iterator[T
     if quantized.shape.numel():
         for some_rows in _parts(rows, max(size // len(columns), 1)):
             yield saturating_cast(torch.outer(some_rows, columns).view(-1), quantized.dtype)
-
-
-def _sums_of_products(quantized: LowRank, size: int, device: torch.device) -> Iterator[Tensor]:
-    (rows, row_step), (columns, column_step) = (_integers(f, device) for f in (quantized.rows, quantized.columns))
-    if rows.shape[1] * columns.shape[1] != quantized.shape.numel() or rows.shape[0] != columns.shape[0]:
-        raise ValueError("the rows and columns are those of a tensor of another shape")
-    step = float(row_step * column_step)  # the product of two float32, rounded to float32
-    some_rows = max(size // max(columns.shape[1], 1), 1)
-    for begin in range(0, rows.shape[1] if columns.shape[1] else 0, some_rows):
-        with torch.autocast(device.type, enabled=False):
-            sums = rows[:, begin : begin + some_rows].T @ columns  # integers below 2²⁴: exact in any order
-        positive_zeros = sums.reshape(-1).add_(0.0)  # a sum of negative zeros would stay one
-        yield saturating_cast(positive_zeros.mul_(step), quantized.dtype)
-
-
-def _integers(factor: QuantizedTensor, device: torch.device) -> tuple[Tensor, np.float32]:
-    """Return the factor as integers (float32), and its grid step."""
-    if not isinstance(factor.codebook, Grid) or len(factor.protected) or factor.shape[0] > MAX_RANK:
-        raise ValueError("its factors are not on grids, have outliers, or are too many")
-    integers = QuantizedTensor(
-        torch.float32, factor.shape, factor.levels, Grid(0, factor.codebook.bins), factor.protected
-    )
-    return dequantize(integers, device), rung_value(factor.codebook.rung)
 
 
 def _values(quantized: QuantizedTensor, size: int, device: torch.device) -> Iterator[Tensor]:

@@ -24,8 +24,6 @@ FIRST_BIN = 2
 The two extra levels come first, so that they stay the same if the number of bins changes.
 """
 MAX_BINS = 256 - FIRST_BIN
-MAX_RANK = 255
-"""The largest rank of a ``LowRank``: its sums stay below 2²⁴, so float32 holds them exactly."""
 
 
 @dataclass(frozen=True)
@@ -76,27 +74,6 @@ class RankOne:
 
 
 @dataclass(frozen=True)
-class LowRank:
-    """A matrix of low rank: the sum of ``rank`` products of a column vector and a row vector.
-
-    A tensor of more dimensions counts as the matrix of its first dimension and all others together: n × m. rows,
-    columns: float32 of shapes (rank, n) and (rank, m), on grids and without outliers. So their levels are integers n of
-    at most 127, and a sum of up to ``MAX_RANK`` products of two of them is exact in float32, in whatever order and on
-    whatever device it is computed. The value of an element is this sum times the product of both grid steps.
-    """
-
-    dtype: torch.dtype
-    shape: torch.Size
-    rows: QuantizedTensor
-    columns: QuantizedTensor
-
-    @property
-    def rank(self) -> int:
-        """Number of products."""
-        return self.rows.shape[0]
-
-
-@dataclass(frozen=True)
 class ScaledMoment:
     """A first moment in units of the root of the stored second moment (method 2.3).
 
@@ -104,7 +81,7 @@ class ScaledMoment:
     """
 
     dtype: torch.dtype
-    units: QuantizedTensor | LowRank
+    units: QuantizedTensor
     second: QuantizedTensor | RankOne
     second_name: str
 
@@ -131,7 +108,7 @@ class RoundedWeight:
         return self.master.shape
 
 
-Quantized = QuantizedTensor | RankOne | LowRank | ScaledMoment | RoundedWeight | BoundedTensor
+Quantized = QuantizedTensor | RankOne | ScaledMoment | RoundedWeight | BoundedTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +153,7 @@ def stored_equal(a: StoredTensor, b: StoredTensor) -> bool:
         return np.array_equal(bytes_of(a), bytes_of(b))
     if isinstance(a, BoundedTensor) and isinstance(b, BoundedTensor):
         return a.equals(b)
-    if (isinstance(a, RankOne) and isinstance(b, RankOne)) or (isinstance(a, LowRank) and isinstance(b, LowRank)):
+    if isinstance(a, RankOne) and isinstance(b, RankOne):
         return stored_equal(a.rows, b.rows) and stored_equal(a.columns, b.columns)
     if isinstance(a, RoundedWeight) and isinstance(b, RoundedWeight):
         return a.master_name == b.master_name and stored_equal(a.master, b.master)
