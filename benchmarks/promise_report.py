@@ -16,6 +16,8 @@ from promise_trainings import HELD_OUT
 from results import Table, plain_ticks, sentence
 from workloads import Uninterrupted
 
+LABELLED = ("20 restores", "interval 160")
+"""Small dots of the picture that have a label; labels of all would cover each other."""
 WITHIN = 0.005
 """How much worse a training may end, relative; or one standard error."""
 
@@ -175,7 +177,7 @@ def plot(found: Results, path: Path) -> None:
                 label=method if central else None,
                 capsize=2,
             )
-            if not central:
+            if row.variant in LABELLED:
                 axes.annotate(
                     row.variant,
                     (row.state, 100 * row.mean),
