@@ -12,7 +12,7 @@ from commands import call
 from dynaquant.store.run import Run
 
 COMMAND = [sys.executable, "-m", "dynaquant.cli", "demo", "--quick"]
-RATIOS = {"transformer": {"weight": 71, "total": 59}, "convnet": {"weight": 34, "total": 30}}
+RATIOS = {"transformer": {"weight": 71, "total": 41}, "convnet": {"weight": 29, "total": 27}}
 """How many times smaller, as measured for ``--quick``. They vary a little with the moments of the crashes."""
 
 
