@@ -25,6 +25,7 @@ from dynaquant.coding.schemes import (
     RoundedFromMaster,
     Scheme,
     SecondMomentUnits,
+    Sharded,
 )
 from dynaquant.tensors.codebook import Centres, Codebook, Grid, LogGrid
 from dynaquant.tensors.stored import FIRST_BIN, QuantizedTensor, RankOne, RoundedWeight, ScaledMoment, StoredTensor
@@ -63,7 +64,7 @@ def decode(
         return _decode_rank_one(scheme, dtype, shape, stream, parent)
     if isinstance(scheme, Reference):
         raise ValueError("a reference has no stream")
-    if isinstance(scheme, Frozen | Omitted):
+    if isinstance(scheme, Frozen | Omitted | Sharded):
         raise ValueError("its values are not in this file")
     return _decode_lossless(scheme, dtype, shape, stream, parent)
 

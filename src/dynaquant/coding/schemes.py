@@ -72,6 +72,20 @@ class Omitted:
 
 
 @dataclass(frozen=True)
+class Sharded:
+    """No stream: the values are in the parts of the checkpoint, as boxes (``store.parts``).
+
+    layout: index in the header's list of layouts. stored: bytes of the streams in all parts. second: the name of the
+    tensor that must be decoded first; empty if there is none. needs_parent: whether any box does.
+    """
+
+    layout: int
+    stored: int
+    second: str
+    needs_parent: bool
+
+
+@dataclass(frozen=True)
 class RoundedFromMaster:
     """No stream: a half-precision weight, rounded from its master weight. of: the master weight's name."""
 
@@ -167,6 +181,7 @@ Scheme = (
     | Reference
     | Frozen
     | Omitted
+    | Sharded
     | RoundedFromMaster
     | Rearranged
     | Conditional
@@ -181,6 +196,7 @@ KINDS: dict[str, type[Scheme]] = {
     "reference": Reference,
     "frozen": Frozen,
     "omitted": Omitted,
+    "sharded": Sharded,
     "rounding": RoundedFromMaster,
     "quantized": Rearranged,
     "conditional": Conditional,
@@ -200,6 +216,8 @@ def depends_on(scheme: Scheme) -> str | None:
     """Return the name of the other tensor of the checkpoint that must be decoded first, or None."""
     if isinstance(scheme, SecondMomentUnits):
         return scheme.second
+    if isinstance(scheme, Sharded):
+        return scheme.second or None
     return scheme.of if isinstance(scheme, RoundedFromMaster) else None
 
 
@@ -235,7 +253,7 @@ def _parse(kind: type, data: dict[str, Any]) -> Any:
 
 EXTERNAL = (Frozen, Omitted)
 """Schemes of tensors whose values are not in the checkpoint."""
-_WITHOUT_STREAM = (Reference, RoundedFromMaster, *EXTERNAL)
+_WITHOUT_STREAM = (Reference, RoundedFromMaster, Sharded, *EXTERNAL)
 _IDENTITY = re.compile("[0-9a-f]{64}")
 _ARRANGEMENTS, _CODEBOOKS = get_args(Arrangement), get_args(CodebookKind)
 
@@ -247,6 +265,8 @@ def check(scheme: Scheme, shape: tuple[int, ...], elements: int, size: int) -> N
     """
     if isinstance(scheme, _WITHOUT_STREAM) and size != 0:
         raise ValueError(f"its size is {size}")
+    if isinstance(scheme, Sharded) and min(scheme.layout, scheme.stored) < 0:
+        raise ValueError(f"its scheme is not valid: {scheme}")
     if isinstance(scheme, Frozen) and not _IDENTITY.fullmatch(scheme.file):
         raise ValueError(f"its file is {scheme.file!r}")
     if isinstance(scheme, Rearranged):

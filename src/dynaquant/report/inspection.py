@@ -76,7 +76,7 @@ def _info(entry: Entry) -> TensorInfo:
         tuple(entry.shape),
         schemes.kind_of(entry.scheme),
         _bins(entry.scheme),
-        Size(0 if entry.external else entry.raw_size, entry.size),
+        Size(0 if entry.external else entry.raw_size, entry.stored_size),
     )
 
 
@@ -104,7 +104,7 @@ def restore_cost(chain: list[CheckpointFile]) -> RestoreCost:
     headers = sum(file.size - sum(entry.size for entry in file.header.entries) for file in chain)
     needed = needed_entries(chain, [entry.name for entry in chain[0].header.entries])
     held = [frozen_files.open_frozen(chain[0], identity).size for identity in chain[0].header.frozen]
-    streams = sum(entry.size for entries in needed for entry in entries)
+    streams = sum(entry.stored_size for entries in needed for entry in entries)
     return RestoreCost(len(chain) + len(held), headers + streams + sum(held))
 
 

@@ -150,7 +150,7 @@ def sizes_by_role(entries: Iterable[Entry]) -> dict[str, Size]:
     for entry in entries:
         if not entry.external:
             role = entry.label.role
-            roles[role] = roles.get(role, Size()) + Size(entry.raw_size, entry.size)
+            roles[role] = roles.get(role, Size()) + Size(entry.raw_size, entry.stored_size)
     return roles
 
 
@@ -161,7 +161,7 @@ def record_of(file: CheckpointFile, seconds: dict[str, float] | None = None, not
     """
     header = file.header
     roles = sizes_by_role(header.entries)
-    total = Size(sum(size.raw for size in roles.values()), file.size)
+    total = Size(sum(size.raw for size in roles.values()), file.total_size)
     try:
         return _record(
             header.step,

@@ -6,12 +6,15 @@ The files, in reading order:
 - ``flock.py``: locks that the system drops when a process dies
 - ``atomic_files.py``: writes a file or folder atomically; deletes the temporary files of killed processes
 - ``entry.py``: what a header says about one tensor
+- ``layout.py``: the parts of a sharded checkpoint, and where the boxes of its tensors are
 - ``container.py``: one checkpoint file
 - ``memory.py``: an error that says how much memory a tensor needs
 - ``frozen_files.py``: files of frozen parameters, which all checkpoints of a run share
+- ``parts.py``: reads tensors from the parts of a sharded checkpoint
 - ``reading.py``: decodes tensors from a file and its parents
 - ``chain.py``: opens a checkpoint and its parents, and retries if the writer changes the run meanwhile
 - ``writing.py``: encodes a checkpoint to a file, and verifies the file
+- ``sharded_writing.py``: writes the parts of a sharded checkpoint
 - ``listing.py``: lists the checkpoint files in a folder
 - ``lossless_copies.py``: names and opens lossless copies
 - ``run.py``: ``Run`` lists, opens and decodes the checkpoints in a folder

@@ -7,6 +7,7 @@ process that is killed at any point leaves the run unchanged.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -19,9 +20,10 @@ from dynaquant.coding.encoder import Coder
 from dynaquant.errors import CheckpointError
 from dynaquant.state.roles import Label
 from dynaquant.state.tree import state_dict_tree
-from dynaquant.store import frozen_files
-from dynaquant.store.container import CheckpointFile, Header, file_version
-from dynaquant.store.files import add_disk_full_note, sync, sync_parent
+from dynaquant.store import frozen_files, parts
+from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, file_version
+from dynaquant.store.files import add_disk_full_note, make_folder, sync, sync_parent
+from dynaquant.store.layout import FOLDER as PARTS
 from dynaquant.store.listing import SUFFIX, checkpoint_paths
 from dynaquant.store.lossless_copies import LOSSLESS_COPY, copy_path
 from dynaquant.store.reading import Tensors
@@ -31,6 +33,7 @@ from dynaquant.store.writing import Base, Checkpoint, coder_of, verify_written, 
 from dynaquant.tensors.stored import External, StoredTensor
 
 _TEMPORARY = ".tmp"
+_PARTS_NAME = re.compile(rf"{PARTS}\d{{12,}}-\d{{12,}}")
 MIN_FROZEN_BYTES = 1 << 20
 """Frozen parameters get a file of their own from this size on. Smaller ones are stored in each checkpoint."""
 _UNKNOWN_COMMITS = 2**32
@@ -44,6 +47,7 @@ class WritableRun(Run):
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         super().__init__(folder)
         self._lock: WriterLock | None = None
+        self._unfinished: set[str] = set()  # names of folders whose parts are being written
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -56,6 +60,7 @@ class WritableRun(Run):
                 if not leftover.is_dir():
                     leftover.unlink()
             self._lock = lock
+            self.delete_unneeded_parts()
             try:
                 yield
             finally:
@@ -119,6 +124,7 @@ class WritableRun(Run):
                 if copy is None or other != path_of_copy:
                     other.unlink()
             self.delete_unneeded_frozen()
+            self.delete_unneeded_parts()
         except OSError as error:
             error.add_note(f"step {checkpoint.step} is saved; deleting files that only older checkpoints needed failed")
             raise
@@ -150,6 +156,78 @@ class WritableRun(Run):
             if not broken and frozen_files.is_frozen_name(path.name) and path.name not in needed:
                 self._check_lock()
                 path.unlink()
+
+    def begin_parts(self, step: int) -> tuple[Header, Path]:
+        """Create a folder for the parts of a checkpoint. Returns a draft of its header, and the folder.
+
+        If the checkpoint is not published, ``abandon_parts`` deletes the folder. So does the next writer of the run.
+        """
+        self._check_lock()
+        draft = Header(step, self._next_sequence(), None, {}, (), {})
+        folder = self.folder / f"{PARTS}{step:012d}-{draft.sequence:012d}"
+        self._unfinished.add(folder.name)
+        try:
+            for leftover in folder.glob("*"):  # of a commit that failed
+                leftover.unlink()
+            make_folder(folder)
+        except BaseException as error:
+            self._unfinished.discard(folder.name)
+            add_disk_full_note(error, folder)
+            raise
+        return draft, folder
+
+    def abandon_parts(self, folder: Path) -> None:
+        """Delete a folder whose checkpoint was not published."""
+        self._unfinished.discard(folder.name)
+        with suppress(CheckpointError, OSError):  # the next writer deletes what is left
+            self._check_lock()
+            _delete_folder(folder)
+
+    def publish(self, header: Header) -> CheckpointFile:
+        """Write the file of a checkpoint whose parts are all written, and add it to the run: the commit.
+
+        Replaces a checkpoint of the same step, as ``commit`` does. On any error the run is as before.
+        """
+        assert header.parts is not None
+        path = self.path(header.step)
+        temporary = path.with_name(path.name + _TEMPORARY)
+        try:
+            with temporary.open("wb") as out:
+                CheckpointWriter(out).finish(header)
+            written = CheckpointFile(temporary)
+            for number in range(len(header.parts.files)):
+                parts.open_part(written, number)
+            self.parent_of(written)
+        except BaseException as error:
+            error.add_note(f"while writing {temporary}; nothing else has changed")
+            add_disk_full_note(error, path)
+            self._delete_uncommitted(temporary)
+            raise
+        file = self._rename(written, path)
+        self._unfinished.discard(header.parts.folder)
+        self._summaries[file_version(path.stat())] = header.summary
+        self._newest = self._highest = header.sequence
+        try:
+            self.delete_unneeded_parts()
+        except OSError as error:
+            error.add_note(f"step {header.step} is saved; deleting parts that no checkpoint needs failed")
+            raise
+        return file
+
+    def delete_unneeded_parts(self) -> None:
+        """Delete folders of parts that no checkpoint refers to.
+
+        Deletes none while a checkpoint cannot be read, because it may need any of them.
+        """
+        folders = [folder for folder in self.folder.glob(f"{PARTS}*") if folder.is_dir()]
+        if not folders:
+            return
+        summaries, broken = self.summaries()
+        needed = {summary.parts for summary in summaries} | self._unfinished
+        for folder in folders:
+            if not broken and folder.name not in needed and _PARTS_NAME.fullmatch(folder.name):
+                self._check_lock()
+                _delete_folder(folder)
 
     def _next_sequence(self) -> int:
         """Return a higher sequence number than the run has ever had, also in files that cannot be read now.
@@ -238,3 +316,12 @@ class WritableRun(Run):
         self._check_lock()
         self.path(step).unlink()
         sync(self.folder)
+        self.delete_unneeded_parts()
+
+
+def _delete_folder(folder: Path) -> None:
+    """Delete a folder of parts and the parts in it. Files of others, and so the folder, stay."""
+    for path in folder.glob(f"part-*{SUFFIX}"):
+        path.unlink()
+    with suppress(OSError):
+        folder.rmdir()

@@ -19,11 +19,12 @@ from typing import Any, BinaryIO
 import zstandard
 from blake3 import blake3
 
-from dynaquant.coding.schemes import Frozen
+from dynaquant.coding.schemes import Frozen, Sharded
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.state.tree import MAX_DEPTH, is_too_deep
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import open_file
+from dynaquant.store.layout import Parts
 
 FORMAT_VERSION = 4
 """The version that is written. Versions 1 to 3 can be read, too: they lack some schemes, and use parameter numbers as
@@ -50,7 +51,7 @@ class Parent:
 class Summary:
     """A header without its large parts, enough to find a checkpoint and its parent in a run.
 
-    frozen: identities of the files of frozen parameters that it needs.
+    frozen: identities of the files of frozen parameters that it needs. parts: name of the folder of its parts.
     """
 
     step: int
@@ -58,6 +59,7 @@ class Summary:
     identity: str
     parent: Parent | None
     frozen: frozenset[str] = frozenset()
+    parts: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Header:
     """Everything in a checkpoint file except its streams.
 
     sequence: increases with every commit to a run; the newest checkpoint has the highest. parent: None for a keyframe.
-    tree: the JSON tree of the state (``state.flatten``). record: facts about the save.
+    tree: the JSON tree of the state (``state.flatten``). record: facts about the save. parts: of a sharded checkpoint.
     """
 
     step: int
@@ -74,6 +76,7 @@ class Header:
     tree: Any
     entries: tuple[Entry, ...]
     record: dict[str, Any]
+    parts: Parts | None = None
 
     @cached_property
     def identity(self) -> str:
@@ -84,7 +87,8 @@ class Header:
     @property
     def summary(self) -> Summary:
         """Returns the header without its large parts."""
-        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen)
+        folder = self.parts.folder if self.parts else None
+        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen, folder)
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -126,6 +130,7 @@ class CheckpointWriter:
                 "tree": header.tree,
                 "tensors": [entry.to_json() for entry in header.entries],
                 "record": header.record,
+                **({} if header.parts is None else {"parts": header.parts.to_json()}),
             }
         )
         stored = zstandard.ZstdCompressor(level=9).compress(plain)
@@ -194,6 +199,8 @@ class CheckpointFile:
         self.path = path
         self.frozen: dict[str, CheckpointFile] = {}
         """The opened files of frozen parameters that it needs, by identity (``frozen.open_frozen``)."""
+        self.parts: dict[int, CheckpointFile] = {}
+        """The opened parts of a sharded checkpoint, by number (``parts.open_part``)."""
         try:
             with open_file(path) as file:
                 status = os.fstat(file.fileno())
@@ -264,7 +271,12 @@ class CheckpointFile:
                 tree=data["tree"],
                 entries=tuple(Entry.from_json(entry) for entry in data["tensors"]),
                 record=dict(data["record"]),
+                parts=Parts.from_json(data["parts"]) if "parts" in data else None,
             )
+            if header.parts is not None:
+                header.parts.check(header.entries)
+            elif any(isinstance(entry.scheme, Sharded) for entry in header.entries):
+                raise ValueError("a tensor is stored as boxes, but there are no parts")
             matches = data["identity"] == header.identity
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"altered: its header cannot be parsed ({error!r})") from None
@@ -280,6 +292,11 @@ class CheckpointFile:
         if not matches:
             raise CheckpointError("altered: its identity is not the hash of its contents")
         return header
+
+    @property
+    def total_size(self) -> int:
+        """Bytes of the file and of the parts of the checkpoint."""
+        return self.size + (sum(part.size for part in self.header.parts.files) if self.header.parts else 0)
 
     def close(self) -> None:
         """Close the file, to limit the number of open files. Reading a stream then opens it again.

@@ -20,6 +20,7 @@ from dynaquant.coding.schemes import (
     Reference,
     RoundedFromMaster,
     Scheme,
+    Sharded,
 )
 from dynaquant.errors import CheckpointError
 from dynaquant.state.roles import Label, Role
@@ -28,8 +29,8 @@ from dynaquant.tensors.dtypes import DTYPES, QUANTIZABLE_DTYPES, dtype_name
 # Computed once: a header has hundreds of entries, and a restore reads several headers.
 _ROLES = frozenset(get_args(Role))
 _HASH = re.compile("[0-9a-f]{64}")
-_OF_ANY_DTYPE = (Raw, BytePlanes, Lossless, Reference, RoundedFromMaster, *EXTERNAL)
-_DECODED_FROM_OTHERS = (RoundedFromMaster, *EXTERNAL)
+_OF_ANY_DTYPE = (Raw, BytePlanes, Lossless, Reference, RoundedFromMaster, Sharded, *EXTERNAL)
+_DECODED_FROM_OTHERS = (RoundedFromMaster, Sharded, *EXTERNAL)
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ class Entry:
     def raw_size(self) -> int:
         """Bytes of the decoded tensor."""
         return self.elements * self.dtype.itemsize
+
+    @property
+    def stored_size(self) -> int:
+        """Bytes of its stream, or of its streams in all parts of a checkpoint."""
+        return self.scheme.stored if isinstance(self.scheme, Sharded) else self.size
 
     @property
     def external(self) -> bool:

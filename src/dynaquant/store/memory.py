@@ -23,7 +23,9 @@ def explain_out_of_memory(file: CheckpointFile, *entries: Entry) -> Iterator[Non
         if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):  # PyTorch's words
             raise
         what = f"tensor {entries[0].name}" if len(entries) == 1 else plural(len(entries), "tensor")
-        raw, stored = (sum(sizes) for sizes in zip(*((entry.raw_size, entry.size) for entry in entries), strict=True))
+        raw, stored = (
+            sum(sizes) for sizes in zip(*((entry.raw_size, entry.stored_size) for entry in entries), strict=True)
+        )
         raise CheckpointError(
             f"{file.path}: there is not enough memory to decode {what}: the file claims {in_bytes(raw)} and stores "
             f"{in_bytes(stored)}; use a machine with more memory"

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from dynaquant.coding.decoder import decode
-from dynaquant.coding.schemes import Reference, depends_on
+from dynaquant.coding.schemes import Reference, Sharded, depends_on
 from dynaquant.errors import CheckpointError
-from dynaquant.store import frozen_files
+from dynaquant.store import frozen_files, parts
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.memory import explain_out_of_memory
@@ -102,6 +102,8 @@ def decode_entry(
     if isinstance(entry.scheme, Reference):
         assert parent is not None
         return parent
+    if isinstance(entry.scheme, Sharded):
+        return parts.decode_sharded(file, entry, parent, others, decode_entry)
     if entry.external:
         return frozen_files.external_tensor(file, entry)
     try:
@@ -116,6 +118,8 @@ def decoded_hash(file: CheckpointFile, entry: Entry, stored: StoredTensor) -> st
     """Return the hash of a decoded tensor. Raises CheckpointError if its parts do not fit together."""
     try:
         with explain_out_of_memory(file, entry):
+            if isinstance(entry.scheme, Sharded):
+                return parts.hash_of_boxes(file, entry, stored)
             return stored_hash(stored)
     except ValueError as error:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error

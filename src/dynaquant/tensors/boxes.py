@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -28,6 +29,8 @@ from dynaquant.tensors.stored import (
 )
 
 S = TypeVar("S", bound=StoredTensor)
+FEW = 64
+"""Up to so many boxes are compared in pairs. Of more, the elements are marked."""
 
 
 @dataclass(frozen=True, order=True)
@@ -109,7 +112,7 @@ def join(dtype: torch.dtype, shape: torch.Size, parts: Sequence[Part[StoredTenso
     for box, stored in parts:
         if stored.dtype != dtype or tuple(stored.shape) != box.sizes or not box.fits(shape):
             raise ValueError("a part does not fit its box")
-    if not _covered(shape, [box for box, _ in parts]):
+    if not covers(shape, [box for box, _ in parts]):
         raise ValueError("its boxes do not cover it")
     if len(parts) == 1 and parts[0][0] == Box.whole(shape):
         return parts[0][1]
@@ -146,25 +149,21 @@ def _all_of(kind: type[S], parts: Sequence[Part[StoredTensor]]) -> list[Part[S]]
     return found if len(found) == len(parts) else []
 
 
-def _covered(shape: torch.Size, boxes: Sequence[Box]) -> bool:
-    """Whether the boxes cover every element. Boxes that do not overlap are counted, others are marked one by one."""
-    if sum(box.elements for box in boxes) == math.prod(shape) and not _any_overlap(boxes):
+def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether the boxes cover every element of a tensor."""
+    elements = sum(box.elements for box in boxes)
+    if elements < math.prod(shape):
+        return False
+    if elements == math.prod(shape) and len(boxes) <= FEW and not _any_overlap(boxes):
         return True
-    marked = np.zeros(shape, dtype=bool)
+    marked = np.zeros(tuple(shape), dtype=bool)
     for box in boxes:
         marked[box.slices] = True
     return bool(marked.all())
 
 
 def _any_overlap(boxes: Sequence[Box]) -> bool:
-    ordered = sorted(box for box in boxes if box.elements)
-    for i, box in enumerate(ordered):
-        for other in ordered[i + 1 :]:
-            if box.offsets and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
-                break  # the others begin later still
-            if box.overlap(other) is not None:
-                return True
-    return False
+    return any(a.overlap(b) is not None for a, b in combinations(boxes, 2))
 
 
 def _cut_levels(stored: QuantizedTensor, box: Box) -> QuantizedTensor:

@@ -1,0 +1,119 @@
+"""The parts of a sharded checkpoint: the files that the ranks have written, and which boxes of tensors are in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from dynaquant.coding.schemes import Sharded
+from dynaquant.store.entry import Entry
+from dynaquant.store.files import is_file_name
+from dynaquant.tensors.boxes import Box
+
+FOLDER = "parts-"
+"""Prefix of the names of folders with parts."""
+_IDENTITY = re.compile("[0-9a-f]{64}")
+_LARGEST = 2**62
+
+
+@dataclass(frozen=True)
+class PartFile:
+    """One part: its identity as a checkpoint file, and its size in bytes."""
+
+    identity: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """A box of a tensor, and the number of the part that it is in."""
+
+    part: int
+    box: Box
+
+
+Layout = tuple[Place, ...]
+"""Where all boxes of a tensor are. Tensors that are sharded alike have the same layout."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a checkpoint. folder: the name of their folder, beside the checkpoint's own file."""
+
+    folder: str
+    files: tuple[PartFile, ...]
+    layouts: tuple[Layout, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the parts as a header keeps them."""
+        return {
+            "folder": self.folder,
+            "files": [[file.identity, file.size] for file in self.files],
+            "layouts": [
+                [[place.part, list(place.box.offsets), list(place.box.sizes)] for place in layout]
+                for layout in self.layouts
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Parts:
+        """Read the result of ``to_json``. Raises KeyError, TypeError or ValueError if it is not valid."""
+        folder, files, layouts = data["folder"], data["files"], data["layouts"]
+        if not is_file_name(folder) or not folder.startswith(FOLDER):
+            raise ValueError(f"the folder of its parts is {folder!r}")
+        found = cls(
+            folder,
+            tuple(PartFile(_identity(identity), _number(size)) for identity, size in files),
+            tuple(
+                tuple(
+                    Place(_number(part), Box(tuple(map(_number, offsets)), tuple(map(_number, sizes))))
+                    for part, offsets, sizes in layout
+                )
+                for layout in layouts
+            ),
+        )
+        if any(place.part >= len(found.files) for layout in found.layouts for place in layout):
+            raise ValueError("a box is in a part that it does not have")
+        return found
+
+    def check(self, entries: Iterable[Entry]) -> None:
+        """Raise ValueError if the boxes of an entry do not lie in its tensor."""
+        for entry in entries:
+            if isinstance(entry.scheme, Sharded):
+                if entry.scheme.layout >= len(self.layouts):
+                    raise ValueError(f"tensor {entry.name} has a layout that is not there")
+                if not all(place.box.fits(entry.shape) for place in self.layouts[entry.scheme.layout]):
+                    raise ValueError(f"a box of {entry.name} does not lie in it")
+
+    def file_name(self, part: int) -> str:
+        """Return the path of a part from the folder of the run on."""
+        return f"{self.folder}/part-{part:05d}.dqc"
+
+
+def box_name(name: str, box: Box) -> str:
+    """Return the name of a box in its part, e.g. ``model.weight@64,0``."""
+    return f"{name}@{','.join(map(str, box.offsets))}"
+
+
+def sharded_hash(hashes: Iterable[tuple[Box, str]]) -> str:
+    """Return the hash of a tensor that is stored as boxes, from the hashes of the boxes. 64 hexadecimal digits."""
+    found = blake3(b"boxes")
+    for box, digest in sorted(hashes):
+        found.update(f"{list(box.offsets)}{list(box.sizes)}{digest}".encode())
+    return found.hexdigest()
+
+
+def _identity(value: Any) -> str:
+    if not isinstance(value, str) or not _IDENTITY.fullmatch(value):
+        raise ValueError(f"the identity of a part is {value!r}")
+    return value
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise ValueError(f"{value!r} is not a number of at least 0")
+    return value

@@ -1,0 +1,115 @@
+"""Reads tensors from the parts of a sharded checkpoint. Each part is a checkpoint file whose tensors are boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from dynaquant.coding.schemes import Sharded, depends_on
+from dynaquant.errors import CheckpointError
+from dynaquant.store.container import CheckpointFile, is_missing
+from dynaquant.store.entry import Entry
+from dynaquant.store.layout import Layout, Place, box_name, sharded_hash
+from dynaquant.tensors.boxes import cut, join
+from dynaquant.tensors.hashing import stored_hash
+from dynaquant.tensors.stored import RoundedWeight, ScaledMoment, StoredTensor
+
+DecodeEntry = Callable[[CheckpointFile, Entry, StoredTensor | None, Mapping[str, StoredTensor]], StoredTensor]
+"""``reading.decode_entry``, for entries that are not sharded themselves."""
+
+
+def open_part(file: CheckpointFile, number: int) -> CheckpointFile:
+    """Return a part of a sharded checkpoint. Reads its header once for each checkpoint.
+
+    Raises CheckpointError if it is not there, is damaged, or is another part.
+    """
+    if number not in file.parts:
+        assert file.header.parts is not None
+        path = file.path.parent / file.header.parts.file_name(number)
+        try:
+            part = CheckpointFile(path)
+        except CheckpointError as error:
+            if not is_missing(error):
+                raise
+            raise CheckpointError(f"{file.path}: its part {path.name} is not in {path.parent.name}") from error
+        if part.header.identity != file.header.parts.files[number].identity:
+            raise CheckpointError(f"{path}: is not the part that {file.path.name} refers to")
+        part.close()  # a checkpoint may have more parts than a process may have open files
+        file.parts[number] = part
+    return file.parts[number]
+
+
+def decode_sharded(
+    file: CheckpointFile,
+    entry: Entry,
+    parent: StoredTensor | None,
+    others: Mapping[str, StoredTensor],
+    decode_entry: DecodeEntry,
+) -> StoredTensor:
+    """Return a whole tensor from its boxes. parent, others: whole tensors.
+
+    Raises CheckpointError if a box is missing or damaged. Values are not compared with their hash.
+    """
+    boxes = []
+    for place in places_of(file, entry):
+        before = None if parent is None else cut(parent, place.box)
+        boxes.append((place.box, decode_box(file, entry, place, before, others, decode_entry)))
+    try:
+        return join(entry.dtype, entry.shape, boxes)
+    except ValueError as error:
+        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
+
+
+def decode_box(
+    file: CheckpointFile,
+    entry: Entry,
+    place: Place,
+    parent: StoredTensor | None,
+    others: Mapping[str, StoredTensor],
+    decode_entry: DecodeEntry,
+) -> StoredTensor:
+    """Return one box of a tensor. parent: the same box of the parent. others: whole tensors.
+
+    Raises CheckpointError if it is damaged.
+    """
+    part, own = open_part(file, place.part), _entry_of_box(file, entry, place)
+    if own.needs_parent and parent is None:
+        raise CheckpointError(f"{part.path}: {own.name} needs a parent, but tensor {entry.name} has none")
+    other = depends_on(own.scheme)
+    needed = {}
+    if other is not None:
+        whole = others.get(second) if (second := depends_on(entry.scheme)) is not None else None
+        if second is None or whole is None or other != box_name(second, place.box):
+            raise CheckpointError(
+                f"{part.path}: {own.name} depends on {other}, which is not what its tensor depends on"
+            )
+        needed = {other: cut(whole, place.box)}
+    stored = decode_entry(part, own, parent, needed)
+    if isinstance(stored, ScaledMoment):
+        return replace(stored, second_name=depends_on(entry.scheme) or stored.second_name)
+    if isinstance(stored, RoundedWeight):
+        return replace(stored, master_name=depends_on(entry.scheme) or stored.master_name)
+    return stored
+
+
+def hash_of_boxes(file: CheckpointFile, entry: Entry, stored: StoredTensor) -> str:
+    """Return the hash of a whole tensor as its entry has it. Raises ValueError if its parts do not fit together."""
+    return sharded_hash((place.box, stored_hash(cut(stored, place.box))) for place in places_of(file, entry))
+
+
+def _entry_of_box(file: CheckpointFile, entry: Entry, place: Place) -> Entry:
+    """Return the entry of a box in its part. Raises CheckpointError if it is not there, or is not of that tensor."""
+    part = open_part(file, place.part)
+    own = part.header.by_name.get(box_name(entry.name, place.box))
+    if own is None or own.dtype != entry.dtype or tuple(own.shape) != place.box.sizes:
+        raise CheckpointError(f"{part.path}: {box_name(entry.name, place.box)} is not there, or has another shape")
+    if isinstance(own.scheme, Sharded):
+        raise CheckpointError(f"{part.path}: {own.name} is in parts again")
+    return own
+
+
+def places_of(file: CheckpointFile, entry: Entry) -> Layout:
+    """Return where the boxes of a tensor are."""
+    assert isinstance(entry.scheme, Sharded)
+    assert file.header.parts is not None
+    return file.header.parts.layouts[entry.scheme.layout]

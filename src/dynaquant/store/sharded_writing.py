@@ -1,0 +1,152 @@
+"""Writes the parts of a sharded checkpoint, and the file that refers to them.
+
+Each process writes its own part, and reads it back. Then one of them writes the checkpoint's own file, whose name
+completes the commit. Until then nothing refers to the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaquant.coding.encoder import Coder
+from dynaquant.coding.schemes import Sharded
+from dynaquant.state.roles import Label
+from dynaquant.state.tree import state_dict_tree
+from dynaquant.store.container import CheckpointFile, Header
+from dynaquant.store.entry import Entry
+from dynaquant.store.files import add_disk_full_note, sync_parent
+from dynaquant.store.layout import Layout, PartFile, Parts, box_name, sharded_hash
+from dynaquant.store.writing import Base, verify_written, write_checkpoint
+from dynaquant.tensors.boxes import Box
+from dynaquant.tensors.stored import (
+    QuantizedTensor,
+    RankOne,
+    RoundedWeight,
+    ScaledMoment,
+    StoredTensor,
+    stored_equal,
+)
+
+
+@dataclass(frozen=True)
+class ShardedTensor:
+    """A tensor of a sharded checkpoint.
+
+    layout: index in the plan's layouts. second: the name of the tensor that must be decoded first, or an empty text.
+    """
+
+    name: str
+    label: Label
+    dtype: torch.dtype
+    shape: torch.Size
+    layout: int
+    second: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which part holds which boxes of which tensors. All processes have the same plan."""
+
+    tensors: tuple[ShardedTensor, ...]
+    layouts: tuple[Layout, ...]
+    parts: int
+
+    @cached_property
+    def boxes(self) -> list[list[tuple[ShardedTensor, Box]]]:
+        """The boxes of every part, in the order in which it holds them."""
+        found: list[list[tuple[ShardedTensor, Box]]] = [[] for _ in range(self.parts)]
+        for tensor in self.tensors:
+            for place in self.layouts[tensor.layout]:
+                found[place.part].append((tensor, place.box))
+        return found
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """What the file of the checkpoint has to know of a part.
+
+    hashes: (boxes, 32), uint8, in the order of the plan. sizes: of the streams, in bytes. needs_parent: for each box.
+    """
+
+    file: PartFile
+    hashes: NDArray[np.uint8]
+    sizes: NDArray[np.int64]
+    needs_parent: NDArray[np.bool_]
+
+
+Boxes = Mapping[tuple[str, Box], StoredTensor]
+"""Stored tensors by the name of the tensor and the box."""
+
+
+def write_part(
+    path: Path, number: int, plan: Plan, boxes: Boxes, draft: Header, base: Base | None, coder: Coder
+) -> tuple[WrittenPart, Base]:
+    """Write a part, make it durable, read it back and compare it with what was to be stored.
+
+    path: of the part. draft: of the checkpoint. base: boxes of the last checkpoint, by their name in a part. Returns
+    what the checkpoint has to know, and the base of the next part. If this fails, a file may be left at the path.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    labels: dict[str, Label] = {}
+    for tensor, box in plan.boxes[number]:
+        name = box_name(tensor.name, box)
+        tensors[name], labels[name] = _in_part(boxes, boxes[tensor.name, box], box), tensor.label
+    header = Header(
+        draft.step, draft.sequence, base.parent if base else None, state_dict_tree(tensors), (), {"part": number}
+    )
+    try:
+        with path.open("xb") as out:
+            write_checkpoint(out, header, tensors, labels, base, coder)
+        written = CheckpointFile(path)
+        verify_written(written, tensors, base)
+        sync_parent(path)
+    except BaseException as error:
+        error.add_note(f"while writing {path}; no checkpoint refers to it")
+        add_disk_full_note(error, path)
+        raise
+    entries = written.header.entries
+    found = WrittenPart(
+        PartFile(written.header.identity, written.size),
+        np.frombuffer(bytes.fromhex("".join(entry.hash for entry in entries)), dtype=np.uint8).reshape(-1, 32),
+        np.array([entry.size for entry in entries], dtype=np.int64),
+        np.array([entry.needs_parent for entry in entries], dtype=bool),
+    )
+    return found, Base.from_written(written.header, tensors, base)
+
+
+def _in_part(boxes: Boxes, stored: StoredTensor, box: Box) -> StoredTensor:
+    """Return a box that refers to other boxes of its part by the names that they have there."""
+    if isinstance(stored, ScaledMoment):
+        other = boxes.get((stored.second_name, box))
+        if isinstance(other, QuantizedTensor | RankOne) and stored_equal(other, stored.second):
+            return replace(stored, second_name=box_name(stored.second_name, box), second=other)
+    elif isinstance(stored, RoundedWeight):
+        other = boxes.get((stored.master_name, box))
+        if isinstance(other, QuantizedTensor | Tensor) and stored_equal(other, stored.master):
+            return replace(stored, master_name=box_name(stored.master_name, box), master=other)
+    return stored
+
+
+def sharded_header(draft: Header, folder: str, plan: Plan, written: Sequence[WrittenPart]) -> Header:
+    """Return the header of the checkpoint's own file. folder: name of the folder of its parts. written: by number."""
+    parts = Parts(folder, tuple(part.file for part in written), plan.layouts)
+    numbers = [{(tensor.name, box): i for i, (tensor, box) in enumerate(boxes)} for boxes in plan.boxes]
+    entries = []
+    for tensor in plan.tensors:
+        hashes, stored, needs_parent = [], 0, False
+        for place in plan.layouts[tensor.layout]:
+            part, i = written[place.part], numbers[place.part][tensor.name, place.box]
+            hashes.append((place.box, part.hashes[i].tobytes().hex()))
+            stored += int(part.sizes[i])
+            needs_parent |= bool(part.needs_parent[i])
+        scheme = Sharded(tensor.layout, stored, tensor.second, needs_parent)
+        entries.append(Entry(tensor.name, tensor.label, tensor.dtype, tensor.shape, sharded_hash(hashes), 0, scheme))
+    return replace(draft, entries=tuple(entries), parts=parts)

@@ -1,0 +1,187 @@
+"""Sharded checkpoints: a file that refers to parts, each of which holds boxes of tensors."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from sharded_checkpoints import by_columns, by_rows, commit_sharded, interleaved, random_state
+from training import bits
+
+import dynaquant as dq
+from dynaquant.errors import CheckpointError
+from dynaquant.state.roles import Label
+from dynaquant.state.tree import state_dict_tree
+from dynaquant.store.commit import WritableRun
+from dynaquant.store.run import Run
+from dynaquant.store.verifying import verify_run
+from dynaquant.store.writing import Base, Checkpoint
+from dynaquant.tensors.dequantize import values_of
+from dynaquant.tensors.stored import QuantizedTensor, stored_equal
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = WritableRun(tmp_path)
+    with run.locked():
+        yield run
+
+
+def same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for name, stored in wanted.items():
+        assert bits(values_of(found[name])) == bits(values_of(stored)), name
+
+
+@pytest.mark.parametrize("places_of", [by_rows, interleaved])
+@pytest.mark.parametrize("parts", [1, 2, 5, 20])
+def test_a_sharded_checkpoint_decodes_to_the_same_values_and_levels(run, places_of, parts):
+    state = random_state()
+    del state["step"]
+    if places_of is interleaved:
+        del state["empty"]
+    file = commit_sharded(run, 10, state, places_of, parts)
+    found = run.load(file)
+    same(found, state)
+    assert all(stored_equal(found[name], state[name]) for name in ("w", "w.second", "w.first", "bias"))
+    assert file.header.parts.folder == "parts-000000000010-000000000001"
+    assert len(list((run.folder / file.header.parts.folder).iterdir())) == parts
+    assert file.total_size == sum(p.stat().st_size for p in run.folder.rglob("*.dqc"))
+
+
+def test_whatever_reads_runs_reads_sharded_checkpoints(run, tmp_path):
+    state = random_state()
+    commit_sharded(run, 10, state)
+    loaded = dq.load(tmp_path)
+    assert {name: bits(tensor) for name, tensor in loaded.items()} == {n: bits(values_of(s)) for n, s in state.items()}
+    assert list(verify_run(run)) == [(10, None)]
+
+
+def committed_whole(run, step, tensors, parent):
+    base = None if parent is None else Base.from_loaded(parent.header, run.load(parent))
+    labels = dict.fromkeys(tensors, Label("exact"))
+    return run.commit(Checkpoint(step, state_dict_tree(tensors), tensors, labels), base)[0]
+
+
+def test_delta_chains_go_on_through_changes_of_layout_and_through_single_files(run):
+    layouts = [(by_rows, 4), (by_rows, 4), (by_columns, 2), (None, 1), (interleaved, 3), (None, 1)]
+    parent, states = None, {}
+    for i, (places_of, parts) in enumerate(layouts):
+        state = {name: stored for name, stored in random_state(i).items() if name not in ("step", "empty", "bias")}
+        if places_of is None:
+            parent = committed_whole(run, i, state, parent)
+        else:
+            parent = commit_sharded(run, i, state, places_of, parts, parent)
+        states[i] = state
+        assert (i == 0) == (parent.header.parent is None)
+        assert parent.header.by_name["w"].needs_parent == (i > 0)
+        assert parent.header.by_name["ids"].needs_parent == (i > 0)
+    for step, state in states.items():
+        same(Run(run.folder).load(Run(run.folder).file(step)), state)
+    assert dict(verify_run(run)) == dict.fromkeys(states)
+
+
+def test_a_delta_of_the_same_boxes_is_as_small_as_without_boxes(run):
+    def moved(seed):
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(512, 256, generator=torch.Generator().manual_seed(1))
+        return {
+            "w": QuantizedTensor(
+                torch.float32,
+                weight.shape,
+                *_levels(weight + 0.003 * torch.randn(weight.shape, generator=generator)),
+            )
+        }
+
+    from dynaquant.quantize.grid import quantize
+
+    def _levels(tensor):
+        found = quantize(tensor, -8)
+        return found.levels, found.codebook, found.protected
+
+    first, second = moved(1), moved(2)
+    sharded = commit_sharded(run, 1, first, parts=4)
+    sharded = commit_sharded(run, 2, second, parts=4, parent=sharded)
+    whole = committed_whole(run, 11, first, None)
+    whole = committed_whole(run, 12, second, whole)
+    stored = sharded.header.by_name["w"].stored_size
+    assert stored <= 1.05 * whole.header.by_name["w"].size
+
+
+def test_parts_that_nothing_refers_to_are_deleted(run, tmp_path):
+    state = random_state()
+    commit_sharded(run, 10, state)
+    first = run.file(10).header.parts.folder
+    abandoned, folder = run.begin_parts(20)
+    (folder / "part-00000.dqc").write_bytes(b"half a part")
+    assert abandoned.sequence == 2
+    run.delete_unneeded_parts()
+    assert folder.exists()  # it is being written
+    run.abandon_parts(folder)
+    assert not folder.exists()
+    commit_sharded(run, 10, random_state(1), parts=2)
+    assert not (tmp_path / first).exists()
+    run.delete(10)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
+
+
+def test_the_next_writer_deletes_what_a_killed_one_has_left(tmp_path):
+    run = WritableRun(tmp_path)
+    with run.locked():
+        commit_sharded(run, 10, random_state())
+    left = tmp_path / "parts-000000000020-000000000002"
+    left.mkdir()
+    (left / "part-00000.dqc").write_bytes(b"half a part")
+    own = tmp_path / "parts-of-a-user"
+    own.mkdir()
+    with WritableRun(tmp_path).locked():
+        assert not left.exists()
+        assert own.exists()
+        same(run.load(run.file(10)), random_state())
+
+
+def test_no_parts_are_deleted_while_a_checkpoint_cannot_be_read(run, tmp_path):
+    commit_sharded(run, 10, random_state())
+    path = run.path(10)
+    content = path.read_bytes()
+    path.write_bytes(content[:-3])
+    run.delete_unneeded_parts()
+    path.write_bytes(content)
+    same(Run(tmp_path).load(Run(tmp_path).file(10)), random_state())
+
+
+def part_of(run, file, number=1):
+    return run.folder / file.header.parts.file_name(number)
+
+
+def test_a_missing_part_is_named(run):
+    file = commit_sharded(run, 10, random_state())
+    part_of(run, file).unlink()
+    with pytest.raises(CheckpointError, match=r"its part part-00001\.dqc is not in parts-000000000010-000000000001"):
+        Run(run.folder).load(Run(run.folder).file(10))
+    assert [step for step, error in verify_run(run) if error] == [10]
+
+
+def test_a_part_of_another_checkpoint_is_refused(run):
+    first = commit_sharded(run, 10, random_state())
+    second = commit_sharded(run, 20, random_state(1))
+    shutil.copy(part_of(run, first), part_of(run, second))
+    with pytest.raises(CheckpointError, match=r"is not the part that step-000000000020\.dqc refers to"):
+        Run(run.folder).load(Run(run.folder).file(20))
+
+
+@pytest.mark.parametrize("at", [0.2, 0.4, 0.6, 0.8, 0.99])
+def test_a_changed_byte_of_a_part_is_found(run, at):
+    file = commit_sharded(run, 10, random_state())
+    path = part_of(run, file)
+    content = bytearray(path.read_bytes())
+    content[int(at * len(content))] ^= 0x40
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="part-00001"):
+        Run(run.folder).load(Run(run.folder).file(10))
+
+
+def test_a_full_header_of_a_checkpoint_is_small(run):
+    file = commit_sharded(run, 10, random_state(), parts=12)
+    assert file.header.parts.to_json() == json.loads(json.dumps(file.header.parts.to_json()))
+    assert file.size < 4000

@@ -1,0 +1,98 @@
+"""Sharded checkpoints, written by one process part by part."""
+
+from dataclasses import replace
+
+import torch
+
+from dynaquant.state.roles import Label
+from dynaquant.state.tree import state_dict_tree
+from dynaquant.store.container import Parent
+from dynaquant.store.layout import Place, box_name
+from dynaquant.store.sharded_writing import Plan, ShardedTensor, sharded_header, write_part
+from dynaquant.store.writing import Base
+from dynaquant.tensors.boxes import Box, cut
+from dynaquant.tensors.hashing import stored_hash
+from dynaquant.tensors.stored import ScaledMoment
+
+
+def by_rows(shape, parts):
+    """Return a box of rows for each part, the first ones larger; a part may get none."""
+    if not shape:
+        return [Place(0, Box((), ()))]
+    places, begin = [], 0
+    for part in range(parts):
+        rows = -(-(shape[0] - begin) // (parts - part))
+        if rows:
+            places.append(Place(part, Box((begin, *[0] * (len(shape) - 1)), (rows, *shape[1:]))))
+        begin += rows
+    return places
+
+
+def by_columns(shape, parts):
+    """Return a box of columns for each part."""
+    turned = by_rows(tuple(reversed(shape)), parts)
+    return [Place(p.part, Box(tuple(reversed(p.box.offsets)), tuple(reversed(p.box.sizes)))) for p in turned]
+
+
+def interleaved(shape, parts):
+    """Return single rows, in turn for the parts, as a strided shard holds them."""
+    return [Place(row % parts, Box((row, *[0] * (len(shape) - 1)), (1, *shape[1:]))) for row in range(shape[0])]
+
+
+def plan_of(tensors, labels, places_of, parts):
+    layouts = {}
+    found = []
+    for name, stored in tensors.items():
+        layout = tuple(places_of(tuple(stored.shape), parts))
+        second = stored.second_name if isinstance(stored, ScaledMoment) else ""
+        index = layouts.setdefault(layout, len(layouts))
+        found.append(ShardedTensor(name, labels.get(name, Label("exact")), stored.dtype, stored.shape, index, second))
+    return Plan(tuple(found), tuple(layouts), parts)
+
+
+def base_of(run, parent, plan, number):
+    """Return the boxes of a checkpoint, however it is stored, as the base of a part."""
+    if parent is None:
+        return None
+    whole = run.load(parent)
+    boxes = {box_name(t.name, box): cut(whole[t.name], box) for t, box in plan.boxes[number] if t.name in whole}
+    return Base(
+        Parent(parent.header.step, parent.header.identity), {n: stored_hash(b) for n, b in boxes.items()}, boxes
+    )
+
+
+def commit_sharded(run, step, tensors, places_of=by_rows, parts=3, parent=None, labels=None):
+    """Commit stored tensors as a sharded checkpoint."""
+    plan = plan_of(tensors, labels or {}, places_of, parts)
+    draft, folder = run.begin_parts(step)
+    if parent is not None:
+        draft = replace(draft, parent=Parent(parent.header.step, parent.header.identity))
+    draft = replace(draft, tree=state_dict_tree(tensors))
+    written = []
+    for number in range(parts):
+        boxes = {(t.name, box): cut(tensors[t.name], box) for t, box in plan.boxes[number]}
+        base = base_of(run, parent, plan, number)
+        path = folder / f"part-{number:05d}.dqc"
+        written.append(write_part(path, number, plan, boxes, draft, base, "conditional")[0])
+    return run.publish(sharded_header(draft, folder.name, plan, written))
+
+
+def random_state(seed=0, rows=12):
+    """Return stored tensors of several forms: a weight, its moments, a bias, a scalar, integers, an empty tensor."""
+    from dynaquant.quantize.first_moment import quantize_first_moment
+    from dynaquant.quantize.grid import quantize
+    from dynaquant.quantize.second_moment import quantize_rank_one
+
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, 8, generator=torch.Generator().manual_seed(7)) + 0.1 * seed
+    second = quantize_rank_one(torch.rand(rows, 8, generator=generator) + 0.1)
+    first = quantize_first_moment(torch.randn(rows, 8, generator=generator), second, "w.second", 0.5)
+    return {
+        "w": quantize(weight, -8),
+        "w.first": first,
+        "w.second": second,
+        "bias": quantize(torch.randn(rows, generator=generator), -20),
+        "step": torch.tensor(float(seed)),
+        "ids": torch.arange(rows * 3).reshape(rows, 3),
+        "empty": torch.empty(0, 4),
+    }
