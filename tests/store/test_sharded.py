@@ -13,9 +13,11 @@ from dynaquant.errors import CheckpointError
 from dynaquant.state.roles import Label
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.commit import WritableRun
+from dynaquant.store.regions import load_boxes
 from dynaquant.store.run import Run
 from dynaquant.store.verifying import verify_run
 from dynaquant.store.writing import Base, Checkpoint
+from dynaquant.tensors.boxes import Box
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.stored import QuantizedTensor, stored_equal
 
@@ -185,3 +187,54 @@ def test_a_full_header_of_a_checkpoint_is_small(run):
     file = commit_sharded(run, 10, random_state(), parts=12)
     assert file.header.parts.to_json() == json.loads(json.dumps(file.header.parts.to_json()))
     assert file.size < 4000
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_boxes_can_be_read_from_any_layout(run, seed):
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(n):
+        return int(torch.randint(n + 1, (), generator=random))
+
+    layouts = [(by_rows, 4), (None, 1), (by_columns, 3), (interleaved, 2), (by_rows, 5)]
+    parent = None
+    for i in range(4):
+        state = {name: stored for name, stored in random_state(i).items() if name not in ("step", "empty", "bias")}
+        places_of, parts = layouts[draw(len(layouts) - 1)]
+        if places_of is None:
+            parent = committed_whole(run, i, state, parent)
+        else:
+            parent = commit_sharded(run, i, state, places_of, parts, parent)
+    wanted = []
+    for name, stored in state.items():
+        boxes = []
+        for _ in range(3):
+            offsets = [draw(n) for n in stored.shape]
+            boxes.append(Box(tuple(offsets), tuple(draw(n - o) for n, o in zip(stored.shape, offsets, strict=True))))
+        wanted.append((name, boxes))
+    reader = Run(run.folder)
+    found = dict(load_boxes(reader.chain(reader.file(3)), wanted))
+    for name, boxes in wanted:
+        for box, stored in zip(boxes, found[name], strict=True):
+            assert bits(values_of(stored)) == bits(values_of(state[name])[box.slices].contiguous())
+
+
+def test_reading_a_box_opens_only_the_parts_that_overlap_it(run):
+    state = {"w": random_state()["w"]}
+    file = commit_sharded(run, 2, state, parts=4, parent=commit_sharded(run, 1, state, parts=4))
+    for number in (0, 2, 3):
+        part_of(run, file, number).unlink()
+    reader = Run(run.folder)
+    chain = reader.chain(reader.file(2))
+    ((_, (stored,)),) = load_boxes(chain, [("w", [Box((4, 2), (1, 3))])])
+    assert bits(values_of(stored)) == bits(values_of(state["w"])[4:5, 2:5].contiguous())
+    with pytest.raises(CheckpointError, match=r"part-00002\.dqc is not in"):
+        list(load_boxes(chain, [("w", [Box((5, 0), (2, 8))])]))
+
+
+@pytest.mark.parametrize(("name", "box"), [("w", Box((0, 0), (13, 8))), ("w", Box((0,), (3,))), ("x", Box((), ()))])
+def test_boxes_that_are_not_there_are_refused(run, name, box):
+    commit_sharded(run, 1, random_state())
+    reader = Run(run.folder)
+    with pytest.raises(CheckpointError, match="there is no tensor"):
+        list(load_boxes(reader.chain(reader.file(1)), [(name, [box])]))

@@ -13,6 +13,7 @@ The files, in reading order:
 - ``parts.py``: reads tensors from the parts of a sharded checkpoint
 - ``reading.py``: decodes tensors from a file and its parents
 - ``chain.py``: opens a checkpoint and its parents, and retries if the writer changes the run meanwhile
+- ``regions.py``: reads boxes of tensors, whether a checkpoint is one file or sharded
 - ``writing.py``: encodes a checkpoint to a file, and verifies the file
 - ``sharded_writing.py``: writes the parts of a sharded checkpoint
 - ``listing.py``: lists the checkpoint files in a folder

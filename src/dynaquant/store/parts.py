@@ -51,9 +51,10 @@ def decode_sharded(
     Raises CheckpointError if a box is missing or damaged. Values are not compared with their hash.
     """
     boxes = []
+    other = others.get(depends_on(entry.scheme) or "")
     for place in places_of(file, entry):
-        before = None if parent is None else cut(parent, place.box)
-        boxes.append((place.box, decode_box(file, entry, place, before, others, decode_entry)))
+        before, beside = (None if tensor is None else cut(tensor, place.box) for tensor in (parent, other))
+        boxes.append((place.box, decode_box(file, entry, place, before, beside, decode_entry)))
     try:
         return join(entry.dtype, entry.shape, boxes)
     except ValueError as error:
@@ -65,30 +66,26 @@ def decode_box(
     entry: Entry,
     place: Place,
     parent: StoredTensor | None,
-    others: Mapping[str, StoredTensor],
+    other: StoredTensor | None,
     decode_entry: DecodeEntry,
 ) -> StoredTensor:
-    """Return one box of a tensor. parent: the same box of the parent. others: whole tensors.
+    """Return one box of a tensor.
 
-    Raises CheckpointError if it is damaged.
+    parent: the same box of the parent's tensor. other: the same box of the tensor that this one depends on. Raises
+    CheckpointError if it is damaged.
     """
-    part, own = open_part(file, place.part), _entry_of_box(file, entry, place)
+    part, own = open_part(file, place.part), entry_of_box(file, entry, place)
     if own.needs_parent and parent is None:
         raise CheckpointError(f"{part.path}: {own.name} needs a parent, but tensor {entry.name} has none")
-    other = depends_on(own.scheme)
-    needed = {}
-    if other is not None:
-        whole = others.get(second) if (second := depends_on(entry.scheme)) is not None else None
-        if second is None or whole is None or other != box_name(second, place.box):
-            raise CheckpointError(
-                f"{part.path}: {own.name} depends on {other}, which is not what its tensor depends on"
-            )
-        needed = {other: cut(whole, place.box)}
-    stored = decode_entry(part, own, parent, needed)
-    if isinstance(stored, ScaledMoment):
-        return replace(stored, second_name=depends_on(entry.scheme) or stored.second_name)
-    if isinstance(stored, RoundedWeight):
-        return replace(stored, master_name=depends_on(entry.scheme) or stored.master_name)
+    needed, second = depends_on(own.scheme), depends_on(entry.scheme)
+    if needed is not None and (other is None or second is None or needed != box_name(second, place.box)):
+        raise CheckpointError(f"{part.path}: {own.name} depends on {needed}, and its tensor on {second or 'no other'}")
+    others = {} if needed is None or other is None else {needed: other}
+    stored = decode_entry(part, own, parent, others)
+    if second is not None and isinstance(stored, ScaledMoment):
+        return replace(stored, second_name=second)
+    if second is not None and isinstance(stored, RoundedWeight):
+        return replace(stored, master_name=second)
     return stored
 
 
@@ -97,7 +94,7 @@ def hash_of_boxes(file: CheckpointFile, entry: Entry, stored: StoredTensor) -> s
     return sharded_hash((place.box, stored_hash(cut(stored, place.box))) for place in places_of(file, entry))
 
 
-def _entry_of_box(file: CheckpointFile, entry: Entry, place: Place) -> Entry:
+def entry_of_box(file: CheckpointFile, entry: Entry, place: Place) -> Entry:
     """Return the entry of a box in its part. Raises CheckpointError if it is not there, or is not of that tensor."""
     part = open_part(file, place.part)
     own = part.header.by_name.get(box_name(entry.name, place.box))

@@ -1,0 +1,84 @@
+"""Reads boxes of tensors, whether a checkpoint is one file or sharded, and however its parents are.
+
+A rank of a sharded training reads what it holds, and no more: the parts that overlap its boxes, and of the parents what
+these parts are conditioned on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from dynaquant.coding.schemes import Sharded, depends_on
+from dynaquant.errors import CheckpointError
+from dynaquant.store.chain import detect_run_changes, name_step_in_errors
+from dynaquant.store.container import CheckpointFile
+from dynaquant.store.entry import Entry
+from dynaquant.store.layout import Place
+from dynaquant.store.parts import decode_box, entry_of_box, open_part, places_of
+from dynaquant.store.reading import decode_entry, decoded_hash, load_tensor
+from dynaquant.tensors.boxes import Box, cut, join
+from dynaquant.tensors.stored import StoredTensor
+
+
+def load_boxes(
+    chain: list[CheckpointFile], wanted: Iterable[tuple[str, list[Box]]]
+) -> Iterator[tuple[str, list[StoredTensor]]]:
+    """Yield boxes of the tensors of a checkpoint, each checked against its hash. Holds one tensor at a time.
+
+    chain: ``Run.chain`` of the checkpoint. wanted: names of tensors, with boxes of each. Raises CheckpointError, naming
+    file and tensor, if a tensor is missing, damaged, or does not have such a box.
+    """
+    with name_step_in_errors(chain[0]), detect_run_changes(chain):
+        for name, boxes in wanted:
+            reader = _TensorReader(chain)
+            yield name, [reader.read(0, name, box) for box in boxes]
+
+
+class _TensorReader:
+    """Reads boxes of one tensor, and of the tensors that it depends on. Remembers what it has decoded."""
+
+    def __init__(self, chain: list[CheckpointFile]) -> None:
+        self._chain = chain
+        self._whole: dict[tuple[int, str], StoredTensor] = {}
+        self._places: dict[tuple[int, str, Place], StoredTensor] = {}
+
+    def read(self, level: int, name: str, box: Box) -> StoredTensor:
+        """Return a box of a tensor. level: index of the checkpoint in the chain."""
+        file = self._chain[level]
+        entry = file.header.by_name.get(name)
+        if entry is None or not box.fits(entry.shape):
+            raise CheckpointError(f"{file.path}: there is no tensor {name!r} with a box {box.offsets}, {box.sizes}")
+        if not isinstance(entry.scheme, Sharded):
+            if (level, name) not in self._whole:
+                self._whole[level, name] = load_tensor(self._chain[level:], name)
+            return cut(self._whole[level, name], box)
+        parts = []
+        for place in places_of(file, entry):
+            if place.box == box:
+                return self._at(level, entry, place)
+            if (common := place.box.overlap(box)) is not None:
+                parts.append(
+                    (common.relative_to(box), cut(self._at(level, entry, place), common.relative_to(place.box)))
+                )
+        try:
+            return join(entry.dtype, torch.Size(box.sizes), parts)
+        except ValueError as error:
+            raise CheckpointError(f"{file.path}: tensor {name} is damaged ({error})") from error
+
+    def _at(self, level: int, entry: Entry, place: Place) -> StoredTensor:
+        """Return a stored box of a sharded tensor."""
+        key = level, entry.name, place
+        if key not in self._places:
+            file = self._chain[level]
+            own = entry_of_box(file, entry, place)
+            parent = self.read(level + 1, entry.name, place.box) if own.needs_parent else None
+            second = depends_on(entry.scheme)
+            other = None if second is None else self.read(level, second, place.box)
+            stored = decode_box(file, entry, place, parent, other, decode_entry)
+            part = open_part(file, place.part)
+            if level == 0 and decoded_hash(part, own, stored) != own.hash:
+                raise CheckpointError(f"{part.path}: tensor {own.name} does not decode to the values that were stored")
+            self._places[key] = stored
+        return self._places[key]
