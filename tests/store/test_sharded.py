@@ -13,7 +13,9 @@ from dynaquant.errors import CheckpointError
 from dynaquant.state.roles import Label
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.commit import WritableRun
+from dynaquant.store.recoding import branch, compact
 from dynaquant.store.regions import load_boxes
+from dynaquant.store.retention import Retention, prepare_replacement, prune
 from dynaquant.store.run import Run
 from dynaquant.store.verifying import verify_run
 from dynaquant.store.writing import Base, Checkpoint
@@ -46,7 +48,7 @@ def test_a_sharded_checkpoint_decodes_to_the_same_values_and_levels(run, places_
     found = run.load(file)
     same(found, state)
     assert all(stored_equal(found[name], state[name]) for name in ("w", "w.second", "w.first", "bias"))
-    assert file.header.parts.folder == "parts-000000000010-000000000001"
+    assert file.header.parts.folder == "parts-000000000010-000000000001-0"
     assert len(list((run.folder / file.header.parts.folder).iterdir())) == parts
     assert file.total_size == sum(p.stat().st_size for p in run.folder.rglob("*.dqc"))
 
@@ -131,7 +133,7 @@ def test_the_next_writer_deletes_what_a_killed_one_has_left(tmp_path):
     run = WritableRun(tmp_path)
     with run.locked():
         commit_sharded(run, 10, random_state())
-    left = tmp_path / "parts-000000000020-000000000002"
+    left = tmp_path / "parts-000000000020-000000000002-0"
     left.mkdir()
     (left / "part-00000.dqc").write_bytes(b"half a part")
     own = tmp_path / "parts-of-a-user"
@@ -159,7 +161,7 @@ def part_of(run, file, number=1):
 def test_a_missing_part_is_named(run):
     file = commit_sharded(run, 10, random_state())
     part_of(run, file).unlink()
-    with pytest.raises(CheckpointError, match=r"its part part-00001\.dqc is not in parts-000000000010-000000000001"):
+    with pytest.raises(CheckpointError, match=r"its part part-00001\.dqc is not in parts-000000000010-000000000001-0"):
         Run(run.folder).load(Run(run.folder).file(10))
     assert [step for step, error in verify_run(run) if error] == [10]
 
@@ -238,3 +240,42 @@ def test_boxes_that_are_not_there_are_refused(run, name, box):
     reader = Run(run.folder)
     with pytest.raises(CheckpointError, match="there is no tensor"):
         list(load_boxes(reader.chain(reader.file(1)), [(name, [box])]))
+
+
+def chain_of_three(run):
+    parent = None
+    for step in (1, 2, 3):
+        parent = commit_sharded(run, step, random_state(step), parts=2 + step, parent=parent)
+    return run.file(3)
+
+
+def test_what_depends_on_a_deleted_sharded_checkpoint_is_recoded(run, tmp_path):
+    chain_of_three(run)
+    identity = run.file(3).header.identity
+    assert prune(run, Retention(keep_last=1)) == []
+    assert run.steps() == [3]
+    file = run.file(3)
+    assert (file.header.parent, file.header.identity) == (None, identity)
+    assert not any(entry.needs_parent for entry in file.header.entries)
+    same(run.load(file), random_state(3))
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [file.header.parts.folder]
+
+
+def test_a_sharded_step_can_be_saved_again(run):
+    chain_of_three(run)
+    assert prepare_replacement(run, 2) == []
+    commit_sharded(run, 2, random_state(9), parts=3, parent=run.file(1))
+    same(run.load(run.file(2)), random_state(9))
+    same(run.load(run.file(3)), random_state(3))
+    assert dict(verify_run(run)) == dict.fromkeys([1, 2, 3])
+
+
+def test_a_run_with_sharded_checkpoints_can_be_compacted_and_branched(run, tmp_path):
+    chain_of_three(run)
+    assert list(compact(run, 2)) == [1, 2, 3]
+    assert [run.file(step).header.parent is None for step in (1, 2, 3)] == [True, False, True]
+    branch(run, run.file(2), tmp_path / "other")
+    found = Run(tmp_path / "other")
+    same(found.load(found.file(2)), random_state(2))
+    assert found.file(2).header.identity == run.file(2).header.identity
+    assert dict(verify_run(run)) == dict.fromkeys([1, 2, 3])

@@ -7,11 +7,10 @@ import torch
 from dynaquant.state.roles import Label
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import Parent
-from dynaquant.store.layout import Place, box_name
-from dynaquant.store.sharded_writing import Plan, ShardedTensor, sharded_header, write_part
+from dynaquant.store.layout import Place, part_name
+from dynaquant.store.sharded_writing import Plan, ShardedTensor, base_of_part, sharded_header, write_part
 from dynaquant.store.writing import Base
 from dynaquant.tensors.boxes import Box, cut
-from dynaquant.tensors.hashing import stored_hash
 from dynaquant.tensors.stored import ScaledMoment
 
 
@@ -54,11 +53,7 @@ def base_of(run, parent, plan, number):
     """Return the boxes of a checkpoint, however it is stored, as the base of a part."""
     if parent is None:
         return None
-    whole = run.load(parent)
-    boxes = {box_name(t.name, box): cut(whole[t.name], box) for t, box in plan.boxes[number] if t.name in whole}
-    return Base(
-        Parent(parent.header.step, parent.header.identity), {n: stored_hash(b) for n, b in boxes.items()}, boxes
-    )
+    return base_of_part(Base.from_loaded(parent.header, run.load(parent)), plan.boxes[number])
 
 
 def commit_sharded(run, step, tensors, places_of=by_rows, parts=3, parent=None, labels=None):
@@ -72,8 +67,8 @@ def commit_sharded(run, step, tensors, places_of=by_rows, parts=3, parent=None, 
     for number in range(parts):
         boxes = {(t.name, box): cut(tensors[t.name], box) for t, box in plan.boxes[number]}
         base = base_of(run, parent, plan, number)
-        path = folder / f"part-{number:05d}.dqc"
-        written.append(write_part(path, number, plan, boxes, draft, base, "conditional")[0])
+        path = folder / part_name(number)
+        written.append(write_part(path, number, plan, boxes, draft, base)[0])
     return run.publish(sharded_header(draft, folder.name, plan, written))
 
 

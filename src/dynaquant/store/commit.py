@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,19 @@ from dynaquant.store import frozen_files, parts
 from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, file_version
 from dynaquant.store.files import add_disk_full_note, make_folder, sync, sync_parent
 from dynaquant.store.layout import FOLDER as PARTS
+from dynaquant.store.layout import part_name
 from dynaquant.store.listing import SUFFIX, checkpoint_paths
 from dynaquant.store.lossless_copies import LOSSLESS_COPY, copy_path
 from dynaquant.store.reading import Tensors
 from dynaquant.store.run import Run
+from dynaquant.store.sharded_writing import base_of_part, plan_of, sharded_header, write_part
 from dynaquant.store.writer_lock import WriterLock, lock_for_writing
 from dynaquant.store.writing import Base, Checkpoint, coder_of, verify_written, write_checkpoint
+from dynaquant.tensors.boxes import cut
 from dynaquant.tensors.stored import External, StoredTensor
 
 _TEMPORARY = ".tmp"
-_PARTS_NAME = re.compile(rf"{PARTS}\d{{12,}}-\d{{12,}}")
+_PARTS_NAME = re.compile(rf"{PARTS}\d{{12,}}-\d{{12,}}-\d+")
 MIN_FROZEN_BYTES = 1 << 20
 """Frozen parameters get a file of their own from this size on. Smaller ones are stored in each checkpoint."""
 _UNKNOWN_COMMITS = 2**32
@@ -164,17 +168,21 @@ class WritableRun(Run):
         """
         self._check_lock()
         draft = Header(step, self._next_sequence(), None, {}, (), {})
-        folder = self.folder / f"{PARTS}{step:012d}-{draft.sequence:012d}"
+        return draft, self._new_parts_folder(draft)
+
+    def _new_parts_folder(self, draft: Header) -> Path:
+        for attempt in count():  # a folder of that name may be there: of a commit that failed, or to be re-coded
+            folder = self.folder / f"{PARTS}{draft.step:012d}-{draft.sequence:012d}-{attempt}"
+            if not folder.exists():
+                break
         self._unfinished.add(folder.name)
         try:
-            for leftover in folder.glob("*"):  # of a commit that failed
-                leftover.unlink()
             make_folder(folder)
         except BaseException as error:
             self._unfinished.discard(folder.name)
             add_disk_full_note(error, folder)
             raise
-        return draft, folder
+        return folder
 
     def abandon_parts(self, folder: Path) -> None:
         """Delete a folder whose checkpoint was not published."""
@@ -305,11 +313,34 @@ class WritableRun(Run):
     ) -> CheckpointFile:
         """Re-code a checkpoint of this run or another one: the same values, conditioned on ``base``.
 
-        tensors: as loaded from its file. record: replaces the record of the file.
+        tensors: as loaded from its file. record: replaces the record of the file. A sharded checkpoint keeps its boxes.
         """
+        if file.header.parts is not None:
+            return self._recode_parts(file, tensors, base, record)
         labels = {entry.name: entry.label for entry in file.header.entries}
         draft = replace(file.header, parent=base.parent if base else None, record=record or file.header.record)
         return self.write(draft, tensors, labels, base, coder_of(file), self.folder / file.path.name)
+
+    def _recode_parts(
+        self, file: CheckpointFile, tensors: Tensors, base: Base | None, record: dict[str, Any] | None
+    ) -> CheckpointFile:
+        """Re-code the parts of a sharded checkpoint into a new folder, then the file that refers to them."""
+        plan = plan_of(file.header)
+        draft = replace(file.header, parent=base.parent if base else None, record=record or file.header.record)
+        folder = self._new_parts_folder(draft)
+        try:
+            written = []
+            for number, boxes in enumerate(plan.boxes):
+                own = {(tensor.name, box): cut(tensors[tensor.name], box) for tensor, box in boxes}
+                path = folder / part_name(number)
+                written.append(write_part(path, number, plan, own, draft, base and base_of_part(base, boxes))[0])
+            header = sharded_header(draft, folder.name, plan, written)
+            if header.identity != file.header.identity:
+                raise CheckpointError(f"{folder}: re-coding would change the values of {file.path.name}")
+            return self.publish(header)
+        except BaseException:
+            self.abandon_parts(folder)
+            raise
 
     def delete(self, step: int) -> None:
         """Delete the file of a step. The caller has made sure that no other checkpoint depends on it."""

@@ -91,7 +91,12 @@ class Parts:
 
     def file_name(self, part: int) -> str:
         """Return the path of a part from the folder of the run on."""
-        return f"{self.folder}/part-{part:05d}.dqc"
+        return f"{self.folder}/{part_name(part)}"
+
+
+def part_name(number: int) -> str:
+    """Return the name of the file of a part."""
+    return f"part-{number:05d}.dqc"
 
 
 def box_name(name: str, box: Box) -> str:

@@ -6,7 +6,7 @@ completes the commit. Until then nothing refers to the parts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +25,8 @@ from dynaquant.store.entry import Entry
 from dynaquant.store.files import add_disk_full_note, sync_parent
 from dynaquant.store.layout import Layout, PartFile, Parts, box_name, sharded_hash
 from dynaquant.store.writing import Base, verify_written, write_checkpoint
-from dynaquant.tensors.boxes import Box
+from dynaquant.tensors.boxes import Box, cut
+from dynaquant.tensors.hashing import stored_hash
 from dynaquant.tensors.stored import (
     QuantizedTensor,
     RankOne,
@@ -82,12 +83,33 @@ class WrittenPart:
     needs_parent: NDArray[np.bool_]
 
 
+def plan_of(header: Header) -> Plan:
+    """Return the plan by which a sharded checkpoint was written."""
+    assert header.parts is not None
+    tensors = tuple(
+        ShardedTensor(entry.name, entry.label, entry.dtype, entry.shape, entry.scheme.layout, entry.scheme.second)
+        for entry in header.entries
+        if isinstance(entry.scheme, Sharded)
+    )
+    return Plan(tensors, header.parts.layouts, len(header.parts.files))
+
+
+def base_of_part(base: Base, boxes: Iterable[tuple[ShardedTensor, Box]]) -> Base:
+    """Return what a part is conditioned on. base: a checkpoint with whole tensors. boxes: of the part."""
+    found = {
+        box_name(tensor.name, box): cut(whole, box)
+        for tensor, box in boxes
+        if (whole := base.tensors.get(tensor.name)) is not None and whole.shape == tensor.shape
+    }
+    return Base(base.parent, {name: stored_hash(stored) for name, stored in found.items()}, found)
+
+
 Boxes = Mapping[tuple[str, Box], StoredTensor]
 """Stored tensors by the name of the tensor and the box."""
 
 
 def write_part(
-    path: Path, number: int, plan: Plan, boxes: Boxes, draft: Header, base: Base | None, coder: Coder
+    path: Path, number: int, plan: Plan, boxes: Boxes, draft: Header, base: Base | None, coder: Coder = "conditional"
 ) -> tuple[WrittenPart, Base]:
     """Write a part, make it durable, read it back and compare it with what was to be stored.
 
