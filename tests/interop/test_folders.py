@@ -14,7 +14,7 @@ from torch import nn
 from training import bits, model_of, train
 
 import dynaquant as dq
-from dynaquant.interop import dcp, folder
+from dynaquant.interop import dcp_folder, folder
 from dynaquant.interop.export import export, target_for
 from dynaquant.interop.packing import Packer, compress
 from dynaquant.interop.targets import Target
@@ -287,7 +287,7 @@ def test_a_snapshot_in_the_cache_of_the_hub_is_read_although_its_files_are_links
 
 
 def test_other_files_in_a_dcp_folder_are_stored_byte_for_byte(tmp_path):
-    dcp.write(tmp_path / "dcp", {"w": torch.randn(8, 8), "step": 3})
+    dcp_folder.write(tmp_path / "dcp", {"w": torch.randn(8, 8), "step": 3})
     (tmp_path / "dcp" / "config.json").write_text("{}")
     back = back_of(tmp_path / "dcp", tmp_path / "c.dqc", "lossless")
     assert sorted(os.listdir(back)) == sorted(os.listdir(tmp_path / "dcp"))

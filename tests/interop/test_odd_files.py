@@ -12,7 +12,7 @@ from foreign_files import SHARDS, hf_folder, refuses, with_metadata
 from safetensors.torch import save_file
 
 import dynaquant as dq
-from dynaquant.interop import dcp, safetensors
+from dynaquant.interop import dcp_folder, safetensors
 from dynaquant.interop.export import export
 from dynaquant.interop.model_file import DCP_METADATA
 from dynaquant.interop.packing import Packer, compress, pack
@@ -62,7 +62,7 @@ def test_a_folder_that_contains_a_fifo_or_a_folder_instead_of_a_file_is_refused(
             (tmp_path / "hf" / name).rmdir()
         fifo(tmp_path / "hf" / name)
     refuses(tmp_path / "hf", "no *.safetensors file")
-    dcp.write(tmp_path / "dcp", {"w": torch.randn(4)})
+    dcp_folder.write(tmp_path / "dcp", {"w": torch.randn(4)})
     part = next((tmp_path / "dcp").glob("*.distcp"))
     fifo(part)
     refuses(tmp_path / "dcp", "is a FIFO, not a file")
@@ -136,7 +136,7 @@ def test_a_small_file_that_claims_more_memory_than_there_is_is_refused(tmp_path)
 
 
 def test_a_dcp_tensor_with_missing_parts_is_refused(tmp_path):
-    dcp.write(tmp_path / "dcp", {"w": torch.randn(4, 4)})
+    dcp_folder.write(tmp_path / "dcp", {"w": torch.randn(4, 4)})
 
     def change(metadata):
         metadata.state_dict_metadata["w"].size = torch.Size([8, 4])
@@ -145,7 +145,7 @@ def test_a_dcp_tensor_with_missing_parts_is_refused(tmp_path):
 
 
 def test_a_dcp_folder_whose_state_is_nested_too_deep_is_refused(tmp_path):
-    dcp.write(tmp_path / "dcp", {"w": torch.randn(4, 4)})
+    dcp_folder.write(tmp_path / "dcp", {"w": torch.randn(4, 4)})
     for depth in (200, 5000):
 
         def change(metadata, depth=depth):

@@ -68,7 +68,7 @@ def commit_sharded(run, step, tensors, places_of=by_rows, parts=3, parent=None, 
         boxes = {(t.name, box): cut(tensors[t.name], box) for t, box in plan.boxes[number]}
         base = base_of(run, parent, plan, number)
         path = folder / part_name(number)
-        written.append(write_part(path, number, plan, boxes, draft, base)[0])
+        written.append(write_part(path, plan.boxes[number], boxes, draft, base)[0])
     return run.publish(sharded_header(draft, folder.name, plan, written))
 
 

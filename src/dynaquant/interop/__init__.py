@@ -4,7 +4,10 @@
 - ``any_format.py``: detects the format of a file or folder and reads it
 - ``safetensors.py``: reads and writes safetensors, single files and shards with an index
 - ``torchfile.py``: reads and writes files of ``torch.save``
-- ``dcp.py``: reads and writes folders of DCP
+- ``dcp_folder.py``: reads and writes folders of DCP
+- ``unmeasured.py``: quantizes a state of which only names and tensors are known
+- ``dcp_writer.py``, ``dcp_reader.py``: storages with which DCP saves to runs and loads from them
+- ``dcp.py``: the names of these storages
 - ``folder.py``: reads a trainer's folder: weights, optimizer states, other files
 - ``inferred_roles.py``: infers roles and gradients of tensors from their names and places
 - ``packing.py``: compresses files into checkpoints

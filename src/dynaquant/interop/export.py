@@ -60,10 +60,10 @@ def _write(stored: StoredCheckpoint, target: Target, out: Path, tell: Callable[[
             if target is Target.HF:
                 _write_folder(stored, folder, tell)
             else:
-                from dynaquant.interop import dcp  # noqa: PLC0415 (PyTorch's DCP takes seconds to import)
+                from dynaquant.interop import dcp_folder  # noqa: PLC0415 (PyTorch's DCP takes seconds to import)
 
                 other_files = _other_files(stored)
-                dcp.write(folder, _state(stored, tell))
+                dcp_folder.write(folder, _state(stored, tell))
                 if _source(stored).get("format") == "dcp":
                     _write_raw_files(stored, folder, other_files)
         return

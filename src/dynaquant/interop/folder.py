@@ -47,9 +47,9 @@ def read(folder: Path) -> ModelFile:
     """
     names, left_out = _files_in(folder)
     if DCP_METADATA in names:
-        from dynaquant.interop import dcp  # noqa: PLC0415 (PyTorch's DCP takes seconds to import)
+        from dynaquant.interop import dcp_folder  # noqa: PLC0415 (PyTorch's DCP takes seconds to import)
 
-        whole, used = dcp.read(folder)
+        whole, used = dcp_folder.read(folder)
         return _with_raw_files(folder, whole, [name for name in names if name not in used], left_out, {})
     models = _models(folder, names)
     used = {file for shards in models.values() for file in shards.files}

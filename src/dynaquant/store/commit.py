@@ -185,7 +185,9 @@ class WritableRun(Run):
         return folder
 
     def abandon_parts(self, folder: Path) -> None:
-        """Delete a folder whose checkpoint was not published."""
+        """Delete a folder whose checkpoint was not published. Does nothing if it was."""
+        if folder.name not in self._unfinished:
+            return
         self._unfinished.discard(folder.name)
         with suppress(CheckpointError, OSError):  # the next writer deletes what is left
             self._check_lock()
@@ -333,7 +335,7 @@ class WritableRun(Run):
             for number, boxes in enumerate(plan.boxes):
                 own = {(tensor.name, box): cut(tensors[tensor.name], box) for tensor, box in boxes}
                 path = folder / part_name(number)
-                written.append(write_part(path, number, plan, own, draft, base and base_of_part(base, boxes))[0])
+                written.append(write_part(path, boxes, own, draft, base and base_of_part(base, boxes))[0])
             header = sharded_header(draft, folder.name, plan, written)
             if header.identity != file.header.identity:
                 raise CheckpointError(f"{folder}: re-coding would change the values of {file.path.name}")

@@ -109,21 +109,25 @@ Boxes = Mapping[tuple[str, Box], StoredTensor]
 
 
 def write_part(
-    path: Path, number: int, plan: Plan, boxes: Boxes, draft: Header, base: Base | None, coder: Coder = "conditional"
+    path: Path,
+    own: Sequence[tuple[ShardedTensor, Box]],
+    boxes: Boxes,
+    draft: Header,
+    base: Base | None,
+    coder: Coder = "conditional",
 ) -> tuple[WrittenPart, Base]:
     """Write a part, make it durable, read it back and compare it with what was to be stored.
 
-    path: of the part. draft: of the checkpoint. base: boxes of the last checkpoint, by their name in a part. Returns
-    what the checkpoint has to know, and the base of the next part. If this fails, a file may be left at the path.
+    path: of the part. own: its boxes, in order. boxes: what is stored of them. draft: of the checkpoint. base: boxes of
+    the last checkpoint, by their name in a part. Returns what the checkpoint has to know, and the next part's base.
+    If this fails, a file may be left at the path.
     """
     tensors: dict[str, StoredTensor] = {}
     labels: dict[str, Label] = {}
-    for tensor, box in plan.boxes[number]:
+    for tensor, box in own:
         name = box_name(tensor.name, box)
         tensors[name], labels[name] = _in_part(boxes, boxes[tensor.name, box], box), tensor.label
-    header = Header(
-        draft.step, draft.sequence, base.parent if base else None, state_dict_tree(tensors), (), {"part": number}
-    )
+    header = Header(draft.step, draft.sequence, base.parent if base else None, state_dict_tree(tensors), (), {})
     try:
         with path.open("xb") as out:
             write_checkpoint(out, header, tensors, labels, base, coder)

@@ -1,0 +1,320 @@
+"""A storage with which DCP saves to a run: DCP plans which process writes what, and each writes a part.
+
+Nothing is pickled: values that are not tensors go into the checkpoint's tree.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from dynaquant.errors import StateError
+from dynaquant.interop.dcp_folder import nested
+from dynaquant.interop.unmeasured import quantize_state
+from dynaquant.save.assemble import copied
+from dynaquant.save.presets import PRESETS, QualityName
+from dynaquant.state.flatten import flatten
+from dynaquant.state.roles import Label
+from dynaquant.store.commit import WritableRun
+from dynaquant.store.container import Header, Parent
+from dynaquant.store.layout import Layout, PartFile, Place, part_name
+from dynaquant.store.retention import Retention, prepare_replacement, prune
+from dynaquant.store.sharded_writing import Plan, ShardedTensor, WrittenPart, sharded_header, write_part
+from dynaquant.store.writing import Base
+from dynaquant.tensors.boxes import Box
+from dynaquant.tensors.stored import ScaledMoment, StoredTensor
+
+CheckpointId = str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """What the coordinator tells each process: the draft of the header, the folder for parts, this process's number."""
+
+    draft: Header
+    folder: Path
+    part: int
+
+
+@dataclass(frozen=True)
+class _WrittenBox:
+    """What a process tells the coordinator of a box: its part, and what the header has to know."""
+
+    part: int
+    file: PartFile
+    label: Label
+    hash: bytes
+    size: int
+    needs_parent: bool
+    second: str
+
+
+class StorageWriter(_StorageWriter):
+    """A DCP storage that saves to a run. Use one object for all saves of a training: deltas need the save before.
+
+    folder: of the run. quality: as for ``Checkpointer``, but without a metric: weights are judged by how far they move.
+    keyframe_every: the largest number of checkpoints in a chain. keep_last: how many checkpoints are kept, by default
+    all.
+
+    The step of a checkpoint is the last number in its ``checkpoint_id``; without a number, one more than the last step.
+    Raises CheckpointError if another process writes to the run.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        quality: QualityName = "balanced",
+        keyframe_every: int = 16,
+        keep_last: int | None = None,
+    ) -> None:
+        super().__init__()
+        if quality not in PRESETS:
+            raise ValueError(f"quality must be one of {', '.join(PRESETS)}, not {quality!r}")
+        if keyframe_every < 1:
+            raise ValueError(f"keyframe_every must be at least 1, not {keyframe_every}")
+        self._run = WritableRun(folder)
+        self._quality, self._keyframe_every = quality, keyframe_every
+        self._retention = Retention(keep_last)
+        self._id: CheckpointId = None
+        self._held = ExitStack()  # the run's lock, on the coordinator, from planning to the end
+        self._base: Base | None = None  # the boxes of this process in the last checkpoint
+        self._rungs: dict[str, int] = {}
+        self._commit: _Commit | None = None  # on the coordinator
+
+    def reset(self, checkpoint_id: CheckpointId = None) -> None:
+        """Begin a new checkpoint. DCP calls this only if it has an id."""
+        self._id = checkpoint_id
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the coordinator takes the run's lock when it plans."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Take the run's lock, create a folder for the parts, and number the processes that write any."""
+        self._held.close()  # of a save that failed
+        self._held.enter_context(self._run.locked())
+        step = self._step()
+        if self._run.path(step).exists():
+            prepare_replacement(self._run, step)
+        draft, folder = self._run.begin_parts(step)
+        self._held.callback(self._run.abandon_parts, folder)
+        draft = replace(draft, parent=self._parent(step))
+        self._commit = _Commit(draft, folder, 0)
+        with_tensors = [i for i, plan in enumerate(plans) if any(map(_is_tensor, plan.items))]
+        numbers = {i: number for number, i in enumerate(with_tensors)}
+        return [
+            replace(plan, storage_data=replace(self._commit, part=numbers.get(i, 0))) for i, plan in enumerate(plans)
+        ]
+
+    def _step(self) -> int:
+        numbers = re.findall(r"\d+", os.path.basename(os.fspath(self._id)) if self._id is not None else "")
+        steps = self._run.steps()
+        return int(numbers[-1]) if numbers else max(steps, default=0) + 1
+
+    def _parent(self, step: int) -> Parent | None:
+        """Return the checkpoint that this one is conditioned on; None for a keyframe."""
+        if self._base is None:
+            return None
+        lengths = self._run.chain_lengths()
+        parent = next((known for known in lengths if known.step == self._base.parent.step), None)
+        if parent is None or parent.step == step or lengths[parent] >= self._keyframe_every:
+            return None
+        deleted = self._retention.steps_to_delete([*self._run.steps(), step], {*self._run.steps(), step})
+        return None if parent.step in deleted else parent
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Quantize the tensors of the plan and write them as a part. Other values go to the coordinator as they are."""
+        plain = [item for item in plan.items if not _is_tensor(item)]
+        tensors = [item for item in plan.items if _is_tensor(item)]
+        results = [WriteResult(item.index, 0, _plain_value(item, planner)) for item in plain]
+        if tensors:
+            results += self._write_part(tensors, planner, plan.storage_data)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write_part(self, items: Sequence[WriteItem], planner: SavePlanner, commit: _Commit) -> list[WriteResult]:
+        parent = commit.draft.parent
+        base = self._base if parent is not None and self._base and self._base.parent.step == parent.step else None
+        boxes: dict[tuple[str, Box], StoredTensor] = {}
+        own: list[tuple[ShardedTensor, Box]] = []
+        ordered: list[WriteItem] = []
+        for number, group in enumerate(_one_box_of_each(items)):
+            # The planner may make a tensor only now, so each is looked up once, and kept until all are quantized.
+            tensors = {item.index.fqn: _tensor(item, planner) for item in group}
+            found = quantize_state(tensors, self._quality, self._rungs if number == 0 else {})
+            if number == 0:
+                self._rungs = found.rungs
+            for item in group:
+                name, box = item.index.fqn, _box_of(item)
+                stored = found.quantized.get(name) or copied(tensors[name])
+                boxes[name, box] = stored
+                own.append((ShardedTensor(name, found.labels[name], stored.dtype, stored.shape, 0), box))
+                ordered.append(item)
+        draft = commit.draft if base is not None else replace(commit.draft, parent=None)
+        written, self._base = write_part(commit.folder / part_name(commit.part), own, boxes, draft, base)
+        return [
+            WriteResult(
+                item.index,
+                int(written.sizes[i]),
+                _WrittenBox(
+                    commit.part,
+                    written.file,
+                    tensor.label,
+                    written.hashes[i].tobytes(),
+                    int(written.sizes[i]),
+                    bool(written.needs_parent[i]),
+                    _second_of(boxes[tensor.name, box]),
+                ),
+            )
+            for i, (item, (tensor, box)) in enumerate(zip(ordered, own, strict=True))
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the file of the checkpoint, which completes the commit, and delete what is not kept."""
+        found = {result.index: result.storage_data for part in results for result in part}
+        commit = self._commit
+        assert commit is not None
+        boxes = {index: stored for index, stored in found.items() if isinstance(stored, _WrittenBox)}
+        plain = {index.fqn: stored.value for index, stored in found.items() if isinstance(stored, _Plain)}
+        plan, written = _plan_of(metadata, boxes)
+        draft = replace(commit.draft, tree=_tree_of(metadata, plain), record={"format": "dcp"})
+        self._run.publish(sharded_header(draft, commit.folder.name, plan, written))
+        prune(self._run, self._retention)
+        self._held.close()
+        self._id = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:  # noqa: ARG003
+        """Return True: any text can name a checkpoint."""
+        return True
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return the id of the checkpoint."""
+        return StorageMeta(checkpoint_id=self._id)
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """A value that is not a tensor."""
+
+    value: Any
+
+
+def _plain_value(item: WriteItem, planner: SavePlanner) -> _Plain:
+    """Return a value that is not a tensor. Raises StateError if a checkpoint cannot hold it without pickle."""
+    data = planner.resolve_data(item)
+    assert isinstance(data, io.BytesIO)
+    try:
+        value = torch.load(io.BytesIO(data.getvalue()), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise StateError(
+            f"{item.index.fqn}: a checkpoint holds only tensors and plain values, and this is another object; leave it "
+            f"out, or give its state_dict() ({error})"
+        ) from error
+    flatten({item.index.fqn: value})  # raises StateError, with the path
+    return _Plain(value)
+
+
+def _is_tensor(item: WriteItem) -> bool:
+    return item.type != WriteItemType.BYTE_IO
+
+
+def _second_of(stored: StoredTensor) -> str:
+    return stored.second_name if isinstance(stored, ScaledMoment) else ""
+
+
+def _tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
+    tensor = planner.resolve_data(item)
+    assert isinstance(tensor, Tensor)
+    return tensor.detach()
+
+
+def _box_of(item: WriteItem) -> Box:
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _one_box_of_each(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Yield groups of items that have at most one box of each tensor."""
+    waiting = list(items)
+    while waiting:
+        group = {item.index.fqn: item for item in reversed(waiting)}
+        yield [item for item in waiting if group[item.index.fqn] is item]
+        waiting = [item for item in waiting if group[item.index.fqn] is not item]
+
+
+def _plan_of(metadata: Metadata, boxes: Mapping[MetadataIndex, _WrittenBox]) -> tuple[Plan, list[WrittenPart]]:
+    """Return the plan by which the parts were written, and what they hold, in its order."""
+    layouts: dict[Layout, int] = {}
+    tensors = []
+    stored_at: dict[tuple[str, Box], _WrittenBox] = {}
+    files: dict[int, PartFile] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            continue
+        places = []
+        for chunk in entry.chunks:
+            stored = boxes[MetadataIndex(name, chunk.offsets)]
+            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            places.append(Place(stored.part, box))
+            stored_at[name, box], files[stored.part] = stored, stored.file
+        layout = layouts.setdefault(tuple(places), len(layouts))
+        tensors.append(ShardedTensor(name, stored.label, entry.properties.dtype, entry.size, layout, stored.second))
+    plan = Plan(tuple(tensors), tuple(layouts), len(files))
+    written = []
+    for number, own in enumerate(plan.boxes):
+        found = [stored_at[tensor.name, box] for tensor, box in own]
+        written.append(
+            WrittenPart(
+                files[number],
+                np.frombuffer(b"".join(box.hash for box in found), dtype=np.uint8).reshape(-1, 32),
+                np.array([box.size for box in found], dtype=np.int64),
+                np.array([box.needs_parent for box in found], dtype=bool),
+            )
+        )
+    return plan, written
+
+
+def _tree_of(metadata: Metadata, plain: Mapping[str, Any]) -> Any:
+    """Return the tree of a state, from the names that DCP has given to its entries."""
+    flat: dict[str, Any] = {
+        name: plain[name] if isinstance(entry, BytesStorageMetadata) else torch.empty(0)
+        for name, entry in metadata.state_dict_metadata.items()
+    }
+    tree, tensors = flatten(nested(flat, metadata.planner_data or {}))
+    if tensors.keys() != {name for name in flat if name not in plain}:
+        other = min(tensors.keys() ^ {name for name in flat if name not in plain})
+        raise StateError(f"{other}: a value that is not a tensor must not hold tensors")
+    return tree

@@ -1,0 +1,80 @@
+"""A small FSDP2 training whose state DCP saves to a run and loads from it. Run on several ranks by ``launched``.
+
+dcp_ranks.py FOLDER save STEPS MESH | load STEP MESH
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from dynaquant.interop.dcp import StorageReader, StorageWriter
+
+
+def training(layout):
+    """Return a model and an optimizer. layout: fsdp, or tp (FSDP2 over tensor parallel of 2)."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 70), nn.LayerNorm(70), nn.Linear(70, 33))
+    size = dist.get_world_size()
+    if layout == "tp":
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        if size > 2:
+            fully_shard(model, mesh=mesh["dp"])
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def state_of(model, optimizer, step):
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "progress": {"step": step, "epoch": 0.5, "losses": [1.0, 2.0]}}
+
+
+def whole(state):
+    """Return all tensors of a state, gathered, by name."""
+    found = {}
+    for name, tensor in state["model"].items():
+        found[f"model.{name}"] = tensor
+    for name, own in state["optimizer"]["state"].items():
+        found.update({f"optimizer.state.{name}.{key}": tensor for key, tensor in own.items()})
+    return {n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in found.items()}
+
+
+def main(folder, action, steps, layout, quality="lossless"):
+    dist.init_process_group("gloo")
+    model, optimizer = training(layout)
+    if action == "save":
+        writer = StorageWriter(folder / "run", quality=quality, keep_last=int(steps))
+        for step in range(1, int(steps) + 1):
+            torch.manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            optimizer.step()
+            state = state_of(model, optimizer, step)
+            dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=writer)
+            found = whole(state)
+            if dist.get_rank() == 0:
+                torch.save(found, folder / f"state-{step}.pt")
+    else:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        state = state_of(model, optimizer, 0)
+        dcp.load(state, storage_reader=StorageReader(folder / "run", int(steps)))
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        found = whole(state_of(model, optimizer, 0))
+        assert state["progress"] == {"step": int(steps), "epoch": 0.5, "losses": [1.0, 2.0]}, state["progress"]
+        if dist.get_rank() == 0:
+            torch.save(found, folder / f"loaded-{dist.get_world_size()}-{layout}.pt")
+    dist.destroy_process_group()
+
+
+main(Path(sys.argv[1]), *sys.argv[2:])
