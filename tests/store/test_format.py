@@ -96,6 +96,7 @@ def entries_of(version):
         for step, header in headers.items()
         if header["parent"] is not None
         for entry in header["tensors"]
+        if (header["parent"]["step"], entry["name"]) in entries  # one that was frozen has another place
     }
     return entries, above
 

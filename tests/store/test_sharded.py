@@ -2,14 +2,18 @@
 
 import json
 import shutil
+import struct
 
+import crafted
 import pytest
 import torch
+import zstandard
 from sharded_checkpoints import by_columns, by_rows, commit_sharded, interleaved, random_state
 from training import bits
 
 import dynaquant as dq
 from dynaquant.errors import CheckpointError
+from dynaquant.report.inspection import disk_use
 from dynaquant.state.roles import Label
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.commit import WritableRun
@@ -56,7 +60,7 @@ def test_a_sharded_checkpoint_decodes_to_the_same_values_and_levels(run, places_
 def test_whatever_reads_runs_reads_sharded_checkpoints(run, tmp_path):
     state = random_state()
     commit_sharded(run, 10, state)
-    loaded = dq.load(tmp_path)
+    loaded = dq.load(tmp_path)["model"]
     assert {name: bits(tensor) for name, tensor in loaded.items()} == {n: bits(values_of(s)) for n, s in state.items()}
     assert list(verify_run(run)) == [(10, None)]
 
@@ -279,3 +283,83 @@ def test_a_run_with_sharded_checkpoints_can_be_compacted_and_branched(run, tmp_p
     same(found.load(found.file(2)), random_state(2))
     assert found.file(2).header.identity == run.file(2).header.identity
     assert dict(verify_run(run)) == dict.fromkeys([1, 2, 3])
+
+
+def test_parts_count_as_disk_use_of_their_checkpoint(run):
+    chain_of_three(run)
+    found = {use.what: use for use in disk_use(run, run.files()[0])}
+    everything = sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file())
+    assert found["all"].size.stored == everything
+    others = found.get("other files")  # the lock
+    assert others is None or others.size.stored < 100
+    assert (found["keyframes"].files, found["deltas"].files) == (1, 2)
+
+
+def rewrite(run, step, change):
+    """Change the header of a checkpoint, and write it with a correct checksum and identity."""
+    path = run.path(step)
+    stored_size, size = struct.unpack("<QQ", path.read_bytes()[-40:-24])
+    stored = path.read_bytes()[-40 - stored_size : -40]
+    data = json.loads(stored if size == stored_size else zstandard.ZstdDecompressor().decompress(stored))
+    change(data)
+    others = {key: value for key, value in data.items() if key not in ("tensors", "identity")}
+    crafted.write(run.folder, crafted.header(*data["tensors"], **others), version=4)
+
+
+def set_in(*path_and_value):
+    *path, last, value = path_and_value
+
+    def change(data):
+        for key in path:
+            data = data[key]
+        data[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_in("parts", "folder", "../other"),
+        set_in("parts", "folder", "parts-/../other"),
+        set_in("parts", "folder", "step-1"),
+        set_in("parts", "folder", 3),
+        set_in("parts", "files", []),
+        set_in("parts", "files", 0, ["x" * 64, 3]),
+        set_in("parts", "files", 0, 1, -1),
+        set_in("parts", "layouts", []),
+        set_in("parts", "layouts", 0, 0, [0, [0, 0], [99, 8]]),
+        set_in("parts", "layouts", 0, 0, [0, [-1, 0], [1, 8]]),
+        set_in("parts", "layouts", 0, 0, [0, [0], [4]]),
+        set_in("parts", "layouts", 0, 0, [7, [0, 0], [4, 8]]),
+        set_in("parts", "layouts", 0, 0, "x"),
+        set_in("parts", None),
+        set_in("tensors", 0, "coding", "layout", 99),
+        set_in("tensors", 0, "coding", "layout", -1),
+        set_in("tensors", 0, "coding", "stored", -5),
+        lambda data: data.pop("parts"),
+    ],
+)
+def test_a_header_with_impossible_parts_is_refused(run, change):
+    commit_sharded(run, 10, {"w": random_state()["w"]})
+    rewrite(run, 10, change)
+    with pytest.raises(CheckpointError, match=r"altered|broken"):
+        Run(run.folder).file(10)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_in("parts", "layouts", 0, 0, [0, [0, 0], [3, 8]]),
+        set_in("parts", "layouts", 0, 0, [1, [0, 0], [4, 8]]),
+        lambda data: data["parts"]["layouts"][0].pop(),
+        set_in("tensors", 0, "coding", "second", "other"),
+        set_in("tensors", 0, "dtype", "float64"),
+        lambda data: data["parts"]["files"].reverse(),
+    ],
+)
+def test_parts_that_do_not_hold_what_the_header_says_are_refused(run, change):
+    commit_sharded(run, 10, {"w": random_state()["w"]})
+    rewrite(run, 10, change)
+    with pytest.raises(CheckpointError, match=r"step-000000000010|part-0000"):
+        Run(run.folder).load(Run(run.folder).file(10))

@@ -5,14 +5,13 @@ This file reads the container and the kinds of tensors; format_streams.py and fo
 
 import json
 import math
-import re
 import struct
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
-from format_levels import Codebook, Levels, coded_levels, conditional_levels
+from format_boxes import cut, put_together
+from format_levels import Codebook, Levels, Tensor, coded_levels, conditional_levels, element_size
 from format_streams import byte_planes, check, exact_values, frame
 
 MAGIC = b"\x89DQC\r\n\x1a\n"
@@ -21,15 +20,7 @@ LARGEST = {"float16": np.float32(65_504), "bfloat16": np.float32((2 - 2**-7) * 2
 KINDS = {1: {"raw", "planes", "reference", "quantized"}}
 KINDS[2] = KINDS[1] | {"exact", "conditional", "rank_one", "units", "rounding"}
 KINDS[3] = KINDS[2] | {"frozen", "omitted"}
-KINDS[4] = KINDS[3] | {"bounded"}
-
-
-@dataclass
-class Tensor:
-    dtype: str
-    shape: list[int]
-    values: bytes  # in C order
-    parts: dict[str, Levels] = field(default_factory=dict)  # of a quantized tensor
+KINDS[4] = KINDS[3] | {"bounded", "sharded"}
 
 
 def decode(folder, step, known=None):
@@ -73,6 +64,7 @@ def decoded(path, step, checkpoint_of=None):
         check(parent["sequence"] < header["sequence"], "the parent's sequence")
 
     frozen = {}  # the tensors of files of frozen parameters, by identity
+    files = {}  # the parts of a sharded checkpoint, by number
     entries = {entry["name"]: (entry, stream) for entry, stream in zip(header["tensors"], streams, strict=True)}
     check(len(entries) == len(streams), "unique names")
     tensors = {}
@@ -83,6 +75,10 @@ def decoded(path, step, checkpoint_of=None):
             check(entry["coding"]["kind"] in kinds, "a kind of coding of this version")
             if entry["coding"]["kind"] == "frozen":
                 tensors[name] = frozen_tensor(path, entry, stream, frozen)
+            elif entry["coding"]["kind"] == "sharded":
+                check(not stream, "no stream of what is in parts")
+                tensors[name] = sharded_tensor(path, header, entry, parents.get(name), tensor_named, files)
+                return tensors[name]  # its boxes have been compared with their hashes
             else:
                 tensors[name] = tensor_of(entry, stream, parents.get(name), tensor_named)
             check_tensor(entry, tensors[name])
@@ -108,6 +104,38 @@ def frozen_tensor(path, entry, stream, known):
         check(header["parent"] is None, "a file of frozen parameters that stands alone")
         check(header["identity"] == identity, "the identity of the file of frozen parameters")
     return known[identity][entry["name"]]
+
+
+def part_of(path, header, number, known):
+    """Return the entries and streams of a part by name."""
+    if number not in known:
+        whole = header["parts"]
+        found, streams, _ = layout((path.parent / whole["folder"] / f"part-{number:05}.dqc").read_bytes())
+        check(found["identity"] == identity(found) == whole["files"][number][0], "the identity of a part")
+        check((found["step"], found["sequence"]) == (header["step"], header["sequence"]), "a part of this checkpoint")
+        pairs = zip(found["tensors"], streams, strict=True)
+        known[number] = {entry["name"]: (entry, stream) for entry, stream in pairs}
+    return known[number]
+
+
+def sharded_tensor(path, header, entry, parent, tensor_named, files):
+    """Decode all boxes of a tensor and put them together. parent: the tensor of that name in the parent."""
+    second, boxes, hashed = entry["coding"]["second"], [], []
+    for number, offsets, sizes in header["parts"]["layouts"][entry["coding"]["layout"]]:
+        own, stream = part_of(path, header, number, files)[f"{entry['name']}@{','.join(map(str, offsets))}"]
+        check((own["dtype"], own["shape"]) == (entry["dtype"], sizes), "the box of that tensor")
+
+        def of_second(name, offsets=offsets, sizes=sizes):
+            check(name == f"{second}@{','.join(map(str, offsets))}", "the same box of the other tensor")
+            return cut(tensor_named(second), offsets, sizes)
+
+        box = tensor_of(own, stream, None if parent is None else cut(parent, offsets, sizes), of_second)
+        check_tensor(own, box)
+        boxes.append((offsets, sizes, box))
+        hashed.append((offsets, sizes, own["hash"]))
+    text = "boxes" + "".join(f"{offsets}{sizes}{digest}" for offsets, sizes, digest in sorted(hashed))
+    check(blake3(text.encode()).hexdigest() == entry["hash"], "the hash of a sharded tensor")
+    return put_together(entry["dtype"], entry["shape"], boxes)
 
 
 def check_tensor(entry, tensor):
@@ -271,11 +299,6 @@ def values_of(levels, protected, dtype):
     values = np.concatenate([np.zeros(2, "<f4"), bins])[levels]
     values[levels == 1] = floats(protected.tobytes(), "float16" if dtype == "float16" else "bfloat16")
     return values
-
-
-def element_size(dtype):
-    """Return bytes per element. The number in a dtype's name is its bits, as in float16 and float8_e5m2."""
-    return 1 if dtype == "bool" else max(1, int(re.search(r"\d+", dtype)[0]) // 8)
 
 
 def floats_of(tensor):

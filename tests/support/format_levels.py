@@ -1,7 +1,8 @@
 """Levels of quantized tensors, for the second decoder: written from docs/format.md alone."""
 
+import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from format_streams import BLOCK, LONGEST_CODE, Bits, block_sizes, check, rans, slots_of
@@ -43,6 +44,19 @@ class Levels:
 
     levels: np.ndarray
     codebook: Codebook
+
+
+@dataclass
+class Tensor:
+    dtype: str
+    shape: list[int]
+    values: bytes  # in C order
+    parts: dict[str, Levels] = field(default_factory=dict)  # of a quantized tensor
+
+
+def element_size(dtype):
+    """Return bytes per element. The number in a dtype's name is its bits, as in float16 and float8_e5m2."""
+    return 1 if dtype == "bool" else max(1, int(re.search(r"\d+", dtype)[0]) // 8)
 
 
 def rung(k):

@@ -12,14 +12,19 @@ import numpy as np
 import torch
 from blake3 import blake3
 from format_decoder import decode
+from sharded_checkpoints import by_columns, by_rows, commit_sharded
 from torch import nn
 from torch.nn import functional as F
 
 import dynaquant as dq
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.store import commit
+from dynaquant.store.commit import WritableRun
+from dynaquant.tensors.stored import External
 
 STEPS = range(10, 121, 10)
+SHARDED = [(130, 20, by_rows, 3), (140, 10, by_columns, 2), (150, 110, by_columns, 2), (160, 50, by_rows, 4)]
+"""Steps of checkpoints in parts, the step that has the same tensors, and how these are divided."""
 
 
 class Model(nn.Module):
@@ -149,8 +154,20 @@ def make(folder):
                 if step in STEPS:
                     ckpt.save(step)
 
-    expected = {step: summary(*decode(folder, step)) for step in STEPS}
+    add_sharded(folder)
+    expected = {step: summary(*decode(folder, step)) for step in [*STEPS, *(step for step, *_ in SHARDED)]}
     (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+
+
+def add_sharded(folder):
+    """Add checkpoints in parts, conditioned on one file, on other boxes and on the same boxes."""
+    run = WritableRun(folder)
+    with run.locked():
+        parent = run.file(max(STEPS))
+        for step, of, places_of, parts in SHARDED:
+            tensors = {n: t for n, t in run.load(run.file(of)).items() if not isinstance(t, External)}
+            labels = {entry.name: entry.label for entry in parent.header.entries}
+            parent = commit_sharded(run, step, tensors, places_of, parts, parent, labels)
 
 
 def summary(header, tensors):

@@ -8,10 +8,9 @@ from dynaquant.state.roles import Label
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import Parent
 from dynaquant.store.layout import Place, part_name
-from dynaquant.store.sharded_writing import Plan, ShardedTensor, base_of_part, sharded_header, write_part
+from dynaquant.store.sharded_writing import Plan, ShardedTensor, base_of_part, second_of, sharded_header, write_part
 from dynaquant.store.writing import Base
 from dynaquant.tensors.boxes import Box, cut
-from dynaquant.tensors.stored import ScaledMoment
 
 
 def by_rows(shape, parts):
@@ -43,9 +42,9 @@ def plan_of(tensors, labels, places_of, parts):
     found = []
     for name, stored in tensors.items():
         layout = tuple(places_of(tuple(stored.shape), parts))
-        second = stored.second_name if isinstance(stored, ScaledMoment) else ""
         index = layouts.setdefault(layout, len(layouts))
-        found.append(ShardedTensor(name, labels.get(name, Label("exact")), stored.dtype, stored.shape, index, second))
+        label = labels.get(name, Label("exact"))
+        found.append(ShardedTensor(name, label, stored.dtype, stored.shape, index, second_of(stored)))
     return Plan(tuple(found), tuple(layouts), parts)
 
 
@@ -62,7 +61,7 @@ def commit_sharded(run, step, tensors, places_of=by_rows, parts=3, parent=None, 
     draft, folder = run.begin_parts(step)
     if parent is not None:
         draft = replace(draft, parent=Parent(parent.header.step, parent.header.identity))
-    draft = replace(draft, tree=state_dict_tree(tensors))
+    draft = replace(draft, tree={"dict": [["model", state_dict_tree(tensors)]]})
     written = []
     for number in range(parts):
         boxes = {(t.name, box): cut(tensors[t.name], box) for t, box in plan.boxes[number]}

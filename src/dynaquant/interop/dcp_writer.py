@@ -45,10 +45,17 @@ from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import Header, Parent
 from dynaquant.store.layout import Layout, PartFile, Place, part_name
 from dynaquant.store.retention import Retention, prepare_replacement, prune
-from dynaquant.store.sharded_writing import Plan, ShardedTensor, WrittenPart, sharded_header, write_part
+from dynaquant.store.sharded_writing import (
+    Plan,
+    ShardedTensor,
+    WrittenPart,
+    second_of,
+    sharded_header,
+    write_part,
+)
 from dynaquant.store.writing import Base
 from dynaquant.tensors.boxes import Box
-from dynaquant.tensors.stored import ScaledMoment, StoredTensor
+from dynaquant.tensors.stored import StoredTensor
 
 CheckpointId = str | os.PathLike[str] | None
 
@@ -194,7 +201,7 @@ class StorageWriter(_StorageWriter):
                     written.hashes[i].tobytes(),
                     int(written.sizes[i]),
                     bool(written.needs_parent[i]),
-                    _second_of(boxes[tensor.name, box]),
+                    second_of(boxes[tensor.name, box]),
                 ),
             )
             for i, (item, (tensor, box)) in enumerate(zip(ordered, own, strict=True))
@@ -248,10 +255,6 @@ def _plain_value(item: WriteItem, planner: SavePlanner) -> _Plain:
 
 def _is_tensor(item: WriteItem) -> bool:
     return item.type != WriteItemType.BYTE_IO
-
-
-def _second_of(stored: StoredTensor) -> str:
-    return stored.second_name if isinstance(stored, ScaledMoment) else ""
 
 
 def _tensor(item: WriteItem, planner: SavePlanner) -> Tensor:

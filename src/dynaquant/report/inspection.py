@@ -21,6 +21,7 @@ from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.listing import checkpoint_paths
 from dynaquant.store.memory import explain_out_of_memory
+from dynaquant.store.parts import part_paths
 from dynaquant.store.reading import load_tensor, needed_entries
 from dynaquant.store.run import Run
 from dynaquant.tensors.dequantize import values_of
@@ -101,7 +102,7 @@ def restore_cost(chain: list[CheckpointFile]) -> RestoreCost:
 
     Raises CheckpointError if a tensor that is needed is in none of the files.
     """
-    headers = sum(file.size - sum(entry.size for entry in file.header.entries) for file in chain)
+    headers = sum(file.total_size - sum(entry.stored_size for entry in file.header.entries) for file in chain)
     needed = needed_entries(chain, [entry.name for entry in chain[0].header.entries])
     held = [frozen_files.open_frozen(chain[0], identity).size for identity in chain[0].header.frozen]
     streams = sum(entry.stored_size for entries in needed for entry in entries)
@@ -215,7 +216,7 @@ def disk_use(run: Run, files: list[CheckpointFile]) -> list[DiskUse]:
     shared = [
         file for path in checkpoint_paths(run.folder, frozen_files.PREFIX) if (file := _readable(path)) is not None
     ]
-    known = {file.path for file in [*files, *copies, *shared]}
+    known = {file.path for file in [*files, *copies, *shared]} | {path for file in files for path in part_paths(file)}
     others = [size for path in run.folder.rglob("*") if path not in known and (size := _size_of(path)) is not None]
     kinds = [
         _use("keyframes", [file for file in files if file.header.parent is None]),
@@ -226,7 +227,7 @@ def disk_use(run: Run, files: list[CheckpointFile]) -> list[DiskUse]:
     ]
     roles = sizes_by_role(entry for file in files for entry in file.header.entries)
     streams = sum(size.stored for size in roles.values())
-    headers = Size(0, sum(file.size for file in files) - streams)
+    headers = Size(0, sum(file.total_size for file in files) - streams)
     return [
         *(use for use in kinds if use.files),
         DiskUse("all", sum(use.files or 0 for use in kinds), sum((use.size for use in kinds), Size())),
@@ -253,4 +254,4 @@ def _size_of(path: Path) -> int | None:
 
 def _use(what: str, files: list[CheckpointFile]) -> DiskUse:
     raw = sum(size.raw for size in sizes_by_role(entry for file in files for entry in file.header.entries).values())
-    return DiskUse(what, len(files), Size(raw, sum(file.size for file in files)))
+    return DiskUse(what, len(files), Size(raw, sum(file.total_size for file in files)))

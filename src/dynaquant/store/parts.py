@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from dynaquant.coding.schemes import Sharded, depends_on
 from dynaquant.errors import CheckpointError
@@ -18,13 +19,18 @@ DecodeEntry = Callable[[CheckpointFile, Entry, StoredTensor | None, Mapping[str,
 """``reading.decode_entry``, for entries that are not sharded themselves."""
 
 
+def part_paths(file: CheckpointFile) -> list[Path]:
+    """Return the paths of the parts of a checkpoint; none if it is not sharded."""
+    parts = file.header.parts
+    return [] if parts is None else [file.path.parent / parts.file_name(number) for number in range(len(parts.files))]
+
+
 def open_part(file: CheckpointFile, number: int) -> CheckpointFile:
     """Return a part of a sharded checkpoint. Reads its header once for each checkpoint.
 
     Raises CheckpointError if it is not there, is damaged, or is another part.
     """
     if number not in file.parts:
-        assert file.header.parts is not None
         path = file.path.parent / file.header.parts.file_name(number)
         try:
             part = CheckpointFile(path)

@@ -94,6 +94,13 @@ def plan_of(header: Header) -> Plan:
     return Plan(tensors, header.parts.layouts, len(header.parts.files))
 
 
+def second_of(stored: StoredTensor) -> str:
+    """Return the name of the tensor that must be decoded before this one; an empty text if there is none."""
+    if isinstance(stored, ScaledMoment):
+        return stored.second_name
+    return stored.master_name if isinstance(stored, RoundedWeight) else ""
+
+
 def base_of_part(base: Base, boxes: Iterable[tuple[ShardedTensor, Box]]) -> Base:
     """Return what a part is conditioned on. base: a checkpoint with whole tensors. boxes: of the part."""
     found = {
