@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from make_golden import Extra, Masters, Model
+from make_golden import STEPS, Extra, Masters, Model
 from torch import nn
 from training import bits, model_of, named_state, train
 
@@ -194,10 +194,12 @@ def test_a_pattern_for_parameters_does_not_select_moments(tmp_path):
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda folder: folder.name)
 def test_files_of_earlier_versions_are_restored(tmp_path, folder):
     """The optimizer state of these files has numbers instead of names. The next save continues the run."""
-    step = max(int(path.stem.removeprefix("step-")) for path in folder.glob("step-*"))
+    steps = [int(path.stem.removeprefix("step-")) for path in folder.glob("step-*")]
+    step = max(step for step in steps if step in STEPS)  # later ones hold a model only
     wanted = dq.load(folder, step)
     for path in folder.glob("*.dqc"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+        if path.name <= f"step-{step:012d}.dqc":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
     torch.manual_seed(5)
     model = Model()
     if folder.name != "v4":

@@ -61,7 +61,7 @@ def over_devices(model: nn.Module) -> nn.Module:
 def test_sharded_models_are_refused_with_advice(tmp_path, shard, where):
     said = refused(tmp_path, shard(model_of()))
     assert said.startswith(where)
-    assert said.endswith("train replicas (DistributedDataParallel), or save with torch.distributed.checkpoint")
+    assert said.endswith("or save with torch.distributed.checkpoint, through dynaquant.interop.dcp")
 
 
 def test_an_optimizer_that_shards_its_state_is_refused(tmp_path):

@@ -31,14 +31,15 @@ def open_part(file: CheckpointFile, number: int) -> CheckpointFile:
     Raises CheckpointError if it is not there, is damaged, or is another part.
     """
     if number not in file.parts:
-        path = file.path.parent / file.header.parts.file_name(number)
+        parts, path = file.header.parts, part_paths(file)[number]
+        assert parts is not None
         try:
             part = CheckpointFile(path)
         except CheckpointError as error:
             if not is_missing(error):
                 raise
             raise CheckpointError(f"{file.path}: its part {path.name} is not in {path.parent.name}") from error
-        if part.header.identity != file.header.parts.files[number].identity:
+        if part.header.identity != parts.files[number].identity:
             raise CheckpointError(f"{path}: is not the part that {file.path.name} refers to")
         part.close()  # a checkpoint may have more parts than a process may have open files
         file.parts[number] = part

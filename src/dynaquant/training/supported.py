@@ -26,7 +26,7 @@ LOADER_ADVICE = (
 """Advice for a data loader that has no state."""
 _REPLICAS = (
     "sharded training is not supported yet: train replicas (DistributedDataParallel), or save with "
-    "torch.distributed.checkpoint"
+    "torch.distributed.checkpoint, through dynaquant.interop.dcp"
 )
 _UNSUPPORTED = {
     "torch.distributed.fsdp": ("shards the model", _REPLICAS),
