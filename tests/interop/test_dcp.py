@@ -50,6 +50,26 @@ def test_what_dcp_saves_is_read_by_any_number_of_ranks_and_by_one_process(tmp_pa
         assert all(bits(found[name]) == bits(wanted[name]) for name in wanted)
 
 
+def test_a_rank_with_a_full_disk_fails_the_save_on_all_ranks_and_the_next_save_works(tmp_path):
+    run_ranks(tmp_path, 2, "save", 3, "fsdp", "full disk")
+    run = Run(tmp_path / "run")
+    assert run.steps() == [1, 3]
+    assert dict(verify_run(run)) == dict.fromkeys([1, 3])
+    assert len([path for path in run.folder.iterdir() if path.is_dir()]) == 2
+
+
+def test_a_killed_rank_leaves_the_last_commit(tmp_path):
+    status, _ = launch(RANKS, 2, 240, tmp_path, "save", 3, "fsdp", "killed")
+    assert status != 0
+    run = Run(tmp_path / "run")
+    assert run.steps() == [1]
+    assert dict(verify_run(run)) == {1: None}
+    assert len([path for path in run.folder.iterdir() if path.is_dir()]) == 2  # of the second save, without its file
+    run_ranks(tmp_path, 2, "save", 1, "fsdp")
+    assert run.steps() == [1]
+    assert len([path for path in run.folder.iterdir() if path.is_dir()]) == 1
+
+
 @pytest.fixture(autouse=True)
 def quiet():
     with warnings.catch_warnings():

@@ -1,15 +1,25 @@
 """A small FSDP2 training whose state DCP saves to a run and loads from it. Run on several ranks by ``launched``.
 
-dcp_ranks.py FOLDER save STEPS MESH | load STEP MESH
+dcp_ranks.py FOLDER save STEPS LAYOUT [FAULT] | load STEP LAYOUT
+
+FAULT: what happens to rank 1 in its second save, while it writes: ``killed`` or ``full disk``.
 """
 
+import errno
+import os
+import signal
 import sys
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -48,18 +58,39 @@ def whole(state):
     return {n: t.full_tensor() if hasattr(t, "full_tensor") else t.clone() for n, t in found.items()}
 
 
-def main(folder, action, steps, layout, quality="lossless"):
-    dist.init_process_group("gloo")
+class Faulty(DefaultSavePlanner):
+    """A planner with which rank 1 fails when it looks up a tensor."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self._fault = fault
+
+    def resolve_data(self, write_item):
+        if dist.get_rank() == 1 and self._fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if dist.get_rank() == 1 and self._fault == "full disk":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().resolve_data(write_item)
+
+
+def save(state, step, writer, fault):
+    expected = pytest.raises(CheckpointException, match="No space left") if fault == "full disk" else nullcontext()
+    with expected:
+        dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=writer, planner=Faulty(fault))
+
+
+def main(folder, action, steps, layout, fault=None):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     model, optimizer = training(layout)
     if action == "save":
-        writer = StorageWriter(folder / "run", quality=quality, keep_last=int(steps))
+        writer = StorageWriter(folder / "run", quality="lossless", keep_last=int(steps))
         for step in range(1, int(steps) + 1):
             torch.manual_seed(step)
             for parameter in model.parameters():
                 parameter.grad = torch.randn_like(parameter)
             optimizer.step()
             state = state_of(model, optimizer, step)
-            dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=writer)
+            save(state, step, writer, fault if step == 2 else None)
             found = whole(state)
             if dist.get_rank() == 0:
                 torch.save(found, folder / f"state-{step}.pt")
