@@ -82,12 +82,14 @@ class Parts:
 
     def check(self, entries: Iterable[Entry]) -> None:
         """Raise ValueError if the boxes of an entry do not lie in its tensor."""
+        checked = set()  # many tensors have the same layout and shape
         for entry in entries:
-            if isinstance(entry.scheme, Sharded):
+            if isinstance(entry.scheme, Sharded) and (entry.scheme.layout, entry.shape) not in checked:
                 if entry.scheme.layout >= len(self.layouts):
                     raise ValueError(f"tensor {entry.name} has a layout that is not there")
                 if not all(place.box.fits(entry.shape) for place in self.layouts[entry.scheme.layout]):
                     raise ValueError(f"a box of {entry.name} does not lie in it")
+                checked.add((entry.scheme.layout, entry.shape))
 
     def file_name(self, part: int) -> str:
         """Return the path of a part from the folder of the run on."""
