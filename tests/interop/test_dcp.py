@@ -17,6 +17,9 @@ from typer.testing import CliRunner
 import dynaquant as dq
 from dynaquant.cli import app
 from dynaquant.interop.dcp import StorageReader, StorageWriter
+from dynaquant.store.commit import WritableRun
+from dynaquant.store.recoding import branch, compact
+from dynaquant.store.retention import Retention, prune
 from dynaquant.store.run import Run
 from dynaquant.store.verifying import verify_run
 
@@ -50,8 +53,31 @@ def test_what_dcp_saves_is_read_by_any_number_of_ranks_and_by_one_process(tmp_pa
         assert all(bits(found[name]) == bits(wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize("quality", ["balanced", "high"])
+def test_quantized_checkpoints_of_ranks_that_chose_different_grids(tmp_path, quality):
+    run_ranks(tmp_path, 2, "save", 4, "fsdp", quality)
+    run = WritableRun(tmp_path / "run")
+    assert dict(verify_run(run)) == dict.fromkeys([1, 2, 3, 4])
+    assert run.file(4).header.by_name["model.0.weight"].needs_parent
+    before = {step: dq.load(run.folder, step=step)["model"] for step in (2, 4)}
+    run_ranks(tmp_path, 3, "load", 4, "fsdp")
+    loaded = torch.load(tmp_path / "loaded-3-fsdp.pt")
+    for name, tensor in before[4].items():
+        assert bits(loaded[f"model.{name}"]) == bits(tensor)
+    size = run.file(4).total_size
+    with run.locked():
+        assert list(compact(run, 2)) == [1, 2, 3, 4]
+        assert dict(verify_run(run)) == dict.fromkeys([1, 2, 3, 4])
+        branch(run, run.file(4), tmp_path / "branch")
+        assert prune(run, Retention(keep_last=1)) == []
+    assert run.file(4).total_size < 4 * size  # a keyframe, but still quantized
+    for folder in (run.folder, tmp_path / "branch"):
+        found = dq.load(folder)["model"]
+        assert all(bits(found[name]) == bits(tensor) for name, tensor in before[4].items())
+
+
 def test_a_rank_with_a_full_disk_fails_the_save_on_all_ranks_and_the_next_save_works(tmp_path):
-    run_ranks(tmp_path, 2, "save", 3, "fsdp", "full disk")
+    run_ranks(tmp_path, 2, "save", 3, "fsdp", "lossless", "full disk")
     run = Run(tmp_path / "run")
     assert run.steps() == [1, 3]
     assert dict(verify_run(run)) == dict.fromkeys([1, 3])
@@ -59,7 +85,7 @@ def test_a_rank_with_a_full_disk_fails_the_save_on_all_ranks_and_the_next_save_w
 
 
 def test_a_killed_rank_leaves_the_last_commit(tmp_path):
-    status, _ = launch(RANKS, 2, 240, tmp_path, "save", 3, "fsdp", "killed")
+    status, _ = launch(RANKS, 2, 240, tmp_path, "save", 3, "fsdp", "lossless", "killed")
     assert status != 0
     run = Run(tmp_path / "run")
     assert run.steps() == [1]

@@ -1,6 +1,6 @@
 """A small FSDP2 training whose state DCP saves to a run and loads from it. Run on several ranks by ``launched``.
 
-dcp_ranks.py FOLDER save STEPS LAYOUT [FAULT] | load STEP LAYOUT
+dcp_ranks.py FOLDER save STEPS LAYOUT [QUALITY [FAULT]] | load STEP LAYOUT
 
 FAULT: what happens to rank 1 in its second save, while it writes: ``killed`` or ``full disk``.
 """
@@ -31,7 +31,9 @@ from dynaquant.interop.dcp import StorageReader, StorageWriter
 def training(layout):
     """Return a model and an optimizer. layout: fsdp, or tp (FSDP2 over tensor parallel of 2)."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(48, 70), nn.LayerNorm(70), nn.Linear(70, 33))
+    model = nn.Sequential(nn.Linear(48, 70), nn.LayerNorm(70), nn.Linear(70, 33), nn.Linear(33, 1))
+    with torch.no_grad():
+        model[0].weight[35:] *= 50  # ranks choose different grids
     size = dist.get_world_size()
     if layout == "tp":
         mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
@@ -79,11 +81,11 @@ def save(state, step, writer, fault):
         dcp.save(state, checkpoint_id=f"step-{step}", storage_writer=writer, planner=Faulty(fault))
 
 
-def main(folder, action, steps, layout, fault=None):
+def main(folder, action, steps, layout, quality="lossless", fault=None):
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     model, optimizer = training(layout)
     if action == "save":
-        writer = StorageWriter(folder / "run", quality="lossless", keep_last=int(steps))
+        writer = StorageWriter(folder / "run", quality=quality, keep_last=int(steps))
         for step in range(1, int(steps) + 1):
             torch.manual_seed(step)
             for parameter in model.parameters():

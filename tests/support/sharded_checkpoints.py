@@ -10,7 +10,8 @@ from dynaquant.store.container import Parent
 from dynaquant.store.layout import Place, part_name
 from dynaquant.store.sharded_writing import Plan, ShardedTensor, base_of_part, second_of, sharded_header, write_part
 from dynaquant.store.writing import Base
-from dynaquant.tensors.boxes import Box, cut
+from dynaquant.tensors.box import Box
+from dynaquant.tensors.boxes import cut
 
 
 def by_rows(shape, parts):

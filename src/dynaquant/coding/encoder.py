@@ -24,8 +24,17 @@ from dynaquant.coding.schemes import (
 )
 from dynaquant.tensors.bounded import BoundedTensor
 from dynaquant.tensors.codebook import Centres, Grid, LogGrid
+from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.dtypes import bytes_of
-from dynaquant.tensors.stored import Quantized, QuantizedTensor, RankOne, RoundedWeight, ScaledMoment, StoredTensor
+from dynaquant.tensors.stored import (
+    Patchwork,
+    Quantized,
+    QuantizedTensor,
+    RankOne,
+    RoundedWeight,
+    ScaledMoment,
+    StoredTensor,
+)
 
 Coder = Literal["conditional", "rearranged"]
 """How levels become bytes: by conditional entropy coding (method 2.2) or as published (method 1.5)."""
@@ -48,6 +57,8 @@ def encode(
     stored: Quantized | Tensor, parent: StoredTensor | None, coder: Coder = "conditional"
 ) -> tuple[Scheme, bytes]:
     """Return the scheme and the stream of a tensor. parent: the parent's tensor of the same name, if it has one."""
+    if isinstance(stored, Patchwork):
+        stored = values_of(stored)
     if isinstance(stored, Tensor):
         return _encode_lossless(stored, parent)
     if isinstance(stored, BoundedTensor):

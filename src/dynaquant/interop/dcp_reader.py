@@ -33,7 +33,7 @@ from dynaquant.store.parts import places_of
 from dynaquant.store.regions import load_boxes
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag
-from dynaquant.tensors.boxes import Box
+from dynaquant.tensors.box import Box
 from dynaquant.tensors.dequantize import values_of
 
 

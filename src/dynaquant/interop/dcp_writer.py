@@ -6,11 +6,12 @@ Nothing is pickled: values that are not tensors go into the checkpoint's tree.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,9 @@ from dynaquant.save.presets import PRESETS, QualityName
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label
 from dynaquant.store.commit import WritableRun
-from dynaquant.store.container import Header, Parent
-from dynaquant.store.layout import Layout, PartFile, Place, part_name
-from dynaquant.store.retention import Retention, prepare_replacement, prune
+from dynaquant.store.container import Header, Parent, is_step
+from dynaquant.store.layout import Layout, PartFile, Place, box_name, part_name
+from dynaquant.store.retention import Retention, can_be_parent, prepare_replacement, prune
 from dynaquant.store.sharded_writing import (
     Plan,
     ShardedTensor,
@@ -54,19 +55,25 @@ from dynaquant.store.sharded_writing import (
     write_part,
 )
 from dynaquant.store.writing import Base
-from dynaquant.tensors.boxes import Box
+from dynaquant.tensors.box import Box
 from dynaquant.tensors.stored import StoredTensor
 
+log = logging.getLogger("dynaquant")
 CheckpointId = str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)
 class _Commit:
-    """What the coordinator tells each process: the draft of the header, the folder for parts, this process's number."""
+    """What the coordinator tells each process: the draft of the header, the folder for parts, this process's number.
+
+    parts, shapes: of the parent: identities of its parts, shapes of its tensors.
+    """
 
     draft: Header
     folder: Path
-    part: int
+    part: int = 0
+    parts: frozenset[str] = frozenset()
+    shapes: Mapping[str, torch.Size] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,8 @@ class StorageWriter(_StorageWriter):
         self._retention = Retention(keep_last)
         self._id: CheckpointId = None
         self._held = ExitStack()  # the run's lock, on the coordinator, from planning to the end
-        self._base: Base | None = None  # the boxes of this process in the last checkpoint
+        self._base: Base | None = None  # the boxes that this process wrote last
+        self._last: Parent | None = None  # on the coordinator: the checkpoint that was committed last
         self._rungs: dict[str, int] = {}
         self._commit: _Commit | None = None  # on the coordinator
 
@@ -119,8 +127,10 @@ class StorageWriter(_StorageWriter):
         """Begin a new checkpoint. DCP calls this only if it has an id."""
         self._id = checkpoint_id
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the coordinator takes the run's lock when it plans."""
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Refuse what cannot be saved as one checkpoint. Raises ValueError for ``use_collectives=False``."""
+        if kwargs.get("use_collectives") is False:
+            raise ValueError("StorageWriter needs collectives: dcp.save(…, use_collectives=True), which is the default")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -128,36 +138,59 @@ class StorageWriter(_StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Take the run's lock, create a folder for the parts, and number the processes that write any."""
-        self._held.close()  # of a save that failed
-        self._held.enter_context(self._run.locked())
-        step = self._step()
-        if self._run.path(step).exists():
-            prepare_replacement(self._run, step)
-        draft, folder = self._run.begin_parts(step)
-        self._held.callback(self._run.abandon_parts, folder)
-        draft = replace(draft, parent=self._parent(step))
-        self._commit = _Commit(draft, folder, 0)
+        if not all(plan.usable for plan in plans):
+            raise ValueError("StorageWriter needs a plan for every save: give no planner with enable_plan_caching=True")
+        self.close()  # of a save that failed
+        try:
+            self._held.enter_context(self._run.locked())
+            step = self._step()
+            if self._run.path(step).exists():
+                self._warn(prepare_replacement(self._run, step))
+            draft, folder = self._run.begin_parts(step)
+            self._held.callback(self._run.abandon_parts, folder)
+            self._commit = self._begun(draft, folder)
+        except BaseException:
+            self.close()
+            raise
         with_tensors = [i for i, plan in enumerate(plans) if any(map(_is_tensor, plan.items))]
         numbers = {i: number for number, i in enumerate(with_tensors)}
         return [
             replace(plan, storage_data=replace(self._commit, part=numbers.get(i, 0))) for i, plan in enumerate(plans)
         ]
 
-    def _step(self) -> int:
-        numbers = re.findall(r"\d+", os.path.basename(os.fspath(self._id)) if self._id is not None else "")
-        steps = self._run.steps()
-        return int(numbers[-1]) if numbers else max(steps, default=0) + 1
+    def close(self) -> None:
+        """Release the run's lock, which a save that failed on another process still holds. May be called again."""
+        self._commit = None
+        self._held.close()
 
-    def _parent(self, step: int) -> Parent | None:
-        """Return the checkpoint that this one is conditioned on; None for a keyframe."""
-        if self._base is None:
-            return None
-        lengths = self._run.chain_lengths()
-        parent = next((known for known in lengths if known.step == self._base.parent.step), None)
-        if parent is None or parent.step == step or lengths[parent] >= self._keyframe_every:
-            return None
-        deleted = self._retention.steps_to_delete([*self._run.steps(), step], {*self._run.steps(), step})
-        return None if parent.step in deleted else parent
+    def _step(self) -> int:
+        """Return the step of the new checkpoint. An id counts for one save only."""
+        name, self._id = Path(self._id).name if self._id is not None else "", None
+        numbers = re.findall(r"\d+", name)
+        step = int(numbers[-1]) if numbers else max(self._run.steps(), default=0) + 1
+        if not is_step(step):
+            raise ValueError(f"the step in the id {name!r} is too large")
+        return step
+
+    def _begun(self, draft: Header, folder: Path) -> _Commit:
+        """Return what processes must know. A checkpoint is conditioned on the last one that this object committed."""
+        if self._last is None or not self._can_be_parent(self._last, draft.step):
+            return _Commit(draft, folder)
+        parent = self._run.file(self._last.step)
+        assert parent.header.parts is not None
+        return _Commit(
+            replace(draft, parent=self._last),
+            folder,
+            parts=frozenset(file.identity for file in parent.header.parts.files),
+            shapes={entry.name: entry.shape for entry in parent.header.entries},
+        )
+
+    def _can_be_parent(self, parent: Parent, step: int) -> bool:
+        return can_be_parent(self._run, Base(parent, {}, {}), step, self._retention, self._keyframe_every, ())
+
+    def _warn(self, notes: Iterable[str]) -> None:
+        for note in notes:
+            log.warning("%s: %s", self._run.folder, note)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Quantize the tensors of the plan and write them as a part. Other values go to the coordinator as they are."""
@@ -171,8 +204,8 @@ class StorageWriter(_StorageWriter):
         return done
 
     def _write_part(self, items: Sequence[WriteItem], planner: SavePlanner, commit: _Commit) -> list[WriteResult]:
-        parent = commit.draft.parent
-        base = self._base if parent is not None and self._base and self._base.parent.step == parent.step else None
+        # Only boxes of the parent: a save in between may have failed on another process.
+        base = self._base if self._base is not None and self._base.parent.identity in commit.parts else None
         boxes: dict[tuple[str, Box], StoredTensor] = {}
         own: list[tuple[ShardedTensor, Box]] = []
         ordered: list[WriteItem] = []
@@ -186,6 +219,8 @@ class StorageWriter(_StorageWriter):
                 name, box = item.index.fqn, _box_of(item)
                 stored = found.quantized.get(name) or copied(tensors[name])
                 boxes[name, box] = stored
+                if base is not None and commit.shapes.get(name) != _shape_of(item):
+                    base = _without(base, box_name(name, box))
                 own.append((ShardedTensor(name, found.labels[name], stored.dtype, stored.shape, 0), box))
                 ordered.append(item)
         draft = commit.draft if base is not None else replace(commit.draft, parent=None)
@@ -209,17 +244,19 @@ class StorageWriter(_StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the file of the checkpoint, which completes the commit, and delete what is not kept."""
-        found = {result.index: result.storage_data for part in results for result in part}
         commit = self._commit
         assert commit is not None
-        boxes = {index: stored for index, stored in found.items() if isinstance(stored, _WrittenBox)}
-        plain = {index.fqn: stored.value for index, stored in found.items() if isinstance(stored, _Plain)}
-        plan, written = _plan_of(metadata, boxes)
-        draft = replace(commit.draft, tree=_tree_of(metadata, plain), record={"format": "dcp"})
-        self._run.publish(sharded_header(draft, commit.folder.name, plan, written))
-        prune(self._run, self._retention)
-        self._held.close()
-        self._id = None
+        try:
+            found = {result.index: result.storage_data for part in results for result in part}
+            boxes = {index: stored for index, stored in found.items() if isinstance(stored, _WrittenBox)}
+            plain = {index.fqn: stored.value for index, stored in found.items() if isinstance(stored, _Plain)}
+            plan, written = _plan_of(metadata, boxes)
+            draft = replace(commit.draft, tree=_tree_of(metadata, plain), record={"format": "dcp"})
+            file = self._run.publish(sharded_header(draft, commit.folder.name, plan, written))
+            self._last = Parent(file.header.step, file.header.identity)
+            self._warn(prune(self._run, self._retention))
+        finally:
+            self.close()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:  # noqa: ARG003
@@ -236,6 +273,11 @@ class _Plain:
     """A value that is not a tensor."""
 
     value: Any
+
+
+def _without(base: Base, name: str) -> Base:
+    """Return a base without one box."""
+    return replace(base, tensors={other: tensor for other, tensor in base.tensors.items() if other != name})
 
 
 def _plain_value(item: WriteItem, planner: SavePlanner) -> _Plain:
@@ -261,6 +303,11 @@ def _tensor(item: WriteItem, planner: SavePlanner) -> Tensor:
     tensor = planner.resolve_data(item)
     assert isinstance(tensor, Tensor)
     return tensor.detach()
+
+
+def _shape_of(item: WriteItem) -> torch.Size:
+    assert item.tensor_data is not None
+    return item.tensor_data.size
 
 
 def _box_of(item: WriteItem) -> Box:
@@ -294,7 +341,11 @@ def _plan_of(metadata: Metadata, boxes: Mapping[MetadataIndex, _WrittenBox]) -> 
             places.append(Place(stored.part, box))
             stored_at[name, box], files[stored.part] = stored, stored.file
         layout = layouts.setdefault(tuple(places), len(layouts))
-        tensors.append(ShardedTensor(name, stored.label, entry.properties.dtype, entry.size, layout, stored.second))
+        of_boxes = [stored_at[name, place.box] for place in places]
+        # An empty box, or one that is stored exactly, says nothing about the others.
+        second = max((stored.second for stored in of_boxes), default="")
+        label = max(of_boxes, key=lambda stored: stored.size).label
+        tensors.append(ShardedTensor(name, label, entry.properties.dtype, entry.size, layout, second))
     plan = Plan(tuple(tensors), tuple(layouts), len(files))
     written = []
     for number, own in enumerate(plan.boxes):

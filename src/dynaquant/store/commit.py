@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from dynaquant.tensors.boxes import cut
 from dynaquant.tensors.stored import External, StoredTensor
 
 _TEMPORARY = ".tmp"
-_PARTS_NAME = re.compile(rf"{PARTS}\d{{12,}}-\d{{12,}}-\d+")
+_PARTS_NAME = re.compile(rf"{PARTS}\d{{12,}}-\d{{12,}}-[0-9a-f]{{8}}")
 MIN_FROZEN_BYTES = 1 << 20
 """Frozen parameters get a file of their own from this size on. Smaller ones are stored in each checkpoint."""
 _UNKNOWN_COMMITS = 2**32
@@ -55,7 +55,7 @@ class WritableRun(Run):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the run for writing, and delete the temporary files of a killed writer.
+        """Lock the run for writing, and delete the temporary files and the parts that a killed writer has left.
 
         Raises CheckpointError if another process (or Checkpointer) is writing to the folder.
         """
@@ -64,8 +64,8 @@ class WritableRun(Run):
                 if not leftover.is_dir():
                     leftover.unlink()
             self._lock = lock
-            self.delete_unneeded_parts()
             try:
+                self.delete_unneeded_parts()
                 yield
             finally:
                 self._lock = None
@@ -171,10 +171,8 @@ class WritableRun(Run):
         return draft, self._new_parts_folder(draft)
 
     def _new_parts_folder(self, draft: Header) -> Path:
-        for attempt in count():  # a folder of that name may be there: of a commit that failed, or to be re-coded
-            folder = self.folder / f"{PARTS}{draft.step:012d}-{draft.sequence:012d}-{attempt}"
-            if not folder.exists():
-                break
+        # Processes of a job that was killed may still write to their folder, so no name is used twice.
+        folder = self.folder / f"{PARTS}{draft.step:012d}-{draft.sequence:012d}-{secrets.token_hex(4)}"
         self._unfinished.add(folder.name)
         try:
             make_folder(folder)
@@ -213,8 +211,11 @@ class WritableRun(Run):
             add_disk_full_note(error, path)
             self._delete_uncommitted(temporary)
             raise
-        file = self._rename(written, path)
-        self._unfinished.discard(header.parts.folder)
+        try:
+            file = self._rename(written, path)
+        finally:
+            if written.is_at(path):  # also if the file is in place, and only syncing its folder failed
+                self._unfinished.discard(header.parts.folder)
         self._summaries[file_version(path.stat())] = header.summary
         self._newest = self._highest = header.sequence
         try:
@@ -229,7 +230,7 @@ class WritableRun(Run):
 
         Deletes none while a checkpoint cannot be read, because it may need any of them.
         """
-        folders = [folder for folder in self.folder.glob(f"{PARTS}*") if folder.is_dir()]
+        folders = [path for path in self.folder.glob(f"{PARTS}*") if path.is_dir() and not path.is_symlink()]
         if not folders:
             return
         summaries, broken = self.summaries()
@@ -284,7 +285,7 @@ class WritableRun(Run):
         temporary = path.with_name(path.name + _TEMPORARY)
         try:
             with temporary.open("wb") as out:
-                write_checkpoint(out, draft, tensors, labels, base, coder)
+                write_checkpoint(out, draft, tensors, labels, base, coder, again=bool(draft.entries))
             written = CheckpointFile(temporary)
             if draft.entries and written.header.identity != draft.identity:
                 raise CheckpointError(f"{temporary}: re-coding would change the values of {path.name}")
@@ -335,7 +336,7 @@ class WritableRun(Run):
             for number, boxes in enumerate(plan.boxes):
                 own = {(tensor.name, box): cut(tensors[tensor.name], box) for tensor, box in boxes}
                 path = folder / part_name(number)
-                written.append(write_part(path, boxes, own, draft, base and base_of_part(base, boxes))[0])
+                written.append(write_part(path, boxes, own, draft, base and base_of_part(base, boxes), again=True)[0])
             header = sharded_header(draft, folder.name, plan, written)
             if header.identity != file.header.identity:
                 raise CheckpointError(f"{folder}: re-coding would change the values of {file.path.name}")
@@ -345,7 +346,7 @@ class WritableRun(Run):
             raise
 
     def delete(self, step: int) -> None:
-        """Delete the file of a step. The caller has made sure that no other checkpoint depends on it."""
+        """Delete the file of a step, and its parts. The caller has made sure that no other checkpoint depends on it."""
         self._check_lock()
         self.path(step).unlink()
         sync(self.folder)

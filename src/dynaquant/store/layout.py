@@ -12,7 +12,7 @@ from blake3 import blake3
 from dynaquant.coding.schemes import Sharded
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import is_file_name
-from dynaquant.tensors.boxes import Box
+from dynaquant.tensors.box import Box, tile
 
 FOLDER = "parts-"
 """Prefix of the names of folders with parts."""
@@ -81,14 +81,15 @@ class Parts:
         return found
 
     def check(self, entries: Iterable[Entry]) -> None:
-        """Raise ValueError if the boxes of an entry do not lie in its tensor."""
+        """Raise ValueError if the boxes of an entry do not cover its tensor, each element once."""
         checked = set()  # many tensors have the same layout and shape
         for entry in entries:
             if isinstance(entry.scheme, Sharded) and (entry.scheme.layout, entry.shape) not in checked:
                 if entry.scheme.layout >= len(self.layouts):
                     raise ValueError(f"tensor {entry.name} has a layout that is not there")
-                if not all(place.box.fits(entry.shape) for place in self.layouts[entry.scheme.layout]):
-                    raise ValueError(f"a box of {entry.name} does not lie in it")
+                boxes = [place.box for place in self.layouts[entry.scheme.layout]]
+                if not all(box.fits(entry.shape) for box in boxes) or not tile(entry.shape, boxes):
+                    raise ValueError(f"the boxes of {entry.name} do not cover it once")
                 checked.add((entry.scheme.layout, entry.shape))
 
     def file_name(self, part: int) -> str:

@@ -11,7 +11,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.store.container import CheckpointFile, is_missing
 from dynaquant.store.entry import Entry
 from dynaquant.store.layout import Layout, Place, box_name, sharded_hash
-from dynaquant.tensors.boxes import cut, join
+from dynaquant.tensors.boxes import cut, patchwork
 from dynaquant.tensors.hashing import stored_hash
 from dynaquant.tensors.stored import RoundedWeight, ScaledMoment, StoredTensor
 
@@ -39,7 +39,7 @@ def open_part(file: CheckpointFile, number: int) -> CheckpointFile:
             if not is_missing(error):
                 raise
             raise CheckpointError(f"{file.path}: its part {path.name} is not in {path.parent.name}") from error
-        if part.header.identity != parts.files[number].identity:
+        if (part.header.identity, part.size) != (parts.files[number].identity, parts.files[number].size):
             raise CheckpointError(f"{path}: is not the part that {file.path.name} refers to")
         part.close()  # a checkpoint may have more parts than a process may have open files
         file.parts[number] = part
@@ -59,11 +59,11 @@ def decode_sharded(
     """
     boxes = []
     other = others.get(depends_on(entry.scheme) or "")
-    for place in places_of(file, entry):
-        before, beside = (None if tensor is None else cut(tensor, place.box) for tensor in (parent, other))
-        boxes.append((place.box, decode_box(file, entry, place, before, beside, decode_entry)))
     try:
-        return join(entry.dtype, entry.shape, boxes)
+        for place in places_of(file, entry):
+            before, beside = (None if tensor is None else cut(tensor, place.box) for tensor in (parent, other))
+            boxes.append((place.box, decode_box(file, entry, place, before, beside, decode_entry)))
+        return patchwork(entry.dtype, entry.shape, boxes)
     except ValueError as error:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
 
@@ -107,8 +107,8 @@ def entry_of_box(file: CheckpointFile, entry: Entry, place: Place) -> Entry:
     own = part.header.by_name.get(box_name(entry.name, place.box))
     if own is None or own.dtype != entry.dtype or tuple(own.shape) != place.box.sizes:
         raise CheckpointError(f"{part.path}: {box_name(entry.name, place.box)} is not there, or has another shape")
-    if isinstance(own.scheme, Sharded):
-        raise CheckpointError(f"{part.path}: {own.name} is in parts again")
+    if isinstance(own.scheme, Sharded) or own.external:
+        raise CheckpointError(f"{part.path}: the values of {own.name} are not in the part")
     return own
 
 

@@ -12,6 +12,7 @@ from dynaquant.store import frozen_files, parts
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.memory import explain_out_of_memory
+from dynaquant.tensors.boxes import in_one
 from dynaquant.tensors.hashing import stored_hash
 from dynaquant.tensors.stored import StoredTensor
 
@@ -109,7 +110,7 @@ def decode_entry(
     try:
         with explain_out_of_memory(file, entry):
             other = others.get(depends_on(entry.scheme) or "")
-            return decode(entry.scheme, entry.dtype, entry.shape, file.read(entry), parent, other)
+            return decode(entry.scheme, entry.dtype, entry.shape, file.read(entry), in_one(parent), other)
     except ValueError as error:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import torch
-
 from dynaquant.coding.schemes import Sharded, depends_on
 from dynaquant.errors import CheckpointError
 from dynaquant.store.chain import detect_run_changes, name_step_in_errors
@@ -18,8 +16,9 @@ from dynaquant.store.entry import Entry
 from dynaquant.store.layout import Place
 from dynaquant.store.parts import decode_box, entry_of_box, open_part, places_of
 from dynaquant.store.reading import decode_entry, decoded_hash, load_tensor
-from dynaquant.tensors.boxes import Box, cut, join
-from dynaquant.tensors.stored import StoredTensor
+from dynaquant.tensors.box import Box
+from dynaquant.tensors.boxes import cut
+from dynaquant.tensors.stored import Patchwork, StoredTensor
 
 
 def load_boxes(
@@ -54,18 +53,9 @@ class _TensorReader:
             if (level, name) not in self._whole:
                 self._whole[level, name] = load_tensor(self._chain[level:], name)
             return cut(self._whole[level, name], box)
-        parts = []
-        for place in places_of(file, entry):
-            if place.box == box:
-                return self._at(level, entry, place)
-            if (common := place.box.overlap(box)) is not None:
-                parts.append(
-                    (common.relative_to(box), cut(self._at(level, entry, place), common.relative_to(place.box)))
-                )
-        try:
-            return join(entry.dtype, torch.Size(box.sizes), parts)
-        except ValueError as error:
-            raise CheckpointError(f"{file.path}: tensor {name} is damaged ({error})") from error
+        needed = [place for place in places_of(file, entry) if place.box == box or place.box.overlap(box)]
+        boxes = tuple((place.box, self._at(level, entry, place)) for place in needed)
+        return cut(Patchwork(entry.dtype, entry.shape, boxes), box)
 
     def _at(self, level: int, entry: Entry, place: Place) -> StoredTensor:
         """Return a stored box of a sharded tensor."""

@@ -25,7 +25,8 @@ from dynaquant.store.entry import Entry
 from dynaquant.store.files import add_disk_full_note, sync_parent
 from dynaquant.store.layout import Layout, PartFile, Parts, box_name, sharded_hash
 from dynaquant.store.writing import Base, verify_written, write_checkpoint
-from dynaquant.tensors.boxes import Box, cut
+from dynaquant.tensors.box import Box
+from dynaquant.tensors.boxes import cut
 from dynaquant.tensors.hashing import stored_hash
 from dynaquant.tensors.stored import (
     QuantizedTensor,
@@ -122,22 +123,26 @@ def write_part(
     draft: Header,
     base: Base | None,
     coder: Coder = "conditional",
+    again: bool = False,
 ) -> tuple[WrittenPart, Base]:
     """Write a part, make it durable, read it back and compare it with what was to be stored.
 
     path: of the part. own: its boxes, in order. boxes: what is stored of them. draft: of the checkpoint. base: boxes of
     the last checkpoint, by their name in a part. Returns what the checkpoint has to know, and the next part's base.
-    If this fails, a file may be left at the path.
+    again: the part is re-coded, and others may depend on its levels. If this fails, a file may be left at the path.
     """
     tensors: dict[str, StoredTensor] = {}
     labels: dict[str, Label] = {}
     for tensor, box in own:
         name = box_name(tensor.name, box)
         tensors[name], labels[name] = _in_part(boxes, boxes[tensor.name, box], box), tensor.label
+    if base is not None:  # a box of another shape is not a parent
+        fitting = {name: t for name, t in base.tensors.items() if name in tensors and t.shape == tensors[name].shape}
+        base = replace(base, tensors=fitting, hashes={name: base.hashes[name] for name in fitting})
     header = Header(draft.step, draft.sequence, base.parent if base else None, state_dict_tree(tensors), (), {})
     try:
         with path.open("xb") as out:
-            write_checkpoint(out, header, tensors, labels, base, coder)
+            write_checkpoint(out, header, tensors, labels, base, coder, again)
         written = CheckpointFile(path)
         verify_written(written, tensors, base)
         sync_parent(path)

@@ -15,6 +15,7 @@ from dynaquant.state.roles import Label
 from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.store.entry import Entry
 from dynaquant.store.reading import decode_entry
+from dynaquant.tensors.boxes import in_one
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.hashing import stored_hash
 from dynaquant.tensors.stored import External, RoundedWeight, ScaledMoment, StoredTensor, stored_equal
@@ -89,7 +90,7 @@ def encode_entry(
     if isinstance(stored, External):
         where = Omitted() if stored.file is None else Frozen(stored.file)
         return Entry(name, label, stored.dtype, stored.shape, digest, 0, where), b""
-    parent = base.tensors.get(name) if base else None
+    parent = in_one(base.tensors.get(name)) if base else None
     if base is not None and base.hashes.get(name) == digest and _can_stand_for(parent, stored, again):
         return Entry(name, label, stored.dtype, stored.shape, digest, 0, Reference()), b""
     if isinstance(stored, ScaledMoment) and tensors.get(stored.second_name) is not stored.second:
@@ -107,12 +108,16 @@ def write_checkpoint(
     labels: Mapping[str, Label],
     base: Base | None,
     coder: Coder,
+    again: bool = False,
 ) -> None:
-    """Write a checkpoint file: the streams of the tensors, then ``draft`` with its entries filled in."""
+    """Write a checkpoint file: the streams of the tensors, then ``draft`` with its entries filled in.
+
+    again: it is re-coded, and others may depend on its levels.
+    """
     writer = CheckpointWriter(out)
     entries = []
     for name in tensors:
-        entry, coded = encode_entry(name, tensors, labels[name], base, coder, bool(draft.entries))
+        entry, coded = encode_entry(name, tensors, labels[name], base, coder, again)
         entries.append(entry)
         writer.add(coded)
     writer.finish(replace(draft, entries=tuple(entries)))

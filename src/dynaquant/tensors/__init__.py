@@ -7,7 +7,8 @@ In reading order:
 - ``bounded``: the form of a tensor with a bound on every value's error
 - ``stored``: the forms in which a checkpoint stores a tensor, such as levels with a codebook
 - ``dequantize``: stored form to values
-- ``boxes``: regions of a tensor: cutting stored tensors into boxes and joining them
+- ``box``: a region of a tensor
+- ``boxes``: cuts boxes out of stored tensors, and puts boxes together
 - ``hashing``: hashes of values
 - ``log_histogram``: histogram and quantiles of a tensor's values
 - ``lazy_mapping``: a mapping of tensors that are made when they are looked up

@@ -1,13 +1,10 @@
-"""Boxes are regions of a tensor. A sharded training holds and stores a tensor as boxes, so stored tensors are cut and
-joined here. That changes no value: levels are absolute.
-"""
+"""Cuts boxes out of stored tensors, and puts boxes together. That changes no value: levels are absolute."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -16,11 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant.tensors.bounded import BoundedTensor
+from dynaquant.tensors.box import Box, tile
 from dynaquant.tensors.codebook import Centres, Codebook, Grid, LogGrid
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.stored import (
     FIRST_BIN,
     PROTECTED,
+    Patchwork,
     QuantizedTensor,
     RankOne,
     RoundedWeight,
@@ -29,59 +28,21 @@ from dynaquant.tensors.stored import (
 )
 
 S = TypeVar("S", bound=StoredTensor)
-FEW = 64
-"""Up to so many boxes are compared in pairs. Of more, the elements are marked."""
 
 
-@dataclass(frozen=True, order=True)
-class Box:
-    """A region of a tensor: for each dimension where it begins, and how long it is. Both have the tensor's rank."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
-        """Return the box of a whole tensor."""
-        return cls((0,) * len(shape), tuple(shape))
-
-    @property
-    def elements(self) -> int:
-        """Number of elements."""
-        return math.prod(self.sizes)
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """The index of the box in an array of the tensor's shape."""
-        return tuple(slice(begin, begin + size) for begin, size in zip(self.offsets, self.sizes, strict=True))
-
-    def overlap(self, other: Box) -> Box | None:
-        """Return the box that lies in both; None if it would have no elements."""
-        begins = tuple(map(max, self.offsets, other.offsets))
-        ends = (
-            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        )
-        sizes = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
-        return Box(begins, sizes) if all(size > 0 for size in sizes) else None
-
-    def relative_to(self, other: Box) -> Box:
-        """Return this box with offsets that count from the beginning of another one."""
-        return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
-
-    def fits(self, shape: Sequence[int]) -> bool:
-        """Whether the box lies in a tensor of this shape."""
-        return len(shape) == len(self.offsets) == len(self.sizes) and all(
-            begin >= 0 and size >= 0 and begin + size <= length
-            for begin, size, length in zip(self.offsets, self.sizes, shape, strict=True)
-        )
-
-
-Part = tuple[Box, S]
+Piece = tuple[Box, S]
 """A box of a tensor, and what is stored of it."""
 
 
 def cut(stored: StoredTensor, box: Box) -> StoredTensor:
-    """Return what a stored tensor holds of a box. It has the same values there, and the same levels."""
+    """Return what a stored tensor holds of a box. It has the same values there and, if they fit together, levels.
+
+    Raises ValueError if the box does not lie in the tensor.
+    """
+    if not box.fits(stored.shape):
+        raise ValueError(f"it has no box {box.offsets}, {box.sizes}")
+    if isinstance(stored, Patchwork):
+        return _together(stored, box)
     if box == Box.whole(stored.shape):
         return stored
     shape = torch.Size(box.sizes)
@@ -103,29 +64,48 @@ def cut(stored: StoredTensor, box: Box) -> StoredTensor:
     return values_of(stored)[box.slices].contiguous()
 
 
-def join(dtype: torch.dtype, shape: torch.Size, parts: Sequence[Part[StoredTensor]]) -> StoredTensor:
-    """Return a tensor from boxes that cover it. Boxes may overlap if they hold the same there.
+def in_one(stored: S | None) -> StoredTensor | None:
+    """Return a tensor of boxes as one, and any other as it is. Only so can it be the parent of a tensor in one file."""
+    return cut(stored, Box.whole(stored.shape)) if isinstance(stored, Patchwork) else stored
 
-    The result has levels if all parts have levels of codebooks that fit together, otherwise values only. Raises
-    ValueError if the boxes do not cover the tensor, or if a part has another dtype or shape than its box.
+
+def patchwork(dtype: torch.dtype, shape: torch.Size, pieces: Sequence[Piece[StoredTensor]]) -> StoredTensor:
+    """Return a tensor of boxes that cover it once. A single box that is the whole tensor stays as it is.
+
+    Raises ValueError if they do not cover it, overlap, or if a piece has another dtype or shape than its box.
     """
-    for box, stored in parts:
+    for box, stored in pieces:
         if stored.dtype != dtype or tuple(stored.shape) != box.sizes or not box.fits(shape):
-            raise ValueError("a part does not fit its box")
-    if not covers(shape, [box for box, _ in parts]):
-        raise ValueError("its boxes do not cover it")
-    if len(parts) == 1 and parts[0][0] == Box.whole(shape):
-        return parts[0][1]
-    joined = _joined(dtype, shape, parts)
+            raise ValueError("a piece does not fit its box")
+    if not tile(shape, [box for box, _ in pieces]):
+        raise ValueError("its boxes do not cover it once")
+    if len(pieces) == 1 and pieces[0][0] == Box.whole(shape):
+        return pieces[0][1]
+    return Patchwork(dtype, shape, tuple(pieces))
+
+
+def _together(stored: Patchwork, box: Box) -> StoredTensor:
+    """Return a box of a tensor of boxes: with levels if the boxes that overlap it fit together, else with values only.
+
+    Only these boxes count, so the result is the same whether the others were read or not.
+    """
+    pieces: list[Piece[StoredTensor]] = []
+    for other, piece in stored.boxes:
+        if other == box:
+            return piece
+        if (common := other.overlap(box)) is not None:
+            pieces.append((common.relative_to(box), cut(piece, common.relative_to(other))))
+    shape = torch.Size(box.sizes)
+    joined = _joined(stored.dtype, shape, pieces) if pieces else None
     if joined is not None:
         return joined
-    values = torch.empty(shape, dtype=dtype)
-    for box, stored in parts:
-        values[box.slices] = values_of(stored)
+    values = torch.empty(shape, dtype=stored.dtype)
+    for inside, piece in pieces:
+        values[inside.slices] = values_of(piece)
     return values
 
 
-def _joined(dtype: torch.dtype, shape: torch.Size, parts: Sequence[Part[StoredTensor]]) -> StoredTensor | None:
+def _joined(dtype: torch.dtype, shape: torch.Size, parts: Sequence[Piece[StoredTensor]]) -> StoredTensor | None:
     """Return the parts as one tensor of their form; None if their forms do not fit together."""
     if quantized := _all_of(QuantizedTensor, parts):
         return _join_levels(dtype, shape, quantized)
@@ -143,27 +123,10 @@ def _joined(dtype: torch.dtype, shape: torch.Size, parts: Sequence[Part[StoredTe
     return None
 
 
-def _all_of(kind: type[S], parts: Sequence[Part[StoredTensor]]) -> list[Part[S]]:
+def _all_of(kind: type[S], parts: Sequence[Piece[StoredTensor]]) -> list[Piece[S]]:
     """Return the parts if all of them are of this kind, otherwise nothing."""
     found = [(box, cast(S, stored)) for box, stored in parts if isinstance(stored, kind)]
     return found if len(found) == len(parts) else []
-
-
-def covers(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether the boxes cover every element of a tensor."""
-    elements = sum(box.elements for box in boxes)
-    if elements < math.prod(shape):
-        return False
-    if elements == math.prod(shape) and len(boxes) <= FEW and not _any_overlap(boxes):
-        return True
-    marked = np.zeros(tuple(shape), dtype=bool)
-    for box in boxes:
-        marked[box.slices] = True
-    return bool(marked.all())
-
-
-def _any_overlap(boxes: Sequence[Box]) -> bool:
-    return any(a.overlap(b) is not None for a, b in combinations(boxes, 2))
 
 
 def _cut_levels(stored: QuantizedTensor, box: Box) -> QuantizedTensor:
@@ -184,7 +147,7 @@ def _dense(stored: QuantizedTensor) -> NDArray[np.uint16]:
 
 
 def _join_levels(
-    dtype: torch.dtype, shape: torch.Size, parts: Sequence[Part[QuantizedTensor]]
+    dtype: torch.dtype, shape: torch.Size, parts: Sequence[Piece[QuantizedTensor]]
 ) -> QuantizedTensor | None:
     common = _common_codebook([stored.codebook for _, stored in parts])
     if common is None:
@@ -219,8 +182,15 @@ def _common_codebook(codebooks: Sequence[Codebook]) -> tuple[Codebook, list[int]
             codebook.first - lowest if isinstance(codebook, LogGrid) and codebook.bins else 0 for codebook in codebooks
         ]
         return LogGrid(first.pace, lowest, bins), shifts
-    same = all(isinstance(codebook, Centres) and np.array_equal(codebook.values, first.values) for codebook in used)
+    same = all(
+        isinstance(codebook, Centres) and np.array_equal(_bits(codebook.values), _bits(first.values))
+        for codebook in used
+    )
     return (first, [0] * len(codebooks)) if same else None
+
+
+def _bits(values: NDArray[np.float32]) -> NDArray[np.uint32]:
+    return values.view(np.uint32)  # zero and minus zero differ
 
 
 def _factors(box: Box) -> tuple[Box, Box]:
@@ -234,7 +204,7 @@ def _cut_columns(stored: RankOne, columns: Box) -> QuantizedTensor:
     return replace(found, shape=torch.Size([columns.elements]))
 
 
-def _join_rank_one(dtype: torch.dtype, shape: torch.Size, parts: Sequence[Part[RankOne]]) -> RankOne | None:
+def _join_rank_one(dtype: torch.dtype, shape: torch.Size, parts: Sequence[Piece[RankOne]]) -> RankOne | None:
     boxes = [_factors(box) for box, _ in parts]
     rows = _join_levels(
         torch.float32, shape[:1], [(box, stored.rows) for (box, _), (_, stored) in zip(boxes, parts, strict=True)]
@@ -270,7 +240,7 @@ def _cut_bounded(stored: BoundedTensor, box: Box) -> BoundedTensor:
     return replace(stored, shape=torch.Size(box.sizes), levels=flat, positions=positions, exact=exact)
 
 
-def _join_bounded(shape: torch.Size, parts: Sequence[Part[BoundedTensor]]) -> BoundedTensor | None:
+def _join_bounded(shape: torch.Size, parts: Sequence[Piece[BoundedTensor]]) -> BoundedTensor | None:
     first = parts[0][1]
     if any((stored.step, stored.bound) != (first.step, first.bound) for _, stored in parts):
         return None

@@ -19,6 +19,7 @@ from dynaquant.tensors.stored import (
     PROTECTED,
     PRUNED,
     External,
+    Patchwork,
     Quantized,
     QuantizedTensor,
     RankOne,
@@ -86,6 +87,8 @@ def _pieces(quantized: Quantized, size: int, device: torch.device) -> Iterator[T
             yield values.to(device)
     elif isinstance(quantized, RankOne):
         yield from _products(quantized, size, device)
+    elif isinstance(quantized, Patchwork):
+        yield from _parts(_of_boxes(quantized).to(device), size)
     elif isinstance(quantized, ScaledMoment):
         if quantized.second.shape != quantized.shape:
             raise ValueError("its second moment has another shape")
@@ -98,6 +101,13 @@ def _pieces(quantized: Quantized, size: int, device: torch.device) -> Iterator[T
             yield saturating_cast(units, quantized.dtype)
     else:
         yield from _values(quantized, size, device)
+
+
+def _of_boxes(quantized: Patchwork) -> Tensor:
+    values = kernels.empty(quantized.shape, quantized.dtype)
+    for box, stored in quantized.boxes:
+        values[box.slices] = values_of(stored)
+    return values
 
 
 def _parts(tensor: Tensor, size: int) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dynaquant import _native
 from dynaquant.errors import CheckpointError
 from dynaquant.tensors.bounded import BoundedTensor
+from dynaquant.tensors.box import Box
 from dynaquant.tensors.codebook import Codebook
 from dynaquant.tensors.dtypes import bytes_of
 
@@ -108,7 +109,19 @@ class RoundedWeight:
         return self.master.shape
 
 
-Quantized = QuantizedTensor | RankOne | ScaledMoment | RoundedWeight | BoundedTensor
+@dataclass(frozen=True)
+class Patchwork:
+    """A tensor of a sharded checkpoint: the boxes that are stored, each with its own form. They cover the tensor.
+
+    ``boxes.cut`` takes boxes out of it, and puts those together that lie in a larger one.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    boxes: tuple[tuple[Box, StoredTensor], ...]
+
+
+Quantized = QuantizedTensor | RankOne | ScaledMoment | RoundedWeight | BoundedTensor | Patchwork
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +166,10 @@ def stored_equal(a: StoredTensor, b: StoredTensor) -> bool:
         return np.array_equal(bytes_of(a), bytes_of(b))
     if isinstance(a, BoundedTensor) and isinstance(b, BoundedTensor):
         return a.equals(b)
+    if isinstance(a, Patchwork) and isinstance(b, Patchwork):
+        return [box for box, _ in a.boxes] == [box for box, _ in b.boxes] and all(
+            stored_equal(one, other) for (_, one), (_, other) in zip(a.boxes, b.boxes, strict=True)
+        )
     if isinstance(a, RankOne) and isinstance(b, RankOne):
         return stored_equal(a.rows, b.rows) and stored_equal(a.columns, b.columns)
     if isinstance(a, RoundedWeight) and isinstance(b, RoundedWeight):
