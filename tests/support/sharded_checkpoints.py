@@ -8,7 +8,7 @@ from dynaquant.state.roles import Label
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import Parent
 from dynaquant.store.layout import Place, part_name
-from dynaquant.store.sharded_writing import Plan, ShardedTensor, base_of_part, second_of, sharded_header, write_part
+from dynaquant.store.sharded_writing import Plan, ShardedTensor, boxes_in_part, second_of, sharded_header, write_part
 from dynaquant.store.writing import Base
 from dynaquant.tensors.box import Box
 from dynaquant.tensors.boxes import cut
@@ -49,13 +49,6 @@ def plan_of(tensors, labels, places_of, parts):
     return Plan(tuple(found), tuple(layouts), parts)
 
 
-def base_of(run, parent, plan, number):
-    """Return the boxes of a checkpoint, however it is stored, as the base of a part."""
-    if parent is None:
-        return None
-    return base_of_part(Base.from_loaded(parent.header, run.load(parent)), plan.boxes[number])
-
-
 def commit_sharded(run, step, tensors, places_of=by_rows, parts=3, parent=None, labels=None):
     """Commit stored tensors as a sharded checkpoint."""
     plan = plan_of(tensors, labels or {}, places_of, parts)
@@ -66,7 +59,9 @@ def commit_sharded(run, step, tensors, places_of=by_rows, parts=3, parent=None, 
     written = []
     for number in range(parts):
         boxes = {(t.name, box): cut(tensors[t.name], box) for t, box in plan.boxes[number]}
-        base = base_of(run, parent, plan, number)
+        base = None
+        if parent is not None:
+            base = Base.of_boxes(draft.parent, boxes_in_part(run.chain(parent), plan.boxes[number]))
         path = folder / part_name(number)
         written.append(write_part(path, plan.boxes[number], boxes, draft, base)[0])
     return run.publish(sharded_header(draft, folder.name, plan, written))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
 from torch.futures import Future
 
 from dynaquant.coding.schemes import Sharded
+from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import dict_items, tensor_name
 from dynaquant.store.chain import retry_if_run_changed
@@ -82,11 +84,18 @@ class StorageReader(_StorageReader):
         """Do nothing: the checkpoint is open since ``read_metadata``."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan unchanged."""
-        return plan
+        """Add to the plan which checkpoint this process has opened."""
+        return replace(plan, storage_data=self._chain[0].header.summary)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans unchanged."""
+        """Return the plans unchanged. Raises CheckpointError if the processes have opened different checkpoints."""
+        opened = {(plan.storage_data.step, plan.storage_data.identity) for plan in plans}
+        if len(opened) > 1:
+            steps = " and ".join(str(step) for step, _ in sorted(opened))
+            raise CheckpointError(
+                f"{self._run.folder}: a checkpoint was saved while processes opened the newest one: they have opened "
+                f"steps {steps}; load again, or give StorageReader a step"
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -100,15 +109,32 @@ class StorageReader(_StorageReader):
                 planner.load_bytes(item, data)
             else:
                 by_tensor.setdefault(tensor_name(self._nodes[item.storage_index.fqn]) or "", []).append(item)
-        wanted = [(name, [_wanted(item) for item in items]) for name, items in by_tensor.items()]
-        for name, boxes in load_boxes(self._chain, wanted):
-            for item, stored in zip(by_tensor[name], boxes, strict=True):
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(values_of(stored))
-                planner.commit_tensor(item, target)
+        retry_if_run_changed(lambda: self._read_tensors(by_tensor, planner))
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_tensors(self, left: dict[str, list[ReadItem]], planner: LoadPlanner) -> None:
+        """Read tensors, and remove each from ``left``.
+
+        Raises RunChangedError if a writer has replaced or deleted files, after it has opened the same checkpoint again.
+        Raises CheckpointError if that is gone.
+        """
+        wanted = [(name, [_wanted(item) for item in items]) for name, items in left.items()]
+        try:
+            for name, boxes in load_boxes(self._chain, wanted):
+                for item, stored in zip(left[name], boxes, strict=True):
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(values_of(stored))
+                    planner.commit_tensor(item, target)
+                del left[name]
+        except RunChangedError:
+            opened = self._chain[0].header
+            file = self._run.file(opened.step)  # re-coded, or replaced
+            if file.header.identity != opened.identity:
+                raise CheckpointError(f"{file.path}: was saved again while it was loaded; load again") from None
+            self._chain = self._run.chain(file)
+            raise
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str] | None) -> bool:  # noqa: ARG003

@@ -22,7 +22,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.state.roles import Label
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store import frozen_files, parts
-from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, file_version
+from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent, file_version
 from dynaquant.store.files import add_disk_full_note, make_folder, sync, sync_parent
 from dynaquant.store.layout import FOLDER as PARTS
 from dynaquant.store.layout import part_name
@@ -30,10 +30,9 @@ from dynaquant.store.listing import SUFFIX, checkpoint_paths
 from dynaquant.store.lossless_copies import LOSSLESS_COPY, copy_path
 from dynaquant.store.reading import Tensors
 from dynaquant.store.run import Run
-from dynaquant.store.sharded_writing import base_of_part, plan_of, sharded_header, write_part
+from dynaquant.store.sharded_writing import boxes_in_part, boxes_of, plan_of, sharded_header, write_part
 from dynaquant.store.writer_lock import WriterLock, lock_for_writing
 from dynaquant.store.writing import Base, Checkpoint, coder_of, verify_written, write_checkpoint
-from dynaquant.tensors.boxes import cut
 from dynaquant.tensors.stored import External, StoredTensor
 
 _TEMPORARY = ".tmp"
@@ -319,24 +318,34 @@ class WritableRun(Run):
         tensors: as loaded from its file. record: replaces the record of the file. A sharded checkpoint keeps its boxes.
         """
         if file.header.parts is not None:
-            return self._recode_parts(file, tensors, base, record)
+            above = None if base is None else self.chain(self.file(base.parent.step))
+            return self.recode_parts(Run(file.path.parent).chain(file), above, record)
         labels = {entry.name: entry.label for entry in file.header.entries}
         draft = replace(file.header, parent=base.parent if base else None, record=record or file.header.record)
         return self.write(draft, tensors, labels, base, coder_of(file), self.folder / file.path.name)
 
-    def _recode_parts(
-        self, file: CheckpointFile, tensors: Tensors, base: Base | None, record: dict[str, Any] | None
+    def recode_parts(
+        self,
+        chain: list[CheckpointFile],
+        base: list[CheckpointFile] | None,
+        record: dict[str, Any] | None = None,
     ) -> CheckpointFile:
-        """Re-code the parts of a sharded checkpoint into a new folder, then the file that refers to them."""
+        """Re-code the parts of a sharded checkpoint into a new folder, one by one, then the file that refers to them.
+
+        chain: ``Run.chain`` of the checkpoint. base: that of the checkpoint that it is to be conditioned on; None for a
+        keyframe. record: as for ``recode``. Holds one part at a time.
+        """
+        file, above = chain[0], None if base is None else base[0].header
         plan = plan_of(file.header)
-        draft = replace(file.header, parent=base.parent if base else None, record=record or file.header.record)
+        parent = None if above is None else Parent(above.step, above.identity)
+        draft = replace(file.header, parent=parent, record=record or file.header.record)
         folder = self._new_parts_folder(draft)
         try:
             written = []
-            for number, boxes in enumerate(plan.boxes):
-                own = {(tensor.name, box): cut(tensors[tensor.name], box) for tensor, box in boxes}
-                path = folder / part_name(number)
-                written.append(write_part(path, boxes, own, draft, base and base_of_part(base, boxes), again=True)[0])
+            for number, own in enumerate(plan.boxes):
+                beside = None if base is None or parent is None else Base.of_boxes(parent, boxes_in_part(base, own))
+                stored = boxes_of(chain, own)
+                written.append(write_part(folder / part_name(number), own, stored, draft, beside, again=True)[0])
             header = sharded_header(draft, folder.name, plan, written)
             if header.identity != file.header.identity:
                 raise CheckpointError(f"{folder}: re-coding would change the values of {file.path.name}")

@@ -133,9 +133,23 @@ def _raise_if_unreadable(error: CheckpointError) -> None:
 def _recode_without(run: WritableRun, step: int, steps: Collection[int]) -> None:
     """Re-code a checkpoint so that it depends on none of ``steps``."""
     file = run.file(step)
-    tensors = run.load(file)
-    ancestors = [other for other in run.chain(file)[1:] if other.header.step not in steps]
-    run.recode(file, tensors, _first_decodable(run, ancestors))
+    chain = run.chain(file)
+    ancestors = [other for other in chain[1:] if other.header.step not in steps]
+    if file.header.parts is not None:
+        _recode_parts(run, chain, ancestors)
+    else:
+        run.recode(file, run.load(file), _first_decodable(run, ancestors))
+
+
+def _recode_parts(run: WritableRun, chain: list[CheckpointFile], ancestors: Iterable[CheckpointFile]) -> None:
+    """Re-code a sharded checkpoint against the first ancestor that decodes, or as a keyframe."""
+    for ancestor in ancestors:
+        try:
+            run.recode_parts(chain, run.chain(ancestor))
+            return
+        except CheckpointError as error:
+            _raise_if_unreadable(error)
+    run.recode_parts(chain, None)
 
 
 def _first_decodable(run: Run, ancestors: Iterable[CheckpointFile]) -> Base | None:

@@ -24,10 +24,9 @@ from dynaquant.store.container import CheckpointFile, Header
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import add_disk_full_note, sync_parent
 from dynaquant.store.layout import Layout, PartFile, Parts, box_name, sharded_hash
+from dynaquant.store.regions import load_boxes
 from dynaquant.store.writing import Base, verify_written, write_checkpoint
 from dynaquant.tensors.box import Box
-from dynaquant.tensors.boxes import cut
-from dynaquant.tensors.hashing import stored_hash
 from dynaquant.tensors.stored import (
     QuantizedTensor,
     RankOne,
@@ -102,18 +101,28 @@ def second_of(stored: StoredTensor) -> str:
     return stored.master_name if isinstance(stored, RoundedWeight) else ""
 
 
-def base_of_part(base: Base, boxes: Iterable[tuple[ShardedTensor, Box]]) -> Base:
-    """Return what a part is conditioned on. base: a checkpoint with whole tensors. boxes: of the part."""
-    found = {
-        box_name(tensor.name, box): cut(whole, box)
-        for tensor, box in boxes
-        if (whole := base.tensors.get(tensor.name)) is not None and whole.shape == tensor.shape
-    }
-    return Base(base.parent, {name: stored_hash(stored) for name, stored in found.items()}, found)
-
-
 Boxes = Mapping[tuple[str, Box], StoredTensor]
 """Stored tensors by the name of the tensor and the box."""
+
+
+def boxes_of(chain: list[CheckpointFile], own: Iterable[tuple[ShardedTensor, Box]]) -> Boxes:
+    """Read boxes of a checkpoint. chain: ``Run.chain`` of it."""
+    by_name: dict[str, list[Box]] = {}
+    for tensor, box in own:
+        by_name.setdefault(tensor.name, []).append(box)
+    read = load_boxes(chain, by_name.items())
+    return {(name, box): stored for name, found in read for box, stored in zip(by_name[name], found, strict=True)}
+
+
+def boxes_in_part(chain: list[CheckpointFile], own: Iterable[tuple[ShardedTensor, Box]]) -> dict[str, StoredTensor]:
+    """Read boxes of a checkpoint, as far as it has them, and return them by their name in a part."""
+    known = chain[0].header.by_name
+    there = [
+        (tensor, box)
+        for tensor, box in own
+        if tensor.name in known and known[tensor.name].shape == tensor.shape and not known[tensor.name].external
+    ]
+    return {box_name(name, box): stored for (name, box), stored in boxes_of(chain, there).items()}
 
 
 def write_part(

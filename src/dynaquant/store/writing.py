@@ -53,6 +53,11 @@ class Base:
         return cls(Parent(header.step, header.identity), _hashes(header), tensors)
 
     @classmethod
+    def of_boxes(cls, parent: Parent, boxes: Mapping[str, StoredTensor]) -> Base:
+        """Return the base for a part. boxes: of the parent, by their name in a part."""
+        return cls(parent, {name: stored_hash(stored) for name, stored in boxes.items()}, boxes)
+
+    @classmethod
     def from_written(cls, header: Header, tensors: Mapping[str, StoredTensor], before: Base | None) -> Base:
         """Return the base for a checkpoint that was just written, conditioned on ``before``.
 
