@@ -22,8 +22,15 @@ def bytes_as_array(tensor):
     return np.frombuffer(tensor.values, "u1").reshape(*tensor.shape, element_size(tensor.dtype))
 
 
+def in_one(tensor):
+    """Return a tensor with the levels that it has as a whole."""
+    return cut(tensor, [0] * len(tensor.shape), tensor.shape) if tensor.boxes else tensor
+
+
 def cut(tensor, offsets, sizes):
     """Return a box of a tensor, with its levels."""
+    if tensor.boxes:
+        return from_boxes(tensor, offsets, sizes)
     parts = {}
     for name, levels in tensor.parts.items():
         shape, begin, lengths = regions(name, tensor.shape, offsets, sizes)
@@ -32,14 +39,36 @@ def cut(tensor, offsets, sizes):
     return Tensor(tensor.dtype, sizes, bytes_as_array(tensor)[index(offsets, sizes)].tobytes(), parts)
 
 
+def sharded(dtype, shape, boxes):
+    """Return a tensor of boxes (offsets, sizes, tensor)."""
+    values = np.zeros((*shape, element_size(dtype)), "u1")
+    times = np.zeros(shape, "i8")
+    for offsets, sizes, box in boxes:
+        values[index(offsets, sizes)] = bytes_as_array(box)
+        times[index(offsets, sizes)] += 1
+    check((times == 1).all(), "boxes that cover the tensor, each element once")
+    return Tensor(dtype, shape, values.tobytes(), boxes=boxes)
+
+
+def from_boxes(tensor, offsets, sizes):
+    """Return a box of a sharded tensor: a stored one, or put together from those that overlap it."""
+    overlapping = []
+    for begin, lengths, box in tensor.boxes:
+        if (begin, lengths) == (list(offsets), list(sizes)):
+            return box
+        first = np.maximum(begin, offsets)
+        last = np.minimum(np.add(begin, lengths), np.add(offsets, sizes))
+        if (last > first).all():
+            inside = cut(box, (first - begin).tolist(), (last - first).tolist())
+            overlapping.append(((first - offsets).tolist(), (last - first).tolist(), inside))
+    return put_together(tensor.dtype, list(sizes), overlapping)
+
+
 def put_together(dtype, shape, boxes):
     """Return a tensor from boxes (offsets, sizes, tensor) that cover it, with levels if these fit together."""
     values = np.zeros((*shape, element_size(dtype)), "u1")
-    covered = np.zeros(shape, bool)
     for offsets, sizes, box in boxes:
         values[index(offsets, sizes)] = bytes_as_array(box)
-        covered[index(offsets, sizes)] = True
-    check(covered.all(), "boxes that cover the tensor")
     parts = {}
     kinds = {tuple(sorted(box.parts)) for _, _, box in boxes}
     for name in kinds.pop() if len(kinds) == 1 else ():

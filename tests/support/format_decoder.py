@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from blake3 import blake3
-from format_boxes import cut, put_together
+from format_boxes import cut, in_one, sharded
 from format_levels import Codebook, Levels, Tensor, coded_levels, conditional_levels, element_size
 from format_streams import byte_planes, check, exact_values, frame
 
@@ -135,7 +135,7 @@ def sharded_tensor(path, header, entry, parent, tensor_named, files):
         hashed.append((offsets, sizes, own["hash"]))
     text = "boxes" + "".join(f"{offsets}{sizes}{digest}" for offsets, sizes, digest in sorted(hashed))
     check(blake3(text.encode()).hexdigest() == entry["hash"], "the hash of a sharded tensor")
-    return put_together(entry["dtype"], entry["shape"], boxes)
+    return sharded(entry["dtype"], entry["shape"], boxes)
 
 
 def check_tensor(entry, tensor):
@@ -179,7 +179,8 @@ def tensor_of(entry, stream, parent, tensor_named):
     kind = coding["kind"]
     if kind == "reference":
         check(not stream and (parent.dtype, parent.shape) == (dtype, shape), "a reference to the same tensor")
-        return Tensor(dtype, shape, parent.values, parent.parts)
+        return Tensor(dtype, shape, parent.values, parent.parts, parent.boxes)
+    parent = None if parent is None else in_one(parent)
     if kind == "rounding":
         whole = tensor_named(coding["of"])
         check(not stream and (whole.dtype, whole.shape) == ("float32", shape), "the rounding of a float32 tensor")

@@ -52,6 +52,7 @@ class Tensor:
     shape: list[int]
     values: bytes  # in C order
     parts: dict[str, Levels] = field(default_factory=dict)  # of a quantized tensor
+    boxes: list = field(default_factory=list)  # of a sharded tensor: offsets, sizes, tensor
 
 
 def element_size(dtype):
