@@ -1,5 +1,6 @@
 """DCP saves to runs and loads from them, on real ranks."""
 
+import errno
 import warnings
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from launched import launch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from training import bits
 from typer.testing import CliRunner
@@ -225,3 +227,75 @@ def test_arguments_are_checked(tmp_path):
         StorageWriter(tmp_path, quality="best")
     with pytest.raises(ValueError, match="keyframe_every must be at least 1"):
         StorageWriter(tmp_path, keyframe_every=0)
+
+
+def test_a_save_after_a_failed_one_is_conditioned_on_what_was_committed(tmp_path, monkeypatch):
+    writer = StorageWriter(tmp_path / "run", quality="lossless")
+    values = [torch.arange(5000.0) + i for i in range(5)]
+    dcp.save({"w": values[0]}, checkpoint_id="1", storage_writer=writer)
+    dcp.save({"w": values[1]}, checkpoint_id="2", storage_writer=writer)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WritableRun, "publish", full)
+        with pytest.raises(CheckpointException):
+            dcp.save({"w": values[2]}, checkpoint_id="2", storage_writer=writer)
+    dcp.save({"w": values[3]}, checkpoint_id="3", storage_writer=writer)
+    run = Run(tmp_path / "run")
+    assert dict(verify_run(run)) == dict.fromkeys([1, 2, 3])
+    assert bits(dq.load(run.folder, step=2)["w"]) == bits(values[1])
+    assert bits(dq.load(run.folder)["w"]) == bits(values[3])
+
+
+def test_a_failed_save_releases_the_run_and_its_id_is_forgotten(tmp_path, monkeypatch):
+    writer = StorageWriter(tmp_path / "run", quality="lossless")
+    with monkeypatch.context() as patch:
+        patch.setattr(WritableRun, "publish", lambda *_: 1 / 0)
+        with pytest.raises(CheckpointException):
+            dcp.save({"w": torch.ones(3)}, checkpoint_id="500", storage_writer=writer)
+    with WritableRun(tmp_path / "run").locked():
+        pass
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer)
+    assert Run(tmp_path / "run").steps() == [1]
+
+
+@pytest.mark.parametrize("quality", ["lossless", "high", "balanced"])
+def test_a_tensor_that_changes_its_shape_is_not_conditioned_on_the_last_one(tmp_path, quality):
+    writer = StorageWriter(tmp_path / "run", quality=quality)
+    weight = torch.randn(128, 64)
+    for shape in ((128, 64), (64, 128), (64, 128), (8192,)):
+        dcp.save({"w": weight.reshape(shape)}, storage_writer=writer)
+    assert dict(verify_run(Run(tmp_path / "run"))) == dict.fromkeys([1, 2, 3, 4])
+    assert dq.load(tmp_path / "run")["w"].shape == (8192,)
+
+
+def test_plans_that_are_used_again_are_refused(tmp_path):
+    writer = StorageWriter(tmp_path / "run")
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=planner)
+    with pytest.raises(CheckpointException, match="enable_plan_caching"):
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=planner)
+    with pytest.raises(ValueError, match="needs collectives"):
+        writer.set_up_storage_writer(True, rank=0, use_collectives=False)
+
+
+def test_a_load_goes_on_if_the_writer_prunes_meanwhile(tmp_path):
+    writer = StorageWriter(tmp_path / "run", quality="lossless", keep_last=2)
+    values = {step: {"a": torch.randn(3000) * step, "b": torch.randn(50)} for step in (1, 2, 3)}
+    for step in (1, 2):
+        dcp.save(values[step], checkpoint_id=str(step), storage_writer=writer)
+
+    class Slow(DefaultLoadPlanner):
+        """A planner during whose work the writer saves once more and re-codes the checkpoint that is loaded."""
+
+        def resolve_tensor(self, read_item):
+            if len(Run(tmp_path / "run").steps()) == 2 and 1 in Run(tmp_path / "run").steps():
+                dcp.save(values[3], checkpoint_id="3", storage_writer=writer)
+            return super().resolve_tensor(read_item)
+
+    state = {name: torch.zeros_like(tensor) for name, tensor in values[2].items()}
+    dcp.load(state, storage_reader=StorageReader(tmp_path / "run", 2), planner=Slow())
+    assert Run(tmp_path / "run").steps() == [2, 3]
+    assert all(bits(state[name]) == bits(tensor) for name, tensor in values[2].items())

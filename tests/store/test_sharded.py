@@ -17,6 +17,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.report.inspection import disk_use
 from dynaquant.state.roles import Label
 from dynaquant.state.tree import state_dict_tree
+from dynaquant.store import commit
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.recoding import branch, compact
 from dynaquant.store.regions import load_boxes
@@ -365,3 +366,28 @@ def test_parts_that_do_not_hold_what_the_header_says_are_refused(run, change):
     rewrite(run, 10, change)
     with pytest.raises(CheckpointError, match=r"step-000000000010|part-0000"):
         Run(run.folder).load(Run(run.folder).file(10))
+
+
+def test_an_interrupt_after_the_commit_leaves_the_parts(run, monkeypatch):
+    plain = commit.sync_parent
+
+    def interrupted(path):
+        if path == run.path(10):
+            raise KeyboardInterrupt
+        plain(path)
+
+    monkeypatch.setattr(commit, "sync_parent", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        commit_sharded(run, 10, random_state())
+    assert dict(verify_run(run)) == {10: None}
+
+
+def test_recoding_keeps_levels_on_which_others_depend(run):
+    values = random_state()["w"]
+    exact = commit_sharded(run, 1, {"w": values_of(values)})
+    levels = commit_sharded(run, 2, {"w": values})
+    commit_sharded(run, 3, {"w": random_state(1)["w"]}, parent=levels)
+    assert exact.header.by_name["w"].hash == levels.header.by_name["w"].hash
+    assert list(compact(run, 3)) == [1, 2, 3]
+    assert dict(verify_run(run)) == dict.fromkeys([1, 2, 3])
+    same(run.load(run.file(3)), {"w": random_state(1)["w"]})

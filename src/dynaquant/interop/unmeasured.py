@@ -17,6 +17,7 @@ from dynaquant.search.judge import DISTORTION_SCALE
 from dynaquant.state.roles import Label, optimizer_role, quantizable
 from dynaquant.tensors.stored import Quantized
 
+_OF_MODULES = ("weight", "bias")
 _STATE = ".state."
 """Stands between the name of an optimizer and that of a parameter, as DCP names their state."""
 
@@ -51,7 +52,7 @@ def quantize_state(tensors: Mapping[str, Tensor], quality: QualityName, rungs: M
 
 
 def _label(name: str, tensors: Mapping[str, Tensor]) -> Label:
-    if _STATE in f".{name}":
+    if _STATE in f".{name}" and name.rpartition(".")[2] not in _OF_MODULES:  # a module may be called "state"
         return Label(optimizer_role(name, tensors))
     if name.rpartition(".")[2] in BUFFERS:
         return Label("buffer")
