@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from training import bits, model_of, train
 
 import dynaquant as dq
-from dynaquant.interop import any_format, dcp, inferred_roles, safetensors
+from dynaquant.interop import any_format, dcp_folder, inferred_roles, safetensors
 from dynaquant.state.flatten import unflatten
 
 
@@ -190,7 +190,7 @@ def training_state():
 
 def test_a_dcp_folder_is_read_with_its_plain_values(tmp_path):
     state = training_state()
-    dcp.write(tmp_path / "dcp", state)
+    dcp_folder.write(tmp_path / "dcp", state)
     found = state_of(tmp_path / "dcp")
     assert bits(found["model"]) == bits(dict(state["model"]))
     assert bits(found["steps"]) == bits(state["steps"])
@@ -205,20 +205,20 @@ def test_a_dcp_folder_is_read_with_its_plain_values(tmp_path):
 
 def test_a_dcp_folder_that_names_code_is_refused_without_running_it(tmp_path):
     made = tmp_path / "made"
-    dcp.write(tmp_path / "dcp", {"w": torch.ones(4), "step": 3})
+    dcp_folder.write(tmp_path / "dcp", {"w": torch.ones(4), "step": 3})
     call = b"(S'touch " + str(made).encode() + b"'\ntR."
     refuses(with_metadata(tmp_path / "dcp", lambda _: Code(made)), "posix.system")
     refuses(with_metadata(tmp_path / "dcp", lambda m: setattr(m, "planner_data", Code(made))), "posix.system")
     for name in (b"os\nsystem", b"torch\nos.system", b"builtins\neval", b"torch.serialization\nload"):
         refuses(with_metadata(tmp_path / "dcp", lambda _, name=name: b"\x80\x04c" + name + b"\n" + call), "refused")
-    dcp.write(tmp_path / "values", {"w": torch.ones(4), "x": Code(made)})
+    dcp_folder.write(tmp_path / "values", {"w": torch.ones(4), "x": Code(made)})
     made.unlink(missing_ok=True)
     refuses(tmp_path / "values", "refused", "posix.system")
     assert not made.exists()
 
 
 def test_a_dcp_folder_cannot_change_classes(tmp_path):
-    dcp.write(tmp_path / "dcp", {"w": torch.randn(3)})
+    dcp_folder.write(tmp_path / "dcp", {"w": torch.randn(3)})
     name = b"torch.distributed.checkpoint.metadata\nMetadata\n"
     attribute = pickle.dumps((None, {"poison": 1}))[2:-1]
     refuses(with_metadata(tmp_path / "dcp", lambda _: b"\x80\x04c" + name + attribute + b"b."), "not a complete folder")
@@ -226,7 +226,7 @@ def test_a_dcp_folder_cannot_change_classes(tmp_path):
 
 
 def test_a_dcp_folder_with_malformed_metadata_is_refused(tmp_path):
-    dcp.write(tmp_path / "dcp", training_state())
+    dcp_folder.write(tmp_path / "dcp", training_state())
 
     def each_place(**values):
         def change(metadata):
@@ -261,7 +261,7 @@ def test_a_dcp_folder_with_malformed_metadata_is_refused(tmp_path):
 
 
 def test_an_incomplete_dcp_folder_is_refused(tmp_path):
-    dcp.write(tmp_path / "dcp", {"w": torch.ones(4)})
+    dcp_folder.write(tmp_path / "dcp", {"w": torch.ones(4)})
     part = next((tmp_path / "dcp").glob("*.distcp"))
     part.write_bytes(part.read_bytes()[:100])
     refuses(tmp_path / "dcp", "not a complete folder")
@@ -271,7 +271,7 @@ def test_an_incomplete_dcp_folder_is_refused(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_dcp_loads_a_folder_that_dynaquant_wrote(tmp_path):
-    dcp.write(tmp_path / "dcp", {"w": torch.randn(4, 4), "step": 3})
+    dcp_folder.write(tmp_path / "dcp", {"w": torch.randn(4, 4), "step": 3})
     place = {"w": torch.zeros(4, 4), "step": 0}
     distributed.load(place, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert bits(place) == bits(state_of(tmp_path / "dcp"))

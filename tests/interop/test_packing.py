@@ -14,7 +14,7 @@ from torch import nn
 from training import bits, model_of, train
 
 import dynaquant as dq
-from dynaquant.interop import any_format, dcp
+from dynaquant.interop import any_format, dcp_folder
 from dynaquant.interop.export import export, target_for
 from dynaquant.interop.packing import KEYFRAME_EVERY, Packer, compress, pack, step_of
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
@@ -238,7 +238,7 @@ def series(folder, steps, suffix="safetensors"):
         elif suffix == "pt":
             torch.save({"model": tensors, "step": step}, path)
         else:
-            dcp.write(path, {"model": tensors, "step": step})
+            dcp_folder.write(path, {"model": tensors, "step": step})
     return files
 
 
