@@ -198,18 +198,13 @@ class WritableRun(Run):
         assert header.parts is not None
         path = self.path(header.step)
         temporary = path.with_name(path.name + _TEMPORARY)
-        try:
+        with self._deleted_on_error(temporary, path):
             with temporary.open("wb") as out:
                 CheckpointWriter(out).finish(header)
             written = CheckpointFile(temporary)
             for number in range(len(header.parts.files)):
                 parts.open_part(written, number)
             self.parent_of(written)
-        except BaseException as error:
-            error.add_note(f"while writing {temporary}; nothing else has changed")
-            add_disk_full_note(error, path)
-            self._delete_uncommitted(temporary)
-            raise
         try:
             file = self._rename(written, path)
         finally:
@@ -282,7 +277,7 @@ class WritableRun(Run):
         """Do what ``write`` does before it renames. Returns the verified file under a temporary name."""
         self._check_lock()
         temporary = path.with_name(path.name + _TEMPORARY)
-        try:
+        with self._deleted_on_error(temporary, path):
             with temporary.open("wb") as out:
                 write_checkpoint(out, draft, tensors, labels, base, coder, again=bool(draft.entries))
             written = CheckpointFile(temporary)
@@ -290,12 +285,18 @@ class WritableRun(Run):
                 raise CheckpointError(f"{temporary}: re-coding would change the values of {path.name}")
             verify_written(written, tensors, base)
             self.parent_of(written)
+        return written
+
+    @contextmanager
+    def _deleted_on_error(self, temporary: Path, path: Path) -> Iterator[None]:
+        """Delete a temporary file if the block fails. path: the final name."""
+        try:
+            yield
         except BaseException as error:
             error.add_note(f"while writing {temporary}; nothing else has changed")
             add_disk_full_note(error, path)
             self._delete_uncommitted(temporary)
             raise
-        return written
 
     def _delete_uncommitted(self, path: Path) -> None:
         """Delete a file that has not become part of the run, but not in a folder that has taken the run's place."""
