@@ -56,7 +56,7 @@ def test_momentum_of_sgd_is_treated_as_moments_that_are_corrected():
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
 @pytest.mark.parametrize("interval", [None, 1, 1000])
-def test_muon_needs_no_momentum_as_its_updates_have_their_full_length_without_it(interval):
+def test_momentum_of_muon_is_dropped_as_a_coarse_one_is_worse_than_none(interval):
     model = nn.Linear(4, 3, bias=False)
     objects = {"model": model, "optimizer": torch.optim.Muon(model.parameters())}
     found = first_tolerances(objects, PRESETS["high"], interval, True)

@@ -34,7 +34,7 @@ def first_tolerances(
     tolerances = {}
     for name, memory in memories_of(objects, corrected).items():
         allowed = preset.lost_steps * (interval or 0)
-        if memory.lost <= allowed * ROUNDING:
+        if memory.coarse_is_worse or memory.lost <= allowed * ROUNDING:
             tolerances[name] = DROPPED
         elif interval is not None:
             noise = math.sqrt(allowed / (LOST_BY_NOISE * memory.steps))

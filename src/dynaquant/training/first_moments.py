@@ -52,12 +52,12 @@ class MomentRule:
     """The first moment of an optimizer.
 
     key: of the moment in the state of a parameter. update: returns what a step does with the moments of a parameter
-    group. scale_free: whether the length of the update does not depend on that of the moment.
+    group. coarse_is_worse: whether a coarse moment is worse than none, as the update magnifies its noise.
     """
 
     key: str
     update: Callable[[Mapping[str, Any]], MomentUpdate]
-    scale_free: bool = False
+    coarse_is_worse: bool = False
 
     @property
     def largest_factor(self) -> float:
@@ -77,10 +77,14 @@ def rule_of(optimizer: Optimizer) -> MomentRule | None:
 
 @dataclass(frozen=True)
 class Memory:
-    """Steps of training in a first moment: ``1 / (1 - β)``. lost: how many of them a restore without it loses."""
+    """Steps of training in a first moment: ``1 / (1 - β)``. lost: how many of them a restore without it loses.
+
+    coarse_is_worse: see ``MomentRule``.
+    """
 
     steps: float
     lost: float
+    coarse_is_worse: bool
 
 
 LOST_ANYWAY = 0.5
@@ -105,8 +109,9 @@ def memories_of(objects: Mapping[str, Any], corrected: bool) -> dict[str, Memory
             steps = 1 / (1 - decay)
             share = 1.0
             if rule is not None and (corrected or rule.largest_factor <= 1):
-                share = 0.0 if rule.scale_free else LOST_ANYWAY
-            memories |= {f"{name}.state.{key}.{slot}": Memory(steps, share * steps) for key in keys}
+                share = LOST_ANYWAY
+            memory = Memory(steps, share * steps, rule is not None and rule.coarse_is_worse)
+            memories |= {f"{name}.state.{key}.{slot}": memory for key in keys}
     return memories
 
 
@@ -154,5 +159,5 @@ _RULES: dict[type[Optimizer] | None, MomentRule] = {
     torch.optim.RAdam: MomentRule("exp_avg", _adam),
     torch.optim.Adamax: MomentRule("exp_avg", _adam),
     torch.optim.SGD: MomentRule("momentum_buffer", _sgd),
-    getattr(torch.optim, "Muon", None): MomentRule("momentum_buffer", _muon, scale_free=True),  # since PyTorch 2.9
+    getattr(torch.optim, "Muon", None): MomentRule("momentum_buffer", _muon, coarse_is_worse=True),  # since PyTorch 2.9
 }
