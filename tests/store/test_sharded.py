@@ -11,10 +11,13 @@ import torch
 import zstandard
 from sharded_checkpoints import by_columns, by_rows, commit_sharded, interleaved, random_state
 from training import bits
+from typer.testing import CliRunner
 
 import dynaquant as dq
+from dynaquant.cli import app
 from dynaquant.errors import CheckpointError
-from dynaquant.report.inspection import disk_use
+from dynaquant.quantize.grid import quantize
+from dynaquant.report.inspection import disk_use, level_counts
 from dynaquant.state.roles import Label
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store import commit
@@ -26,7 +29,7 @@ from dynaquant.store.run import Run
 from dynaquant.store.verifying import verify_run
 from dynaquant.store.writing import Base, Checkpoint
 from dynaquant.tensors.box import Box
-from dynaquant.tensors.boxes import in_one
+from dynaquant.tensors.boxes import in_one, patchwork
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.stored import QuantizedTensor, stored_equal
 
@@ -103,8 +106,6 @@ def test_a_delta_of_the_same_boxes_is_as_small_as_without_boxes(run):
                 *_levels(weight + 0.003 * torch.randn(weight.shape, generator=generator)),
             )
         }
-
-    from dynaquant.quantize.grid import quantize
 
     def _levels(tensor):
         found = quantize(tensor, -8)
@@ -286,6 +287,31 @@ def test_a_run_with_sharded_checkpoints_can_be_compacted_and_branched(run, tmp_p
     same(found.load(found.file(2)), random_state(2))
     assert found.file(2).header.identity == run.file(2).header.identity
     assert dict(verify_run(run)) == dict.fromkeys([1, 2, 3])
+
+
+def shown(run, *options):
+    result = CliRunner().invoke(app, ["show", str(run.folder), "--tensor", *options])
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_show_counts_the_levels_of_all_boxes_if_they_fit_together(run):
+    state = random_state()
+    commit_sharded(run, 10, state)
+    found = json.loads(shown(run, "w", "--json"))
+    assert found["levels"] == [
+        {"level": each.level, "value": each.value, "count": each.count} for each in level_counts(state["w"])
+    ]
+    assert "row means times column means" in shown(run, "w.second")
+    assert "levels times the root of its second moment" in shown(run, "w.first")
+    assert "its values are stored exactly" in shown(run, "ids")
+
+
+def test_show_says_if_boxes_have_codebooks_of_their_own(run):
+    tensor = torch.randn(12, 8)
+    halves = [(Box((at, 0), (6, 8)), quantize(tensor[at : at + 6], rung)) for at, rung in ((0, -4), (6, -9))]
+    commit_sharded(run, 10, {"w": patchwork(torch.float32, tensor.shape, halves)}, parts=2)
+    assert "its values are in 2 boxes, each with a codebook of its own" in shown(run, "w")
 
 
 def test_parts_count_as_disk_use_of_their_checkpoint(run):

@@ -168,12 +168,15 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> None:
+    from torch import Tensor
+
     from dynaquant.report.inspection import level_counts, tensors_of
     from dynaquant.store.chain import detect_run_changes, retry_if_run_changed
     from dynaquant.store.reading import load_tensor
     from dynaquant.store.run import Run
     from dynaquant.tensors.bounded import BoundedTensor
-    from dynaquant.tensors.stored import QuantizedTensor, RankOne, ScaledMoment
+    from dynaquant.tensors.boxes import in_one
+    from dynaquant.tensors.stored import Patchwork, QuantizedTensor, RankOne, ScaledMoment
 
     def decoded() -> tuple[CheckpointFile, StoredTensor]:
         chain = Run(folder if folder.is_dir() else folder.parent).chain(checkpoint(folder, step))
@@ -182,6 +185,8 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
 
     file, stored = retry_if_run_changed(decoded)
     info = next(info for info in tensors_of(file) if info.name == name)
+    boxes = [box for _, box in stored.boxes] if isinstance(stored, Patchwork) else [stored]
+    stored = in_one(stored)
     counts = level_counts(stored) if isinstance(stored, QuantizedTensor) else []
     if as_json:
         levels = [{"level": found.level, "value": found.value, "count": found.count} for found in counts]
@@ -203,6 +208,8 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
         return
     if not isinstance(stored, QuantizedTensor):
         where = "not in this file" if info.scheme in ("frozen", "omitted") else "stored exactly"
+        if not all(isinstance(box, Tensor) for box in boxes) and len(boxes) > 1:
+            where = f"in {len(boxes)} boxes, each with a codebook of its own"
         output.print_(f"its values are {where}; it has no levels")
         return
     table = output.table("level", "value", "count", "share", "")

@@ -24,6 +24,7 @@ from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.store.parts import part_paths
 from dynaquant.store.reading import load_tensor, needed_entries
 from dynaquant.store.run import Run
+from dynaquant.tensors.boxes import in_one
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.dtypes import dtype_name
 from dynaquant.tensors.stored import FIRST_BIN, PROTECTED, PRUNED, QuantizedTensor, StoredTensor
@@ -167,9 +168,9 @@ def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator
         else:
             chains = chains or [run.chain(before), run.chain(after)]
             with detect_run_changes([file for chain in chains for file in chain]):
-                stored = [load_tensor(chain, name) for chain in chains]
+                before_it, after_it = (in_one(load_tensor(chain, name)) for chain in chains)
             with explain_out_of_memory(after, entry):
-                change = _change(name, *stored)
+                change = _change(name, before_it, after_it)
             yield change
     yield from (Change(name, "removed") for name in old if name not in new)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -64,7 +64,11 @@ def cut(stored: StoredTensor, box: Box) -> StoredTensor:
     return values_of(stored)[box.slices].contiguous()
 
 
-def in_one(stored: S | None) -> StoredTensor | None:
+@overload
+def in_one(stored: StoredTensor) -> StoredTensor: ...
+@overload
+def in_one(stored: None) -> None: ...
+def in_one(stored: StoredTensor | None) -> StoredTensor | None:
     """Return a tensor of boxes as one, and any other as it is. Only so can it be the parent of a tensor in one file."""
     return cut(stored, Box.whole(stored.shape)) if isinstance(stored, Patchwork) else stored
 
