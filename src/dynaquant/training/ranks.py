@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from dynaquant.errors import DynaquantError
+from dynaquant.training.reduction import Numbers
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,6 +42,18 @@ class Group:
     def from_rank_0(self, value: T) -> T:
         """Return rank 0's value on every rank."""
         return self.all_gather(value)[0]
+
+    def reduce(self, numbers: Numbers) -> Numbers:
+        """Return the numbers of all ranks together. Every rank gives and gets as many."""
+        if self._group is None:
+            return numbers
+        found = []
+        for values, operation in ((numbers.sums, dist.ReduceOp.SUM), (numbers.highest, dist.ReduceOp.MAX)):
+            both = torch.from_numpy(values.copy())
+            if len(values):
+                dist.all_reduce(both, operation, group=self._group)
+            found.append(both.numpy())
+        return Numbers(*found)
 
     def run_on_all_ranks(self, action: Callable[[], T]) -> T:
         """Run an action on every rank and return this rank's result. If it fails on one rank, it fails on all.

@@ -1,0 +1,109 @@
+"""DTensors: what this rank holds of a sharded tensor, and which of its memory that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynaquant.errors import StateError
+from dynaquant.tensors.shard import Shard, Span, spans_of
+
+if torch.distributed.is_available():
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+else:  # a build of PyTorch without it has no such tensors
+    FSDPModule = DTensor = ()  # type: ignore[assignment, misc]
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor, of which a rank may hold a part or a copy."""
+    return isinstance(tensor, DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part that this rank holds, detached and in the same memory; a plain tensor itself, detached."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    shard = shard_of(tensor)
+    if tensor.device_mesh.get_coordinate() is None:
+        return torch.empty(shard.local_shape, dtype=tensor.dtype)
+    return tensor.detach().to_local()
+
+
+def shard_of(tensor: Tensor) -> Shard:
+    """Return which elements of a tensor this rank holds.
+
+    Raises StateError if the tensor's values are sums over ranks (``Partial``), or it is divided in an unknown way.
+    """
+    if not isinstance(tensor, DTensor):
+        return Shard.whole(tensor.shape)
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise StateError(
+            f"a DTensor with the placements {tensor.placements} is a sum that the ranks have not added yet; "
+            "redistribute it before it is saved"
+        )
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return Shard.nothing(tensor.shape)
+    spans = []
+    for dimension, size in enumerate(tensor.shape):
+        own = tuple(p if getattr(p, "dim", None) == dimension else Replicate() for p in tensor.placements)
+        spans.append(_spans(tensor.device_mesh, tuple(coordinate), own, dimension, size))
+    shard = Shard(tensor.shape, tuple(spans))
+    if shard.local_shape != tensor.to_local().shape:
+        raise StateError(
+            f"a DTensor of {list(tensor.shape)} with the placements {tensor.placements} has an unusual local tensor of "
+            f"{list(tensor.to_local().shape)}; divide it as distribute_tensor does"
+        )
+    return shard
+
+
+@lru_cache(maxsize=1024)
+def _spans(
+    mesh: Any,
+    coordinate: tuple[int, ...],  # noqa: ARG001 - for the cache: meshes of other ranks are equal
+    placements: Sequence[Any],
+    dimension: int,
+    size: int,
+) -> tuple[Span, ...]:
+    """Return the indices of one dimension that this rank holds. PyTorch itself divides a tensor of indices."""
+    if all(isinstance(placement, Replicate) for placement in placements):
+        return ((0, size),) if size else ()
+    # As many dimensions as the tensor has before this one, so that the placements count for the right one.
+    indices = torch.arange(size, device="cpu").reshape([1] * dimension + [size])
+    divided = distribute_tensor(indices.to(mesh.device_type), mesh, placements, src_data_rank=None)
+    return spans_of(divided.to_local().flatten().tolist())
+
+
+def with_local(like: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor that is divided like another one, and of which this rank holds ``local``."""
+    if not isinstance(like, DTensor):
+        return local
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Identify a tensor by its memory and shape. Its first slice has the same address, so the shape counts, too.
+
+    A shard without elements has no memory. The object itself identifies it.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.data_ptr(), tensor.shape
+    local = tensor.detach().to_local()
+    return (local.data_ptr() if local.numel() else ("nothing", id(tensor))), tensor.shape
+
+
+def reshard(module: nn.Module) -> None:
+    """Free the parameters that FSDP2 has gathered, so that modules have their sharded ones, as the optimizer does.
+
+    Modules keep gathered parameters after a forward pass without a backward pass. This does not communicate.
+    """
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
