@@ -102,10 +102,10 @@ void decode_levels(const nb::bytes& stream, const Array<const std::uint8_t>& par
 }
 
 std::uint32_t grid_levels(const Array<const float>& values, float inverse, std::optional<std::uint32_t> seed,
-                          const Array<std::uint8_t>& levels) {
+                          std::size_t first, const Array<std::uint8_t>& levels) {
     check_same_size(values.size(), levels.size());
     const nb::gil_scoped_release release;
-    return dynaquant::grid_levels(view(values), inverse, seed, view(levels));
+    return dynaquant::grid_levels(view(values), inverse, seed, first, view(levels));
 }
 
 void grid_values(const Array<const float>& values, float inverse, float step, std::optional<std::uint32_t> seed,
@@ -229,9 +229,11 @@ NB_MODULE(_native, m) {
           "levels"_a.noconvert(),
           "Fills levels from a stream of encode_levels with the same parent, modulus and groups.\n"
           "ValueError: the stream is damaged.");
-    m.def("grid_levels", &grid_levels, "values"_a.noconvert(), "inverse"_a, "seed"_a.none(), "levels"_a.noconvert(),
+    m.def("grid_levels", &grid_levels, "values"_a.noconvert(), "inverse"_a, "seed"_a.none(), "first"_a,
+          "levels"_a.noconvert(),
           "Fills levels of the grid with step 1 / inverse; returns the highest, or 256 if a value is protected.\n"
-          "seed: a number selects stochastic rounding; None rounds to the nearest.");
+          "seed: a number selects stochastic rounding; None rounds to the nearest. first: the index of the first value\n"
+          "in its tensor, for stochastic rounding.");
     m.def("grid_values", &grid_values, "values"_a.noconvert(), "inverse"_a, "step"_a, "seed"_a.none(), "first"_a,
           "out"_a.noconvert(),
           "Fills the values that the levels of grid_levels are restored to, without making the levels.\n"

@@ -171,14 +171,14 @@ auto round_block([[maybe_unused]] std::size_t size) {
 }  // namespace
 
 std::uint32_t grid_levels(std::span<const float> values, float inverse, std::optional<std::uint32_t> seed,
-                          std::span<std::uint8_t> levels) {
+                          std::size_t first, std::span<std::uint8_t> levels) {
     const std::size_t blocks = block_count(values.size(), block_size);
     std::vector<std::int32_t> highest(blocks);
     const auto quantize_values = seed ? quantize_block<true>() : quantize_block<false>();
     parallel_for(blocks, [&](std::size_t b) {
         const std::size_t begin = b * block_size;
         const auto block = values.subspan(begin, std::min(block_size, values.size() - begin));
-        highest[b] = quantize_values(block, inverse, seed.value_or(0), begin, levels.data() + begin);
+        highest[b] = quantize_values(block, inverse, seed.value_or(0), first + begin, levels.data() + begin);
     });
     const std::int32_t top = highest.empty() ? 0 : *std::max_element(highest.begin(), highest.end());
     return static_cast<std::uint32_t>(std::min(top, highest_level + 1));

@@ -12,9 +12,10 @@ namespace dynaquant {
 // Rounds every value to a multiple of the step and sets levels[i] to its level, or to protected beyond 127 steps from
 // zero. values: finite. inverse: 1 / step. seed: without one, rounds to the nearest multiple, ties to even. With a
 // seed, rounds stochastically: the probability of the multiple above is the distance from the multiple below, in steps;
-// the random number is a hash of seed and i. Returns the highest level, or 256 if a value is protected.
+// the random number is a hash of seed and first + i. first: the index of values[0] in the tensor. Returns the highest
+// level, or 256 if a value is protected.
 std::uint32_t grid_levels(std::span<const float> values, float inverse, std::optional<std::uint32_t> seed,
-                          std::span<std::uint8_t> levels);
+                          std::size_t first, std::span<std::uint8_t> levels);
 
 // Sets out[i] to the value that the level of values[i] is restored to: a multiple of the step, or values[i] in 16 bits
 // (bfloat16) if it is protected. The levels are those of grid_levels, without making them. first: the index of

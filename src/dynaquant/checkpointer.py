@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -24,6 +25,7 @@ from dynaquant.save.allowance import Allowance
 from dynaquant.save.background import check_process
 from dynaquant.save.commit_stage import CommitStage
 from dynaquant.save.compressor import Compressor
+from dynaquant.save.division import check_arguments, holds_shards
 from dynaquant.save.log_to import LogTo, logger_of
 from dynaquant.save.movement import Moved, Movement
 from dynaquant.save.presets import QualityName
@@ -31,18 +33,20 @@ from dynaquant.save.rank_zero import hold_for_writing
 from dynaquant.save.record import Record, record_of
 from dynaquant.save.saver import Saver
 from dynaquant.save.schedule import Every, Schedule
+from dynaquant.save.sharded_commit import ShardedCommitStage
 from dynaquant.save.turn import Turn
 from dynaquant.search.evaluation import Evaluate, of_several
 from dynaquant.state.bound import Bound
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import labels
+from dynaquant.state.sharding import reshard
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import is_step
 from dynaquant.store.retention import Retention
 from dynaquant.training import supported
 from dynaquant.training.collect import collect
 from dynaquant.training.moment_correction import MomentCorrections
-from dynaquant.training.objects import objects_of
+from dynaquant.training.objects import models_of, objects_of
 from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
@@ -169,12 +173,17 @@ class Checkpointer:
             raise TypeError(f"evaluate must be a function of the model, not {evaluate!r}")
         self._objects = objects_of(model, optimizer, extras or {})
         supported.check(self._objects)
+        reshard(models_of(self._objects))
         movement = Movement(every, self._objects) if isinstance(every, Moved) else None
         schedule = Schedule(every, max_overhead, mean_time_between_failures, movement)
         retention = Retention(keep_last, keep_every)
         roles = dict(roles or {})
         log_record = None if log_to is None else logger_of(log_to)
         self._group = Group()
+        self._sharded = holds_shards(self._objects, self._group)
+        if self._sharded:
+            check_arguments(allowance.chosen_method, exact, every)
+            self._group.expect_communication()
         self.skipped: list[CheckpointError] = []
         """Why ``restore`` skipped checkpoints."""
         self.not_restored: list[str] = []
@@ -202,8 +211,15 @@ class Checkpointer:
             self._corrections = MomentCorrections(self._same_on_all_ranks(correct_moments))
             self._check_state(roles)
             learn_size = self._compressor.manager.learn_size
-            self._writer = CommitStage(
-                self._run, retention, keyframe_every, self._damaged, log_record, learn_size, lock.close
+            stage = partial(ShardedCommitStage, group=Group()) if self._sharded else CommitStage
+            self._writer = stage(
+                self._run,
+                retention=retention,
+                keyframe_every=keyframe_every,
+                damaged=self._damaged,
+                log_to=log_record,
+                learn_size=learn_size,
+                release_run=lock.close,
             )
             self._saver = Saver(
                 self._run,

@@ -283,7 +283,7 @@ def grid_reference(values, inverse):
 
 def grid(values, inverse, seed=None):
     levels = np.full(values.size, 0xEE, dtype=np.uint8)
-    return levels, _native.grid_levels(values, float(inverse), seed, levels)
+    return levels, _native.grid_levels(values, float(inverse), seed, 0, levels)
 
 
 def steps_of(levels):
@@ -371,7 +371,7 @@ def test_stochastic_rounding_does_not_move_values_on_a_level(steps):
 
 def test_a_grid_refuses_arrays_that_differ_in_size():
     with pytest.raises(ValueError, match="differ in size"):
-        _native.grid_levels(np.zeros(3, dtype=np.float32), 1.0, None, np.zeros(4, dtype=np.uint8))
+        _native.grid_levels(np.zeros(3, dtype=np.float32), 1.0, None, 0, np.zeros(4, dtype=np.uint8))
 
 
 def nearest(positions, sources, is_parent):

@@ -60,13 +60,17 @@ def weights_of(*names, **spread):
     return {name: torch.randn(50, 20) * spread.get(name, 1.0) for name in (*names, *spread)}
 
 
+def sizes_of(weights):
+    return {name: tensor.numel() for name, tensor in weights.items()}
+
+
 def squares_of(weights):
     return {name: float(tensor.double().square().sum()) for name, tensor in weights.items()}
 
 
 def test_a_measured_sensitivity_is_used_unchanged():
     weights = weights_of("a", "b", "c")
-    assert effective_fisher(weights, squares_of(weights), {"a": 2.0, "b": 3.0, "c": 4.0}) == {
+    assert effective_fisher(sizes_of(weights), squares_of(weights), {"a": 2.0, "b": 3.0, "c": 4.0}) == {
         "a": 2.0,
         "b": 3.0,
         "c": 4.0,
@@ -77,7 +81,7 @@ def test_a_measured_sensitivity_is_used_unchanged():
 def test_a_tensor_of_unknown_sensitivity_counts_as_much_as_the_average_tensor(unknown):
     weights = weights_of("a", large=10.0, small=0.1)
     fisher = {"a": 2.0} if unknown is None else {"a": 2.0, "large": unknown, "small": unknown}
-    found = effective_fisher(weights, squares_of(weights), fisher)
+    found = effective_fisher(sizes_of(weights), squares_of(weights), fisher)
     assert found["a"] == 2.0
     cost = {name: found[name] * float(tensor.square().mean()) for name, tensor in weights.items()}
     assert cost["large"] == pytest.approx(cost["a"], rel=1e-4)
@@ -87,14 +91,14 @@ def test_a_tensor_of_unknown_sensitivity_counts_as_much_as_the_average_tensor(un
 @pytest.mark.parametrize("fisher", [{}, {"a": 0.0}, {"a": math.nan, "large": math.inf}])
 def test_without_gradients_the_sensitivity_is_the_inverse_mean_square(fisher):
     weights = weights_of("a", large=100.0)
-    found = effective_fisher(weights, squares_of(weights), fisher)
+    found = effective_fisher(sizes_of(weights), squares_of(weights), fisher)
     assert found["a"] * float(weights["a"].square().mean()) == pytest.approx(1, rel=1e-4)
     assert found["large"] * float(weights["large"].square().mean()) == pytest.approx(1, rel=1e-4)
 
 
 def test_a_tiny_sensitivity_is_raised_to_the_lower_limit():
     weights = weights_of("a", "dead")
-    found = effective_fisher(weights, squares_of(weights), {"a": 1.0, "dead": 1e-30})
+    found = effective_fisher(sizes_of(weights), squares_of(weights), {"a": 1.0, "dead": 1e-30})
     assert found["dead"] == pytest.approx(SMALLEST_FISHER / 2, rel=1e-6)
 
 
@@ -197,7 +201,8 @@ def test_stochastic_rounding_differs_by_tensor_and_by_seed():
     fisher = {"a": 1.0, "b": 1.0}
 
     def rounded(seed):
-        ready = GridWeights({"a": values, "b": values}, fisher, dict.fromkeys("ab", 6667.0), {}, seed, [])
+        weights = {"a": values, "b": values}
+        ready = GridWeights(weights, sizes_of(weights), fisher, dict.fromkeys("ab", 6667.0), {}, seed, [])
         return ready.quantize(GridConfiguration(0, dithered=True))
 
     first, other = rounded(1), rounded(2)

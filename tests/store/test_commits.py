@@ -37,7 +37,7 @@ def assert_newest(folder, numbers: tuple[int, ...]) -> int:
     assert number in numbers
     assert file.header.step == STEPS[number - 1]
     skipped: list[CheckpointError] = []
-    found = load_lossless_copy(run, file, skipped)
+    found = load_lossless_copy(run, file, skipped, run.load)
     assert skipped == []
     assert found is not None
     assert float(found[1]["number"][0]) == number + 0.5

@@ -152,7 +152,7 @@ class Packer:
         grid = grid_weights(weights, prior, self._last, 0)
         if not prior:
             prior = {name: _by_size(grid, name) for name in grid.weights}
-            grid = replace(grid, fisher=effective_fisher(grid.weights, grid.squares, prior))
+            grid = replace(grid, fisher=effective_fisher(grid.sizes, grid.squares, prior))
         streamed = _streamed(grid)
         assert self._limit is not None
         manager = ConfigurationManager(

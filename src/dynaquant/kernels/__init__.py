@@ -51,11 +51,13 @@ class Kernels(Protocol):
         """
         ...
 
-    def grid_levels(self, tensor: Tensor, inverse: float, seed: int | None) -> tuple[Tensor, Tensor | int]:
+    def grid_levels(
+        self, tensor: Tensor, inverse: float, seed: int | None, first: int = 0
+    ) -> tuple[Tensor, Tensor | int]:
         """Return levels of the grid with step ``1 / inverse``, and the highest level.
 
         The highest level counts as 256 or more if a value is protected. seed: a number selects stochastic rounding;
-        None rounds to the nearest.
+        None rounds to the nearest. first: the index of the first value in its tensor, for stochastic rounding.
         """
         ...
 

@@ -84,12 +84,12 @@ def table_levels(tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitiv
     return levels
 
 
-def grid_levels(tensor: Tensor, inverse: float, seed: int | None) -> tuple[Tensor, Tensor]:
+def grid_levels(tensor: Tensor, inverse: float, seed: int | None, first: int = 0) -> tuple[Tensor, Tensor]:
     flat = _flat(tensor)
     levels = torch.empty(flat.numel(), dtype=torch.uint8, device=tensor.device)
     highest = torch.zeros((), dtype=torch.int32, device=tensor.device)
     for piece in _pieces(flat.numel()):
-        multiples = _multiples(flat[piece], inverse, seed, piece.start)
+        multiples = _multiples(flat[piece], inverse, seed, first + piece.start)
         found = 2 * multiples.abs() + (multiples < 0)
         if found.numel():
             highest = torch.maximum(highest, found.max())

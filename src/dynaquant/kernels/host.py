@@ -74,9 +74,9 @@ def table_levels(tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitiv
     return levels
 
 
-def grid_levels(tensor: Tensor, inverse: float, seed: int | None) -> tuple[Tensor, int]:
+def grid_levels(tensor: Tensor, inverse: float, seed: int | None, first: int = 0) -> tuple[Tensor, int]:
     levels = empty(torch.Size([tensor.numel()]), torch.uint8)
-    return levels, _native.grid_levels(_float32(tensor), inverse, seed, levels.numpy())
+    return levels, _native.grid_levels(_float32(tensor), inverse, seed, first, levels.numpy())
 
 
 def grid_values(tensor: Tensor, inverse: float, step: float, seed: int | None, first: int, out: Tensor) -> None:

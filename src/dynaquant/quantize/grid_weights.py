@@ -16,6 +16,7 @@ from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration, Rounde
 from dynaquant.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE
 from dynaquant.tensors.lazy_mapping import LazyMapping
 from dynaquant.tensors.stored import QuantizedTensor
+from dynaquant.training.shards import WHOLE, Shards
 
 RUNG_HYSTERESIS = 0.8
 """A tensor keeps its previous rung while the wanted one is at most this far away. (0.5 would mean plain rounding.)"""
@@ -33,24 +34,25 @@ SMALLEST_FISHER = 1e-6
 
 
 def effective_fisher(
-    weights: Mapping[str, Tensor], squares: Mapping[str, float], fisher: Mapping[str, float]
+    sizes: Mapping[str, int], squares: Mapping[str, float], fisher: Mapping[str, float]
 ) -> dict[str, float]:
     """Return F, the mean squared gradient, for every weight.
 
     Where no positive F was measured, F is chosen so that the tensor counts as much as the average tensor.
 
-    squares: the sum of squares of each weight. fisher: measured mean squared gradients, for some or all weights.
+    sizes: the number of elements of each weight. squares: the sum of squares of each. fisher: measured mean squared
+    gradients, for some or all weights.
     """
-    known = {name: fisher[name] for name in weights if fisher.get(name, 0.0) > 0 and math.isfinite(fisher[name])}
-    elements = sum(weights[name].numel() for name in known)
-    mean = sum(known[name] * weights[name].numel() for name in known) / elements if known else 0.0
+    known = {name: fisher[name] for name in sizes if fisher.get(name, 0.0) > 0 and math.isfinite(fisher[name])}
+    elements = sum(sizes[name] for name in known)
+    mean = sum(known[name] * sizes[name] for name in known) / elements if known else 0.0
     result = {name: max(value, SMALLEST_FISHER * mean) for name, value in known.items()}
-    if len(known) < len(weights):
+    if len(known) < len(sizes):
         loss = sum(known[name] * squares[name] for name in known) / elements if known else 0.0
-        for name, tensor in weights.items():
+        for name, size in sizes.items():
             if name not in known:
-                result[name] = (loss or 1.0) / (squares[name] / tensor.numel() or 1.0)
-    return {name: result[name] for name in weights}
+                result[name] = (loss or 1.0) / (squares[name] / size or 1.0)
+    return {name: result[name] for name in sizes}
 
 
 def choose_rungs(
@@ -77,10 +79,6 @@ def choose_rungs(
     return result
 
 
-def _sum_of_squares(tensor: Tensor) -> float:
-    return kernels.for_device(tensor.device).sums(tensor)[1]
-
-
 @dataclass(frozen=True)
 class GridWeights:
     """The weights of a checkpoint, prepared to be quantized at any scale. All mappings are by name.
@@ -88,16 +86,19 @@ class GridWeights:
     Tensors that must be stored exactly are left out: empty ones, constant ones, and those with infinities or NaNs.
     ``notes`` has a line for each tensor with infinities or NaNs.
 
-    fisher: from ``effective_fisher``. squares: the sum of squares of each weight. previous_rungs: rungs of the previous
-    checkpoint. seed: for stochastic rounding. With the same seed, only weights that have moved change their level.
+    weights: what this rank holds of them. sizes: the number of elements of each, on all ranks together. fisher: from
+    ``effective_fisher``. squares: the sum of squares of each. previous_rungs: rungs of the previous checkpoint. seed:
+    for stochastic rounding. With the same seed, only weights that have moved change their level.
     """
 
     weights: Mapping[str, Tensor]
+    sizes: Mapping[str, int]
     fisher: Mapping[str, float]
     squares: Mapping[str, float]
     previous_rungs: Mapping[str, int]
     seed: int
     notes: list[str]
+    shards: Shards = WHOLE
 
     def rungs(self, configuration: GridConfiguration) -> dict[str, int]:
         """Return the rung of each tensor's grid step."""
@@ -111,7 +112,9 @@ class GridWeights:
             return zlib.crc32(name.encode(), self.seed & 0xFFFFFFFF) if configuration.dithered else None
 
         return {
-            name: RoundedToGrid(partial(self.weights.__getitem__, name), rungs[name], seed(name))
+            name: RoundedToGrid(
+                partial(self.weights.__getitem__, name), rungs[name], seed(name), self.shards.held.get(name)
+            )
             for name in self.weights
         }
 
@@ -128,7 +131,7 @@ class GridWeights:
 
         δ is the error of a weight w, taken as evenly distributed over a grid step.
         """
-        elements = sum(tensor.numel() for tensor in self.weights.values())
+        elements = sum(self.sizes.values())
         if not self._weighted_squares > 0:
             return 0
         return math.floor(SCALES_PER_OCTAVE * math.log2(12 * distortion * self._weighted_squares / elements) / 2)
@@ -140,29 +143,46 @@ class GridWeights:
 
     @cached_property
     def _largest_steps(self) -> dict[str, float]:
-        sizes = {name: tensor.numel() for name, tensor in self.weights.items()}
-        return {name: STEP_LIMIT * math.sqrt(square / sizes[name]) for name, square in self.squares.items()}
+        return {name: STEP_LIMIT * math.sqrt(square / self.sizes[name]) for name, square in self.squares.items()}
 
 
 def grid_weights(
-    weights: Mapping[str, Tensor], fisher: Mapping[str, float], previous_rungs: Mapping[str, int], seed: int
+    weights: Mapping[str, Tensor],
+    fisher: Mapping[str, float],
+    previous_rungs: Mapping[str, int],
+    seed: int,
+    shards: Shards = WHOLE,
 ) -> GridWeights:
-    """Read the weights once, to prepare for quantizing them with one or more configurations.
+    """Read the weights once, to prepare for quantizing them with one or more configurations. Collective with shards.
 
     weights: of ``QUANTIZABLE_DTYPES``, by name; looked up again whenever they are needed. fisher: mean squared
-    gradients, for some or all weights. previous_rungs, seed: see ``GridWeights``.
+    gradients, for some or all weights. previous_rungs, seed: see ``GridWeights``. shards: of the weights.
     """
-    notes, kept, squares = [], [], {}
+    extremes, parts = {}, {}
     for name, tensor in weights.items():
-        if tensor.numel() == 0:
-            continue
-        lowest, highest = (float(extreme) for extreme in torch.aminmax(tensor.detach()))  # NaN if any value is NaN
-        if not (math.isfinite(lowest) and math.isfinite(highest)):
-            nonfinite = int((~tensor.detach().isfinite()).sum())
+        extremes[name], parts[name] = _numbers_of(tensor)
+    extremes, parts = shards.largest(extremes), shards.sums(parts)
+    notes, kept = [], []
+    for name, (highest, minus_lowest) in extremes.items():
+        if nonfinite := round(parts[name][0]):
             notes.append(f"{name}: {nonfinite} infinite or NaN values, stored exactly")
-        elif lowest < highest and SMALLEST <= max(highest, -lowest) < LARGEST:
+        elif -minus_lowest < highest and SMALLEST <= max(highest, minus_lowest) < LARGEST:
             kept.append(name)
-            squares[name] = _sum_of_squares(tensor)
     usable = LazyMapping(kept, weights.__getitem__)
+    sizes = {name: shards.size(name, weights[name]) for name in kept}
+    squares = {name: parts[name][1] for name in kept}
     previous = {name: rung for name, rung in previous_rungs.items() if name in usable}
-    return GridWeights(usable, effective_fisher(usable, squares, fisher), squares, previous, seed, notes)
+    return GridWeights(usable, sizes, effective_fisher(sizes, squares, fisher), squares, previous, seed, notes, shards)
+
+
+def _numbers_of(tensor: Tensor) -> tuple[list[float], list[float]]:
+    """Return the highest value and minus the lowest one; the number of values that are not finite, the sum of squares.
+
+    Without values, the first two are minus infinity. With values that are not finite, only their number counts.
+    """
+    if not tensor.numel():
+        return [-math.inf, -math.inf], [0.0, 0.0]
+    lowest, highest = (float(extreme) for extreme in torch.aminmax(tensor.detach()))  # NaN if any value is NaN
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
+        return [-math.inf, -math.inf], [float((~tensor.detach().isfinite()).sum()), 0.0]
+    return [highest, -lowest], [0.0, kernels.for_device(tensor.device).sums(tensor)[1]]

@@ -11,6 +11,7 @@ from torch import Tensor
 from dynaquant import kernels
 from dynaquant.errors import StateError
 from dynaquant.state.flatten import flatten
+from dynaquant.state.sharding import is_sharded, local_of
 from dynaquant.state.tree import tensor_names_in
 from dynaquant.tensors.dequantize import dequantize_into, values_of
 from dynaquant.tensors.stored import External, StoredTensor
@@ -34,7 +35,7 @@ def fillable_tensors(now: Mapping[str, Any], tree: Any, stored: Mapping[str, Sto
         return {}
 
     def fits(name: str) -> bool:
-        target, tensor = own[name], stored[name]
+        target, tensor = local_of(own[name]), stored[name]
         same = (target.dtype, target.shape, target.device) == (tensor.dtype, tensor.shape, kernels.HOST)
         return same and target.is_contiguous()
 
@@ -63,6 +64,7 @@ def unchanged_tensors(
         name: own[name]
         for name, tensor in external.items()
         if name in own
+        and not is_sharded(own[name])
         and (own[name].dtype, own[name].shape) == (tensor.dtype, tensor.shape)
         and hashes.of(name, own[name], always_read=True) == tensor.hash
     }

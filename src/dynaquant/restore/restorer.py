@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,9 +14,12 @@ from dynaquant.errors import CheckpointError, StateError
 from dynaquant.restore.dropped_moments import dropped_moments
 from dynaquant.restore.fitting import compare, raise_if_any, selected_objects
 from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, unchanged_tensors
+from dynaquant.restore.shards import load_shards, sharded_targets
 from dynaquant.restore.stored_checkpoint import load_lossless_copy, state_from
+from dynaquant.state.sharding import local_of, memory_of, reshard, with_local
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.memory import explain_out_of_memory
+from dynaquant.store.reading import Tensors
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag
 from dynaquant.tensors.stored import External, StoredTensor
@@ -24,7 +28,7 @@ from dynaquant.training.collect import collect_to_compare, stored_rng_state
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.load_state import fill_in_omitted, load_state, undo_of
 from dynaquant.training.moment_correction import MomentCorrections
-from dynaquant.training.objects import CHECKED, MAIN, RESERVED
+from dynaquant.training.objects import CHECKED, MAIN, RESERVED, models_of
 from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
@@ -87,40 +91,38 @@ class Restorer:
     def restore(self, step: int | str | None) -> Loaded | None:
         """Restore the checkpoint of a step or a tag, or the newest that verifies. Returns None if there is none.
 
-        Collective: rank 0 chooses the checkpoint, and all ranks restore the same one. Nothing is changed on any rank
-        before the checkpoint fits on every rank.
+        Collective: all ranks restore the same checkpoint. Each decodes what it holds of the tensors. Nothing is changed
+        on any rank before the checkpoint fits on every rank.
         """
-        rank_zero = self.group.rank == 0
-        loaded = self.group.run_on_all_ranks(lambda: self._choose(step) if rank_zero else None)
-        found = self.group.from_rank_0(loaded.step if loaded else None)
-        if found is None:
+        reshard(models_of(self.objects))
+        loaded = self._choose(step)
+        if loaded is None:
             return None
-        loaded = self.group.run_on_all_ranks(lambda: loaded or self._decode(self.run.file(found)))
-        assert loaded is not None
         self._load_into_objects(loaded)
         self._correct_moments(loaded)
-        if rank_zero:
+        if self.group.rank == 0:
             for problem in loaded.problems:
                 log.warning("restored step %d, but left out what does not fit: %s", loaded.step, problem)
         return loaded
 
     def _choose(self, step: int | str | None) -> Loaded | None:
-        """Decode the requested checkpoint, or the newest that verifies. Returns None for an empty run."""
-        if step is not None:
-            return self._decode(open_step_or_tag(self.run, step))
-        summaries, broken = self.run.summaries()
-        self.skipped += broken
-        for summary in reversed(summaries):
-            try:
-                loaded = self._decode(self.run.file(summary.step))
-            except CheckpointError as error:
-                self.skipped.append(error)
-                self.damaged.add(summary.step)
-                continue
-            for reason in self.skipped:
-                log.warning("restored step %d; skipped %s", loaded.step, reason)
-            return loaded
-        if not self.skipped:
+        """Decode the requested checkpoint, or the newest that verifies on all ranks. Returns None for an empty run."""
+        for candidate in self._candidates(step):
+            loaded, error = self.group.run_on_all_ranks(partial(self._try, candidate))
+            texts = self.group.all_gather(None if error is None else str(error))
+            if not any(text is not None for text in texts):
+                assert loaded is not None
+                # A rank that holds nothing of a tensor cannot tell whether an object got it.
+                loaded = replace(loaded, restored_names=self.group.from_rank_0(loaded.restored_names))
+                for reason in self.skipped:
+                    log.warning("restored step %d; skipped %s", loaded.step, reason)
+                return loaded
+            error = error or CheckpointError(next(text for text in texts if text is not None))
+            if step is not None:
+                raise error
+            self.skipped.append(error)
+            self.damaged.add(candidate)
+        if not any(self.group.all_gather(bool(self.skipped))):
             return None
         reasons = "\n  ".join(str(error) for error in self.skipped)
         raise CheckpointError(
@@ -128,16 +130,41 @@ class Restorer:
             "Nothing was changed. To train from the beginning, use an empty folder."
         )
 
+    def _candidates(self, step: int | str | None) -> list[int]:
+        """Return the steps to try, best first, as rank 0 finds them."""
+
+        def found() -> list[int]:
+            if step is not None:
+                return [open_step_or_tag(self.run, step).header.step]
+            summaries, broken = self.run.summaries()
+            self.skipped += broken
+            return [summary.step for summary in reversed(summaries)]
+
+        rank_zero = self.group.rank == 0
+        return self.group.from_rank_0(self.group.run_on_all_ranks(lambda: found() if rank_zero else []))
+
+    def _try(self, step: int) -> tuple[Loaded | None, CheckpointError | None]:
+        """Decode a checkpoint. Returns the error if it is damaged."""
+        try:
+            return self._decode(self.run.file(step)), None
+        except CheckpointError as error:
+            return None, error
+
     def _decode(self, file: CheckpointFile) -> Loaded:
         """Decode a checkpoint and compare it with the objects. Changes nothing.
 
         Raises CheckpointError if it is damaged, StateError if it does not fit.
         """
-        tensors = self.run.load(file)
-        source, stored = load_lossless_copy(self.run, file, self.skipped) or (file, tensors)
         now = collect_to_compare(self.objects)  # outside the try: if an object fails, the file is not damaged
+        targets = sharded_targets(now, file.header)
+
+        def load(wanted: CheckpointFile) -> Tensors:
+            return load_shards(self.run, wanted, targets)
+
+        tensors = load(file)
+        source, stored = load_lossless_copy(self.run, file, self.skipped, load) or (file, tensors)
         try:
-            values, in_place = self._values(source, stored, now)
+            values, in_place = self._values(source, stored, now, targets)
             state = self._state(source, values, now)
             fit = compare(self.objects, now, state, self.group.rank, None if self.only is None else self._selected)
             fit.problems.extend(self._changed_omitted(source, values))
@@ -149,13 +176,13 @@ class Restorer:
         except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{file.path}: it holds no state of a training ({error!r})") from error
         self._log_notes(file, fit.notes, rng_state is not None)
-        used = {tensor.data_ptr() for tensor in _tensors_in(list(fit.parts.values()))}
-        restored = frozenset(name for name, value in values.items() if value.data_ptr() in used)
+        used = {memory_of(tensor) for tensor in _tensors_in(list(fit.parts.values()))}
+        restored = frozenset(name for name, value in values.items() if memory_of(value) in used)
         return Loaded(
             file,
             tensors,
             fit.parts,
-            [(target, stored[name]) for name, target in in_place.items() if name in restored],
+            [(local_of(target), stored[name]) for name, target in in_place.items() if name in restored],
             rng_state if self._with_rng_state else None,
             restored,
             source is not file,
@@ -163,15 +190,24 @@ class Restorer:
         )
 
     def _values(
-        self, source: CheckpointFile, stored: Mapping[str, StoredTensor], now: Mapping[str, Any]
+        self,
+        source: CheckpointFile,
+        stored: Mapping[str, StoredTensor],
+        now: Mapping[str, Any],
+        targets: Mapping[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the tensors that are not omitted, and those among them that are filled in place later."""
+        """Return the tensors that are not omitted, and those among them that are filled in place later.
+
+        targets: DTensors whose parts are stored, by name.
+        """
         omitted = _omitted(source)
         unchanged = unchanged_tensors(now, stored, self.hashes)
         to_load = {name: tensor for name, tensor in stored.items() if name not in unchanged and name not in omitted}
         in_place = fillable_tensors(now, source.header.tree, to_load)
         with explain_out_of_memory(source, *source.header.entries):
             values = {n: in_place[n] if n in in_place else new_tensor(tensor) for n, tensor in to_load.items()}
+            for name in targets.keys() & values.keys() - in_place.keys():
+                values[name] = with_local(targets[name], values[name].to(targets[name].device))
             for name in in_place:
                 if isinstance(tensor := stored[name], External):
                     tensor.values()  # raises while nothing has been changed
@@ -224,7 +260,7 @@ class Restorer:
     def _correct_moments(self, loaded: Loaded) -> None:
         """Let the next steps correct the first moments that the checkpoint does not keep."""
         stored = {} if loaded.from_lossless_copy else loaded.tensors
-        dropped = dropped_moments(self.objects, stored, loaded.restored_names)
+        dropped = dropped_moments(self.objects, stored, loaded.restored_names, self.group)
         restored = [name for name in dropped if name in loaded.parts]
         for name in restored:
             self.corrections.begin(name, self.objects[name], dropped[name])

@@ -198,15 +198,15 @@ def state_from(file: CheckpointFile, values: dict[str, Tensor]) -> dict[str, Any
 
 
 def load_lossless_copy(
-    run: Run, file: CheckpointFile, skipped: list[CheckpointError]
+    run: Run, file: CheckpointFile, skipped: list[CheckpointError], load: Callable[[CheckpointFile], Tensors]
 ) -> tuple[CheckpointFile, Tensors] | None:
     """Return the file and the tensors of a checkpoint's lossless copy. None if there is none, or if it is unusable.
 
-    The reason why it is unusable is added to ``skipped``.
+    The reason why it is unusable is added to ``skipped``. load: decodes the tensors of a file.
     """
     try:
         if (copy := run.lossless_copy(file)) is not None:
-            return copy, run.load(copy)
+            return copy, load(copy)
     except CheckpointError as error:
         _warn_of_unusable_copy(file, error)
         skipped.append(error)

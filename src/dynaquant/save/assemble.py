@@ -14,10 +14,14 @@ from dynaquant.tensors.stored import External, Quantized, QuantizedTensor, Round
 
 @dataclass(frozen=True)
 class Assembled:
-    """Tensors as a checkpoint stores them, by name. lossless_copy: the same without quantization, if it is kept."""
+    """Tensors as a checkpoint stores them, by name. lossless_copy: the same without quantization, if it is kept.
+
+    seconds: of a state that is divided, the names of the tensors that others are stored in units of. On all ranks.
+    """
 
     tensors: dict[str, StoredTensor] = field(default_factory=dict)
     lossless_copy: dict[str, StoredTensor] | None = None
+    seconds: Mapping[str, str] = field(default_factory=dict)
 
 
 def assemble(

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from dynaquant.errors import StateError
+from dynaquant.save.division import Division, divide
 from dynaquant.save.rank_zero import rng_states_of_other_ranks
 from dynaquant.state.bound import Bound
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label, labels
+from dynaquant.state.sharding import local_of, reshard
 from dynaquant.state.tree import without_tensors
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Base
 from dynaquant.tensors.stored import External
 from dynaquant.training.collect import collect
+from dynaquant.training.objects import models_of
 from dynaquant.training.ranks import Group
+from dynaquant.training.shards import WHOLE, Shards
 
 
 @dataclass(frozen=True)
 class Captured:
     """The state of a training at a save, and the hashes and external tensors of the last checkpoint.
 
-    tree: of the state, without omitted tensors. tensors: the training's own, by name. last_hashes: hashes of the
-    tensors of the last checkpoint. last_external: its tensors that were omitted, or that lie in a usable file of frozen
-    parameters. Both are empty if there is no last checkpoint.
+    tree: of the state, without omitted tensors. tensors: the training's own, by name; what this rank holds of those
+    that are divided. last_hashes: hashes of the tensors of the last checkpoint. last_external: its tensors that were
+    omitted, or that lie in a usable file of frozen parameters. Both are empty if there is no last checkpoint. division:
+    of the tensors among the ranks; None if every rank holds all of them.
     """
 
     tree: Any
@@ -34,6 +40,12 @@ class Captured:
     labels: Mapping[str, Label]
     last_hashes: Mapping[str, str]
     last_external: Mapping[str, External]
+    division: Division | None = None
+
+    @property
+    def shards(self) -> Shards:
+        """The shards that the tensors are."""
+        return WHOLE if self.division is None else self.division.shards
 
     @property
     def omitted(self) -> set[str]:
@@ -56,19 +68,31 @@ def capture(
     """
     other_ranks = rng_states_of_other_ranks(objects, group)
 
-    def captured() -> tuple[Any, dict[str, Tensor], dict[str, Label]]:
-        tree, tensors = flatten(collect(objects, other_ranks))
-        return tree, tensors, labels(tensors, objects, roles, vectors)
-
-    tree, tensors, label_of = group.run_on_all_ranks(captured)
+    reshard(models_of(objects))
+    tree, tensors = group.run_on_all_ranks(lambda: flatten(collect(objects, other_ranks)))
+    division = divide(tensors, group)
+    local = division.local if division is not None else {name: local_of(tensor) for name, tensor in tensors.items()}
+    label_of = group.run_on_all_ranks(lambda: labels(local, objects, roles, vectors))
     omitted = _omitted(label_of)
+    if division is not None:
+        return Captured(_checked_tree(tree, omitted), local, label_of, {}, {}, division)
     return Captured(
         without_tensors(tree, omitted) if omitted else tree,
-        tensors,
+        local,
         label_of,
         last_hashes={} if base is None else base.hashes,
         last_external={} if base is None else run.frozen_files.available(base.tensors),
     )
+
+
+def _checked_tree(tree: Any, omitted: Collection[str]) -> Any:
+    """Return the tree of a state that is divided. Raises StateError if tensors are omitted."""
+    if omitted:
+        raise StateError(
+            f"{min(omitted)} has role 'omit', which sharded training does not support yet; without the role, what does "
+            "not change takes no space in the next checkpoints"
+        )
+    return tree
 
 
 def _omitted(label_of: Mapping[str, Label]) -> set[str]:

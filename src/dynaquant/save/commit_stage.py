@@ -1,4 +1,4 @@
-"""Writes checkpoints to a run in the background: chooses the parent, commits, prunes, reports. Runs on rank 0 only."""
+"""Writes checkpoints to a run in the background: chooses the parent, commits, prunes, reports. Runs on rank 0."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from dynaquant.save.background import BackgroundWriter
 from dynaquant.save.record import Record, record_of
 from dynaquant.save.timing import timed
 from dynaquant.store.commit import WritableRun
+from dynaquant.store.container import CheckpointFile
 from dynaquant.store.retention import Retention, can_be_parent, prepare_replacement, prune
-from dynaquant.store.writing import Base, Checkpoint
+from dynaquant.store.writing import Base
 
 log = logging.getLogger("dynaquant")
 
@@ -42,23 +43,36 @@ class CommitStage:
         """The checkpoint that was written or restored last. The next delta is conditioned on it."""
         self.thread = BackgroundWriter[Record](self, release_run)
 
-    def begin(self, checkpoint: Checkpoint, predicted: float | None) -> Future[Record]:
+    def begin(self, checkpoint: Any, predicted: float | None) -> Future[Record]:
         """Begin to write a checkpoint. The previous write must be done. predicted: bytes of its weights."""
         return self.thread.hand_over(partial(self._write, checkpoint, predicted))
 
-    def _write(self, checkpoint: Checkpoint, predicted: float | None) -> Record:
+    def _write(self, checkpoint: Any, predicted: float | None) -> Record:
         seconds: dict[str, float] = {}
         with timed(seconds, "write"):
-            parent = self._parent_for(checkpoint.step)
-            notes = prepare_replacement(self._run, checkpoint.step) if self._run.path(checkpoint.step).exists() else []
-            file, self.base = self._run.commit(checkpoint, parent)
-            self._damaged.discard(checkpoint.step)
-            notes += self._prune(checkpoint.step)
-        record = record_of(file, seconds, notes)
+            file, notes = self._commit(checkpoint)
+        record = self._record(file, seconds, notes)
         if not record.keyframe and "weight" in record.roles:
             self._learn_size(predicted, record.roles["weight"].stored)
-        self._report(record)
+        if file is not None:
+            self._report(record)
         return record
+
+    def _commit(self, checkpoint: Any) -> tuple[CheckpointFile | None, list[str]]:
+        """Commit a checkpoint and delete what is not kept. Returns its file, and notes for the record."""
+        parent = self._parent_for(checkpoint.step)
+        notes = self._make_room(checkpoint.step)
+        file, self.base = self._run.commit(checkpoint, parent)
+        self._damaged.discard(checkpoint.step)
+        return file, notes + self._prune(checkpoint.step)
+
+    def _record(self, file: CheckpointFile | None, seconds: dict[str, float], notes: list[str]) -> Record:
+        assert file is not None
+        return record_of(file, seconds, notes)
+
+    def _make_room(self, step: int) -> list[str]:
+        """Re-code what depends on a checkpoint that is to be replaced. Returns notes for the record."""
+        return prepare_replacement(self._run, step) if self._run.path(step).exists() else []
 
     def _parent_for(self, step: int) -> Base | None:
         """Return the last checkpoint if it can be the parent; None if the next checkpoint must be a keyframe."""

@@ -42,12 +42,14 @@ from dynaquant.search.manager import ConfigurationManager
 from dynaquant.state.roles import Label, untrained
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.store.container import Header
+from dynaquant.store.sharded_writing import second_of
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.stored import External, Quantized, StoredTensor
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.master_weights import master_weights_of
 from dynaquant.training.objects import models_of
 from dynaquant.training.ranks import Group
+from dynaquant.training.shards import WHOLE, Shards
 
 
 @dataclass(frozen=True)
@@ -173,35 +175,27 @@ class Compressor:
             frozen = frozen_parameters(captured, idle, self.hashes)
             external = self._external(captured, frozen)
             tensors = _on_known_devices({n: t for n, t in captured.tensors.items() if n not in external})
-            master_of = master_weights_of(tensors, captured.labels, self._objects, self._patterns)
+            master_of = self._masters(captured, tensors)
             weights = self._weights_to_quantize(tensors, captured.labels, master_of)
             budget = self._budget and self._budget.at(step, learning_rate(self._optimizers))
             # Ranks must come to the same decisions.
             limit = self._group.from_rank_0(self._largest if budget is None else budget.allowed)
-            comparison = compare(weights, self._usable_last_weights(limit), idle, self.hashes)
-            bounded = quantize_bounded(tensors, captured.labels)
+            last = self._usable_last_weights(limit)
+            comparison = compare(weights, last, idle, self.hashes, captured.shards)
+            bounded = quantize_bounded(tensors, captured.labels, captured.shards.held, captured.shards.reduce)
         with timed(seconds, "search"):
             self.manager.max_degradation, self.manager.last_resort = limit, self._largest
-            decision, notes = self._decide(comparison, captured.labels, bounded)
+            decision, notes = self._decide(comparison, captured, bounded)
             if self._preset is not None:
                 notes += note_on_parameters_without_optimizer(self._model, frozen)
         with timed(seconds, "capture"):
             quantized = {} if decision.configuration is None else {**decision.quantized, **comparison.unchanged}
-            assembled = on_rank_zero(
-                lambda: assemble(
-                    tensors,
-                    {**quantized, **self._moments(tensors, captured.labels, interval, corrected), **bounded},
-                    master_of,
-                    external,
-                    captured.labels,
-                    self._keep_lossless_copy,
-                ),
-                self._group,
-            )
+            tolerances = first_tolerances(self._objects, self._preset, interval, corrected) if self._preset else {}
+            assembled = self._assembled(captured, tensors, {**quantized, **bounded}, tolerances, master_of, external)
             # A master weight is stored instead of its half-precision weight, and gets that weight's label.
             labels = {**captured.labels, **{master: captured.labels[name] for name, master in master_of.items()}}
         return Compressed(
-            assembled or Assembled(),
+            assembled,
             frozen.unchanged,
             labels,
             decision,
@@ -279,21 +273,28 @@ class Compressor:
         least = self._last_limit if self._budget is None else self._last_limit / 2
         return {} if limit < least else self._last_weights
 
+    def _masters(self, captured: Captured, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Map half-precision weights to their master weights. Those of sharded models are stored beside each other."""
+        if captured.division is not None:
+            return {}
+        return master_weights_of(tensors, captured.labels, self._objects, self._patterns)
+
     def _decide(
-        self, comparison: Comparison, labels: Mapping[str, Label], bounded: Mapping[str, Quantized]
+        self, comparison: Comparison, captured: Captured, bounded: Mapping[str, Quantized]
     ) -> tuple[Decision, list[str]]:
         """Return the most compact configuration that is good enough for the changed weights, and notes."""
         if self._preset is None:
             return Decision("lossless", None), []
+        labels, shards = captured.labels, captured.shards
         mean_squares: dict[str, float] = {}
         if self.method == "grid" or self.manager.judges_by_distortion:
             # Ranks must reach the same decision, so all use the numbers of rank 0.
-            measured = self._group.run_on_all_ranks(lambda: self._gradients.mean_squares(comparison.changed))
+            measured = self._group.run_on_all_ranks(lambda: self._gradients.mean_squares(comparison.changed, shards))
             mean_squares = self._group.from_rank_0(measured)
         weights: GridWeights | KMeansWeights
         if self.method == "grid":
             weights = prepared_for_grid(
-                comparison.changed, self._last_weights, mean_squares, self._restored_step, self._group
+                comparison.changed, self._last_weights, mean_squares, self._restored_step, self._group, shards
             )
             notes = list(weights.notes)
         else:
@@ -312,14 +313,57 @@ class Compressor:
         }
         return self.manager.decide(weights, decided, mean_squares), notes
 
+    def _assembled(
+        self,
+        captured: Captured,
+        tensors: Mapping[str, Tensor],
+        quantized: Mapping[str, Quantized],
+        tolerances: Mapping[str, float],
+        master_of: Mapping[str, str],
+        external: Mapping[str, External],
+    ) -> Assembled:
+        """Return what this rank writes: rank 0 everything, or each rank what it holds of a state that is divided.
+
+        quantized: all but moments. Collective.
+        """
+
+        def assembled(live: Mapping[str, Tensor], moments: Mapping[str, Quantized]) -> Assembled:
+            forms = {**quantized, **moments}
+            return assemble(live, forms, master_of, external, captured.labels, self._keep_lossless_copy)
+
+        division, labels = captured.division, captured.labels
+        if division is None:
+            whole = on_rank_zero(lambda: assembled(tensors, self._moments(tensors, labels, tolerances)), self._group)
+            return whole or Assembled()
+        own, shards = division.without_copies(tensors)
+        moments = self._moments(own, labels, tolerances, shards)
+        here = {name: tensor for name, tensor in tensors.items() if division.writes(name)}
+        seconds = {name: second_of(stored) for name, stored in moments.items()}
+        return replace(self._group.run_on_all_ranks(lambda: assembled(here, moments)), seconds=seconds)
+
     def _moments(
-        self, tensors: Mapping[str, Tensor], labels: Mapping[str, Label], interval: int | None, corrected: bool
+        self,
+        tensors: Mapping[str, Tensor],
+        labels: Mapping[str, Label],
+        tolerances: Mapping[str, float],
+        shards: Shards = WHOLE,
     ) -> dict[str, Quantized]:
-        """Return the optimizer's moments, quantized within the tolerances of the preset; others stay exact."""
+        """Return the optimizer's moments, quantized within the tolerances of the preset; others stay exact.
+
+        Collective if there are shards.
+        """
         if self._preset is None or self.method != "grid":
             return {}
-        firsts = first_tolerances(self._objects, self._preset, interval, corrected)
-        return quantize_moments(tensors, labels, self._preset.first_tolerance, self._preset.second_tolerance, firsts)
+        preset = self._preset
+        return quantize_moments(
+            tensors,
+            labels,
+            preset.first_tolerance,
+            preset.second_tolerance,
+            tolerances,
+            shards.held,
+            shards.reduce,
+        )
 
 
 def _degradation(record: Mapping[str, Any]) -> float:

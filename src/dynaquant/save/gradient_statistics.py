@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from dynaquant.quantize.knobs import Method
 from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.state.roles import quantizable
+from dynaquant.state.sharding import memory_of
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.gradients import GradientRecorder, moving_average, sum_of_squares
+from dynaquant.training.shards import WHOLE, Shards
 
 WINDOW = 50
 """Optimizer steps before a checkpoint whose gradients are recorded (method 1.1)."""
@@ -50,18 +52,18 @@ class GradientStatistics:
         """Return what was recorded since the last save."""
         return {name: statistic for recorder in self._recorders for name, statistic in recorder.recorded.items()}
 
-    def mean_squares(self, weights: Mapping[str, Tensor]) -> dict[str, float]:
+    def mean_squares(self, weights: Mapping[str, Tensor], shards: Shards = WHOLE) -> dict[str, float]:
         """Return the mean squared gradient of each weight, as far as known, from the optimizer or as recorded.
 
-        weights: tensors of the state, by name.
+        weights: tensors of the state, by name. shards: of the weights. Collective if there are any.
         """
         # With master weights, the optimizer knows only these.
-        trained = {_memory(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
+        trained = {memory_of(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
         own = self._parameters()
-        known = {name: trained.get(_memory(t), own[name]) for name, t in weights.items() if name in own}
+        known = {name: trained.get(memory_of(t), own[name]) for name, t in weights.items() if name in own}
         recorded = self.recorded()
         squares = recorded if self._on_grid else {name: g.square().mean() for name, g in recorded.items()}
-        return mean_squared_gradients(known, self._optimizers, {name: float(s) for name, s in squares.items()})
+        return mean_squared_gradients(known, self._optimizers, {n: float(s) for n, s in squares.items()}, shards)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {f"model.{name}": parameter for name, parameter in named_parameters(self._model)}
@@ -85,8 +87,3 @@ class GradientStatistics:
         """Remove the hooks from the optimizers. May be called again, also after an interrupt."""
         for recorder in self._recorders:
             recorder.close()
-
-
-def _memory(tensor: Tensor) -> tuple[int, torch.Size]:
-    """Identify a tensor by its memory. Its first slice has the same address, so the shape counts, too."""
-    return tensor.data_ptr(), tensor.shape

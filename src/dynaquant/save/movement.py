@@ -155,7 +155,7 @@ class Movement:
         parts = {name: slice(end - len(view), end) for (name, view), end in zip(views.items(), ends, strict=True)}
         values = _values([(weights[name], parts[name]) for name in weights], np.empty(ends[-1] if len(ends) else 0))
         squares = {name: p.numel() * _mean_square(values[parts[name]]) for name, p in weights.items()}
-        effective = effective_fisher(weights, squares, fisher)
+        effective = effective_fisher({name: p.numel() for name, p in weights.items()}, squares, fisher)
         counted = [effective[name] * p.numel() / len(views[name]) for name, p in weights.items()]
         places = [_Place(module, key, p.shape, parts[name]) for name, (module, key, p) in parameters.items()]
         return _Reference(places, values, np.repeat(counted, [len(view) for view in views.values()]))

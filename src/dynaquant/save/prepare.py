@@ -13,6 +13,7 @@ from dynaquant.save.unchanged_weights import LastWeight
 from dynaquant.state.roles import Label
 from dynaquant.tensors.codebook import Grid
 from dynaquant.training.ranks import Group
+from dynaquant.training.shards import Shards
 
 
 def prepared_for_clusters(
@@ -28,14 +29,17 @@ def prepared_for_grid(
     mean_squared_gradients: Mapping[str, float],
     restored_step: int,
     group: Group,
+    shards: Shards,
 ) -> GridWeights:
     """Return weights prepared for uniform grids. Collective.
 
     last: weights of the last checkpoint; where possible a tensor keeps its grid step. restored_step: seed of the
-    stochastic rounding.
+    stochastic rounding. shards: of the weights.
     """
     grids = {name: weight.quantized.codebook for name, weight in last.items()}
     rungs = {name: grid.rung for name, grid in grids.items() if isinstance(grid, Grid)}
+    if shards.divided:  # all ranks have the same numbers
+        return grid_weights(weights, mean_squared_gradients, rungs, restored_step, shards)
     prepared = group.run_on_all_ranks(lambda: grid_weights(weights, mean_squared_gradients, rungs, restored_step))
     # Ranks must decide alike, so all use the numbers of rank 0.
     fisher, squares = group.from_rank_0((prepared.fisher, prepared.squares))

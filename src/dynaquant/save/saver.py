@@ -16,6 +16,7 @@ from dynaquant.save.compressor import Compressed, Compressor
 from dynaquant.save.rank_zero import warn_of_other_checkpoints, written_by_rank_zero
 from dynaquant.save.record import Record, json_of
 from dynaquant.save.schedule import Schedule
+from dynaquant.save.sharded_commit import ShardedCheckpoint
 from dynaquant.save.timing import timed
 from dynaquant.save.turn import Turn
 from dynaquant.search.decision import Decision
@@ -142,6 +143,18 @@ class Saver:
         record["moments_corrected"] = self._corrections.count
         if compressed.budget is not None:
             record["training_budget"] = compressed.budget.to_json()
+        if (division := captured.division) is not None:
+            part = ShardedCheckpoint(
+                step,
+                captured.tree,
+                compressed.assembled.tensors,
+                compressed.labels,
+                division,
+                compressed.assembled.seconds,
+                record,
+                self._compressor.coder,
+            )
+            return self._writer.begin(part, decision.predicted)
         checkpoint = Checkpoint(
             step,
             captured.tree,

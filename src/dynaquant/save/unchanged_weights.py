@@ -10,10 +10,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dynaquant.coding.schemes import Sharded
 from dynaquant.store.container import Header
-from dynaquant.tensors.hashing import tensor_hash
+from dynaquant.tensors.boxes import in_one
+from dynaquant.tensors.hashing import stored_hash, tensor_hash
 from dynaquant.tensors.stored import QuantizedTensor, RoundedWeight, StoredTensor
 from dynaquant.training.hash_cache import HashCache, sample_of
+from dynaquant.training.shards import WHOLE, Shards
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,13 @@ class Comparison:
 
 
 def compare(
-    weights: Mapping[str, Tensor], last: Mapping[str, LastWeight], untrained: Collection[str], hashes: HashCache
+    weights: Mapping[str, Tensor],
+    last: Mapping[str, LastWeight],
+    untrained: Collection[str],
+    hashes: HashCache,
+    shards: Shards = WHOLE,
 ) -> Comparison:
-    """Compare weights with those of the last checkpoint.
+    """Compare weights with those of the last checkpoint. Collective with shards: no rank's part may have changed.
 
     untrained: names of parameters that do not train; these are hashed through ``hashes``, which remembers. Other
     weights are hashed only if their sample is unchanged.
@@ -66,6 +73,9 @@ def compare(
         if name in samples and name not in hashed and before.may_equal(samples[name]):
             hashed[name] = tensor_hash(weights[name])
     unchanged = {n: before.quantized for n, before in last.items() if n in hashed and before.hash == hashed[n]}
+    if shards.divided:
+        changed = shards.any({name: name not in unchanged for name in weights})
+        unchanged = {name: quantized for name, quantized in unchanged.items() if not changed[name]}
     return Comparison(samples, hashed, unchanged, {n: t for n, t in weights.items() if n not in unchanged})
 
 
@@ -75,9 +85,12 @@ def restored_weights(header: Header, tensors: Mapping[str, StoredTensor]) -> dic
     for name, stored in tensors.items():
         if header.by_name[name].label.role != "weight":
             continue
-        source, form = name, stored
+        source, form = name, in_one(stored)
         if isinstance(stored, RoundedWeight):  # it is stored as its float32 master weight
             source, form = stored.master_name, stored.master
         if isinstance(form, QuantizedTensor):
-            found[name] = LastWeight(form, None, header.by_name[source].hash)
+            entry = header.by_name[source]
+            # The hash in the header is that of a whole tensor in one box.
+            own = isinstance(entry.scheme, Sharded) or entry.shape != form.shape
+            found[name] = LastWeight(form, None, stored_hash(form) if own else entry.hash)
     return found

@@ -16,6 +16,7 @@ from torch import Tensor
 from dynaquant.quantize.candidate import CandidateTensor, CandidateWeights, pieces
 from dynaquant.tensors import dequantize
 from dynaquant.tensors.stored import QuantizedTensor
+from dynaquant.training.shards import WHOLE, Shards
 
 LEAST_KEPT = 0.95
 """Share of the displacement since a restore that a checkpoint must keep."""
@@ -30,11 +31,13 @@ class Displacement:
     """The displacement of weights since they were restored.
 
     weights: the weights in training, by name. restored: the quantized tensors that they were restored from, by name.
-    Tensors of other names or shapes are ignored.
+    Tensors of other names or shapes are ignored. shards: of the weights.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], restored: Mapping[str, QuantizedTensor]) -> None:
-        self._weights = weights
+    def __init__(
+        self, weights: Mapping[str, Tensor], restored: Mapping[str, QuantizedTensor], shards: Shards = WHOLE
+    ) -> None:
+        self._weights, self._shards = weights, shards
         self._restored = {n: r for n, r in restored.items() if n in weights and weights[n].shape == r.shape}
 
     @property
@@ -48,15 +51,15 @@ class Displacement:
         For one tensor this is ``⟨ŵ - r, w - r⟩ / ‖w - r‖²`` with restored ``r``, weights ``w`` and the candidate's
         weights ``ŵ``. It is 1 if ``ŵ`` equals ``w`` or differs from it only at right angles to the displacement, and 0
         if ``ŵ`` equals ``r``. The result is the mean over tensors, weighted by their numbers of elements, so that
-        layers with small learning rates count too. It is 1 if no weight has moved.
+        layers with small learning rates count too. It is 1 if no weight has moved. Collective if there are shards.
         """
         if not self._restored:
             return None
         kept, counted = 0.0, 0
-        for name, restored in self._restored.items():
-            projection, squared_length = _projection(self._weights[name], restored, candidate[name])
+        parts = {n: _projection(self._weights[n], restored, candidate[n]) for n, restored in self._restored.items()}
+        for name, (projection, squared_length) in self._shards.sums(parts).items():
             if 0 < squared_length < math.inf:
-                size = restored.shape.numel()
+                size = self._shards.size(name, self._weights[name])
                 kept += size * min(max(projection / squared_length, 0.0), 1.0)
                 counted += size
         return kept / counted if counted else 1.0

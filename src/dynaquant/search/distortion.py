@@ -10,47 +10,72 @@ import torch
 from torch import Tensor
 
 from dynaquant import kernels
-from dynaquant.quantize.candidate import CandidateWeights, pieces
+from dynaquant.quantize.candidate import CandidateTensor, CandidateWeights, pieces
+from dynaquant.state.sharding import local_of
+from dynaquant.training.shards import WHOLE, Shards
 
 
-def distortion(weights: Mapping[str, Tensor], candidate: CandidateWeights, fisher: Mapping[str, float]) -> float:
+def distortion(
+    weights: Mapping[str, Tensor], candidate: CandidateWeights, fisher: Mapping[str, float], shards: Shards = WHOLE
+) -> float:
     """Return ``Σ F·δ² / Σ F·w²``: the squared errors of the weights, relative to their squares.
 
     weights, candidate: by name. fisher: ``F``, the mean squared gradient of each tensor. With it, the result is the
     second-order model of the loss up to a factor (method 2.1). Empty: all tensors count alike. 0 if nothing is
-    quantized.
+    quantized. shards: of the weights. Collective if there are any.
     """
-    error_sum = weight_sum = 0.0
-    for name, tensor in candidate.items():
-        factor = fisher.get(name, 0.0) if fisher else 1.0
-        weight, begin = weights[name].detach().reshape(-1), 0
-        kernel = kernels.for_device(weight.device)
-        for values in pieces(tensor, weight.device):
-            part = weight[begin : begin + len(values)].to(torch.float32)
-            begin += len(values)
-            weight_sum += factor * kernel.sums(part)[1]
-            error_sum += factor * kernel.sums(values.to(torch.float32).sub_(part))[1]
+    sums = shards.sums({name: _squares(weights[name], tensor) for name, tensor in candidate.items()})
+    factors = {name: fisher.get(name, 0.0) if fisher else 1.0 for name in candidate}
+    weight_sum = sum(factors[name] * square for name, (square, _) in sums.items())
+    error_sum = sum(factors[name] * error for name, (_, error) in sums.items())
     return error_sum / weight_sum if weight_sum else 0.0
 
 
+def _squares(weight: Tensor, candidate: CandidateTensor) -> list[float]:
+    """Return the sum of squares of a weight, and that of its errors."""
+    flat, begin = weight.detach().reshape(-1), 0
+    weight_sum = error_sum = 0.0
+    kernel = kernels.for_device(flat.device)
+    for values in pieces(candidate, flat.device):
+        part = flat[begin : begin + len(values)].to(torch.float32)
+        begin += len(values)
+        weight_sum += kernel.sums(part)[1]
+        error_sum += kernel.sums(values.to(torch.float32).sub_(part))[1]
+    return [weight_sum, error_sum]
+
+
 def mean_squared_gradients(
-    parameters: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer], recorded: Mapping[str, float]
+    parameters: Mapping[str, Tensor],
+    optimizers: Sequence[torch.optim.Optimizer],
+    recorded: Mapping[str, float],
+    shards: Shards = WHOLE,
 ) -> dict[str, float]:
     """Return ``F``, the mean squared gradient of each parameter, by name.
 
     It comes from the optimizers' second moments or from recorded gradients. The two differ in scale, so they are never
     mixed: the source that knows more parameters is used, the second moments if both know as many. Unknown are values
     that are not finite, and second moments that the optimizer stores as codes of another type.
+
+    recorded: the mean squares on this rank. shards: of the parameters. Collective if there are any.
     """
-    moments = {}
+    found: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         state: Mapping[str, Any] = next(
             (optimizer.state[parameter] for optimizer in optimizers if parameter in optimizer.state), {}
         )
         moment = state.get("exp_avg_sq", state.get("square_avg"))
         if isinstance(moment, Tensor) and moment.shape == parameter.shape and moment.is_floating_point():
-            moments[name] = kernels.for_device(moment.device).sums(moment)[0] / max(moment.numel(), 1)
+            found[name] = moment
+    sums = shards.sums({name: [_sum(local_of(moment))] for name, moment in found.items()})
+    moments = {name: sums[name][0] / max(moment.numel(), 1) for name, moment in found.items()}
     gradients = {name: recorded[name] for name in parameters if name in recorded}
+    if shards.divided:
+        squares = {name: [mean * local_of(parameters[name]).numel()] for name, mean in gradients.items()}
+        gradients = {n: total / max(parameters[n].numel(), 1) for n, (total,) in shards.sums(squares).items()}
     sources = [{name: f for name, f in source.items() if math.isfinite(f)} for source in (moments, gradients)]
     best = max(sources, key=len)
     return best if sum(best.values()) > 0 else {}
+
+
+def _sum(moment: Tensor) -> float:
+    return kernels.for_device(moment.device).sums(moment)[0]

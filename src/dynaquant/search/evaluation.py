@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from dynaquant.errors import EvaluateError
 from dynaquant.search.batch_norm import evaluation_mode, uses_batch_statistics
+from dynaquant.search.in_place import InPlace
+from dynaquant.state.sharding import is_sharded, local_of, memory_of
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.hash_cache import sample_of
 from dynaquant.training.snapshot import Snapshot
@@ -210,9 +212,10 @@ def score(model: nn.Module, values: Mapping[str, ParameterValues], evaluate: Eva
     whatever ``evaluate`` raises.
     """
     before, frozen = Snapshot(model), _frozen(model)
+    in_place = InPlace(parameter for name, parameter in named_parameters(model) if name not in frozen)
     try:
         with torch.no_grad():
-            _substitute(model, values)
+            _substitute(model, values, in_place)
             result = evaluate(model)
             try:
                 number = float(result)
@@ -220,10 +223,17 @@ def score(model: nn.Module, values: Mapping[str, ParameterValues], evaluate: Eva
                 raise ValueError(f"evaluate returned {reprlib.repr(result)}; it must return one number") from None
     except Exception as error:
         before.put_back()
+        in_place.put_back()
         _check_frozen(model, frozen, error)
         raise
     finally:
-        before.put_back()
+        try:
+            before.put_back()
+            in_place.put_back()
+        except BaseException:  # a signal interrupted it
+            before.put_back()
+            in_place.put_back()
+            raise
     _check_frozen(model, frozen)
     return number
 
@@ -237,9 +247,13 @@ def _check_frozen(model: nn.Module, before: Mapping[str, Any], cause: Exception 
         ) from cause
 
 
-def _substitute(model: nn.Module, values: Mapping[str, ParameterValues]) -> None:
-    """Give the model other parameters and copies of its buffers. Frozen parameters are large, and not copied."""
+def _substitute(model: nn.Module, values: Mapping[str, ParameterValues], in_place: InPlace) -> None:
+    """Give the model other parameters and copies of its buffers. Frozen parameters are large, and not copied.
+
+    Sharded parameters stay, and get other values.
+    """
     named = dict(named_parameters(model))
+    in_place.write({id(named[name]): value for name, value in values.items()})
     # By memory: a state has one tensor for several parameters that share their data.
     given = {_memory(named[name]): value for name, value in values.items()}
 
@@ -256,7 +270,9 @@ def _substitute(model: nn.Module, values: Mapping[str, ParameterValues]) -> None
         return nn.Parameter(copied, requires_grad=False)
 
     shared = {id(named[name]) for name in _frozen(model)}
-    replacements = {id(parameter): replacement(parameter) for parameter in named.values()}
+    replacements: dict[int, Any] = {
+        id(parameter): parameter if is_sharded(parameter) else replacement(parameter) for parameter in named.values()
+    }
     copies: dict[int, Tensor] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -276,11 +292,11 @@ def _frozen(model: nn.Module) -> dict[str, tuple[int, bytes]]:
     writing = [m for m in model.modules() if getattr(m, "max_norm", None) is not None]
     written = {id(parameter) for module in writing for parameter in module._parameters.values()}
     return {
-        name: (parameter._version, sample_of(parameter))
+        name: (0 if is_sharded(parameter) else parameter._version, sample_of(local_of(parameter)))
         for name, parameter in named_parameters(model)
         if not parameter.requires_grad and not parameter.is_inference() and id(parameter) not in written
     }
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.device
+    return memory_of(tensor), tensor.stride(), tensor.device

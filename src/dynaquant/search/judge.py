@@ -27,6 +27,7 @@ from dynaquant.search.evaluation import (
 from dynaquant.search.sequential_test import looks, verdict
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.ranks import Group, Lockstep
+from dynaquant.training.shards import WHOLE, Shards
 
 JudgedBy = Literal["evaluate", "fisher distortion", "distortion"]
 """``evaluate``: the user's metric. ``fisher distortion``: distortion weighted by Fisher information. ``distortion``:
@@ -169,13 +170,15 @@ class DistortionJudge:
     """Estimates the degradation from how far the weights move, by a factor measured in trainings with a metric.
 
     weights: in training, by name. fisher: the mean squared gradient of each, or empty. judged_by: whether ``fisher``
-    was measured.
+    was measured. shards: of the weights.
     """
 
     weights: Mapping[str, Tensor]
     fisher: Mapping[str, float]
     judged_by: JudgedBy
+    shards: Shards = WHOLE
 
     def __call__(self, candidate: CandidateWeights) -> Quality:
-        """Return the estimated degradation. The scores are NaN."""
-        return Quality(math.nan, math.nan, DISTORTION_SCALE * distortion(self.weights, candidate, self.fisher))
+        """Return the estimated degradation. The scores are NaN. Collective if there are shards."""
+        found = distortion(self.weights, candidate, self.fisher, self.shards)
+        return Quality(math.nan, math.nan, DISTORTION_SCALE * found)

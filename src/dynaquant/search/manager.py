@@ -20,7 +20,7 @@ from dynaquant.search.displacement import Displacement, keeps_enough
 from dynaquant.search.evaluation import Evaluate, ParameterValues
 from dynaquant.search.grid_method import search_grid
 from dynaquant.search.history import History
-from dynaquant.search.judge import DistortionJudge, Judge, PairedJudge
+from dynaquant.search.judge import DistortionJudge, Judge, JudgedBy, PairedJudge
 from dynaquant.search.kmeans_method import KMeansQuantizer, search_kmeans
 from dynaquant.search.metric import UserMetric
 from dynaquant.search.noise import Noise
@@ -28,6 +28,7 @@ from dynaquant.search.size import SizeModel
 from dynaquant.search.trials import MixedScoresError, Quantizer, Trials, why_none_is_good_enough
 from dynaquant.tensors.stored import QuantizedTensor
 from dynaquant.training.ranks import Group
+from dynaquant.training.shards import WHOLE, Shards
 
 log = logging.getLogger("dynaquant")
 
@@ -113,7 +114,8 @@ class ConfigurationManager:
                 return self._decide_by_metric(self._metric, quantizer, decided, allowed)
         if self._fixed is not None:
             return Decision("fixed", self._fixed, quantizer.quantize(self._fixed))
-        return self._decide(quantizer, _distortion_judge(weights, fisher), allowed, 0.0, self._group.size, [])
+        at_once = 1 if _shards_of(quantizer).divided else self._group.size
+        return self._decide(quantizer, _distortion_judge(weights, fisher), allowed, 0.0, at_once, [])
 
     def _agree(self) -> float:
         """Make all ranks use the same numbers, and return the degradation that is allowed: the smallest of all ranks.
@@ -166,7 +168,7 @@ class ConfigurationManager:
         configurations are scored in one round. notes: for the record.
         """
         limit = allowed - noise_margin
-        displacement = Displacement(quantizer.weights, self._restored)
+        displacement = Displacement(quantizer.weights, self._restored, _shards_of(quantizer))
         if self._fixed is not None:  # measured on all batches, whatever it is
             trials = Trials(quantizer, judge, displacement, math.inf, self._group, per_round)
             return self._measure(self._fixed, trials, judge, notes)
@@ -242,4 +244,10 @@ def _distortion_judge(weights: KMeansWeights | GridWeights, fisher: Mapping[str,
         weighting = weights.fisher
     else:
         weighting = fisher if fisher.keys() >= weights.weights.keys() else {}
-    return DistortionJudge(weights.weights, weighting, "fisher distortion" if fisher and weighting else "distortion")
+    judged_by: JudgedBy = "fisher distortion" if fisher and weighting else "distortion"
+    return DistortionJudge(weights.weights, weighting, judged_by, _shards_of(weights))
+
+
+def _shards_of(weights: object) -> Shards:
+    """Return the shards that the weights are. Only the grid quantizer supports any."""
+    return weights.shards if isinstance(weights, GridWeights) else WHOLE

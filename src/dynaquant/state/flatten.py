@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dynaquant.errors import StateError
+from dynaquant.state.sharding import is_sharded, memory_of
 from dynaquant.state.tree import CONTAINERS, MAX_DEPTH
 from dynaquant.tensors.dtypes import DTYPES, dtype_name
 
@@ -29,8 +30,8 @@ def flatten(state: Any) -> tuple[Any, dict[str, Tensor]]:
     """Return the JSON tree of a state, and its tensors by name.
 
     A name is the path of the tensor's first occurrence, joined by dots. Tied tensors (same memory, same shape) appear
-    once. The tensors are detached and share the state's memory. NumPy arrays become tensors in the machine's byte
-    order.
+    once. The tensors are detached and share the state's memory; DTensors stay such. NumPy arrays become tensors in the
+    machine's byte order.
 
     Raises StateError, naming the path, for a value that cannot be stored.
     """
@@ -51,7 +52,7 @@ class _Flattener:
             return value
         if kind is float:
             return value if math.isfinite(value) else {"float": repr(value)}
-        if kind in (Tensor, torch.nn.Parameter):
+        if kind in (Tensor, torch.nn.Parameter) or is_sharded(value):
             return self._tensor(value, path)
         if kind is np.ndarray:
             return self._array(value, path)
@@ -60,7 +61,7 @@ class _Flattener:
         return _node_of_plain_value(value, path)
 
     def _name(self, tensor: Tensor, path: str) -> str:
-        memory = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        memory = (memory_of(tensor), tensor.stride(), tensor.dtype, tensor.device)
         if tensor.numel() > 0 and memory in self._names:
             return self._names[memory]
         name, number = path, 2
@@ -74,7 +75,8 @@ class _Flattener:
         if problem:
             raise StateError(f"{path}: {problem}")
         kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
-        node: dict[str, Any] = {kind: self._name(tensor.detach().resolve_conj().resolve_neg(), path)}
+        plain = tensor.detach() if is_sharded(tensor) else tensor.detach().resolve_conj().resolve_neg()
+        node: dict[str, Any] = {kind: self._name(plain, path)}
         if tensor.requires_grad != (kind == "parameter"):
             node["requires_grad"] = tensor.requires_grad
         return node

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dynaquant.errors import StateError
 from dynaquant.state.bound import Bound
+from dynaquant.state.sharding import memory_of
 from dynaquant.state.wrappers import bare_paths, named_parameters
 from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES, dtype_name
 
@@ -123,15 +124,15 @@ def untrained(objects: Mapping[str, Any]) -> frozenset[str]:
     updates tensors outside the models, since these may be their master weights.
     """
     optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
-    trained = {_memory(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    trained = {memory_of(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     modules = {prefix: module for prefix, module in objects.items() if isinstance(module, nn.Module)}
     own = {f"{s}.{path}": parameter for s, module in modules.items() for path, parameter in named_parameters(module)}
     of_models = {name: parameter for name, parameter in own.items() if _is_of_model(name)}
-    known = trained & {_memory(parameter) for parameter in of_models.values()}
+    known = trained & {memory_of(parameter) for parameter in of_models.values()}
 
     def is_idle(parameter: Tensor) -> bool:
         may_have_master = trained != known and parameter.dtype in HALVES
-        return bool(known) and not may_have_master and _memory(parameter) not in known
+        return bool(known) and not may_have_master and memory_of(parameter) not in known
 
     idle = {name for name, parameter in of_models.items() if is_idle(parameter)}
     return frozenset(name for name, parameter in own.items() if name in idle or not parameter.requires_grad)
@@ -139,11 +140,6 @@ def untrained(objects: Mapping[str, Any]) -> frozenset[str]:
 
 def _is_of_model(name: str) -> bool:
     return name.partition(".")[0] == "model"
-
-
-def _memory(tensor: Tensor) -> tuple[int, torch.Size]:
-    """Identify a tensor by its memory. Its first slice has the same address, so the shape counts, too."""
-    return tensor.data_ptr(), tensor.shape
 
 
 def optimizer_role(name: str, tensors: Mapping[str, Tensor]) -> Role:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ else:  # a build of PyTorch without it has no such tensors
     FSDPModule = DTensor = ()  # type: ignore[assignment, misc]
 
 
-def is_sharded(tensor: Any) -> bool:
+def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor, of which a rank may hold a part or a copy."""
     return isinstance(tensor, DTensor)
 
@@ -31,7 +31,12 @@ def local_of(tensor: Tensor) -> Tensor:
     shard = shard_of(tensor)
     if tensor.device_mesh.get_coordinate() is None:
         return torch.empty(shard.local_shape, dtype=tensor.dtype)
-    return tensor.detach().to_local()
+    return _part(tensor)
+
+
+def _part(tensor: DTensor) -> Tensor:
+    local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    return local
 
 
 def shard_of(tensor: Tensor) -> Shard:
@@ -95,7 +100,7 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     """
     if not isinstance(tensor, DTensor):
         return tensor.data_ptr(), tensor.shape
-    local = tensor.detach().to_local()
+    local = _part(tensor)
     return (local.data_ptr() if local.numel() else ("nothing", id(tensor))), tensor.shape
 
 

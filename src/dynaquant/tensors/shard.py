@@ -74,18 +74,17 @@ class Shard:
         divided = [d for d, size in enumerate(self.shape) if self.local_shape[d] != size or len(self.spans[d]) > 1]
         last = divided[-1] if divided else -1
         inner = math.prod(self.shape[last + 1 :])
+        if not divided:
+            return ((0, 0, inner),)
         found: list[tuple[int, int, int]] = []
         at = 0
-        outer = product(*([i for begin, end in spans for i in range(begin, end)] for spans in self.spans[: max(last, 0)]))
-        for index in outer:
+        for index in product(*(self.indices(dimension).tolist() for dimension in range(last))):
             row = 0
-            for i, size in zip(index, self.shape[:last] if last > 0 else (), strict=True):
+            for i, size in zip(index, self.shape[:last], strict=True):
                 row = row * size + i
-            for begin, end in self.spans[last] if divided else ((0, 1),):
-                first = (row * self.shape[last] + begin) * inner if divided else 0
-                length = (end - begin) * inner
-                found.append((at, first, length))
-                at += length
+            for begin, end in self.spans[last]:
+                found.append((at, (row * self.shape[last] + begin) * inner, (end - begin) * inner))
+                at += found[-1][2]
         return tuple(found)
 
     def find(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaquant.state.sharding import local_of
+
 SMOOTHING = 0.9
 """β of the moving average ``EMA_t = β·g_t + (1-β)·EMA_{t-1}`` (method 1.1)."""
 
@@ -73,7 +75,7 @@ class GradientRecorder:
                 name = self._names.get(id(parameter))
                 if name is None or parameter.grad is None or parameter.grad.layout != torch.strided:
                     continue
-                gradient = parameter.grad.detach()
+                gradient = local_of(parameter.grad)
                 if scale is not None:
                     gradient = gradient.to(torch.float32) / float(scale)
                 updated = self._accumulate(gradient, self._recorded.get(name))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dynaquant.state.sharding import local_of
 from dynaquant.training.first_moments import MomentRule, MomentUpdate, correction_factor, rule_of
 
 log = logging.getLogger("dynaquant")
@@ -214,7 +215,8 @@ def _change(
     unscale: float,
 ) -> None:
     """Change moments of equal progress. members: parameters, gradients and moments. unscale: factor of gradients."""
-    parameters, gradients, moments = (list(each) for each in zip(*members, strict=True))
+    # Of DTensors, what this rank holds of them: one list may have plain tensors, too.
+    parameters, gradients, moments = ([local_of(each) for each in column] for column in zip(*members, strict=True))
     share = (after.factor - 1) * update.gain / update.decay
     torch._foreach_mul_(moments, after.factor / before.factor)
     torch._foreach_add_(moments, gradients, alpha=share * update.sign * unscale)

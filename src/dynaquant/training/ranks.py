@@ -40,8 +40,20 @@ class Group:
         return values
 
     def from_rank_0(self, value: T) -> T:
-        """Return rank 0's value on every rank."""
-        return self.all_gather(value)[0]
+        """Return rank 0's value on every rank. It is pickled."""
+        if self._group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    def gather_to_rank_0(self, value: T) -> list[T]:
+        """Return the values of all ranks on rank 0, in rank order, and nothing on the others. Values are pickled."""
+        if self._group is None:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values or []
 
     def reduce(self, numbers: Numbers) -> Numbers:
         """Return the numbers of all ranks together. Every rank gives and gets as many."""
@@ -87,6 +99,10 @@ class Group:
                 self._saw_communication |= before is None or _operations() != before
 
         return watched
+
+    def expect_communication(self) -> None:
+        """Let ``saw_communication`` be true: the ranks hold parts of one model. All ranks call it."""
+        self._saw_communication = True
 
     def saw_communication(self) -> bool:
         """Whether a watched function has ever communicated on any rank, or may have. Collective."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynaquant.state.sharding import reshard
 from dynaquant.training import rng
 from dynaquant.training.objects import generator_states, set_generator_states
 
@@ -16,10 +17,13 @@ class Snapshot:
     """Remembers what a user's ``evaluate`` may change.
 
     These are the model's parameters and buffers (which tensors they are, not their values), its training modes, whether
-    gradients are recorded, the global random number generators, and the generators among the other objects.
+    gradients are recorded, the global random number generators, and the generators among the other objects. Parameters
+    that FSDP2 has gathered count as changed: they are freed.
     """
 
     def __init__(self, model: nn.Module, objects: Mapping[str, Any] | None = None) -> None:
+        reshard(model)
+        self._model = model
         self._objects = objects = objects or {}
         self._modules = [(m, m.training, dict(m._parameters), dict(m._buffers)) for m in model.modules()]
         self._recorded = torch.is_grad_enabled()
@@ -27,6 +31,7 @@ class Snapshot:
 
     def put_back(self) -> None:
         """Put everything back. Call it again if a signal has interrupted it."""
+        reshard(self._model)
         for module, training, parameters, buffers in self._modules:
             module.training = training
             for own, before in ((module._parameters, parameters), (module._buffers, buffers)):

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from dynaquant.errors import StateError
 from dynaquant.state.flatten import flatten
+from dynaquant.state.sharding import local_of
 from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
@@ -24,22 +25,21 @@ LOADER_ADVICE = (
     "DataLoaderConfiguration(use_stateful_dataloader=True)), or the generator of its sampler"
 )
 """Advice for a data loader that has no state."""
-_REPLICAS = (
-    "sharded training is not supported yet: train replicas (DistributedDataParallel), or save with "
-    "torch.distributed.checkpoint, through dynaquant.interop.dcp"
+_DTENSORS = (
+    "shard it with FSDP2 (torch.distributed.fsdp.fully_shard) or tensor parallel, whose parameters are DTensors, or "
+    "save with torch.distributed.checkpoint, through dynaquant.interop.dcp"
 )
 _UNSUPPORTED = {
-    "torch.distributed.fsdp": ("shards the model", _REPLICAS),
-    "torch.distributed.tensor": ("is sharded over several devices", _REPLICAS),
-    "torch.distributed._shard": ("is sharded over several devices", _REPLICAS),
+    "torch.distributed.fsdp.fully_sharded_data_parallel": ("is the first version of FSDP", _DTENSORS),
+    "torch.distributed._shard": ("is sharded over several devices", _DTENSORS),
     "torch.distributed.optim.zero_redundancy_optimizer": (
         "has only a part of the state on each rank",
         "use the optimizer that it wraps, on every rank",
     ),
-    "deepspeed.runtime": ("shards the training", _REPLICAS),
-    "accelerate.utils.deepspeed": ("shards the training", _REPLICAS),
-    "fairscale.nn.data_parallel": ("shards the training", _REPLICAS),
-    "fairscale.optim.oss": ("has only a part of the state on each rank", _REPLICAS),
+    "deepspeed.runtime": ("shards the training", _DTENSORS),
+    "accelerate.utils.deepspeed": ("shards the training", _DTENSORS),
+    "fairscale.nn.data_parallel": ("shards the training", _DTENSORS),
+    "fairscale.optim.oss": ("has only a part of the state on each rank", _DTENSORS),
     "torchao.optim": (
         "keeps its state in its own tensor classes, which cannot be stored",
         "use an optimizer whose state has plain tensors, e.g. one of torch.optim",
@@ -66,16 +66,18 @@ def check_replicas(tensors: Mapping[str, Tensor], group: Group) -> None:
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         raise StateError(
-            f"the model of rank {other} differs from that of rank 0 in names or shapes of tensors; {_REPLICAS}"
+            f"the model of rank {other} differs from that of rank 0 in names or shapes of tensors, as in pipeline "
+            "parallelism, which is not supported; give every rank the whole model, sharded or not"
         )
 
 
 def warn_of_unsaved(objects: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
     """Log a warning for every optimizer that updates a tensor that is not saved. tensors: all saved tensors."""
-    saved = {tensor.data_ptr() for tensor in tensors}
+    saved = {local_of(tensor).data_ptr() for tensor in tensors}
     for name, thing in objects.items():
         groups = thing.param_groups if isinstance(thing, Optimizer) else []
-        if any(address not in saved for group in groups for p in group["params"] if (address := p.data_ptr())):
+        updated = [local_of(parameter) for group in groups for parameter in group["params"]]
+        if any(local.numel() and local.data_ptr() not in saved for local in updated):
             log.warning(
                 "%s updates tensors that are not saved, so a restore would not restore them; give an object that "
                 "holds them as an extra, e.g. extras={'masters': torch.nn.ParameterList(masters)}",

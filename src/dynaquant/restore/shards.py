@@ -1,0 +1,71 @@
+"""Loads what this rank holds of each tensor, from a checkpoint that any number of ranks has written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaquant.errors import StateError
+from dynaquant.state.flatten import flatten
+from dynaquant.state.sharding import is_sharded, shard_of
+from dynaquant.store.container import CheckpointFile, Header
+from dynaquant.store.reading import Tensors
+from dynaquant.store.regions import load_boxes
+from dynaquant.store.run import Run
+from dynaquant.tensors.box import Box
+from dynaquant.tensors.boxes import in_one, patchwork
+from dynaquant.tensors.shard import Shard
+from dynaquant.tensors.stored import StoredTensor
+
+_STATE = ".state."
+"""Stands between the name of an optimizer and that of a parameter."""
+
+
+def sharded_targets(now: Mapping[str, Any], header: Header) -> dict[str, Tensor]:
+    """Return for stored tensors the DTensors whose parts this rank needs, by stored name.
+
+    These are tensors of models and optimizers; the state of an optimizer that it does not have yet will be divided as
+    its parameter is. A stored tensor of another shape has no target. now: the present states.
+    """
+    try:
+        own = flatten(now)[1]
+    except StateError:  # the present state cannot be saved, but the stored one may still be restored
+        return {}
+    found: dict[str, Tensor] = {}
+    for entry in header.entries:
+        target = own.get(entry.name)
+        if target is None and _STATE in entry.name:
+            target = own.get(entry.name.partition(_STATE)[2].rpartition(".")[0])
+        if target is not None and is_sharded(target) and target.shape == entry.shape:
+            found[entry.name] = target
+    return found
+
+
+def load_shards(run: Run, file: CheckpointFile, targets: Mapping[str, Tensor]) -> Tensors:
+    """Decode what this rank holds of a checkpoint's tensors, each checked against its hash.
+
+    targets: DTensors of the stored shapes, by stored name; other tensors are decoded as a whole. Raises
+    CheckpointError if a tensor is damaged.
+    """
+    if not targets:
+        return run.load(file)
+    shards = {
+        entry.name: shard_of(targets[entry.name]) if entry.name in targets else Shard.whole(entry.shape)
+        for entry in file.header.entries
+    }
+    wanted = {name: [box for box, _ in shard.boxes] for name, shard in shards.items()}
+    wanted.update({n: [Box.whole(shard.shape)] for n, shard in shards.items() if not shard.shape.numel()})
+    found: dict[str, StoredTensor] = {}
+    for name, stored in load_boxes(run.chain(file), wanted.items()):
+        shard, dtype = shards[name], file.header.by_name[name].dtype
+        if not stored:
+            found[name] = torch.empty(shard.local_shape, dtype=dtype)
+        elif shard.is_whole:
+            found[name] = stored[0]
+        else:
+            locals_ = [(local, each) for (_, local), each in zip(shard.boxes, stored, strict=True)]
+            found[name] = in_one(patchwork(dtype, shard.local_shape, locals_))
+    return found
