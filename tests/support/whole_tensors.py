@@ -1,0 +1,20 @@
+"""The quantizers that are reductions, for a tensor that one process holds as a whole."""
+
+from dynaquant.quantize import first_moment, second_moment
+from dynaquant.training.reduction import alone
+
+
+def quantize_second_moment(second, tolerance):
+    return alone(second_moment.quantize_second_moment(second, tolerance))
+
+
+def quantize_rank_one(tensor):
+    return alone(second_moment.quantize_rank_one(tensor))
+
+
+def quantize_first_moment(first, stored_second, second_name, tolerance):
+    return alone(first_moment.quantize_first_moment(first, stored_second, second_name, tolerance))
+
+
+def quantize_momentum(first, tolerance):
+    return alone(first_moment.quantize_momentum(first, tolerance))
