@@ -1,6 +1,6 @@
 """The quantizers that are reductions, for a tensor that one process holds as a whole."""
 
-from dynaquant.quantize import first_moment, second_moment
+from dynaquant.quantize import bounds, first_moment, second_moment
 from dynaquant.training.reduction import alone
 
 
@@ -18,3 +18,7 @@ def quantize_first_moment(first, stored_second, second_name, tolerance):
 
 def quantize_momentum(first, tolerance):
     return alone(first_moment.quantize_momentum(first, tolerance))
+
+
+def within(tensor, bound):
+    return alone(bounds.within(tensor, bound))
