@@ -33,17 +33,16 @@ def quantize_second_moment(
     the local tensor.
     """
     shard = shard or Shard.whole(second.shape)
-    sampled = sample(second, shard)
-    nonzero = (sampled > 0).nonzero().view(-1)
-    values = sampled.index_select(0, nonzero)
+    values = sample(second, shard)
+    moved = values > 0
+    values = values[moved]
     factors = yield from quantize_rank_one(second, shard)
-    if factors is not None:
-        decoded = sample_stored(factors, shard).index_select(0, nonzero)
-        if (yield from _is_good(values, decoded, tolerance)):
-            return factors
+    if factors is not None and (yield from _is_good(_change(values, sample_stored(factors, shard)[moved]), tolerance)):
+        return factors
     extremes: Extremes | None = None
     for pace in SECOND_PACES:
-        if (yield from _is_good(values, round_to_log_grid(values, pace, second.dtype), tolerance)):
+        change = _change(values, round_to_log_grid(values, pace, second.dtype))
+        if (yield from _is_good(change, tolerance)):
             extremes = extremes or (yield from _whole_extremes(second))
             if (stored := quantize_to_log_grid(second, pace, extremes)) is not None:
                 return stored
@@ -61,8 +60,9 @@ def quantize_rank_one(tensor: Tensor, shard: Shard | None = None) -> Reduction[R
         return None
     shard = shard or Shard.whole(tensor.shape)
     local_rows, local_columns = (Shard(shard.shape[part], shard.spans[part]) for part in (slice(1), slice(1, None)))
-    row_sums, column_sums = yield from _row_and_column_sums(tensor, local_rows, local_columns)
-    row_means, column_means = row_sums / len(column_sums), column_sums / len(row_sums)
+    height, width = shard.shape[0], shard.shape[1:].numel()
+    sums = yield from total(*_row_and_column_sums(tensor, local_rows, local_columns))
+    row_means, column_means = sums[:height] / width, sums[height:] / height
     root = math.sqrt(row_means.mean())
     if not 0 < root < math.inf:
         return None
@@ -76,13 +76,21 @@ def quantize_rank_one(tensor: Tensor, shard: Shard | None = None) -> Reduction[R
     return RankOne(tensor.dtype, tensor.shape, _local(rows, local_rows), _local(columns, local_columns))
 
 
-def _is_good(values: Tensor, decoded: Tensor, tolerance: float) -> Reduction[bool]:
-    """Whether decoded values are within the tolerance. values: of the rank's part of the sample, not zero."""
-    usable, count = bool(((decoded > 0) & (decoded < math.inf)).all()), values.numel()
-    change = (values / decoded).sqrt() - 1
-    # The product with the count is exact in float64. So one process decides by the mean of PyTorch, bit for bit.
-    squares = count * float(change.square().mean()) if usable and count else 0.0
-    unusable, squares, count = (yield from total(not usable, squares, count)).tolist()
+def _change(values: Tensor, decoded: Tensor) -> tuple[bool, float, int]:
+    """Return how decoded values change ``1 / sqrt(v)``: whether any is not usable, the sum of squares, the number.
+
+    values: of the rank's part of the sample, not zero. A decoded value is not usable if it is zero or infinite.
+    """
+    count = values.numel()
+    if not bool(((decoded > 0) & (decoded < math.inf)).all()) or not count:
+        return count > 0, 0.0, count
+    mean = float(((values / decoded).sqrt() - 1).square().mean())
+    return False, count * mean, count  # exact in float64: one process decides by PyTorch's mean, bit for bit
+
+
+def _is_good(change: tuple[bool, float, int], tolerance: float) -> Reduction[bool]:
+    """Whether a change is within the tolerance. change: of the rank's part."""
+    unusable, squares, count = (yield from total(change)).tolist()
     if unusable:
         return False
     return not count or float(torch.tensor(squares / count, dtype=torch.float32, device="cpu").sqrt()) <= tolerance
@@ -94,19 +102,19 @@ def _whole_extremes(tensor: Tensor) -> Reduction[Extremes]:
     return -float(found[0]), float(found[1])
 
 
-def _row_and_column_sums(
-    tensor: Tensor, rows: Shard, columns: Shard
-) -> Reduction[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Return the sums of the whole tensor's rows and columns. rows, columns: which of them the rank holds."""
-    whole = [np.zeros(axis.shape.numel()) for axis in (rows, columns)]
+def _row_and_column_sums(tensor: Tensor, rows: Shard, columns: Shard) -> tuple[NDArray[np.float64], ...]:
+    """Return the local sums of rows and of columns, each among those of the whole tensor.
+
+    rows, columns: which of them the rank holds.
+    """
+    whole = tuple(np.zeros(axis.shape.numel()) for axis in (rows, columns))
     if tensor.numel():
         matrix = tensor.detach().reshape(tensor.shape[0], -1)
         sums = kernels.for_device(tensor.device).row_and_column_sums(matrix)
         for found, axis, own in zip(whole, (rows, columns), sums, strict=True):
             for at, first, length in axis.runs:
                 found[first : first + length] = own[at : at + length]
-    reduced = yield from total(*whole)
-    return reduced[: len(whole[0])], reduced[len(whole[0]) :]
+    return whole
 
 
 def _local(factor: QuantizedTensor, axis: Shard) -> QuantizedTensor:
