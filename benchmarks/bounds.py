@@ -31,6 +31,7 @@ from dynaquant.coding.encoder import encode
 from dynaquant.quantize.bounds import within
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.stored import StoredTensor
+from dynaquant.training.reduction import alone
 
 BOUNDS = (1e-2, 1e-3, 1e-4, 1e-5)
 """The largest error, relative to the range of a tensor."""
@@ -135,7 +136,7 @@ def weights(data: Path, cache: Path, steps: int, every: int) -> Data:
 
 def bounded(tensor: Array, bound: float, parent: StoredTensor | None) -> tuple[int, Callable[[], Array]]:
     original = torch.from_numpy(tensor)
-    stored = within(original, dq.Bound(absolute=bound))
+    stored = alone(within(original, dq.Bound(absolute=bound)))
     scheme, stream = encode(original if stored is None else stored, parent)
     return len(stream), lambda: values_of(decode(scheme, torch.float32, original.shape, stream, parent)).numpy()
 
@@ -165,7 +166,7 @@ def measure(data: Data, method: str, bound: float, turns: int) -> Result:
         assert data.before is not None
         firsts = [torch.from_numpy(tensor) for tensor in data.before]
         parents = [
-            first if (stored := within(first, dq.Bound(absolute=b))) is None else stored
+            first if (stored := alone(within(first, dq.Bound(absolute=b)))) is None else stored
             for first, b in zip(firsts, bounds, strict=True)
         ]
     encoding = decoding = np.inf

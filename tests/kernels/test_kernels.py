@@ -8,14 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from training import bits, model_of, train
+from whole_tensors import quantize_first_moment, quantize_momentum, quantize_second_moment
 
 import dynaquant as dq
 from dynaquant import _native, kernels
 from dynaquant.kernels import device, host
-from dynaquant.quantize.first_moment import quantize_first_moment, quantize_momentum
 from dynaquant.quantize.grid import begin_quantize, quantize
 from dynaquant.quantize.log_grid import quantize_to_log_grid
-from dynaquant.quantize.second_moment import quantize_second_moment
 from dynaquant.store.run import Run
 from dynaquant.tensors.codebook import rung_value
 from dynaquant.tensors.dequantize import dequantize, protected_values

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from whole_tensors import within
 
 import dynaquant as dq
 from dynaquant.coding.decoder import decode
 from dynaquant.coding.encoder import encode
 from dynaquant.coding.schemes import Bounded, Lossless
-from dynaquant.quantize.bounds import within
 from dynaquant.tensors.bounded import BoundedTensor
 from dynaquant.tensors.dequantize import dequantize, values_of
 from dynaquant.tensors.dtypes import bytes_of

@@ -7,16 +7,12 @@ import pytest
 import torch
 from optimizer_moments import SLACK, first_effect, moments, numbers
 from training import bits
+from whole_tensors import quantize_first_moment, quantize_momentum
+from whole_tensors import quantize_second_moment as second_moment_of
 
 from dynaquant.coding.encoder import encode
-from dynaquant.quantize.first_moment import (
-    FIRST_RUNGS,
-    LARGEST_SHIFT,
-    quantize_first_moment,
-    quantize_momentum,
-)
+from dynaquant.quantize.first_moment import FIRST_RUNGS, LARGEST_SHIFT
 from dynaquant.quantize.moments import quantize_moments
-from dynaquant.quantize.second_moment import quantize_second_moment as second_moment_of
 from dynaquant.state.roles import Label
 from dynaquant.tensors.codebook import rung_value
 from dynaquant.tensors.dequantize import dequantize

@@ -6,13 +6,13 @@ import pytest
 import torch
 from optimizer_moments import moments
 from training import bits
+from whole_tensors import quantize_first_moment, quantize_momentum
+from whole_tensors import quantize_second_moment as second_moment_of
 
 from dynaquant.coding.decoder import decode
 from dynaquant.coding.encoder import encode
 from dynaquant.coding.schemes import RankOneFactors, SecondMomentUnits
-from dynaquant.quantize.first_moment import quantize_first_moment, quantize_momentum
 from dynaquant.quantize.moments import quantize_moments
-from dynaquant.quantize.second_moment import quantize_second_moment as second_moment_of
 from dynaquant.state.roles import Label
 from dynaquant.store.entry import Entry
 from dynaquant.tensors.codebook import Grid

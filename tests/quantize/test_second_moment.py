@@ -6,11 +6,12 @@ import pytest
 import torch
 from optimizer_moments import SLACK, moments, second_effect
 from training import bits
+from whole_tensors import quantize_rank_one
+from whole_tensors import quantize_second_moment as second_moment_of
 
 from dynaquant.quantize.log_grid import quantize_to_log_grid
 from dynaquant.quantize.moments import quantize_moments
-from dynaquant.quantize.second_moment import SECOND_PACES, quantize_rank_one
-from dynaquant.quantize.second_moment import quantize_second_moment as second_moment_of
+from dynaquant.quantize.second_moment import SECOND_PACES
 from dynaquant.state.roles import Label
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from whole_tensors import quantize_rank_one
 
 import dynaquant as dq
 from dynaquant import kernels
 from dynaquant.quantize.log_grid import quantize_to_log_grid
-from dynaquant.quantize.second_moment import quantize_rank_one
 from dynaquant.tensors.codebook import Grid
 from dynaquant.tensors.dequantize import dequantize, dequantize_into
 from dynaquant.tensors.hashing import stored_hash, tensor_hash

@@ -15,6 +15,7 @@ from crafted import MAGIC, entry, file_of, header, quantized, to_json, write
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from whole_tensors import quantize_first_moment, quantize_rank_one
 
 from dynaquant.coding.schemes import (
     MAX_EXPANSION,
@@ -28,10 +29,8 @@ from dynaquant.coding.schemes import (
     SecondMomentUnits,
 )
 from dynaquant.errors import CheckpointError
-from dynaquant.quantize.first_moment import quantize_first_moment
 from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.quantize.partition import Configuration
-from dynaquant.quantize.second_moment import quantize_rank_one
 from dynaquant.state.flatten import flatten, unflatten
 from dynaquant.state.roles import Label
 from dynaquant.store.commit import WritableRun

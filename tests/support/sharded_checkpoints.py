@@ -69,9 +69,9 @@ def commit_sharded(run, step, tensors, places_of=by_rows, parts=3, parent=None, 
 
 def random_state(seed=0, rows=12):
     """Return stored tensors of several forms: a weight, its moments, a bias, a scalar, integers, an empty tensor."""
-    from dynaquant.quantize.first_moment import quantize_first_moment
+    from whole_tensors import quantize_first_moment, quantize_rank_one
+
     from dynaquant.quantize.grid import quantize
-    from dynaquant.quantize.second_moment import quantize_rank_one
 
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, 8, generator=torch.Generator().manual_seed(7)) + 0.1 * seed

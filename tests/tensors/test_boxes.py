@@ -8,12 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from training import bits
+from whole_tensors import quantize_first_moment, quantize_rank_one
 
 from dynaquant.quantize.bounds import quantize_bounded
-from dynaquant.quantize.first_moment import quantize_first_moment
 from dynaquant.quantize.grid import quantize
 from dynaquant.quantize.log_grid import quantize_to_log_grid
-from dynaquant.quantize.second_moment import quantize_rank_one
 from dynaquant.state.bound import Bound
 from dynaquant.state.roles import Label
 from dynaquant.tensors.box import Box, tile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from dynaquant.state.bound import Bound
 from dynaquant.state.roles import Label
-from dynaquant.tensors.bounded import BoundedTensor, filled, level_dtype, nearest_levels, on_grid
+from dynaquant.tensors.bounded import BoundedTensor, Integers, filled, level_dtype, nearest_levels, on_grid
 from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES, bytes_of
+from dynaquant.tensors.shard import Shard
+from dynaquant.training.reduction import Numbers, Reduce, Reduction, run_in_windows, total
 
 PIECE = 1 << 15
 """Values that are quantized at once. They stay in the processor's cache."""
@@ -22,47 +25,71 @@ MOST_EXACT = 0.25
 bound is close to the precision of the dtype, and the whole tensor is stored exactly."""
 
 
-def quantize_bounded(tensors: Mapping[str, Tensor], labels: Mapping[str, Label]) -> dict[str, BoundedTensor]:
-    """Return the tensors of role ``bound`` by name. Those that must be stored exactly are left out."""
-    found = {}
-    for name, tensor in tensors.items():
-        bound = labels[name].bound
-        if bound is not None and (quantized := within(tensor, bound)) is not None:
-            found[name] = quantized
-    return found
+def quantize_bounded(
+    tensors: Mapping[str, Tensor],
+    labels: Mapping[str, Label],
+    shards: Mapping[str, Shard] = MappingProxyType({}),
+    reduce: Reduce | None = None,
+) -> dict[str, BoundedTensor]:
+    """Return the tensors of role ``bound`` by name. Those that must be stored exactly are left out.
+
+    shards, reduce: of a sharded training, as for ``quantize_moments``.
+    """
+
+    def start(name: str) -> Reduction[BoundedTensor | None]:
+        return within(tensors[name], bounds[name], shards.get(name))
+
+    def size(name: str) -> int:
+        return (shards[name].shape if name in shards else tensors[name].shape).numel()
+
+    bounds = {name: bound for name in tensors if (bound := labels[name].bound) is not None}
+    found = run_in_windows(bounds, start, size, reduce)
+    return {name: quantized for name, quantized in found.items() if quantized is not None}
 
 
-def within(tensor: Tensor, bound: Bound) -> BoundedTensor | None:
-    """Return a tensor on a grid, every finite value within the bound. None if it must be stored exactly."""
-    if tensor.dtype not in QUANTIZABLE_DTYPES or tensor.numel() == 0:
+def within(tensor: Tensor, bound: Bound, shard: Shard | None = None) -> Reduction[BoundedTensor | None]:
+    """Return a tensor on a grid, every finite value within the bound. None if it must be stored exactly.
+
+    shard: what the tensor is of the whole one, None if it is all of it. The whole one's range decides about the grid.
+    Only the levels of values that are stored exactly, which count for nothing, depend on the shard.
+    """
+    shard = shard or Shard.whole(tensor.shape)
+    if tensor.dtype not in QUANTIZABLE_DTYPES or not shard.shape.numel():
         return None
     values = tensor.detach().cpu().reshape(-1)
     lowest, highest = _range(values)
+    reduced = (yield Numbers(highest=np.array([-lowest, highest]))).highest
+    lowest, highest = -float(reduced[0]), float(reduced[1])
     if not lowest <= highest:
         return None
     allowed = bound.of_range(lowest, highest)
     step = grid_step(allowed, max(-lowest, highest), tensor.dtype) if allowed > 0 else None
     if step is None:
         return None
-    levels = np.empty(values.numel(), dtype=level_dtype(tensor.dtype))
+    levels, where = _levels(values, step, allowed)
+    exact = values[torch.from_numpy(where)]
+    finite_exact, finite = yield from total(int(exact.isfinite().sum()), int(values.isfinite().sum()))
+    if finite_exact > MOST_EXACT * finite:
+        return None
+    return BoundedTensor(tensor.dtype, tensor.shape, step, allowed, levels, where, bytes_of(exact))
+
+
+def _levels(values: Tensor, step: float, allowed: float) -> tuple[Integers, NDArray[np.int64]]:
+    """Return the levels of values, and the positions of those that must be stored exactly."""
+    levels = np.empty(values.numel(), dtype=level_dtype(values.dtype))
     positions: list[NDArray[np.int64]] = []
-    finite_exact, last = 0, 0.0
+    last = 0.0
     for begin in range(0, len(levels), PIECE):
         piece = values[begin : begin + PIECE]
-        found = nearest_levels(piece, step, tensor.dtype)
+        found = nearest_levels(piece, step, values.dtype)
         if len(beyond := _beyond(piece, found, step, allowed)):
             found[beyond] = np.nan
             positions.append(begin + beyond)
-            finite_exact += int(piece[torch.from_numpy(beyond)].isfinite().sum())
             found[0] = last if np.isnan(found[0]) else found[0]  # the level before this piece
             filled(found)
         levels[begin : begin + PIECE] = found
         last = found[-1]
-    if finite_exact > MOST_EXACT * int(values.isfinite().sum()):
-        return None
-    where = np.concatenate(positions) if positions else np.empty(0, dtype=np.int64)
-    exact = bytes_of(values[torch.from_numpy(where)])
-    return BoundedTensor(tensor.dtype, tensor.shape, step, allowed, levels, where, exact)
+    return levels, np.concatenate(positions) if positions else np.empty(0, dtype=np.int64)
 
 
 def grid_step(bound: float, largest: float, dtype: torch.dtype) -> float | None:
@@ -83,11 +110,12 @@ def grid_step(bound: float, largest: float, dtype: torch.dtype) -> float | None:
 
 def _range(values: Tensor) -> tuple[float, float]:
     """Return the lowest and highest finite value; infinity and minus infinity if there is none."""
+    if not len(values):
+        return math.inf, -math.inf
     lowest, highest = (float(extreme) for extreme in torch.aminmax(values))
     if math.isfinite(lowest) and math.isfinite(highest):
         return lowest, highest
-    finite = values[values.isfinite()]
-    return _range(finite) if len(finite) else (math.inf, -math.inf)
+    return _range(values[values.isfinite()])
 
 
 def _beyond(values: Tensor, levels: NDArray[np.float64], step: float, bound: float) -> NDArray[np.int64]:

@@ -19,19 +19,21 @@ from dynaquant.tensors.stored import FIRST_BIN, MAX_BINS, PRUNED, QuantizedTenso
 
 SMALLEST = 2.0**-133
 """The smallest value outside the bucket of zero."""
+Extremes = tuple[float, float]
+"""The smallest value of a tensor that is at least ``SMALLEST``, infinity if there is none; and the largest value."""
 
 
-def quantize_to_log_grid(tensor: Tensor, pace: int) -> QuantizedTensor | None:
+def quantize_to_log_grid(tensor: Tensor, pace: int, extremes: Extremes | None = None) -> QuantizedTensor | None:
     """Return the tensor with every value rounded to a power of ``2^(pace/4)``; None if this takes too many levels.
 
     tensor: non-negative. The level depends on a value's bucket (``log_histogram``), so a value within 0.4 % of
-    the middle between two powers may go to either.
+    the middle between two powers may go to either. extremes: of the tensor of which this one is a part, if it is one.
+    They decide which powers have levels.
     """
-    flat = tensor.detach().reshape(-1).to(torch.float32)
+    smallest, largest = extremes_of(tensor) if extremes is None else extremes
     first, bins = 0, 0
-    if flat.numel() and float(flat.max()) >= SMALLEST:
-        extremes = torch.stack((torch.where(flat >= SMALLEST, flat, torch.inf).min(), flat.max()))
-        low, high = _exponents(pace)[_buckets(extremes.cpu())]
+    if largest >= SMALLEST:
+        low, high = _exponents(pace)[_buckets(torch.tensor([smallest, largest], dtype=torch.float32, device="cpu"))]
         first, bins = int(low), int(high - low) + 1
     if bins > MAX_BINS:
         return None
@@ -40,6 +42,15 @@ def quantize_to_log_grid(tensor: Tensor, pace: int) -> QuantizedTensor | None:
     no_outliers = np.zeros(0, np.uint16)
     codebook = LogGrid(pace, first, bins)
     return QuantizedTensor(tensor.dtype, tensor.shape, kernels.to_host(levels)(), codebook, no_outliers)
+
+
+def extremes_of(tensor: Tensor) -> Extremes:
+    """Return the extremes of a non-negative tensor's values as float32."""
+    flat = tensor.detach().reshape(-1).to(torch.float32)
+    if not flat.numel():
+        return math.inf, 0.0
+    smallest, largest = torch.stack((torch.where(flat >= SMALLEST, flat, torch.inf).min(), flat.max())).tolist()
+    return smallest, largest
 
 
 def round_to_log_grid(values: Tensor, pace: int, dtype: torch.dtype) -> Tensor:

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from dynaquant.quantize.first_moment import quantize_first_moment, quantize_momentum
 from dynaquant.quantize.second_moment import quantize_second_moment
-from dynaquant.state.roles import Label
-from dynaquant.tensors.stored import Quantized, QuantizedTensor, RankOne
+from dynaquant.state.roles import Label, Role
+from dynaquant.tensors.shard import Shard
+from dynaquant.tensors.stored import Quantized, QuantizedTensor, RankOne, ScaledMoment
+from dynaquant.training.reduction import Reduce, Reduction, run_in_windows, total
 
 _SECOND_OF_FIRST = {"exp_avg": ("max_exp_avg_sq", "exp_avg_sq")}
 """For a first moment's key, the keys of the second moments whose root divides it in an update. The first one found
@@ -22,12 +24,18 @@ counts.
 """
 
 
+GRIDS_TOGETHER = 6
+"""How many grids of a first moment one reduction judges. Each takes work on a sample, each reduction takes a while."""
+
+
 def quantize_moments(
     tensors: Mapping[str, Tensor],
     labels: Mapping[str, Label],
     first_tolerance: float,
     second_tolerance: float,
     first_tolerances: Mapping[str, float] = MappingProxyType({}),
+    shards: Mapping[str, Shard] = MappingProxyType({}),
+    reduce: Reduce | None = None,
 ) -> dict[str, Quantized]:
     """Return the moments that can be quantized within the tolerances, by name. Store the others exactly.
 
@@ -35,38 +43,81 @@ def quantize_moments(
     ``first_tolerance``. These moments stay exact:
 
     - moments that are empty or not finite;
-    - a first moment whose second moment stays exact;
+    - a first moment whose second moment stays exact, or lies on other ranks;
     - a first moment that lacks the second moment its key calls for, because its effect on an update is unknown (Adamax
       divides it by ``exp_inf``, Lion takes its sign). With an infinite tolerance it becomes zero instead.
+
+    In a sharded training, the tensors are local, and so are the results. shards: what they are of the whole tensors;
+    a tensor without one is whole. reduce: returns the numbers of all ranks, None for one process. Then all ranks call
+    this with the same names in the same order, and each element is given by one rank: other ranks that hold a copy give
+    an empty tensor and ``Shard.nothing``. All ranks come to the same decisions, and get the same kinds of forms. These
+    are the decisions of one process that holds all elements, but for the last bits of sums.
     """
-    quantized: dict[str, Quantized] = {}
-    seconds: dict[str, QuantizedTensor | RankOne] = {}
-    for name in tensors:
-        if labels[name].role == "second_moment" and _usable(tensor := tensors[name], lowest=0.0):
-            stored = quantize_second_moment(tensor, second_tolerance)
-            if stored is not None:
-                quantized[name] = seconds[name] = stored
-    for name in tensors:
-        if labels[name].role != "first_moment" or not _usable(tensor := tensors[name]):
-            continue
-        second, tolerance = _second_of(name, tensors), first_tolerance
-        if second is not None or not _is_divided(name):  # others would be exact, and as large as the weights
-            tolerance = first_tolerances.get(name, first_tolerance)
-        first: Quantized | None = None
-        if second in seconds and tensors[second].shape == tensor.shape:
-            first = quantize_first_moment(tensor, seconds[second], second, tolerance)
-        elif second is None and (tolerance == math.inf or not _is_divided(name)):
-            first = quantize_momentum(tensor, tolerance)
-        if first is not None:
-            quantized[name] = first
-    return quantized
+    together = 1 if reduce is None else GRIDS_TOGETHER
+
+    def shard_of(name: str, shape: torch.Size) -> Shard:
+        shard = shards.get(name) or Shard.whole(shape)
+        assert shape == shard.local_shape, name
+        return shard
+
+    def size(name: str) -> int:
+        return (shards[name].shape if name in shards else tensors[name].shape).numel()
+
+    def second(name: str) -> Reduction[QuantizedTensor | RankOne | None]:
+        tensor = tensors[name]
+        shard = shard_of(name, tensor.shape)
+        if (yield from _usable(tensor, shard, lowest=0.0)):
+            return (yield from quantize_second_moment(tensor, second_tolerance, shard))
+        return None
+
+    def first(name: str) -> Reduction[ScaledMoment | QuantizedTensor | None]:
+        divisor = _second_of(name, tensors)
+        if divisor is None:
+            return momentum(name)
+        tolerance = first_tolerances.get(name, first_tolerance)
+        return divided(name, divisor, seconds.get(divisor), tolerance)
+
+    def divided(
+        name: str, divisor: str, stored: QuantizedTensor | RankOne | None, tolerance: float
+    ) -> Reduction[ScaledMoment | None]:
+        if stored is None:
+            return None
+        tensor = tensors[name]
+        shard = shard_of(name, tensor.shape)
+        if (yield from _usable(tensor, shard, alike=shard_of(divisor, stored.shape) == shard)):
+            return (yield from quantize_first_moment(tensor, stored, divisor, tolerance, shard, together))
+        return None
+
+    def momentum(name: str) -> Reduction[QuantizedTensor | None]:
+        lacks_second = _is_divided(name)
+        # With a tolerance of its own it would be exact, and as large as the weights.
+        tolerance = first_tolerance if lacks_second else first_tolerances.get(name, first_tolerance)
+        if lacks_second and tolerance < math.inf:
+            return None
+        tensor = tensors[name]
+        shard = shard_of(name, tensor.shape)
+        if (yield from _usable(tensor, shard)):
+            return (yield from quantize_momentum(tensor, tolerance, shard, together))
+        return None
+
+    def of_role(role: Role) -> list[str]:
+        return [name for name in tensors if labels[name].role == role]
+
+    seconds = run_in_windows(of_role("second_moment"), second, size, reduce)
+    firsts = run_in_windows(of_role("first_moment"), first, size, reduce)
+    return {name: stored for name, stored in {**seconds, **firsts}.items() if stored is not None}
 
 
-def _usable(tensor: Tensor, lowest: float = -math.inf) -> bool:
-    if tensor.numel() == 0:
+def _usable(tensor: Tensor, shard: Shard, lowest: float = -math.inf, alike: bool = True) -> Reduction[bool]:
+    """Whether a tensor has elements, and all are finite and at least ``lowest``. alike: also needed on every rank."""
+    if not shard.shape.numel():
         return False
-    least, most = torch.aminmax(tensor.detach())  # NaN if any value is NaN
-    return lowest <= float(least) and -math.inf < float(least) and float(most) < math.inf
+    usable = alike
+    if tensor.numel():
+        least, most = (float(extreme) for extreme in torch.aminmax(tensor.detach()))  # NaN if any value is NaN
+        usable = usable and lowest <= least and -math.inf < least and most < math.inf
+    # A sum, because a NaN could get lost in a maximum.
+    return not (yield from total(not usable))[0]
 
 
 def _is_divided(name: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -10,9 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant import kernels
-from dynaquant.quantize.log_grid import quantize_to_log_grid, round_to_log_grid
-from dynaquant.quantize.moment_sample import sample, sample_rank_one
+from dynaquant.quantize.log_grid import Extremes, extremes_of, quantize_to_log_grid, round_to_log_grid
+from dynaquant.quantize.moment_sample import sample, sample_stored
+from dynaquant.tensors.shard import Shard
 from dynaquant.tensors.stored import QuantizedTensor, RankOne
+from dynaquant.training.reduction import Numbers, Reduction, total
 
 FACTOR_PACE = 1
 """Rungs between the values of a rank-one tensor's rows and columns."""
@@ -20,39 +23,46 @@ SECOND_PACES = (8, 4, 2)
 """Rungs between the values of a second moment, coarsest first: 2, 1 and 1/2 octaves."""
 
 
-def quantize_second_moment(second: Tensor, tolerance: float) -> QuantizedTensor | RankOne | None:
+def quantize_second_moment(
+    second: Tensor, tolerance: float, shard: Shard | None = None
+) -> Reduction[QuantizedTensor | RankOne | None]:
     """Return the cheapest form that changes ``1 / sqrt(v)`` by at most ``tolerance``; None: store it exactly.
 
     The change is the root mean square of ``sqrt(v / v̂) - 1`` over the elements of a sample that are not zero. v̂ is
-    the stored value of v.
+    the stored value of v. shard: what ``second`` is of the whole tensor, None if it is all of it. The form is that of
+    the local tensor.
     """
-    sampled = sample(second)
-    nonzero = (sampled > 0).nonzero().view(-1)
-    values = sampled.index_select(0, nonzero)
-
-    def is_good(decoded: Tensor) -> bool:
-        if not bool(((decoded > 0) & (decoded < math.inf)).all()):
-            return False
-        change = (values / decoded).sqrt() - 1
-        return not change.numel() or float(change.square().mean().sqrt()) <= tolerance
-
-    factors = quantize_rank_one(second)
-    if factors is not None and is_good(sample_rank_one(factors).index_select(0, nonzero)):
+    shard = shard or Shard.whole(second.shape)
+    values = sample(second, shard)
+    moved = values > 0
+    values = values[moved]
+    factors = yield from quantize_rank_one(second, shard)
+    if factors is not None and (yield from _is_good(_change(values, sample_stored(factors, shard)[moved]), tolerance)):
         return factors
-    good = (pace for pace in SECOND_PACES if is_good(round_to_log_grid(values, pace, second.dtype)))
-    return next((stored for pace in good if (stored := quantize_to_log_grid(second, pace)) is not None), None)
+    extremes: Extremes | None = None
+    for pace in SECOND_PACES:
+        change = _change(values, round_to_log_grid(values, pace, second.dtype))
+        if (yield from _is_good(change, tolerance)):
+            extremes = extremes or (yield from _whole_extremes(second))
+            if (stored := quantize_to_log_grid(second, pace, extremes)) is not None:
+                return stored
+    return None
 
 
-def quantize_rank_one(tensor: Tensor) -> RankOne | None:
+def quantize_rank_one(tensor: Tensor, shard: Shard | None = None) -> Reduction[RankOne | None]:
     """Return a second moment as row mean × column mean / mean.
 
-    Returns None if the tensor has fewer than two dimensions, is all zero, or does not fit the levels.
+    Returns None if the tensor has fewer than two dimensions, is all zero, or does not fit the levels. shard: as for
+    ``quantize_second_moment``. The means are those of the whole tensor. The form has those of the local rows and
+    columns.
     """
     if tensor.ndim < 2:
         return None
-    matrix = tensor.detach().reshape(tensor.shape[0], -1)
-    row_sums, column_sums = kernels.for_device(tensor.device).row_and_column_sums(matrix)
-    row_means, column_means = row_sums / len(column_sums), column_sums / len(row_sums)
+    shard = shard or Shard.whole(tensor.shape)
+    local_rows, local_columns = (Shard(shard.shape[part], shard.spans[part]) for part in (slice(1), slice(1, None)))
+    height, width = shard.shape[0], shard.shape[1:].numel()
+    sums = yield from total(*_row_and_column_sums(tensor, local_rows, local_columns))
+    row_means, column_means = sums[:height] / width, sums[height:] / height
     root = math.sqrt(row_means.mean())
     if not 0 < root < math.inf:
         return None
@@ -63,4 +73,54 @@ def quantize_rank_one(tensor: Tensor) -> RankOne | None:
     rows, columns = factor(row_means), factor(column_means)
     if rows is None or columns is None:
         return None
-    return RankOne(tensor.dtype, tensor.shape, rows, columns)
+    return RankOne(tensor.dtype, tensor.shape, _local(rows, local_rows), _local(columns, local_columns))
+
+
+def _change(values: Tensor, decoded: Tensor) -> tuple[bool, float, int]:
+    """Return how decoded values change ``1 / sqrt(v)``: whether any is not usable, the sum of squares, the number.
+
+    values: of the rank's part of the sample, not zero. A decoded value is not usable if it is zero or infinite.
+    """
+    count = values.numel()
+    if not bool(((decoded > 0) & (decoded < math.inf)).all()) or not count:
+        return count > 0, 0.0, count
+    mean = float(((values / decoded).sqrt() - 1).square().mean())
+    return False, count * mean, count  # exact in float64: one process decides by PyTorch's mean, bit for bit
+
+
+def _is_good(change: tuple[bool, float, int], tolerance: float) -> Reduction[bool]:
+    """Whether a change is within the tolerance. change: of the rank's part."""
+    unusable, squares, count = (yield from total(change)).tolist()
+    if unusable:
+        return False
+    return not count or float(torch.tensor(squares / count, dtype=torch.float32, device="cpu").sqrt()) <= tolerance
+
+
+def _whole_extremes(tensor: Tensor) -> Reduction[Extremes]:
+    smallest, largest = extremes_of(tensor)
+    found = (yield Numbers(highest=np.array([-smallest, largest]))).highest
+    return -float(found[0]), float(found[1])
+
+
+def _row_and_column_sums(tensor: Tensor, rows: Shard, columns: Shard) -> tuple[NDArray[np.float64], ...]:
+    """Return the local sums of rows and of columns, each among those of the whole tensor.
+
+    rows, columns: which of them the rank holds.
+    """
+    whole = tuple(np.zeros(axis.shape.numel()) for axis in (rows, columns))
+    if tensor.numel():
+        matrix = tensor.detach().reshape(tensor.shape[0], -1)
+        sums = kernels.for_device(tensor.device).row_and_column_sums(matrix)
+        for found, axis, own in zip(whole, (rows, columns), sums, strict=True):
+            for at, first, length in axis.runs:
+                found[first : first + length] = own[at : at + length]
+    return whole
+
+
+def _local(factor: QuantizedTensor, axis: Shard) -> QuantizedTensor:
+    """Return the rows or columns that the rank holds."""
+    if axis.is_whole:
+        return factor
+    parts = [factor.levels[first : first + length] for _, first, length in axis.runs]
+    levels = np.concatenate(parts) if parts else factor.levels[:0]
+    return replace(factor, shape=torch.Size([len(levels)]), levels=levels)

@@ -6,7 +6,7 @@ same code serves one process, whose part is the whole, and the ranks of a sharde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -94,3 +94,20 @@ def windows(sizes: Mapping[str, int]) -> list[list[str]]:
         found[-1].append(name)
         elements += size
     return found
+
+
+def run_in_windows(
+    names: Iterable[str], start: Callable[[str], Reduction[T]], size: Callable[[str], int], reduce: Reduce | None
+) -> dict[str, T]:
+    """Run a computation for each tensor and return the results by name.
+
+    start: begins the computation of a tensor. size: returns the elements of the whole tensor. With ``reduce``, those of
+    a window run together. All ranks give the same names, in the same order. Without, they run one after another, so
+    that only one of them holds memory.
+    """
+    if reduce is None:
+        return {name: alone(start(name)) for name in names}
+    results: dict[str, T] = {}
+    for window in windows({name: size(name) for name in names}):
+        results |= run({name: start(name) for name in window}, reduce)
+    return results

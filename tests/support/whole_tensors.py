@@ -1,0 +1,24 @@
+"""The quantizers that are reductions, for a tensor that one process holds as a whole."""
+
+from dynaquant.quantize import bounds, first_moment, second_moment
+from dynaquant.training.reduction import alone
+
+
+def quantize_second_moment(second, tolerance):
+    return alone(second_moment.quantize_second_moment(second, tolerance))
+
+
+def quantize_rank_one(tensor):
+    return alone(second_moment.quantize_rank_one(tensor))
+
+
+def quantize_first_moment(first, stored_second, second_name, tolerance):
+    return alone(first_moment.quantize_first_moment(first, stored_second, second_name, tolerance))
+
+
+def quantize_momentum(first, tolerance):
+    return alone(first_moment.quantize_momentum(first, tolerance))
+
+
+def within(tensor, bound):
+    return alone(bounds.within(tensor, bound))
