@@ -22,8 +22,6 @@ counts.
 
 ``momentum_buffer`` is not here: it is the update itself.
 """
-
-
 GRIDS_TOGETHER = 6
 """How many grids of a first moment one reduction judges. Each takes work on a sample, each reduction takes a while."""
 
@@ -48,10 +46,14 @@ def quantize_moments(
       divides it by ``exp_inf``, Lion takes its sign). With an infinite tolerance it becomes zero instead.
 
     In a sharded training, the tensors are local, and so are the results. shards: what they are of the whole tensors;
-    a tensor without one is whole. reduce: returns the numbers of all ranks, None for one process. Then all ranks call
-    this with the same names in the same order, and each element is given by one rank: other ranks that hold a copy give
-    an empty tensor and ``Shard.nothing``. All ranks come to the same decisions, and get the same kinds of forms. These
-    are the decisions of one process that holds all elements, but for the last bits of sums.
+    a tensor without one is whole. reduce: returns the numbers of all ranks, None for one process. Then:
+
+    - all ranks call this with the same names in the same order;
+    - each element is given by one rank: others that hold a copy give an empty tensor and ``Shard.nothing``;
+    - a first moment is divided over the ranks as its second moment is.
+
+    All ranks come to the same decisions, and get the same kinds of forms. These are the decisions of one process that
+    holds all elements, but for the last bits of sums.
     """
     together = 1 if reduce is None else GRIDS_TOGETHER
 
