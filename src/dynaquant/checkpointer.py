@@ -174,16 +174,17 @@ class Checkpointer:
         self._objects = objects_of(model, optimizer, extras or {})
         supported.check(self._objects)
         reshard(models_of(self._objects))
-        movement = Movement(every, self._objects) if isinstance(every, Moved) else None
-        schedule = Schedule(every, max_overhead, mean_time_between_failures, movement)
         retention = Retention(keep_last, keep_every)
         roles = dict(roles or {})
         log_record = None if log_to is None else logger_of(log_to)
         self._group = Group()
         self._sharded = holds_shards(self._objects, self._group)
         if self._sharded:
-            check_arguments(allowance.chosen_method, exact, every)
+            check_arguments(allowance.chosen_method, exact)
             self._group.expect_communication()
+        reduce = self._group.reduce if self._sharded else None
+        movement = Movement(every, self._objects, reduce=reduce) if isinstance(every, Moved) else None
+        schedule = Schedule(every, max_overhead, mean_time_between_failures, movement)
         self.skipped: list[CheckpointError] = []
         """Why ``restore`` skipped checkpoints."""
         self.not_restored: list[str] = []

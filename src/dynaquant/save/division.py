@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from dynaquant.errors import StateError
 from dynaquant.quantize.knobs import Method
-from dynaquant.save.movement import Moved
-from dynaquant.state.sharding import is_sharded, local_of, shard_of
+from dynaquant.state.sharding import is_sharded, local_of, named_shard
 from dynaquant.store.layout import Layout, Place
 from dynaquant.tensors.box import Box
 from dynaquant.tensors.shard import Shard
@@ -93,20 +92,13 @@ def divide(tensors: Mapping[str, Tensor], group: Group) -> Division | None:
     names = group.from_rank_0(list(tensors))
     if missing := [name for name in names if name not in tensors]:
         raise StateError(f"rank {group.rank} has no {missing[0]}, which rank 0 has; give every rank the whole model")
-    held = {name: _named_shard(name, tensors[name]) for name in names}
+    held = {name: named_shard(name, tensors[name]) for name in names}
     shards_of_ranks = _of_all_ranks(held, tensors, group)
     local = {name: local_of(tensors[name]) for name in names}
     writers = _writers(held, tensors, shards_of_ranks, group.size)
     others = {name for name in names if all(rank != group.rank for rank, _ in writers[name])}
     sharded = {name: shard for name, shard in held.items() if is_sharded(tensors[name])}
     return Division(group.rank, local, Shards(sharded, others, group.reduce), writers)
-
-
-def _named_shard(name: str, tensor: Tensor) -> Shard:
-    try:
-        return shard_of(tensor)
-    except StateError as error:
-        raise StateError(f"{name}: {error}") from None
 
 
 def _of_all_ranks(held: Mapping[str, Shard], tensors: Mapping[str, Tensor], group: Group) -> dict[str, list[Shard]]:
@@ -168,11 +160,9 @@ def holds_shards(objects: Mapping[str, Any], group: Group) -> bool:
     return group.size > 1 and any(group.all_gather(own))
 
 
-def check_arguments(method: Method, exact: str | None, every: Any) -> None:
+def check_arguments(method: Method, exact: str | None) -> None:
     """Raise ValueError for arguments of a Checkpointer that sharded training does not support."""
     if method != "grid":
         raise ValueError(f'method="{method}" needs whole tensors; sharded training supports method="grid"')
     if exact is not None:
         raise ValueError('exact="latest" is not supported for sharded training; use quality="lossless"')
-    if isinstance(every, Moved):
-        raise ValueError('every=Moved(…) is not supported for sharded training; use a number of steps, or "auto"')

@@ -84,6 +84,14 @@ def _spans(
     return spans_of(divided.to_local().flatten().tolist())
 
 
+def named_shard(name: str, tensor: Tensor) -> Shard:
+    """Return ``shard_of``. Its error begins with the name of the tensor."""
+    try:
+        return shard_of(tensor)
+    except StateError as error:
+        raise StateError(f"{name}: {error}") from None
+
+
 def with_local(like: Tensor, local: Tensor) -> Tensor:
     """Return a tensor that is divided like another one, and of which this rank holds ``local``."""
     if not isinstance(like, DTensor):
