@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 from soaking.children import forked
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 Report = Callable[[Any], None]
 
@@ -53,6 +54,17 @@ class Rank:
     def last(self, word: str) -> Any:
         """Return the last report that begins with a word; None if there is none."""
         return next((report for report in reversed(self.reports) if report[0] == word), None)
+
+
+def import_for(work: Callable[[], Any]) -> None:
+    """Run work of a rank once, without other ranks, so that its forks need not import what it uses.
+
+    The group that it sees communicates nothing, and needs no threads. It has more ranks than any launch, since PyTorch
+    remembers what this rank holds in a group of that size.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=64)
+    work()
+    dist.destroy_process_group()
 
 
 class Ranks:

@@ -30,10 +30,11 @@ class Group:
         self._saw_communication = False
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            # The default group may use NCCL, which moves only CUDA tensors.
-            # By itself, a new group waits as long as PyTorch's default, whatever the timeout of the training is.
-            self._group = dist.new_group(backend="gloo", timeout=_timeout())
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            with self._others_must_answer():
+                # The default group may use NCCL, which moves only CUDA tensors. By itself, a new group waits as long as
+                # PyTorch's default, whatever the timeout of the training is.
+                self._group = dist.new_group(backend="gloo", timeout=_timeout())
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order. Every rank gets the same list. Values are pickled."""
