@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
 import torch.distributed as dist
 from soaking.children import forked
+from torch._C._distributed_c10d import FileStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 Report = Callable[[Any], None]
@@ -80,12 +82,12 @@ class Ranks:
         def run(rank: int, report: Report) -> None:
             # One rank has no process group, as without torchrun.
             if count > 1:
-                shared = dist.FileStore(str(store), count)
+                shared = FileStore(str(store), count)
                 limit = timedelta(seconds=timeout)
                 dist.init_process_group("gloo", store=shared, rank=rank, world_size=count, timeout=limit)
             action(rank, report)
 
-        self.ranks = [Rank(*forked(lambda report, rank=rank: run(rank, report))) for rank in range(count)]
+        self.ranks = [Rank(*forked(partial(run, rank))) for rank in range(count)]
         self._selector = DefaultSelector()
         for rank in self.ranks:
             self._selector.register(rank.reader, EVENT_READ, rank)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from soaking.children import forked, reports_of
@@ -37,7 +37,14 @@ TIMEOUT = 20.0
 """Of the process group, in seconds."""
 LIMIT = 60.0
 """Seconds in which the other ranks must end after a kill."""
-MOMENTS = {"restoring": "restore", "saving": "save", "writing": "save", "written": "save", "pruning": "retention"}
+MOMENTS = {
+    "restoring": "restore",
+    "saving": "save",
+    "writing": "save",
+    "written": "save",
+    "pruning": "retention",
+    "starting": "start",
+}
 """During what a rank was killed, by the last word of its report."""
 
 
@@ -82,11 +89,12 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def train_and_save(folder: Path, seed: int, ranks: int, rank: int, report: Report) -> None:
-    """Train until a rank is killed: save, save again, go back. All ranks draw the same. Reports what begins and ends."""
+    """Train until a rank is killed: save, save again, go back. All ranks draw the same."""
     torch.set_num_threads(1)
     _report_moments(report)
     draw, training = random.Random(seed), Training(ranks)
-    quality, scores = draw.choice([("lossless", False)] * 3 + [("balanced", False)] * 2 + [("balanced", True)])
+    quality: Literal["lossless", "balanced"] = "lossless" if draw.random() < 0.5 else "balanced"
+    scores = quality == "balanced" and draw.random() < 0.33
     ckpt = dq.Checkpointer(
         folder,
         training.model,
@@ -154,7 +162,9 @@ def _unneeded(folder: Path) -> set[str]:
 
 def _report_moments(report: Report) -> None:
     """Report when this rank begins and ends to write its part, and when rank 0 deletes what is not kept."""
-    write, prune = sharded_commit.write_part, CommitStage._prune
+    stage: Any = CommitStage
+    module: Any = sharded_commit
+    write, prune = module.write_part, stage._prune
 
     def writing(*args: Any, **kwargs: Any) -> Any:
         report(["writing"])
@@ -168,8 +178,8 @@ def _report_moments(report: Report) -> None:
         report(["pruned"])
         return result
 
-    sharded_commit.write_part = writing
-    CommitStage._prune = pruning  # type: ignore[method-assign]
+    module.write_part = writing
+    stage._prune = pruning
 
 
 def check(folder: Path, commits: list[Commit], begun: Commit | None, report: Report) -> None:
@@ -187,19 +197,16 @@ class Kills:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder, self._draw = folder, random.Random(seed)
-        self.counts, self.errors = Counter[str](), []
+        self.counts, self.errors = Counter[str](), list[str]()
         self.slowest = 0.0
         """The longest time in which the other ranks have ended, in seconds."""
         self._ledger = Ledger()
-        self._typical = Counter[str]()  # seconds between the beginning of a moment and the next report
+        self._typical: dict[str, float] = {}  # seconds from each word of a report to the next
 
     def launch(self, n: int) -> None:
         """Launch a training, kill one or several of its ranks, and check the run."""
         count = self._draw.randint(1, MOST_RANKS)
-        self._ranks_before, self.counts[f"launches of {count} ranks"] = (
-            count,
-            self.counts[f"launches of {count} ranks"] + 1,
-        )
+        self.counts[f"launches of {count} ranks"] += 1
         act = partial(train_and_save, self._folder, self._draw.randrange(2**32), count)
         launched = Ranks(count, act, TIMEOUT)
         ranks = launched.ranks
@@ -229,10 +236,11 @@ class Kills:
         if len(launched.ranks) == 1 and word in ("writing", "written"):
             word = "saving"
         times, rank = self._draw.choice([1, 1, 2, 3]) if word != "restoring" else 1, launched.ranks[0]
-        launched.wait(lambda: sum(report[0] == word for report in rank.reports) >= times, LIMIT)
+        if not launched.wait(lambda: sum(report[0] == word for report in rank.reports) >= times, LIMIT):
+            self.errors.append(f"rank 0 was not {word} {times} times in {LIMIT:.0f} seconds: {rank.reports[-3:]}")
         for (before, *_), begin, end in zip(rank.reports, rank.seconds, rank.seconds[1:], strict=False):
-            self._typical[before] = 0.8 * self._typical[before] + 0.2 * (end - begin)  # type: ignore[assignment]
-        launched.wait(lambda: False, self._draw.uniform(0, 1.3 * (self._typical[word] or 0.02)))
+            self._typical[before] = 0.8 * self._typical.get(before, 0.0) + 0.2 * (end - begin)
+        launched.wait(lambda: False, self._draw.uniform(0, 1.3 * self._typical.get(word, 0.02)))
 
     def _count(self, ranks: list[Rank], victims: list[Rank], words: list[str]) -> None:
         counts = self.counts
@@ -240,11 +248,9 @@ class Kills:
         counts["killed ranks"] += len(victims)
         counts["kills of rank 0"] += ranks[0] in victims
         counts["kills of all ranks"] += len(victims) == len(ranks)
-        own = next(rank for rank in victims)
-        word = own.reports[-1][0] if own.reports else "starting"
-        zero = words[0]
-        moment = "retention" if zero == "pruning" and word in ("written", "pruning") else MOMENTS.get(word, "training")
-        counts[f"kills during {'start' if word == 'starting' else moment}"] += 1
+        word = victims[0].reports[-1][0] if victims[0].reports else "starting"
+        deleting = words[0] == "pruning" and word in ("written", "pruning")  # while the others wait for rank 0
+        counts[f"kills during {'retention' if deleting else MOMENTS.get(word, 'training')}"] += 1
         counts["kills that left unneeded parts"] += bool(_unneeded(self._folder)) if self._folder.exists() else 0
 
     def _check(self, n: int, ranks: list[Rank]) -> None:

@@ -19,7 +19,7 @@ import torch
 from full_disk import files_of_at_most
 from sharded_training import batches_of, loss_of, model_of, state_of, train
 from soaking.children import forked, reports_of
-from soaking.ranks import Ranks
+from soaking.ranks import Ranks, import_for
 from torch.distributed.tensor import DTensor
 
 import dynaquant as dq
@@ -99,13 +99,15 @@ def full_disk():
 
 
 class Metric:
-    """The loss on held-out batches. ``fault``, if there is one, gets the loss at the given call, on the failing rank."""
+    """The loss on held-out batches. ``fault``, if there is one, gets the loss from a given call on."""
 
     def __init__(self):
-        self.calls, self.at, self.fault = 0, 0, None
+        self.calls, self.at, self.fault, self.deserts = 0, 0, None, False
 
     def __call__(self, model):
         model.eval()
+        if self.deserts:
+            raise ArithmeticError("no score")
         with torch.no_grad():
             found = sum(float(loss_of(model, batch)) for batch in batches_of(10_000))
         self.calls += 1
@@ -173,7 +175,7 @@ def saving(ranks, failing, fault, rank, report, options=None, saves=2, goes_on=F
     report(["closed"])
 
 
-def resuming(ranks, rank, report, options=None, saves=2):
+def resuming(ranks, _, report, options=None, saves=2):
     """Restore the newest, compare it with what a process of its own reads, and save twice."""
     training = Training(ranks, **{"quality": "lossless", **(options or {})})
     start = training.ckpt.restore()
@@ -208,7 +210,7 @@ def restoring(ranks, failing, fault, rank, report):
     report(["closed"])
 
 
-def asked_for(step, ranks, rank, report):
+def asked_for(step, ranks, _, report):
     """Restore the newest, then a step that is damaged."""
     training = Training(ranks, quality="lossless")
     report(["restored", training.ckpt.restore(), [str(error) for error in training.ckpt.skipped]])
@@ -220,7 +222,10 @@ def asked_for(step, ranks, rank, report):
 
 
 def evaluating(ranks, failing, at, fault, rank, report):
-    """Save with a metric that fails on one rank from its n-th call on, between a backward pass and a step."""
+    """Save with a metric that fails on one rank from its n-th call on, between a backward pass and a step.
+
+    Reports whether the save has changed anything, and whether the training is what it would be without saves.
+    """
     training, alone = Training(ranks, max_degradation=0.05), Training.__new__(Training)
     alone.model = model_of("fsdp")
     alone.optimizer = torch.optim.AdamW(alone.model.parameters(), lr=3e-3)
@@ -250,12 +255,31 @@ def raises(_):
     raise ArithmeticError("no score")
 
 
+def deserting(ranks, rank, report):
+    """Save with a metric that raises on rank 1 before it takes part in the forward pass, so that others wait for it."""
+    training = Training(ranks, max_degradation=0.05)
+    training.step(1)
+    training.ckpt.save(1).result()
+    training.step(2)
+    present = training.local()
+    if rank == 1:
+        training.ckpt.wait()
+        training.metric.deserts = True
+    try:
+        training.ckpt.save(2)
+    except Exception as error:
+        report(["failed", 2, in_words(error)])
+    report(["unchanged", equal(training.local(), present)])
+    training.ckpt.close()
+    report(["closed"])
+
+
 def slow(found):
     time.sleep(0.3)
     return found
 
 
-def damage(name, rank=0, report=print):
+def damage(name, _, report):
     """Damage a part of step 2, or delete it."""
     folder = FOLDER / Run(FOLDER).file(2).header.parts.folder
     path = folder / "part-00001.dqc"
@@ -286,7 +310,7 @@ PRUNING = {  # the same while step 4 is saved, and retention re-codes a delta an
 }
 RESTORES = {
     "reads": (1, partial(before, restorer, "load_shards", killed)),
-    "rank 0 chooses": (0, partial(before, restorer, "open_step_or_tag", killed)),
+    "rank 0 chooses": (0, partial(before, WritableRun, "summaries", killed)),
     "has read": (2, partial(after, restorer, "load_shards", killed)),
     "fills": (1, partial(before, restorer, "load_modules_and_optimizers", killed)),
 }
@@ -321,7 +345,14 @@ def launches_of(scenario):
         return [(2, partial(evaluating, 2, 1, int(at), EVALUATES[how]), LIMIT), (3, partial(resuming, 3), LIMIT)]
     if scenario == "full disk":
         return [(3, partial(saving, 3, 1, full_disk, goes_on=True), LIMIT), resume]
-    return [(3, partial(hangs, 3), SHORT), (1, partial(resuming, 1), LIMIT)]
+    act = partial(deserting if scenario == "deserts" else hangs, 3)
+    return [(3, act, SHORT), (1, partial(resuming, 1), LIMIT)]
+
+
+def imported():
+    """Build a training, so that forks need not import what it uses."""
+    model = model_of("fsdp")
+    train(model, torch.optim.AdamW(model.parameters()), 1)
 
 
 def verified(report):
@@ -332,9 +363,11 @@ def verified(report):
 def launch(count, act, timeout):
     """Run a launch. Returns what each rank has reported, who was killed, and who has not ended in time."""
     ranks = Ranks(count, act, timeout)
-    if timeout == SHORT:  # rank 1 hangs until all others have ended
-        ranks.wait(lambda: all(rank.ended for rank in ranks.ranks if rank is not ranks.ranks[1]), LIMIT)
-        ranks.ranks[1].kill()
+    if timeout == SHORT:
+        ranks.wait(lambda: all(rank.ended for rank in ranks.ranks if not rank.last("hangs")), LIMIT)
+        hanging = [rank for rank in ranks.ranks if not rank.ended and rank.last("hangs")]
+        for rank in hanging:
+            rank.kill()
     late = ranks.end(LIMIT)
     child, reader = forked(verified)
     (steps, damaged), *_ = reports_of(reader)
@@ -350,6 +383,7 @@ def launch(count, act, timeout):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    import_for(imported)
     found = {}
     for n, scenario in enumerate(sys.argv[2:]):
         FOLDER = Path(sys.argv[1]) / f"run-{n}"

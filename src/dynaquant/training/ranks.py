@@ -28,6 +28,7 @@ class Group:
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         self._saw_communication = False
+        self._untold: Exception | None = None
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -84,11 +85,17 @@ class Group:
         except RuntimeError as error:
             others = [str(rank) for rank in range(self.size) if rank != self.rank]
             which = f"rank {others[0]}" if len(others) == 1 else "another rank"
+            first = "" if self._untold is None else f"rank {self.rank} failed: {_in_words(self._untold)}; then "
             raise DynaquantError(
-                f"rank {self.rank} waited for {which}, which has stopped, or has not answered within the timeout of "
-                "the process group; look at the output of all ranks for the first error. The run keeps its last "
-                "commit: start the training again, and restore() continues from there"
-            ) from error
+                f"{first}rank {self.rank} waited for {which}, which has stopped, or has not answered within the "
+                "timeout of the process group; look at the output of all ranks for the first error. The run keeps its "
+                "last commit: start the training again, and restore() continues from there"
+            ) from (self._untold or error)
+
+    def will_tell(self, error: Exception | None) -> Exception | None:
+        """Remember an error of this rank until the other ranks are told of it, in case they cannot be reached."""
+        self._untold = error
+        return error
 
     def run_on_all_ranks(self, action: Callable[[], T]) -> T:
         """Run an action on every rank and return this rank's result. If it fails on one rank, it fails on all.
@@ -100,8 +107,9 @@ class Group:
         try:
             result = action()
         except Exception as raised:
-            error = raised
+            error = self.will_tell(raised)
         texts = self.all_gather(None if error is None else _in_words(error))
+        self._untold = None
         if error is not None:
             raise error
         failed = [f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text is not None]
