@@ -160,7 +160,7 @@ class UserMetric:
 
         Returns this rank's result or its error, the results of all ranks, and whether ``evaluate`` communicates.
         """
-        own, error = self._group.run_on_all_ranks(lambda: attempt(evaluate))
+        own, error = self._group.run_on_all_ranks(lambda: attempt(evaluate, self._group.will_tell))
         outcomes = self._group.all_gather((own, one_line(error)))
         communicates = self._group.saw_communication()
         if self._group.size > 1:

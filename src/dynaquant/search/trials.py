@@ -229,7 +229,9 @@ class Trials:
         share_kept = self._displacement.share_kept(candidate)
         degradation, quality, error, share = None, None, None, 0.0
         if share_kept is None or share_kept >= least_kept:
-            judged, raised = attempt(lambda: self._judged(configuration, candidate, bounds, lockstep))
+            judged, raised = attempt(
+                lambda: self._judged(configuration, candidate, bounds, lockstep), self._group.will_tell
+            )
             if raised is not None:
                 lockstep.fail()
             quality, share = judged or (None, 1.0)
