@@ -30,8 +30,8 @@ Writers = tuple[tuple[int, Shard], ...]
 class Division:
     """The tensors of a state on this rank.
 
-    local: what this rank holds of each. shards: of the divided ones. writers: of each tensor; one object for all tensors
-    that are written alike. The same on all ranks, except for ``local`` and what ``shards`` says of this rank.
+    local: what this rank holds of each. shards: of the divided ones. writers: of each tensor; one object for all that
+    are written alike. The same on all ranks, except for ``local`` and what ``shards`` says of this rank.
     """
 
     rank: int

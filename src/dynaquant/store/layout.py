@@ -121,6 +121,7 @@ class HashOfBoxes:
         self._texts = [f"{list(boxes[i].offsets)}{list(boxes[i].sizes)}" for i in self._order]
 
     def __call__(self, digests: Sequence[str]) -> str:
+        """Return the hash of a tensor. digests: of its boxes."""
         pieces = [text + digests[i] for text, i in zip(self._texts, self._order, strict=True)]
         return blake3("".join(["boxes", *pieces]).encode()).hexdigest()
 
