@@ -125,9 +125,9 @@ class Checkpointer:
       warning is logged; the checkpoint is saved anyway.
 
     Several ranks: if ``torch.distributed`` is initialised, every rank makes a ``Checkpointer`` for the same folder, and
-    calls ``save``, ``restore`` and ``close`` at the same steps. Replicas share the work of the search, and rank 0
-    writes. If the model is sharded (FSDP2, tensor parallel), the ranks score each candidate together, and each writes
-    what it holds. A checkpoint can be restored on any number of ranks, and without ``torch.distributed``. Random number
+    calls ``save``, ``restore`` and ``close`` at the same steps. Replicas share the work of the search, and of writing
+    a large state. If the model is sharded (FSDP2, tensor parallel), the ranks score each candidate together, and each
+    writes what it holds. A checkpoint can be restored on any number of ranks, and without ``torch.distributed``. Random number
     generators are saved for each rank, and all else that is not a DTensor as on rank 0.
 
     Threads: ``save``, ``restore`` and ``close`` raise RuntimeError while another of them is running (in another thread,
@@ -214,7 +214,7 @@ class Checkpointer:
             self._corrections = MomentCorrections(self._same_on_all_ranks(correct_moments))
             self._check_state(roles)
             learn_size = self._compressor.manager.learn_size
-            stage = partial(ShardedCommitStage, group=Group()) if self._sharded else CommitStage
+            stage = partial(ShardedCommitStage, group=Group()) if self._group.size > 1 else CommitStage
             self._writer = stage(
                 self._run,
                 retention=retention,

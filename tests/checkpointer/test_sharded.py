@@ -9,6 +9,7 @@ from commands import call
 from launched import launch
 
 import dynaquant as dq
+from dynaquant.store.parts import places_of
 from dynaquant.store.run import Run
 from dynaquant.tensors.boxes import in_one
 from dynaquant.tensors.stored import Patchwork, QuantizedTensor, RankOne, ScaledMoment, stored_equal
@@ -74,3 +75,17 @@ def test_saves_do_not_change_a_sharded_training(tmp_path):
     for rank in range(2):
         for way, found in json.loads((tmp_path / f"rank-{rank}.json").read_text()).items():
             assert found == {"losses": True, "different": [], "judged_by": ["evaluate"] * 4}, way
+
+
+@pytest.mark.parametrize("apart", [[], ["apart"]])
+def test_replicas_share_the_writing_of_what_they_hold_alike(tmp_path, apart):
+    run("sharing_replicas.py", 3, tmp_path, *apart)
+    run_ = Run(tmp_path / "run")
+    files = run_.files()[0]
+    assert [file.header.parent and file.header.parent.step for file in files] == [None, 1, 2, 3]
+    sizes = [part.size for part in files[-1].header.parts.files]
+    assert len(sizes) == 3
+    if apart:  # rank 0 writes the weight that differs
+        entry = files[1].header.by_name["model.2.weight"]
+        assert [place.part for place in places_of(files[1], entry)] == [0]
+    call("verify", tmp_path / "run")

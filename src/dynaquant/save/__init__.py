@@ -17,9 +17,10 @@
 - ``prepare.py``: reads the weights once, before the search
 - ``moment_tolerances.py``: how coarse first moments may be
 - ``assemble.py``: the stored form of every tensor
+- ``replicas.py``: shares the writing among ranks that all hold the whole state
 - ``timing.py``: seconds of each stage
 - ``commit_stage.py``: parent, commit, pruning, report: what the writing thread does
-- ``sharded_commit.py``: the same in a sharded training: every rank writes a part
+- ``sharded_commit.py``: the same of several ranks: every rank writes a part
 - ``background.py``: the writing thread
 - ``record.py``: sizes, quality, configuration and time of a save
 - ``log_to.py``: sends records to TensorBoard or a function
