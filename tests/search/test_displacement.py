@@ -68,7 +68,7 @@ def test_ranks_find_the_same_share_also_if_one_holds_nothing_of_a_tensor():
 
     found, _ = on_ranks(3, share)
     assert found == [(True, pytest.approx(Displacement(here, origin).share_kept(stored)))] * 3
-    unknown, _ = on_ranks(3, lambda rank, reduce: Displacement(here, {}, Shards(reduce=reduce)).matters)
+    unknown, _ = on_ranks(3, lambda _, reduce: Displacement(here, {}, Shards(reduce=reduce)).matters)
     assert unknown == [False] * 3
 
 
