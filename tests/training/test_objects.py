@@ -1,6 +1,7 @@
 """Collects the state of objects and random number generators, and restores it."""
 
 import copy
+import json
 import random
 
 import numpy as np
@@ -14,8 +15,10 @@ import dynaquant as dq
 from dynaquant.errors import StateError
 from dynaquant.restore.fitting import compare, raise_if_any
 from dynaquant.restore.restorer import load_extras, load_modules_and_optimizers
+from dynaquant.state.flatten import flatten
 from dynaquant.training import rng, supported
 from dynaquant.training.collect import collect, collect_to_compare, rank_rng_state, stored_rng_state
+from dynaquant.training.packed import joined, packed
 
 
 def draws():
@@ -194,7 +197,7 @@ def own_draws(things):
 
 
 def randomness_of_ranks(*ranks):
-    return [copy.deepcopy(rank_rng_state(of_rank(rank))) for rank in ranks]
+    return joined([packed(rank_rng_state(of_rank(rank))) for rank in ranks])
 
 
 def test_every_rank_restores_its_own_generators_and_the_rest_from_rank_0():
@@ -233,6 +236,31 @@ def test_a_single_process_restores_a_checkpoint_of_many_ranks_like_one_of_its_ow
         fresh = of_rank(4)
         restore(fresh, state)
         assert own_draws(fresh) == expected
+
+
+def test_generators_of_ranks_are_read_from_a_list_as_early_versions_stored_them():
+    state = collect(of_rank(0))
+    state["rng"]["ranks"] = [copy.deepcopy(rank_rng_state(of_rank(rank))) for rank in (1, 2)]
+    expected = own_draws(of_rank(2))
+    fresh = training()
+    restore(fresh, state, 2)
+    assert own_draws(fresh) == expected
+    assert stored_rng_state(state, 3) is None
+
+
+def test_the_generators_of_a_thousand_ranks_take_one_tensor_of_a_state():
+    tree, tensors = flatten(collect(of_rank(0), joined([packed(rank_rng_state(of_rank(1)))] * 1000)))
+    assert len([name for name in tensors if name.startswith("rng.ranks")]) == 1
+    assert len(json.dumps(tree)) < 10_000
+    assert len(tensors["rng.ranks"]) < 1000 * 17_000
+
+
+def test_damaged_generators_of_ranks_are_an_error():
+    ranks = randomness_of_ranks(1, 2)
+    state = collect(of_rank(0), ranks[:-1])
+    assert stored_rng_state(state, 1) is not None
+    with pytest.raises(ValueError, match="end too early"):
+        stored_rng_state(state, 2)
 
 
 @pytest.mark.parametrize("thing", [object(), lambda: None, random.Random(1)])

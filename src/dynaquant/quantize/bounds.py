@@ -39,11 +39,8 @@ def quantize_bounded(
     def start(name: str) -> Reduction[BoundedTensor | None]:
         return within(tensors[name], bounds[name], shards.get(name))
 
-    def size(name: str) -> int:
-        return (shards[name].shape if name in shards else tensors[name].shape).numel()
-
     bounds = {name: bound for name in tensors if (bound := labels[name].bound) is not None}
-    found = run_in_windows(bounds, start, size, reduce)
+    found = run_in_windows(bounds, start, lambda name: tensors[name].numel(), reduce)
     return {name: quantized for name, quantized in found.items() if quantized is not None}
 
 

@@ -63,7 +63,8 @@ def quantize_moments(
         return shard
 
     def size(name: str) -> int:
-        return (shards[name].shape if name in shards else tensors[name].shape).numel()
+        # Sums of rows and columns are as long as those of the whole tensor.
+        return tensors[name].numel() + sum(shards[name].shape if name in shards else tensors[name].shape)
 
     def second(name: str) -> Reduction[QuantizedTensor | RankOne | None]:
         tensor = tensors[name]

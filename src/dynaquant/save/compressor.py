@@ -21,6 +21,7 @@ from dynaquant.quantize.partition import Configuration
 from dynaquant.save.allowance import Allowance
 from dynaquant.save.assemble import Assembled, assemble
 from dynaquant.save.capture import Captured
+from dynaquant.save.division import divide
 from dynaquant.save.frozen_and_omitted import (
     FrozenParameters,
     frozen_parameters,
@@ -245,7 +246,9 @@ class Compressor:
         The same on all ranks. Collective.
         """
         parameters = {f"model.{name}": parameter for name, parameter in named_parameters(self._model)}
-        measured = self._group.run_on_all_ranks(lambda: self._gradients.mean_squares(parameters))
+        division = divide(parameters, self._group)
+        shards = WHOLE if division is None else division.shards
+        measured = self._group.run_on_all_ranks(lambda: self._gradients.mean_squares(parameters, shards))
         return self._group.from_rank_0(measured)
 
     def close(self) -> None:

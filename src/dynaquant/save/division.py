@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dynaquant.errors import StateError
 from dynaquant.quantize.knobs import Method
-from dynaquant.save.movement import Moved
-from dynaquant.state.sharding import is_sharded, local_of, shard_of
+from dynaquant.state.sharding import is_sharded, local_of, named_shard
 from dynaquant.store.layout import Layout, Place
 from dynaquant.tensors.box import Box
 from dynaquant.tensors.shard import Shard
@@ -26,8 +29,8 @@ Writers = tuple[tuple[int, Shard], ...]
 class Division:
     """The tensors of a state on this rank.
 
-    local: what this rank holds of each. shards: of the divided ones. writers: of each tensor. The same on all ranks,
-    except for ``local`` and what ``shards`` says of this rank.
+    local: what this rank holds of each. shards: of the divided ones. writers: of each tensor; one object for all that
+    are written alike. The same on all ranks, except for ``local`` and what ``shards`` says of this rank.
     """
 
     rank: int
@@ -55,25 +58,27 @@ class Division:
         found = {name: tensor for name, tensor in found.items() if tensor.ndim}
         return found, Shards(held, frozenset(), self.shards.reduce)
 
-    def layouts(self) -> tuple[dict[str, int], tuple[Layout, ...], int]:
-        """Return the number of each tensor's layout, the layouts, and how many parts there are.
-
-        Ranks that write nothing have no part.
-        """
-        by_writers: dict[Writers, int] = {}
-        numbers = {name: by_writers.setdefault(writers, len(by_writers)) for name, writers in self.writers.items()}
+    @cached_property
+    def layouts(self) -> tuple[dict[str, int], tuple[Layout, ...]]:
+        """The number of each tensor's layout, and the layouts."""
+        by_writers: dict[int, int] = {}  # tensors that are written alike share one object
+        numbers = {name: by_writers.setdefault(id(writers), len(by_writers)) for name, writers in self.writers.items()}
         part_of = self.parts
         layouts = tuple(
             tuple(Place(part_of[rank], box) for rank, shard in writers for box in boxes_of(shard))
-            for writers in by_writers
+            for writers in self._distinct
         )
-        return numbers, layouts, len(part_of)
+        return numbers, layouts
+
+    @cached_property
+    def parts(self) -> dict[int, int]:
+        """The number of each rank's part, by rank. Ranks that write nothing have none."""
+        ranks = sorted({rank for writers in self._distinct for rank, _ in writers})
+        return {rank: number for number, rank in enumerate(ranks)}
 
     @property
-    def parts(self) -> dict[int, int]:
-        """The number of each rank's part, by rank."""
-        ranks = sorted({rank for writers in set(self.writers.values()) for rank, _ in writers})
-        return {rank: number for number, rank in enumerate(ranks)}
+    def _distinct(self) -> list[Writers]:
+        return list({id(writers): writers for writers in self.writers.values()}.values())
 
 
 def boxes_of(shard: Shard) -> list[Box]:
@@ -88,72 +93,98 @@ def divide(tensors: Mapping[str, Tensor], group: Group) -> Division | None:
     StateError if ranks hold different parts of a state, or a DTensor cannot be stored.
     """
     divided = any(is_sharded(tensor) for tensor in tensors.values())
-    if group.size == 1 or not any(group.all_gather(divided)):
+    names = list(tensors)
+    digest = blake3(repr(names).encode()).digest()
+    answers = group.all_gather((divided, digest)) if group.size > 1 else []
+    if not any(divided for divided, _ in answers):
         return None
-    names = group.from_rank_0(list(tensors))
-    if missing := [name for name in names if name not in tensors]:
-        raise StateError(f"rank {group.rank} has no {missing[0]}, which rank 0 has; give every rank the whole model")
-    held = {name: _named_shard(name, tensors[name]) for name in names}
-    shards_of_ranks = _of_all_ranks(held, tensors, group)
+    if any(other != digest for _, other in answers):
+        names = group.from_rank_0(names)
+    held = group.run_on_all_ranks(lambda: _held(names, tensors, group.rank))
     local = {name: local_of(tensors[name]) for name in names}
-    writers = _writers(held, tensors, shards_of_ranks, group.size)
-    others = {name for name in names if all(rank != group.rank for rank, _ in writers[name])}
+    writers = _writers(tensors, _holders(held, tensors, group), group.size)
+    own = {id(each) for each in writers.values() if any(rank == group.rank for rank, _ in each)}
+    others = {name for name in names if id(writers[name]) not in own}
     sharded = {name: shard for name, shard in held.items() if is_sharded(tensors[name])}
     return Division(group.rank, local, Shards(sharded, others, group.reduce), writers)
 
 
-def _named_shard(name: str, tensor: Tensor) -> Shard:
-    try:
-        return shard_of(tensor)
-    except StateError as error:
-        raise StateError(f"{name}: {error}") from None
+def _held(names: Sequence[str], tensors: Mapping[str, Tensor], rank: int) -> dict[str, Shard]:
+    """Return what this rank holds. Names that rank 0 does not have are other names of tied tensors."""
+    if missing := [name for name in names if name not in tensors]:
+        raise StateError(f"rank {rank} has no {missing[0]}, which rank 0 has; give every rank the whole model")
+    return {name: named_shard(name, tensors[name]) for name in names}
 
 
-def _of_all_ranks(held: Mapping[str, Shard], tensors: Mapping[str, Tensor], group: Group) -> dict[str, list[Shard]]:
-    """Return the shards that the ranks hold of each tensor. Tensors that are divided alike travel once."""
+@dataclass(frozen=True, eq=False)
+class _Holders:
+    """What every rank holds of tensors that are divided alike. shards: by rank."""
+
+    shards: tuple[Shard, ...]
+
+    @cached_property
+    def copies(self) -> tuple[list[Shard], NDArray[np.int64]]:
+        """The different shards that have elements, and for each a row of the ranks that hold it.
+
+        Rows are equally long: the first rank of a row fills it up.
+        """
+        ranks: dict[Shard, list[int]] = {}
+        for rank, shard in enumerate(self.shards):
+            if shard.local_shape.numel():
+                ranks.setdefault(shard, []).append(rank)
+        longest = max(map(len, ranks.values()), default=0)
+        rows = [own + own[:1] * (longest - len(own)) for own in ranks.values()]
+        return list(ranks), np.array(rows, dtype=np.int64).reshape(len(ranks), longest)
+
+    @cached_property
+    def elements(self) -> NDArray[np.int64]:
+        """The number of elements of each different shard."""
+        return np.array([shard.local_shape.numel() for shard in self.copies[0]], dtype=np.int64)
+
+
+def _holders(held: Mapping[str, Shard], tensors: Mapping[str, Tensor], group: Group) -> dict[str, _Holders]:
+    """Return what all ranks hold of each tensor. Of tensors that are divided alike, it travels once."""
     distinct: dict[object, str] = {}
     alike = {}
-    for name, tensor in tensors.items():
-        if name in held:
-            kind = (tensor.shape, tensor.device_mesh, tensor.placements) if is_sharded(tensor) else tensor.shape
-            alike[name] = distinct.setdefault(kind, name)
-    gathered = group.all_gather([held[name] for name in distinct.values()])
-    found = {name: [own[i] for own in gathered] for i, name in enumerate(distinct.values())}
+    for name in held:
+        tensor = tensors[name]
+        kind = (tensor.shape, tensor.device_mesh, tensor.placements) if is_sharded(tensor) else tensor.shape
+        alike[name] = distinct.setdefault(kind, name)
+    gathered = group.all_gather([held[name].spans for name in distinct.values()])
+    known: dict[tuple[Shard, ...], _Holders] = {}
+    found = {}
+    for i, name in enumerate(distinct.values()):
+        shards = tuple(Shard(held[name].shape, own[i]) for own in gathered)
+        found[name] = known.setdefault(shards, _Holders(shards))
     return {name: found[first] for name, first in alike.items()}
 
 
-def _writers(
-    held: Mapping[str, Shard],
-    tensors: Mapping[str, Tensor],
-    shards_of_ranks: Mapping[str, Sequence[Shard]],
-    ranks: int,
-) -> dict[str, Writers]:
+def _writers(tensors: Mapping[str, Tensor], holders: Mapping[str, _Holders], ranks: int) -> dict[str, Writers]:
     """Return who writes each tensor: of the ranks that hold the same, the one that has the fewest bytes to write.
 
     What is no DTensor is written by rank 0, as ranks may hold different values. All tensors of a parameter in an
     optimizer's state have the same writers, since one is stored in units of another.
     """
-    bytes_of_rank = [0] * ranks
+    bytes_of_rank = np.zeros(ranks, dtype=np.int64)
     found: dict[str, Writers] = {}
-    of_parameter: dict[tuple[str, tuple[int, ...]], Writers] = {}
-    for name, tensor in tensors.items():
-        if name not in held:
-            continue
-        shards = shards_of_ranks[name]
-        key = name.rpartition(".")[0], tuple(tensor.shape)
+    by_ranks: dict[tuple[_Holders, bytes], Writers] = {}
+    of_parameter: dict[tuple[str, tuple[int, ...]], tuple[_Holders, NDArray[np.int64]]] = {}
+    for name, own in holders.items():
+        tensor = tensors[name]
         if not is_sharded(tensor) or not tensor.numel():
-            found[name] = ((0, shards[0]),)
-        elif (known := of_parameter.get(key)) is not None and all(shards[rank] == shard for rank, shard in known):
-            found[name] = known
-        else:
-            copies: dict[Shard, list[int]] = {}
-            for rank, shard in enumerate(shards):
-                if shard.local_shape.numel():
-                    copies.setdefault(shard, []).append(rank)
-            found[name] = tuple((min(own, key=bytes_of_rank.__getitem__), shard) for shard, own in copies.items())
-            of_parameter[key] = found[name]
-        for rank, shard in found[name]:
-            bytes_of_rank[rank] += shard.local_shape.numel() * tensor.element_size()
+            bytes_of_rank[0] += own.shards[0].local_shape.numel() * tensor.element_size()
+            found[name] = by_ranks.setdefault((own, b"rank 0"), ((0, own.shards[0]),))
+            continue
+        key = name.rpartition(".")[0], tuple(tensor.shape)
+        shards, rows = own.copies
+        known, writing = of_parameter.get(key, (None, None))
+        if known is not own or writing is None:
+            writing = rows[np.arange(len(rows)), bytes_of_rank[rows].argmin(axis=1)]
+            of_parameter[key] = own, writing
+        if (each := by_ranks.get((own, writing.tobytes()))) is None:
+            each = by_ranks[own, writing.tobytes()] = tuple(zip(writing.tolist(), shards, strict=True))
+        found[name] = each
+        bytes_of_rank[writing] += own.elements * tensor.element_size()
     return found
 
 
@@ -168,11 +199,9 @@ def holds_shards(objects: Mapping[str, Any], group: Group) -> bool:
     return group.size > 1 and any(group.all_gather(own))
 
 
-def check_arguments(method: Method, exact: str | None, every: Any) -> None:
+def check_arguments(method: Method, exact: str | None) -> None:
     """Raise ValueError for arguments of a Checkpointer that sharded training does not support."""
     if method != "grid":
         raise ValueError(f'method="{method}" needs whole tensors; sharded training supports method="grid"')
     if exact is not None:
         raise ValueError('exact="latest" is not supported for sharded training; use quality="lossless"')
-    if isinstance(every, Moved):
-        raise ValueError('every=Moved(…) is not supported for sharded training; use a number of steps, or "auto"')

@@ -13,10 +13,14 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+
 from dynaquant.save.record import Record, record_without_file
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.run import Run
 from dynaquant.training.collect import rank_rng_state
+from dynaquant.training.packed import joined, packed
 from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
@@ -50,13 +54,19 @@ def warn_of_other_checkpoints(run: Run, group: Group) -> None:
         )
 
 
-def rng_states_of_other_ranks(objects: Mapping[str, Any], group: Group) -> list[dict[str, Any]]:
-    """Return the states of the random number generators of rank 1, 2, …, on every rank. Collective.
+def rng_states_of_other_ranks(objects: Mapping[str, Any], group: Group) -> Tensor | None:
+    """Return the states of the random number generators of rank 1, 2, …, joined; None if there are none. Collective.
 
-    The states of rank 0 are in its collected state already.
+    Rank 0 alone gets the values: the other ranks get a tensor of zeros of the same shape, which takes no memory. The
+    states of rank 0 are in its collected state already.
     """
-    states = group.all_gather(rank_rng_state(objects) if group.rank > 0 else None)
-    return [state for state in states[1:] if state]
+    if group.size == 1:
+        return None
+    own = group.run_on_all_ranks(lambda: packed(rank_rng_state(objects)) if group.rank > 0 else b"")
+    states = group.gather_to_rank_0(own)
+    found = joined(states[1:]) if group.rank == 0 else None
+    size = group.from_rank_0(0 if found is None else len(found))
+    return torch.zeros(1, dtype=torch.uint8).expand(size) if found is None else found
 
 
 def written_by_rank_zero(

@@ -47,7 +47,7 @@ class ShardedCheckpoint:
 
     def plan(self) -> Plan:
         """Return which part holds which boxes. The same on all ranks."""
-        numbers, layouts, parts = self.division.layouts()
+        numbers, layouts = self.division.layouts
         local, shards = self.division.local, self.division.shards
         tensors = tuple(
             ShardedTensor(
@@ -60,7 +60,7 @@ class ShardedCheckpoint:
             )
             for name, number in numbers.items()
         )
-        return Plan(tensors, layouts, parts)
+        return Plan(tensors, layouts, len(self.division.parts))
 
     def boxes(self, stored: Mapping[str, StoredTensor]) -> dict[tuple[str, Box], StoredTensor]:
         """Return the boxes that this rank writes. stored: what it holds of tensors; others are left out."""
@@ -140,7 +140,7 @@ class ShardedCommits:
         number = checkpoint.division.parts.get(self._group.rank)
         if number is None:
             return None
-        own, boxes = checkpoint.plan().boxes[number], checkpoint.boxes(checkpoint.tensors)
+        own, boxes = checkpoint.plan().boxes_of(number), checkpoint.boxes(checkpoint.tensors)
         beside = None if base is None or begun.draft.parent is None else self._boxes_of(base, checkpoint)
         return write_part(begun.folder / part_name(number), own, boxes, begun.draft, beside, checkpoint.coder)
 

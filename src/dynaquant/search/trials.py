@@ -251,8 +251,8 @@ class Trials:
         judge = self._judge
         if not isinstance(judge, PairedJudge):
             return judge(candidate), 1.0
-        # With several ranks, the one that evaluated this configuration before may be another.
-        known = self._losses.get(configuration, []) if self._group.size == 1 else []
+        # If ranks evaluate different configurations, another one may have evaluated this configuration before.
+        known = self._losses.get(configuration, []) if self.per_round == 1 else []
         losses = judge.losses(candidate, known, bounds, lockstep)
         self._losses[configuration] = losses
         return judge.quality(losses), judge.share(losses)

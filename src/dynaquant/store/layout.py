@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,10 +109,21 @@ def box_name(name: str, box: Box) -> str:
 
 def sharded_hash(hashes: Iterable[tuple[Box, str]]) -> str:
     """Return the hash of a tensor that is stored as boxes, from the hashes of the boxes. 64 hexadecimal digits."""
-    found = blake3(b"boxes")
-    for box, digest in sorted(hashes):
-        found.update(f"{list(box.offsets)}{list(box.sizes)}{digest}".encode())
-    return found.hexdigest()
+    found = list(hashes)
+    return HashOfBoxes([box for box, _ in found])([digest for _, digest in found])
+
+
+class HashOfBoxes:
+    """Computes hashes of tensors that are divided into the same boxes, from the hashes of the boxes in their order."""
+
+    def __init__(self, boxes: Sequence[Box]) -> None:
+        self._order = sorted(range(len(boxes)), key=boxes.__getitem__)
+        self._texts = [f"{list(boxes[i].offsets)}{list(boxes[i].sizes)}" for i in self._order]
+
+    def __call__(self, digests: Sequence[str]) -> str:
+        """Return the hash of a tensor. digests: of its boxes."""
+        pieces = [text + digests[i] for text, i in zip(self._texts, self._order, strict=True)]
+        return blake3("".join(["boxes", *pieces]).encode()).hexdigest()
 
 
 def _identity(value: Any) -> str:

@@ -10,7 +10,7 @@ from dynaquant.coding.schemes import Sharded, depends_on
 from dynaquant.errors import CheckpointError
 from dynaquant.store.container import CheckpointFile, is_missing
 from dynaquant.store.entry import Entry
-from dynaquant.store.layout import Layout, Place, box_name, sharded_hash
+from dynaquant.store.layout import Layout, Parts, Place, box_name, sharded_hash
 from dynaquant.tensors.boxes import cut, patchwork
 from dynaquant.tensors.hashing import stored_hash
 from dynaquant.tensors.stored import RoundedWeight, ScaledMoment, StoredTensor
@@ -22,7 +22,11 @@ DecodeEntry = Callable[[CheckpointFile, Entry, StoredTensor | None, Mapping[str,
 def part_paths(file: CheckpointFile) -> list[Path]:
     """Return the paths of the parts of a checkpoint; none if it is not sharded."""
     parts = file.header.parts
-    return [] if parts is None else [file.path.parent / parts.file_name(number) for number in range(len(parts.files))]
+    return [] if parts is None else [_part_path(file, parts, number) for number in range(len(parts.files))]
+
+
+def _part_path(file: CheckpointFile, parts: Parts, number: int) -> Path:
+    return file.path.parent / parts.file_name(number)
 
 
 def open_part(file: CheckpointFile, number: int) -> CheckpointFile:
@@ -31,8 +35,9 @@ def open_part(file: CheckpointFile, number: int) -> CheckpointFile:
     Raises CheckpointError if it is not there, is damaged, or is another part.
     """
     if number not in file.parts:
-        parts, path = file.header.parts, part_paths(file)[number]
+        parts = file.header.parts
         assert parts is not None
+        path = _part_path(file, parts, number)
         try:
             part = CheckpointFile(path)
         except CheckpointError as error:

@@ -29,17 +29,22 @@ def load_boxes(
     chain: ``Run.chain`` of the checkpoint. wanted: names of tensors, with boxes of each. Raises CheckpointError, naming
     file and tensor, if a tensor is missing, damaged, or does not have such a box.
     """
+    needed: NeededPlaces = {}
     with name_step_in_errors(chain[0]), detect_run_changes(chain):
         for name, boxes in wanted:
-            reader = _TensorReader(chain)
+            reader = _TensorReader(chain, needed)
             yield name, [reader.read(0, name, box) for box in boxes]
+
+
+NeededPlaces = dict[tuple[int, int, Box], list[Place]]
+"""The places with elements of a box, by index in the chain, index of the layout, and box. Tensors share layouts."""
 
 
 class _TensorReader:
     """Reads boxes of one tensor, and of the tensors that it depends on. Remembers what it has decoded."""
 
-    def __init__(self, chain: list[CheckpointFile]) -> None:
-        self._chain = chain
+    def __init__(self, chain: list[CheckpointFile], needed: NeededPlaces) -> None:
+        self._chain, self._needed = chain, needed
         self._whole: dict[tuple[int, str], StoredTensor] = {}
         self._places: dict[tuple[int, str, Place], StoredTensor] = {}
 
@@ -53,7 +58,10 @@ class _TensorReader:
             if (level, name) not in self._whole:
                 self._whole[level, name] = load_tensor(self._chain[level:], name)
             return cut(self._whole[level, name], box)
-        needed = [place for place in places_of(file, entry) if place.box == box or place.box.overlap(box)]
+        key = level, entry.scheme.layout, box
+        if (needed := self._needed.get(key)) is None:
+            needed = [place for place in places_of(file, entry) if place.box == box or place.box.overlap(box)]
+            self._needed[key] = needed
         boxes = tuple((place.box, self._at(level, entry, place)) for place in needed)
         return cut(Patchwork(entry.dtype, entry.shape, boxes), box)
 

@@ -23,7 +23,7 @@ from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import CheckpointFile, Header
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import add_disk_full_note, sync_parent
-from dynaquant.store.layout import Layout, PartFile, Parts, box_name, sharded_hash
+from dynaquant.store.layout import HashOfBoxes, Layout, PartFile, Parts, box_name
 from dynaquant.store.regions import load_boxes
 from dynaquant.store.writing import Base, verify_written, write_checkpoint
 from dynaquant.tensors.box import Box
@@ -60,13 +60,23 @@ class Plan:
     layouts: tuple[Layout, ...]
     parts: int
 
-    @cached_property
+    @property
     def boxes(self) -> list[list[tuple[ShardedTensor, Box]]]:
-        """The boxes of every part, in the order in which it holds them."""
-        found: list[list[tuple[ShardedTensor, Box]]] = [[] for _ in range(self.parts)]
-        for tensor in self.tensors:
-            for place in self.layouts[tensor.layout]:
-                found[place.part].append((tensor, place.box))
+        """The boxes of every part, in the order in which it holds them. Many, if there are many parts."""
+        return [self.boxes_of(number) for number in range(self.parts)]
+
+    def boxes_of(self, part: int) -> list[tuple[ShardedTensor, Box]]:
+        """Return the boxes of a part, in the order in which it holds them."""
+        own = self._by_part.get(part, {})
+        return [(tensor, box) for tensor in self.tensors for box in own.get(tensor.layout, ())]
+
+    @cached_property
+    def _by_part(self) -> dict[int, dict[int, list[Box]]]:
+        """The boxes of each part by layout."""
+        found: dict[int, dict[int, list[Box]]] = {}
+        for number, layout in enumerate(self.layouts):
+            for place in layout:
+                found.setdefault(place.part, {}).setdefault(number, []).append(place.box)
         return found
 
 
@@ -185,15 +195,21 @@ def _in_part(boxes: Boxes, stored: StoredTensor, box: Box) -> StoredTensor:
 def sharded_header(draft: Header, folder: str, plan: Plan, written: Sequence[WrittenPart]) -> Header:
     """Return the header of the checkpoint's own file. folder: name of the folder of its parts. written: by number."""
     parts = Parts(folder, tuple(part.file for part in written), plan.layouts)
-    numbers = [{(tensor.name, box): i for i, (tensor, box) in enumerate(boxes)} for boxes in plan.boxes]
+    hash_of = [HashOfBoxes([place.box for place in layout]) for layout in plan.layouts]
+    hashes = [part.hashes.tobytes().hex() for part in written]
+    sizes = [part.sizes.tolist() for part in written]
+    depends = [bool(part.needs_parent.any()) for part in written]
+    next_box = [0] * len(written)
     entries = []
     for tensor in plan.tensors:
-        hashes, stored, needs_parent = [], 0, False
+        # This runs once for every box of a checkpoint, of which there may be millions, so it does little.
+        held = []
         for place in plan.layouts[tensor.layout]:
-            part, i = written[place.part], numbers[place.part][tensor.name, place.box]
-            hashes.append((place.box, part.hashes[i].tobytes().hex()))
-            stored += int(part.sizes[i])
-            needs_parent |= bool(part.needs_parent[i])
+            held.append((place.part, next_box[place.part]))
+            next_box[place.part] += 1
+        digest = hash_of[tensor.layout]([hashes[part][64 * i : 64 * i + 64] for part, i in held])
+        stored = sum([sizes[part][i] for part, i in held])
+        needs_parent = any(depends[part] and bool(written[part].needs_parent[i]) for part, i in held)
         scheme = Sharded(tensor.layout, stored, tensor.second, needs_parent)
-        entries.append(Entry(tensor.name, tensor.label, tensor.dtype, tensor.shape, sharded_hash(hashes), 0, scheme))
+        entries.append(Entry(tensor.name, tensor.label, tensor.dtype, tensor.shape, digest, 0, scheme))
     return replace(draft, entries=tuple(entries), parts=parts)

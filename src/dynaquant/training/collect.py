@@ -25,18 +25,19 @@ from dynaquant.training.objects import (
     generator_state,
     generator_states,
 )
+from dynaquant.training.packed import unpacked
 from dynaquant.training.supported import LOADER_ADVICE
 
 
-def collect(objects: Mapping[str, Any], other_ranks: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+def collect(objects: Mapping[str, Any], other_ranks: torch.Tensor | None = None) -> dict[str, Any]:
     """Return the state of every object by name, and the reserved entries.
 
     ``"rng"`` holds the global random number generators, ``"classes"`` the class of every optimizer and generator,
     ``"parameters"`` the names of every optimizer's parameters. A restore compares classes and names, because states of
     different optimizers may look alike and still not fit.
 
-    other_ranks: ``rank_rng_state`` of every rank but the first, in order; kept in ``"rng"`` under ``"ranks"``. Raises
-    StateError, with the extra's name, if its ``state_dict`` fails.
+    other_ranks: ``rank_rng_state`` of every rank but the first, in order, packed and joined (``training.packed``); kept
+    in ``"rng"`` under ``"ranks"``. Raises StateError, with the extra's name, if its ``state_dict`` fails.
     """
     classes = {name: kind for name, thing in objects.items() if (kind := class_of(thing)) is not None}
     parameters = parameter_names(objects)
@@ -44,7 +45,7 @@ def collect(objects: Mapping[str, Any], other_ranks: Sequence[dict[str, Any]] = 
         **_by_kind({name: _checked_state_of(name, thing, parameters.get(name)) for name, thing in objects.items()}),
         CLASSES: classes,
         PARAMETERS: parameters,
-        RNG: {**rng.get_state(), "ranks": list(other_ranks)} if other_ranks else rng.get_state(),
+        RNG: rng.get_state() if other_ranks is None else {**rng.get_state(), "ranks": other_ranks},
     }
 
 
@@ -83,7 +84,9 @@ def stored_rng_state(state: Mapping[str, Any], rank: int) -> dict[str, Any] | No
     if rank == 0:
         return state[RNG]  # type: ignore[no-any-return]
     ranks = state[RNG].get("ranks", [])
-    return ranks[rank - 1] if rank <= len(ranks) else None
+    if isinstance(ranks, torch.Tensor):
+        return unpacked(ranks, rank - 1)  # type: ignore[no-any-return]
+    return ranks[rank - 1] if rank <= len(ranks) else None  # checkpoints of early versions hold a list
 
 
 def state_of(thing: Any, parameters: Sequence[Sequence[str]] | None = None) -> Any:

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 T = TypeVar("T")
 WINDOW = 1 << 26
-"""Computations that run together have at most so many elements, unless one has more. They hold memory meanwhile."""
+"""Computations that run together hold at most so many elements on a rank, unless one has more."""
 
 
 def _nothing() -> NDArray[np.float64]:
@@ -84,7 +84,7 @@ def _reduced(yielded: Mapping[str, Numbers], reduce: Reduce) -> dict[str, Number
 
 
 def windows(sizes: Mapping[str, int]) -> list[list[str]]:
-    """Divide tensors into groups whose computations run together. sizes: elements of the whole tensors, by name."""
+    """Divide tensors into groups whose computations run together. sizes: numbers that each holds in memory."""
     found: list[list[str]] = []
     elements = WINDOW
     for name, size in sizes.items():
@@ -101,13 +101,17 @@ def run_in_windows(
 ) -> dict[str, T]:
     """Run a computation for each tensor and return the results by name.
 
-    start: begins the computation of a tensor. size: returns the elements of the whole tensor. With ``reduce``, those of
-    a window run together. All ranks give the same names, in the same order. Without, they run one after another, so
-    that only one of them holds memory.
+    start: begins the computation of a tensor. size: returns how many numbers it holds in memory on this rank. With
+    ``reduce``, computations of a window run together: the more ranks hold a tensor, the more fit into one. All ranks
+    give the same names, in the same order. Without, they run one after another, so that only one of them holds memory.
     """
     if reduce is None:
         return {name: alone(start(name)) for name in names}
     results: dict[str, T] = {}
-    for window in windows({name: size(name) for name in names}):
+    sizes = {name: size(name) for name in names}
+    if sizes:  # ranks must come to the same windows
+        largest = reduce(Numbers(highest=np.array(list(sizes.values()), dtype=np.float64))).highest
+        sizes = {name: int(number) for name, number in zip(sizes, largest, strict=True)}
+    for window in windows(sizes):
         results |= run({name: start(name) for name in window}, reduce)
     return results
