@@ -11,7 +11,8 @@ import random
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,19 @@ MOMENTS = {
 """During what a rank was killed, by the last word of its report."""
 
 
+class CommunicationError(Exception):
+    """The training itself could not communicate, as a rank was killed. That is no error of a Checkpointer."""
+
+
+@contextmanager
+def training_communicates() -> Iterator[None]:
+    """Tell errors of the training's own communication from those of a Checkpointer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError from error
+
+
 class Training:
     """A training with small steps, whose parameters and moments the ranks hold in parts."""
 
@@ -64,10 +78,11 @@ class Training:
     def step(self, number: int) -> None:
         """Train for one step. All ranks take the same batch, so that any number of ranks can take it."""
         inputs = torch.randn(8, 12, generator=torch.Generator().manual_seed(number))
-        loss = nn.functional.mse_loss(self.model(inputs), inputs[:, :4])
-        self.optimizer.zero_grad()
-        torch.autograd.backward(loss)
-        self.optimizer.step()
+        with training_communicates():
+            loss = nn.functional.mse_loss(self.model(inputs), inputs[:, :4])
+            self.optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            self.optimizer.step()
 
     def evaluate(self, model: nn.Module) -> float:
         """Score a model, which the ranks do together."""
@@ -77,10 +92,11 @@ class Training:
     def digest(self) -> str:
         """Return a hash of the weights and the moments, as whole tensors. Collective."""
         digest = hashlib.sha256()
-        for name, parameter in self.model.named_parameters():
-            state = {"": parameter, **self.optimizer.state.get(parameter, {})}
-            for key, tensor in sorted(state.items()):
-                digest.update(f"{name}.{key}".encode() + _whole(tensor).numpy().tobytes())
+        with training_communicates():
+            for name, parameter in self.model.named_parameters():
+                state = {"": parameter, **self.optimizer.state.get(parameter, {})}
+                for key, tensor in sorted(state.items()):
+                    digest.update(f"{name}.{key}".encode() + _whole(tensor).numpy().tobytes())
         return digest.hexdigest()
 
 
@@ -108,7 +124,7 @@ def train_and_save(folder: Path, seed: int, ranks: int, rank: int, report: Repor
         _save_and_go_back(folder, draw, training, ckpt, quality == "lossless", rank, report)
     except Exception as error:
         where = "".join(traceback.format_exception(error))
-        report(["stopped", isinstance(error, dq.DynaquantError), where])
+        report(["stopped", isinstance(error, dq.DynaquantError | CommunicationError), where])
     try:
         ckpt.close()
     except Exception as error:
@@ -136,23 +152,15 @@ def _save_and_go_back(
             step = ckpt.restore(draw.choice(steps)) or 0
             report(["went back"])
         for _ in range(draw.randint(1, 2)):
-            _train(training, step, report)
+            training.step(step)
         if what != "again" or not steps:
             step += 1
         digest = training.digest()
         report(["saving", step, digest if exact else ""])
         saving = ckpt.save(step)
         if draw.random() < 0.5:
-            _train(training, step, report)  # while it is written
+            training.step(step)  # while it is written
         report(["committed", step, saving.result().identity])
-
-
-def _train(training: Training, step: int, report: Report) -> None:
-    try:
-        training.step(step)
-    except RuntimeError:  # of PyTorch's own communication, as a rank was killed
-        report(["training failed"])
-        raise dq.DynaquantError("a rank was killed during a training step") from None
 
 
 def _unneeded(folder: Path) -> set[str]:
@@ -235,7 +243,7 @@ class Kills:
         )
         if len(launched.ranks) == 1 and word in ("writing", "written"):
             word = "saving"
-        times, rank = self._draw.choice([1, 1, 2, 3]) if word != "restoring" else 1, launched.ranks[0]
+        times, rank = 1 if word in ("restoring", "restored") else self._draw.choice([1, 1, 2, 3]), launched.ranks[0]
         if not launched.wait(lambda: sum(report[0] == word for report in rank.reports) >= times, LIMIT):
             self.errors.append(f"rank 0 was not {word} {times} times in {LIMIT:.0f} seconds: {rank.reports[-3:]}")
         for (before, *_), begin, end in zip(rank.reports, rank.seconds, rank.seconds[1:], strict=False):
