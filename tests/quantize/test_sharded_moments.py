@@ -272,7 +272,7 @@ def test_windows_go_by_what_the_rank_with_the_most_holds(monkeypatch):
             together.append(len(numbers.sums))
             return reduce(numbers)
 
-        reduction.run_in_windows("abcdef", lambda name: total(1), lambda name: 60 + 10 * rank, counting)
+        reduction.run_in_windows("abcdef", lambda _: total(1), lambda _: 60 + 10 * rank, counting)
         return together
 
     assert on_ranks(2, work)[0] == [[0, 2, 2, 2]] * 2
