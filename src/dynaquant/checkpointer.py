@@ -127,8 +127,8 @@ class Checkpointer:
     Several ranks: if ``torch.distributed`` is initialised, every rank makes a ``Checkpointer`` for the same folder, and
     calls ``save``, ``restore`` and ``close`` at the same steps. Replicas share the work of the search, and of writing
     a large state. If the model is sharded (FSDP2, tensor parallel), the ranks score each candidate together, and each
-    writes what it holds. A checkpoint can be restored on any number of ranks, and without ``torch.distributed``. Random number
-    generators are saved for each rank, and all else that is not a DTensor as on rank 0.
+    writes what it holds. A checkpoint can be restored on any number of ranks, and without ``torch.distributed``.
+    Random number generators are saved for each rank, and all else that is not a DTensor as on rank 0.
 
     Threads: ``save``, ``restore`` and ``close`` raise RuntimeError while another of them is running (in another thread,
     or because ``evaluate`` made the call), and in the writing thread. In a forked child, ``save`` and ``restore`` raise

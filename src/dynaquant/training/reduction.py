@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 T = TypeVar("T")
 WINDOW = 1 << 26
-"""Computations that run together hold at most so many elements on a rank, unless one has more."""
+"""Computations that run together hold at most so many numbers on a rank, unless one of them holds more."""
 
 
 def _nothing() -> NDArray[np.float64]:
