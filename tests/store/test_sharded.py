@@ -4,8 +4,10 @@ import json
 import re
 import shutil
 import struct
+from dataclasses import replace
 
 import crafted
+import numpy as np
 import pytest
 import torch
 import zstandard
@@ -30,6 +32,7 @@ from dynaquant.store.verifying import verify_run
 from dynaquant.store.writing import Base, Checkpoint
 from dynaquant.tensors.box import Box
 from dynaquant.tensors.boxes import in_one, patchwork
+from dynaquant.tensors.codebook import Grid
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.stored import QuantizedTensor, stored_equal
 
@@ -93,6 +96,21 @@ def test_delta_chains_go_on_through_changes_of_layout_and_through_single_files(r
     for step, state in states.items():
         same(Run(run.folder).load(Run(run.folder).file(step)), state)
     assert dict(verify_run(run)) == dict.fromkeys(states)
+
+
+@pytest.mark.parametrize("commit_next", [commit_sharded, committed_whole])
+def test_recoding_keeps_levels_of_moments_with_the_same_values_in_units_of_another_second_moment(run, commit_next):
+    first, second, third = ({n: s for n, s in random_state(seed).items() if n.startswith("w")} for seed in range(3))
+    for state in (first, second):  # both are zero, whatever the units are
+        units = state["w.first"].units
+        zeros = replace(units, levels=np.zeros_like(units.levels), codebook=Grid(0, 0))
+        state["w.first"] = replace(state["w.first"], units=zeros)
+    parent = commit_next(run, 1, first, parent=None)
+    child = commit_next(run, 2, second, parent=parent)
+    commit_next(run, 3, third, parent=child)
+    prune(run, Retention(keep_last=2))
+    assert stored_equal(in_one(run.load(run.file(2))["w.first"]), second["w.first"])
+    assert dict(verify_run(run)) == {2: None, 3: None}
 
 
 def test_a_delta_of_the_same_boxes_is_as_small_as_without_boxes(run):

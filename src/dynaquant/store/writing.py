@@ -132,6 +132,9 @@ def _can_stand_for(parent: StoredTensor | None, stored: StoredTensor, again: boo
     """Whether a tensor can be stored as a reference to the parent's, which has the same values."""
     if isinstance(parent, External):  # the parent has no values, and its file of frozen parameters may be deleted
         return False
+    # Re-coded without the parent, it would lose its levels if they were in units of another second moment.
+    if isinstance(stored, ScaledMoment) and isinstance(parent, ScaledMoment):
+        return (not again or _coded_alike(stored, parent)) and stored_equal(parent.second, stored.second)
     return not again or _coded_alike(stored, parent)
 
 
