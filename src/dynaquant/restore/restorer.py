@@ -114,7 +114,7 @@ class Restorer:
                 assert loaded is not None
                 # A rank that holds nothing of a tensor cannot tell whether an object got it.
                 loaded = replace(loaded, restored_names=self.group.from_rank_0(loaded.restored_names))
-                for reason in self.skipped:
+                for reason in self.skipped if self.group.rank == 0 else ():
                     log.warning("restored step %d; skipped %s", loaded.step, reason)
                 return loaded
             error = error or CheckpointError(next(text for text in texts if text is not None))
