@@ -124,7 +124,7 @@ class Restorer:
             self.damaged.add(candidate)
         if not any(self.group.all_gather(bool(self.skipped))):
             return None
-        reasons = "\n  ".join(str(error) for error in self.skipped)
+        reasons = self.group.from_rank_0("\n  ".join(str(error) for error in self.skipped))
         raise CheckpointError(
             f"{self.run.folder}: no checkpoint of this run can be restored:\n  {reasons}\n"
             "Nothing was changed. To train from the beginning, use an empty folder."
