@@ -20,9 +20,9 @@ from time import process_time
 
 import torch
 from cores import on_cores
+from memory import memory_now, peak_memory
 from results import Table, machine, sentence, show
 from synthetic import transformer
-from throughput import memory_now, peak_memory
 from torch import Tensor, nn
 
 from dynaquant.quantize.grid import GridConfiguration

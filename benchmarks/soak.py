@@ -1,10 +1,12 @@
 """Kill or interrupt a training again and again, at random: no checkpoint is lost, and training is unchanged.
 
-The training saves with exact="latest" and keeps three checkpoints. It saves some steps twice, and goes back to older
-ones.
+The training keeps three checkpoints. It saves some steps twice, and goes back to older ones. With ``kills`` and
+``interrupts`` it has one process, and saves with exact="latest". With ``sharded`` it has one to three ranks under
+FSDP2, another number after every kill, and one or more of them are killed.
 
     python benchmarks/soak.py kills --count 1000
     python benchmarks/soak.py interrupts --count 1000
+    python benchmarks/soak.py sharded --count 500
 
 Prints one line for each error that was found. Exits with 1 if there was any.
 """
@@ -20,9 +22,10 @@ from pathlib import Path
 import torch
 from soaking.interrupts import interrupts
 from soaking.kills import kills
+from soaking.sharded import sharded
 from soaking.training import Training
 
-SOAKS = {"kills": kills, "interrupts": interrupts}
+SOAKS = {"kills": kills, "interrupts": interrupts, "sharded": sharded}
 
 
 def main() -> None:

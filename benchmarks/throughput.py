@@ -9,8 +9,6 @@ measured. The state is synthetic (``synthetic.py``), so it can have any size.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
 import multiprocessing
 import os
@@ -26,6 +24,7 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from memory import memory_now, peak_memory, stored_in
 from peers.archives import PEERS, Peer
 from results import Table, machine, plain_ticks, sentence
 from rich.console import Console
@@ -182,11 +181,6 @@ def erase(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         tensor.zero_()
 
 
-def stored_in(folder: Path) -> int:
-    """Return the bytes of all files in a folder."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
 def forget_files(folder: Path) -> None:
     """Ask the system to drop a folder's files from its cache, so that a restore has to read them."""
     for file in folder.rglob("*"):
@@ -194,20 +188,6 @@ def forget_files(folder: Path) -> None:
             descriptor = os.open(file, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
-
-
-def memory_now() -> int:
-    """Free unused memory and return the resident bytes of this process. ``peak_memory`` counts from then on."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak_memory()
-
-
-def peak_memory() -> int:
-    """Return the peak of resident bytes since ``memory_now``."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return 1024 * int(line.split()[1])
 
 
 def table(rows: list[Row]) -> Table:

@@ -119,10 +119,25 @@ class Ledger:
         return True
 
     def errors(self, folder: Path) -> Iterator[str]:
-        """Yield what is lost, damaged or changed in a run.
+        """Yield what is lost, damaged or changed in a run, also of the lossless copy of its newest checkpoint.
 
         A writer may hold the run, but must not be writing.
         """
+        yield from self.errors_of_steps(folder)
+        run = Run(folder)
+        newest = self.commits[-1] if self.commits else None
+        there = run.steps()
+        try:
+            copy = run.lossless_copy(run.file(newest.step)) if newest and newest.step in there else None
+            if newest and copy is None:
+                yield f"the lossless copy of step {newest.step} is lost"
+            elif copy is not None:
+                run.load(copy)
+        except dq.CheckpointError as error:
+            yield f"the lossless copy of step {newest and newest.step}: {error}"
+
+    def errors_of_steps(self, folder: Path) -> Iterator[str]:
+        """Yield what is lost, damaged or changed in a run. See ``errors``."""
         run = Run(folder)
         summaries, broken = run.summaries()
         yield from (f"unreadable: {error}" for error in broken)
@@ -138,19 +153,8 @@ class Ledger:
                 run.load(run.file(step))
             except dq.CheckpointError as error:
                 yield f"damaged: {error}"
-        if not self.commits:
-            return
-        newest = self.commits[-1]
-        if summaries and summaries[-1].step != newest.step:
-            yield f"the newest is step {summaries[-1].step}, not {newest.step}"
-        try:
-            copy = run.lossless_copy(run.file(newest.step)) if newest.step in there else None
-            if copy is None:
-                yield f"the lossless copy of step {newest.step} is lost"
-            else:
-                run.load(copy)
-        except dq.CheckpointError as error:
-            yield f"the lossless copy of step {newest.step}: {error}"
+        if self.commits and summaries and summaries[-1].step != self.commits[-1].step:
+            yield f"the newest is step {summaries[-1].step}, not {self.commits[-1].step}"
 
     def errors_after_restore(self, folder: Path) -> Iterator[str]:
         """Yield what differs after a new training has restored from the run, which no writer may hold."""

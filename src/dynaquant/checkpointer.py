@@ -124,9 +124,11 @@ class Checkpointer:
       ``add_scalar``). It is called after every commit, in the writing thread, and may call ``records``. If it raises, a
       warning is logged; the checkpoint is saved anyway.
 
-    Several ranks: if ``torch.distributed`` is initialised, all ranks must be replicas of one model. Every rank makes a
-    ``Checkpointer`` for the same folder, and calls ``save`` and ``restore`` at the same steps. The ranks share the work
-    of the search, and rank 0 writes. Random number generators are saved for each rank, everything else as on rank 0.
+    Several ranks: if ``torch.distributed`` is initialised, every rank makes a ``Checkpointer`` for the same folder, and
+    calls ``save``, ``restore`` and ``close`` at the same steps. Replicas share the work of the search, and of writing
+    a large state. If the model is sharded (FSDP2, tensor parallel), the ranks score each candidate together, and each
+    writes what it holds. A checkpoint can be restored on any number of ranks, and without ``torch.distributed``.
+    Random number generators are saved for each rank, and all else that is not a DTensor as on rank 0.
 
     Threads: ``save``, ``restore`` and ``close`` raise RuntimeError while another of them is running (in another thread,
     or because ``evaluate`` made the call), and in the writing thread. In a forked child, ``save`` and ``restore`` raise
@@ -174,16 +176,17 @@ class Checkpointer:
         self._objects = objects_of(model, optimizer, extras or {})
         supported.check(self._objects)
         reshard(models_of(self._objects))
-        movement = Movement(every, self._objects) if isinstance(every, Moved) else None
-        schedule = Schedule(every, max_overhead, mean_time_between_failures, movement)
         retention = Retention(keep_last, keep_every)
         roles = dict(roles or {})
         log_record = None if log_to is None else logger_of(log_to)
         self._group = Group()
         self._sharded = holds_shards(self._objects, self._group)
         if self._sharded:
-            check_arguments(allowance.chosen_method, exact, every)
+            check_arguments(allowance.chosen_method, exact)
             self._group.expect_communication()
+        reduce = self._group.reduce if self._sharded else None
+        movement = Movement(every, self._objects, reduce=reduce) if isinstance(every, Moved) else None
+        schedule = Schedule(every, max_overhead, mean_time_between_failures, movement)
         self.skipped: list[CheckpointError] = []
         """Why ``restore`` skipped checkpoints."""
         self.not_restored: list[str] = []
@@ -211,7 +214,7 @@ class Checkpointer:
             self._corrections = MomentCorrections(self._same_on_all_ranks(correct_moments))
             self._check_state(roles)
             learn_size = self._compressor.manager.learn_size
-            stage = partial(ShardedCommitStage, group=Group()) if self._sharded else CommitStage
+            stage = partial(ShardedCommitStage, group=Group()) if self._group.size > 1 else CommitStage
             self._writer = stage(
                 self._run,
                 retention=retention,

@@ -19,6 +19,7 @@ compress(folder / "model.safetensors", folder / "model.dqc", Packer())
 for target in (Target.SAFETENSORS, Target.HF, Target.TORCH, Target.TORCH_STATE):
     export(StoredCheckpoint(folder / "model.dqc"), target, folder / f"again-{target}")
 assert "torch.distributed.checkpoint" not in sys.modules
+assert "torch.distributed.tensor" not in sys.modules
 export(StoredCheckpoint(folder / "model.dqc"), Target.DCP, folder / "again-dcp")
 assert "torch.distributed.checkpoint" in sys.modules
 """

@@ -11,11 +11,13 @@ from whole_tensors import quantize_first_moment, quantize_momentum
 from whole_tensors import quantize_second_moment as second_moment_of
 
 from dynaquant.coding.encoder import encode
+from dynaquant.kernels.host import square_root
 from dynaquant.quantize.first_moment import FIRST_RUNGS, LARGEST_SHIFT
+from dynaquant.quantize.grid import quantize
 from dynaquant.quantize.moments import quantize_moments
 from dynaquant.state.roles import Label
 from dynaquant.tensors.codebook import rung_value
-from dynaquant.tensors.dequantize import dequantize
+from dynaquant.tensors.dequantize import dequantize, piece_length
 
 
 @pytest.mark.parametrize("tolerance", [0.02, 0.1, 0.3, 0.5, 0.9])
@@ -145,3 +147,14 @@ def test_a_first_moment_that_is_not_zero_where_the_second_is_stays_exact():
     assert not bool(dequantize(stored)[3].any())
     first[3, 7] = 1e-9
     assert quantize_first_moment(first, stored_second, "v", 0.5) is None
+
+
+@pytest.mark.parametrize("second_tolerance", [0.06, 0.5])
+def test_a_first_moment_of_several_pieces_gets_the_levels_that_it_would_get_as_a_whole(second_tolerance):
+    first, second = moments((700, 900), seed=3)
+    stored_second = second_moment_of(second, second_tolerance)
+    assert piece_length(first.shape, first.device) < first.numel()
+    stored = quantize_first_moment(first, stored_second, "v", 0.3)
+    root = square_root(dequantize(stored_second))
+    units = (first / root).masked_fill(root == 0, 0)
+    assert any(np.array_equal(stored.units.levels, quantize(units, rung).levels) for rung in FIRST_RUNGS)

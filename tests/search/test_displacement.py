@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from ranks_in_threads import divided, local, on_ranks
 from searches import BOTH_METHODS, checkpointer
 from torch import nn
 
@@ -13,7 +14,9 @@ from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.search import displacement
 from dynaquant.search.displacement import Displacement
 from dynaquant.state.roles import Label
+from dynaquant.tensors.boxes import cut
 from dynaquant.tensors.dequantize import dequantize
+from dynaquant.training.shards import Shards
 
 COARSE = dq.Configuration(bins=4, protected=0.0)
 FINE = dq.Configuration(bins=64, protected=0.0)
@@ -45,6 +48,28 @@ def test_the_share_kept_is_the_projection_on_the_displacement(dtype):
     assert since_restore.share_kept(stored) == pytest.approx(
         sum(min(max(share, 0), 1) for share in shares) / 2, rel=0.01
     )
+
+
+def test_ranks_find_the_same_share_also_if_one_holds_nothing_of_a_tensor():
+    origin = quantized(some_weights())
+    here = {name: dequantize(stored) + 0.25 for name, stored in origin.items()}
+    stored = quantized(here)
+    shards = {"a": divided((40, 50), {0: (3, 1)}), "b": [s.nothing(s.shape) for s in divided((40, 50), {})] * 3}
+    shards["b"][1] = divided((40, 50), {})[0]
+
+    def parts(forms, rank):
+        return {n: cut(forms[n], shards[n][rank].boxes[0][0]) for n in forms if shards[n][rank].boxes}
+
+    def share(rank, reduce):
+        own = Shards({name: each[rank] for name, each in shards.items()}, frozenset(), reduce)
+        weights = {name: local(here[name], shards[name][rank]) for name in here}
+        since_restore = Displacement(weights, parts(origin, rank), own)
+        return since_restore.matters, since_restore.share_kept(parts(stored, rank))
+
+    found, _ = on_ranks(3, share)
+    assert found == [(True, pytest.approx(Displacement(here, origin).share_kept(stored)))] * 3
+    unknown, _ = on_ranks(3, lambda _, reduce: Displacement(here, {}, Shards(reduce=reduce)).matters)
+    assert unknown == [False] * 3
 
 
 def test_a_layer_that_moves_little_counts_as_much_as_one_that_moves_far():

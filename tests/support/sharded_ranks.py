@@ -1,6 +1,6 @@
-"""Saves, or restores, a sharded training on several ranks. Run by ``launched``.
+"""Restores the newest checkpoint, if there is one, trains and saves. Run by ``launched``.
 
-sharded_ranks.py FOLDER save|resume STEPS LAYOUT [QUALITY]
+sharded_ranks.py FOLDER STEPS LAYOUT [QUALITY]
 """
 
 import sys
@@ -22,7 +22,7 @@ def check(model, optimizer, stored):
     assert not different, different
 
 
-def main(action, steps, layout, quality="lossless"):
+def main(steps, layout, quality="lossless"):
     begin()
     model = model_of(layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -30,28 +30,16 @@ def main(action, steps, layout, quality="lossless"):
     rank = dist.get_rank() if dist.is_initialized() else 0
     with dq.Checkpointer(folder() / "run", model, optimizer, evaluate=evaluate, quality=quality) as ckpt:
         start = ckpt.restore() or 0
-        if action == "resume":
+        if start:
             check(model, optimizer, dq.load(folder() / "run", start))
         for step in range(start + 1, start + int(steps) + 1):
-            loss = train(model, optimizer, step)
+            train(model, optimizer, step)
             before = state_of(model, optimizer)
-            record = ckpt.save(step).result()
+            ckpt.save(step).result()
             after = state_of(model, optimizer)
             assert before.keys() == after.keys()
             assert all(torch.equal(before[name], after[name]) for name in before)
             if rank == 0:
-                print(
-                    "step",
-                    step,
-                    "loss",
-                    loss,
-                    "parent",
-                    record.parent,
-                    "ratio",
-                    record.total.ratio,
-                    record.quality,
-                    record.notes,
-                )
                 torch.save(after, folder() / f"state-{step}.pt")
     end()
 

@@ -1,4 +1,4 @@
-"""A small training under FSDP2, tensor parallel, both, or HSDP. ``launched`` runs scripts that use it on several ranks."""
+"""A small training under FSDP2, tensor parallel, both, or HSDP, for scripts that ``launched`` runs on several ranks."""
 
 import os
 import sys

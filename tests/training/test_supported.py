@@ -36,32 +36,59 @@ def fsdp_inside(model: nn.Module) -> nn.Module:
     return model
 
 
-def fsdp2(model: nn.Module) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
-
-
-def over_devices(model: nn.Module) -> nn.Module:
-    from torch.distributed.tensor import distribute_module
-
-    return distribute_module(model, dist.init_device_mesh("cpu", (1,)))
-
-
 @pytest.mark.parametrize(
     ("shard", "where"),
     [
-        (fsdp, "model: FullyShardedDataParallel shards the model; "),
-        (fsdp_inside, "model.1: FullyShardedDataParallel shards the model; "),
-        (fsdp2, "model: FSDPSequential shards the model; "),
-        (over_devices, "model.0.weight: DTensor is sharded over several devices; "),
+        (fsdp, "model: FullyShardedDataParallel is the first version of FSDP; shard it with FSDP2"),
+        (fsdp_inside, "model.1: FullyShardedDataParallel is the first version of FSDP; shard it with FSDP2"),
     ],
-    ids=["FSDP", "FSDP inside", "fully_shard", "DTensor"],
+    ids=["FSDP", "FSDP inside"],
 )
-def test_sharded_models_are_refused_with_advice(tmp_path, shard, where):
+def test_the_first_version_of_fsdp_is_refused_with_advice(tmp_path, shard, where):
     said = refused(tmp_path, shard(model_of()))
     assert said.startswith(where)
     assert said.endswith("or save with torch.distributed.checkpoint, through dynaquant.interop.dcp")
+
+
+def test_a_sum_that_ranks_have_not_added_is_refused_by_name(tmp_path):
+    from torch.distributed.tensor import DTensor, Partial
+
+    model = model_of()
+    mesh = dist.init_device_mesh("cpu", (1,))
+    model[0].weight = nn.Parameter(DTensor.from_local(model[0].weight.detach(), mesh, [Partial()]))
+    assert "model.0.weight: a DTensor with the placements (Partial(sum),) is a sum" in refused(tmp_path, model)
+
+
+@pytest.mark.parametrize("shard", ["FSDP2", "DTensor"])
+def test_sharded_models_of_one_rank_are_saved_and_restored(tmp_path, shard):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_module
+
+    def training():
+        torch.manual_seed(0)
+        model, mesh = model_of(), dist.init_device_mesh("cpu", (1,))
+        model = fully_shard(model, mesh=mesh) if shard == "FSDP2" else distribute_module(model, mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, optimizer
+
+    def step(model, optimizer):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    model, optimizer = training()
+    with dq.Checkpointer(tmp_path / "run", model, optimizer, quality="lossless") as ckpt:
+        for number in (1, 2):
+            step(model, optimizer)
+            ckpt.save(number)
+    other, its_optimizer = training()
+    with dq.Checkpointer(tmp_path / "run", other, its_optimizer, quality="lossless") as ckpt:
+        assert ckpt.restore() == 2
+    for each, its_own in ((model, optimizer), (other, its_optimizer)):
+        step(each, its_own)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(a.full_tensor(), b.full_tensor()) for a, b in pairs)
+    assert not list((tmp_path / "run").glob("parts-*"))
 
 
 def test_an_optimizer_that_shards_its_state_is_refused(tmp_path):

@@ -64,9 +64,7 @@ def quantize_first_moment(
     if steps is None:
         return None
     # The units of all elements were not kept while other ranks were waited for: with those of a window, they are many.
-    second = dequantize(stored_second, first.device).to(torch.float32)
-    units = _in_units(first.detach().to(torch.float32), kernels.for_device(first.device).square_root(second))
-    return ScaledMoment(first.dtype, _on_grid(units, *steps), stored_second, second_name)
+    return ScaledMoment(first.dtype, _on_grid(_all_in_units(first, stored_second), *steps), stored_second, second_name)
 
 
 def quantize_momentum(
@@ -104,6 +102,21 @@ def _is_divided_by_zero(first: Tensor, stored_second: QuantizedTensor | RankOne)
 def _in_units(first: Tensor, root: Tensor) -> Tensor:
     """Return a first moment in units of the root of its second moment. root: zero only where the first moment is."""
     return (first / root).masked_fill_(root == 0, 0)
+
+
+def _all_in_units(first: Tensor, stored_second: QuantizedTensor | RankOne) -> Tensor:
+    """Return a whole first moment in units of the root of its stored second moment, float32.
+
+    Works piece by piece: second moments, roots and units of a large tensor would be three times its memory.
+    """
+    flat, begin = first.detach().reshape(-1), 0
+    units = kernels.empty(flat.shape, torch.float32, first.device)
+    for second in pieces(stored_second, first.device):
+        part = slice(begin, begin + len(second))
+        root = kernels.for_device(first.device).square_root(second.to(torch.float32))
+        units[part] = _in_units(flat[part].to(torch.float32), root)
+        begin += len(second)
+    return units.view(first.shape)
 
 
 def update(first: Tensor, second: Tensor) -> Tensor:

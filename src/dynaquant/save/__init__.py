@@ -9,6 +9,7 @@
 - ``saver.py``: the stages of a save, in order
 - ``rank_zero.py``: what only rank 0 does
 - ``capture.py``: the state as a tree and live tensors
+- ``division.py``: how the tensors are divided among the ranks, and which rank writes what
 - ``compressor.py``: how each tensor is stored; the stages are the next seven files
 - ``frozen_and_omitted.py``: frozen and omitted tensors, whose values the checkpoint does not hold
 - ``unchanged_weights.py``: finds weights that have not changed since the last checkpoint; they keep their levels
@@ -16,8 +17,10 @@
 - ``prepare.py``: reads the weights once, before the search
 - ``moment_tolerances.py``: how coarse first moments may be
 - ``assemble.py``: the stored form of every tensor
+- ``replicas.py``: shares the writing among ranks that all hold the whole state
 - ``timing.py``: seconds of each stage
 - ``commit_stage.py``: parent, commit, pruning, report: what the writing thread does
+- ``sharded_commit.py``: the same of several ranks: every rank writes a part
 - ``background.py``: the writing thread
 - ``record.py``: sizes, quality, configuration and time of a save
 - ``log_to.py``: sends records to TensorBoard or a function

@@ -51,7 +51,7 @@ class CommitStage:
         seconds: dict[str, float] = {}
         with timed(seconds, "write"):
             file, notes = self._commit(checkpoint)
-        record = self._record(file, seconds, notes)
+        record = self._record(checkpoint, file, seconds, notes)
         if not record.keyframe and "weight" in record.roles:
             self._learn_size(predicted, record.roles["weight"].stored)
         if file is not None:
@@ -66,7 +66,13 @@ class CommitStage:
         self._damaged.discard(checkpoint.step)
         return file, notes + self._prune(checkpoint.step)
 
-    def _record(self, file: CheckpointFile | None, seconds: dict[str, float], notes: list[str]) -> Record:
+    def _record(
+        self,
+        checkpoint: Any,  # noqa: ARG002
+        file: CheckpointFile | None,
+        seconds: dict[str, float],
+        notes: list[str],
+    ) -> Record:
         assert file is not None
         return record_of(file, seconds, notes)
 

@@ -21,6 +21,7 @@ from dynaquant.quantize.partition import Configuration
 from dynaquant.save.allowance import Allowance
 from dynaquant.save.assemble import Assembled, assemble
 from dynaquant.save.capture import Captured
+from dynaquant.save.division import Division, divide
 from dynaquant.save.frozen_and_omitted import (
     FrozenParameters,
     frozen_parameters,
@@ -33,6 +34,7 @@ from dynaquant.save.moment_tolerances import first_tolerances
 from dynaquant.save.prepare import prepared_for_clusters, prepared_for_grid
 from dynaquant.save.presets import PRESETS
 from dynaquant.save.rank_zero import on_rank_zero
+from dynaquant.save.replicas import share_writing
 from dynaquant.save.timing import timed
 from dynaquant.save.training_budget import TrainingBudget, learning_rate
 from dynaquant.save.unchanged_weights import Comparison, LastWeight, compare, restored_weights
@@ -57,10 +59,12 @@ class Compressed:
     """The tensors of a state as they are to be stored, and how that was decided.
 
     assembled: empty on ranks other than 0. frozen: names of parameters that do not train and have not changed.
-    last_weights, limit, budget: what ``Compressor.saved`` remembers. limit: the degradation that was allowed.
+    division: which rank writes what; None if rank 0 writes all. last_weights, limit, budget: what ``Compressor.saved``
+    remembers. limit: the degradation that was allowed.
     """
 
     assembled: Assembled
+    division: Division | None
     frozen: frozenset[str]
     labels: dict[str, Label]
     decision: Decision
@@ -191,11 +195,15 @@ class Compressor:
         with timed(seconds, "capture"):
             quantized = {} if decision.configuration is None else {**decision.quantized, **comparison.unchanged}
             tolerances = first_tolerances(self._objects, self._preset, interval, corrected) if self._preset else {}
-            assembled = self._assembled(captured, tensors, {**quantized, **bounded}, tolerances, master_of, external)
+            division = captured.division or self._shared(tensors, captured, bool(external or master_of))
+            assembled = self._assembled(
+                captured, division, tensors, {**quantized, **bounded}, tolerances, master_of, external
+            )
             # A master weight is stored instead of its half-precision weight, and gets that weight's label.
             labels = {**captured.labels, **{master: captured.labels[name] for name, master in master_of.items()}}
         return Compressed(
             assembled,
+            division,
             frozen.unchanged,
             labels,
             decision,
@@ -245,7 +253,9 @@ class Compressor:
         The same on all ranks. Collective.
         """
         parameters = {f"model.{name}": parameter for name, parameter in named_parameters(self._model)}
-        measured = self._group.run_on_all_ranks(lambda: self._gradients.mean_squares(parameters))
+        division = divide(parameters, self._group)
+        shards = WHOLE if division is None else division.shards
+        measured = self._group.run_on_all_ranks(lambda: self._gradients.mean_squares(parameters, shards))
         return self._group.from_rank_0(measured)
 
     def close(self) -> None:
@@ -313,16 +323,27 @@ class Compressor:
         }
         return self.manager.decide(weights, decided, mean_squares), notes
 
+    def _shared(self, tensors: Mapping[str, Tensor], captured: Captured, has_others: bool) -> Division | None:
+        """Return how replicas share the writing; None if rank 0 writes all.
+
+        has_others: whether there are tensors that are not stored by themselves. Collective.
+        """
+        alone = has_others or self._keep_lossless_copy or self.method != "grid"
+        if self._group.size == 1 or any(self._group.all_gather(alone)):
+            return None
+        return share_writing(tensors, captured.labels, self._group)
+
     def _assembled(
         self,
         captured: Captured,
+        division: Division | None,
         tensors: Mapping[str, Tensor],
         quantized: Mapping[str, Quantized],
         tolerances: Mapping[str, float],
         master_of: Mapping[str, str],
         external: Mapping[str, External],
     ) -> Assembled:
-        """Return what this rank writes: rank 0 everything, or each rank what it holds of a state that is divided.
+        """Return what this rank writes: rank 0 everything if there is no division, or each rank its part.
 
         quantized: all but moments. Collective.
         """
@@ -331,39 +352,24 @@ class Compressor:
             forms = {**quantized, **moments}
             return assemble(live, forms, master_of, external, captured.labels, self._keep_lossless_copy)
 
-        division, labels = captured.division, captured.labels
+        def moments_of(own: Mapping[str, Tensor], shards: Shards) -> dict[str, Quantized]:
+            if self._preset is None or self.method != "grid":
+                return {}
+            first, second = self._preset.first_tolerance, self._preset.second_tolerance
+            return quantize_moments(own, captured.labels, first, second, tolerances, shards.held, shards.reduce)
+
         if division is None:
-            whole = on_rank_zero(lambda: assembled(tensors, self._moments(tensors, labels, tolerances)), self._group)
+            whole = on_rank_zero(lambda: assembled(tensors, moments_of(tensors, WHOLE)), self._group)
             return whole or Assembled()
-        own, shards = division.without_copies(tensors)
-        moments = self._moments(own, labels, tolerances, shards)
         here = {name: tensor for name, tensor in tensors.items() if division.writes(name)}
-        seconds = {name: second_of(stored) for name, stored in moments.items()}
-        return replace(self._group.run_on_all_ranks(lambda: assembled(here, moments)), seconds=seconds)
-
-    def _moments(
-        self,
-        tensors: Mapping[str, Tensor],
-        labels: Mapping[str, Label],
-        tolerances: Mapping[str, float],
-        shards: Shards = WHOLE,
-    ) -> dict[str, Quantized]:
-        """Return the optimizer's moments, quantized within the tolerances of the preset; others stay exact.
-
-        Collective if there are shards.
-        """
-        if self._preset is None or self.method != "grid":
-            return {}
-        preset = self._preset
-        return quantize_moments(
-            tensors,
-            labels,
-            preset.first_tolerance,
-            preset.second_tolerance,
-            tolerances,
-            shards.held,
-            shards.reduce,
-        )
+        if division.shards.divided:
+            own, shards = division.without_copies(tensors)
+            moments = moments_of(own, shards)
+            found = self._group.run_on_all_ranks(lambda: assembled(here, moments))
+        else:
+            moments = self._group.run_on_all_ranks(lambda: moments_of(here, WHOLE))
+            found = self._group.run_on_all_ranks(lambda: assembled(here, moments))
+        return replace(found, seconds={name: second_of(stored) for name, stored in moments.items()})
 
 
 def _degradation(record: Mapping[str, Any]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from dynaquant.errors import StateError
 from dynaquant.quantize.knobs import Method
-from dynaquant.save.movement import Moved
-from dynaquant.state.sharding import is_sharded, local_of, shard_of
+from dynaquant.state.sharding import is_sharded, local_of, named_shard
 from dynaquant.store.layout import Layout, Place
 from dynaquant.tensors.box import Box
 from dynaquant.tensors.shard import Shard
@@ -101,11 +100,7 @@ def divide(tensors: Mapping[str, Tensor], group: Group) -> Division | None:
         return None
     if any(other != digest for _, other in answers):
         names = group.from_rank_0(names)
-        if missing := [name for name in names if name not in tensors]:
-            raise StateError(
-                f"rank {group.rank} has no {missing[0]}, which rank 0 has; give every rank the whole model"
-            )
-    held = {name: _named_shard(name, tensors[name]) for name in names}
+    held = group.run_on_all_ranks(lambda: _held(names, tensors, group.rank))
     local = {name: local_of(tensors[name]) for name in names}
     writers = _writers(tensors, _holders(held, tensors, group), group.size)
     own = {id(each) for each in writers.values() if any(rank == group.rank for rank, _ in each)}
@@ -114,11 +109,11 @@ def divide(tensors: Mapping[str, Tensor], group: Group) -> Division | None:
     return Division(group.rank, local, Shards(sharded, others, group.reduce), writers)
 
 
-def _named_shard(name: str, tensor: Tensor) -> Shard:
-    try:
-        return shard_of(tensor)
-    except StateError as error:
-        raise StateError(f"{name}: {error}") from None
+def _held(names: Sequence[str], tensors: Mapping[str, Tensor], rank: int) -> dict[str, Shard]:
+    """Return what this rank holds. Names that rank 0 does not have are other names of tied tensors."""
+    if missing := [name for name in names if name not in tensors]:
+        raise StateError(f"rank {rank} has no {missing[0]}, which rank 0 has; give every rank the whole model")
+    return {name: named_shard(name, tensors[name]) for name in names}
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,11 +199,9 @@ def holds_shards(objects: Mapping[str, Any], group: Group) -> bool:
     return group.size > 1 and any(group.all_gather(own))
 
 
-def check_arguments(method: Method, exact: str | None, every: Any) -> None:
+def check_arguments(method: Method, exact: str | None) -> None:
     """Raise ValueError for arguments of a Checkpointer that sharded training does not support."""
     if method != "grid":
         raise ValueError(f'method="{method}" needs whole tensors; sharded training supports method="grid"')
     if exact is not None:
         raise ValueError('exact="latest" is not supported for sharded training; use quality="lossless"')
-    if isinstance(every, Moved):
-        raise ValueError('every=Moved(…) is not supported for sharded training; use a number of steps, or "auto"')

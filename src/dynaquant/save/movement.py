@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from dynaquant.quantize.grid_weights import effective_fisher
 from dynaquant.state.roles import untrained
+from dynaquant.state.sharding import local_of, reshard
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.objects import models_of
+from dynaquant.training.reduction import Numbers, Reduce
 
 log = logging.getLogger("dynaquant")
 
@@ -42,7 +44,8 @@ class Moved:
     The sums run over a sample of about 16,384 values: 128 to 4,096 of each tensor, evenly spaced. ``due`` reads it
     only at some of the steps: about half way through the last interval, then ever closer to the step where the
     movement should reach the distance. It notices that within about 2 % of the interval; later if the weights suddenly
-    move faster than before. Ranks do not communicate for this: their weights are the same, so they decide alike.
+    move faster than before. Replicas do not communicate for this: their weights are the same, so they decide alike.
+    Ranks of a sharded training each have such a sample of what they hold, and add up their sums.
 
     Raises ValueError if the distance is not a number above 0.
     """
@@ -67,7 +70,7 @@ class _Place:
     def present(self) -> Tensor | None:
         """Return the parameter that is there now; None if there is none of this shape."""
         parameter = self.module._parameters.get(self.key)
-        return parameter if parameter is not None and parameter.shape == self.shape else None
+        return local_of(parameter) if parameter is not None and parameter.shape == self.shape else None
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,13 @@ class Movement:
     """The movement of the weights since a reference, and whether it has reached a distance.
 
     objects: the objects of the training, by name. interval: the expected number of steps to the distance, if known.
+    reduce: adds up the sums of all ranks; None if every rank holds all weights. Then ``reached`` is collective.
     """
 
-    def __init__(self, moved: Moved, objects: Mapping[str, Any], interval: int | None = None) -> None:
-        self._moved, self._objects = moved, objects
+    def __init__(
+        self, moved: Moved, objects: Mapping[str, Any], interval: int | None = None, reduce: Reduce | None = None
+    ) -> None:
+        self._moved, self._objects, self._reduce = moved, objects, reduce
         self._reference: _Reference | None = None
         self._next = self.first_look(interval)
         self._reached = False
@@ -107,7 +113,7 @@ class Movement:
 
         fisher: mean squared gradients, for some or all weights by name in the state. interval: as in the constructor.
         """
-        new = Movement(self._moved, self._objects, interval)
+        new = Movement(self._moved, self._objects, interval, self._reduce)
         new._reference = self._sampled(fisher)
         return new
 
@@ -136,27 +142,30 @@ class Movement:
         Parameters that are new since then, or that have another shape, do not count.
         """
         assert self._reference is not None
+        reshard(models_of(self._objects))
         before, now, factors = self._reference.values, self._reference.present, self._reference.factors
         if not (finite := np.isfinite(before) & np.isfinite(now)).all():
             before, now, factors = before[finite], now[finite], factors[finite]
-        if not len(now):
+        sums = np.array([float(factors @ np.square(values)) for values in (now - before, now)] + [len(now)])
+        moved, size, count = (sums if self._reduce is None else self._reduce(Numbers(sums)).sums).tolist()
+        if not count:
             return math.nan
-        moved, size = (float(factors @ np.square(values)) for values in (now - before, now))
         if moved == 0:
             return 0.0
         return math.sqrt(moved / size) if size > 0 else math.inf
 
     def _sampled(self, fisher: Mapping[str, float]) -> _Reference:
         parameters = self._parameters()
-        weights = {name: parameter for name, (_, _, parameter) in parameters.items()}
-        whole = sum(weight.numel() for weight in weights.values())
+        weights = {name: local_of(parameter) for name, (_, _, parameter) in parameters.items()}
+        whole = max(sum(weight.numel() for weight in weights.values()), 1)
         views = {name: _sample(p, min(max(SAMPLE * p.numel() // whole, FEWEST), MOST)) for name, p in weights.items()}
         ends = np.cumsum([len(view) for view in views.values()], dtype=np.int64)
         parts = {name: slice(end - len(view), end) for (name, view), end in zip(views.items(), ends, strict=True)}
         values = _values([(weights[name], parts[name]) for name in weights], np.empty(ends[-1] if len(ends) else 0))
-        squares = {name: p.numel() * _mean_square(values[parts[name]]) for name, p in weights.items()}
-        effective = effective_fisher({name: p.numel() for name, p in weights.items()}, squares, fisher)
-        counted = [effective[name] * p.numel() / len(views[name]) for name, p in weights.items()]
+        sizes = {name: max(p.numel(), 1) for name, p in weights.items()}  # a rank may hold nothing of a tensor
+        squares = {name: sizes[name] * _mean_square(values[parts[name]]) for name in weights}
+        effective = effective_fisher(sizes, squares, fisher)
+        counted = [effective[name] * sizes[name] / max(len(views[name]), 1) for name in weights]
         places = [_Place(module, key, p.shape, parts[name]) for name, (module, key, p) in parameters.items()]
         return _Reference(places, values, np.repeat(counted, [len(view) for view in views.values()]))
 

@@ -143,7 +143,7 @@ class Saver:
         record["moments_corrected"] = self._corrections.count
         if compressed.budget is not None:
             record["training_budget"] = compressed.budget.to_json()
-        if (division := captured.division) is not None:
+        if (division := compressed.division) is not None:
             part = ShardedCheckpoint(
                 step,
                 captured.tree,

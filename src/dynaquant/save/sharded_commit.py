@@ -1,4 +1,4 @@
-"""Writes the checkpoints of a sharded training: every rank its part, then rank 0 the file that refers to the parts.
+"""Writes the checkpoints of several ranks: every rank its part, then rank 0 the file that refers to the parts.
 
 It runs in the writing threads of all ranks, and communicates over a group of its own.
 """
@@ -21,7 +21,7 @@ from dynaquant.store.container import CheckpointFile, Header, Parent
 from dynaquant.store.layout import box_name, part_name
 from dynaquant.store.retention import Retention
 from dynaquant.store.sharded_writing import Plan, ShardedTensor, WrittenPart, sharded_header, write_part
-from dynaquant.store.writing import Base
+from dynaquant.store.writing import Base, Checkpoint
 from dynaquant.tensors.box import Box
 from dynaquant.tensors.boxes import cut
 from dynaquant.tensors.stored import StoredTensor
@@ -87,7 +87,7 @@ class _Begun:
 
 
 class ShardedCommits:
-    """Commits the checkpoints of a sharded training, one after another. All methods are collective.
+    """Commits the checkpoints of several ranks, one after another. All methods are collective.
 
     group: for this object alone, since its thread runs beside the one that trains.
     """
@@ -110,7 +110,12 @@ class ShardedCommits:
         assert begun is not None
         try:
             written = group.run_on_all_ranks(lambda: self._write(checkpoint, base, begun))
-            parts = group.gather_to_rank_0(None if written is None else written[0])
+            # Ranks of a divided model have quantized all tensors, each its part, so rank 0 knows how all are stored.
+            own = {} if checkpoint.division.shards.divided else checkpoint.seconds
+            gathered = group.gather_to_rank_0((None if written is None else written[0], own))
+            parts = [part for part, _ in gathered]
+            for _, seconds in gathered:
+                checkpoint = replace(checkpoint, seconds={**checkpoint.seconds, **seconds})
             file = on_rank_zero(lambda: run.publish(_header(checkpoint, begun, parts)), group)
         except BaseException:
             if group.rank == 0:
@@ -118,9 +123,8 @@ class ShardedCommits:
             raise
         identity = group.from_rank_0(file.header.identity if file is not None else "")
         committed = Parent(checkpoint.step, identity)
-        own = Base(committed, {}, {}) if written is None else replace(written[1], parent=committed)
-        self._last = own
-        return file, own
+        self._last = Base(committed, {}, {}) if written is None else replace(written[1], parent=committed)
+        return file, self._last
 
     def _begin(self, checkpoint: ShardedCheckpoint, parent: Parent | None) -> _Begun:
         draft, folder = self._run.begin_parts(checkpoint.step)
@@ -141,7 +145,8 @@ class ShardedCommits:
         if number is None:
             return None
         own, boxes = checkpoint.plan().boxes_of(number), checkpoint.boxes(checkpoint.tensors)
-        beside = None if base is None or begun.draft.parent is None else self._boxes_of(base, checkpoint)
+        known = base is not None and base.parent == begun.draft.parent  # a rank may not have written the last one
+        beside = self._boxes_of(base, checkpoint) if base is not None and known else None
         return write_part(begun.folder / part_name(number), own, boxes, begun.draft, beside, checkpoint.coder)
 
 
@@ -151,7 +156,7 @@ def _header(checkpoint: ShardedCheckpoint, begun: _Begun, parts: Sequence[Writte
 
 
 class ShardedCommitStage(CommitStage):
-    """Writes the checkpoints of a sharded training, in a thread of every rank. Rank 0 decides and reports.
+    """Writes the checkpoints of several ranks, in a thread of every rank. Rank 0 decides and reports.
 
     group: for this object alone, since its threads run beside those that train. For the others, see ``CommitStage``.
     """
@@ -171,6 +176,8 @@ class ShardedCommitStage(CommitStage):
         self._group, self._commits = group, ShardedCommits(run, group)
 
     def _commit(self, checkpoint: Any) -> tuple[CheckpointFile | None, list[str]]:
+        if isinstance(checkpoint, Checkpoint):  # rank 0 writes all of it, and no other rank is here
+            return super()._commit(checkpoint)
         step = checkpoint.step
         prepared = on_rank_zero(lambda: (self._parent_for(step), self._make_room(step)), self._group)
         parent, notes = prepared or (None, [])
@@ -179,7 +186,11 @@ class ShardedCommitStage(CommitStage):
         notes += on_rank_zero(lambda: self._prune(step), self._group) or []
         return file, notes
 
-    def _record(self, file: CheckpointFile | None, seconds: dict[str, float], notes: list[str]) -> Record:
+    def _record(
+        self, checkpoint: Any, file: CheckpointFile | None, seconds: dict[str, float], notes: list[str]
+    ) -> Record:
+        if isinstance(checkpoint, Checkpoint):
+            return super()._record(checkpoint, file, seconds, notes)
         found = on_rank_zero(lambda: None if file is None else record_of(file, seconds, notes), self._group)
         record = self._group.from_rank_0(found)
         assert record is not None

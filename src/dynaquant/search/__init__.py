@@ -7,6 +7,7 @@
   sizes), ``exhaustive`` and ``neighbourhood`` (its two search algorithms).
 - ``trials``: quantizes with a configuration and scores the result; shares the work among ranks.
 - ``evaluation``: one evaluation: calls ``evaluate`` on a model with other weights. Also ``LossOn``, and ``OnBatches``.
+- ``in_place``: other values for sharded parameters, which cannot be replaced.
 - ``batch_norm``: evaluates batch norms by the statistics of the batches.
 - ``metric``: the user's metric over a whole training: its score for the weights in training, with ``noise``.
 - ``judge``: measures how much worse quantized weights are, by the metric, or else by their ``distortion``.

@@ -28,10 +28,11 @@ def keeps_enough(share_kept: float | None) -> bool:
 
 
 class Displacement:
-    """The displacement of weights since they were restored.
+    """The displacement of weights since they were restored. Created and used collectively if there are shards.
 
     weights: the weights in training, by name. restored: the quantized tensors that they were restored from, by name.
-    Tensors of other names or shapes are ignored. shards: of the weights.
+    Tensors of other names or shapes are ignored. shards: of the weights. A rank that holds nothing of a tensor has
+    nothing restored of it; the tensor counts all the same.
     """
 
     def __init__(
@@ -39,11 +40,15 @@ class Displacement:
     ) -> None:
         self._weights, self._shards = weights, shards
         self._restored = {n: r for n, r in restored.items() if n in weights and weights[n].shape == r.shape}
+        self._names = [*self._restored]
+        if shards.divided:  # all ranks must count the same tensors
+            lacking = shards.any({n: n not in self._restored and weights[n].numel() > 0 for n in weights})
+            self._names = [name for name, lacks in lacking.items() if not lacks]
 
     @property
     def matters(self) -> bool:
         """Whether weights were restored and have not yet moved far enough from there."""
-        return bool(self._restored)
+        return bool(self._names)
 
     def share_kept(self, candidate: CandidateWeights) -> float | None:
         """Return the share of the displacement that a candidate keeps, from 0 to 1. None if nothing was restored.
@@ -53,10 +58,13 @@ class Displacement:
         if ``ŵ`` equals ``r``. The result is the mean over tensors, weighted by their numbers of elements, so that
         layers with small learning rates count too. It is 1 if no weight has moved. Collective if there are shards.
         """
-        if not self._restored:
+        if not self._names:
             return None
         kept, counted = 0.0, 0
-        parts = {n: _projection(self._weights[n], restored, candidate[n]) for n, restored in self._restored.items()}
+        parts = {
+            name: _projection(self._weights[name], restored, candidate[name]) if restored is not None else (0.0, 0.0)
+            for name, restored in ((name, self._restored.get(name)) for name in self._names)
+        }
         for name, (projection, squared_length) in self._shards.sums(parts).items():
             if 0 < squared_length < math.inf:
                 size = self._shards.size(name, self._weights[name])

@@ -14,10 +14,12 @@ T = TypeVar("T")
 _NOTE = "raised while dynaquant called evaluate; nothing was saved, and training is unchanged"
 
 
-def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def attempt(
+    action: Callable[[], T], failed: Callable[[Exception], object] = lambda _: None
+) -> tuple[T | None, Exception | None]:
     """Run an action that evaluates. Returns its result and None, or None and its exception.
 
-    Exceptions that end a save are raised.
+    failed: called with the exception. Exceptions that end a save are raised.
     """
     try:
         return action(), None
@@ -28,6 +30,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
             if _NOTE not in getattr(error, "__notes__", ()):
                 error.add_note(_NOTE)
             raise
+        failed(error)
         return None, error
 
 

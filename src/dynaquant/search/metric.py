@@ -118,23 +118,23 @@ class UserMetric:
         """Evaluate the weights in training batch by batch. Collective.
 
         Returns what was spent if candidates cannot be evaluated on single batches: there are too few of them, their
-        numbers are noisy or depend on random numbers, ranks communicate, or have different numbers of batches.
+        numbers are noisy or depend on random numbers, or ranks have different numbers of batches.
         """
         if not all(count > FIRST_LOOK for count in self._group.all_gather(len(metric))):
             return 0.0
         own, error, by_rank, communicates = self._on_all_ranks(lambda: self._evaluated_on_batches(metric))
         if own is None:
             return OriginalScore(math.nan, 0.0, communicates, f"evaluate failed ({one_line(error)})", spent=1.0)
-        if communicates or not all(found.repeats for found in by_rank):
+        if not all(found.repeats for found in by_rank) or len({len(found.losses) for found in by_rank}) > 1:
             return own.spent
-        if len({len(found.losses) for found in by_rank}) > 1:
-            return own.spent
+        if communicates:  # then all ranks evaluate together, and the numbers of rank 0 count
+            by_rank = by_rank[:1]
         scores = [mean_of_batches(found.losses) for found in by_rank]
         if not all(map(math.isfinite, scores)):
             problem = "the metric of the weights in training is not finite"
-            return OriginalScore(math.nan, 0.0, False, problem, spent=own.spent)
+            return OriginalScore(math.nan, 0.0, communicates, problem, spent=own.spent)
         self._noise.learn([[each] * self._noise.evaluations for each in scores])
-        return OriginalScore(mean_of_batches(own.losses), 0.0, False, losses=own.losses, spent=own.spent)
+        return OriginalScore(mean_of_batches(own.losses), 0.0, communicates, losses=own.losses, spent=own.spent)
 
     def _evaluated_on_batches(self, metric: OnBatches) -> _OnBatches:
         """Evaluate all batches once, and some again if the noise must be checked."""
@@ -160,7 +160,7 @@ class UserMetric:
 
         Returns this rank's result or its error, the results of all ranks, and whether ``evaluate`` communicates.
         """
-        own, error = self._group.run_on_all_ranks(lambda: attempt(evaluate))
+        own, error = self._group.run_on_all_ranks(lambda: attempt(evaluate, self._group.will_tell))
         outcomes = self._group.all_gather((own, one_line(error)))
         communicates = self._group.saw_communication()
         if self._group.size > 1:

@@ -229,7 +229,9 @@ class Trials:
         share_kept = self._displacement.share_kept(candidate)
         degradation, quality, error, share = None, None, None, 0.0
         if share_kept is None or share_kept >= least_kept:
-            judged, raised = attempt(lambda: self._judged(configuration, candidate, bounds, lockstep))
+            judged, raised = attempt(
+                lambda: self._judged(configuration, candidate, bounds, lockstep), self._group.will_tell
+            )
             if raised is not None:
                 lockstep.fail()
             quality, share = judged or (None, 1.0)
@@ -249,8 +251,8 @@ class Trials:
         judge = self._judge
         if not isinstance(judge, PairedJudge):
             return judge(candidate), 1.0
-        # With several ranks, the one that evaluated this configuration before may be another.
-        known = self._losses.get(configuration, []) if self._group.size == 1 else []
+        # If ranks evaluate different configurations, another one may have evaluated this configuration before.
+        known = self._losses.get(configuration, []) if self.per_round == 1 else []
         losses = judge.losses(candidate, known, bounds, lockstep)
         self._losses[configuration] = losses
         return judge.quality(losses), judge.share(losses)

@@ -4,5 +4,6 @@
 - ``tree.py``: queries on such a JSON tree: the model in it, the tensors that a node names
 - ``wrappers.py``: unwraps models and optimizers; names of tensors in the bare model
 - ``bound.py``: a role with a number, the largest error of a value
+- ``sharding.py``: DTensors: what this rank holds of a sharded tensor
 - ``roles.py``: role and layer type of every tensor, and the user's patterns
 """

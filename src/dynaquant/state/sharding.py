@@ -1,10 +1,14 @@
 """DTensors: what this rank holds of a sharded tensor, and which of its memory that is."""
 
+# Importing the modules for DTensors takes half as long as importing PyTorch, so only trainings that use them do it.
+# ruff: noqa: PLC0415
+
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -12,25 +16,26 @@ from torch import Tensor, nn
 from dynaquant.errors import StateError
 from dynaquant.tensors.shard import Shard, Span, spans_of
 
-if torch.distributed.is_available():
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-else:  # a build of PyTorch without it has no such tensors
-    FSDPModule = DTensor = ()  # type: ignore[assignment, misc]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def _class(module: str, name: str) -> Any:
+    """Return a class of PyTorch; if its module was not imported, so that it has no instances, an empty tuple."""
+    return getattr(sys.modules.get(module), name, ())
 
 
 def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor, of which a rank may hold a part or a copy."""
-    return isinstance(tensor, DTensor)
+    return isinstance(tensor, _class("torch.distributed.tensor", "DTensor"))
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the part that this rank holds, detached and in the same memory; a plain tensor itself, detached."""
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return tensor.detach()
-    shard = shard_of(tensor)
     if tensor.device_mesh.get_coordinate() is None:
-        return torch.empty(shard.local_shape, dtype=tensor.dtype)
+        return torch.empty(shard_of(tensor).local_shape, dtype=tensor.dtype)
     return _part(tensor)
 
 
@@ -44,13 +49,15 @@ def shard_of(tensor: Tensor) -> Shard:
 
     Raises StateError if the tensor's values are sums over ranks (``Partial``), or it is divided in an unknown way.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return Shard.whole(tensor.shape)
     if any(placement.is_partial() for placement in tensor.placements):
         raise StateError(
             f"a DTensor with the placements {tensor.placements} is a sum that the ranks have not added yet; "
             "redistribute it before it is saved"
         )
+    from torch.distributed.tensor import Replicate
+
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return Shard.nothing(tensor.shape)
@@ -76,18 +83,30 @@ def _spans(
     size: int,
 ) -> tuple[Span, ...]:
     """Return the indices of one dimension that this rank holds. PyTorch itself divides a tensor of indices."""
-    if all(isinstance(placement, Replicate) for placement in placements):
+    if all(placement.is_replicate() for placement in placements):
         return ((0, size),) if size else ()
+    from torch.distributed.tensor import distribute_tensor
+
     # As many dimensions as the tensor has before this one, so that the placements count for the right one.
     indices = torch.arange(size, device="cpu").reshape([1] * dimension + [size])
     divided = distribute_tensor(indices.to(mesh.device_type), mesh, placements, src_data_rank=None)
     return spans_of(divided.to_local().flatten().tolist())
 
 
+def named_shard(name: str, tensor: Tensor) -> Shard:
+    """Return ``shard_of``. Its error begins with the name of the tensor."""
+    try:
+        return shard_of(tensor)
+    except StateError as error:
+        raise StateError(f"{name}: {error}") from None
+
+
 def with_local(like: Tensor, local: Tensor) -> Tensor:
     """Return a tensor that is divided like another one, and of which this rank holds ``local``."""
-    if not isinstance(like, DTensor):
+    if not is_sharded(like):
         return local
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -98,7 +117,7 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
 
     A shard without elements has no memory. The object itself identifies it.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_sharded(tensor):
         return tensor.data_ptr(), tensor.shape
     local = _part(tensor)
     return (local.data_ptr() if local.numel() else ("nothing", id(tensor))), tensor.shape
@@ -109,6 +128,7 @@ def reshard(module: nn.Module) -> None:
 
     Modules keep gathered parameters after a forward pass without a backward pass. This does not communicate.
     """
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
+    sharded_module = _class("torch.distributed.fsdp", "FSDPModule")
+    for child in module.modules() if sharded_module else ():
+        if isinstance(child, sharded_module):
             child.reshard()

@@ -9,6 +9,7 @@ In reading order:
 - ``dequantize``: stored form to values
 - ``box``: a region of a tensor
 - ``boxes``: cuts boxes out of stored tensors, and puts boxes together
+- ``shard``: what one rank holds of a tensor
 - ``hashing``: hashes of values
 - ``log_histogram``: histogram and quantiles of a tensor's values
 - ``lazy_mapping``: a mapping of tensors that are made when they are looked up

@@ -13,5 +13,7 @@
 - ``moment_correction.py``: corrects first moments that a restore has set to zero
 - ``master_weights.py``: finds the master weights of half-precision weights
 - ``hash_cache.py``: hashes of tensors that rarely change
-- ``ranks.py``: the ranks of a data-parallel training
+- ``ranks.py``: the ranks of a training
+- ``reduction.py``: computations on a part of a tensor that need numbers of the whole one
+- ``shards.py``: the shards of a state on this rank
 """

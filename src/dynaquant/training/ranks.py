@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -19,24 +21,29 @@ class Group:
     """All processes of the training, connected over the CPU (Gloo). A single process is a group of one.
 
     Every rank creates it at the same time. All methods except ``watch_communication`` are collective: every rank calls
-    them, in the same order.
+    them, in the same order. They raise DynaquantError if another rank has stopped, or does not answer within the
+    timeout of the training's process group (``init_process_group(timeout=…)``).
     """
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         self._saw_communication = False
+        self._untold: Exception | None = None
         self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            # The default group may use NCCL, which moves only CUDA tensors.
-            self._group = dist.new_group(backend="gloo")
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            with self._others_must_answer():
+                # The default group may use NCCL, which moves only CUDA tensors. By itself, a new group waits as long as
+                # PyTorch's default, whatever the timeout of the training is.
+                self._group = dist.new_group(backend="gloo", timeout=_timeout())
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order. Every rank gets the same list. Values are pickled."""
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        with self._others_must_answer():
+            dist.all_gather_object(values, value, group=self._group)
         return values
 
     def from_rank_0(self, value: T) -> T:
@@ -44,7 +51,8 @@ class Group:
         if self._group is None:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self._group)
+        with self._others_must_answer():
+            dist.broadcast_object_list(values, src=0, group=self._group)
         return values[0]
 
     def gather_to_rank_0(self, value: T) -> list[T]:
@@ -52,7 +60,8 @@ class Group:
         if self._group is None:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self._group)
+        with self._others_must_answer():
+            dist.gather_object(value, values, dst=0, group=self._group)
         return values or []
 
     def reduce(self, numbers: Numbers) -> Numbers:
@@ -63,9 +72,30 @@ class Group:
         for values, operation in ((numbers.sums, dist.ReduceOp.SUM), (numbers.highest, dist.ReduceOp.MAX)):
             both = torch.from_numpy(values.copy())
             if len(values):
-                dist.all_reduce(both, operation, group=self._group)
+                with self._others_must_answer():
+                    dist.all_reduce(both, operation, group=self._group)
             found.append(both.numpy())
         return Numbers(*found)
+
+    @contextmanager
+    def _others_must_answer(self) -> Iterator[None]:
+        """Explain an error of Gloo, which names no rank and says nothing about the run."""
+        try:
+            yield
+        except RuntimeError as error:
+            others = [str(rank) for rank in range(self.size) if rank != self.rank]
+            which = f"rank {others[0]}" if len(others) == 1 else "another rank"
+            first = "" if self._untold is None else f"rank {self.rank} failed: {_in_words(self._untold)}; then "
+            raise DynaquantError(
+                f"{first}rank {self.rank} waited for {which}, which has stopped, or has not answered within the "
+                "timeout of the process group; look at the output of all ranks for the first error. The run keeps its "
+                "last commit: start the training again, and restore() continues from there"
+            ) from (self._untold or error)
+
+    def will_tell(self, error: Exception | None) -> Exception | None:
+        """Remember an error of this rank until the other ranks are told of it, in case they cannot be reached."""
+        self._untold = error
+        return error
 
     def run_on_all_ranks(self, action: Callable[[], T]) -> T:
         """Run an action on every rank and return this rank's result. If it fails on one rank, it fails on all.
@@ -77,8 +107,9 @@ class Group:
         try:
             result = action()
         except Exception as raised:
-            error = raised
-        texts = self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
+            error = self.will_tell(raised)
+        texts = self.all_gather(None if error is None else _in_words(error))
+        self._untold = None
         if error is not None:
             raise error
         failed = [f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text is not None]
@@ -148,6 +179,24 @@ class Lockstep:
         answers = self._group.all_gather((wanted, failed))
         self._ended = any(failed for _, failed in answers) or not any(wanted for wanted, _ in answers)
         return not self._ended
+
+
+def _in_words(error: Exception) -> str:
+    """Return the type, the message and the notes of an error, for the other ranks."""
+    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
+def _timeout() -> timedelta | None:
+    """Return how long the training's process group waits for a rank; None if it does not say.
+
+    PyTorch has no public function for this.
+    """
+    group: Any = dist.group.WORLD
+    try:
+        longest: timedelta = max(group._get_backend(device).options._timeout for device in group._device_types)
+        return longest
+    except (AttributeError, RuntimeError, ValueError):
+        return None
 
 
 def _operations() -> dict[str, list[int]] | None:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from dynaquant.errors import StateError
 from dynaquant.state.flatten import flatten
-from dynaquant.state.sharding import local_of
+from dynaquant.state.sharding import is_sharded, local_of, named_shard
 from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
@@ -118,6 +118,8 @@ def _check_module(name: str, module: nn.Module) -> None:
         _refuse(f"{name}.{path}" if path else name, child)
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         _refuse(f"{name}.{path}", tensor)
+        if is_sharded(tensor):
+            named_shard(f"{name}.{path}", tensor)  # raises StateError if it cannot be stored
 
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:

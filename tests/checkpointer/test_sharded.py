@@ -1,0 +1,91 @@
+"""Sharded trainings: saved by some ranks, restored by others, and undisturbed by saves."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from commands import call
+from launched import launch
+
+import dynaquant as dq
+from dynaquant.store.parts import places_of
+from dynaquant.store.run import Run
+from dynaquant.tensors.boxes import in_one
+from dynaquant.tensors.stored import Patchwork, QuantizedTensor, RankOne, ScaledMoment, stored_equal
+
+SUPPORT = Path(__file__).parents[1] / "support"
+TIMEOUT = 150
+"""Seconds. Much more than a launch needs, so a timeout means that a rank hangs."""
+
+
+def run(script, ranks, *arguments):
+    status, output = launch(SUPPORT / script, ranks, TIMEOUT, *arguments)
+    assert status == 0, output
+    return output
+
+
+@pytest.mark.parametrize("quality", ["lossless", "balanced"])
+def test_ranks_restore_what_other_ranks_have_saved(tmp_path, quality):
+    """Each restore is compared with what a process without ranks reads, in ``sharded_ranks.py``."""
+    for ranks, layout in ((2, "fsdp"), (4, "fsdp-tp"), (1, "plain"), (4, "hsdp"), (2, "tp")):
+        run("sharded_ranks.py", ranks, tmp_path, 2, layout, quality)
+    folder = tmp_path / "run"
+    files = Run(folder).files()[0]
+    parents = [file.header.parent and file.header.parent.step for file in files]
+    assert parents == [None, *range(1, 10)]  # one chain through all layouts
+    parts = [len(list((folder / file.header.parts.folder).iterdir())) if file.header.parts else 0 for file in files]
+    assert parts == [2, 2, 4, 4, 0, 0, 4, 4, 2, 2]
+    for step in (2, 4, 6, 8, 10):
+        wanted = torch.load(tmp_path / f"state-{step}.pt")
+        found = dq.load(folder, step)["model"]
+        if quality == "lossless":
+            assert all(torch.equal(found[name], wanted[f"model.{name}"]) for name in found if f"model.{name}" in wanted)
+    call("verify", folder)
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    """Runs of the same weights and moments, by layout."""
+    base = tmp_path_factory.mktemp("levels")
+    for ranks, layout in ((1, "plain"), (2, "fsdp"), (4, "fsdp-tp"), (4, "hsdp")):
+        run("sharded_levels.py", ranks, base / layout, layout)
+    return base
+
+
+@pytest.mark.parametrize("way", ["searched", "high", "stochastic"])
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp-tp", "hsdp"])
+def test_any_number_of_ranks_stores_the_same_levels(layouts, layout, way):
+    found, wanted = Run(layouts / layout / way), Run(layouts / "plain" / way)
+    kinds: set[type] = set()
+    for step in (5, 10):
+        tensors, others = found.load(found.file(step)), wanted.load(wanted.file(step))
+        for name, other in others.items():
+            if name.startswith(("model", "optimizer")):
+                whole = in_one(tensors[name])
+                assert type(whole) is type(other), name
+                assert stored_equal(whole, other), name
+                kinds.add(type(other))
+        assert any(isinstance(tensor, Patchwork) for tensor in tensors.values())
+    assert kinds >= {QuantizedTensor, RankOne, ScaledMoment, torch.Tensor}
+
+
+def test_saves_do_not_change_a_sharded_training(tmp_path):
+    run("sharded_undisturbed.py", 2, tmp_path)
+    for rank in range(2):
+        for way, found in json.loads((tmp_path / f"rank-{rank}.json").read_text()).items():
+            assert found == {"losses": True, "different": [], "judged_by": ["evaluate"] * 4}, way
+
+
+@pytest.mark.parametrize("apart", [[], ["apart"]])
+def test_replicas_share_the_writing_of_what_they_hold_alike(tmp_path, apart):
+    run("sharing_replicas.py", 3, tmp_path, *apart)
+    run_ = Run(tmp_path / "run")
+    files = run_.files()[0]
+    assert [file.header.parent and file.header.parent.step for file in files] == [None, 1, 2, 3]
+    sizes = [part.size for part in files[-1].header.parts.files]
+    assert len(sizes) == 3
+    if apart:  # rank 0 writes the weight that differs
+        entry = files[1].header.by_name["model.2.weight"]
+        assert [place.part for place in places_of(files[1], entry)] == [0]
+    call("verify", tmp_path / "run")
