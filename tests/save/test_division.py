@@ -28,6 +28,9 @@ class Told:
     def all_gather(self, value):
         return self._answers if isinstance(value, list) else [value] * self.size
 
+    def run_on_all_ranks(self, action):
+        return action()
+
 
 def state_of(rank, mesh_shape, placements):
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=torch.Size(mesh_shape).numel())
