@@ -14,6 +14,7 @@
 - ``master_weights.py``: finds the master weights of half-precision weights
 - ``hash_cache.py``: hashes of tensors that rarely change
 - ``ranks.py``: the ranks of a training
+- ``packed.py``: small states of many ranks as one tensor of bytes
 - ``reduction.py``: computations on a part of a tensor that need numbers of the whole one
 - ``shards.py``: the shards of a state on this rank
 """
