@@ -281,7 +281,8 @@ class Checkpointer:
         """Return whether a checkpoint is due: ``step`` has reached the next multiple of ``every`` since the last one.
 
         With ``every="auto"``: whether as many steps have passed since the last checkpoint as its cost asks for. With
-        ``every=Moved(…)``: whether the weights have moved so far. Raises ValueError without ``every``.
+        ``every=Moved(…)``: whether the weights have moved so far; all ranks of a sharded training must call it then.
+        Raises ValueError without ``every``.
         """
         return self._saver.schedule.due(step)
 

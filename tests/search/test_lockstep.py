@@ -42,7 +42,8 @@ def test_no_rank_evaluates_if_all_candidates_keep_too_little(reports):
 def test_if_memory_runs_out_on_one_rank_before_its_first_batch_the_search_fails_on_all(reports, what, says):
     ended, own = (report[f"no {what}"] for report in reports)
     assert (own["error"], own["says"]) == ("MemoryError", f"no memory {says}")
-    assert (ended["error"], ended["says"]) == ("DynaquantError", f"rank 1 failed: MemoryError: no memory {says}")
+    assert ended["error"] == "DynaquantError"
+    assert ended["says"].startswith(f"rank 1 failed: MemoryError: no memory {says}")
     assert (own["calls"], ended["calls"]) == (0, 3)  # the other rank ends after its first step
 
 

@@ -314,7 +314,8 @@ def test_ranks_that_differ_in_their_batches_evaluate_all_of_them(metrics):
 def test_if_memory_runs_out_on_one_rank_the_save_fails_on_all(metrics):
     (ended, own) = (report["saves"]["no memory"][0] for report in metrics)
     assert (own["error"], own["says"]) == ("MemoryError", "made to fail on rank 1")
-    assert (ended["error"], ended["says"]) == ("DynaquantError", "rank 1 failed: MemoryError: made to fail on rank 1")
+    assert ended["error"] == "DynaquantError"
+    assert ended["says"].startswith("rank 1 failed: MemoryError: made to fail on rank 1")
     assert all(outcome["same files"] and outcome["same draws"] for outcome in (ended, own))
 
 

@@ -22,11 +22,14 @@ _HYPERPARAMETER = re.compile(r"optimizer(\.[^.]+)?\.param_groups\.")
 """Names of tensors that are compared with the stored ones before a restore, so they cannot be filled early."""
 
 
-def fillable_tensors(now: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+def fillable_tensors(
+    now: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTensor], targets: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return the tensors of the model and the optimizer that can be filled in place, by their stored names.
 
     now: the present states of models and optimizers. tree: of the stored state. A tensor that also belongs to an extra
-    is left out, as extras are restored first. Raises KeyError, TypeError or ValueError for a malformed tree.
+    is left out, as extras are restored first. targets: the DTensors whose parts are stored. Raises KeyError, TypeError
+    or ValueError for a malformed tree.
     """
     elsewhere = {name for key, node in tree["dict"] if key not in MAIN for name in tensor_names_in(node)}
     try:
@@ -36,8 +39,10 @@ def fillable_tensors(now: Mapping[str, Any], tree: Any, stored: Mapping[str, Sto
 
     def fits(name: str) -> bool:
         target, tensor = local_of(own[name]), stored[name]
-        same = (target.dtype, target.shape, target.device) == (tensor.dtype, tensor.shape, kernels.HOST)
-        return same and target.is_contiguous()
+        same = (target.dtype, target.shape) == (tensor.dtype, tensor.shape)
+        # A second copy of what a rank holds of a model may not fit on its device.
+        here = name in targets if is_sharded(own[name]) else target.device == kernels.HOST
+        return same and here and target.is_contiguous()
 
     return {
         name: own[name]
@@ -73,7 +78,7 @@ def unchanged_tensors(
 def fill(fills: Iterable[tuple[Tensor, StoredTensor]]) -> None:
     """Write the values of stored tensors into the given tensors."""
     for target, stored in fills:
-        if isinstance(stored, Tensor | External):
+        if isinstance(stored, Tensor | External) or target.device != kernels.HOST:
             target.copy_(values_of(stored))
         else:
             dequantize_into(target, stored)

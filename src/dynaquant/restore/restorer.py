@@ -87,6 +87,7 @@ class Restorer:
 
     def __post_init__(self) -> None:
         self._selected, self._with_rng_state = selected_objects(self.objects, self.only)
+        self._with_copy = True  # whether lossless copies are read
 
     def restore(self, step: int | str | None) -> Loaded | None:
         """Restore the checkpoint of a step or a tag, or the newest that verifies. Returns None if there is none.
@@ -109,6 +110,9 @@ class Restorer:
         """Decode the requested checkpoint, or the newest that verifies on all ranks. Returns None for an empty run."""
         for candidate in self._candidates(step):
             loaded, error = self.group.run_on_all_ranks(partial(self._try, candidate))
+            if len(set(self.group.all_gather(loaded is not None and loaded.from_lossless_copy))) > 1:
+                self._with_copy = False  # one rank cannot read it, so none does
+                loaded, error = self.group.run_on_all_ranks(partial(self._try, candidate))
             texts = self.group.all_gather(None if error is None else str(error))
             if not any(text is not None for text in texts):
                 assert loaded is not None
@@ -156,18 +160,19 @@ class Restorer:
         Raises CheckpointError if it is damaged, StateError if it does not fit.
         """
         now = collect_to_compare(self.objects)  # outside the try: if an object fails, the file is not damaged
-        targets = sharded_targets(now, file.header)
+        targets = sharded_targets(self.objects, file.header)
 
         def load(wanted: CheckpointFile) -> Tensors:
             return load_shards(self.run, wanted, targets)
 
         tensors = load(file)
-        source, stored = load_lossless_copy(self.run, file, self.skipped, load) or (file, tensors)
+        copy = load_lossless_copy(self.run, file, self.skipped, load) if self._with_copy else None
+        source, stored = copy or (file, tensors)
         try:
             values, in_place = self._values(source, stored, now, targets)
             state = self._state(source, values, now)
             fit = compare(self.objects, now, state, self.group.rank, None if self.only is None else self._selected)
-            fit.problems.extend(self._changed_omitted(source, values))
+            fit.problems.extend(self._changed_omitted(source, values, targets))
             if self.strict:
                 raise_if_any(fit.problems, f"{file.path} (step {file.header.step})", _ADVICE)
             rng_state = stored_rng_state(state, self.group.rank)
@@ -203,7 +208,7 @@ class Restorer:
         omitted = _omitted(source)
         unchanged = unchanged_tensors(now, stored, self.hashes)
         to_load = {name: tensor for name, tensor in stored.items() if name not in unchanged and name not in omitted}
-        in_place = fillable_tensors(now, source.header.tree, to_load)
+        in_place = fillable_tensors(now, source.header.tree, to_load, targets)
         with explain_out_of_memory(source, *source.header.entries):
             values = {n: in_place[n] if n in in_place else new_tensor(tensor) for n, tensor in to_load.items()}
             for name in targets.keys() & values.keys() - in_place.keys():
@@ -221,12 +226,18 @@ class Restorer:
             raise KeyError(*missing)
         return state
 
-    def _changed_omitted(self, source: CheckpointFile, values: Mapping[str, Tensor]) -> list[str]:
-        """Return a problem for each omitted tensor whose present values differ from those at the save."""
+    def _changed_omitted(
+        self, source: CheckpointFile, values: Mapping[str, Tensor], targets: Mapping[str, Tensor]
+    ) -> list[str]:
+        """Return a problem for each omitted tensor whose present values differ from those at the save.
+
+        Those of DTensors in ``targets`` cannot be compared.
+        """
         restored = tuple(f"{name}." for name in self._selected)
         names = sorted(name for name in _omitted(source) if name not in values and name.startswith(restored))
-        what = "is not stored (role 'omit'), and its values in the model differ; load the same base model first"
-        return [f"{name} {what}" for name in names]
+        what = "its values in the model differ; load the same base model first"
+        sharded = "values of a sharded tensor cannot be compared; restore it without sharding, and save it as 'exact'"
+        return [f"{name} is not stored (role 'omit'), and {sharded if name in targets else what}" for name in names]
 
     def _log_notes(self, file: CheckpointFile, notes: Iterable[str], has_rng_state: bool) -> None:
         if not has_rng_state:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from dynaquant.errors import StateError
 from dynaquant.state.flatten import flatten
 from dynaquant.state.sharding import is_sharded, shard_of
 from dynaquant.store.container import CheckpointFile, Header
+from dynaquant.store.frozen_files import external_tensor
 from dynaquant.store.reading import Tensors
 from dynaquant.store.regions import load_boxes
 from dynaquant.store.run import Run
@@ -19,21 +21,24 @@ from dynaquant.tensors.box import Box
 from dynaquant.tensors.boxes import in_one, patchwork
 from dynaquant.tensors.shard import Shard
 from dynaquant.tensors.stored import StoredTensor
+from dynaquant.training.collect import collect
+from dynaquant.training.objects import CHECKED
 
 _STATE = ".state."
 """Stands between the name of an optimizer and that of a parameter."""
 
 
-def sharded_targets(now: Mapping[str, Any], header: Header) -> dict[str, Tensor]:
+def sharded_targets(objects: Mapping[str, Any], header: Header) -> dict[str, Tensor]:
     """Return for stored tensors the DTensors whose parts this rank needs, by stored name.
 
-    These are tensors of models and optimizers; the state of an optimizer that it does not have yet will be divided as
-    its parameter is. A stored tensor of another shape has no target. now: the present states.
+    The state of an optimizer that it does not have yet will be divided as its parameter is. A stored tensor of another
+    shape has no target. objects: of the training, by name.
     """
-    try:
-        own = flatten(now)[1]
-    except StateError:  # the present state cannot be saved, but the stored one may still be restored
-        return {}
+    own: dict[str, Tensor] = {}
+    for name, thing in objects.items():
+        # What cannot be saved now may still be restored.
+        with suppress(Exception if not isinstance(thing, CHECKED) else StateError):
+            own.update(flatten(collect({name: thing}))[1])
     found: dict[str, Tensor] = {}
     for entry in header.entries:
         target = own.get(entry.name)
@@ -52,13 +57,16 @@ def load_shards(run: Run, file: CheckpointFile, targets: Mapping[str, Tensor]) -
     """
     if not targets:
         return run.load(file)
+    entries = [entry for entry in file.header.entries if not entry.omitted]
     shards = {
         entry.name: shard_of(targets[entry.name]) if entry.name in targets else Shard.whole(entry.shape)
-        for entry in file.header.entries
+        for entry in entries
     }
     wanted = {name: [box for box, _ in shard.boxes] for name, shard in shards.items()}
     wanted.update({n: [Box.whole(shard.shape)] for n, shard in shards.items() if not shard.shape.numel()})
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, StoredTensor] = {
+        entry.name: external_tensor(file, entry) for entry in file.header.entries if entry.omitted
+    }
     for name, stored in load_boxes(run.chain(file), wanted.items()):
         shard, dtype = shards[name], file.header.by_name[name].dtype
         if not stored:

@@ -75,7 +75,8 @@ def capture(
     label_of = group.run_on_all_ranks(lambda: labels(local, objects, roles, vectors))
     omitted = _omitted(label_of)
     if division is not None:
-        return Captured(_checked_tree(tree, omitted), local, label_of, {}, {}, division)
+        _refuse_omitted(omitted)
+        return Captured(tree, local, label_of, {}, {}, division)
     return Captured(
         without_tensors(tree, omitted) if omitted else tree,
         local,
@@ -85,14 +86,13 @@ def capture(
     )
 
 
-def _checked_tree(tree: Any, omitted: Collection[str]) -> Any:
-    """Return the tree of a state that is divided. Raises StateError if tensors are omitted."""
+def _refuse_omitted(omitted: Collection[str]) -> None:
+    """Raise StateError if tensors of a state that is divided are omitted."""
     if omitted:
         raise StateError(
             f"{min(omitted)} has role 'omit', which sharded training does not support yet; without the role, what does "
             "not change takes no space in the next checkpoints"
         )
-    return tree
 
 
 def _omitted(label_of: Mapping[str, Label]) -> set[str]:

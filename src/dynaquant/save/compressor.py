@@ -34,6 +34,7 @@ from dynaquant.save.moment_tolerances import first_tolerances
 from dynaquant.save.prepare import prepared_for_clusters, prepared_for_grid
 from dynaquant.save.presets import PRESETS
 from dynaquant.save.rank_zero import on_rank_zero
+from dynaquant.save.record import degradation_of, limit_of
 from dynaquant.save.replicas import share_writing
 from dynaquant.save.timing import timed
 from dynaquant.save.training_budget import TrainingBudget, learning_rate
@@ -45,11 +46,12 @@ from dynaquant.state.roles import Label, untrained
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.store.container import Header
 from dynaquant.store.sharded_writing import second_of
+from dynaquant.tensors.bounded import BoundedTensor
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.stored import External, Quantized, StoredTensor
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.master_weights import master_weights_of
-from dynaquant.training.objects import models_of
+from dynaquant.training.objects import MAIN, models_of
 from dynaquant.training.ranks import Group
 from dynaquant.training.shards import WHOLE, Shards
 
@@ -185,8 +187,9 @@ class Compressor:
             # Ranks must come to the same decisions.
             limit = self._group.from_rank_0(self._largest if budget is None else budget.allowed)
             last = self._usable_last_weights(limit)
-            comparison = compare(weights, last, idle, self.hashes, captured.shards)
-            bounded = quantize_bounded(tensors, captured.labels, captured.shards.held, captured.shards.reduce)
+            run = self._group.run_reducing
+            comparison = run(lambda: compare(weights, last, idle, self.hashes, captured.shards))
+            bounded = run(lambda: _bounded(tensors, captured))
         with timed(seconds, "search"):
             self.manager.max_degradation, self.manager.last_resort = limit, self._largest
             decision, notes = self._decide(comparison, captured, bounded)
@@ -232,13 +235,13 @@ class Compressor:
         the values of the lossless copy instead.
         """
         self._last_weights = restored_weights(header, tensors)
-        self._last_limit = _limit(header.record) or self._largest
+        self._last_limit = limit_of(header.record) or self._largest
         self._restored_step = header.step
         if self._budget is not None:
             account = header.record.get("training_budget")
             self._budget = self._budget.continued(account, header.step, learning_rate(self._optimizers))
             if self._last_weights and not from_lossless_copy:
-                self._budget = self._budget.restored(_degradation(header.record))
+                self._budget = self._budget.restored(degradation_of(header.record))
         weights = {} if from_lossless_copy else {name: last.quantized for name, last in self._last_weights.items()}
         self.manager.resume(header.record, weights)
         self._gradients.forget()
@@ -255,7 +258,7 @@ class Compressor:
         parameters = {f"model.{name}": parameter for name, parameter in named_parameters(self._model)}
         division = divide(parameters, self._group)
         shards = WHOLE if division is None else division.shards
-        measured = self._group.run_on_all_ranks(lambda: self._gradients.mean_squares(parameters, shards))
+        measured = self._group.run_reducing(lambda: self._gradients.mean_squares(parameters, shards))
         return self._group.from_rank_0(measured)
 
     def close(self) -> None:
@@ -299,7 +302,7 @@ class Compressor:
         mean_squares: dict[str, float] = {}
         if self.method == "grid" or self.manager.judges_by_distortion:
             # Ranks must reach the same decision, so all use the numbers of rank 0.
-            measured = self._group.run_on_all_ranks(lambda: self._gradients.mean_squares(comparison.changed, shards))
+            measured = self._group.run_reducing(lambda: self._gradients.mean_squares(comparison.changed, shards))
             mean_squares = self._group.from_rank_0(measured)
         weights: GridWeights | KMeansWeights
         if self.method == "grid":
@@ -364,7 +367,7 @@ class Compressor:
         here = {name: tensor for name, tensor in tensors.items() if division.writes(name)}
         if division.shards.divided:
             own, shards = division.without_copies(tensors)
-            moments = moments_of(own, shards)
+            moments = self._group.run_reducing(lambda: moments_of(own, shards))
             found = self._group.run_on_all_ranks(lambda: assembled(here, moments))
         else:
             moments = self._group.run_on_all_ranks(lambda: moments_of(here, WHOLE))
@@ -372,18 +375,13 @@ class Compressor:
         return replace(found, seconds={name: second_of(stored) for name, stored in moments.items()})
 
 
-def _degradation(record: Mapping[str, Any]) -> float:
-    """Return the measured degradation of a checkpoint; without a metric, what was allowed; 0 if neither is known."""
-    quality = record.get("quality")
-    value = quality.get("degradation") if isinstance(quality, Mapping) else _limit(record)
-    return value if isinstance(value, float) else 0.0
-
-
-def _limit(record: Mapping[str, Any]) -> float | None:
-    """Return the degradation that a checkpoint was allowed; None if its weights are exact or the record is invalid."""
-    search = record.get("search")
-    value = search.get("limit") if isinstance(search, Mapping) and record.get("configuration") is not None else None
-    return value if isinstance(value, float) else None
+def _bounded(tensors: Mapping[str, Tensor], captured: Captured) -> dict[str, BoundedTensor]:
+    """Return the tensors of role ``bound``, quantized. Extras that are not divided may differ between ranks."""
+    labels, shards = captured.labels, captured.shards
+    alone = {name for name in tensors if name.partition(".")[0] not in MAIN and name not in shards.held}
+    together = {name: tensor for name, tensor in tensors.items() if name not in alone}
+    found = quantize_bounded({name: tensors[name] for name in tensors if name in alone}, labels)
+    return {**quantize_bounded(together, labels, shards.held, shards.reduce), **found}
 
 
 def _on_known_devices(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

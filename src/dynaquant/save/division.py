@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from dynaquant.state.sharding import is_sharded, local_of, named_shard
 from dynaquant.store.layout import Layout, Place
 from dynaquant.tensors.box import Box
 from dynaquant.tensors.shard import Shard
+from dynaquant.training.objects import MAIN
 from dynaquant.training.ranks import Group
 from dynaquant.training.shards import Shards
 
@@ -33,7 +35,6 @@ class Division:
     are written alike. The same on all ranks, except for ``local`` and what ``shards`` says of this rank.
     """
 
-    rank: int
     local: Mapping[str, Tensor]
     shards: Shards
     writers: Mapping[str, Writers]
@@ -101,19 +102,22 @@ def divide(tensors: Mapping[str, Tensor], group: Group) -> Division | None:
     if any(other != digest for _, other in answers):
         names = group.from_rank_0(names)
     held = group.run_on_all_ranks(lambda: _held(names, tensors, group.rank))
-    local = {name: local_of(tensors[name]) for name in names}
-    writers = _writers(tensors, _holders(held, tensors, group), group.size)
+    local = {name: local_of(tensors[name]) for name in held}
+    writers = _writers({name: tensors[name] for name in held}, _holders(held, tensors, group), group.size)
     own = {id(each) for each in writers.values() if any(rank == group.rank for rank, _ in each)}
-    others = {name for name in names if id(writers[name]) not in own}
+    others = {name for name in held if id(writers[name]) not in own}
     sharded = {name: shard for name, shard in held.items() if is_sharded(tensors[name])}
-    return Division(group.rank, local, Shards(sharded, others, group.reduce), writers)
+    return Division(local, Shards(sharded, others, group.reduce), writers)
 
 
 def _held(names: Sequence[str], tensors: Mapping[str, Tensor], rank: int) -> dict[str, Shard]:
-    """Return what this rank holds. Names that rank 0 does not have are other names of tied tensors."""
-    if missing := [name for name in names if name not in tensors]:
+    """Return what this rank holds. Extras may have other tensors than on rank 0, which writes its own.
+
+    Other names that rank 0 does not have are those of tied tensors.
+    """
+    if missing := [name for name in names if name not in tensors and name.partition(".")[0] in MAIN]:
         raise StateError(f"rank {rank} has no {missing[0]}, which rank 0 has; give every rank the whole model")
-    return {name: named_shard(name, tensors[name]) for name in names}
+    return {name: named_shard(name, tensors[name]) for name in names if name in tensors}
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,13 +147,12 @@ class _Holders:
 
 
 def _holders(held: Mapping[str, Shard], tensors: Mapping[str, Tensor], group: Group) -> dict[str, _Holders]:
-    """Return what all ranks hold of each tensor. Of tensors that are divided alike, it travels once."""
+    """Return what all ranks hold of each DTensor. Of those that are divided alike, it travels once."""
     distinct: dict[object, str] = {}
     alike = {}
     for name in held:
-        tensor = tensors[name]
-        kind = (tensor.shape, tensor.device_mesh, tensor.placements) if is_sharded(tensor) else tensor.shape
-        alike[name] = distinct.setdefault(kind, name)
+        if is_sharded(tensor := tensors[name]):
+            alike[name] = distinct.setdefault((tensor.shape, tensor.device_mesh, tensor.placements), name)
     gathered = group.all_gather([held[name].spans for name in distinct.values()])
     known: dict[tuple[Shard, ...], _Holders] = {}
     found = {}
@@ -169,11 +172,12 @@ def _writers(tensors: Mapping[str, Tensor], holders: Mapping[str, _Holders], ran
     found: dict[str, Writers] = {}
     by_ranks: dict[tuple[_Holders, bytes], Writers] = {}
     of_parameter: dict[tuple[str, tuple[int, ...]], tuple[_Holders, NDArray[np.int64]]] = {}
-    for name, own in holders.items():
-        tensor = tensors[name]
-        if not is_sharded(tensor) or not tensor.numel():
-            bytes_of_rank[0] += own.shards[0].local_shape.numel() * tensor.element_size()
-            found[name] = by_ranks.setdefault((own, b"rank 0"), ((0, own.shards[0]),))
+    plain: dict[torch.Size, Writers] = {}
+    for name, tensor in tensors.items():
+        own = holders.get(name)
+        if own is None or not tensor.numel():
+            # Not counted as bytes of rank 0: other ranks may hold other plain tensors, and must decide alike.
+            found[name] = plain.setdefault(tensor.shape, ((0, Shard.whole(tensor.shape)),))
             continue
         key = name.rpartition(".")[0], tuple(tensor.shape)
         shards, rows = own.copies

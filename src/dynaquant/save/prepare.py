@@ -39,7 +39,7 @@ def prepared_for_grid(
     grids = {name: weight.quantized.codebook for name, weight in last.items()}
     rungs = {name: grid.rung for name, grid in grids.items() if isinstance(grid, Grid)}
     if shards.divided:  # all ranks have the same numbers
-        return grid_weights(weights, mean_squared_gradients, rungs, restored_step, shards)
+        return group.run_reducing(lambda: grid_weights(weights, mean_squared_gradients, rungs, restored_step, shards))
     prepared = group.run_on_all_ranks(lambda: grid_weights(weights, mean_squared_gradients, rungs, restored_step))
     # Ranks must decide alike, so all use the numbers of rank 0.
     fisher, squares = group.from_rank_0((prepared.fisher, prepared.squares))

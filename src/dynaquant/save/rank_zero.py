@@ -1,8 +1,8 @@
-"""The parts of a save that only rank 0 does. All code of a save that depends on the rank is here.
+"""The parts of a save that only rank 0 does.
 
 Every rank captures its state, takes part in the search, and comes to the same decision. Rank 0 alone holds the run for
-writing, assembles the tensors to store, and writes the file. The other ranks contribute the states of their random
-number generators.
+writing. It also assembles the tensors and writes the file, unless all ranks write parts (``sharded_commit.py``). The
+other ranks contribute the states of their random number generators.
 """
 
 from __future__ import annotations

@@ -212,3 +212,17 @@ def _record(
         moments_corrected=int(record.get("moments_corrected", 0)),
         budget_spent=float(budget["spent"]) if (budget := record.get("training_budget")) else None,
     )
+
+
+def degradation_of(record: Mapping[str, Any]) -> float:
+    """Return the measured degradation of a checkpoint; without a metric, what was allowed; 0 if neither is known."""
+    quality = record.get("quality")
+    value = quality.get("degradation") if isinstance(quality, Mapping) else limit_of(record)
+    return value if isinstance(value, float) else 0.0
+
+
+def limit_of(record: Mapping[str, Any]) -> float | None:
+    """Return the degradation that a checkpoint was allowed; None if its weights are exact or the record is invalid."""
+    search = record.get("search")
+    value = search.get("limit") if isinstance(search, Mapping) and record.get("configuration") is not None else None
+    return value if isinstance(value, float) else None

@@ -31,15 +31,20 @@ def share_writing(tensors: Mapping[str, Tensor], labels: Mapping[str, Label], gr
     them tells. Rank 0 writes all else, and what differs: replicas may be synchronised only now and then. All tensors of
     a parameter in an optimizer's state have the same writer, since one is stored in units of another.
     """
-    if sum(tensor.nbytes for tensor in tensors.values()) < LEAST_BYTES * group.size:
-        return None
     main = tuple(f"{name}." for name in MAIN)
     shared = {n: t for n, t in tensors.items() if n.startswith(main) and labels[n].role != "buffer" and t.ndim}
+    heads = repr([(name, tensor.dtype, tensor.shape) for name, tensor in shared.items()])
+    others = sum(tensor.nbytes for name, tensor in tensors.items() if name not in shared)
+    # All ranks must decide alike, so only what all know counts: the heads if they are the same, and rank 0's others.
+    answers = group.all_gather((blake3(heads.encode()).digest(), others))
+    of_shared = sum(tensor.nbytes for tensor in shared.values())
+    if len({digest for digest, _ in answers}) > 1 or of_shared + answers[0][1] < LEAST_BYTES * group.size:
+        return None
     same = set(_same_on_all_ranks(shared, group))
     bytes_of_rank = np.zeros(group.size, dtype=np.int64)
-    bytes_of_rank[0] = sum(tensor.nbytes for name, tensor in tensors.items() if name not in same)
+    bytes_of_rank[0] = answers[0][1] + sum(tensor.nbytes for name, tensor in shared.items() if name not in same)
     rank_of: dict[str, int] = {}
-    for name in (name for name in tensors if name in same):
+    for name in (name for name in shared if name in same):
         owner = name.rpartition(".")[0]
         rank = rank_of.setdefault(owner, int(bytes_of_rank.argmin()))
         bytes_of_rank[rank] += tensors[name].nbytes
@@ -49,8 +54,8 @@ def share_writing(tensors: Mapping[str, Tensor], labels: Mapping[str, Label], gr
         rank = rank_of[name.rpartition(".")[0]] if name in same else 0
         each = ((rank, Shard.whole(tensor.shape)),)
         writers[name] = known.setdefault(each, each)
-    others = {name for name, ((rank, _),) in writers.items() if rank != group.rank}
-    return Division(group.rank, tensors, Shards({}, others), writers)
+    elsewhere = {name for name, ((rank, _),) in writers.items() if rank != group.rank}
+    return Division(tensors, Shards({}, elsewhere), writers)
 
 
 def _same_on_all_ranks(tensors: Mapping[str, Tensor], group: Group) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dynaquant.coding.encoder import Coder
+from dynaquant.errors import CheckpointError
 from dynaquant.save.commit_stage import CommitStage
 from dynaquant.save.division import Division, boxes_of
 from dynaquant.save.rank_zero import on_rank_zero
@@ -134,7 +135,14 @@ class ShardedCommits:
         """Return the base of this rank's part: boxes by their name there."""
         if base is self._last:
             return base
-        boxes = checkpoint.boxes(base.tensors)  # it was restored
+        # It was restored. A tensor that had another shape is none of the present one's.
+        local, shards = checkpoint.division.local, checkpoint.division.shards
+        alike = {
+            name: stored
+            for name, stored in base.tensors.items()
+            if name in local and base.shapes.get(name) == shards.of(name, local[name]).shape
+        }
+        boxes = checkpoint.boxes(alike)
         return Base.of_boxes(base.parent, {box_name(name, box): stored for (name, box), stored in boxes.items()})
 
     def _write(
@@ -151,8 +159,11 @@ class ShardedCommits:
 
 
 def _header(checkpoint: ShardedCheckpoint, begun: _Begun, parts: Sequence[WrittenPart | None]) -> Header:
-    draft = replace(begun.draft, tree=checkpoint.tree, record=checkpoint.record)
-    return sharded_header(draft, begun.folder.name, checkpoint.plan(), [part for part in parts if part is not None])
+    draft, plan = replace(begun.draft, tree=checkpoint.tree, record=checkpoint.record), checkpoint.plan()
+    written = [part for part in parts if part is not None]
+    if [len(part.hashes) for part in written] != [len(boxes) for boxes in plan.boxes]:
+        raise CheckpointError(f"{begun.folder}: ranks have written other tensors than rank 0 has planned")
+    return sharded_header(draft, begun.folder.name, plan, written)
 
 
 class ShardedCommitStage(CommitStage):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dynaquant.errors import EvaluateError
 from dynaquant.search.batch_norm import evaluation_mode, uses_batch_statistics
 from dynaquant.search.in_place import InPlace
-from dynaquant.state.sharding import is_sharded, local_of, memory_of
+from dynaquant.state.sharding import abandon_forward, is_sharded, local_of, memory_of
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.hash_cache import sample_of
 from dynaquant.training.snapshot import Snapshot
@@ -205,14 +205,15 @@ ParameterValues = Tensor | Callable[[], Tensor]
 def score(model: nn.Module, values: Mapping[str, ParameterValues], evaluate: Evaluate) -> float:
     """Return ``evaluate`` of the model with other values for some parameters, by their names in the bare model.
 
-    ``evaluate`` sees copies of parameters and buffers. When this returns or raises, training mode and the global random
-    number generators are as before. All scores from one state of the generators see the same random numbers.
+    ``evaluate`` sees copies of parameters and buffers; sharded parameters have other values meanwhile. When this
+    returns or raises, training mode and the global random number generators are as before. All scores from one state of
+    the generators see the same random numbers.
 
     Raises ValueError if ``evaluate`` does not return a number, EvaluateError if it has changed a frozen parameter, and
     whatever ``evaluate`` raises.
     """
     before, frozen = Snapshot(model), _frozen(model)
-    in_place = InPlace(parameter for name, parameter in named_parameters(model) if name not in frozen)
+    in_place = InPlace(p for name, p in named_parameters(model) if name not in frozen or name in values)
     try:
         with torch.no_grad():
             _substitute(model, values, in_place)
@@ -222,6 +223,7 @@ def score(model: nn.Module, values: Mapping[str, ParameterValues], evaluate: Eva
             except (TypeError, ValueError, RuntimeError):
                 raise ValueError(f"evaluate returned {reprlib.repr(result)}; it must return one number") from None
     except Exception as error:
+        abandon_forward(model)
         before.put_back()
         in_place.put_back()
         _check_frozen(model, frozen, error)

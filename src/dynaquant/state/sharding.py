@@ -123,6 +123,17 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
     return (local.data_ptr() if local.numel() else ("nothing", id(tensor))), tensor.shape
 
 
+def abandon_forward(module: nn.Module) -> None:
+    """Let FSDP2 forget a forward pass that an exception has ended, with the parameters that it has gathered ahead."""
+    sharded_module = _class("torch.distributed.fsdp", "FSDPModule")
+    inside: set[nn.Module] = set()
+    for child in module.modules() if sharded_module else ():
+        if isinstance(child, sharded_module) and child not in inside:
+            inside.update(child.modules())
+            if hasattr(child, "reset_iter_state"):  # since PyTorch 2.13
+                child.reset_iter_state()
+
+
 def reshard(module: nn.Module) -> None:
     """Free the parameters that FSDP2 has gathered, so that modules have their sharded ones, as the optimizer does.
 

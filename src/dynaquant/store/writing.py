@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor
 
 from dynaquant.coding.encoder import Coder, encode
@@ -41,16 +42,21 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Base:
-    """What the next delta is conditioned on: a checkpoint of the run, its tensors as stored, and their hashes."""
+    """What the next delta is conditioned on: a checkpoint of the run, its tensors as stored, and their hashes.
+
+    shapes: of a loaded checkpoint, those of the whole tensors, of which a rank may hold a part.
+    """
 
     parent: Parent
     hashes: Mapping[str, str]
     tensors: Mapping[str, StoredTensor]
+    shapes: Mapping[str, torch.Size] = field(default_factory=dict)
 
     @classmethod
     def from_loaded(cls, header: Header, tensors: Mapping[str, StoredTensor]) -> Base:
         """Return the base for a checkpoint whose tensors were decoded from its file."""
-        return cls(Parent(header.step, header.identity), _hashes(header), tensors)
+        shapes = {entry.name: entry.shape for entry in header.entries}
+        return cls(Parent(header.step, header.identity), _hashes(header), tensors, shapes)
 
     @classmethod
     def of_boxes(cls, parent: Parent, boxes: Mapping[str, StoredTensor]) -> Base:

@@ -1,9 +1,9 @@
-"""The ranks of a data-parallel training: exchange values, fail together, and notice communication in ``evaluate``."""
+"""The ranks of a training: exchange values, fail together, and notice communication in ``evaluate``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,6 +15,10 @@ from dynaquant.training.reduction import Numbers
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class _OtherRankFailedError(Exception):
+    """Another rank has failed in ``Group.run_reducing``."""
 
 
 class Group:
@@ -68,6 +72,7 @@ class Group:
         """Return the numbers of all ranks together. Every rank gives and gets as many."""
         if self._group is None:
             return numbers
+        self._continue(failed=False)
         found = []
         for values, operation in ((numbers.sums, dist.ReduceOp.SUM), (numbers.highest, dist.ReduceOp.MAX)):
             both = torch.from_numpy(values.copy())
@@ -96,6 +101,41 @@ class Group:
         """Remember an error of this rank until the other ranks are told of it, in case they cannot be reached."""
         self._untold = error
         return error
+
+    def run_reducing(self, action: Callable[[], T]) -> T:
+        """Run an action in which all ranks reduce, and return this rank's result. If it fails on one, it fails on all.
+
+        Like ``run_on_all_ranks``, but no rank waits in ``reduce`` for one that has failed.
+        """
+        result, error, others = None, None, False
+        try:
+            result = action()
+            self._continue(failed=False)
+        except _OtherRankFailedError:
+            others = True
+        except Exception as raised:
+            error = self.will_tell(raised)
+            with suppress(_OtherRankFailedError):
+                self._continue(failed=True)
+
+        def outcome() -> T | None:
+            if error is not None:
+                raise error
+            return result
+
+        found = self.run_on_all_ranks(outcome)
+        assert not others  # then another rank's error was raised
+        return found  # type: ignore[return-value]
+
+    def _continue(self, failed: bool) -> None:
+        """Tell the other ranks whether this one has failed, before each reduction and after the last one."""
+        if self._group is None:
+            return
+        flag = torch.tensor([float(failed)])
+        with self._others_must_answer():
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+        if flag.item() and not failed:
+            raise _OtherRankFailedError
 
     def run_on_all_ranks(self, action: Callable[[], T]) -> T:
         """Run an action on every rank and return this rank's result. If it fails on one rank, it fails on all.
