@@ -1,0 +1,96 @@
+"""Trainings on two ranks that were once saved, restored or continued wrongly: see ``support/sharded_findings.py``."""
+
+import json
+from pathlib import Path
+
+import pytest
+from launched import launch
+from torch.distributed.fsdp import FSDPModule
+
+SCRIPT = Path(__file__).parents[1] / "support" / "sharded_findings.py"
+TIMEOUT = 300
+"""Seconds. Much more than the launch needs."""
+RANKS = range(2)
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory):
+    """Return by scenario what each rank has found."""
+    folder = tmp_path_factory.mktemp("findings")
+    status, output = launch(SCRIPT, len(RANKS), TIMEOUT, folder)
+    assert status == 0, output
+    first, second = (json.loads((folder / f"rank-{rank}.json").read_text()) for rank in RANKS)
+    return {name: [first[name], second[name]] for name in first}
+
+
+def test_a_stored_tensor_with_the_shape_of_a_shard_of_a_larger_model_is_refused(findings):
+    for found in findings["larger model"]:
+        assert found["strict"].startswith("StateError: ")
+        assert "model.0.weight was float32[4, 8] and is float32[8, 8]" in found["strict"]
+        assert found["unchanged"]
+
+
+def test_a_stored_tensor_with_the_shape_of_a_shard_of_a_larger_model_can_be_left_out(findings):
+    for found in findings["larger model"]:
+        assert found["step"] == 1
+        assert "model.0.weight was float32[4, 8] and is float32[8, 8]" in found["not restored"]
+        assert any("model.0.weight.exp_avg is [4, 8]" in problem for problem in found["not restored"])
+        assert found["weights unchanged"]
+        assert found["same"]  # what the next save has stored
+
+
+@pytest.mark.parametrize(
+    ("how", "parts", "lengths"),
+    [("longer", 2, [1000]), ("much longer", 0, [1_000_000]), ("more", 2, [3]), ("fewer", 2, [3, 1_500_000])],
+)
+def test_extras_that_differ_between_replicas_leave_a_readable_checkpoint(findings, how, parts, lengths):
+    wanted = {"same": True, "parts": parts, "extras": lengths}  # those of rank 0
+    assert findings[f"extras of replicas: {how}"] == [wanted] * 2
+
+
+@pytest.mark.parametrize(("how", "lengths"), [("longer", [100, 100]), ("fewer", [3, 4])])
+def test_extras_that_differ_between_ranks_of_a_sharded_model_leave_a_readable_checkpoint(findings, how, lengths):
+    wanted = {"same": True, "parts": 2, "extras": lengths}
+    assert findings[f"extras of shards: {how}"] == [wanted] * 2
+
+
+def test_rank_0_writes_all_if_replicas_have_other_optimizer_states(findings):
+    first, second = findings["other optimizer states"]
+    assert first == {"same": True, "parts": 0, "extras": []}
+    assert second == {"same": False, "parts": 0, "extras": []}
+
+
+@pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="this PyTorch cannot forget a forward pass")
+@pytest.mark.parametrize("way", ["defaults", "not resharded", "prefetched"])
+def test_a_training_goes_on_unchanged_after_evaluate_has_raised_in_a_forward_pass(findings, way):
+    for rank, found in enumerate(findings[f"raising: {way}"]):
+        assert found["failed"].startswith("EvaluateError: evaluate failed, so nothing was saved; ")
+        assert f"rank {rank}: ArithmeticError: bad batch" in found["failed"]
+        assert found["losses"]
+        assert found["state"]
+
+
+@pytest.mark.parametrize("kind", ["dict", "class"])
+def test_sharded_tensors_in_extras_are_restored(findings, kind):
+    for found in findings[f"sharded extras: {kind}"]:
+        assert found == {"differs": True, "step": 1, "restored": True, "same": True, "parts": 2, "extras": []}
+
+
+@pytest.mark.parametrize("role", ["weight", "bound"])
+def test_a_frozen_sharded_parameter_is_evaluated_with_the_values_that_are_stored(findings, role):
+    wanted = {"stored is quantized": True, "evaluated as stored": True, "unchanged": True}
+    assert findings[f"frozen: {role}"] == [wanted] * 2
+
+
+def test_a_run_with_omitted_tensors_is_not_called_damaged_by_a_sharded_model(findings):
+    for found in findings["omitted"]:
+        assert found["strict"].startswith("StateError: ")
+        assert "model.blocks.0.up.weight is not stored (role 'omit')" in found["strict"]
+        assert "values of a sharded tensor cannot be compared" in found["strict"]
+
+
+@pytest.mark.parametrize("what", ["mean squares", "weights", "moments"])
+def test_an_error_on_one_rank_is_raised_on_all_and_the_training_goes_on(findings, what):
+    first, second = findings[f"failing: {what}"]
+    assert first == {"failed": "DynaquantError: rank 1 failed: MemoryError: no memory", "losses": True, "state": True}
+    assert second == {"failed": "MemoryError: no memory", "losses": True, "state": True}

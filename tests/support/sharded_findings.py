@@ -1,0 +1,364 @@
+"""Trainings on two ranks that were once saved, restored or continued wrongly. Run by ``launched``.
+
+sharded_findings.py FOLDER [SCENARIO…]: writes what each scenario has found into ``rank-<rank>.json``.
+"""
+
+import json
+import sys
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from sharded_training import Model, batches_of, begin, end, folder, loss_of, model_of, state_of, train, whole
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+import dynaquant as dq
+from dynaquant.quantize import grid_weights, moments
+from dynaquant.search import distortion
+from dynaquant.store.run import Run
+
+
+def adam(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def same(found, wanted):
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def text_of(error):
+    return f"{type(error).__name__}: {error}"
+
+
+def gathered_again(model):
+    """Let modules have their sharded parameters again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def loaded(run, model, optimizer):
+    """Return whether a process without ranks reads this rank's state, and which ranks have written parts."""
+    dist.barrier()
+    stored = dq.load(run)
+    state = {f"model.{name}": tensor for name, tensor in stored["model"].items()}
+    for name, slots in stored["optimizer"]["state"].items():
+        state.update({f"{name.removeprefix('model.')}.{key}": value for key, value in slots.items()})
+    wanted = state_of(model, optimizer)
+    parts = Run(run).files()[0][-1].header.parts
+    return {
+        "same": same({name: state.get(name, torch.zeros(0)) for name in wanted}, wanted),
+        "parts": 0 if parts is None else len(list((run / parts.folder).iterdir())),
+        "extras": [len(tensor) for tensor in stored.get("extra", {}).get("queue", [])],
+    }
+
+
+# A stored tensor as a whole has the shape of what each rank holds of a larger model.
+
+
+def linear(rows):
+    torch.manual_seed(1)
+    model = fully_shard(nn.Sequential(nn.Linear(8, rows)))
+    optimizer = adam(model)
+    model(torch.ones(3, 8)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def larger_model(run):
+    model, optimizer = linear(4)
+    with dq.Checkpointer(run, model, optimizer, quality="lossless") as ckpt:
+        ckpt.save(1).result()
+    model, optimizer = linear(8)
+    before, found = state_of(model, optimizer), {}
+    with dq.Checkpointer(run, model, optimizer, quality="lossless") as ckpt:
+        try:
+            found["strict"] = ckpt.restore()
+        except dq.StateError as error:
+            found["strict"] = text_of(error)
+        found["unchanged"] = same(state_of(model, optimizer), before)
+        found["step"], found["not restored"] = ckpt.restore(strict=False), ckpt.not_restored
+        after = state_of(model, optimizer)
+        found["weights unchanged"] = all(torch.equal(after[name], before[name]) for name in after if "model." in name)
+        ckpt.save(2).result()
+    return found | loaded(run, model, optimizer)
+
+
+# Each rank has other extras, or another state of the optimizer.
+
+
+def queue(*lengths):
+    return {"queue": [torch.full((length,), float(number)) for number, length in enumerate(lengths)]}
+
+
+def replica(layers):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(layers)))
+
+
+def extras_of_replicas(layers, lengths, run):
+    """lengths: by rank, of the tensors in the queue."""
+    model = replica(layers)
+    optimizer = adam(model)
+    model(torch.ones(3, 512)).square().sum().backward()
+    optimizer.step()
+    extra = queue(*lengths[dist.get_rank()])
+    with dq.Checkpointer(run, model, optimizer, extras={"extra": extra}, quality="lossless") as ckpt:
+        ckpt.save(1).result()
+    return loaded(run, model, optimizer)
+
+
+def extras_of_shards(lengths, run):
+    model = model_of("fsdp")
+    optimizer = adam(model)
+    train(model, optimizer, 1)
+    extra = queue(*lengths[dist.get_rank()])
+    with dq.Checkpointer(run, model, optimizer, extras={"extra": extra}, quality="lossless") as ckpt:
+        ckpt.save(1).result()
+    return loaded(run, model, optimizer)
+
+
+def other_optimizer_states(run):
+    """Rank 1 has trained one layer less, so its optimizer has no state of that layer."""
+    model = replica(4)
+    optimizer = adam(model)
+    model[: 4 - dist.get_rank()](torch.ones(3, 512)).square().sum().backward()
+    optimizer.step()
+    with dq.Checkpointer(run, model, optimizer, quality="lossless") as ckpt:
+        ckpt.save(1).result()
+    return loaded(run, model, optimizer)
+
+
+# ``evaluate`` raises in the middle of a forward pass.
+
+
+class Raising:
+    """Raises in a block, at the first call or on the first candidate."""
+
+    def __init__(self, block, on_candidate):
+        self.block, self.on_candidate, self.first = block, on_candidate, None
+
+    def __call__(self, model):
+        now = model.blocks[1].up.weight.to_local().clone()
+        if self.first is None:
+            self.first = now
+        if not self.on_candidate or not torch.equal(now, self.first):
+            self.hook = model.blocks[self.block].down.register_forward_pre_hook(self.fail)
+        try:
+            return float(loss_of(model, batches_of(5, 1)[0]))
+        finally:
+            if not self.on_candidate or not torch.equal(now, self.first):
+                self.hook.remove()
+
+    def fail(self, *_):
+        raise ArithmeticError("bad batch")
+
+
+def defaults():
+    torch.manual_seed(0)
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def prefetched():
+    model = model_of("fsdp")
+    first, second = model.blocks
+    model.set_modules_to_forward_prefetch([first])
+    first.set_modules_to_forward_prefetch([second])
+    return model
+
+
+def raising(model_in, block, on_candidate, run):
+    def trained(save):
+        model = model_in()
+        optimizer = adam(model)
+        losses, failed = [train(model, optimizer, 1)], None
+        if save:
+            ckpt = dq.Checkpointer(run, model, optimizer, evaluate=Raising(block, on_candidate))
+            try:
+                ckpt.save(1).result()
+            except dq.EvaluateError as error:
+                failed = text_of(error)
+        losses += [train(model, optimizer, step) for step in (2, 3)]
+        if save:
+            ckpt.close()
+        gathered_again(model)
+        return losses, state_of(model, optimizer), failed
+
+    losses, state, _ = trained(save=False)
+    found, after, failed = trained(save=True)
+    return {"failed": failed, "losses": found == losses, "state": same(after, state)}
+
+
+# Extras hold DTensors.
+
+
+class Average:
+    """A moving average of the weights, as DTensors."""
+
+    def __init__(self, model):
+        self.shadow = copies(model)
+
+    def state_dict(self):
+        return dict(self.shadow)
+
+    def load_state_dict(self, state):
+        for name, tensor in self.shadow.items():
+            tensor.copy_(state[name])
+
+
+def copies(model):
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def sharded_extras(make, run):
+    def begun(steps):
+        model = model_of("fsdp")
+        optimizer = adam(model)
+        for step in range(steps):
+            train(model, optimizer, step)
+        extra = make(model)
+        return model, optimizer, extra, getattr(extra, "shadow", extra)
+
+    model, optimizer, extra, tensors = begun(1)
+    wanted = whole(tensors)
+    with dq.Checkpointer(run, model, optimizer, extras={"average": extra}, quality="lossless") as ckpt:
+        ckpt.save(1).result()
+    model, optimizer, extra, tensors = begun(2)
+    with dq.Checkpointer(run, model, optimizer, extras={"average": extra}, quality="lossless") as ckpt:
+        differs, step = not same(whole(tensors), wanted), ckpt.restore()
+        restored = same(whole(getattr(extra, "shadow", extra)), wanted)
+        ckpt.save(2).result()
+    return {"differs": differs, "step": step, "restored": restored} | loaded(run, model, optimizer)
+
+
+# A frozen parameter is quantized.
+
+
+def frozen(role, run):
+    model = model_of("fsdp")
+    model.blocks[0].up.weight.requires_grad_(False)
+    optimizer = adam(model)
+    train(model, optimizer, 1)
+    before, seen = state_of(model, optimizer), []
+
+    def evaluate(judged):
+        found = float(loss_of(judged, batches_of(5, 1)[0]))
+        gathered_again(judged)
+        seen.append(judged.blocks[0].up.weight.full_tensor().clone())
+        return found
+
+    name = "model.blocks.0.up.weight"
+    with dq.Checkpointer(run, model, optimizer, evaluate=evaluate, roles={name: role}) as ckpt:
+        ckpt.save(1).result()
+    dist.barrier()
+    stored = dq.load(run)["model"]["blocks.0.up.weight"]
+    return {
+        "stored is quantized": not torch.equal(stored, before[name]),
+        "evaluated as stored": any(torch.equal(each, stored) for each in seen),
+        "unchanged": same(state_of(model, optimizer), before),
+    }
+
+
+# A run whose frozen tensors are not stored.
+
+
+def omitted(run):
+    def begun(layout):
+        model = model_of(layout)
+        model.blocks[0].up.requires_grad_(False)
+        optimizer = adam(model)
+        train(model, optimizer, 1)
+        return model, optimizer
+
+    model, optimizer = begun("plain")
+    with dq.Checkpointer(run, model, optimizer, roles={"model.blocks.0.up.*": "omit"}) as ckpt:
+        ckpt.save(1).result()
+    with dq.Checkpointer(run, *begun("fsdp")) as ckpt:
+        try:
+            return {"strict": ckpt.restore()}
+        except Exception as error:
+            return {"strict": text_of(error)}
+
+
+# One rank fails in a computation in which all ranks reduce.
+
+
+@contextmanager
+def failing_on_rank_1(module, name):
+    own = getattr(module, name)
+    if dist.get_rank() == 1:
+        setattr(module, name, fail)
+    yield
+    setattr(module, name, own)
+
+
+def fail(*_, **__):
+    raise MemoryError("no memory")
+
+
+def failing(module, name, run):
+    def trained(save):
+        model = model_of("fsdp")
+        optimizer = adam(model)
+        losses, failed = [train(model, optimizer, 1)], None
+        if save:
+            ckpt = dq.Checkpointer(run, model, optimizer, evaluate=dq.LossOn(batches_of(5), loss_of))
+            with failing_on_rank_1(module, name):
+                try:
+                    ckpt.save(1).result()
+                except (MemoryError, dq.DynaquantError) as error:
+                    failed = text_of(error)
+        losses += [train(model, optimizer, step) for step in (2, 3)]
+        if save:
+            ckpt.save(3).result()
+            ckpt.close()
+        gathered_again(model)
+        return losses, state_of(model, optimizer), failed
+
+    losses, state, _ = trained(save=False)
+    found, after, failed = trained(save=True)
+    return {"failed": failed, "losses": found == losses, "state": same(after, state)}
+
+
+SCENARIOS = {
+    "larger model": larger_model,
+    "extras of replicas: longer": partial(extras_of_replicas, 4, [[1000], [2_000_000]]),
+    "extras of replicas: much longer": partial(extras_of_replicas, 1, [[1_000_000], [2_000_000]]),
+    "extras of replicas: more": partial(extras_of_replicas, 4, [[3], [3, 1_500_000]]),
+    "extras of replicas: fewer": partial(extras_of_replicas, 4, [[3, 1_500_000], [3]]),
+    "extras of shards: longer": partial(extras_of_shards, [[100, 100], [100, 120]]),
+    "extras of shards: fewer": partial(extras_of_shards, [[3, 4], [3]]),
+    "other optimizer states": other_optimizer_states,
+    "raising: defaults": partial(raising, defaults, 0, False),
+    "raising: not resharded": partial(raising, partial(model_of, "fsdp", False), 1, True),
+    "raising: prefetched": partial(raising, prefetched, 0, True),
+    "sharded extras: dict": partial(sharded_extras, copies),
+    "sharded extras: class": partial(sharded_extras, Average),
+    "frozen: weight": partial(frozen, "weight"),
+    "frozen: bound": partial(frozen, dq.Bound(absolute=0.2)),
+    "omitted": omitted,
+    "failing: mean squares": partial(failing, distortion, "_sum"),
+    "failing: weights": partial(failing, grid_weights, "_numbers_of"),
+    "failing: moments": partial(failing, moments, "run_in_windows"),
+}
+
+
+def main(*names):
+    begin()
+    found = {}
+    for name in names or SCENARIOS:
+        try:
+            found[name] = SCENARIOS[name](folder() / name.replace(": ", "-").replace(" ", "-"))
+        except Exception as error:
+            found[name] = {"raised": text_of(error)}
+        (folder() / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
+    end()
+
+
+main(*sys.argv[2:])
