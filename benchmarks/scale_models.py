@@ -91,10 +91,11 @@ def placements(kind: str, layout: Layout) -> list[Any]:
 
 
 def alike(tensors: Tensors, layout: Layout) -> list[tuple[tuple[int, ...], str]]:
-    """Return shape and kind of one of the tensors that are divided alike, for each way."""
+    """Return shape and kind of one of the DTensors that are divided alike, for each way."""
     found: dict[object, tuple[tuple[int, ...], str]] = {}
     for shape, kind in tensors.values():
-        found.setdefault((shape, () if kind == SCALAR else tuple(placements(kind, layout))), (shape, kind))
+        if kind != SCALAR:
+            found.setdefault((shape, tuple(placements(kind, layout))), (shape, kind))
     return list(found.values())
 
 

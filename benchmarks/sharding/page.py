@@ -248,7 +248,7 @@ def in_words(found: Found) -> str:
         f"writes {larger:.0f} times as much as a delta, and {zstd:.0f} times as much with zstd.\n\n"
         "What costs CPU: every rank repeats the work that a tensor takes whatever its size, such as samples and "
         "reductions. So the factor falls with the size of the model. What costs memory: a save holds the levels of the "
-        "last checkpoint and its own, a byte for each value that is not in factors, copies of one tensor. A restore "
+        "last checkpoint and its own, a byte for each value, and copies of one tensor. A restore "
         "holds the levels of all tensors until all ranks have checked them. With `lossless`, these are the tensors "
         "themselves. "
         "malloc keeps freed blocks between those that stay."
