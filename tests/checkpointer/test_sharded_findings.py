@@ -68,6 +68,7 @@ def test_a_training_goes_on_unchanged_after_evaluate_has_raised_in_a_forward_pas
         assert f"rank {rank}: ArithmeticError: bad batch" in found["failed"]
         assert found["losses"]
         assert found["state"]
+        assert found["last"] == 3
 
 
 @pytest.mark.parametrize("kind", ["dict", "class"])
@@ -91,6 +92,6 @@ def test_a_run_with_omitted_tensors_is_not_called_damaged_by_a_sharded_model(fin
 
 @pytest.mark.parametrize("what", ["mean squares", "weights", "moments"])
 def test_an_error_on_one_rank_is_raised_on_all_and_the_training_goes_on(findings, what):
-    first, second = findings[f"failing: {what}"]
-    assert first == {"failed": "DynaquantError: rank 1 failed: MemoryError: no memory", "losses": True, "state": True}
-    assert second == {"failed": "MemoryError: no memory", "losses": True, "state": True}
+    texts = ["DynaquantError: rank 1 failed: MemoryError: no memory", "MemoryError: no memory"]
+    wanted = [{"failed": text, "losses": True, "state": True, "last": 3} for text in texts]
+    assert findings[f"failing: {what}"] == wanted

@@ -5,7 +5,7 @@ sharded_findings.py FOLDER [SCENARIO…]: writes what each scenario has found in
 
 import json
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -32,15 +32,15 @@ def text_of(error):
     return f"{type(error).__name__}: {error}"
 
 
-def gathered_again(model):
-    """Let modules have their sharded parameters again."""
+def reshard(model):
+    """Free the parameters that were gathered, so that modules have their sharded ones."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def loaded(run, model, optimizer):
-    """Return whether a process without ranks reads this rank's state, and which ranks have written parts."""
+    """Return whether ``load`` reads this rank's state, the number of parts, and the lengths of tensors in extras."""
     dist.barrier()
     stored = dq.load(run)
     state = {f"model.{name}": tensor for name, tensor in stored["model"].items()}
@@ -132,28 +132,56 @@ def other_optimizer_states(run):
     return loaded(run, model, optimizer)
 
 
-# ``evaluate`` raises in the middle of a forward pass.
+# A save fails: ``evaluate`` raises in the middle of a forward pass, or one rank fails while all ranks reduce.
+
+
+def after_failure(model_in, evaluate, fault, run):
+    """Compare a training after a save that fails with one without saves. fault: a context for that save.
+
+    Another save comes at the end.
+    """
+
+    def trained(ckpt_of=None):
+        model = model_in()
+        optimizer = adam(model)
+        losses, failed, last = [train(model, optimizer, 1)], None, None
+        with ckpt_of(model, optimizer) if ckpt_of else nullcontext() as ckpt:
+            if ckpt:
+                try:
+                    with fault():
+                        ckpt.save(1).result()
+                except (MemoryError, dq.DynaquantError) as error:
+                    failed = text_of(error)
+            losses += [train(model, optimizer, step) for step in (2, 3)]
+            if ckpt:
+                last = ckpt.save(3).result().step
+        reshard(model)
+        return losses, state_of(model, optimizer), failed, last
+
+    losses, state, *_ = trained()
+    found, after, failed, last = trained(partial(dq.Checkpointer, run, evaluate=evaluate))
+    return {"failed": failed, "losses": found == losses, "state": same(after, state), "last": last}
 
 
 class Raising:
-    """Raises in a block, at the first call or on the first candidate."""
+    """A metric that raises once in a block, at the first call or on the first candidate."""
 
     def __init__(self, block, on_candidate):
-        self.block, self.on_candidate, self.first = block, on_candidate, None
+        self.block, self.on_candidate, self.first, self.raised = block, on_candidate, None, False
 
     def __call__(self, model):
         now = model.blocks[1].up.weight.to_local().clone()
-        if self.first is None:
-            self.first = now
-        if not self.on_candidate or not torch.equal(now, self.first):
-            self.hook = model.blocks[self.block].down.register_forward_pre_hook(self.fail)
+        self.first = now if self.first is None else self.first
+        raises = not self.raised and not (self.on_candidate and torch.equal(now, self.first))
+        hook = model.blocks[self.block].down.register_forward_pre_hook(self.fail) if raises else None
         try:
             return float(loss_of(model, batches_of(5, 1)[0]))
         finally:
-            if not self.on_candidate or not torch.equal(now, self.first):
-                self.hook.remove()
+            if hook:
+                hook.remove()
 
     def fail(self, *_):
+        self.raised = True
         raise ArithmeticError("bad batch")
 
 
@@ -174,25 +202,27 @@ def prefetched():
 
 
 def raising(model_in, block, on_candidate, run):
-    def trained(save):
-        model = model_in()
-        optimizer = adam(model)
-        losses, failed = [train(model, optimizer, 1)], None
-        if save:
-            ckpt = dq.Checkpointer(run, model, optimizer, evaluate=Raising(block, on_candidate))
-            try:
-                ckpt.save(1).result()
-            except dq.EvaluateError as error:
-                failed = text_of(error)
-        losses += [train(model, optimizer, step) for step in (2, 3)]
-        if save:
-            ckpt.close()
-        gathered_again(model)
-        return losses, state_of(model, optimizer), failed
+    return after_failure(model_in, Raising(block, on_candidate), nullcontext, run)
 
-    losses, state, _ = trained(save=False)
-    found, after, failed = trained(save=True)
-    return {"failed": failed, "losses": found == losses, "state": same(after, state)}
+
+@contextmanager
+def failing_on_rank_1(module, name):
+    own = getattr(module, name)
+    if dist.get_rank() == 1:
+        setattr(module, name, out_of_memory)
+    try:
+        yield
+    finally:
+        setattr(module, name, own)
+
+
+def out_of_memory(*_, **__):
+    raise MemoryError("no memory")
+
+
+def failing(module, name, run):
+    metric = dq.LossOn(batches_of(5), loss_of)
+    return after_failure(partial(model_of, "fsdp"), metric, partial(failing_on_rank_1, module, name), run)
 
 
 # Extras hold DTensors.
@@ -249,7 +279,7 @@ def frozen(role, run):
 
     def evaluate(judged):
         found = float(loss_of(judged, batches_of(5, 1)[0]))
-        gathered_again(judged)
+        reshard(judged)
         seen.append(judged.blocks[0].up.weight.full_tensor().clone())
         return found
 
@@ -284,46 +314,6 @@ def omitted(run):
             return {"strict": ckpt.restore()}
         except Exception as error:
             return {"strict": text_of(error)}
-
-
-# One rank fails in a computation in which all ranks reduce.
-
-
-@contextmanager
-def failing_on_rank_1(module, name):
-    own = getattr(module, name)
-    if dist.get_rank() == 1:
-        setattr(module, name, fail)
-    yield
-    setattr(module, name, own)
-
-
-def fail(*_, **__):
-    raise MemoryError("no memory")
-
-
-def failing(module, name, run):
-    def trained(save):
-        model = model_of("fsdp")
-        optimizer = adam(model)
-        losses, failed = [train(model, optimizer, 1)], None
-        if save:
-            ckpt = dq.Checkpointer(run, model, optimizer, evaluate=dq.LossOn(batches_of(5), loss_of))
-            with failing_on_rank_1(module, name):
-                try:
-                    ckpt.save(1).result()
-                except (MemoryError, dq.DynaquantError) as error:
-                    failed = text_of(error)
-        losses += [train(model, optimizer, step) for step in (2, 3)]
-        if save:
-            ckpt.save(3).result()
-            ckpt.close()
-        gathered_again(model)
-        return losses, state_of(model, optimizer), failed
-
-    losses, state, _ = trained(save=False)
-    found, after, failed = trained(save=True)
-    return {"failed": failed, "losses": found == losses, "state": same(after, state)}
 
 
 SCENARIOS = {
