@@ -48,7 +48,7 @@ def test_extras_that_differ_between_replicas_leave_a_readable_checkpoint(finding
     assert findings[f"extras of replicas: {how}"] == [wanted] * 2
 
 
-@pytest.mark.parametrize(("how", "lengths"), [("longer", [100, 100]), ("fewer", [3, 4])])
+@pytest.mark.parametrize(("how", "lengths"), [("longer", [100, 100]), ("fewer", [3, 4]), ("bounded", [3, 4])])
 def test_extras_that_differ_between_ranks_of_a_sharded_model_leave_a_readable_checkpoint(findings, how, lengths):
     wanted = {"same": True, "parts": 2, "extras": lengths}
     assert findings[f"extras of shards: {how}"] == [wanted] * 2

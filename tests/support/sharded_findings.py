@@ -111,12 +111,12 @@ def extras_of_replicas(layers, lengths, run):
     return loaded(run, model, optimizer)
 
 
-def extras_of_shards(lengths, run):
+def extras_of_shards(lengths, run, roles=None):
     model = model_of("fsdp")
     optimizer = adam(model)
     train(model, optimizer, 1)
     extra = queue(*lengths[dist.get_rank()])
-    with dq.Checkpointer(run, model, optimizer, extras={"extra": extra}, quality="lossless") as ckpt:
+    with dq.Checkpointer(run, model, optimizer, extras={"extra": extra}, quality="lossless", roles=roles) as ckpt:
         ckpt.save(1).result()
     return loaded(run, model, optimizer)
 
@@ -324,6 +324,7 @@ SCENARIOS = {
     "extras of replicas: fewer": partial(extras_of_replicas, 4, [[3, 1_500_000], [3]]),
     "extras of shards: longer": partial(extras_of_shards, [[100, 100], [100, 120]]),
     "extras of shards: fewer": partial(extras_of_shards, [[3, 4], [3]]),
+    "extras of shards: bounded": partial(extras_of_shards, [[3, 4], [3]], roles={"extra.*": dq.Bound(absolute=0.1)}),
     "other optimizer states": other_optimizer_states,
     "raising: defaults": partial(raising, defaults, 0, False),
     "raising: not resharded": partial(raising, partial(model_of, "fsdp", False), 1, True),
