@@ -255,6 +255,7 @@ def main() -> None:
     )
     arguments.add_argument("--out", type=Path, default=Path("docs/results"))
     given = arguments.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
     rows = []
     for model in given.models:
         for layout in LAYOUTS:
