@@ -1,6 +1,7 @@
 """Sharded trainings: saved by some ranks, restored by others, and undisturbed by saves."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,16 @@ def test_replicas_share_the_writing_of_what_they_hold_alike(tmp_path, apart):
         entry = files[1].header.by_name["model.2.weight"]
         assert [place.part for place in places_of(files[1], entry)] == [0]
     call("verify", tmp_path / "run")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads resident memory from /proc")
+def test_a_rank_needs_at_most_its_share_again_and_one_tensor(tmp_path, monkeypatch):
+    """A copy of the whole model would take two thirds of a share more, and one of the whole state three shares."""
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # returns freed memory to the system at once
+    run("sharded_memory.py", 3, tmp_path)
+    tensor = 4 * 2_000_000
+    share = 3 * 12 * tensor // 3
+    for rank in range(3):
+        found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+        assert found["saves"] <= share + tensor
+        assert found["restore"] <= share // 2 + tensor

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from dynaquant import kernels
 from dynaquant.kernels.reused import ReusedMemory
 from dynaquant.quantize import candidate as candidates
 from dynaquant.quantize.candidate import CandidateWeights
@@ -25,6 +26,7 @@ from dynaquant.search.evaluation import (
     score,
 )
 from dynaquant.search.sequential_test import looks, verdict
+from dynaquant.state.sharding import is_sharded
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.ranks import Group, Lockstep
 from dynaquant.training.shards import WHOLE, Shards
@@ -152,11 +154,14 @@ def _values(model: nn.Module, candidate: CandidateWeights, memory: ReusedMemory)
     """Return functions for the values of a candidate's parameters, by their names in the model."""
     parameters = dict(named_parameters(model))
     names = {f"model.{name}": name for name in parameters}
-    return {
-        names[name]: partial(candidates.values, tensor, parameters[names[name]].device, partial(memory.empty, name))
-        for name, tensor in candidate.items()
-        if name in names
-    }
+    found: dict[str, ParameterValues] = {}
+    for name, tensor in candidate.items():
+        if name in names:
+            parameter = parameters[names[name]]
+            # Values of sharded parameters are copied into them, one after another, so their memory is not kept.
+            empty = kernels.empty if is_sharded(parameter) else partial(memory.empty, name)
+            found[names[name]] = partial(candidates.values, tensor, parameter.device, empty)
+    return found
 
 
 def _quality(original: float, restored: float, higher_is_better: bool) -> Quality:
