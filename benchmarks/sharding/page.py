@@ -280,7 +280,8 @@ and in one process. All layouts take the same batches.
   The smallest part of a matrix of a block on {MOST} ranks has {_smallest(sized):,} values. CPU is user and system time
   of all processes from `save` to its result; of deltas, the median.
 - **Memory**: a larger GPT of width {large.width} with {large.layers} layers, which takes steps with random gradients
-  only, and saves with a fixed configuration. Peak resident memory above that before the first
+  only, and saves with a fixed configuration. A search by a metric takes a copy of a rank's parameters more, with Adam a
+  third of its share. Peak resident memory above that before the first
   save, or before the restore; what a restore adds to the state itself is not counted. Of all ranks, the one that needs
   most. By default, malloc keeps freed blocks, and they count. `{BY_MMAP}` was measured with
   `{_as_text(MAPPED)}`: malloc returns them.
