@@ -25,7 +25,7 @@ from dynaquant.save.allowance import Allowance
 from dynaquant.save.background import check_process
 from dynaquant.save.commit_stage import CommitStage
 from dynaquant.save.compressor import Compressor
-from dynaquant.save.division import check_arguments, holds_shards
+from dynaquant.save.division import check_arguments, check_sharded_before, holds_shards
 from dynaquant.save.log_to import LogTo, logger_of
 from dynaquant.save.movement import Moved, Movement
 from dynaquant.save.presets import QualityName
@@ -310,6 +310,7 @@ class Checkpointer:
 
     def _restore(self, step: int | str | None, only: str | Collection[str] | None, strict: bool) -> int | None:
         self._check_open()
+        check_sharded_before(self._sharded, self._objects, self._group)
         hashes = self._compressor.hashes
         restorer = Restorer(
             self._run, self._objects, self._group, hashes, self._corrections, only, strict, damaged=self._damaged
@@ -348,6 +349,7 @@ class Checkpointer:
         step = operator.index(step)
         if not is_step(step):
             raise ValueError("step must be less than 2**63, the limit of the file format")
+        check_sharded_before(self._sharded, self._objects, self._group)
         return self._saver.save(step)
 
     def wait(self) -> None:

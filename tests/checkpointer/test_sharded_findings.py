@@ -83,6 +83,13 @@ def test_a_frozen_sharded_parameter_is_evaluated_with_the_values_that_are_stored
     assert findings[f"frozen: {role}"] == [wanted] * 2
 
 
+def test_a_checkpointer_that_was_made_before_the_model_was_sharded_refuses_to_save(findings):
+    for found in findings["early"]:
+        assert found["refused"].startswith(
+            "StateError: the model was sharded after this Checkpointer was made; shard it"
+        )
+
+
 def test_a_run_with_omitted_tensors_is_not_called_damaged_by_a_sharded_model(findings):
     for found in findings["omitted"]:
         assert found["strict"].startswith("StateError: ")

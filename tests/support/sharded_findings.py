@@ -316,7 +316,21 @@ def omitted(run):
             return {"strict": text_of(error)}
 
 
+# A Checkpointer that is made before the model is sharded.
+
+
+def early(run):
+    model = model_of("plain")
+    with dq.Checkpointer(run, model, adam(model)) as ckpt:
+        fully_shard(model)
+        try:
+            return {"saved": ckpt.save(1).result().step}
+        except Exception as error:
+            return {"refused": text_of(error)}
+
+
 SCENARIOS = {
+    "early": early,
     "larger model": larger_model,
     "extras of replicas: longer": partial(extras_of_replicas, 4, [[1000], [2_000_000]]),
     "extras of replicas: much longer": partial(extras_of_replicas, 1, [[1_000_000], [2_000_000]]),

@@ -203,9 +203,23 @@ def holds_shards(objects: Mapping[str, Any], group: Group) -> bool:
     return group.size > 1 and any(group.all_gather(own))
 
 
+def check_sharded_before(sharded: bool, objects: Mapping[str, Any], group: Group) -> None:
+    """Raise StateError if the model was sharded after its Checkpointer was made. Collective.
+
+    sharded: whether it was sharded then.
+    """
+    if not sharded and holds_shards(objects, group):
+        raise StateError(
+            "the model was sharded after this Checkpointer was made; shard it first, then make the optimizer from its "
+            "parameters, then the Checkpointer"
+        )
+
+
 def check_arguments(method: Method, exact: str | None) -> None:
     """Raise ValueError for arguments of a Checkpointer that sharded training does not support."""
     if method != "grid":
         raise ValueError(f'method="{method}" needs whole tensors; sharded training supports method="grid"')
     if exact is not None:
-        raise ValueError('exact="latest" is not supported for sharded training; use quality="lossless"')
+        raise ValueError(
+            'exact="latest" is not supported for sharded training; quality="lossless" stores all checkpoints exactly'
+        )
