@@ -90,6 +90,10 @@ def test_a_checkpointer_that_was_made_before_the_model_was_sharded_refuses_to_sa
         )
 
 
+def test_frozen_parameters_of_replicas_stay_in_a_file_of_their_own(findings):
+    assert findings["frozen replicas"][0] == {"frozen": 1, "parts": 0}
+
+
 def test_a_run_with_omitted_tensors_is_not_called_damaged_by_a_sharded_model(findings):
     for found in findings["omitted"]:
         assert found["strict"].startswith("StateError: ")

@@ -329,7 +329,23 @@ def early(run):
             return {"refused": text_of(error)}
 
 
+# Frozen parameters of replicas get a file of their own, which rank 0 writes.
+
+
+def frozen_replicas(run):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1000, 2000), nn.Linear(2000, 1000))
+    model[0].requires_grad_(False)
+    with dq.Checkpointer(run, model, adam(model)) as ckpt:
+        for step in (1, 2):
+            with torch.no_grad():
+                model[1].weight.mul_(1.01)
+            ckpt.save(step).result()
+    return {"frozen": len(list(run.glob("frozen-*"))), "parts": len(list(run.glob("parts-*")))}
+
+
 SCENARIOS = {
+    "frozen replicas": frozen_replicas,
     "early": early,
     "larger model": larger_model,
     "extras of replicas: longer": partial(extras_of_replicas, 4, [[1000], [2_000_000]]),

@@ -160,7 +160,7 @@ class Restorer:
         Raises CheckpointError if it is damaged, StateError if it does not fit.
         """
         now = collect_to_compare(self.objects)  # outside the try: if an object fails, the file is not damaged
-        targets = sharded_targets(self.objects, file.header)
+        targets = sharded_targets(now, self.objects, file.header)
 
         def load(wanted: CheckpointFile) -> Tensors:
             return load_shards(self.run, wanted, targets)

@@ -28,17 +28,21 @@ _STATE = ".state."
 """Stands between the name of an optimizer and that of a parameter."""
 
 
-def sharded_targets(objects: Mapping[str, Any], header: Header) -> dict[str, Tensor]:
+def sharded_targets(now: Mapping[str, Any], objects: Mapping[str, Any], header: Header) -> dict[str, Tensor]:
     """Return for stored tensors the DTensors whose parts this rank needs, by stored name.
 
     The state of an optimizer that it does not have yet will be divided as its parameter is. A stored tensor of another
-    shape has no target. objects: of the training, by name.
+    shape has no target. now: the present states of modules and optimizers. objects: of the training, by name.
     """
     own: dict[str, Tensor] = {}
+    with suppress(StateError):  # what cannot be saved now may still be restored
+        own.update(flatten(now)[1])
+    if not any(map(is_sharded, own.values())):
+        return {}
     for name, thing in objects.items():
-        # What cannot be saved now may still be restored.
-        with suppress(Exception if not isinstance(thing, CHECKED) else StateError):
-            own.update(flatten(collect({name: thing}))[1])
+        if not isinstance(thing, CHECKED):
+            with suppress(Exception):
+                own.update(flatten(collect({name: thing}))[1])
     found: dict[str, Tensor] = {}
     for entry in header.entries:
         target = own.get(entry.name)

@@ -198,7 +198,9 @@ class Compressor:
         with timed(seconds, "capture"):
             quantized = {} if decision.configuration is None else {**decision.quantized, **comparison.unchanged}
             tolerances = first_tolerances(self._objects, self._preset, interval, corrected) if self._preset else {}
-            division = captured.division or self._shared(tensors, captured, bool(external or master_of))
+            division = captured.division or self._shared(
+                tensors, captured, bool(external or master_of or frozen.unchanged)
+            )
             assembled = self._assembled(
                 captured, division, tensors, {**quantized, **bounded}, tolerances, master_of, external
             )
@@ -329,7 +331,8 @@ class Compressor:
     def _shared(self, tensors: Mapping[str, Tensor], captured: Captured, has_others: bool) -> Division | None:
         """Return how replicas share the writing; None if rank 0 writes all.
 
-        has_others: whether there are tensors that are not stored by themselves. Collective.
+        has_others: whether there are tensors that are not stored by themselves, or will not be: frozen parameters get a
+        file of their own. Collective.
         """
         alone = has_others or self._keep_lossless_copy or self.method != "grid"
         if self._group.size == 1 or any(self._group.all_gather(alone)):
