@@ -25,7 +25,7 @@ from dynaquant.save.allowance import Allowance
 from dynaquant.save.background import check_process
 from dynaquant.save.commit_stage import CommitStage
 from dynaquant.save.compressor import Compressor
-from dynaquant.save.division import check_arguments, check_sharded_before, holds_shards
+from dynaquant.save.division import check_arguments, check_sharded_before, holds_shards, replicas_of
 from dynaquant.save.log_to import LogTo, logger_of
 from dynaquant.save.movement import Moved, Movement
 from dynaquant.save.presets import QualityName
@@ -183,7 +183,7 @@ class Checkpointer:
         self._sharded = holds_shards(self._objects, self._group)
         if self._sharded:
             check_arguments(allowance.chosen_method, exact)
-            self._group.expect_communication()
+            self._group.replicas = replicas_of(self._objects, self._group)
         reduce = self._group.reduce if self._sharded else None
         movement = Movement(every, self._objects, reduce=reduce) if isinstance(every, Moved) else None
         schedule = Schedule(every, max_overhead, mean_time_between_failures, movement)

@@ -71,6 +71,38 @@ def test_any_number_of_ranks_stores_the_same_levels(layouts, layout, way):
     assert kinds >= {QuantizedTensor, RankOne, ScaledMoment, torch.Tensor}
 
 
+@pytest.fixture(scope="module", params=[("hsdp", 4), ("fsdp", 2)], ids=["hsdp", "fsdp"])
+def scored(request, tmp_path_factory):
+    """A layout, and for each metric what its saves have tried, how often each rank evaluated."""
+    layout, ranks = request.param
+    folder = tmp_path_factory.mktemp("scored")
+    run("sharded_scoring.py", ranks, folder, layout)
+    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
+    assert all(other == found[0] for other in found)
+    return layout, found[0]
+
+
+@pytest.mark.parametrize("metric", ["own", "on_batches"])
+def test_replicas_score_different_candidates_at_the_same_time(scored, metric):
+    layout, saves = scored[0], scored[1][metric]
+    assert max(save["trials"] for save in saves) > 2
+    for save in saves:
+        assert not any("communicates" in note for note in save["notes"])
+        if layout == "hsdp" and save["trials"] > 2:
+            assert save["evaluated"] < save["equivalents"]
+        if layout == "fsdp":  # all ranks are one replica
+            assert save["evaluated"] == pytest.approx(save["equivalents"])
+
+
+@pytest.mark.parametrize("metric", ["averaged", "with_gradients"])
+def test_replicas_score_candidates_together_if_the_metric_communicates_between_them(scored, metric):
+    layout, saves = scored[0], scored[1][metric]
+    for save in saves:
+        assert any("communicates" in note for note in save["notes"]) == (layout == "hsdp")
+        assert save["evaluated"] == save["equivalents"]
+        assert save["degradation"] <= 0.002
+
+
 def test_saves_do_not_change_a_sharded_training(tmp_path):
     run("sharded_undisturbed.py", 2, tmp_path)
     for rank in range(2):

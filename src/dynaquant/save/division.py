@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dynaquant.errors import StateError
 from dynaquant.quantize.knobs import Method
-from dynaquant.state.sharding import is_sharded, local_of, named_shard
+from dynaquant.state.sharding import is_sharded, local_of, named_shard, ranks_of_one_copy
 from dynaquant.store.layout import Layout, Place
 from dynaquant.tensors.box import Box
 from dynaquant.tensors.shard import Shard
@@ -201,6 +201,24 @@ def holds_shards(objects: Mapping[str, Any], group: Group) -> bool:
         for parameter in thing.parameters()
     )
     return group.size > 1 and any(group.all_gather(own))
+
+
+def replicas_of(objects: Mapping[str, Any], group: Group) -> list[list[int]]:
+    """Return the ranks of each replica of a sharded model: those that hold one copy of it between them. Collective.
+
+    All ranks are one replica unless all replicas have equally many.
+    """
+    models = [thing for thing in objects.values() if isinstance(thing, nn.Module)]
+    own = ranks_of_one_copy(parameter for model in models for parameter in model.parameters())
+    everybody = [list(range(group.size))]
+    answers = group.all_gather(own)
+    found: list[set[int]] = []
+    for rank, ranks in enumerate(answers):
+        if ranks is None:
+            return everybody
+        joined = {rank, *ranks}.union(*(each for each in found if each & {rank, *ranks}))
+        found = [*(each for each in found if not each & joined), joined]
+    return sorted(map(sorted, found)) if len(set(map(len, found))) == 1 else everybody
 
 
 def check_sharded_before(sharded: bool, objects: Mapping[str, Any], group: Group) -> None:

@@ -46,6 +46,11 @@ class Displacement:
             self._names = [name for name, lacks in lacking.items() if not lacks]
 
     @property
+    def divided(self) -> bool:
+        """Whether ``share_kept`` is collective."""
+        return self._shards.divided
+
+    @property
     def matters(self) -> bool:
         """Whether weights were restored and have not yet moved far enough from there."""
         return bool(self._names)

@@ -138,7 +138,7 @@ class ConfigurationManager:
             decision = self._decide_unjudged(quantizer, allowed, original.problem)
             return replace(decision, equivalents=original.spent, noise=self._noise.to_json())
         judge = metric.judge(original, decided)
-        at_once = 1 if original.communicates else self._group.size
+        at_once = 1 if original.communicates else len(self._group.replicas)
         notes = metric.notes(original, allowed)
         decision = self._decide(quantizer, judge, allowed, original.noise_margin, at_once, notes)
         spent = original.spent + sum(trial.share for trial in decision.trials)

@@ -103,12 +103,11 @@ class UserMetric:
         spent = wasted + times
         if own is None:
             return OriginalScore(math.nan, 0.0, communicates, f"evaluate failed ({one_line(error)})", spent=spent)
-        if communicates:  # then all ranks evaluate together, and the number of rank 0 counts
-            by_rank = by_rank[:1]
+        counting = by_rank[:1] if communicates else self._group.of_replicas(by_rank)
         problem = None
-        if not all(math.isfinite(number) for scores in by_rank for number in scores):
+        if not all(math.isfinite(number) for scores in counting for number in scores):
             problem = "the metric of the weights in training is not finite"
-        elif not self._noise.learn(by_rank):
+        elif not self._noise.learn(counting):
             problem = "the metric is noisy around 0, so no relative degradation can be measured"
         if problem is not None:
             return OriginalScore(math.nan, 0.0, communicates, problem, spent=spent)
@@ -127,9 +126,8 @@ class UserMetric:
             return OriginalScore(math.nan, 0.0, communicates, f"evaluate failed ({one_line(error)})", spent=1.0)
         if not all(found.repeats for found in by_rank) or len({len(found.losses) for found in by_rank}) > 1:
             return own.spent
-        if communicates:  # then all ranks evaluate together, and the numbers of rank 0 count
-            by_rank = by_rank[:1]
-        scores = [mean_of_batches(found.losses) for found in by_rank]
+        counting = by_rank[:1] if communicates else self._group.of_replicas(by_rank)
+        scores = [mean_of_batches(found.losses) for found in counting]
         if not all(map(math.isfinite, scores)):
             problem = "the metric of the weights in training is not finite"
             return OriginalScore(math.nan, 0.0, communicates, problem, spent=own.spent)

@@ -104,7 +104,8 @@ class Trials:
     """Quantizes with configurations and scores the results. Scores each configuration once.
 
     limit: the largest degradation that is good enough. per_round: how many configurations are scored in one round: one
-    on each rank, or one in all if the metric communicates and all ranks evaluate together. Then rank 0's number counts.
+    by each replica, whose first rank's number counts, or one in all if the metric communicates between replicas. Then
+    rank 0's number counts.
     """
 
     def __init__(
@@ -200,14 +201,17 @@ class Trials:
         return trial.share == 1 or not low <= trial.degradation <= self.limit
 
     def _score_round(self, configurations: Sequence[Knobs], least_kept: float, bounds: Bounds) -> None:
-        """Score one configuration on each rank, and share the results. Collective.
+        """Score one configuration by each replica, and share the results. Collective.
 
-        With more ranks than configurations, several ranks score the same one. So every rank evaluates in every round,
-        and if the metric unexpectedly communicates, no rank waits for one that does not evaluate. Only a rank whose
-        configuration keeps too little evaluates nothing; earlier rounds have shown whether the metric communicates.
+        With more replicas than configurations, several of them score the same one. So every rank evaluates in every
+        round, and if the metric unexpectedly communicates, no rank waits for one that does not evaluate. Only a rank
+        whose configuration keeps too little evaluates nothing; earlier rounds have shown whether the metric
+        communicates.
         """
         assert len(configurations) <= self.per_round
-        own = configurations[self._group.rank % len(configurations)]
+        if self._displacement.divided:  # all ranks add up what each configuration keeps
+            self._group.run_reducing(lambda: [self.share_kept(each) for each in configurations])
+        own = configurations[self._group.replica % len(configurations)]
         lockstep = Lockstep(self._group)
         outcome = self._group.run_on_all_ranks(
             lambda: lockstep.run(lambda: self._try(own, least_kept, bounds, lockstep))
@@ -217,7 +221,7 @@ class Trials:
         outcomes = self._group.all_gather(outcome)
         if self._group.size > 1:
             raise_on_every_rank([trial.error for trial, _ in outcomes], None)
-        for trial, quality in outcomes[: len(configurations)]:
+        for trial, quality in self._group.of_replicas(outcomes)[: len(configurations)]:
             self._scored[trial.configuration] = trial, quality
 
     def _try(
@@ -226,7 +230,7 @@ class Trials:
         """Make the candidate and, if enough of the displacement is kept, evaluate. lockstep: if that is on batches."""
         start = time.perf_counter()
         candidate = self._quantizer.candidate(configuration)
-        share_kept = self._displacement.share_kept(candidate)
+        share_kept = self.share_kept(configuration)
         degradation, quality, error, share = None, None, None, 0.0
         if share_kept is None or share_kept >= least_kept:
             judged, raised = attempt(

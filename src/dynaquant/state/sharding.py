@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -91,6 +91,21 @@ def _spans(
     indices = torch.arange(size, device="cpu").reshape([1] * dimension + [size])
     divided = distribute_tensor(indices.to(mesh.device_type), mesh, placements, src_data_rank=None)
     return spans_of(divided.to_local().flatten().tolist())
+
+
+def ranks_of_one_copy(tensors: Iterable[Tensor]) -> set[int] | None:
+    """Return the ranks among which DTensors are divided where this rank is, by any of them; None if it holds nothing.
+
+    Ranks that only hold copies of what this rank holds are not among them. Plain tensors count for nothing.
+    """
+    found: set[int] = set()
+    for mesh, placements in {(t.device_mesh, t.placements) for t in tensors if is_sharded(t)}:
+        if mesh.get_coordinate() is None:
+            return None
+        for dimension, placement in enumerate(placements):
+            if not placement.is_replicate():
+                found.update(torch.distributed.get_process_group_ranks(mesh.get_group(dimension)))
+    return found
 
 
 def named_shard(name: str, tensor: Tensor) -> Shard:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
@@ -34,8 +34,11 @@ class Group:
         self._saw_communication = False
         self._untold: Exception | None = None
         self.rank, self.size = 0, 1
+        self.replicas: Sequence[Sequence[int]] = [[0]]
+        """The ranks of each replica. Those of one replica hold one copy of the model between them."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            self.replicas = [[rank] for rank in range(self.size)]
             with self._others_must_answer():
                 # The default group may use NCCL, which moves only CUDA tensors. By itself, a new group waits as long as
                 # PyTorch's default, whatever the timeout of the training is.
@@ -158,25 +161,31 @@ class Group:
         return result  # type: ignore[return-value]
 
     def watch_communication(self, function: Callable[P, T]) -> Callable[P, T]:
-        """Wrap a function so that ``saw_communication`` reports whether it communicated between ranks."""
+        """Wrap a function so that ``saw_communication`` reports whether it communicated between replicas."""
         if self._group is None:
             return function
+        own = set(self.replicas[self.replica])
 
         def watched(*args: P.args, **kwargs: P.kwargs) -> T:
-            before = _operations()
+            before = _operations(own)
             try:
                 return function(*args, **kwargs)
             finally:
-                self._saw_communication |= before is None or _operations() != before
+                self._saw_communication |= before is None or _operations(own) != before
 
         return watched
 
-    def expect_communication(self) -> None:
-        """Let ``saw_communication`` be true: the ranks hold parts of one model. All ranks call it."""
-        self._saw_communication = True
+    @property
+    def replica(self) -> int:
+        """The number of this rank's replica."""
+        return next(number for number, ranks in enumerate(self.replicas) if self.rank in ranks)
+
+    def of_replicas(self, by_rank: Sequence[T]) -> list[T]:
+        """Return what counts for each replica, of what the ranks have found: that of its first rank."""
+        return [by_rank[ranks[0]] for ranks in self.replicas]
 
     def saw_communication(self) -> bool:
-        """Whether a watched function has ever communicated on any rank, or may have. Collective."""
+        """Whether a watched function has ever communicated between replicas, or may have. Collective."""
         self._saw_communication = any(self.all_gather(self._saw_communication))
         return self._saw_communication
 
@@ -239,8 +248,10 @@ def _timeout() -> timedelta | None:
         return None
 
 
-def _operations() -> dict[str, list[int]] | None:
-    """Count the operations that the backends of each process group with several ranks have begun, by group name.
+def _operations(inside: Collection[int]) -> dict[str, list[int]] | None:
+    """Count the operations that the backends of each process group have begun, by group name.
+
+    inside: ranks that may communicate with each other; groups of only such ranks are not counted.
 
     Returns None if a backend does not count, for example MPI. Backends count operations from Python, C++ and compiled
     code, in any thread. NCCL does not count ``send`` and ``recv``. PyTorch has no public function for this.
@@ -249,7 +260,7 @@ def _operations() -> dict[str, list[int]] | None:
         return {
             name: [_begun(group._get_backend(device)) for device in group._device_types]
             for group, name in dist.distributed_c10d._world.pg_names.items()
-            if group.size() > 1
+            if group.size() > 1 and not set(dist.get_process_group_ranks(group)) <= set(inside)
         }
     except (AttributeError, RuntimeError):
         return None
