@@ -102,11 +102,13 @@ def goals(found: Found) -> Table:
                 str(end),
                 end.mean <= max(WITHIN, end.error),
             ),
-            row(
-                f"CPU of a save, {MOST} ranks against 1: at most {COSTLIER}×",
-                f"keyframe {cpu['keyframe_cpu']:.2f}×, delta {cpu['cpu']:.2f}×; with the larger model "
-                f"{cpu_large['keyframe_cpu']:.2f}× and {cpu_large['cpu']:.2f}×",
-                max(*cpu.values(), *cpu_large.values()) <= COSTLIER,
+            *(
+                row(
+                    f"CPU of a save, {MOST} ranks against 1, a state of {size / 1e6:,.0f} MB: at most {COSTLIER}×",
+                    f"keyframe {factor['keyframe_cpu']:.2f}×, delta {factor['cpu']:.2f}×",
+                    max(factor.values()) <= COSTLIER,
+                )
+                for size, factor in ((found.sizes[1]["raw"], cpu), (balanced[1][0]["share"], cpu_large))
             ),
             row(
                 f"memory of a rank while saving, balanced: at most {SAVING:.0%} of its share",
@@ -248,10 +250,10 @@ def in_words(found: Found) -> str:
         f"writes {larger:.0f} times as much as a delta, and {zstd:.0f} times as much with zstd.\n\n"
         "What costs CPU: every rank repeats the work that a tensor takes whatever its size, such as samples and "
         "reductions. So the factor falls with the size of the model. What costs memory: a save holds the levels of the "
-        "last checkpoint and its own, a byte for each value, and copies of one tensor. A restore "
-        "holds the levels of all tensors until all ranks have checked them. With `lossless`, these are the tensors "
-        "themselves. "
-        "malloc keeps freed blocks between those that stay."
+        "last checkpoint and its own, a byte for each value, and copies of one tensor. A restore holds the levels of "
+        "all tensors until all ranks have checked them, and keeps them: the next checkpoint is coded against them "
+        "(*between saves*). With `lossless`, these are the tensors themselves. malloc keeps freed blocks between those "
+        "that stay."
     )
 
 

@@ -49,7 +49,7 @@ def plan_of(data: Path, quick: bool) -> Plan:
     return Plan(
         Training(folder, 0, 440),
         Training(folder, 0, 100, width=512, layers=2, heads=8),
-        Training(folder, 0, 100, width=1024, layers=3, heads=8),
+        Training(folder, 0, 100, width=2048, layers=3, heads=8),
     )
 
 
