@@ -40,8 +40,9 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def _part(tensor: DTensor) -> Tensor:
-    local: Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
-    return local
+    with torch.no_grad():  # several times faster than to detach a DTensor
+        local: Tensor = tensor.to_local()
+    return local.detach()
 
 
 def shard_of(tensor: Tensor) -> Shard:
