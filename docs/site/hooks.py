@@ -19,7 +19,7 @@ from pygments.util import ClassNotFound
 
 API = {
     "A training": ["Checkpointer", "LossOn", "OnBatches", "Moved"],
-    "What is stored": ["Bound", "load", "load_into"],
+    "What is stored": ["Bound", "load", "load_into", "follow"],
     "What a save reports": ["Record"],
     "Configurations": ["GridConfiguration", "Configuration"],
     "Errors": ["DynaquantError", "CheckpointError", "StateError", "EvaluateError"],
@@ -37,6 +37,8 @@ TYPES = [
     "save.record.Size",
     "search.evaluation.Quality",
     "search.trials.Trial",
+    "restore.model_tensors.Models",
+    "restore.follow.Follower",
 ]
 """Types that the public names' signatures refer to."""
 

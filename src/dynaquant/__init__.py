@@ -21,6 +21,7 @@ __all__ = [
     "OnBatches",
     "Record",
     "StateError",
+    "follow",
     "load",
     "load_into",
 ]
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from dynaquant.checkpointer import Checkpointer
     from dynaquant.quantize.grid import GridConfiguration
     from dynaquant.quantize.partition import Configuration
+    from dynaquant.restore.follow import follow
     from dynaquant.restore.load import load
     from dynaquant.restore.load_into import load_into
     from dynaquant.save.movement import Moved
@@ -47,6 +49,7 @@ else:
         "Moved": "save.movement",
         "OnBatches": "search.evaluation",
         "Record": "save.record",
+        "follow": "restore.follow",
         "load": "restore.load",
         "load_into": "restore.load_into",
     }

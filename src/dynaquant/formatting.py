@@ -26,6 +26,15 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds:,.1f} s" if seconds >= 10 or seconds == 0 else f"{seconds:.2g} s"
 
 
+def duration(seconds: float) -> str:
+    """Format a time with one unit, e.g. ``42 s``, ``3.5 min``, ``2.1 h``, ``12 d``."""
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            count = seconds / length
+            return f"{count:,.0f} {unit}" if count >= 10 else f"{count:.1f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
 def times(ratio: float, digits: int = 2) -> str:
     """Format a ratio, e.g. ``12.34×``."""
     return f"{ratio:,.{digits}f}×" if math.isfinite(ratio) else "∞"

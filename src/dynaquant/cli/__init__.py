@@ -5,7 +5,8 @@ In reading order:
 - ``arguments.py``: arguments that several commands take, and opening the runs and files that they name
 - ``output.py``: printing text, tables, JSON and progress
 - ``convert.py``: files of other programs: ``compress``, ``decompress``, ``pack``, ``unpack``, ``export``
-- ``inspect.py``: looking into a run: ``log``, ``show``, ``diff``, ``verify``, ``du``; ``report.py``: ``report``
+- ``inspect.py``: looking into a run: ``log``, ``show``, ``diff``, ``verify``, ``du``; ``report.py``: ``report``;
+  ``watch.py``: ``watch``
 - ``maintain.py``: changing a run: ``tag``, ``branch``, ``compact``, ``prune``
 - ``demo.py``: ``demo``
 """
@@ -19,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from dynaquant.cli import convert, demo, inspect, maintain, report
+from dynaquant.cli import convert, demo, inspect, maintain, report, watch
 from dynaquant.errors import DynaquantError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -33,6 +34,7 @@ _PANELS: dict[str, dict[Callable[..., None], str]] = {
     },
     "Runs of checkpoints": {
         inspect.log: "log runs/gpt",
+        watch.watch: "watch runs/gpt",
         inspect.show: "show runs/gpt 4000",
         inspect.diff: "diff runs/gpt 3000 4000",
         inspect.du: "du runs/gpt",

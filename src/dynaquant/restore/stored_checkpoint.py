@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError, RunChangedError, StateError
+from dynaquant.restore.model_tensors import stored_names
 from dynaquant.state.flatten import unflatten
-from dynaquant.state.tree import model_in, state_dict_in, tensor_names_in
+from dynaquant.state.tree import model_in, tensor_names_in
 from dynaquant.store.chain import detect_run_changes, load_all, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.lossless_copies import LOSSLESS_COPY
@@ -128,19 +129,8 @@ class StoredCheckpoint:
 
     @property
     def state_dict(self) -> dict[str, str]:
-        """The stored name of each tensor of the model's state dict.
-
-        Raises CheckpointError unless the checkpoint holds exactly one state dict of a model.
-        """
-        try:
-            found = state_dict_in(self.file.header.tree)
-        except StateError as error:
-            raise CheckpointError(f"{self.file.path}: {error}") from None
-        if missing := [name for name in found.values() if name not in self.tensors]:
-            raise CheckpointError(
-                f"{self.file.path}: the stored tree of the state names {missing[0]}, but there is no such tensor"
-            )
-        return found
+        """The stored name of each tensor of the model's state dict (``model_tensors.stored_names``)."""
+        return stored_names(self.file)
 
     def model_state(self, tensors: Mapping[str, Tensor]) -> Any:
         """Return the model's state dict with the given tensors. Raises CheckpointError if there is no model."""

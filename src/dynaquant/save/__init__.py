@@ -23,5 +23,5 @@
 - ``sharded_commit.py``: the same of several ranks: every rank writes a part
 - ``background.py``: the writing thread
 - ``record.py``: sizes, quality, configuration and time of a save
-- ``log_to.py``: sends records to TensorBoard or a function
+- ``log_to.py``: sends records to the log, to TensorBoard or to a function
 """

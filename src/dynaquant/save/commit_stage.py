@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from dynaquant.save.background import BackgroundWriter
+from dynaquant.save.log_to import in_one_line
 from dynaquant.save.record import Record, record_of
 from dynaquant.save.timing import timed
 from dynaquant.store.commit import WritableRun
@@ -54,7 +55,8 @@ class CommitStage:
         record = self._record(checkpoint, file, seconds, notes)
         if not record.keyframe and "weight" in record.roles:
             self._learn_size(predicted, record.roles["weight"].stored)
-        if file is not None:
+        if file is not None:  # this rank has written the checkpoint, or the file that refers to all parts
+            log.info(in_one_line(record))
             self._report(record)
         return record
 

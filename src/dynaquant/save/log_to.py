@@ -1,4 +1,4 @@
-"""Sends the records of saves to TensorBoard or to a function, during training."""
+"""Sends the records of saves to the log, to TensorBoard or to a function, during training."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from dynaquant.formatting import in_bytes, in_seconds, percent, times
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.save.record import Record
 
@@ -54,3 +55,17 @@ def scalars(record: Record) -> dict[str, float]:
     if isinstance(record.configuration, GridConfiguration):
         found["scale"] = record.configuration.scale
     return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def in_one_line(record: Record) -> str:
+    """Return the record of a committed checkpoint as a line for the log: step, size, ratio, quality, seconds."""
+    kind = "keyframe" if record.parent is None else f"delta of step {record.parent}"
+    if record.quality is not None:
+        quality = f"degradation {percent(record.quality.degradation, sign=True)}"
+    else:
+        quality = "weights exact" if record.configuration is None else "quality not measured"
+    waited = sum(seconds for stage, seconds in record.seconds.items() if stage != "write")
+    return (
+        f"saved step {record.step}: {in_bytes(record.total.stored)} ({times(record.ratio, 1)} smaller), {kind}, "
+        f"{quality}; training waited {in_seconds(waited)}, writing took {in_seconds(record.seconds['write'])}"
+    )

@@ -6,6 +6,7 @@
 - ``kmeans_method``: the search of the published configurations, with ``space`` (defines them), ``size`` (predicts their
   sizes), ``exhaustive`` and ``neighbourhood`` (its two search algorithms).
 - ``trials``: quantizes with a configuration and scores the result; shares the work among ranks.
+- ``progress``: logs that a search is still going on.
 - ``evaluation``: one evaluation: calls ``evaluate`` on a model with other weights. Also ``LossOn``, and ``OnBatches``.
 - ``in_place``: other values for sharded parameters, which cannot be replaced.
 - ``batch_norm``: evaluates batch norms by the statistics of the batches.

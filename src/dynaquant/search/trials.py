@@ -16,6 +16,7 @@ from dynaquant.search.displacement import Displacement, keeps_enough
 from dynaquant.search.evaluation import Quality
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import Bounds, Judge, JudgedBy, PairedJudge
+from dynaquant.search.progress import SearchProgress
 from dynaquant.search.sequential_test import ERROR_RATE, ERROR_RATE_OF_MORE
 from dynaquant.tensors.stored import QuantizedTensor
 from dynaquant.training.ranks import Group, Lockstep
@@ -123,6 +124,7 @@ class Trials:
         self._shares_kept: dict[Knobs, float | None] = {}
         self._losses: dict[Knobs, list[float]] = {}  # of candidates that were evaluated on some batches
         self._last_quantized: tuple[Knobs, Mapping[str, QuantizedTensor]] | None = None
+        self._progress = SearchProgress()
 
     @property
     def done(self) -> list[Trial]:
@@ -223,6 +225,8 @@ class Trials:
             raise_on_every_rank([trial.error for trial, _ in outcomes], None)
         for trial, quality in self._group.of_replicas(outcomes)[: len(configurations)]:
             self._scored[trial.configuration] = trial, quality
+        if self._group.rank == 0:
+            self._progress.scored(len(self._scored))
 
     def _try(
         self, configuration: Knobs, least_kept: float, bounds: Bounds, lockstep: Lockstep

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.store import frozen_files
-from dynaquant.store.container import CheckpointFile, is_missing
+from dynaquant.store.container import CheckpointFile, Parent, is_missing
 from dynaquant.store.reading import Tensors, load_tensors
 
 _MOST_OPEN = 64
@@ -77,20 +77,26 @@ def parent_of(file: CheckpointFile, path_of: PathOf) -> CheckpointFile | None:
     return found
 
 
-def chain_of(file: CheckpointFile, path_of: PathOf) -> list[CheckpointFile]:
+def chain_of(file: CheckpointFile, path_of: PathOf, decoded: CheckpointFile | None = None) -> list[CheckpointFile]:
     """Return the file, its parent, the parent's parent, …, up to the keyframe.
 
-    Raises CheckpointError for a broken chain, RunChangedError if the writer has changed the chain meanwhile.
+    decoded: a checkpoint whose tensors the caller has. If the chain leads to it, the chain ends there: it is the last
+    of the list, and may have been deleted since. Raises CheckpointError for a broken chain, RunChangedError if the
+    writer has changed the chain meanwhile.
     """
     chain = [file]
     with detect_run_changes(chain):
         for identity in file.header.frozen:
             frozen_files.open_frozen(file, identity)
-        while (parent := parent_of(chain[-1], path_of)) is not None:
+        while True:
+            above = chain[-1].header.parent
+            if decoded is not None and above == Parent(decoded.header.step, decoded.header.identity):
+                return [*chain, decoded]
+            if (parent := parent_of(chain[-1], path_of)) is None:
+                return chain
             if len(chain) >= _MOST_OPEN:
                 parent.close()
             chain.append(parent)
-    return chain
 
 
 def load_all(chain: list[CheckpointFile]) -> Tensors:

@@ -64,23 +64,33 @@ def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[
     return needed
 
 
-def load_tensors(chain: list[CheckpointFile], names: Collection[str], all_: bool = False) -> Tensors:
+def load_tensors(
+    chain: list[CheckpointFile],
+    names: Collection[str],
+    all_: bool = False,
+    decoded: Mapping[str, StoredTensor] | None = None,
+) -> Tensors:
     """Decode tensors of the first file of a chain, and of its ancestors as far as needed.
 
     Returns them in the order of ``names``. all_: also check ancestors against their hashes, to find the damaged file.
+    decoded: tensors of the last file of the chain, decoded and checked before. That file is not read then.
     """
-    needed = needed_entries(chain, names)
-    tensors: Tensors = {}
-    for i, (file, entries) in reversed(list(enumerate(zip(chain, needed, strict=False)))):
+    known = decoded or {}
+    files = chain if decoded is None else chain[:-1]
+    needed = needed_entries(files, names)
+    tensors = dict(known)
+    for i, (file, entries) in reversed(list(enumerate(zip(files, needed, strict=False)))):
         parents, tensors = tensors, {}
         for entry in entries:
             tensors[entry.name] = decode_entry(file, entry, parents.get(entry.name), tensors)
             if isinstance(entry.scheme, Reference):
                 check_reference(file, entry, chain[i + 1])
         for entry in entries if i == 0 or all_ else []:
+            if tensors[entry.name] is known.get(entry.name):
+                continue  # unchanged since it was checked
             if decoded_hash(file, entry, tensors[entry.name]) != entry.hash:
                 if not all_:
-                    load_tensors(chain, names, all_=True)
+                    load_tensors(chain, names, all_=True, decoded=decoded)
                 raise CheckpointError(
                     f"{file.path}: tensor {entry.name} does not decode to the values that were stored"
                 )

@@ -125,9 +125,9 @@ class Run:
         """Open the parent of a delta (``chain.parent_of``). Returns None for a keyframe."""
         return parent_of(file, self.path)
 
-    def chain(self, file: CheckpointFile) -> list[CheckpointFile]:
+    def chain(self, file: CheckpointFile, decoded: CheckpointFile | None = None) -> list[CheckpointFile]:
         """Open the files that a checkpoint is decoded from, itself first (``chain.chain_of``)."""
-        return chain_of(file, self.path)
+        return chain_of(file, self.path, decoded)
 
     def load(self, file: CheckpointFile) -> Tensors:
         """Decode the tensors of a checkpoint and check each against its hash (``chain.load_all``)."""

@@ -1,0 +1,111 @@
+"""``dynaquant watch``."""
+
+# ruff: noqa: PLC0415
+# Commands import what they need when they run, so that --help does not load PyTorch, which takes seconds.
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+
+from dynaquant.cli import output
+from dynaquant.cli.arguments import AsJson, RunFolder, run_of
+from dynaquant.errors import CheckpointError, DynaquantError
+from dynaquant.formatting import NONE, duration, in_bytes, in_seconds, percent, plural, times
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dynaquant.report.watched import Seen, WatchedRun
+    from dynaquant.save.record import Record
+
+_EVERY = 1.0
+"""Seconds between two looks at the folder."""
+_OTHER_LINES = 7
+"""Lines of the terminal that are not rows of the table."""
+_ROWS = 20
+"""Rows without a terminal."""
+
+
+def watch(
+    folder: RunFolder,
+    once: Annotated[bool, typer.Option("--once", help="Print the table once and end, for scripts.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Follow a run in the terminal: its last checkpoints as they are saved, totals, time since the last.
+
+    Ctrl-C ends it. RUN need not exist yet. With --once, or --json, what is there is printed once.
+    """
+    from dynaquant.report.watched import WatchedRun
+
+    watched = WatchedRun(folder)
+    if once or as_json:
+        run_of(folder)  # raises the error if there is no run
+        if as_json:
+            output.print_json([seen.to_json() for seen in watched.look()[0]])
+        else:
+            _print(shown_of(watched, folder, _ROWS, time.time()))
+        return
+    if not sys.stdout.isatty():
+        raise DynaquantError("watch follows a run in a terminal, and the output is none; for a script, give --once")
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; give the folder that a Checkpointer writes to")
+    console = Console(highlight=False, markup=False)
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            rows = max(1, console.height - _OTHER_LINES)
+            live.update(Group(*shown_of(watched, folder, rows, time.time())), refresh=True)
+            time.sleep(_EVERY)
+
+
+def _print(parts: list[Any]) -> None:
+    for part in parts:
+        output.print_(part)
+
+
+def shown_of(watched: WatchedRun, folder: Path, rows: int, now: float) -> list[Any]:
+    """Return what is shown: a table of the last checkpoints, and lines of text. now: in seconds since 1970."""
+    from dynaquant.save.record import Size
+
+    seen, broken = watched.look()
+    if not seen:
+        return [f"{folder}: waiting for the first checkpoint", *_problems(broken)]
+    whole = sum((each.record.total for each in seen), Size())
+    last = max(each.committed for each in seen)
+    return [
+        _table(seen[-rows:], now),
+        f"{plural(len(seen), 'checkpoint')}: {output.reduction(whole)}; the last {duration(now - last)} ago",
+        *_problems(broken),
+    ]
+
+
+def _table(seen: list[Seen], now: float) -> Table:
+    table = output.table("step", "age", "kind", "size", "ratio", "quality", "seconds", "tags")
+    for each in seen:
+        record = each.record
+        output.add(
+            table,
+            str(record.step),
+            duration(now - each.committed),
+            "keyframe" if record.parent is None else f"delta of {record.parent}",
+            in_bytes(record.total.stored),
+            times(record.ratio, 1),
+            percent(record.quality.degradation, sign=True) if record.quality else _not_measured(record),
+            in_seconds(sum(record.seconds.values())),
+            ", ".join(each.tags),
+        )
+    return table
+
+
+def _not_measured(record: Record) -> str:
+    return "exact" if record.configuration is None else NONE
+
+
+def _problems(broken: list[CheckpointError]) -> list[str]:
+    return [f"{plural(len(broken), 'file')} cannot be read: {broken[0]}"] if broken else []

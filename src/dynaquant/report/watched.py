@@ -1,0 +1,58 @@
+"""The checkpoints of a run as they appear, while a training writes to it. Reads each file's header once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynaquant.errors import CheckpointError
+from dynaquant.save.record import Record, record_of
+from dynaquant.store.container import CheckpointFile, FileVersion, file_version
+from dynaquant.store.run import Run
+from dynaquant.store.tags import tags_of
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A checkpoint of a run. committed: when its file was written, in seconds since 1970. tags: its names."""
+
+    record: Record
+    committed: float
+    tags: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON values."""
+        return {**self.record.to_json(), "committed": self.committed, "tags": list(self.tags)}
+
+
+class WatchedRun:
+    """A run that is looked at again and again. The folder need not exist yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self._run = Run(folder)
+        self._records: dict[FileVersion, Record] = {}
+
+    def look(self) -> tuple[list[Seen], list[CheckpointError]]:
+        """Return the checkpoints, oldest commit first, and the errors of files that cannot be read."""
+        summaries, broken = self._run.summaries()
+        tags = tags_of(self._run)
+        found: list[Seen] = []
+        records: dict[FileVersion, Record] = {}
+        for summary in summaries:
+            path = self._run.path(summary.step)
+            try:
+                status = path.stat()
+                version = file_version(status)
+                record = self._records.get(version) or record_of(CheckpointFile(path))
+            except FileNotFoundError:  # the training has deleted it since it was listed
+                continue
+            except CheckpointError as error:
+                if path.exists():
+                    broken.append(error)
+                continue
+            records[version] = record
+            own = tuple(t.name for t in tags if (t.step, t.identity) == (record.step, record.identity))
+            found.append(Seen(record, status.st_mtime, own))
+        self._records = records
+        return found, broken

@@ -1,0 +1,97 @@
+"""Compares the weights of a checkpoint with a model, without the training that made them: what can be loaded where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from dynaquant.errors import CheckpointError, StateError
+from dynaquant.state.sharding import is_sharded
+from dynaquant.state.tree import state_dict_in
+from dynaquant.state.wrappers import bare, state_dict
+from dynaquant.store.container import CheckpointFile
+from dynaquant.training.hash_cache import HashCache
+
+Models = nn.Module | Mapping[str, nn.Module]
+"""A model, which may be wrapped, or several by name."""
+
+Targets = dict[tuple[str, int], Tensor]
+"""Tensors of a model to be filled, by stored name and address. Tied tensors are in it once."""
+
+
+def stored_names(file: CheckpointFile) -> dict[str, str]:
+    """Return the stored name of each tensor of the model's state dict.
+
+    Raises CheckpointError unless the checkpoint holds exactly one state dict of a model.
+    """
+    try:
+        found = state_dict_in(file.header.tree)
+    except StateError as error:
+        raise CheckpointError(f"{file.path}: {error}") from None
+    known = file.header.by_name
+    if missing := [name for name in found.values() if name not in known or known[name].omitted]:
+        raise CheckpointError(
+            f"{file.path}: the stored tree of the state names {missing[0]}, but there is no such tensor"
+        )
+    return found
+
+
+def tensors_of(model: Models) -> dict[str, Any]:
+    """Return the model's own tensors by their names in the bare model, or models."""
+    if isinstance(model, nn.Module):
+        return dict(state_dict(bare(model), keep_vars=True))
+    return {f"{key}.{name}": tensor for key, each in model.items() for name, tensor in tensors_of(each).items()}
+
+
+def targets_in(
+    own: Mapping[str, Any], file: CheckpointFile, strict: bool, hashes: HashCache
+) -> tuple[Targets, list[str]]:
+    """Return the tensors of a model that a checkpoint can fill, and what does not fit.
+
+    own: ``tensors_of`` the model. hashes: of tensors that the checkpoint does not store (role ``"omit"``).
+
+    Raises StateError, with a list of differences, if something does not fit; unless ``strict``, only if nothing fits.
+    """
+    names = stored_names(file)
+    wrong = {name: what for name in own if name not in names and (what := _missing(file, name, own[name], hashes))}
+    wrong |= {name: f"{name} is in the checkpoint, but not in the model" for name in names if name not in own}
+    for name in own.keys() & names.keys():
+        shape = file.header.by_name[names[name]].shape
+        if not isinstance(own[name], Tensor):
+            wrong[name] = f"{name} of the model is a {type(own[name]).__name__}, not a tensor"
+        elif is_sharded(own[name]):
+            wrong[name] = (
+                f"{name} of the model is divided among ranks (a DTensor): restore it with a Checkpointer on all ranks, "
+                "or load into a model that is not sharded"
+            )
+        elif own[name].is_nested:
+            wrong[name] = f"{name} of the model is a nested tensor, which cannot be stored"
+        elif own[name].is_meta:
+            wrong[name] = f"{name} of the model is on the meta device; give it memory with model.to_empty(device=…)"
+        elif own[name].shape != shape:
+            wrong[name] = f"{name} is {list(shape)} in the checkpoint and {list(own[name].shape)} in the model"
+    problems = sorted(wrong.values())
+    fitting = {name: target for name, target in own.items() if name in names and name not in wrong}
+    if problems and (strict or not fitting):
+        shown = "\n  ".join(problems[:10] + ([f"… and {len(problems) - 10} more"] if problems[10:] else []))
+        raise StateError(f"{file.path} does not fit the model:\n  {shown}\nNothing was changed.")
+    return {(names[name], target.data_ptr()): target for name, target in fitting.items()}, problems
+
+
+def expanded_error(name: str) -> StateError:
+    """Return the error for a tensor that cannot take the stored values."""
+    return StateError(
+        f"{name} has elements that share memory (expand) and need different values: build it with clone()"
+    )
+
+
+def _missing(file: CheckpointFile, name: str, own: Any, hashes: HashCache) -> str | None:
+    """Return the problem with a model's tensor whose values are not stored; None if its hash equals the stored one."""
+    entry = file.header.by_name.get(f"model.{name}")
+    if entry is None or not entry.omitted:
+        return f"{name} is not in the checkpoint"
+    if isinstance(own, Tensor) and not own.is_meta and hashes.of(name, own) == entry.hash:
+        return None
+    return f"{name} is not stored (role 'omit'), and its values in the model differ; load the same base model first"
