@@ -88,6 +88,13 @@ def loads_into(folder: Path, _out: Path) -> None:
     step_in(filled.state_dict())
 
 
+def follows(folder: Path, _out: Path) -> None:
+    filled = model()
+    step = next(dq.follow(folder, filled, timeout=0))
+    if (found := step_in(filled.state_dict())) not in (0, step):
+        raise ValueError(f"step {step} has the weights of step {found}")
+
+
 def calls(*arguments: object) -> str:
     """Return the output of a command. Raises RuntimeError if it fails."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
@@ -105,6 +112,7 @@ READERS: dict[str, Callable[[Path, Path], object]] = {
     "dq.load": loads,
     "dq.load(keys=…)": loads_some,
     "dq.load_into": loads_into,
+    "dq.follow": follows,
     "export": exports,
     "verify": lambda folder, _out: calls("verify", folder),
     "report": lambda folder, out: calls("report", folder, "-o", out / "report.html", "--force"),

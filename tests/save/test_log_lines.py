@@ -1,0 +1,111 @@
+"""What a save writes to the log: one line once it is committed, and some while a search takes long."""
+
+import logging
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from launched import launch
+from small_runs import loss_of, training_of
+from training import train
+
+import dynaquant as dq
+from dynaquant.search import progress
+from dynaquant.store.run import Run
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def lines(caplog, begins: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith(begins)]
+
+
+def test_each_save_logs_one_line_from_the_writing_thread_once_it_is_committed(tmp_path, caplog):
+    model, optimizer = training_of()
+    there = []
+
+    class Seen(logging.Handler):
+        def emit(self, record):
+            if record.getMessage().startswith("saved step"):
+                there.append((Run(tmp_path).steps()[-1], threading.current_thread().name, record.levelname))
+
+    logger, handler = logging.getLogger("dynaquant"), Seen()
+    logger.addHandler(handler)
+    try:
+        with caplog.at_level(logging.INFO, "dynaquant"), dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+            for step in (10, 20):
+                train(model, optimizer)
+                ckpt.save(step)
+            records = ckpt.records()
+    finally:
+        logger.removeHandler(handler)
+    assert there == [(10, "dynaquant", "INFO"), (20, "dynaquant", "INFO")]
+    first, second = lines(caplog, "saved step")
+    size = records[0].total.stored / 1000
+    assert first.startswith(f"saved step 10: {size:.2f} kB ({records[0].ratio:.1f}× smaller), keyframe, quality not")
+    assert "delta of step 10" in second
+    assert re.search(r"; training waited [\d.]+ s, writing took [\d.]+ s$", second)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"quality": "lossless"}, "weights exact"), ({"evaluate": loss_of}, "degradation [+-]0")],
+    ids=["lossless", "metric"],
+)
+def test_the_line_tells_what_was_lost(tmp_path, caplog, options, said):
+    model, optimizer = training_of()
+    with caplog.at_level(logging.INFO, "dynaquant"), dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
+        record = ckpt.save(1).result()
+    (line,) = lines(caplog, "saved step 1:")
+    assert re.search(said, line)
+    if record.quality is not None:
+        assert f"{record.quality.degradation:+.2%}" in line
+
+
+def test_a_write_that_fails_logs_no_line(tmp_path, caplog):
+    model, optimizer = training_of()
+    with caplog.at_level(logging.INFO, "dynaquant"):
+        ckpt = dq.Checkpointer(tmp_path / "run", model, optimizer)
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+        with pytest.raises(dq.CheckpointError):
+            ckpt.save(1).result()
+        with pytest.raises(dq.CheckpointError):
+            ckpt.close()
+    assert lines(caplog, "saved") == []
+
+
+@pytest.mark.parametrize("layout", ["plain", "fsdp"])
+def test_of_several_ranks_one_logs_the_line(tmp_path, layout):
+    status, output = launch(SUPPORT / "logging_ranks.py", 2, 150, tmp_path, layout)
+    assert status == 0, output
+    assert re.findall(r"^(\w+): saved step (\d):", output, re.MULTILINE) == [("dynaquant", "1"), ("dynaquant", "2")]
+    assert Run(tmp_path / "run").newest().header.parts is not None  # both ranks have written
+
+
+def test_a_long_search_says_that_it_goes_on(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(progress, "FIRST", 0.0)
+    model, optimizer = training_of()
+    calls = []
+
+    def evaluate(model) -> float:
+        calls.append(model)
+        return loss_of(model)
+
+    with (
+        caplog.at_level(logging.INFO, "dynaquant"),
+        dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as c,
+    ):
+        record = c.save(1).result()
+    said = lines(caplog, "still searching")
+    assert said[0] == "still searching after 0 s: 1 candidate scored"
+    assert 1 <= len(said) <= len(record.trials)
+
+
+def test_a_short_search_is_silent(tmp_path, caplog):
+    model, optimizer = training_of()
+    torch.manual_seed(0)
+    with caplog.at_level(logging.DEBUG, "dynaquant"), dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        ckpt.save(1).result()
+    assert lines(caplog, "still") == []
