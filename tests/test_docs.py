@@ -2,6 +2,7 @@
 
 import ast
 import glob
+import importlib.util
 import os
 import re
 import shlex
@@ -16,6 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 from dynaquant.cli import app
+from dynaquant.save.record import record_of
+from dynaquant.store.run import Run
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -77,6 +80,48 @@ def test_the_guides_training_loop_goes_on_after_a_kill(guide, tmp_path):
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert re.search(r"starting at step [2345]00\n", again.stderr)
     assert [line.split()[0] for line in again.stdout.splitlines()] == ["300", "400", "500"]
+
+
+SAVES = """
+import torch
+
+import dynaquant as dq
+
+model = torch.nn.Linear(9, 9)
+with dq.Checkpointer("runs/recipe", model, evaluate=lambda model: float(model.weight.norm()), log_to={}) as ckpt:
+    for step in (100, 200):
+        ckpt.save(step)
+"""
+RECIPES = {
+    "to_wandb.py": (
+        "wandb",
+        SAVES.format("to_wandb")
+        + "print(run.summary['checkpoint/step'], run.summary['checkpoint/ratio'])\nrun.finish()\n",
+    ),
+    "to_mlflow.py": (
+        "mlflow",
+        SAVES.format("ToMLflow()")
+        + "for metric in mlflow.MlflowClient().get_metric_history(run.info.run_id, 'dynaquant/ratio'):\n"
+        "    print(metric.step, metric.value)\n",
+    ),
+}
+"""What is added to a block of the guide that makes ``log_to``: the package it needs, two saves, and what it has got."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_guides_recipes_for_log_to_reach_the_tracker(guide, tmp_path, name):
+    package, rest = RECIPES[name]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    code = next(text for language, text in blocks(guide) if text.startswith(f"# {name}"))
+    (tmp_path / name).write_text(code + rest)
+    environment = os.environ | {"WANDB_MODE": "offline"}
+    printed = subprocess.run(
+        [sys.executable, name], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    step, ratio = printed.split()[-2:]
+    assert int(step) == 200
+    assert float(ratio) == pytest.approx(record_of(Run(tmp_path / "runs/recipe").file(200)).ratio)
 
 
 @pytest.mark.parametrize("page", PAGES)

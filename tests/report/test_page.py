@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import dynaquant as dq
 from dynaquant.cli import app
-from dynaquant.formatting import dollars, in_bytes, in_seconds, percent, plural, times
+from dynaquant.formatting import dollars, duration, in_bytes, in_seconds, percent, plural, times
 from dynaquant.report.charts import LABEL, MOST_TENSORS, charts
 from dynaquant.report.page import page_of
 from dynaquant.report.statistics import Statistics
@@ -320,5 +320,6 @@ def test_numbers_are_formatted_for_people():
         "$1,234",
         "$1.0e-12",
     ]
+    assert [duration(s) for s in (-1, 59, 90, 4000, 86400 * 12)] == ["0 s", "59 s", "1.5 min", "1.1 h", "12 d"]
     assert [in_seconds(seconds) for seconds in (0, 0.01234, 5.94, 1234.5)] == ["0.0 s", "0.012 s", "5.9 s", "1,234.5 s"]
     assert [plural(count, "file") for count in (1, 2)] == ["1 file", "2 files"]
