@@ -252,9 +252,11 @@ rounded to bfloat16, are saved to a run. A second process follows the run with `
 - *`keep_last=4`* re-codes the oldest kept checkpoint as a keyframe at each save, in the background. So no new
   checkpoint is one, and a process that keeps up only ever reads deltas.
 - *commit to loaded* are seconds from the moment that the file gets its name until the model has the weights, the
-  median and the slowest. The follower looks every {POLL * 1e3:.0f} ms.
+  median and the slowest. Three runs and their followers share the cores with whatever else runs, so this is an
+  upper bound. The follower looks every {POLL * 1e3:.0f} ms.
 - The other rows encode and decode each tensor in memory, given the weights of the step before, and do nothing else:
-  no file, no header, no hash. *{CODER}* is what the lossless row uses, measured the same way.
+  no file, no header, no hash. *{CODER}* is what the lossless rows use, measured the same way. What these
+  take beyond it is hashing, syncing, reading back and comparing.
 - *XOR* is of the bit patterns. *Byte planes* are all low bytes, then all high bytes. The last row stores one bit for
   each weight, and the XOR of those that have changed.
 - What was decoded was compared with the weights, for each method but the default, which loses a little.

@@ -117,17 +117,18 @@ class Terminal:
         self.shown = self.shown[found.end() :]
 
     def interrupt(self) -> tuple[int, str]:
-        """Press Ctrl-C. Returns the exit code and what was printed after it."""
+        """Press Ctrl-C. Returns the exit code and what was printed since."""
         os.killpg(self.process.pid, signal.SIGINT)
-        code = self.process.wait(60)
-        after = ""
-        while select.select([self._end], [], [], 0.2)[0]:
-            try:
-                after += os.read(self._end, 65536).decode(errors="replace")
-            except OSError:  # the terminal is closed
-                break
+        deadline = time.monotonic() + 120
+        while self.process.poll() is None or select.select([self._end], [], [], 0.1)[0]:
+            assert time.monotonic() < deadline, self.shown
+            if select.select([self._end], [], [], 0.1)[0]:
+                try:
+                    self.shown += os.read(self._end, 65536).decode(errors="replace")
+                except OSError:  # the process has closed the terminal
+                    break
         os.close(self._end)
-        return code, self.shown + after
+        return self.process.wait(60), self.shown
 
 
 def test_the_table_grows_while_a_training_saves_and_ctrl_c_ends_it(tmp_path):
