@@ -29,12 +29,12 @@ API = {
 TYPES = [
     "checkpointer.Optimizers",
     "search.evaluation.Evaluate",
-    "save.presets.QualityName",
+    "saving.presets.QualityName",
     "quantize.knobs.Method",
     "quantize.knobs.Knobs",
-    "save.schedule.Every",
-    "save.log_to.LogTo",
-    "save.record.Size",
+    "saving.schedule.Every",
+    "saving.log_to.LogTo",
+    "saving.record.Size",
     "search.evaluation.Quality",
     "search.trials.Trial",
 ]

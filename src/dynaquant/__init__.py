@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from dynaquant.quantize.partition import Configuration
     from dynaquant.restore.load import load
     from dynaquant.restore.load_into import load_into
-    from dynaquant.save.movement import Moved
-    from dynaquant.save.record import Record
+    from dynaquant.saving.movement import Moved
+    from dynaquant.saving.record import Record
     from dynaquant.search.evaluation import LossOn, OnBatches
     from dynaquant.state.bound import Bound
 
@@ -44,9 +44,9 @@ else:
         "Configuration": "quantize.partition",
         "GridConfiguration": "quantize.grid",
         "LossOn": "search.evaluation",
-        "Moved": "save.movement",
+        "Moved": "saving.movement",
         "OnBatches": "search.evaluation",
-        "Record": "save.record",
+        "Record": "saving.record",
         "load": "restore.load",
         "load_into": "restore.load_into",
     }

@@ -1,6 +1,6 @@
 """``Checkpointer``, the class that a training loop uses.
 
-Its methods check that a call is allowed and its arguments are valid. The work is in ``save/`` and ``restore/``.
+Its methods check that a call is allowed and its arguments are valid. The work is in ``saving/`` and ``restore/``.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch import nn
 from dynaquant.errors import CheckpointError
 from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.restore.restorer import Restorer
-from dynaquant.save.allowance import Allowance
-from dynaquant.save.background import check_process
-from dynaquant.save.commit_stage import CommitStage
-from dynaquant.save.compressor import Compressor
-from dynaquant.save.division import check_arguments, check_sharded_before, holds_shards, replicas_of
-from dynaquant.save.log_to import LogTo, logger_of
-from dynaquant.save.movement import Moved, Movement
-from dynaquant.save.presets import QualityName
-from dynaquant.save.rank_zero import hold_for_writing
-from dynaquant.save.record import Record, record_of
-from dynaquant.save.saver import Saver
-from dynaquant.save.schedule import Every, Schedule
-from dynaquant.save.sharded_commit import ShardedCommitStage
-from dynaquant.save.turn import Turn
+from dynaquant.saving.allowance import Allowance
+from dynaquant.saving.background import check_process
+from dynaquant.saving.commit_stage import CommitStage
+from dynaquant.saving.compressor import Compressor
+from dynaquant.saving.division import check_arguments, check_sharded_before, holds_shards, replicas_of
+from dynaquant.saving.log_to import LogTo, logger_of
+from dynaquant.saving.movement import Moved, Movement
+from dynaquant.saving.presets import QualityName
+from dynaquant.saving.rank_zero import hold_for_writing
+from dynaquant.saving.record import Record, record_of
+from dynaquant.saving.saver import Saver
+from dynaquant.saving.schedule import Every, Schedule
+from dynaquant.saving.sharded_commit import ShardedCommitStage
+from dynaquant.saving.turn import Turn
 from dynaquant.search.evaluation import Evaluate, of_several
 from dynaquant.state.bound import Bound
 from dynaquant.state.flatten import flatten

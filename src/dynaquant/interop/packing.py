@@ -20,9 +20,9 @@ from dynaquant.interop.model_file import ModelFile
 from dynaquant.quantize.grid import GridConfiguration, quantize
 from dynaquant.quantize.grid_weights import GridWeights, effective_fisher, grid_weights
 from dynaquant.quantize.moments import quantize_moments
-from dynaquant.save.allowance import Allowance
-from dynaquant.save.presets import PRESETS, QualityName
-from dynaquant.save.record import Record, json_of, record_of
+from dynaquant.saving.allowance import Allowance
+from dynaquant.saving.presets import PRESETS, QualityName
+from dynaquant.saving.record import Record, json_of, record_of
 from dynaquant.search.decision import Decision
 from dynaquant.search.evaluation import Evaluate, score
 from dynaquant.search.history import History

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from dynaquant.quantize.grid import GridConfiguration
-from dynaquant.save.record import Record
+from dynaquant.saving.record import Record
 
 
 class ScalarWriter(Protocol):
