@@ -23,10 +23,12 @@ __all__ = [
     "StateError",
     "load",
     "load_into",
+    "save",
 ]
 
 if TYPE_CHECKING:
     from dynaquant.checkpointer import Checkpointer
+    from dynaquant.interop.saving import save
     from dynaquant.quantize.grid import GridConfiguration
     from dynaquant.quantize.partition import Configuration
     from dynaquant.restore.load import load
@@ -49,6 +51,7 @@ else:
         "Record": "saving.record",
         "load": "restore.load",
         "load_into": "restore.load_into",
+        "save": "interop.saving",
     }
 
     def __getattr__(name):
