@@ -76,7 +76,7 @@ class _Flattener:
     def _tensor(self, tensor: Tensor, path: str) -> Any:
         problem = _tensor_problem(tensor)
         if problem:
-            raise StateError(f"{path}: {problem}")
+            raise StateError(f"{path or 'the state'}: {problem}")
         kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
         plain = tensor.detach() if is_sharded(tensor) else tensor.detach().resolve_conj().resolve_neg()
         node: dict[str, Any] = {kind: self._name(plain, path)}
@@ -113,7 +113,7 @@ class _Flattener:
 
 
 def _node_of_plain_value(value: Any, path: str) -> Any:
-    kind = type(value)
+    kind, path = type(value), path or "the state"
     if kind is int:
         raise StateError(f"{path}: an integer of {value.bit_length()} bits is too large to store")
     if kind is complex:
@@ -132,6 +132,11 @@ def _node_of_plain_value(value: Any, path: str) -> Any:
             "extra, in an object whose state_dict() gives plain tensors and whose load_state_dict() takes them"
         )
         raise StateError(f"{path}: {problem}")
+    if callable(getattr(value, "state_dict", None)):
+        raise StateError(
+            f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be stored inside another object; save its "
+            "state_dict(), or make it an extra of its own"
+        )
     raise StateError(
         f"{path}: a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; "
         "make it a tensor, a plain value, or an object with state_dict() and load_state_dict()"

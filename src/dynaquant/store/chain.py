@@ -87,6 +87,8 @@ def parent_of(file: CheckpointFile, path_of: PathOf, given: Sequence[CheckpointF
 
 def _parent_beside(file: CheckpointFile, identity: str, reference: str) -> CheckpointFile:
     """Return the parent of a single file, which names it by a path from its own folder."""
+    if not reference:
+        raise CheckpointError(f"{file.path}: its parent ({identity[:8]}…) has no path; give it as parent=")
     path = Path(os.path.normpath(file.path.parent / reference))
     what = f"{file.path}: its parent {path} ({identity[:8]}…)"
     advice = "put it back there, or give it as parent="

@@ -42,7 +42,8 @@ _MAX_HEADER_EXPANSION = 16
 class Parent:
     """The checkpoint that a delta is conditioned on.
 
-    file: its path, relative to the delta's folder. None in a run, where the step names the file.
+    file: its path, relative to the delta's folder; empty if one of the two is in memory. None in a run, where the step
+    names the file.
     """
 
     step: int
@@ -61,14 +62,17 @@ class Parent:
     @property
     def is_valid(self) -> bool:
         """Whether all values are of the right type and in range."""
-        return is_step(self.step) and type(self.identity) is str and (self.file is None or is_reference(self.file))
+        return (
+            is_step(self.step) and type(self.identity) is str and (self.file in (None, "") or is_reference(self.file))
+        )
 
 
 @dataclass(frozen=True)
 class Summary:
     """A header without its large parts, enough to find a checkpoint and its parent in a run.
 
-    frozen: identities of the files of frozen parameters that it needs. parts: name of the folder of its parts.
+    frozen: identities of the files of frozen parameters that it needs. parts: name of the folder of its parts. metric:
+    of the weights as stored, if it was evaluated.
     """
 
     step: int
@@ -77,6 +81,7 @@ class Summary:
     parent: Parent | None
     frozen: frozenset[str] = frozenset()
     parts: str | None = None
+    metric: float | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,13 @@ class Header:
     def summary(self) -> Summary:
         """Returns the header without its large parts."""
         folder = self.parts.folder if self.parts else None
-        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen, folder)
+        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen, folder, self._metric)
+
+    @property
+    def _metric(self) -> float | None:
+        quality = self.record.get("quality")
+        value = quality.get("restored") if isinstance(quality, dict) else None
+        return value if isinstance(value, float) else None
 
     @property
     def frozen(self) -> frozenset[str]:

@@ -52,7 +52,7 @@ def as_parent(parent: CheckpointFile, out: Path | None) -> Parent:
     """
     header = parent.header
     if out is None or parent.in_memory:
-        return Parent(header.step, header.identity)
+        return Parent(header.step, header.identity, "")
     reference = os.path.relpath(parent.path.resolve(), out.resolve().parent)
     if not is_reference(reference):
         raise CheckpointError(f"{parent.path}: a delta cannot name this path; give the parent a printable name")
