@@ -19,7 +19,7 @@ from pygments.util import ClassNotFound
 
 API = {
     "A training": ["Checkpointer", "LossOn", "OnBatches", "Moved"],
-    "What is stored": ["Bound", "load", "load_into"],
+    "What is stored": ["Bound", "save", "load", "load_into"],
     "What a save reports": ["Record"],
     "Configurations": ["GridConfiguration", "Configuration"],
     "Errors": ["DynaquantError", "CheckpointError", "StateError", "EvaluateError"],
@@ -37,6 +37,9 @@ TYPES = [
     "saving.record.Size",
     "search.evaluation.Quality",
     "search.trials.Trial",
+    "interop.packing.Metric",
+    "restore.stored_checkpoint.PathOrFile",
+    "restore.stored_checkpoint.Parents",
 ]
 """Types that the public names' signatures refer to."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dynaquant import _native
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.interop.packing import Metric, Packer
@@ -76,9 +77,11 @@ def save(
         entries=(),
         record=checkpoint.record,
     )
+    tensors = dict(checkpoint.tensors)  # quantizes each once; else once to write and once to verify
+    threads = _native.threads()
     if out is not None:
-        return record_of(write_file(out, draft, checkpoint.tensors, checkpoint.labels, base))
-    written = write_in_memory(draft, checkpoint.tensors, checkpoint.labels, base)
+        return record_of(write_file(out, draft, tensors, checkpoint.labels, base, threads))
+    written = write_in_memory(draft, tensors, checkpoint.labels, base, threads)
     path.write(written.read_all())  # type: ignore[union-attr]
     return record_of(written)
 

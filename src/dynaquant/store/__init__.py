@@ -15,6 +15,7 @@ The files, in reading order:
 - ``reading.py``: decodes tensors from a file and its parents
 - ``chain.py``: opens a checkpoint and its parents, and retries if the writer changes the run meanwhile
 - ``regions.py``: reads boxes of tensors, whether a checkpoint is one file or sharded
+- ``in_order.py``: several tensors at a time, in their order
 - ``writing.py``: encodes a checkpoint to a file, and verifies the file
 - ``single_file.py``: writes a checkpoint file outside of runs
 - ``sharded_writing.py``: writes the parts of a sharded checkpoint

@@ -20,28 +20,38 @@ FIRST_SEQUENCE = 1
 
 
 def write_file(
-    out: Path, draft: Header, tensors: Mapping[str, StoredTensor], labels: Mapping[str, Label], base: Base | None
+    out: Path,
+    draft: Header,
+    tensors: Mapping[str, StoredTensor],
+    labels: Mapping[str, Label],
+    base: Base | None,
+    threads: int = 1,
 ) -> CheckpointFile:
     """Write a checkpoint to a path, atomically: it is read back and verified before it has its name.
 
-    draft: its header, whose entries are filled in. Raises CheckpointError if ``out`` cannot be a file, OSError if it
-    cannot be written.
+    draft: its header, whose entries are filled in. threads: how many tensors are encoded or decoded at a time.
+
+    Raises CheckpointError if ``out`` cannot be a file, OSError if it cannot be written.
     """
     with atomic_file(out) as file:
-        write_checkpoint(file, draft, tensors, labels, base, "conditional")
+        write_checkpoint(file, draft, tensors, labels, base, "conditional", threads=threads)
         written = CheckpointFile(Path(file.name))
-        verify_written(written, tensors, base)
+        verify_written(written, tensors, base, threads)
     return written.renamed(out)
 
 
 def write_in_memory(
-    draft: Header, tensors: Mapping[str, StoredTensor], labels: Mapping[str, Label], base: Base | None
+    draft: Header,
+    tensors: Mapping[str, StoredTensor],
+    labels: Mapping[str, Label],
+    base: Base | None,
+    threads: int = 1,
 ) -> CheckpointFile:
     """Write a checkpoint to memory and verify it. ``read_all`` of the result returns its bytes."""
     out = io.BytesIO()
-    write_checkpoint(out, draft, tensors, labels, base, "conditional")
+    write_checkpoint(out, draft, tensors, labels, base, "conditional", threads=threads)
     written = CheckpointFile(Path("the file in memory"), out.getvalue())
-    verify_written(written, tensors, base)
+    verify_written(written, tensors, base, threads)
     return written
 
 
