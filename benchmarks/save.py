@@ -1,6 +1,6 @@
 """Compare saving a whole Adam state to one file: ``torch.save``, safetensors, and ``dq.save`` with each quality.
 
-    python benchmarks/save.py [--values 70000000] [--rounds 7] [--out docs/results/save.json]
+    python benchmarks/save.py [--values 70000000] [--rounds 7] [--threads 2] [--out docs/results/save.json]
 
 The methods take turns. The state is synthetic (``synthetic.py``): weights and both moments of Adam in float32, in the
 shapes of a transformer, 280 MB by default.
@@ -137,17 +137,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--values", type=int, default=70_000_000, help="weights and moments together")
     parser.add_argument("--rounds", type=int, default=7, help="turns of every method that count")
+    parser.add_argument("--threads", type=int, default=2, help="cores and threads of every method")
     parser.add_argument("--scratch", type=Path, default=Path("build/benchmarks"), help="folder of the files")
     parser.add_argument("--out", type=Path, default=Path("docs/results/save.json"), help="JSON; a .md goes beside it")
     arguments = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
+    torch.set_num_threads(arguments.threads)
     for folder in (arguments.scratch, arguments.out.parent):
         folder.mkdir(parents=True, exist_ok=True)
     rows, raw = measured(arguments.values, arguments.rounds, arguments.scratch)
     shown, described = table(rows, raw), machine("torch", "safetensors")
     show(shown, width=110)
-    results = {"machine": described, "raw": raw, "rows": [asdict(row) for row in rows]}
+    results = {"machine": described, "threads": arguments.threads, "raw": raw, "rows": [asdict(row) for row in rows]}
     arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    command = f".venv/bin/python benchmarks/save.py --values {arguments.values} --rounds {arguments.rounds}"
+    options = f"--values {arguments.values} --rounds {arguments.rounds} --threads {arguments.threads}"
+    command = f".venv/bin/python benchmarks/save.py {options}"
     arguments.out.with_suffix(".md").write_text(page(shown, described, command))
 
 
