@@ -29,8 +29,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dynaquant.coding.schemes import Reference
 from dynaquant.quantize.moments import quantize_moments
-from dynaquant.save.division import Division, divide
-from dynaquant.save.sharded_commit import ShardedCheckpoint
+from dynaquant.saving.division import Division, divide
+from dynaquant.saving.sharded_commit import ShardedCheckpoint
 from dynaquant.state.roles import Label
 from dynaquant.state.sharding import shard_of
 from dynaquant.state.tree import state_dict_tree

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dynaquant.cli import app
-from dynaquant.save.record import record_of
+from dynaquant.saving.record import record_of
 from dynaquant.store.run import Run
 
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ from typing import Any
 from sharding.gpt import Training
 from sharding.launching import launch, random_kills
 
-from dynaquant.save.record import record_of
+from dynaquant.saving.record import record_of
 from dynaquant.store.run import Run
 
 LAYOUTS = (4, 2, 1)

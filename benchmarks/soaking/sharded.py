@@ -28,8 +28,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import dynaquant as dq
-from dynaquant.save import sharded_commit
-from dynaquant.save.commit_stage import CommitStage
+from dynaquant.saving import sharded_commit
+from dynaquant.saving.commit_stage import CommitStage
 from dynaquant.store.run import Run
 from dynaquant.store.verifying import verify_run
 

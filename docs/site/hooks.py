@@ -19,7 +19,7 @@ from pygments.util import ClassNotFound
 
 API = {
     "A training": ["Checkpointer", "LossOn", "OnBatches", "Moved"],
-    "What is stored": ["Bound", "load", "load_into", "follow"],
+    "What is stored": ["Bound", "save", "load", "load_into", "follow"],
     "What a save reports": ["Record"],
     "Configurations": ["GridConfiguration", "Configuration"],
     "Errors": ["DynaquantError", "CheckpointError", "StateError", "EvaluateError"],
@@ -29,14 +29,17 @@ API = {
 TYPES = [
     "checkpointer.Optimizers",
     "search.evaluation.Evaluate",
-    "save.presets.QualityName",
+    "saving.presets.QualityName",
     "quantize.knobs.Method",
     "quantize.knobs.Knobs",
-    "save.schedule.Every",
-    "save.log_to.LogTo",
-    "save.record.Size",
+    "saving.schedule.Every",
+    "saving.log_to.LogTo",
+    "saving.record.Size",
     "search.evaluation.Quality",
     "search.trials.Trial",
+    "interop.packing.Metric",
+    "restore.stored_checkpoint.PathOrFile",
+    "restore.stored_checkpoint.Parents",
     "restore.model_tensors.Models",
     "restore.follow.Follower",
 ]

@@ -24,17 +24,19 @@ __all__ = [
     "follow",
     "load",
     "load_into",
+    "save",
 ]
 
 if TYPE_CHECKING:
     from dynaquant.checkpointer import Checkpointer
+    from dynaquant.interop.saving import save
     from dynaquant.quantize.grid import GridConfiguration
     from dynaquant.quantize.partition import Configuration
     from dynaquant.restore.follow import follow
     from dynaquant.restore.load import load
     from dynaquant.restore.load_into import load_into
-    from dynaquant.save.movement import Moved
-    from dynaquant.save.record import Record
+    from dynaquant.saving.movement import Moved
+    from dynaquant.saving.record import Record
     from dynaquant.search.evaluation import LossOn, OnBatches
     from dynaquant.state.bound import Bound
 
@@ -46,12 +48,13 @@ else:
         "Configuration": "quantize.partition",
         "GridConfiguration": "quantize.grid",
         "LossOn": "search.evaluation",
-        "Moved": "save.movement",
+        "Moved": "saving.movement",
         "OnBatches": "search.evaluation",
-        "Record": "save.record",
+        "Record": "saving.record",
         "follow": "restore.follow",
         "load": "restore.load",
         "load_into": "restore.load_into",
+        "save": "interop.saving",
     }
 
     def __getattr__(name):

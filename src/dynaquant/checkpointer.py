@@ -1,12 +1,11 @@
 """``Checkpointer``, the class that a training loop uses.
 
-Its methods check that a call is allowed and its arguments are valid. The work is in ``save/`` and ``restore/``.
+Its methods check that a call is allowed and its arguments are valid. The work is in ``saving/`` and ``restore/``.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,30 +20,28 @@ from torch import nn
 from dynaquant.errors import CheckpointError
 from dynaquant.quantize.knobs import Knobs, Method
 from dynaquant.restore.restorer import Restorer
-from dynaquant.save.allowance import Allowance
-from dynaquant.save.background import check_process
-from dynaquant.save.commit_stage import CommitStage
-from dynaquant.save.compressor import Compressor
-from dynaquant.save.division import check_arguments, check_sharded_before, holds_shards, replicas_of
-from dynaquant.save.log_to import LogTo, logger_of
-from dynaquant.save.movement import Moved, Movement
-from dynaquant.save.presets import QualityName
-from dynaquant.save.rank_zero import hold_for_writing
-from dynaquant.save.record import Record, record_of
-from dynaquant.save.saver import Saver
-from dynaquant.save.schedule import Every, Schedule
-from dynaquant.save.sharded_commit import ShardedCommitStage
-from dynaquant.save.turn import Turn
+from dynaquant.saving.allowance import Allowance
+from dynaquant.saving.arguments import check_first_state, check_options, check_same_on_all_ranks, checked_step
+from dynaquant.saving.background import check_process
+from dynaquant.saving.commit_stage import CommitStage
+from dynaquant.saving.compressor import Compressor
+from dynaquant.saving.division import check_arguments, check_sharded_before, holds_shards, replicas_of
+from dynaquant.saving.log_to import LogTo, logger_of
+from dynaquant.saving.movement import Moved, Movement
+from dynaquant.saving.presets import QualityName
+from dynaquant.saving.rank_zero import hold_for_writing
+from dynaquant.saving.record import Record, record_of
+from dynaquant.saving.saver import Saver
+from dynaquant.saving.schedule import Every, Schedule
+from dynaquant.saving.sharded_commit import ShardedCommitStage
+from dynaquant.saving.turn import Turn
 from dynaquant.search.evaluation import Evaluate, of_several
 from dynaquant.state.bound import Bound
-from dynaquant.state.flatten import flatten
-from dynaquant.state.roles import labels
 from dynaquant.state.sharding import reshard
 from dynaquant.store.commit import WritableRun
-from dynaquant.store.container import is_step
 from dynaquant.store.retention import Retention
+from dynaquant.store.tags import set_tag
 from dynaquant.training import supported
-from dynaquant.training.collect import collect
 from dynaquant.training.moment_correction import MomentCorrections
 from dynaquant.training.objects import models_of, objects_of
 from dynaquant.training.ranks import Group
@@ -119,6 +116,8 @@ class Checkpointer:
       time to saves and failures together.
     - ``keep_last``: how many of the newest checkpoints to keep. By default, all are kept.
     - ``keep_every``: checkpoints whose step is a multiple of this are kept as well.
+    - ``keep_best``: how many checkpoints with the best metric, as their restored weights have it, are kept as well.
+      Needs ``evaluate``.
     - ``keyframe_every``: the largest number of checkpoints in a chain, including its keyframe.
     - ``log_to``: a function of the ``Record``, or a TensorBoard ``SummaryWriter`` (or another object with
       ``add_scalar``). It is called after every commit, in the writing thread, and may call ``records``. If it raises, a
@@ -160,23 +159,16 @@ class Checkpointer:
         mean_time_between_failures: float | None = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
+        keep_best: int | None = None,
         keyframe_every: int = 16,
         log_to: LogTo | None = None,
     ) -> None:
-        if keyframe_every < 1:
-            raise ValueError(f"keyframe_every must be at least 1, not {keyframe_every}")
+        check_options(evaluate, quality, exact, keep_best, keyframe_every)
         allowance = Allowance(quality, method, max_degradation, configuration, training_budget)
-        if exact not in (None, "latest"):
-            raise ValueError(
-                f'exact must be "latest" or None, not {exact!r}; to store all checkpoints exactly, use '
-                'quality="lossless"'
-            )
-        if evaluate is not None and not callable(evaluate):
-            raise TypeError(f"evaluate must be a function of the model, not {evaluate!r}")
         self._objects = objects_of(model, optimizer, extras or {})
         supported.check(self._objects)
         reshard(models_of(self._objects))
-        retention = Retention(keep_last, keep_every)
+        retention = Retention(keep_last, keep_every, keep_best, higher_is_better)
         roles = dict(roles or {})
         log_record = None if log_to is None else logger_of(log_to)
         self._group = Group()
@@ -211,8 +203,9 @@ class Checkpointer:
             undo.callback(self._compressor.close)
             self._end_first_step_check = supported.check_after_first_step(self._objects)
             undo.callback(self._end_first_step_check)
-            self._corrections = MomentCorrections(self._same_on_all_ranks(correct_moments))
-            self._check_state(roles)
+            check_same_on_all_ranks("correct_moments", correct_moments, self._group)
+            self._corrections = MomentCorrections(correct_moments)
+            check_first_state(self._objects, roles, self._compressor.vectors, self._group)
             learn_size = self._compressor.manager.learn_size
             stage = partial(ShardedCommitStage, group=Group()) if self._group.size > 1 else CommitStage
             self._writer = stage(
@@ -236,19 +229,6 @@ class Checkpointer:
                 self._corrections,
             )
             undo.pop_all()
-
-    def _same_on_all_ranks(self, correct_moments: bool) -> bool:
-        if any(other != correct_moments for other in self._group.all_gather(correct_moments)):
-            raise ValueError("correct_moments must agree on all ranks")
-        return correct_moments
-
-    def _check_state(self, roles: Mapping[str, str | Bound]) -> None:
-        """Find mistakes now, not at the first save. Patterns for the optimizer come later: it has no state yet."""
-        early = {pattern: role for pattern, role in roles.items() if not pattern.startswith("optimizer.")}
-        tensors = self._group.run_on_all_ranks(lambda: flatten(collect(self._objects))[1])
-        supported.check_replicas(tensors, self._group)
-        labels(tensors, self._objects, early, self._compressor.vectors)
-        supported.warn_of_unsaved(self._objects, tensors.values())
 
     @property
     def max_degradation(self) -> float:
@@ -344,11 +324,7 @@ class Checkpointer:
 
     def _save(self, step: int) -> Future[Record]:
         self._check_open()
-        if not hasattr(step, "__index__") or step < 0:
-            raise ValueError(f"step must be an integer of at least 0, not {step!r}")
-        step = operator.index(step)
-        if not is_step(step):
-            raise ValueError("step must be less than 2**63, the limit of the file format")
+        step = checked_step(step)
         check_sharded_before(self._sharded, self._objects, self._group)
         return self._saver.save(step)
 
@@ -363,6 +339,23 @@ class Checkpointer:
         """Return the records of the run's checkpoints, oldest commit first. Waits for the background write."""
         self.wait()
         return [record_of(file) for file in self._run.files()[0]]
+
+    def steps(self) -> list[int]:
+        """Return the steps of the run's checkpoints, lowest first. Waits for the background write."""
+        self.wait()
+        return sorted(self._run.steps())
+
+    def tag(self, name: str, step: int | None = None) -> None:
+        """Name the checkpoint of a step, by default the newest. Retention keeps it, and ``restore(name)`` takes it.
+
+        Waits for the background write. If another checkpoint has the tag, it is moved. Of several ranks, rank 0 sets
+        the tag, and other ranks need not call this. ``log_to`` may call it, too.
+
+        Raises CheckpointError if there is no such checkpoint, or if the name is not allowed.
+        """
+        self.wait()
+        if self._group.rank == 0:
+            set_tag(self._run, name, self._run.newest() if step is None else self._run.file(step), force=True)
 
     def close(self) -> None:
         """Wait for the last write, raise its error, and release the run. May be called twice.

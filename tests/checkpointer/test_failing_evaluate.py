@@ -9,7 +9,7 @@ from torch import nn
 from training import bits, named_state, train
 
 import dynaquant as dq
-from dynaquant.save.record import record_of
+from dynaquant.saving.record import record_of
 from dynaquant.search.evaluation import Quality
 from dynaquant.store.run import Run
 from dynaquant.training.collect import collect

@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -241,3 +242,81 @@ def test_a_damaged_tensor_leaves_the_model_unchanged(tmp_path):
     assert dq.load(tmp_path / "m.dqc", keys=["weight"])
     with pytest.raises(dq.CheckpointError, match="bias"):
         dq.load(tmp_path / "m.dqc")
+
+
+# Parts of a state, and where its tensors go
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """A run of a training with extras. Returns its folder."""
+    model = model_of(8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    extras = {"trainer": {"epoch": 2, "log": [{"loss": 0.5}], "best": torch.ones(3)}, "a/b": [1, 2]}
+    with dq.Checkpointer(tmp_path / "run", model, optimizer, extras=extras, quality="lossless") as ckpt:
+        for step in (1, 2):
+            train(model, optimizer)
+            ckpt.save(step).result()
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("part", "prefix"),
+    [
+        ("model", "model."),
+        ("model/1.weight", "model.1.weight"),
+        ("optimizer", "optimizer."),
+        ("optimizer/state/model.1.weight", "optimizer.state.model.1.weight."),
+        ("trainer", "trainer."),
+        ("trainer/log/0/loss", "nothing"),
+        ("a/b/1", "nothing"),
+    ],
+)
+def test_a_part_is_that_of_the_whole_state_and_nothing_else_is_decoded(whole, monkeypatch, part, prefix):
+    state = dq.load(whole)
+    decoded = set()
+    read = CheckpointFile.read
+    monkeypatch.setattr(CheckpointFile, "read", lambda self, entry: decoded.add(entry.name) or read(self, entry))
+    found = dq.load(whole, part=part)
+    for key in {"a/b/1": ["a/b", 1]}.get(part, part.split("/")):
+        state = state[int(key) if isinstance(state, list) else key]
+    assert bits(found) == bits(state)
+    assert all(name.startswith(prefix) for name in decoded)
+    assert bool(decoded) == (prefix != "nothing")
+
+
+def test_an_unknown_part_is_an_error_that_says_what_there_is(whole):
+    for part, said in (
+        ("extras/trainer", r"no part 'extras/trainer' of the state; there are model, optimizer, trainer"),
+        ("trainer/loss", "there are epoch, log, best"),
+        ("trainer/epoch/0", "there is a single value where '0' should be"),
+        ("", "no part ''"),
+    ):
+        with pytest.raises(KeyError, match=said):
+            dq.load(whole, part=part)
+    with pytest.raises(ValueError, match="keys and part exclude each other"):
+        dq.load(whole, part="model", keys=["1.weight"])
+
+
+def test_map_location_moves_tensors_and_keeps_ties_and_arrays(tmp_path):
+    shared = torch.randn(4)
+    dq.save({"a": shared, "b": [shared], "n": np.ones(3), "p": nn.Parameter(shared)}, tmp_path / "s.dqc")
+    for device in ("meta", torch.device("meta")):
+        found = dq.load(tmp_path / "s.dqc", map_location=device)
+        assert found["a"].device.type == "meta"
+        assert found["a"] is found["b"][0]
+        assert isinstance(found["p"], nn.Parameter)
+        assert found["p"].is_meta
+        assert isinstance(found["n"], np.ndarray)
+    assert dq.load(tmp_path / "s.dqc", map_location="cpu")["a"].device.type == "cpu"
+    with pytest.raises(RuntimeError, match="device type"):
+        dq.load(tmp_path / "s.dqc", map_location="abacus")
+
+
+def test_map_location_holds_for_single_tensors(run):
+    assert dq.load(run, keys=["1.weight"], map_location="meta")["1.weight"].is_meta
+
+
+def test_a_parent_is_given_for_single_files_only(run):
+    with pytest.raises(ValueError, match="is a run, which knows the parents of its checkpoints"):
+        dq.load(run, parent=Run(run).path(1))

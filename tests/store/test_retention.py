@@ -88,7 +88,7 @@ def test_the_newest_and_the_multiples_always_stay(steps, keep_last, keep_every):
 
 @pytest.mark.parametrize("limits", [(0, None), (None, 0), (-1, 5), (5, -1)])
 def test_limits_below_one_are_refused(limits):
-    with pytest.raises(ValueError, match="keep_last and keep_every must be at least 1"):
+    with pytest.raises(ValueError, match="keep_last, keep_every and keep_best must be at least 1"):
         Retention(*limits)
 
 

@@ -42,6 +42,17 @@ def decode_exact(folder, step):
     return header, contents(tensors)
 
 
+def decode_single(path):
+    """Decode a file outside of runs, which says where its parent is. Returns the same as ``decode``."""
+
+    def chain(path):
+        header = layout(path.read_bytes())[0]
+        return decoded(path, header["step"], lambda _: chain(path.parent / header["parent"]["file"]))
+
+    header, tensors = chain(Path(path))
+    return header, contents(tensors)
+
+
 def contents(tensors):
     return {name: (t.dtype, t.shape, t.values) for name, t in tensors.items()}
 

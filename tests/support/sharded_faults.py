@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import dynaquant as dq
 from dynaquant.restore import restorer
-from dynaquant.save import sharded_commit
+from dynaquant.saving import sharded_commit
 from dynaquant.store import commit
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointWriter

@@ -11,7 +11,7 @@ from training import bits, model_of, named_state
 
 from dynaquant import Checkpointer, load
 from dynaquant.quantize.moments import quantize_moments
-from dynaquant.save.presets import PRESETS
+from dynaquant.saving.presets import PRESETS
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import labels
 from dynaquant.tensors.dequantize import dequantize

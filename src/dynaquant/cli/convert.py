@@ -20,13 +20,13 @@ from dynaquant.cli.arguments import AsJson, RunFolder, RunOrFile, Step, must_not
 from dynaquant.errors import CheckpointError
 from dynaquant.formatting import in_bytes, plural
 from dynaquant.interop.targets import Target
-from dynaquant.save.presets import QualityName
+from dynaquant.saving.presets import QualityName
 from dynaquant.store.files import is_file_name
 
 if TYPE_CHECKING:
     from dynaquant.interop.packing import Packer
     from dynaquant.restore.stored_checkpoint import StoredCheckpoint
-    from dynaquant.save.record import Record
+    from dynaquant.saving.record import Record
     from dynaquant.store.container import CheckpointFile
 
 Quality = Annotated[str, typer.Option(help=f"How much may be lost: {', '.join(get_args(QualityName))}.")]
@@ -133,7 +133,7 @@ def pack(
     """
     from dynaquant.interop.packing import pack as pack_files
     from dynaquant.interop.packing import step_of
-    from dynaquant.save.record import Size, record_of
+    from dynaquant.saving.record import Size, record_of
     from dynaquant.store.run import Run
 
     by_step: dict[int, Path] = {}

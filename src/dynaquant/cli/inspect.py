@@ -18,7 +18,7 @@ from dynaquant.formatting import in_bytes, plural
 
 if TYPE_CHECKING:
     from dynaquant.report.inspection import Change, TensorInfo
-    from dynaquant.save.record import Record, Size
+    from dynaquant.saving.record import Record, Size
     from dynaquant.store.container import CheckpointFile
     from dynaquant.tensors.stored import StoredTensor
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def log(folder: RunFolder, as_json: AsJson = False) -> None:
     """List the checkpoints of a run: tags, size, compression ratio, degradation, configuration."""
     from dynaquant.quantize.knobs import in_short
-    from dynaquant.save.record import Size, record_of
+    from dynaquant.saving.record import Size, record_of
     from dynaquant.store.container import open_if_exists
     from dynaquant.store.frozen_files import PREFIX
     from dynaquant.store.listing import checkpoint_paths
@@ -80,7 +80,7 @@ def show(
 ) -> None:
     """Show one checkpoint: configuration, degradation, and the size of every tensor."""
     from dynaquant.report.inspection import tensors_of
-    from dynaquant.save.record import Size, record_of
+    from dynaquant.saving.record import Size, record_of
 
     if tensor is not None:
         _show_tensor(folder, step, tensor, as_json)

@@ -17,7 +17,7 @@ from rich.text import Text
 from dynaquant.formatting import in_bytes
 
 if TYPE_CHECKING:
-    from dynaquant.save.record import Size
+    from dynaquant.saving.record import Size
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dynaquant.report.watched import Seen, WatchedRun
-    from dynaquant.save.record import Record
+    from dynaquant.saving.record import Record
 
 _EVERY = 1.0
 """Seconds between two looks at the folder."""
@@ -71,7 +71,7 @@ def _print(parts: list[Any]) -> None:
 
 def shown_of(watched: WatchedRun, folder: Path, rows: int, now: float) -> list[Any]:
     """Return what is shown: a table of the last checkpoints, and lines of text. now: in seconds since 1970."""
-    from dynaquant.save.record import Size
+    from dynaquant.saving.record import Size
 
     seen, broken = watched.look()
     if not seen:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dynaquant.demo.crashes import Outcome, arguments_for, run_training
-from dynaquant.save.record import Record, Size, record_of
+from dynaquant.saving.record import Record, Size, record_of
 from dynaquant.store.listing import SUFFIX
 from dynaquant.store.run import Run
 

@@ -38,8 +38,8 @@ from torch.futures import Future
 from dynaquant.errors import StateError
 from dynaquant.interop.dcp_folder import nested
 from dynaquant.interop.unmeasured import quantize_state
-from dynaquant.save.assemble import copied
-from dynaquant.save.presets import PRESETS, QualityName
+from dynaquant.saving.assemble import copied
+from dynaquant.saving.presets import PRESETS, QualityName
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label
 from dynaquant.store.commit import WritableRun

@@ -77,7 +77,7 @@ def _write(stored: StoredCheckpoint, target: Target, out: Path, tell: Callable[[
             torchfile.write(file, _state(stored, tell))
 
 
-def _state(stored: StoredCheckpoint, tell: Callable[[str], None]) -> dict[str, Any]:
+def _state(stored: StoredCheckpoint, tell: Callable[[str], None]) -> Any:
     return state_from(stored.file, _tensors_of(stored, stored.file.header.tree, tell))
 
 

@@ -119,8 +119,9 @@ def _search(tree: Any) -> _Found:
     found = _Found()
 
     def visit(node: Any) -> None:
-        if isinstance(node, list):
-            for item in node:
+        items = node.get("tuple") if isinstance(node, dict) else node
+        if isinstance(items, list):
+            for item in items:
                 visit(item)
             return
         pairs = dict_items(node)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
@@ -20,9 +19,9 @@ from dynaquant.interop.model_file import ModelFile
 from dynaquant.quantize.grid import GridConfiguration, quantize
 from dynaquant.quantize.grid_weights import GridWeights, effective_fisher, grid_weights
 from dynaquant.quantize.moments import quantize_moments
-from dynaquant.save.allowance import Allowance
-from dynaquant.save.presets import PRESETS, QualityName
-from dynaquant.save.record import Record, json_of, record_of
+from dynaquant.saving.allowance import Allowance
+from dynaquant.saving.presets import PRESETS, QualityName
+from dynaquant.saving.record import Record, json_of, record_of
 from dynaquant.search.decision import Decision
 from dynaquant.search.evaluation import Evaluate, score
 from dynaquant.search.history import History
@@ -33,12 +32,13 @@ from dynaquant.search.sensitivity import measure_sensitivity
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.roles import Label
 from dynaquant.state.tree import tensor_names_in
-from dynaquant.store.atomic_files import in_use, temporary_path
 from dynaquant.store.commit import WritableRun
-from dynaquant.store.container import CheckpointFile, Header
-from dynaquant.store.files import check_output, removing_empty_folders, sync_parent
+from dynaquant.store.container import Header
+from dynaquant.store.files import check_output, removing_empty_folders
 from dynaquant.store.run import Run
+from dynaquant.store.single_file import FIRST_SEQUENCE, write_file
 from dynaquant.store.writing import Base, Checkpoint
+from dynaquant.tensors.codebook import Grid
 from dynaquant.tensors.lazy_mapping import LazyMapping
 from dynaquant.tensors.stored import Quantized, QuantizedTensor, StoredTensor
 from dynaquant.training.ranks import Group
@@ -106,6 +106,15 @@ class Packer:
         self._history, self._noise = History(), Noise()
         self._last: dict[str, int] = {}  # rungs of the previous checkpoint
         self._probed: dict[str, float] = {}
+
+    def continue_from(self, header: Header, tensors: Mapping[str, StoredTensor]) -> None:
+        """Take up a series after this checkpoint. tensors: as stored."""
+        search = header.record.get("search")
+        if isinstance(search, dict):
+            self._history = History.from_json(search.get("history"))
+            self._noise.resume(search.get("noise"))
+        grids = {name: t.codebook for name, t in tensors.items() if isinstance(t, QuantizedTensor)}
+        self._last = {_PREFIX + name: grid.rung for name, grid in grids.items() if isinstance(grid, Grid)}
 
     def checkpoint(self, file: ModelFile, step: int) -> Checkpoint:
         """Return the checkpoint of a state. Its tensors are quantized on access, and not kept.
@@ -215,22 +224,8 @@ def compress(source: Path, out: Path, packer: Packer) -> Record:
         raise CheckpointError(f"{out} is the input file; give another name for the output")
     file = any_format.read(source)
     checkpoint = packer.checkpoint(file, 0)
-    draft = Header(0, 1, None, checkpoint.tree, (), checkpoint.record)
-    aside = temporary_path(out)  # in a new folder, as a file next to the output may belong to another program
-    aside.mkdir()
-    try:
-        with in_use(aside):
-            run, path = WritableRun(aside), aside / out.name
-            written = run.write(draft, checkpoint.tensors, checkpoint.labels, None, path=path)
-            written.path.replace(out)
-    except OSError as error:
-        if error.filename == str(aside / out.name):
-            error.filename = str(out)
-        raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    sync_parent(out)
-    return record_of(CheckpointFile(out))
+    draft = Header(0, FIRST_SEQUENCE, None, checkpoint.tree, (), checkpoint.record)
+    return record_of(write_file(out, draft, checkpoint.tensors, checkpoint.labels, None))
 
 
 def step_of(path: Path) -> int | None:

@@ -12,7 +12,7 @@ from dynaquant.interop.inferred_roles import BUFFERS
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.grid_weights import grid_weights
 from dynaquant.quantize.moments import quantize_moments
-from dynaquant.save.presets import PRESETS, QualityName
+from dynaquant.saving.presets import PRESETS, QualityName
 from dynaquant.search.judge import DISTORTION_SCALE
 from dynaquant.state.roles import Label, optimizer_role, quantizable
 from dynaquant.tensors.stored import Quantized

@@ -14,7 +14,7 @@ import torch
 from dynaquant.coding import schemes
 from dynaquant.coding.schemes import Conditional, Rearranged, Scheme, SecondMomentUnits
 from dynaquant.errors import CheckpointError
-from dynaquant.save.record import Size, sizes_by_role
+from dynaquant.saving.record import Size, sizes_by_role
 from dynaquant.store import frozen_files
 from dynaquant.store.chain import detect_run_changes
 from dynaquant.store.container import CheckpointFile

@@ -17,7 +17,7 @@ from dynaquant.report.charts import Chart, charts
 from dynaquant.report.figures import javascript
 from dynaquant.report.prices import S3_STANDARD
 from dynaquant.report.statistics import Statistics, statistics_of
-from dynaquant.save.record import Record
+from dynaquant.saving.record import Record
 from dynaquant.search.trials import number_to_json
 from dynaquant.store.atomic_files import atomic_file
 from dynaquant.store.chain import retry_if_run_changed

@@ -10,7 +10,7 @@ from functools import cached_property
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.report.inspection import RestoreCost, TensorInfo, restore_cost, tensors_of
 from dynaquant.report.prices import S3_STANDARD
-from dynaquant.save.record import Record, Size, record_of
+from dynaquant.saving.record import Record, Size, record_of
 from dynaquant.store.container import CheckpointFile, Parent
 from dynaquant.store.run import Run
 

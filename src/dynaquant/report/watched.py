@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dynaquant.errors import CheckpointError
-from dynaquant.save.record import Record, record_of
+from dynaquant.saving.record import Record, record_of
 from dynaquant.store.container import CheckpointFile, FileVersion, file_version
 from dynaquant.store.run import Run
 from dynaquant.store.tags import tags_of

@@ -1,40 +1,57 @@
-"""``load``: a stored state as plain dictionaries and CPU tensors, without the training that made it."""
+"""``load``: a stored state as plain dictionaries and tensors, without the training that made it."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from typing import Any
 
-from dynaquant.restore.stored_checkpoint import StoredCheckpoint
+import torch
+
+from dynaquant.restore.stored_checkpoint import Parents, PathOrFile, StoredCheckpoint
 
 
 def load(
-    path: str | os.PathLike[str], step: int | str | None = None, *, keys: Collection[str] | None = None
-) -> dict[str, Any]:
-    """Return a stored state as plain dictionaries and CPU tensors.
+    path: PathOrFile,
+    step: int | str | None = None,
+    *,
+    keys: Collection[str] | None = None,
+    part: str | None = None,
+    map_location: str | torch.device | None = None,
+    parent: Parents = (),
+) -> Any:
+    """Return a stored state as plain dictionaries and tensors.
 
-    - ``path``: the folder of a run, or a checkpoint file.
+    - ``path``: the folder of a run, a checkpoint file, or a binary file object with the content of one.
     - ``step``: the step or the tag of a checkpoint of the run. By default, the newest is loaded.
     - ``keys``: names in the model's state dict. Only these tensors are decoded, and returned by these names.
+    - ``part``: the path of a part of the state, e.g. ``"model"`` or ``"optimizer/param_groups/0"``: keys and indices,
+      joined by ``/``. Only the tensors of this part are decoded.
+    - ``map_location``: the device of the tensors. By default, all are on the CPU, wherever they were.
+    - ``parent``: the file that this one was coded against (``save(…, parent=…)``), if it is no longer where it was, or
+      if either is a file object. If the parent has a parent too, which it cannot find: a list of all of them.
 
     The state of a training has the keys ``"model"`` and ``"optimizer"`` (a dictionary by name if there are several),
     the names of the extras, ``"rng"``, ``"classes"`` and ``"parameters"``. An optimizer's state is keyed by the names
-    of its parameters; ``Optimizer.load_state_dict`` accepts it. A checkpoint that was compressed or packed from another
-    program's file is returned in the structure of that file, e.g. weights as a state dict. If the checkpoint has a
-    lossless copy (``exact="latest"``), that is loaded.
+    of its parameters; ``Optimizer.load_state_dict`` accepts it. A state that was saved with ``save``, or compressed or
+    packed from another program's file, is returned in the structure that it had, e.g. weights as a state dict. If the
+    checkpoint has a lossless copy (``exact="latest"``), that is loaded.
 
-    Raises CheckpointError if the checkpoint is missing or damaged, KeyError for an unknown name in ``keys``.
+    Raises CheckpointError if the checkpoint or its parent is missing or damaged, KeyError for an unknown name in
+    ``keys`` or an unknown part, ValueError for arguments that exclude each other.
     """
-    stored = StoredCheckpoint(path, step)
+    if keys is not None and part is not None:
+        raise ValueError("keys and part exclude each other: keys are names in the model's state dict")
+    device = None if map_location is None else torch.device(map_location)
+    stored = StoredCheckpoint(path, step, parent)
 
     def some(keys: Collection[str]) -> dict[str, Any]:
         names = stored.state_dict
         if missing := [key for key in keys if key not in names]:
             raise KeyError(f"{stored.file.path}: there is no tensor {missing[0]!r}; there are {_first_names(names)}")
-        return {key: stored.tensors[names[key]] for key in keys}
+        found = {key: stored.tensors[names[key]] for key in keys}
+        return found if device is None else {key: tensor.to(device) for key, tensor in found.items()}
 
-    return stored.with_retries(stored.state if keys is None else lambda: some(keys))
+    return stored.with_retries(lambda: stored.state(part, device) if keys is None else some(keys))
 
 
 def _first_names(names: Collection[str]) -> str:

@@ -221,6 +221,8 @@ class Restorer:
     def _state(self, source: CheckpointFile, values: dict[str, Tensor], now: Mapping[str, Any]) -> dict[str, Any]:
         """Return the stored state with these tensors. For omitted tensors it has the objects' own."""
         state = state_from(source, values)
+        if not isinstance(state, dict):
+            raise TypeError(f"its state is a {type(state).__name__}")
         fill_in_omitted(now, state, _omitted(source))
         if missing := set(RESERVED) - set(state):
             raise KeyError(*missing)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from torch import Tensor
 from dynaquant.errors import CheckpointError, RunChangedError, StateError
 from dynaquant.restore.model_tensors import stored_names
 from dynaquant.state.flatten import unflatten
-from dynaquant.state.tree import model_in, tensor_names_in
-from dynaquant.store.chain import detect_run_changes, load_all, retry_if_run_changed
+from dynaquant.state.tree import model_in, node_at, tensor_names_in
+from dynaquant.store.chain import chain_of, detect_run_changes, load_all, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.lossless_copies import LOSSLESS_COPY
 from dynaquant.store.memory import explain_out_of_memory
@@ -28,34 +28,51 @@ from dynaquant.tensors.lazy_mapping import LazyMapping
 
 log = logging.getLogger("dynaquant")
 T = TypeVar("T")
+PathOrFile = str | os.PathLike[str] | BinaryIO
+"""A path, or a binary file object."""
+Parents = PathOrFile | list[PathOrFile] | tuple[PathOrFile, ...]
+"""The file that a delta was coded against. If that is a delta too, a list: the file, its own parent, …"""
 
 
 class StoredCheckpoint:
     """A checkpoint of a run, or a single file. Each access to a tensor decodes it.
 
-    path: the folder of a run, or a file. step: a step or a tag of the run; the newest checkpoint by default. If the
+    path: the folder of a run, or a file, which may be a file object. step: a step or a tag of the run; the newest
+    checkpoint by default. parents: files that a single file was coded against, if they are not where it says. If the
     checkpoint has a lossless copy (``exact="latest"``), that is read. The files stay open as long as this object
     exists, so they can be read even if a training deletes them. Raises CheckpointError if the checkpoint is missing or
-    damaged, ValueError for the step of a single file.
+    damaged, ValueError for the step or the parents of anything else.
     """
 
-    def __init__(self, path: str | os.PathLike[str], step: int | str | None = None) -> None:
-        self._path, self._step = Path(path), step
-        self._alone = self._path.is_file()
+    def __init__(self, path: PathOrFile, step: int | str | None = None, parents: Parents = ()) -> None:
+        self._step = step
+        self._in_memory: CheckpointFile | None = None
+        if isinstance(path, str | os.PathLike):
+            self._path = Path(path)
+        else:
+            self._in_memory = opened(path)
+            self._path = self._in_memory.path
+        self._alone = self._in_memory is not None or self._path.is_file()
         if self._alone and step is not None:
             raise ValueError(f"{path} is a single checkpoint: leave out the step, or give the folder of a run")
+        given = parents if isinstance(parents, list | tuple) else [parents]
+        if given and not self._alone:
+            raise ValueError(f"{path} is a run, which knows the parents of its checkpoints: leave out the parent")
+        self._given = [opened(each) for each in given]
         self._run = Run(self._path.parent if self._alone else self._path)
         retry_if_run_changed(self._open)
 
     def _open(self) -> None:
         self._damage: CheckpointError | None = None
-        file = CheckpointFile(self._path) if self._alone else _checkpoint_file(self._run, self._step)
+        file = self._in_memory or (
+            CheckpointFile(self._path) if self._alone else _checkpoint_file(self._run, self._step)
+        )
         copy = None if self._alone else _lossless_copy(self._run, file, self._step is None)
         self._fallback = file if copy is not None else None  # read if the lossless copy is damaged
         self._take(copy or file)
 
     def _take(self, file: CheckpointFile) -> None:
-        self.chain = self._run.chain(file)
+        self.chain = chain_of(file, self._run.path, self._given) if self._alone else self._run.chain(file)
         self.file = file
         self._names = dict.fromkeys(entry.name for entry in file.header.entries if not entry.omitted)
 
@@ -71,14 +88,31 @@ class StoredCheckpoint:
             with explain_out_of_memory(self.file, self.file.header.by_name[name]):
                 return values_of(stored)
 
-    def state(self) -> dict[str, Any]:
-        """Return the whole state, as ``load`` does."""
+    def stored(self) -> Tensors:
+        """Return all tensors as they are stored, each checked against its hash."""
+        return load_all(self.chain)
+
+    def state(self, part: str | None = None, device: torch.device | None = None) -> Any:
+        """Return the whole state, or the part at a path in it, as ``load`` does.
+
+        Decodes only the tensors of the part. device: of the tensors, by default the CPU. Raises KeyError if there is no
+        such part.
+        """
+        node, names = self.file.header.tree, None
+        if part is not None:
+            node = self._node_of(part)
+            names = [name for name in dict.fromkeys(tensor_names_in(node)) if name in self._names]
         with self._noting_damage():
-            tensors = load_all(self.chain)
+            tensors = load_all(self.chain, names)
             with explain_out_of_memory(self.file, *self.file.header.entries):
-                kept = {n: stored for n, stored in tensors.items() if not self.file.header.by_name[n].omitted}
-                values = {name: values_of(stored) for name, stored in kept.items()}
-        return state_from(self.file, values)
+                values = {name: values_of(stored) for name, stored in tensors.items() if name in self._names}
+        return built_from(self.file, node, values, device)
+
+    def _node_of(self, part: str) -> Any:
+        try:
+            return node_at(self.file.header.tree, part)
+        except KeyError as error:
+            raise KeyError(f"{self.file.path}: there is no part {part!r} of the state; {error.args[0]}") from None
 
     def check(self, names: Iterable[str]) -> None:
         """Decode tensors one by one without keeping them. Raises CheckpointError if one is damaged."""
@@ -142,10 +176,23 @@ class StoredCheckpoint:
 
     def state_part(self, node: Any, tensors: Mapping[str, Tensor]) -> Any:
         """Return the part of the state under a node of the tree. Raises CheckpointError if the node is malformed."""
-        try:
-            return unflatten(node, {name: tensors[name] for name in tensor_names_in(node) if name in tensors})
-        except StateError as error:
-            raise CheckpointError(f"{self.file.path}: {error}") from None
+        return built_from(self.file, node, {name: tensors[name] for name in tensor_names_in(node) if name in tensors})
+
+
+def opened(file: PathOrFile) -> CheckpointFile:
+    """Open a checkpoint file, by its path or as a file object, which is read to its end.
+
+    Raises CheckpointError if it is not one, TypeError for anything but a path or a binary file object.
+    """
+    if isinstance(file, str | os.PathLike):
+        return CheckpointFile(Path(file))
+    content = file.read() if hasattr(file, "read") else None
+    if not isinstance(content, bytes):
+        raise TypeError(f"give a path or a file object that is open for reading bytes, not {file!r}")
+    if not content:
+        raise CheckpointError(f"{file!r}: there is nothing to read; go back to its beginning with seek(0)")
+    name = getattr(file, "name", None)
+    return CheckpointFile(Path(name if isinstance(name, str) else repr(file)), content)
 
 
 def _checkpoint_file(run: Run, step: int | str | None) -> CheckpointFile:
@@ -176,15 +223,17 @@ def _warn_of_unusable_copy(file: CheckpointFile, error: CheckpointError) -> None
     )
 
 
-def state_from(file: CheckpointFile, values: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the state of a checkpoint with the given tensors. Raises CheckpointError if it holds no state."""
+def state_from(file: CheckpointFile, values: dict[str, Tensor]) -> Any:
+    """Return the state of a checkpoint with the given tensors. Raises CheckpointError if its tree is malformed."""
+    return built_from(file, file.header.tree, values)
+
+
+def built_from(file: CheckpointFile, node: Any, values: dict[str, Tensor], device: torch.device | None = None) -> Any:
+    """Return the state under a node of the tree. device: of its tensors, by default that of the values."""
     try:
-        state = unflatten(file.header.tree, values)
+        return unflatten(node, values, device)
     except StateError as error:
         raise CheckpointError(f"{file.path}: {error}") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{file.path}: it holds no state")
-    return state
 
 
 def load_lossless_copy(

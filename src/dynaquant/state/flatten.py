@@ -22,6 +22,8 @@ from dynaquant.state.sharding import is_sharded, memory_of
 from dynaquant.state.tree import CONTAINERS, MAX_DEPTH
 from dynaquant.tensors.dtypes import DTYPES, dtype_name
 
+ALONE = "tensor"
+"""The name of a tensor that is the whole state."""
 _NUMPY_KINDS = "biufc"
 _MAX_INT_BITS = 14_000  # Python refuses to parse integers of more than 4,300 digits
 
@@ -64,6 +66,7 @@ class _Flattener:
         memory = (memory_of(tensor), tensor.stride(), tensor.dtype, tensor.device)
         if tensor.numel() > 0 and memory in self._names:
             return self._names[memory]
+        path = path or ALONE
         name, number = path, 2
         while name in self.tensors:
             name, number = f"{path}~{number}", number + 1
@@ -73,7 +76,7 @@ class _Flattener:
     def _tensor(self, tensor: Tensor, path: str) -> Any:
         problem = _tensor_problem(tensor)
         if problem:
-            raise StateError(f"{path}: {problem}")
+            raise StateError(f"{path or 'the state'}: {problem}")
         kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
         plain = tensor.detach() if is_sharded(tensor) else tensor.detach().resolve_conj().resolve_neg()
         node: dict[str, Any] = {kind: self._name(plain, path)}
@@ -110,7 +113,7 @@ class _Flattener:
 
 
 def _node_of_plain_value(value: Any, path: str) -> Any:
-    kind = type(value)
+    kind, path = type(value), path or "the state"
     if kind is int:
         raise StateError(f"{path}: an integer of {value.bit_length()} bits is too large to store")
     if kind is complex:
@@ -129,6 +132,11 @@ def _node_of_plain_value(value: Any, path: str) -> Any:
             "extra, in an object whose state_dict() gives plain tensors and whose load_state_dict() takes them"
         )
         raise StateError(f"{path}: {problem}")
+    if callable(getattr(value, "state_dict", None)):
+        raise StateError(
+            f"{path}: a {kind.__module__}.{kind.__qualname__} cannot be stored inside another object; save its "
+            "state_dict(), or make it an extra of its own"
+        )
     raise StateError(
         f"{path}: a value of type {kind.__module__}.{kind.__qualname__} cannot be stored; "
         "make it a tensor, a plain value, or an object with state_dict() and load_state_dict()"
@@ -158,20 +166,24 @@ def _tensor_problem(tensor: Tensor) -> str | None:
     return None
 
 
-def unflatten(tree: Any, tensors: dict[str, Tensor]) -> Any:
+def unflatten(tree: Any, tensors: dict[str, Tensor], device: torch.device | None = None) -> Any:
     """Build a state from its JSON tree and its tensors. The inverse of ``flatten``.
+
+    device: of the state's tensors, by default that of the given ones. Arrays stay where they are.
 
     Raises StateError if the tree is malformed or names a tensor that is missing.
     """
     built: dict[tuple[str, str, bool], Tensor] = {}
+    placed: dict[str, Tensor] = {}
 
     def tensor(kind: str, name: str, requires_grad: bool) -> Tensor:
         key = (kind, name, requires_grad)  # tied tensors must become one object again
         if key not in built:
+            values = placed.setdefault(name, tensors[name] if device is None else tensors[name].to(device))
             if kind == "parameter":
-                built[key] = torch.nn.Parameter(tensors[name], requires_grad=requires_grad)
+                built[key] = torch.nn.Parameter(values, requires_grad=requires_grad)
             else:
-                built[key] = tensors[name].detach().requires_grad_(requires_grad)
+                built[key] = values.detach().requires_grad_(requires_grad)
         return built[key]
 
     def pairs(content: Any) -> list[tuple[Any, Any]]:

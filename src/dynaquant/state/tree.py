@@ -76,6 +76,23 @@ def dict_items(node: Any) -> list[tuple[Any, Any]]:
     return [(pair[0], pair[1]) for pair in pairs if isinstance(pair, list) and len(pair) == 2]
 
 
+def node_at(tree: Any, path: str) -> Any:
+    """Return the node at a path: keys of dictionaries and indices of lists and tuples, joined by ``/``.
+
+    Of several keys that fit, the longest counts, as keys may contain ``/``. Raises KeyError, which says what there is
+    instead, if the path leads nowhere.
+    """
+    items = dict_items(tree)
+    if not items and isinstance(content := tree.get("tuple") if isinstance(tree, dict) else tree, list):
+        items = list(enumerate(content))
+    inner = {str(key): node for key, node in items}
+    found = max((key for key in inner if path == key or path.startswith(f"{key}/")), key=len, default=None)
+    if found is None:
+        there = ", ".join(list(inner)[:10]) + (f" and {len(inner) - 10} more" if len(inner) > 10 else "")
+        raise KeyError(f"there are {there}" if inner else f"there is a single value where {path!r} should be")
+    return inner[found] if path == found else node_at(inner[found], path[len(found) + 1 :])
+
+
 def tensor_name(node: Any) -> str | None:
     """Return the name in a tensor's node; None for any other node."""
     if not isinstance(node, dict):

@@ -7,6 +7,7 @@ The files, in reading order:
 - ``atomic_files.py``: writes a file or folder atomically; deletes the temporary files of killed processes
 - ``entry.py``: what a header says about one tensor
 - ``layout.py``: the parts of a sharded checkpoint, and where the boxes of its tensors are
+- ``content.py``: reads any part of an open file, on a disk or in memory
 - ``container.py``: one checkpoint file
 - ``memory.py``: an error that says how much memory a tensor needs
 - ``frozen_files.py``: files of frozen parameters, which all checkpoints of a run share
@@ -14,7 +15,9 @@ The files, in reading order:
 - ``reading.py``: decodes tensors from a file and its parents
 - ``chain.py``: opens a checkpoint and its parents, and retries if the writer changes the run meanwhile
 - ``regions.py``: reads boxes of tensors, whether a checkpoint is one file or sharded
+- ``in_order.py``: several tensors at a time, in their order
 - ``writing.py``: encodes a checkpoint to a file, and verifies the file
+- ``single_file.py``: writes a checkpoint file outside of runs
 - ``sharded_writing.py``: writes the parts of a sharded checkpoint
 - ``listing.py``: lists the checkpoint files in a folder
 - ``lossless_copies.py``: names and opens lossless copies

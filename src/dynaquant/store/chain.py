@@ -7,7 +7,8 @@ retries if the writer changed the run in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -53,14 +54,22 @@ def detect_run_changes(chain: list[CheckpointFile]) -> Iterator[None]:
         raise RunChangedError(str(error)) from error
 
 
-def parent_of(file: CheckpointFile, path_of: PathOf) -> CheckpointFile | None:
+def parent_of(file: CheckpointFile, path_of: PathOf, given: Sequence[CheckpointFile] = ()) -> CheckpointFile | None:
     """Return the opened parent of a delta; None for a keyframe.
+
+    given: files that are open already; the parent may be among them.
 
     Raises CheckpointError if the parent is missing, or is not the checkpoint that the delta was coded against.
     """
     parent = file.header.parent
     if parent is None:
         return None
+    # Sequence numbers fall along a chain, so every chain ends, whatever the files say.
+    older = [other for other in given if other.header.sequence < file.header.sequence]
+    if among := next((other for other in older if other.header.identity == parent.identity), None):
+        return among
+    if parent.file is not None:
+        return _parent_beside(file, parent.identity, parent.file)
     path = path_of(parent.step)
     what = f"checkpoint step {file.header.step}: its parent, step {parent.step} ({parent.identity[:8]}…),"
     try:
@@ -71,18 +80,43 @@ def parent_of(file: CheckpointFile, path_of: PathOf) -> CheckpointFile | None:
         raise CheckpointError(f"{what} is not in {path.parent} (was it deleted by hand?)") from None
     if found.header.identity != parent.identity:
         raise CheckpointError(f"{what} has been replaced in {path.parent} by another checkpoint of that step")
-    # Sequence numbers fall along a chain, so every chain ends, whatever the files say.
     if found.header.sequence >= file.header.sequence:
         raise CheckpointError(f"{what} has a later sequence number in {path.parent}, so it is not the parent")
     return found
 
 
-def chain_of(file: CheckpointFile, path_of: PathOf, decoded: CheckpointFile | None = None) -> list[CheckpointFile]:
+def _parent_beside(file: CheckpointFile, identity: str, reference: str) -> CheckpointFile:
+    """Return the parent of a single file, which names it by a path from its own folder."""
+    if not reference:
+        raise CheckpointError(f"{file.path}: its parent ({identity[:8]}…) has no path; give it as parent=")
+    path = Path(os.path.normpath(file.path.parent / reference))
+    what = f"{file.path}: its parent {path} ({identity[:8]}…)"
+    advice = "put it back there, or give it as parent="
+    try:
+        found = CheckpointFile(path)
+    except CheckpointError as error:
+        if not is_missing(error):
+            raise
+        raise CheckpointError(f"{what} is missing; {advice}") from None
+    if found.header.identity != identity:
+        raise CheckpointError(f"{what} holds another state now; {advice}")
+    if found.header.sequence >= file.header.sequence:
+        raise CheckpointError(f"{what} has a later sequence number, so it is not the parent")
+    return found
+
+
+def chain_of(
+    file: CheckpointFile,
+    path_of: PathOf,
+    given: Sequence[CheckpointFile] = (),
+    decoded: CheckpointFile | None = None,
+) -> list[CheckpointFile]:
     """Return the file, its parent, the parent's parent, …, up to the keyframe.
 
-    decoded: a checkpoint whose tensors the caller has. If the chain leads to it, the chain ends there: it is the last
-    of the list, and may have been deleted since. Raises CheckpointError for a broken chain, RunChangedError if the
-    writer has changed the chain meanwhile.
+    given: as for ``parent_of``. decoded: a checkpoint whose tensors the caller has. If the chain leads to it, the chain
+    ends there: it is the last of the list, and may have been deleted since.
+
+    Raises CheckpointError for a broken chain, RunChangedError if the writer has changed the chain meanwhile.
     """
     chain = [file]
     with detect_run_changes(chain):
@@ -92,21 +126,23 @@ def chain_of(file: CheckpointFile, path_of: PathOf, decoded: CheckpointFile | No
             above = chain[-1].header.parent
             if decoded is not None and above == Parent(decoded.header.step, decoded.header.identity):
                 return [*chain, decoded]
-            if (parent := parent_of(chain[-1], path_of)) is None:
+            if (parent := parent_of(chain[-1], path_of, given)) is None:
                 return chain
             if len(chain) >= _MOST_OPEN:
                 parent.close()
             chain.append(parent)
 
 
-def load_all(chain: list[CheckpointFile]) -> Tensors:
+def load_all(chain: list[CheckpointFile], names: Collection[str] | None = None) -> Tensors:
     """Decode the tensors of the first file of a chain and check each against its hash.
+
+    names: of the tensors to decode, by default all.
 
     Raises CheckpointError, naming file and tensor, if a tensor cannot be decoded or has other values than were stored.
     """
     file = chain[0]
     with name_step_in_errors(file), detect_run_changes(chain):
-        return load_tensors(chain, [entry.name for entry in file.header.entries])
+        return load_tensors(chain, [entry.name for entry in file.header.entries] if names is None else names)
 
 
 @contextmanager

@@ -6,10 +6,10 @@ every length and count against the real size of the file before it allocates mem
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import struct
-import weakref
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,8 +22,9 @@ from blake3 import blake3
 from dynaquant.coding.schemes import Frozen, Sharded
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.state.tree import MAX_DEPTH, is_too_deep
+from dynaquant.store.content import InMemory, OnDisk, read_at
 from dynaquant.store.entry import Entry
-from dynaquant.store.files import open_file
+from dynaquant.store.files import is_reference, open_file
 from dynaquant.store.layout import Parts
 
 FORMAT_VERSION = 4
@@ -35,23 +36,43 @@ MAGIC = b"\x89DQC\r\n\x1a\n"
 _PREAMBLE = struct.Struct("<8sQ")  # magic, format version
 _TRAILER = struct.Struct("<QQ16s8s")  # stored header size, header size, checksum, magic
 _MAX_HEADER_EXPANSION = 16
-_PIECE = 2**30
-"""Bytes read in one call; some systems refuse 2 GiB and more."""
 
 
 @dataclass(frozen=True)
 class Parent:
-    """The checkpoint that a delta is conditioned on."""
+    """The checkpoint that a delta is conditioned on.
+
+    file: its path, relative to the delta's folder; empty if one of the two is in memory. None in a run, where the step
+    names the file.
+    """
 
     step: int
     identity: str
+    file: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the parent as a header keeps it."""
+        return {"step": self.step, "identity": self.identity, **({} if self.file is None else {"file": self.file})}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Parent:
+        """Reverse ``to_json``. Raises KeyError or TypeError if a value is missing."""
+        return cls(data["step"], data["identity"], data.get("file"))
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether all values are of the right type and in range."""
+        return (
+            is_step(self.step) and type(self.identity) is str and (self.file in (None, "") or is_reference(self.file))
+        )
 
 
 @dataclass(frozen=True)
 class Summary:
     """A header without its large parts, enough to find a checkpoint and its parent in a run.
 
-    frozen: identities of the files of frozen parameters that it needs. parts: name of the folder of its parts.
+    frozen: identities of the files of frozen parameters that it needs. parts: name of the folder of its parts. metric:
+    of the weights as stored, if it was evaluated.
     """
 
     step: int
@@ -60,6 +81,7 @@ class Summary:
     parent: Parent | None
     frozen: frozenset[str] = frozenset()
     parts: str | None = None
+    metric: float | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +110,13 @@ class Header:
     def summary(self) -> Summary:
         """Returns the header without its large parts."""
         folder = self.parts.folder if self.parts else None
-        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen, folder)
+        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen, folder, self._metric)
+
+    @property
+    def _metric(self) -> float | None:
+        quality = self.record.get("quality")
+        value = quality.get("restored") if isinstance(quality, dict) else None
+        return value if isinstance(value, float) else None
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -119,14 +147,13 @@ class CheckpointWriter:
         self._file.write(stream)
 
     def finish(self, header: Header) -> None:
-        """Append the header and make the file durable."""
-        parent = header.parent and {"step": header.parent.step, "identity": header.parent.identity}
+        """Append the header and make the file durable, unless it is in memory."""
         plain = _json(
             {
                 "step": header.step,
                 "sequence": header.sequence,
                 "identity": header.identity,
-                "parent": parent,
+                "parent": header.parent and header.parent.to_json(),
                 "tree": header.tree,
                 "tensors": [entry.to_json() for entry in header.entries],
                 "record": header.record,
@@ -142,7 +169,8 @@ class CheckpointWriter:
             _TRAILER.pack(len(stored), len(plain), _checksum(_PREAMBLE.pack(MAGIC, FORMAT_VERSION), stored), MAGIC)
         )
         self._file.flush()
-        os.fsync(self._file.fileno())
+        if not isinstance(self._file, io.BytesIO):
+            os.fsync(self._file.fileno())
 
 
 def _checksum(preamble: bytes, stored_header: bytes) -> bytes:
@@ -162,53 +190,36 @@ def is_missing(error: BaseException) -> bool:
     return isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError)
 
 
-class _Open:
-    """A descriptor that is closed when nothing refers to this object any more."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        # Not at exit: the background thread may still be writing the last checkpoint, and read it back.
-        weakref.finalize(self, os.close, descriptor).atexit = False
-
-
-def _read_at(descriptor: int, offset: int, size: int) -> bytes:
-    """Return the bytes from an offset on; fewer at the end of the file."""
-    parts = []
-    while size:
-        if hasattr(os, "pread"):  # preferred, because forked processes share the file position
-            part = os.pread(descriptor, min(size, _PIECE), offset)
-        else:
-            os.lseek(descriptor, offset, os.SEEK_SET)
-            part = os.read(descriptor, min(size, _PIECE))
-        if not part:
-            break
-        parts.append(part)
-        offset, size = offset + len(part), size - len(part)
-    return b"".join(parts)
-
-
 class CheckpointFile:
     """A checkpoint file whose header has been read and checked. Streams are read when asked for.
 
     The file stays open while this object is referred to, so it can be read even after it was replaced or deleted.
 
+    content: of a file in memory. The path then is only its name in errors.
+
     Raises CheckpointError, which names the file and its fault, if it is not a complete checkpoint file.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, content: bytes | None = None) -> None:
         self.path = path
         self.frozen: dict[str, CheckpointFile] = {}
         """The opened files of frozen parameters that it needs, by identity (``frozen.open_frozen``)."""
         self.parts: dict[int, CheckpointFile] = {}
         """The opened parts of a sharded checkpoint, by number (``parts.open_part``)."""
-        try:
-            with open_file(path) as file:
-                status = os.fstat(file.fileno())
-                self.size, self._version = status.st_size, file_version(status)
-                self.header, streams_end = self._checked(file)
-                self._open: _Open | None = _Open(os.dup(file.fileno()))
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        self._version: FileVersion | None = None
+        self._open: OnDisk | InMemory | None
+        if content is not None:
+            self.size, self._open = len(content), InMemory(content)
+            self.header, streams_end = self._checked(io.BytesIO(content))
+        else:
+            try:
+                with open_file(path) as file:
+                    status = os.fstat(file.fileno())
+                    self.size, self._version = status.st_size, file_version(status)
+                    self.header, streams_end = self._checked(file)
+                    self._open = OnDisk(os.dup(file.fileno()))
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
         self._offsets: dict[str, int] = {}
         position = _PREAMBLE.size
         for entry in self.header.entries:
@@ -263,11 +274,10 @@ class CheckpointFile:
     def _parse(plain: bytes) -> Header:
         try:
             data = json.loads(plain.decode("utf-8", errors="surrogatepass"), parse_constant=reject_constant)
-            parent = None if data["parent"] is None else Parent(data["parent"]["step"], data["parent"]["identity"])
             header = Header(
                 step=data["step"],
                 sequence=data["sequence"],
-                parent=parent,
+                parent=None if data["parent"] is None else Parent.from_json(data["parent"]),
                 tree=data["tree"],
                 entries=tuple(Entry.from_json(entry) for entry in data["tensors"]),
                 record=dict(data["record"]),
@@ -280,8 +290,8 @@ class CheckpointFile:
             matches = data["identity"] == header.identity
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"altered: its header cannot be parsed ({error!r})") from None
-        numbers = [header.step, header.sequence] + ([parent.step] if parent else [])
-        if not all(map(is_step, numbers)) or (parent and type(parent.identity) is not str):
+        parent = header.parent
+        if not is_step(header.step) or not is_step(header.sequence) or (parent and not parent.is_valid):
             raise CheckpointError("altered: its step, sequence number or parent has the wrong type or is out of range")
         if len(header.by_name) != len(header.entries):
             raise CheckpointError("altered: a tensor occurs twice")
@@ -294,6 +304,11 @@ class CheckpointFile:
         return header
 
     @property
+    def in_memory(self) -> bool:
+        """Whether the file is not on a disk, so that its path is only a name."""
+        return isinstance(self._open, InMemory)
+
+    @property
     def total_size(self) -> int:
         """Bytes of the file and of the parts of the checkpoint."""
         return self.size + (sum(part.size for part in self.header.parts.files) if self.header.parts else 0)
@@ -303,10 +318,13 @@ class CheckpointFile:
 
         Raises RunChangedError then if the file was replaced.
         """
-        self._open = None
+        if isinstance(self._open, OnDisk):
+            self._open = None
 
     def is_at(self, path: Path) -> bool:
-        """Whether the file at the path is this one. True also if the system cannot tell now."""
+        """Whether the file at the path is this one. True also if the system cannot tell now, or in memory."""
+        if self._version is None:
+            return True
         try:
             return file_version(path.stat()) == self._version
         except FileNotFoundError:
@@ -318,7 +336,7 @@ class CheckpointFile:
         """Return the whole file, even if it was replaced or deleted since it was opened."""
         if self._open is None:
             return self.path.read_bytes()
-        return _read_at(self._open.descriptor, 0, self.size)
+        return self._open.read_at(0, self.size)
 
     def renamed(self, path: Path) -> CheckpointFile:
         """Return the same open file under another name."""
@@ -331,12 +349,12 @@ class CheckpointFile:
         offset = self._offsets[entry.name]
         try:
             if self._open is not None:
-                stream = _read_at(self._open.descriptor, offset, entry.size)
+                stream = self._open.read_at(offset, entry.size)
             else:
                 with open_file(self.path) as file:
                     if file_version(os.fstat(file.fileno())) != self._version:
                         raise RunChangedError(f"{self.path}: was replaced while it was read")
-                    stream = _read_at(file.fileno(), offset, entry.size)
+                    stream = read_at(file.fileno(), offset, entry.size)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
         if len(stream) != entry.size:

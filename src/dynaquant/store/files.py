@@ -143,6 +143,11 @@ def check_parent(out: Path) -> None:
         raise CheckpointError(f"{out.parent} is not a folder; create it first, or choose another path")
 
 
+def is_reference(text: Any) -> bool:
+    """Whether a value read from a file can be a relative path to another file."""
+    return isinstance(text, str) and text != "" and text.isprintable() and not Path(text).is_absolute()
+
+
 def is_file_name(text: Any) -> bool:
     """Whether a value read from a file is a plain file name, which cannot lead out of the folder it is used in."""
     return isinstance(text, str) and text not in ("", "..") and Path(text).name == text and text.isprintable()

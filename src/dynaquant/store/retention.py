@@ -19,29 +19,42 @@ from dynaquant.store.writing import Base
 
 @dataclass(frozen=True)
 class Retention:
-    """Keeps the ``keep_last`` newest usable checkpoints, and every step that is a multiple of ``keep_every``.
+    """Keeps the ``keep_last`` newest usable checkpoints, every multiple of ``keep_every``, and the ``keep_best`` best.
 
-    If both are None, keeps everything. If only ``keep_every`` is given, also keeps the newest. Raises ValueError below
-    1.
+    The best have the lowest metric, with ``higher_is_better`` the highest; of equal ones, newer count as better. If all
+    three are None, keeps everything. Without ``keep_last``, also keeps the newest. Raises ValueError below 1.
     """
 
     keep_last: int | None = None
     keep_every: int | None = None
+    keep_best: int | None = None
+    higher_is_better: bool = False
 
     def __post_init__(self) -> None:
-        if any(limit is not None and limit < 1 for limit in (self.keep_last, self.keep_every)):
-            raise ValueError(f"keep_last and keep_every must be at least 1: {self}")
+        if any(limit is not None and limit < 1 for limit in self._limits):
+            raise ValueError(f"keep_last, keep_every and keep_best must be at least 1: {self}")
 
-    def steps_to_delete(self, steps: list[int], usable: Collection[int]) -> list[int]:
+    @property
+    def _limits(self) -> tuple[int | None, ...]:
+        return self.keep_last, self.keep_every, self.keep_best
+
+    def steps_to_delete(
+        self, steps: list[int], usable: Collection[int], metrics: Mapping[int, float] | None = None
+    ) -> list[int]:
         """Return the steps to delete. Only usable ones count as kept.
 
-        steps: in the order of their commits.
+        steps: in the order of their commits. metrics: by step, of those whose metric was evaluated.
         """
         newest = [step for step in steps if step in usable][-(self.keep_last or 1) :]
-        if (self.keep_last is None and self.keep_every is None) or not newest:
+        if not newest or all(limit is None for limit in self._limits):
             return []
+        best = self._best([step for step in steps if step in usable], metrics or {})
         older = steps[: steps.index(newest[0])]
-        return [step for step in older if not (self.keep_every and step % self.keep_every == 0)]
+        return [step for step in older if not (self.keep_every and step % self.keep_every == 0) and step not in best]
+
+    def _best(self, steps: list[int], metrics: Mapping[int, float]) -> list[int]:
+        scored = [step for step in reversed(steps) if step in metrics]
+        return sorted(scored, key=metrics.__getitem__, reverse=self.higher_is_better)[: self.keep_best or 0]
 
 
 def recode_dependents(run: WritableRun, steps: Collection[int]) -> tuple[set[int], list[str]]:
@@ -169,7 +182,8 @@ def steps_to_delete(run: Run, retention: Retention, damaged: Collection[int] = (
     """
     usable = {checkpoint.step for checkpoint in run.chain_lengths(damaged)}
     tagged = {tag.step for tag in tags_of(run)}
-    steps = retention.steps_to_delete([summary.step for summary in run.summaries()[0]], usable)
+    summaries = run.summaries()[0]
+    steps = retention.steps_to_delete([summary.step for summary in summaries], usable, _metrics(summaries))
     return [step for step in steps if step not in tagged]
 
 
@@ -181,10 +195,16 @@ def can_be_parent(
     keyframe_every: maximum number of checkpoints in a chain. damaged: steps whose files are known not to decode.
     """
     lengths = run.chain_lengths(damaged)
-    steps = [summary.step for summary in run.summaries()[0] if summary.step != step] + [step]
+    others = [summary for summary in run.summaries()[0] if summary.step != step]
+    steps = [summary.step for summary in others] + [step]
     usable = {checkpoint.step for checkpoint in lengths} | {step}
-    deleted = base.parent.step == step or base.parent.step in retention.steps_to_delete(steps, usable)
+    to_delete = retention.steps_to_delete(steps, usable, _metrics(others))
+    deleted = base.parent.step == step or base.parent.step in to_delete
     return lengths.get(base.parent, keyframe_every) < keyframe_every and not deleted
+
+
+def _metrics(summaries: Iterable[Summary]) -> dict[int, float]:
+    return {summary.step: summary.metric for summary in summaries if summary.metric is not None}
 
 
 def damaged_among_kept(

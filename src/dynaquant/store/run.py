@@ -127,7 +127,7 @@ class Run:
 
     def chain(self, file: CheckpointFile, decoded: CheckpointFile | None = None) -> list[CheckpointFile]:
         """Open the files that a checkpoint is decoded from, itself first (``chain.chain_of``)."""
-        return chain_of(file, self.path, decoded)
+        return chain_of(file, self.path, decoded=decoded)
 
     def load(self, file: CheckpointFile) -> Tensors:
         """Decode the tensors of a checkpoint and check each against its hash (``chain.load_all``)."""

@@ -15,6 +15,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.state.roles import Label
 from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.store.entry import Entry
+from dynaquant.store.in_order import in_order
 from dynaquant.store.reading import decode_entry
 from dynaquant.tensors.boxes import in_one
 from dynaquant.tensors.dequantize import values_of
@@ -120,15 +121,20 @@ def write_checkpoint(
     base: Base | None,
     coder: Coder,
     again: bool = False,
+    threads: int = 1,
 ) -> None:
     """Write a checkpoint file: the streams of the tensors, then ``draft`` with its entries filled in.
 
-    again: it is re-coded, and others may depend on its levels.
+    again: it is re-coded, and others may depend on its levels. threads: how many tensors are encoded at a time; up to
+    twice as many streams are in memory.
     """
     writer = CheckpointWriter(out)
     entries = []
-    for name in tensors:
-        entry, coded = encode_entry(name, tensors, labels[name], base, coder, again)
+
+    def encoded(name: str) -> tuple[Entry, bytes]:
+        return encode_entry(name, tensors, labels[name], base, coder, again)
+
+    for entry, coded in in_order(encoded, tensors, threads):
         entries.append(entry)
         writer.add(coded)
     writer.finish(replace(draft, entries=tuple(entries)))
@@ -153,19 +159,25 @@ def _coded_alike(stored: StoredTensor, parent: StoredTensor | None) -> bool:
     return parent is not None and stored_equal(stored, parent)
 
 
-def verify_written(file: CheckpointFile, tensors: Mapping[str, StoredTensor], base: Base | None) -> None:
+def verify_written(
+    file: CheckpointFile, tensors: Mapping[str, StoredTensor], base: Base | None, threads: int = 1
+) -> None:
     """Decode a file that was just written and compare it with the tensors that were to be stored.
 
-    Raises CheckpointError for the first wrong tensor.
+    threads: how many tensors are decoded at a time. Raises CheckpointError for the first wrong tensor.
     """
     parents = base.tensors if base else {}
-    for entry in file.header.entries:
+
+    def is_right(entry: Entry) -> bool:
         # A reference has the hash of the base, which was verified when it was written or loaded.
         if isinstance(entry.scheme, Reference):
-            continue
+            return True
         wanted = tensors[entry.name]
         if isinstance(entry.scheme, Lossless | BytePlanes | Raw):
             wanted = values_of(wanted)
-        stored = decode_entry(file, entry, parents.get(entry.name), tensors)
-        if not stored_equal(stored, wanted):
+        return stored_equal(decode_entry(file, entry, parents.get(entry.name), tensors), wanted)
+
+    entries = file.header.entries
+    for entry, right in zip(entries, in_order(is_right, entries, threads), strict=True):
+        if not right:
             raise CheckpointError(f"{file.path}: tensor {entry.name} does not decode to the values that were stored")

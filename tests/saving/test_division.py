@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dynaquant.errors import StateError
-from dynaquant.save.division import divide
-from dynaquant.save.sharded_commit import ShardedCheckpoint
+from dynaquant.saving.division import divide
+from dynaquant.saving.sharded_commit import ShardedCheckpoint
 from dynaquant.state.roles import Label
 from dynaquant.state.sharding import shard_of
 from dynaquant.tensors.box import tile

@@ -8,10 +8,10 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from dynaquant.save.background import BackgroundWriter
-from dynaquant.save.log_to import in_one_line
-from dynaquant.save.record import Record, record_of
-from dynaquant.save.timing import timed
+from dynaquant.saving.background import BackgroundWriter
+from dynaquant.saving.log_to import in_one_line
+from dynaquant.saving.record import Record, record_of
+from dynaquant.saving.timing import timed
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.retention import Retention, can_be_parent, prepare_replacement, prune

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dynaquant.save.presets import DROPPED, Preset
+from dynaquant.saving.presets import DROPPED, Preset
 from dynaquant.training.first_moments import memories_of
 
 ROUNDING = 1 + 1e-9

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from dynaquant.save.movement import Moved, Movement
+from dynaquant.saving.movement import Moved, Movement
 
 Every = int | Literal["auto"] | Moved
 """Steps between checkpoints; ``"auto"``: computed from the measured cost of a save; ``Moved``: as far as the weights

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dynaquant.save.schedule import FIRST, MAX_OVERHEAD, Schedule, daly
+from dynaquant.saving.schedule import FIRST, MAX_OVERHEAD, Schedule, daly
 
 
 class Clock:

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from dynaquant.errors import StateError
-from dynaquant.save.division import Division, divide
-from dynaquant.save.rank_zero import rng_states_of_other_ranks
+from dynaquant.saving.division import Division, divide
+from dynaquant.saving.rank_zero import rng_states_of_other_ranks
 from dynaquant.state.bound import Bound
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import Label, labels

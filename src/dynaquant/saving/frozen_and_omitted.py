@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from dynaquant.errors import StateError
-from dynaquant.save.capture import Captured
+from dynaquant.saving.capture import Captured
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.tensors.stored import External, omitted
 from dynaquant.training.hash_cache import HashCache

@@ -18,27 +18,27 @@ from dynaquant.quantize.kmeans_weights import KMeansWeights
 from dynaquant.quantize.knobs import Knobs
 from dynaquant.quantize.moments import quantize_moments
 from dynaquant.quantize.partition import Configuration
-from dynaquant.save.allowance import Allowance
-from dynaquant.save.assemble import Assembled, assemble
-from dynaquant.save.capture import Captured
-from dynaquant.save.division import Division, divide
-from dynaquant.save.frozen_and_omitted import (
+from dynaquant.saving.allowance import Allowance
+from dynaquant.saving.assemble import Assembled, assemble
+from dynaquant.saving.capture import Captured
+from dynaquant.saving.division import Division, divide
+from dynaquant.saving.frozen_and_omitted import (
     FrozenParameters,
     frozen_parameters,
     in_frozen_files,
     note_on_parameters_without_optimizer,
     omitted_tensors,
 )
-from dynaquant.save.gradient_statistics import GradientStatistics
-from dynaquant.save.moment_tolerances import first_tolerances
-from dynaquant.save.prepare import prepared_for_clusters, prepared_for_grid
-from dynaquant.save.presets import PRESETS
-from dynaquant.save.rank_zero import on_rank_zero
-from dynaquant.save.record import degradation_of, limit_of
-from dynaquant.save.replicas import share_writing
-from dynaquant.save.timing import timed
-from dynaquant.save.training_budget import TrainingBudget, learning_rate
-from dynaquant.save.unchanged_weights import Comparison, LastWeight, compare, restored_weights
+from dynaquant.saving.gradient_statistics import GradientStatistics
+from dynaquant.saving.moment_tolerances import first_tolerances
+from dynaquant.saving.prepare import prepared_for_clusters, prepared_for_grid
+from dynaquant.saving.presets import PRESETS
+from dynaquant.saving.rank_zero import on_rank_zero
+from dynaquant.saving.record import degradation_of, limit_of
+from dynaquant.saving.replicas import share_writing
+from dynaquant.saving.timing import timed
+from dynaquant.saving.training_budget import TrainingBudget, learning_rate
+from dynaquant.saving.unchanged_weights import Comparison, LastWeight, compare, restored_weights
 from dynaquant.search.decision import Decision
 from dynaquant.search.evaluation import Evaluate
 from dynaquant.search.manager import ConfigurationManager

@@ -8,7 +8,7 @@ import numpy as np
 from blake3 import blake3
 from torch import Tensor
 
-from dynaquant.save.division import Division, Writers
+from dynaquant.saving.division import Division, Writers
 from dynaquant.state.roles import Label
 from dynaquant.tensors.shard import Shard
 from dynaquant.training.hash_cache import sample_of

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dynaquant.save.saver import _typical_seconds
+from dynaquant.saving.saver import _typical_seconds
 from dynaquant.search.decision import Decision
 
 SECONDS = {"wait": 0.5, "capture": 0.25, "search": 8.0}

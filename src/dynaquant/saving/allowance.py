@@ -9,7 +9,7 @@ from typing import get_args
 
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.knobs import Knobs, Method
-from dynaquant.save.presets import PRESETS, QualityName
+from dynaquant.saving.presets import PRESETS, QualityName
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from dynaquant.save.record import Record, record_without_file
+from dynaquant.saving.record import Record, record_without_file
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.run import Run
 from dynaquant.training.collect import rank_rng_state

@@ -9,8 +9,8 @@ from torch import nn
 from training import model_of, train
 
 import dynaquant as dq
-from dynaquant.save.movement import MOST, SAMPLE, Movement
-from dynaquant.save.schedule import Schedule
+from dynaquant.saving.movement import MOST, SAMPLE, Movement
+from dynaquant.saving.schedule import Schedule
 
 
 def movement_of(model, distance=0.02, fisher=None, interval=None):

@@ -9,8 +9,8 @@ from torch import nn
 from training import bits, model_of
 
 from dynaquant import Checkpointer, Configuration, GridConfiguration, LossOn, load
-from dynaquant.save.allowance import Allowance
-from dynaquant.save.presets import PRESETS
+from dynaquant.saving.allowance import Allowance
+from dynaquant.saving.presets import PRESETS
 from dynaquant.store.container import CheckpointFile
 
 LOSSY = [name for name, preset in PRESETS.items() if preset is not None]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.save.training_budget import LEAST_SHARE, TrainingBudget, learning_rate
+from dynaquant.saving.training_budget import LEAST_SHARE, TrainingBudget, learning_rate
 
 BUDGET = TrainingBudget(total=0.005, largest=0.01)
 STEPS, EVERY = 400, 40

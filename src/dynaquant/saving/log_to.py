@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from dynaquant.formatting import in_bytes, in_seconds, percent, times
 from dynaquant.quantize.grid import GridConfiguration
-from dynaquant.save.record import Record
+from dynaquant.saving.record import Record
 
 
 class ScalarWriter(Protocol):

@@ -10,15 +10,15 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-from dynaquant.save.capture import Captured, capture
-from dynaquant.save.commit_stage import CommitStage
-from dynaquant.save.compressor import Compressed, Compressor
-from dynaquant.save.rank_zero import warn_of_other_checkpoints, written_by_rank_zero
-from dynaquant.save.record import Record, json_of
-from dynaquant.save.schedule import Schedule
-from dynaquant.save.sharded_commit import ShardedCheckpoint
-from dynaquant.save.timing import timed
-from dynaquant.save.turn import Turn
+from dynaquant.saving.capture import Captured, capture
+from dynaquant.saving.commit_stage import CommitStage
+from dynaquant.saving.compressor import Compressed, Compressor
+from dynaquant.saving.rank_zero import warn_of_other_checkpoints, written_by_rank_zero
+from dynaquant.saving.record import Record, json_of
+from dynaquant.saving.schedule import Schedule
+from dynaquant.saving.sharded_commit import ShardedCheckpoint
+from dynaquant.saving.timing import timed
+from dynaquant.saving.turn import Turn
 from dynaquant.search.decision import Decision
 from dynaquant.state.bound import Bound
 from dynaquant.store.container import Header

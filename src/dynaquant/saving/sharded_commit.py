@@ -12,10 +12,10 @@ from typing import Any
 
 from dynaquant.coding.encoder import Coder
 from dynaquant.errors import CheckpointError
-from dynaquant.save.commit_stage import CommitStage
-from dynaquant.save.division import Division, boxes_of
-from dynaquant.save.rank_zero import on_rank_zero
-from dynaquant.save.record import Record, record_of
+from dynaquant.saving.commit_stage import CommitStage
+from dynaquant.saving.division import Division, boxes_of
+from dynaquant.saving.rank_zero import on_rank_zero
+from dynaquant.saving.record import Record, record_of
 from dynaquant.state.roles import Label
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile, Header, Parent

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dynaquant.quantize.grid_weights import GridWeights, grid_weights
 from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights
-from dynaquant.save.unchanged_weights import LastWeight
+from dynaquant.saving.unchanged_weights import LastWeight
 from dynaquant.state.roles import Label
 from dynaquant.tensors.codebook import Grid
 from dynaquant.training.ranks import Group

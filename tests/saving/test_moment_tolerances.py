@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.save.moment_tolerances import COARSEST, FINEST, first_tolerances
-from dynaquant.save.presets import DROPPED, PRESETS
+from dynaquant.saving.moment_tolerances import COARSEST, FINEST, first_tolerances
+from dynaquant.saving.presets import DROPPED, PRESETS
 from dynaquant.store.run import Run
 from dynaquant.tensors.stored import ScaledMoment
 

@@ -1,0 +1,60 @@
+"""Checks what a ``Checkpointer`` is given: options, the first state, steps."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from dynaquant.saving.presets import QualityName
+from dynaquant.state.bound import Bound
+from dynaquant.state.flatten import flatten
+from dynaquant.state.roles import labels
+from dynaquant.store.container import is_step
+from dynaquant.training import supported
+from dynaquant.training.collect import collect
+from dynaquant.training.ranks import Group
+
+
+def check_options(evaluate: Any, quality: QualityName, exact: Any, keep_best: int | None, keyframe_every: int) -> None:
+    """Raise ValueError or TypeError for options that are out of range or exclude each other."""
+    if keyframe_every < 1:
+        raise ValueError(f"keyframe_every must be at least 1, not {keyframe_every}")
+    if exact not in (None, "latest"):
+        raise ValueError(
+            f'exact must be "latest" or None, not {exact!r}; to store all checkpoints exactly, use quality="lossless"'
+        )
+    if evaluate is not None and not callable(evaluate):
+        raise TypeError(f"evaluate must be a function of the model, not {evaluate!r}")
+    if keep_best is not None and (evaluate is None or quality == "lossless"):
+        raise ValueError(
+            "keep_best needs a metric that every save evaluates: give evaluate, and a quality other than 'lossless'; "
+            "otherwise tag the best checkpoints, which retention keeps (Checkpointer.tag)"
+        )
+
+
+def check_first_state(
+    objects: Mapping[str, Any], roles: Mapping[str, str | Bound], vectors: bool, group: Group
+) -> None:
+    """Find mistakes now, not at the first save. Patterns for the optimizer come later: it has no state yet."""
+    early = {pattern: role for pattern, role in roles.items() if not pattern.startswith("optimizer.")}
+    tensors = group.run_on_all_ranks(lambda: flatten(collect(objects))[1])
+    supported.check_replicas(tensors, group)
+    labels(tensors, objects, early, vectors)
+    supported.warn_of_unsaved(objects, tensors.values())
+
+
+def check_same_on_all_ranks(name: str, value: Any, group: Group) -> None:
+    """Raise ValueError unless an argument has the same value on all ranks. Collective."""
+    if any(other != value for other in group.all_gather(value)):
+        raise ValueError(f"{name} must agree on all ranks")
+
+
+def checked_step(step: Any) -> int:
+    """Return a step as an integer. Raises ValueError if it is not one, or out of range."""
+    if not hasattr(step, "__index__") or step < 0:
+        raise ValueError(f"step must be an integer of at least 0, not {step!r}")
+    number = operator.index(step)
+    if not is_step(number):
+        raise ValueError("step must be less than 2**63, the limit of the file format")
+    return number

@@ -1,0 +1,372 @@
+"""``save``: any state to one file or file object, alone or conditioned on an earlier file."""
+
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from format_decoder import decode_single
+from full_disk import files_of_at_most
+from rewritten import rewrite
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from training import bits, model_of, train
+
+import dynaquant as dq
+from dynaquant.interop.packing import Packer, compress
+
+EVERYTHING = {
+    "weights": OrderedDict(w=torch.randn(8, 8), b=torch.randn(8).bfloat16()),
+    "odd": [torch.randn(6, 4).t(), torch.randn(3, dtype=torch.complex64), torch.tensor([True, False])],
+    "empty": (torch.empty(0, 3), torch.tensor(2.5), torch.tensor([float("nan"), -0.0, float("inf")])),
+    "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+    "plain": {"step": 3, 7: None, "name": "ü", "rate": float("inf"), "bytes": b"\0", "set": {1, 2}, "c": 1j},
+    "parameter": nn.Parameter(torch.ones(2)),
+}
+STATES = [EVERYTHING, [torch.randn(4), 1, "a"], (torch.randn(4),), torch.randn(5, 3), torch.tensor(1), 7, {}, []]
+
+
+def trained(steps: int = 3):
+    torch.manual_seed(0)
+    model = model_of(32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def state_of(model, optimizer, **more):
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda state: type(state).__name__)
+def test_every_state_comes_back_bit_for_bit_from_a_path_and_from_a_file_object(tmp_path, state):
+    dq.save(state, tmp_path / "s.dqc", quality="lossless")
+    buffer = io.BytesIO()
+    dq.save(state, buffer, quality="lossless")
+    buffer.seek(0)
+    assert bits(dq.load(tmp_path / "s.dqc")) == bits(state) == bits(dq.load(buffer))
+    with (tmp_path / "s.dqc").open("rb") as file:
+        assert bits(dq.load(file)) == bits(state)
+
+
+def test_tied_tensors_stay_tied(tmp_path):
+    shared = torch.randn(64, 64)
+    dq.save({"a": shared, "inside": [shared, nn.Parameter(shared)]}, tmp_path / "s.dqc")
+    found = dq.load(tmp_path / "s.dqc")
+    assert found["a"].data_ptr() == found["inside"][0].data_ptr() == found["inside"][1].data_ptr()
+    assert isinstance(found["inside"][1], nn.Parameter)
+
+
+@pytest.mark.parametrize("around", [lambda m, o: {"m": m, "o": o}, lambda m, o: (m, o), lambda m, o: [m, {"o": o}]])
+def test_weights_and_moments_are_quantized_wherever_they_are(tmp_path, around):
+    model, optimizer = trained()
+    record = dq.save(around(model.state_dict(), optimizer.state_dict()), tmp_path / "s.dqc")
+    assert record.roles.keys() >= {"weight", "first_moment", "second_moment"}
+    assert record.ratio > 4
+    assert record.total.stored == (tmp_path / "s.dqc").stat().st_size
+
+
+def test_every_quality_is_smaller_than_the_one_before(tmp_path):
+    state = state_of(*trained())
+    sizes = [
+        dq.save(state, tmp_path / "s.dqc", quality=q).total.stored for q in ("lossless", "high", "balanced", "small")
+    ]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 4
+
+
+def test_a_training_continues_from_a_file_as_if_nothing_had_happened(tmp_path):
+    model, optimizer = trained()
+    dq.save(state_of(model, optimizer), tmp_path / "s.dqc", quality="lossless")
+    again, other = trained(0)
+    state = dq.load(tmp_path / "s.dqc")
+    again.load_state_dict(state["model"])
+    other.load_state_dict(state["optimizer"])
+    for each in ((model, optimizer), (again, other)):
+        torch.manual_seed(1)
+        train(*each, 3)
+    assert bits(dict(model.state_dict())) == bits(dict(again.state_dict()))
+
+
+def test_the_state_is_unchanged_also_by_a_metric_that_writes_to_it(tmp_path):
+    state = state_of(*trained(), epoch=1)
+    before = bits(state)
+
+    def metric(found):
+        loss = float(found["model"]["1.weight"].square().mean())
+        for tensor in (found["model"]["1.weight"], found["optimizer"]["state"][0]["exp_avg_sq"]):
+            tensor.zero_()
+        return loss
+
+    record = dq.save(state, tmp_path / "s.dqc", metric=metric, max_degradation=0.02)
+    assert bits(state) == before
+    assert record.judged_by == "evaluate"
+    assert record.limit == 0.02
+
+
+def test_the_metric_decides_and_was_measured_on_what_load_returns(tmp_path):
+    model, optimizer = trained()
+    weight = model[1].weight.detach().clone()
+
+    def similarity(state):
+        return float(torch.cosine_similarity(state["model"]["1.weight"].flatten(), weight.flatten(), dim=0))
+
+    fine, coarse = (
+        dq.save(
+            state_of(model, optimizer),
+            tmp_path / f"{e}.dqc",
+            metric=similarity,
+            higher_is_better=True,
+            max_degradation=e,
+        )
+        for e in (0.0001, 0.01)
+    )
+    assert coarse.total.stored < fine.total.stored
+    for record, limit in ((fine, 0.0001), (coarse, 0.01)):
+        assert record.quality.restored == similarity(dq.load(tmp_path / f"{limit}.dqc"))
+        assert 1 - record.quality.restored / record.quality.original <= limit
+
+
+def test_decompress_makes_a_file_of_torch_save(tmp_path):
+    state = state_of(*trained(), epoch=3)
+    dq.save(state, tmp_path / "s.dqc", quality="lossless")
+    subprocess.run(
+        [sys.executable, "-m", "dynaquant.cli", "decompress", tmp_path / "s.dqc", "-o", tmp_path / "s.pt"], check=True
+    )
+    assert bits(torch.load(tmp_path / "s.pt", weights_only=True)) == bits(state)
+
+
+# Conditioned on an earlier file
+
+
+@pytest.fixture
+def chain(tmp_path):
+    """Three files, each conditioned on the one before, in folders of their own. Returns paths and states."""
+    model, optimizer = trained()
+    paths, states = [], []
+    for number in range(3):
+        folder = tmp_path / f"checkpoint-{number}"
+        folder.mkdir()
+        paths.append(folder / "state.dqc")
+        states.append(bits(state_of(model, optimizer)))
+        before = paths[number - 1] if number else None
+        dq.save(state_of(model, optimizer), paths[-1], quality="lossless", parent=before)
+        train(model, optimizer)
+    return paths, states
+
+
+def test_a_file_with_a_parent_is_smaller_and_as_exact(chain):
+    paths, states = chain
+    assert [bits(dq.load(path)) for path in paths] == states
+    assert paths[2].stat().st_size < 0.95 * paths[0].stat().st_size
+
+
+@pytest.mark.parametrize("quality", ["high", "balanced", "small"])
+def test_quantized_files_with_a_parent_are_much_smaller(tmp_path, quality):
+    model, optimizer = trained(20)
+    alone = dq.save(model.state_dict(), tmp_path / "1.dqc", quality=quality)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-5
+    train(model, optimizer)
+    delta = dq.save(model.state_dict(), tmp_path / "2.dqc", quality=quality, parent=tmp_path / "1.dqc")
+    assert delta.total.stored < 0.7 * alone.total.stored
+    assert not delta.keyframe
+    for name, tensor in dq.load(tmp_path / "2.dqc").items():
+        original = model.state_dict()[name]
+        assert float((tensor - original).norm()) <= 0.5 * float(original.norm())
+
+
+def test_the_files_may_be_moved_together_and_loaded_from_any_folder(chain, tmp_path, monkeypatch):
+    paths, states = chain
+    for path in paths:
+        shutil.move(path.parent, tmp_path / "elsewhere" / path.parent.name)
+    monkeypatch.chdir(tmp_path / "elsewhere" / "checkpoint-2")
+    assert bits(dq.load("state.dqc")) == states[2]
+
+
+def test_the_second_decoder_follows_the_paths_of_the_parents_too(chain):
+    paths, _ = chain
+    header, tensors = decode_single(paths[2])
+    assert header["parent"]["file"] == "../checkpoint-1/state.dqc"
+    assert tensors["model.1.weight"][2] == bits(dq.load(paths[2], part="model/1.weight"))[3]
+
+
+def test_a_missing_or_replaced_parent_is_an_error_that_names_it_and_can_be_given(chain, tmp_path):
+    paths, states = chain
+    moved = tmp_path / "moved.dqc"
+    paths[0].rename(moved)
+    with pytest.raises(
+        dq.CheckpointError, match=r"checkpoint-0/state\.dqc .* is missing; put it back there, or give it"
+    ):
+        dq.load(paths[2])
+    assert bits(dq.load(paths[2], parent=[paths[1], moved])) == states[2]
+    assert bits(dq.load(paths[1], parent=moved)) == states[1]
+    dq.save({"a": 1}, paths[0])
+    with pytest.raises(dq.CheckpointError, match="holds another state now"):
+        dq.load(paths[1])
+
+
+def test_file_objects_are_conditioned_on_each_other_and_on_files(chain):
+    paths, _ = chain
+    buffers = [io.BytesIO() for _ in range(2)]
+    state = dq.load(paths[2])
+    dq.save(state, buffers[0], quality="lossless", parent=paths[2])
+    for buffer in buffers:
+        buffer.seek(0)
+    state["model"]["1.weight"] += 1e-4
+    dq.save(state, buffers[1], quality="lossless", parent=[buffers[0], paths[2]])
+    for buffer in buffers:
+        buffer.seek(0)
+    assert bits(dq.load(buffers[1], parent=[buffers[0], paths[2]])) == bits(state)
+    assert len(buffers[1].getvalue()) < 0.5 * paths[0].stat().st_size
+    buffers[1].seek(0)
+    with pytest.raises(dq.CheckpointError, match=r"its parent .* has no path; give it as parent="):
+        dq.load(buffers[1])
+
+
+def test_a_file_does_not_replace_what_it_is_conditioned_on(chain):
+    paths, states = chain
+    for out in paths[:2]:
+        with pytest.raises(dq.CheckpointError, match="would replace a file that it is conditioned on"):
+            dq.save({"a": torch.ones(3)}, out, parent=paths[1])
+    assert [bits(dq.load(path)) for path in paths] == states
+
+
+def test_a_checkpoint_of_a_training_cannot_be_a_parent_but_a_compressed_file_can(tmp_path):
+    model, optimizer = trained()
+    with dq.Checkpointer(tmp_path / "run", model, optimizer) as ckpt:
+        ckpt.save(1).result()
+    with pytest.raises(dq.CheckpointError, match="a checkpoint of a training, which may delete it"):
+        dq.save(model.state_dict(), tmp_path / "s.dqc", parent=next((tmp_path / "run").glob("step-*.dqc")))
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    compress(tmp_path / "m.pt", tmp_path / "m.dqc", Packer("lossless"))
+    dq.save(model.state_dict(), tmp_path / "s.dqc", quality="lossless", parent=tmp_path / "m.dqc")
+    assert bits(dq.load(tmp_path / "s.dqc")) == bits(model.state_dict())
+
+
+def test_a_parent_with_other_tensors_or_shapes_does_no_harm(tmp_path):
+    dq.save({"w": torch.randn(30, 30), "gone": torch.randn(9), "same": torch.ones(99)}, tmp_path / "1.dqc")
+    state = {"w": torch.randn(31, 30), "new": torch.randn(9).bfloat16(), "same": torch.ones(99)}
+    dq.save(state, tmp_path / "2.dqc", quality="lossless", parent=tmp_path / "1.dqc")
+    assert bits(dq.load(tmp_path / "2.dqc")) == bits(state)
+
+
+# What cannot be saved, or loaded
+
+
+@pytest.mark.parametrize(
+    ("state", "where"),
+    [
+        ({"a": [1, {"b": object()}]}, r"a\.1\.b: .* cannot be stored"),
+        ({"model": nn.Linear(2, 2)}, r"model: .*save its state_dict\(\)"),
+        (nn.Linear(2, 2), r"the state: .*save its state_dict\(\)"),
+        ({"w": torch.ones(2, device="meta")}, "w: .*meta device"),
+    ],
+)
+def test_a_value_that_cannot_be_stored_is_an_error_and_the_file_before_stays(tmp_path, state, where):
+    dq.save({"a": 1}, tmp_path / "s.dqc")
+    with pytest.raises(dq.StateError, match=where):
+        dq.save(state, tmp_path / "s.dqc")
+    assert dq.load(tmp_path / "s.dqc") == {"a": 1}
+    assert os.listdir(tmp_path) == ["s.dqc"]
+
+
+def test_a_dtensor_is_refused(tmp_path):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        state = {"w": DTensor.from_local(torch.ones(2), mesh, [Replicate()])}
+        with pytest.raises(dq.StateError, match=r"w is a DTensor.*save it with a Checkpointer"):
+            dq.save(state, tmp_path / "s.dqc")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_wrong_places_and_arguments_are_errors_that_say_what_to_do(tmp_path):
+    state = {"w": torch.ones(3, 3)}
+    for path, error, said in (
+        (tmp_path, dq.CheckpointError, "is a folder"),
+        (tmp_path / "no" / "s.dqc", dq.CheckpointError, "create it first"),
+        (3, TypeError, "give a path or a file object"),
+    ):
+        with pytest.raises(error, match=said):
+            dq.save(state, path)
+    for options, said in (
+        ({"quality": "best"}, "quality must be one of"),
+        ({"max_degradation": -1.0}, "max_degradation must be"),
+        ({"quality": "lossless", "metric": len}, "needs no metric"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            dq.save(state, tmp_path / "s.dqc", **options)
+    with pytest.raises(dq.EvaluateError, match="the metric failed on the original weights"):
+        dq.save(state, tmp_path / "s.dqc", metric=lambda found: found["nothing"])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_object_that_is_at_its_end_or_open_for_text_is_an_error():
+    buffer = io.BytesIO()
+    dq.save({"a": 1}, buffer)
+    with pytest.raises(dq.CheckpointError, match=r"go back to its beginning with seek\(0\)"):
+        dq.load(buffer)
+    with pytest.raises(TypeError, match="open for reading bytes"):
+        dq.load(io.StringIO("text"))
+    with pytest.raises(dq.CheckpointError, match="truncated"):
+        dq.load(io.BytesIO(buffer.getvalue()[:-1]))
+
+
+def test_a_full_disk_leaves_the_file_before_and_nothing_else(tmp_path):
+    dq.save({"a": 1}, tmp_path / "s.dqc")
+    with files_of_at_most(1 << 16), pytest.raises(OSError, match="File too large") as caught:
+        dq.save({"w": torch.randn(1 << 18)}, tmp_path / "s.dqc", quality="lossless")
+    assert "choose a path on another disk" in " ".join(caught.value.__notes__)
+    assert dq.load(tmp_path / "s.dqc") == {"a": 1}
+    assert os.listdir(tmp_path) == ["s.dqc"]
+
+
+SAVING = """
+import sys, torch, dynaquant as dq
+number = 0
+while True:
+    number += 1
+    dq.save({"w": torch.full((1 << 18,), float(number)), "number": number}, sys.argv[1], quality="lossless")
+    print(number, flush=True)
+"""
+
+
+def test_a_killed_save_leaves_a_whole_file(tmp_path):
+    path = tmp_path / "s.dqc"
+    for pause in (0.0, 0.003, 0.006, 0.009, 0.012):
+        with subprocess.Popen([sys.executable, "-c", SAVING, path], stdout=subprocess.PIPE, text=True) as process:
+            for _ in range(3):
+                said = int(process.stdout.readline())
+            time.sleep(pause)
+            process.send_signal(signal.SIGKILL)
+        found = dq.load(path)
+        assert found["number"] >= said
+        assert bool((found["w"] == found["number"]).all())
+    dq.save({"number": 0}, path)
+    assert os.listdir(tmp_path) == ["s.dqc"]  # a later save deletes what killed ones have left
+
+
+@pytest.mark.parametrize("file", ["/etc/passwd", "a\0b", 7, ["a"]])
+def test_a_crafted_path_of_a_parent_is_an_error(chain, file):
+    paths, _ = chain
+    rewrite(paths[1], lambda header: header["parent"].update(file=file))
+    with pytest.raises(dq.CheckpointError, match="altered: its step, sequence number or parent"):
+        dq.load(paths[1])
+
+
+def test_a_parent_that_is_no_checkpoint_or_the_file_itself_is_an_error(chain):
+    paths, _ = chain
+    os.mkfifo(paths[0].with_name("fifo"))
+    for file, said in (("../checkpoint-0/fifo", "is a FIFO, not a file"), ("state.dqc", "holds another state now")):
+        rewrite(paths[1], lambda header, file=file: header["parent"].update(file=file))
+        with pytest.raises(dq.CheckpointError, match=said):
+            dq.load(paths[1])
