@@ -37,11 +37,11 @@ Parents = PathOrFile | list[PathOrFile] | tuple[PathOrFile, ...]
 class StoredCheckpoint:
     """A checkpoint of a run, or a single file. Each access to a tensor decodes it.
 
-    path: the folder of a run, or a file, which may be a file object or a pointer to a checkpoint of a run. step: a step or a tag of the run; the newest
-    checkpoint by default. parents: files that a single file was coded against, if they are not where it says. If the
-    checkpoint has a lossless copy (``exact="latest"``), that is read. The files stay open as long as this object
-    exists, so they can be read even if a training deletes them. Raises CheckpointError if the checkpoint is missing or
-    damaged, ValueError for the step or the parents of anything else.
+    path: the folder of a run, or a file, which may be a file object, or a pointer to a checkpoint of a run. step: a
+    step or a tag of the run; the newest checkpoint by default. parents: files that a single file was coded against, if
+    they are not where it says. If the checkpoint has a lossless copy (``exact="latest"``), that is read. The files stay
+    open as long as this object exists, so they can be read even if a training deletes them. Raises CheckpointError if
+    the checkpoint is missing or damaged, ValueError for the step or the parents of anything else.
     """
 
     def __init__(self, path: PathOrFile, step: int | str | None = None, parents: Parents = ()) -> None:

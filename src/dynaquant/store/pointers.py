@@ -15,6 +15,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.store.atomic_files import atomic_file
 from dynaquant.store.container import CheckpointFile, is_step
 from dynaquant.store.files import is_reference, open_file
+from dynaquant.store.run import Run
 
 FIRST_BYTES = b'{"dynaquant": "pointer"'
 _LARGEST = 10_000
@@ -29,6 +30,12 @@ class Pointer:
     run: Path
     step: int
     identity: str
+
+    def file(self) -> CheckpointFile:
+        """Open the checkpoint. Raises CheckpointError if it is missing or damaged."""
+        file = Run(self.run).file(self.step)
+        self.check(file)
+        return file
 
     def check(self, file: CheckpointFile) -> None:
         """Raise CheckpointError if the run has another checkpoint of this step by now."""
@@ -68,7 +75,7 @@ def read_pointer(path: Path) -> Pointer | None:
     folder = path.resolve().parent / run
     if not folder.is_dir():
         raise CheckpointError(
-            f"{path} stands for step {step} of the run {folder}, which is not there; move or copy both together, or make "
-            "a file that stands alone, where both are: dynaquant decompress"
+            f"{path} stands for step {step} of the run {folder}, which is not there; move or copy both together, "
+            "or make a file that stands alone, where both are: dynaquant decompress"
         )
     return Pointer(path, folder, step, identity)

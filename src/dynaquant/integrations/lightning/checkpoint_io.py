@@ -42,7 +42,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
     """Saves a Trainer's checkpoints to a run: ``Trainer(plugins=[CheckpointIO()])``.
 
     The file that Lightning names, e.g. ``last.ckpt``, becomes a small pointer to a checkpoint of the run in the folder
-    ``dynaquant`` beside it. ``dynaquant.load`` reads it, and ``dynaquant decompress`` makes a file of Lightning from it.
+    ``dynaquant`` beside it. ``dynaquant.load`` reads it. ``dynaquant decompress`` makes a file of Lightning from it.
 
     - ``quality``: ``"high"``, ``"balanced"``, ``"small"`` or ``"lossless"``, as for ``dynaquant.save``.
     - ``metric``: the name of a number that ``validation_step`` logs (needs ``training``), or a function of the
@@ -172,8 +172,8 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             return None
         if threading.current_thread() is not threading.main_thread():
             raise CheckpointError(
-                "a metric cannot be computed while the training goes on: give CheckpointIO no metric, or do not wrap it "
-                "in AsyncCheckpointIO"
+                "a metric cannot be computed while the training goes on: give CheckpointIO no metric, or do not wrap "
+                "it in AsyncCheckpointIO"
             )
         if isinstance(self._metric, str) and self._training is not None and not self._training.can_validate:
             log.warning("nothing was validated yet, so this checkpoint is saved without the metric %s", self._metric)
@@ -226,7 +226,9 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
 def _local(path: str | os.PathLike[str]) -> Path:
     """Return a path. Raises CheckpointError for an address of another file system."""
     if "://" in str(path):
-        raise CheckpointError(f"{path}: runs are written to local and shared folders only; give ModelCheckpoint a dirpath")
+        raise CheckpointError(
+            f"{path}: runs are written to local and shared folders only; give ModelCheckpoint a dirpath"
+        )
     return Path(path)
 
 

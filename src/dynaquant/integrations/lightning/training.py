@@ -20,7 +20,9 @@ from dynaquant.training import rng
 
 
 class Training(Callback):  # type: ignore[misc]
-    """Knows the training that a ``CheckpointIO`` saves. Give it to both: ``CheckpointIO(training=…)``, ``callbacks=[…]``.
+    """Knows the training that a ``CheckpointIO`` saves.
+
+    Give it to both: ``Trainer(plugins=[CheckpointIO(training=training)], callbacks=[training, …])``.
 
     - The global random number generators are saved, and restored when the training goes on. (With several processes,
       they are not: a checkpoint of Lightning has the state of one.)
