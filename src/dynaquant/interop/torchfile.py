@@ -48,7 +48,7 @@ def read(path: Path, skip_objects: bool = False) -> ModelFile:
     Raises CheckpointError if it is damaged or holds objects other than tensors and plain values, StateError if a
     checkpoint cannot store one of the values.
     """
-    state = load(path, skip_objects)
+    state = load(path, skip_objects, "; or leave it out: dynaquant compress --skip-objects")
     left_out: list[str] = []
     if skip_objects:
         state, left_out = plain_part(state)
@@ -57,10 +57,11 @@ def read(path: Path, skip_objects: bool = False) -> ModelFile:
     return ModelFile("torch", tree, tensors, {}, notes=notes)
 
 
-def load(path: Path, skip_objects: bool = False) -> dict[Any, Any]:
+def load(path: Path, skip_objects: bool = False, advice: str = "") -> dict[Any, Any]:
     """Return the dictionary in a file, with memory-mapped tensors. Raises CheckpointError as ``read`` does.
 
-    skip_objects: objects come back as instances of empty classes that have the same names.
+    skip_objects: objects come back as instances of empty classes that have the same names. advice: added to an error about
+    such an object.
     """
     check_version(path)
     try:
@@ -70,10 +71,7 @@ def load(path: Path, skip_objects: bool = False) -> dict[Any, Any]:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except UNPICKLING_ERRORS as error:
         why = why_unreadable(error, "a complete file of torch.save")
-        advice = (
-            "; or leave it out: dynaquant compress --skip-objects" if _names_code(error) and not skip_objects else ""
-        )
-        raise CheckpointError(f"{path}: {why}{advice}") from None
+        raise CheckpointError(f"{path}: {why}{advice if _names_code(error) else ''}") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: it holds a {type(state).__name__}, not a dictionary such as a state dict")
     return state

@@ -39,7 +39,7 @@ def _plain(value: Any, path: str, left_out: list[str]) -> Any:
                 left_out.append(f"{path} (a key: {_name_of(key)})")
             elif (plain := _plain(item, f"{path}.{key}" if path else str(key), left_out)) is not _NOTHING:
                 kept[key] = plain
-        found = type(value)(kept)
+        found: Any = type(value)(kept)
         if hasattr(value, "_metadata"):  # of a module's state dict
             found._metadata = value._metadata
         return found
