@@ -1,6 +1,6 @@
 """Sizes of Lightning's own checkpoints, and of dynaquant's, for the same training.
 
-    python benchmarks/lightning_checkpoints.py [--steps 200] [--width 256]
+    python benchmarks/lightning_checkpoints.py [--steps 100] [--width 128]
 
 Trains a byte-level transformer on the source code of Python, once with Lightning's own files and once with each
 quality. Prints a table. The training is the same each time, so the weights at the end are, too.
@@ -76,8 +76,8 @@ def size_of(folder: Path) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--width", type=int, default=128)
     given = parser.parse_args()
     torch.set_num_threads(1)  # the same sums, however busy the machine is
     files = sorted(Path(os.__file__).parent.glob("*.py"))

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ from dynaquant.saving.record import record_of
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in WARNINGS]
 SCRIPT = Path(__file__).parents[1] / "support" / "lightning_training.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_digits.py"
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
 
@@ -278,7 +280,7 @@ def test_a_metric_of_the_module_bounds_the_loss_and_leaves_no_trace(undisturbed,
     assert module.validated == 2 + EPOCHS * 4, "the search validates a copy"
     quality = record_of(run_of(tmp_path).newest()).quality
     assert quality.degradation <= 0.001
-    assert quality.original == pytest.approx(float(trainer.callback_metrics["val_loss"]), rel=1e-5)
+    assert quality.original == pytest.approx(float(trainer.checkpoint_callback.best_model_score), rel=1e-5)
 
 
 def test_a_metric_that_is_not_logged_is_an_error_that_says_so(tmp_path):
@@ -329,3 +331,18 @@ def test_storage_options_and_addresses_are_refused(tmp_path):
         CheckpointIO().save_checkpoint({}, "s3://bucket/a.ckpt")
     with pytest.raises(FileNotFoundError):
         CheckpointIO().load_checkpoint(tmp_path / "missing.ckpt")
+
+
+# The example
+
+
+def test_the_example_trains_and_goes_on_after_a_kill(tmp_path):
+    command = [sys.executable, EXAMPLE]
+    with subprocess.Popen([*command, "0.02"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as first:
+        while not (tmp_path / "runs/digits/last.ckpt").exists():
+            assert first.poll() is None
+            time.sleep(0.05)
+        first.kill()
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "Restored all states from the checkpoint" in ended.stderr
+    assert "300 steps" in ended.stdout

@@ -43,12 +43,12 @@ def read(path: Path, skip_objects: bool = False) -> ModelFile:
     """Read a file.
 
     skip_objects: leave out objects, classes and functions; a note says which. By default they are an error, as no
-    code of a file is run.
+    code of a file is run. Names that no checkpoint has, such as ``os.system``, are an error in any case.
 
     Raises CheckpointError if it is damaged or holds objects other than tensors and plain values, StateError if a
     checkpoint cannot store one of the values.
     """
-    state = load(path, skip_objects, "; or leave it out: dynaquant compress --skip-objects")
+    state = load(path, skip_objects, "" if skip_objects else "; or leave it out: dynaquant compress --skip-objects")
     left_out: list[str] = []
     if skip_objects:
         state, left_out = plain_part(state)
@@ -60,8 +60,8 @@ def read(path: Path, skip_objects: bool = False) -> ModelFile:
 def load(path: Path, skip_objects: bool = False, advice: str = "") -> dict[Any, Any]:
     """Return the dictionary in a file, with memory-mapped tensors. Raises CheckpointError as ``read`` does.
 
-    skip_objects: objects come back as instances of empty classes that have the same names. advice: added to an error about
-    such an object.
+    skip_objects: objects come back as instances of empty classes that have the same names. advice: added to an
+    error about such an object.
     """
     check_version(path)
     try:
