@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -120,7 +121,9 @@ class Training(Callback):  # type: ignore[misc]
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember the random numbers of a checkpoint until the training goes on."""
+        """Remember the random numbers of a checkpoint until the training goes on. A validation uses none of them."""
+        if self._trainer is None or self._trainer.state.fn != TrainerFn.FITTING:
+            return
         kind, keys, *rest = state_dict["numpy"]
         self._restored = {**state_dict, "numpy": (kind, keys.cpu().numpy().astype(np.uint32), *rest)}
 
