@@ -81,7 +81,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)  # the same sums, however busy the machine is
     files = sorted(Path(os.__file__).parent.glob("*.py"))
-    text = torch.tensor(list(b"".join(path.read_bytes() for path in files)[: 8192 * LENGTH])).split(LENGTH)
+    text: Any = torch.tensor(list(b"".join(path.read_bytes() for path in files)[: 8192 * LENGTH])).view(-1, LENGTH)
     ends = set()
     whole = 0
     print("| | four checkpoints | smaller by | the Trainer waits, each save |\n|---|---:|---:|---:|")
@@ -113,7 +113,7 @@ def main() -> None:
             )
             model = Transformer(given.width)
             order = torch.Generator().manual_seed(0)
-            train = DataLoader(text[:-256], batch_size=8, shuffle=True, generator=order)
+            train: Any = DataLoader(text[:-256], batch_size=8, shuffle=True, generator=order)
             trainer.fit(model, train, DataLoader(text[-256:], batch_size=8))
             stored = size_of(Path(folder))
         ends.add(blake2b(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest())
