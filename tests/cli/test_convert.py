@@ -58,6 +58,17 @@ def test_a_file_is_compressed_beside_itself_and_decompressed(model, tmp_path):
     assert bits(load_file(tmp_path / "back.safetensors")) == bits(dq.load(small))
 
 
+def test_objects_among_hyperparameters_are_left_out_on_request(fails, tmp_path):
+    path = tmp_path / "epoch=3-step=400.ckpt"
+    torch.save({"state_dict": {"w": torch.randn(8, 8)}, "hyper_parameters": {"loss": torch.nn.MSELoss, "d": 3}}, path)
+    fails("--skip-objects", "compress", path)
+    note = "left out, as they are not tensors or plain values: hyper_parameters.loss (torch.nn.modules.loss.MSELoss)"
+    assert note in call("compress", path, "--skip-objects")
+    assert dq.load(f"{path}.dqc")["hyper_parameters"] == {"d": 3}
+    assert note in call("pack", path, "-o", tmp_path / "run", "--skip-objects")
+    assert dq.load(tmp_path / "run", 400)["hyper_parameters"] == {"d": 3}
+
+
 def test_lossless_compression_restores_the_file_byte_for_byte(model, tmp_path):
     assert "lossless" in call("compress", model, "-o", tmp_path / "m.dqc", "--quality", "lossless")
     call("decompress", tmp_path / "m.dqc", "-o", tmp_path / "back")

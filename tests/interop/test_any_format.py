@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +49,33 @@ def test_a_torch_file_that_names_code_is_refused_without_running_it(tmp_path, zi
     refuses(tmp_path / "m.pt", "refused", "posix.system", "weights_only=False")
     torch.save(nn.Linear(2, 2), tmp_path / "m.pt", _use_new_zipfile_serialization=zipped)
     refuses(tmp_path / "m.pt", "refused", "torch.nn.modules.linear.Linear")
+    assert not (tmp_path / "made").exists()
+
+
+def test_objects_in_a_torch_file_are_left_out_on_request_without_running_their_code(tmp_path):
+    hyperparameters = {
+        "optimizer": torch.optim.Adam,
+        "path": Path("data"),
+        "layers": [nn.ReLU(), 2],
+        "nested": {"act": nn.GELU(), "width": 3},
+        "width": 16,
+    }
+    state = {"state_dict": {"w": torch.randn(4, 4)}, "hyper_parameters": hyperparameters}
+    torch.save(state, tmp_path / "m.ckpt")
+    refuses(tmp_path / "m.ckpt", "refused", "--skip-objects")
+    file = any_format.read(tmp_path / "m.ckpt", skip_objects=True)
+    found = unflatten(file.tree, dict(file.tensors))
+    assert torch.equal(found["state_dict"]["w"], state["state_dict"]["w"])
+    assert found["hyper_parameters"] == {"nested": {"width": 3}, "width": 16}
+    (note,) = file.notes
+    for part in ("hyper_parameters.optimizer (torch.optim.adam.Adam)", "hyper_parameters.layers.0 (", "nested.act ("):
+        assert part in note
+
+
+def test_a_torch_file_that_names_a_command_is_refused_even_if_objects_may_be_left_out(tmp_path):
+    torch.save({"w": torch.ones(2), "x": Code(tmp_path / "made")}, tmp_path / "m.ckpt")
+    with pytest.raises(dq.CheckpointError, match=r"posix\.system"):
+        any_format.read(tmp_path / "m.ckpt", skip_objects=True)
     assert not (tmp_path / "made").exists()
 
 

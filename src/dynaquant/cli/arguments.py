@@ -59,12 +59,14 @@ def open_run(folder: Path) -> tuple[Run, list[CheckpointFile]]:
 def checkpoint(path: Path, step: str | None) -> CheckpointFile:
     """Return a checkpoint of a run by its step or tag (None: the newest), or the checkpoint in a single file."""
     from dynaquant.store.container import CheckpointFile
+    from dynaquant.store.pointers import read_pointer
     from dynaquant.store.tags import open_step_or_tag
 
     if path.is_file():
         if step is not None:
             raise CheckpointError(f"{path} is one checkpoint, not a run with steps; leave out STEP")
-        return CheckpointFile(path)
+        pointer = read_pointer(path)
+        return CheckpointFile(path) if pointer is None else pointer.file()
     run, files = open_run(path)
     return files[-1] if step is None else open_step_or_tag(run, _step_or_tag(step))
 

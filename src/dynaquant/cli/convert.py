@@ -47,6 +47,14 @@ HigherIsBetter = Annotated[bool, typer.Option("--higher-is-better", help="A high
 To = Annotated[
     Target | None, typer.Option(help="Format to write.", show_default="by the suffix of OUT, else the original format")
 ]
+SkipObjects = Annotated[
+    bool,
+    typer.Option(
+        "--skip-objects",
+        help="Leave out what files of torch.save hold besides tensors and plain values, e.g. a class among the "
+        "hyperparameters of a .ckpt. By default that is an error.",
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace OUT if it exists.")]
 
 
@@ -64,6 +72,7 @@ def compress(
     max_degradation: MaxDegradation = None,
     metric: MetricName = None,
     higher_is_better: HigherIsBetter = False,
+    skip_objects: SkipObjects = False,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -82,7 +91,9 @@ def compress(
     out = out if out is not None else source.with_name(source.name + SUFFIX)
     must_not_exist(out, force)
     with output.status_line() as tell:
-        record = compress_file(source, out, _packer(quality, max_degradation, metric, higher_is_better, tell))
+        record = compress_file(
+            source, out, _packer(quality, max_degradation, metric, higher_is_better, tell), skip_objects
+        )
     if as_json:
         output.print_json({**record.to_json(), "out": str(out), "before": record.total.raw})
         return
@@ -124,6 +135,7 @@ def pack(
     max_degradation: MaxDegradation = None,
     metric: MetricName = None,
     higher_is_better: HigherIsBetter = False,
+    skip_objects: SkipObjects = False,
     as_json: AsJson = False,
 ) -> None:
     """Compress a series of existing checkpoints into a run, each as a delta of the previous one.
@@ -154,7 +166,7 @@ def pack(
             tell(f"{len(records) + there + 1} of {len(by_step)}: {text}")
 
         packer = _packer(quality, max_degradation, metric, higher_is_better, tell_of)
-        for record in pack_files(by_step, out, packer):
+        for record in pack_files(by_step, out, packer, skip_objects):
             if record is None:
                 there += 1
             else:

@@ -179,7 +179,8 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
     from dynaquant.tensors.stored import Patchwork, QuantizedTensor, RankOne, ScaledMoment
 
     def decoded() -> tuple[CheckpointFile, StoredTensor]:
-        chain = Run(folder if folder.is_dir() else folder.parent).chain(checkpoint(folder, step))
+        file = checkpoint(folder, step)
+        chain = Run(file.path.parent).chain(file)
         with detect_run_changes(chain):
             return chain[0], load_tensor(chain, name)
 

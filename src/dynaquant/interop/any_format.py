@@ -11,10 +11,11 @@ from dynaquant.store.container import MAGIC
 from dynaquant.store.files import non_file_kind
 
 
-def read(path: Path) -> ModelFile:
+def read(path: Path, skip_objects: bool = False) -> ModelFile:
     """Read a file of safetensors or ``torch.save``, or a folder of Hugging Face, a trainer or DCP.
 
-    The content decides the format, not the name. No code in a file is run. Raises CheckpointError, naming the path and
+    The content decides the format, not the name. No code in a file is run. skip_objects: what files of ``torch.save``
+    hold besides tensors and plain values is left out, instead of an error. Raises CheckpointError, naming the path and
     the problem, if it cannot be read.
     """
     try:
@@ -32,7 +33,7 @@ def read(path: Path) -> ModelFile:
     if start[8:9] == b"{":  # checked first, as the 8 bytes before are a length, which may look like other magic bytes
         return safetensors.read(path)
     if start.startswith(torchfile.FIRST_BYTES):
-        return torchfile.read(path)
+        return torchfile.read(path, skip_objects)
     raise CheckpointError(
         f"{path}: neither a safetensors file nor one of torch.save"
         + ("; it is empty" if not start else "")

@@ -214,15 +214,16 @@ def _by_size(grid: GridWeights, name: str) -> float:
     return (VECTOR_SENSITIVITY if tensor.ndim < 2 else 1.0) / (grid.squares[name] / tensor.numel())
 
 
-def compress(source: Path, out: Path, packer: Packer) -> Record:
+def compress(source: Path, out: Path, packer: Packer, skip_objects: bool = False) -> Record:
     """Compress the file or folder of a model, or of a whole training state, into one file. Writes it atomically.
 
+    skip_objects: as for ``any_format.read``.
     Raises CheckpointError if the source cannot be read, OSError if ``out`` cannot be written.
     """
     check_output(out)
     if out.exists() and source.exists() and out.samefile(source):
         raise CheckpointError(f"{out} is the input file; give another name for the output")
-    file = any_format.read(source)
+    file = any_format.read(source, skip_objects)
     checkpoint = packer.checkpoint(file, 0)
     draft = Header(0, FIRST_SEQUENCE, None, checkpoint.tree, (), checkpoint.record)
     return record_of(write_file(out, draft, checkpoint.tensors, checkpoint.labels, None))
@@ -252,11 +253,13 @@ def _check_packed(run: Run) -> None:
         raise CheckpointError(f"{run.folder}: step {own} was saved by a training; pack into another folder")
 
 
-def pack(files: Mapping[int, Path], folder: Path, packer: Packer) -> Iterator[Record | None]:
+def pack(
+    files: Mapping[int, Path], folder: Path, packer: Packer, skip_objects: bool = False
+) -> Iterator[Record | None]:
     """Compress files into a run, in the order of their steps. Yields a record for each, None for steps already there.
 
-    files: by step. Raises CheckpointError if a file cannot be read or another process writes to the run; checkpoints
-    that were packed before the error stay.
+    files: by step. skip_objects: as for ``any_format.read``. Raises CheckpointError if a file cannot be read or another
+    process writes to the run; checkpoints that were packed before the error stay.
     """
     for step, path in files.items():
         if step >= 2**63:
@@ -273,7 +276,7 @@ def pack(files: Mapping[int, Path], folder: Path, packer: Packer) -> Iterator[Re
             if step in there:
                 yield None
                 continue
-            file = any_format.read(path)
+            file = any_format.read(path, skip_objects)
             checkpoint = packer.checkpoint(replace(file, details={**file.details, "name": path.name}), step)
             if chain == KEYFRAME_EVERY:
                 base, chain = None, 0

@@ -6,6 +6,8 @@ import pickle
 import re
 import struct
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO
 from zipfile import BadZipFile, is_zipfile
@@ -13,11 +15,13 @@ from zipfile import BadZipFile, is_zipfile
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.formatting import in_bytes
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.state.flatten import flatten
+from dynaquant.state.plain import plain_part
 from dynaquant.store.files import underlying_os_error
 
 SAFE_VERSION = (2, 10)
@@ -35,29 +39,67 @@ UNPICKLING_ERRORS = (
 _NAMES_CODE = re.compile(r"(?:GLOBAL |^)([\w.]+)(?: was not an allowed global| whose module|$)", re.MULTILINE)
 
 
-def read(path: Path) -> ModelFile:
+def read(path: Path, skip_objects: bool = False) -> ModelFile:
     """Read a file.
+
+    skip_objects: leave out objects, classes and functions; a note says which. By default they are an error, as no
+    code of a file is run. Names that no checkpoint has, such as ``os.system``, are an error in any case.
 
     Raises CheckpointError if it is damaged or holds objects other than tensors and plain values, StateError if a
     checkpoint cannot store one of the values.
     """
-    tree, tensors = flatten_file(path, load(path))
-    return ModelFile("torch", tree, tensors, {})
+    state = load(path, skip_objects, "" if skip_objects else "; or leave it out: dynaquant compress --skip-objects")
+    left_out: list[str] = []
+    if skip_objects:
+        state, left_out = plain_part(state)
+    tree, tensors = flatten_file(path, state)
+    notes = (f"left out, as they are not tensors or plain values: {', '.join(left_out)}",) if left_out else ()
+    return ModelFile("torch", tree, tensors, {}, notes=notes)
 
 
-def load(path: Path) -> dict[Any, Any]:
-    """Return the dictionary in a file, with memory-mapped tensors. Raises CheckpointError as ``read`` does."""
+def load(path: Path, skip_objects: bool = False, advice: str = "") -> dict[Any, Any]:
+    """Return the dictionary in a file, with memory-mapped tensors. Raises CheckpointError as ``read`` does.
+
+    skip_objects: objects come back as instances of empty classes that have the same names. advice: added to an
+    error about such an object.
+    """
     check_version(path)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _placeholders(path) if skip_objects else nullcontext():
             # PyTorch warns of other pickle protocols; reading shows whether it can read them.
             warnings.simplefilter("ignore")
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except UNPICKLING_ERRORS as error:
-        raise CheckpointError(f"{path}: {why_unreadable(error, 'a complete file of torch.save')}") from None
+        why = why_unreadable(error, "a complete file of torch.save")
+        raise CheckpointError(f"{path}: {why}{advice if _names_code(error) else ''}") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: it holds a {type(state).__name__}, not a dictionary such as a state dict")
     return state
+
+
+class _Placeholder:
+    """Stands for an object of a file. Its subclasses have the names of the objects' classes."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Placeholder:
+        """Ignore the arguments of the object's class."""
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, _: Any) -> None:
+        """Ignore the object's state."""
+
+
+@contextmanager
+def _placeholders(path: Path) -> Iterator[None]:
+    """Let PyTorch make placeholders, for the block, of whatever a file names and weights_only does not know."""
+    classes: list[Any] = []
+    for name in get_unsafe_globals_in_checkpoint(path):
+        module, _, own = name.rpartition(".")
+        classes.append((type(own, (_Placeholder,), {"__module__": module}), name))
+    with safe_globals(classes):
+        yield
 
 
 def flatten_file(path: Path, state: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -90,14 +132,20 @@ def check_version(path: Path) -> None:
         )
 
 
+def _names_code(error: BaseException) -> str:
+    """Return the name of the code that a file would run; empty if the error is another one."""
+    found = _NAMES_CODE.search(str(error)) if isinstance(error, pickle.UnpicklingError) else None
+    return found[1] if found else ""
+
+
 def why_unreadable(error: BaseException, expected: str) -> str:
     """Return why a file could not be unpickled: it names code, or it is not what was expected.
 
     PyTorch's own message often recommends to run that code.
     """
-    if isinstance(error, pickle.UnpicklingError) and (found := _NAMES_CODE.search(str(error))):
+    if name := _names_code(error):
         return (
-            f"refused, as reading it would run code that it names ({found[1]}). If you trust it, load it with "
+            f"refused, as reading it would run code that it names ({name}). If you trust it, load it with "
             "torch.load(…, weights_only=False) and save only its state_dict()s"
         )
     lines = str(error).strip().split("\n")

@@ -20,6 +20,7 @@ from dynaquant.store.chain import chain_of, detect_run_changes, load_all, retry_
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.lossless_copies import LOSSLESS_COPY
 from dynaquant.store.memory import explain_out_of_memory
+from dynaquant.store.pointers import Pointer, read_pointer
 from dynaquant.store.reading import Tensors, load_tensor
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag
@@ -37,11 +38,11 @@ Parents = PathOrFile | list[PathOrFile] | tuple[PathOrFile, ...]
 class StoredCheckpoint:
     """A checkpoint of a run, or a single file. Each access to a tensor decodes it.
 
-    path: the folder of a run, or a file, which may be a file object. step: a step or a tag of the run; the newest
-    checkpoint by default. parents: files that a single file was coded against, if they are not where it says. If the
-    checkpoint has a lossless copy (``exact="latest"``), that is read. The files stay open as long as this object
-    exists, so they can be read even if a training deletes them. Raises CheckpointError if the checkpoint is missing or
-    damaged, ValueError for the step or the parents of anything else.
+    path: the folder of a run, or a file, which may be a file object, or a pointer to a checkpoint of a run. step: a
+    step or a tag of the run; the newest checkpoint by default. parents: files that a single file was coded against, if
+    they are not where it says. If the checkpoint has a lossless copy (``exact="latest"``), that is read. The files stay
+    open as long as this object exists, so they can be read even if a training deletes them. Raises CheckpointError if
+    the checkpoint is missing or damaged, ValueError for the step or the parents of anything else.
     """
 
     def __init__(self, path: PathOrFile, step: int | str | None = None, parents: Parents = ()) -> None:
@@ -52,9 +53,13 @@ class StoredCheckpoint:
         else:
             self._in_memory = opened(path)
             self._path = self._in_memory.path
-        self._alone = self._in_memory is not None or self._path.is_file()
-        if self._alone and step is not None:
+        is_file = self._in_memory is None and self._path.is_file()
+        if (self._in_memory is not None or is_file) and step is not None:
             raise ValueError(f"{path} is a single checkpoint: leave out the step, or give the folder of a run")
+        self._pointer: Pointer | None = read_pointer(self._path) if is_file else None
+        if self._pointer is not None:
+            self._path, self._step = self._pointer.run, self._pointer.step
+        self._alone = self._in_memory is not None or (is_file and self._pointer is None)
         given = parents if isinstance(parents, list | tuple) else [parents]
         if given and not self._alone:
             raise ValueError(f"{path} is a run, which knows the parents of its checkpoints: leave out the parent")
@@ -67,6 +72,8 @@ class StoredCheckpoint:
         file = self._in_memory or (
             CheckpointFile(self._path) if self._alone else _checkpoint_file(self._run, self._step)
         )
+        if self._pointer is not None:
+            self._pointer.check(file)
         copy = None if self._alone else _lossless_copy(self._run, file, self._step is None)
         self._fallback = file if copy is not None else None  # read if the lossless copy is damaged
         self._take(copy or file)

@@ -1,6 +1,7 @@
 """The state of a training as a tree of named tensors, and the role of each tensor.
 
 - ``flatten.py``: converts a state to a JSON tree and named tensors, and back
+- ``plain.py``: the part of a state that can be stored
 - ``tree.py``: queries on such a JSON tree: the model in it, the tensors that a node names
 - ``wrappers.py``: unwraps models and optimizers; names of tensors in the bare model
 - ``bound.py``: a role with a number, the largest error of a value

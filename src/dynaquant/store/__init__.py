@@ -25,6 +25,7 @@ The files, in reading order:
 - ``writer_lock.py``: one writer per run
 - ``commit.py``: ``WritableRun`` commits checkpoints atomically, re-codes and deletes them
 - ``tags.py``: names for checkpoints
+- ``pointers.py``: files outside of a run that stand for its checkpoints
 - ``verifying.py``: finds damage in a checkpoint or a run
 - ``retention.py``: decides which checkpoints to keep; deletes the others
 - ``recoding.py``: re-codes a run in chains of another length; starts a new run from a checkpoint of another one

@@ -1,0 +1,156 @@
+"""A callback that knows what the dictionary of a checkpoint does not say."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from dynaquant.errors import CheckpointError
+from dynaquant.training import rng
+
+
+class Training(Callback):  # type: ignore[misc]
+    """Knows the training that a ``CheckpointIO`` saves.
+
+    Give it to both: ``Trainer(plugins=[CheckpointIO(training=training)], callbacks=[training, …])``.
+
+    - The global random number generators are saved, and restored when the training goes on. (With several processes,
+      they are not: a checkpoint of Lightning has the state of one.)
+    - Only parameters that train are quantized. Frozen parameters and buffers are stored exactly.
+    - A metric can be a number that ``validation_step`` logs. It is computed on the first ``batches`` batches that the
+      Trainer validates, with a copy of the module that has no trainer. So the Trainer's logs, state and random numbers
+      stay as they are. Copies of the batches stay in host memory.
+
+    Raises ValueError if ``batches`` is below 1.
+    """
+
+    def __init__(self, batches: int = 16) -> None:
+        if batches < 1:
+            raise ValueError(f"batches must be at least 1, not {batches}")
+        self._number = batches
+        self._trainer: Trainer | None = None
+        self._module: LightningModule | None = None
+        self._batches: dict[tuple[int, int], Any] = {}  # by dataloader and index
+        self._restored: dict[str, Any] | None = None  # random numbers that were loaded and not yet set
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """The names of the parameters that train, as in the module's state dict.
+
+        Raises CheckpointError if the Trainer does not have this callback.
+        """
+        return frozenset(name for name, p in self._bound().named_parameters(remove_duplicate=False) if p.requires_grad)
+
+    @property
+    def can_validate(self) -> bool:
+        """Whether the Trainer has validated a batch, so that a metric can be computed."""
+        return bool(self._batches)
+
+    def metric(self, checkpoint: Mapping[str, Any], name: str) -> float:
+        """Return the mean over the batches of what ``validation_step`` logs as ``name``, with a checkpoint's weights.
+
+        Raises ValueError if the step does not log one number of that name for each batch.
+        """
+        assert self._trainer is not None
+        module = copy.deepcopy(self._bound())  # without the trainer
+        module.load_state_dict(checkpoint["state_dict"], strict=module.strict_loading)
+        module.eval()
+        logged: list[float] = []
+        module.log = lambda key, value, *_, **__: logged.append(_number(key, value)) if key == name else None
+        module.log_dict = lambda values, *_, **__: [module.log(key, value) for key, value in values.items()]
+        takes_index = "dataloader_idx" in inspect.signature(module.validation_step).parameters
+        for (loader, index), batch in self._batches.items():
+            before = len(logged)
+            own = apply_to_collection(batch, Tensor, Tensor.clone)  # the step may write to it
+            own = move_data_to_device(own, module.device)
+            with torch.no_grad(), self._trainer.precision_plugin.val_step_context():
+                module.validation_step(own, index, *([loader] if takes_index else []))
+            if len(logged) != before + 1:
+                raise ValueError(
+                    f"validation_step must log {name!r} once for each batch; it logged it {len(logged) - before} times"
+                )
+        return math.fsum(logged) / len(logged)
+
+    def _bound(self) -> LightningModule:
+        if self._module is None:
+            raise CheckpointError(
+                "CheckpointIO was given a Training that its Trainer does not have: Trainer(callbacks=[training, …])"
+            )
+        return self._module
+
+    # What Lightning calls.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Remember the trainer and the module."""
+        self._trainer, self._module = trainer, pl_module
+
+    def on_validation_batch_start(
+        self,
+        trainer: Trainer,  # noqa: ARG002
+        pl_module: LightningModule,  # noqa: ARG002
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep a copy of the first batches."""
+        key = dataloader_idx, batch_idx
+        if len(self._batches) < self._number and key not in self._batches:
+            self._batches[key] = apply_to_collection(batch, Tensor, lambda tensor: tensor.detach().cpu().clone())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the global random number generators, in tensors and plain values."""
+        state = rng.get_state()
+        version, words, gauss = state["python"]
+        kind, keys, *rest = state["numpy"]
+        return {
+            "python": (version, torch.from_numpy(words.astype(np.int64)), gauss),
+            "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), *rest),
+            "torch": state["torch"],
+            "cuda": state["cuda"],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Remember the random numbers of a checkpoint until the training goes on. A validation uses none of them."""
+        if self._trainer is None or self._trainer.state.fn != TrainerFn.FITTING:
+            return
+        kind, keys, *rest = state_dict["numpy"]
+        self._restored = {**state_dict, "numpy": (kind, keys.cpu().numpy().astype(np.uint32), *rest)}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Restore random numbers. The Trainer makes the iterator of the data next, which draws some."""
+        self._restore_random_numbers(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Restore random numbers if the Trainer makes an iterator for this epoch."""
+        if not trainer.fit_loop.is_resuming:
+            self._restore_random_numbers(trainer)
+        self._restored = None
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:  # noqa: ARG002
+        """Restore random numbers in the middle of an epoch, after the Trainer has got its first batch."""
+        self._restore_random_numbers(trainer)
+        self._restored = None
+
+    def _restore_random_numbers(self, trainer: Trainer) -> None:
+        if self._restored is not None and trainer.world_size == 1:
+            rng.set_state(self._restored)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, Tensor | int | float):
+        return float(value)
+    raise ValueError(
+        f"validation_step logs {name!r} as {type(value).__qualname__}; a metric for checkpoints must be a number or a "
+        "tensor of one element in each batch"
+    )

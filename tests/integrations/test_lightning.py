@@ -1,0 +1,348 @@
+"""Lightning saves to a run, and goes on from it as if nothing had happened."""
+
+import csv
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import dynaquant as dq
+from dynaquant.store.run import Run
+
+pytest.importorskip("lightning", reason="Lightning is not installed")
+
+from lightning_training import (
+    EPOCHS,
+    STEPS_PER_EPOCH,
+    WARNINGS,
+    Module,
+    data,
+    fit,
+    hash_of,
+    silence,
+    trainer_of,
+)
+
+from dynaquant.integrations.lightning import CheckpointIO, Training
+from dynaquant.saving.record import record_of
+
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in WARNINGS]
+SCRIPT = Path(__file__).parents[1] / "support" / "lightning_training.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_digits.py"
+STEPS = EPOCHS * STEPS_PER_EPOCH
+
+
+@pytest.fixture(scope="module")
+def process():
+    """A process that trains whenever it gets a line, see ``lightning_training``."""
+    with subprocess.Popen(
+        [sys.executable, SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as started:
+        yield started
+        started.stdin.close()
+
+
+@pytest.fixture
+def train(process):
+    """Return a function that trains in a process of its own, and kills it after a step."""
+
+    def run(folder, at=None, **changes) -> SimpleNamespace:
+        process.stdin.write(json.dumps({"folder": str(folder), **changes}) + "\n")
+        found = SimpleNamespace(result=None, steps=[], status=None)
+        child = None
+        for line in process.stdout:
+            word, _, value = line.partition(" ")
+            if word == "started":
+                child = int(value)
+            elif word == "step":
+                found.steps.append(int(value))
+                if int(value) == at:
+                    os.kill(child, signal.SIGKILL)
+            elif word == "result":
+                found.result = json.loads(value)
+            elif word == "ended":
+                found.status = int(value)
+                return found
+        raise AssertionError("the process has ended")
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> SimpleNamespace:
+    """What Lightning makes of the training with its own checkpoints."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with warnings.catch_warnings():
+        silence()  # marks do not reach fixtures of a module
+        module = fit(trainer_of(folder, None), resume=None)
+    return SimpleNamespace(weights=hash_of(module), logs=logs_of(folder))
+
+
+def logs_of(folder) -> dict[tuple[int, str], str]:
+    """Return what was logged, by step and name. What a resumed training logs replaces what was logged before."""
+    found = {}
+    versions = (Path(folder) / "logs").iterdir()
+    for version in sorted(versions, key=lambda path: int(path.name.rpartition("_")[2])):
+        if (version / "metrics.csv").exists():
+            with (version / "metrics.csv").open() as file:
+                for row in csv.DictReader(file):
+                    found |= {(int(row["step"]), name): value for name, value in row.items() if value}
+    return found
+
+
+def checkpoints(folder) -> Path:
+    return Path(folder) / "checkpoints"
+
+
+def files_in(folder) -> list[str]:
+    return sorted(path.name for path in checkpoints(folder).glob("*.ckpt"))
+
+
+def run_of(folder) -> Run:
+    return Run(checkpoints(folder) / "dynaquant")
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("quality", ["lossless", "balanced"])
+def test_a_training_that_is_killed_three_times_ends_like_an_undisturbed_one(train, undisturbed, tmp_path, quality):
+    generator = random.Random(f"lightning {quality}")
+    for step in sorted(generator.sample(range(3, STEPS), 3)):
+        killed = train(tmp_path, at=step, quality=quality, pause=0.02)
+        assert killed.status == signal.SIGKILL
+        assert killed.steps[0] <= step
+    ended = train(tmp_path, quality=quality)
+    assert ended.steps[0] % STEPS_PER_EPOCH == 1, "it went on from the end of an epoch"
+    assert ended.result["steps"] == STEPS
+    assert ended.result["epochs"] == EPOCHS
+    logs = logs_of(tmp_path)
+    assert logs.keys() == undisturbed.logs.keys()
+    if quality == "lossless":
+        assert ended.result["weights"] == undisturbed.weights
+        assert logs == undisturbed.logs
+
+
+def test_with_asynchronous_saves_a_killed_training_ends_the_same(train, undisturbed, tmp_path):
+    train(tmp_path, at=21, quality="lossless", asynchronous=True, pause=0.05)
+    ended = train(tmp_path, quality="lossless", asynchronous=True)
+    assert (ended.result["weights"], ended.result["steps"]) == (undisturbed.weights, STEPS)
+    assert ended.steps[0] > 1
+
+
+def test_a_kill_during_a_save_leaves_the_last_complete_file(train, tmp_path):
+    """Kills right after the step whose checkpoint is written next."""
+    train(tmp_path, at=2 * STEPS_PER_EPOCH, quality="lossless")
+    assert "last.ckpt" in files_in(tmp_path)
+    for path in checkpoints(tmp_path).glob("*.ckpt"):
+        assert dq.load(path)["global_step"] % STEPS_PER_EPOCH == 0
+
+
+# Which files there are
+
+
+def test_every_file_that_lightning_keeps_can_be_loaded_and_no_other_is_stored(tmp_path):
+    fit(trainer_of(tmp_path, "lossless", save_top_k=2))
+    own = tmp_path / "own"
+    fit(trainer_of(own, None, save_top_k=2))
+    assert files_in(tmp_path) == files_in(own)
+    assert len(run_of(tmp_path).steps()) == len(files_in(own)) == 3
+    for name in files_in(own):
+        expected = torch.load(checkpoints(own) / name, weights_only=True)
+        found = CheckpointIO().load_checkpoint(checkpoints(tmp_path) / name)
+        assert {**found, "callbacks": 0}.keys() == {**expected, "callbacks": 0}.keys()
+        assert found["global_step"] == expected["global_step"]
+        assert found["loops"] == expected["loops"]
+        for key, value in expected["state_dict"].items():
+            assert torch.equal(found["state_dict"][key], value)
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_a_link_to_the_last_file_keeps_its_checkpoint(tmp_path, monkeypatch, link):
+    if not link:  # where there are no links, Lightning copies the file
+        monkeypatch.setattr(os, "symlink", lambda *_: (_ for _ in ()).throw(OSError("no links")))
+    fit(trainer_of(tmp_path, "lossless", save_last="link", epochs=3))
+    last = checkpoints(tmp_path) / "last.ckpt"
+    assert last.is_symlink() == link
+    assert dq.load(last)["global_step"] == 3 * STEPS_PER_EPOCH
+
+
+def test_a_copy_keeps_the_checkpoint_of_a_removed_file(tmp_path):
+    trainer = trainer_of(tmp_path, "lossless", epochs=1)
+    fit(trainer)
+    first, copy = checkpoints(tmp_path) / "last.ckpt", checkpoints(tmp_path) / "kept.ckpt"
+    shutil.copy(first, copy)
+    trainer.strategy.remove_checkpoint(first)
+    assert not first.exists()
+    assert dq.load(copy)["global_step"] == STEPS_PER_EPOCH
+    steps = run_of(tmp_path).steps()
+    trainer.strategy.remove_checkpoint(copy)
+    assert len(run_of(tmp_path).steps()) == len(steps) - 1
+
+
+def test_weights_and_paths_of_ones_own_are_saved(tmp_path):
+    trainer = trainer_of(tmp_path, "lossless", epochs=1, save_weights_only=True)
+    module = fit(trainer)
+    found = dq.load(checkpoints(tmp_path) / "last.ckpt")
+    assert "optimizer_states" not in found
+    assert torch.equal(found["state_dict"]["net.0.weight"], module.net[0].weight)
+    path = tmp_path / "elsewhere" / "manual.ckpt"
+    trainer.save_checkpoint(path)
+    assert dq.load(path)["optimizer_states"][0]["state"][0]["exp_avg"].any()
+    trainer.save_checkpoint(path)  # again, in its place
+    assert len(Run(path.parent / "dynaquant").steps()) == 1
+
+
+def test_the_best_file_is_used_for_validation(tmp_path):
+    trainer = trainer_of(tmp_path, "lossless", epochs=2)
+    module = fit(trainer)
+    best = dq.load(trainer.checkpoint_callback.best_model_path)["state_dict"]
+    with torch.no_grad():
+        module.net[0].weight.zero_()
+    trainer.validate(module, torch.utils.data.DataLoader(data(32, 2)), ckpt_path="best", verbose=False)
+    assert torch.equal(module.net[0].weight, best["net.0.weight"])
+
+
+def test_files_of_lightning_are_read_and_replaced(tmp_path):
+    fit(trainer_of(tmp_path, None, epochs=1))
+    trainer = trainer_of(tmp_path, "lossless", epochs=2)
+    fit(trainer)
+    assert trainer.global_step == 2 * STEPS_PER_EPOCH
+    assert dq.load(checkpoints(tmp_path) / "last.ckpt")["global_step"] == 2 * STEPS_PER_EPOCH
+
+
+def test_folders_can_be_moved_whole_and_a_file_alone_says_what_to_do(tmp_path):
+    fit(trainer_of(tmp_path, "lossless", epochs=1))
+    moved = tmp_path / "moved"
+    checkpoints(tmp_path).rename(moved)
+    assert dq.load(moved / "last.ckpt")["epoch"] == 0
+    (tmp_path / "alone").mkdir()
+    shutil.copy(moved / "last.ckpt", tmp_path / "alone")
+    with pytest.raises(dq.CheckpointError, match="dynaquant decompress"):
+        dq.load(tmp_path / "alone" / "last.ckpt")
+
+
+def test_decompress_makes_a_file_that_lightning_loads_alone(tmp_path):
+    module = fit(trainer_of(tmp_path, "lossless", epochs=1))
+    out = tmp_path / "alone.ckpt"
+    command = [sys.executable, "-m", "dynaquant.cli", "decompress", str(checkpoints(tmp_path) / "last.ckpt")]
+    subprocess.run([*command, "-o", str(out)], check=True, capture_output=True)
+    assert hash_of(Module.load_from_checkpoint(out)) == hash_of(module)
+
+
+# What is quantized
+
+
+def test_frozen_parameters_and_buffers_are_exact_and_moments_are_small(tmp_path):
+    module = Module(frozen=True)
+    fit(trainer_of(tmp_path, "balanced", epochs=2), module)
+    found = dq.load(checkpoints(tmp_path) / "last.ckpt")["state_dict"]
+    assert torch.equal(found["net.0.weight"], module.net[0].weight)
+    assert torch.equal(found["scale"], module.scale)
+    assert not torch.equal(found["net.3.weight"], module.net[3].weight)
+    roles = record_of(run_of(tmp_path).newest()).roles
+    assert roles["weight"].ratio > 3
+    assert roles["second_moment"].ratio > 8
+
+
+def test_without_a_training_the_plugin_alone_saves_and_resumes(tmp_path):
+    from lightning.pytorch import Trainer
+
+    settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    for epochs in (1, 2):
+        trainer = Trainer(
+            max_epochs=epochs, default_root_dir=tmp_path, plugins=[CheckpointIO()], log_every_n_steps=1, **settings
+        )
+        last = next(checkpoints(tmp_path).glob("epoch=0*.ckpt"), None)
+        fit(trainer, resume=last)
+        assert trainer.global_step == epochs * STEPS_PER_EPOCH
+    assert len(files_in(tmp_path)) >= 1
+
+
+# The metric
+
+
+def test_a_metric_of_the_module_bounds_the_loss_and_leaves_no_trace(undisturbed, tmp_path):
+    trainer = trainer_of(tmp_path, "high", metric="val_loss")
+    module = fit(trainer)
+    assert hash_of(module) == undisturbed.weights
+    assert logs_of(tmp_path) == undisturbed.logs
+    assert module.validated == 2 + EPOCHS * 4, "the search validates a copy"
+    quality = record_of(run_of(tmp_path).newest()).quality
+    assert quality.degradation <= 0.001
+    assert quality.original == pytest.approx(float(trainer.checkpoint_callback.best_model_score), rel=1e-5)
+
+
+def test_a_metric_that_is_not_logged_is_an_error_that_says_so(tmp_path):
+    with pytest.raises(dq.EvaluateError, match=r"must log 'accuracy' once for each batch"):
+        fit(trainer_of(tmp_path, "high", metric="accuracy", epochs=1))
+
+
+def test_a_metric_by_name_needs_a_training_that_the_trainer_has(tmp_path):
+    with pytest.raises(ValueError, match="the same Training"):
+        CheckpointIO(metric="val_loss")
+    with pytest.raises(dq.CheckpointError, match=r"callbacks=\[training"):
+        CheckpointIO(training=Training()).save_checkpoint({"state_dict": {}}, tmp_path / "a.ckpt")
+
+
+def test_a_metric_and_asynchronous_saves_exclude_each_other(tmp_path):
+    with pytest.raises(dq.CheckpointError, match="AsyncCheckpointIO"):
+        fit(trainer_of(tmp_path, "high", metric="val_loss", asynchronous=True, epochs=2))
+
+
+# Hyperparameters
+
+
+def test_plain_hyperparameters_come_back(tmp_path):
+    fit(trainer_of(tmp_path, "lossless", epochs=1), Module(16, betas=(0.9, 0.95), name="small", depth=None))
+    found = dq.load(checkpoints(tmp_path) / "last.ckpt")["hyper_parameters"]
+    assert found == {"width": 16, "frozen": False, "betas": (0.9, 0.95), "name": "small", "depth": None}
+
+
+def test_a_class_among_hyperparameters_is_an_error_that_says_what_to_do(tmp_path):
+    with pytest.raises(dq.StateError, match=r"hyper_parameters\.optimizer.*save_hyperparameters\(ignore.*skip_objects"):
+        fit(trainer_of(tmp_path, "lossless", epochs=1), Module(16, optimizer=torch.optim.Adam))
+    assert files_in(tmp_path) == []
+
+
+def test_a_class_among_hyperparameters_is_left_out_on_request(tmp_path, caplog):
+    module = Module(16, optimizer=torch.optim.Adam, layers=[torch.nn.ReLU(), 2], path=Path("data"))
+    fit(trainer_of(tmp_path, "lossless", epochs=1, io={"skip_objects": True}), module)
+    found = dq.load(checkpoints(tmp_path) / "last.ckpt")["hyper_parameters"]
+    assert found == {"width": 16, "frozen": False}
+    assert "hyper_parameters.optimizer (torch.optim.adam.Adam)" in caplog.text
+    assert "hyper_parameters.layers.0 (torch.nn.modules.activation.ReLU)" in caplog.text
+
+
+def test_storage_options_and_addresses_are_refused(tmp_path):
+    with pytest.raises(TypeError, match="storage_options"):
+        CheckpointIO().save_checkpoint({}, tmp_path / "a.ckpt", storage_options={"a": 1})
+    with pytest.raises(dq.CheckpointError, match="local and shared folders"):
+        CheckpointIO().save_checkpoint({}, "s3://bucket/a.ckpt")
+    with pytest.raises(FileNotFoundError):
+        CheckpointIO().load_checkpoint(tmp_path / "missing.ckpt")
+
+
+# The example
+
+
+def test_the_example_trains_and_goes_on_after_a_kill(tmp_path):
+    command = [sys.executable, EXAMPLE]
+    with subprocess.Popen([*command, "0.02"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as first:
+        while not (tmp_path / "runs/digits/last.ckpt").exists():
+            assert first.poll() is None
+            time.sleep(0.05)
+        first.kill()
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "Restored all states from the checkpoint" in ended.stderr
+    assert "300 steps" in ended.stdout
