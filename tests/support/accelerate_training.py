@@ -46,7 +46,7 @@ def accelerator_of(folder: Any, loader: str = "seedable", limit: int | None = 3,
         cpu=True,
         gradient_accumulation_steps=ACCUMULATED,
         dataloader_config=DataLoaderConfiguration(
-            use_seedable_sampler=loader == "seedable", use_stateful_dataloader=loader == "stateful"
+            use_seedable_sampler=True, use_stateful_dataloader=loader == "stateful"
         ),
         project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=automatic, total_limit=limit),
     )
@@ -78,8 +78,8 @@ def hash_of(model: nn.Module) -> str:
 def train(folder: str, loader: str = "seedable", kill_at: int = 0, pause: float = 0.0, **options: Any) -> None:
     """Train to the end, from the last checkpoint if there is one. Prints every step, and what it ends with.
 
-    kill_at: the step at which all ranks are killed. pause: seconds that each step takes longer. options: for ``attach``;
-    without ``quality``, nothing is saved.
+    kill_at: the step at which all ranks are killed. pause: seconds that each step takes longer. options: for
+    ``attach``; without ``quality``, nothing is saved.
     """
     accelerator = accelerator_of(folder, loader)
     model, optimizer, batches, scheduler = prepared(accelerator)
@@ -122,4 +122,5 @@ def train(folder: str, loader: str = "seedable", kill_at: int = 0, pause: float 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("error", UserWarning)
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by torchdata
     train(**json.loads(sys.argv[1]))

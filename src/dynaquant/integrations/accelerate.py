@@ -5,9 +5,9 @@
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     attach(accelerator, "runs/gpt", evaluate=validation_loss)
 
-Hooks of Accelerate can keep it from writing the weights, but not the optimizer, nor anything that is sharded. So the two
-methods are replaced on this one object. A folder that ``save_state`` makes holds one small file, which names a step of
-the run and the identity of its checkpoint.
+Hooks of Accelerate can keep it from writing the weights, but not the optimizer, nor anything that is sharded. So the
+two methods are replaced on this one object. A folder that ``save_state`` makes holds one small file, which names a step
+of the run and the identity of its checkpoint.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class _Attached:
 
         Folders with Accelerate's own files are left to Accelerate.
 
-        Raises CheckpointError if the checkpoint is no longer in the run, or damaged; ValueError if it belongs to another
-        run, if the folder does not exist, or if there is none; StateError if the checkpoint does not fit.
+        Raises CheckpointError if the checkpoint is no longer in the run, or damaged; ValueError if it belongs to
+        another run, if the folder does not exist, or if there is none; StateError if the checkpoint does not fit.
         """
         configuration = self._accelerator.project_configuration
         automatic = configuration.automatic_checkpoint_naming
@@ -246,6 +246,7 @@ class _Attached:
         for hook in list(self._accelerator._load_model_state_pre_hook.values()):
             hook([*self._accelerator._models], os.fspath(folder))
         self.checkpointer.restore(step)
+        self._same_state = 0, []  # another line of the training, which may come to the same steps
 
 
 class _Progress:
@@ -309,14 +310,12 @@ def _check(accelerator: Any) -> None:
     if not accelerator._models or not accelerator._optimizers:
         raise ValueError("nothing is prepared yet; call attach after accelerator.prepare(model, optimizer, …)")
     for number, loader in enumerate(accelerator._dataloaders):
-        if not _is_stateful(loader) and isinstance(sampler := loader.get_sampler(), RandomSampler):
-            if not isinstance(sampler, SeedableRandomSampler):
-                log.warning(
-                    "the prepared data loader %d shuffles by random numbers that cannot be drawn again, so a resumed "
-                    "epoch has another order; set DataLoaderConfiguration(use_seedable_sampler=True), or "
-                    "use_stateful_dataloader=True",
-                    number,
-                )
+        if isinstance(loader.get_sampler(), RandomSampler) and _seedable(loader) is None:
+            log.warning(
+                "the prepared data loader %d shuffles by random numbers that cannot be drawn again, so a resumed "
+                "training sees batches in another order; set DataLoaderConfiguration(use_seedable_sampler=True)",
+                number,
+            )
 
 
 def _prepared(accelerator: Any) -> list[Any]:
@@ -352,7 +351,7 @@ def _epoch_and_seed(loader: Any) -> dict[str, int | None]:
 
 
 def _write_pointer(folder: Path, run: Run, step: int, identity: str) -> None:
-    """Make a folder stand for a checkpoint. Atomic: if the process is killed, the folder is as before, or is not there."""
+    """Make a folder stand for a checkpoint. If the process is killed, the folder is as before, or is not there."""
     relative = os.path.relpath(run.folder.resolve(), folder.resolve())  # both may be moved together
     content = json.dumps({"run": relative, "step": step, "identity": identity}, indent=1).encode() + b"\n"
     if folder.is_dir() and any(folder.iterdir()):
@@ -365,7 +364,10 @@ def _write_pointer(folder: Path, run: Run, step: int, identity: str) -> None:
 
 
 def _read_pointer(folder: Path) -> dict[str, Any]:
-    """Return the run, the step and the identity that a folder stands for. Raises CheckpointError if its file is damaged."""
+    """Return the run, the step and the identity that a folder stands for.
+
+    Raises CheckpointError if its file is damaged.
+    """
     try:
         content = json.loads((folder / POINTER).read_bytes())
         if is_step(content["step"]) and isinstance(content["run"], str) and isinstance(content["identity"], str):
