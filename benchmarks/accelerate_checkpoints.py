@@ -58,7 +58,7 @@ def train(folder: Path, quality: QualityName | None, steps: int, width: int, dat
     loader = DataLoader(TensorDataset(data[:-256]), batch_size=8, shuffle=True, generator=torch.Generator())
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     if quality is not None:
-        held_out = list(torch.split(data[-256:], 16))  # type: ignore[no-untyped-call]
+        held_out = list(torch.split(data[-256:], 16))
         attach(accelerator, folder / "run", quality=quality, evaluate=dq.LossOn(held_out, loss_of))
     for step, (text,) in enumerate(loader, 1):
         accelerator.backward(loss_of(model, text))
