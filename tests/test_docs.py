@@ -16,6 +16,7 @@ import links
 import pytest
 from typer.testing import CliRunner
 
+import dynaquant as dq
 from dynaquant.cli import app
 from dynaquant.saving.record import record_of
 from dynaquant.store.run import Run
@@ -53,6 +54,40 @@ def test_the_guide_runs_as_it_stands(guide, tmp_path, monkeypatch):
             ran.append(line)
     assert len(ran) > 20
     assert sorted(os.listdir(tmp_path / "again")) == ["ckpt-300.pt", "ckpt-400.pt", "ckpt-500.pt"]
+
+
+RECIPES = (ROOT / "docs/recipes.md").read_text()
+COMMANDS = [
+    text for language, text in re.findall(r"```(python|bash)\n(.*?)```", RECIPES, re.DOTALL) if language == "bash"
+]
+
+
+@pytest.mark.parametrize("commands", COMMANDS, ids=lambda commands: commands.split()[-1])
+def test_the_recipes_run_as_they_stand_and_again(commands, tmp_path, monkeypatch):
+    if "loader.py" in commands:
+        pytest.importorskip("torchdata", reason="torchdata is not installed")
+    monkeypatch.chdir(tmp_path)
+    for language, text in blocks(RECIPES):
+        if language == "python":
+            Path(re.match(r"# (\w+\.py)\n", text)[1]).write_text(text)
+    outputs = []
+    for _ in "12":
+        for line in commands.splitlines():
+            command, *arguments = shlex.split(line)
+            module = {"python": [], "torchrun": ["-m", "torch.distributed.run"], "dynaquant": ["-m", "dynaquant.cli"]}
+            done = subprocess.run(
+                [sys.executable, *module[command], *arguments], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            outputs.append(done.stdout)
+        if (tmp_path / "back").exists():
+            break  # dynaquant does not overwrite a folder
+    for run in Path().glob("runs/*"):
+        assert dq.load(run, step=40)["model"].keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    if "mixed" in commands:
+        assert outputs == ["40 updates of the average; scale 1024.0\n"] * 2
+    if "loader.py" in commands:
+        assert outputs == ["48 batches\n"] * 2
 
 
 def test_the_guides_training_loop_runs_again(guide, tmp_path):

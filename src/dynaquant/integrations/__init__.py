@@ -1,4 +1,5 @@
 """Trainers of other packages that save to a run. Each is imported only by its users, as each needs its own package.
 
+- ``accelerate.py``: ``save_state`` and ``load_state`` of an ``Accelerator``
 - ``lightning/``: a ``CheckpointIO`` of Lightning
 """

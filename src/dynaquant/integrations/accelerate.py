@@ -1,0 +1,387 @@
+"""Makes ``save_state`` and ``load_state`` of an Accelerator write to a run of dynaquant, and read from it.
+
+    from dynaquant.integrations.accelerate import attach
+
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    attach(accelerator, "runs/gpt", evaluate=validation_loss)
+
+Hooks of Accelerate can keep it from writing the weights, but not the optimizer, nor anything that is sharded. So the
+two methods are replaced on this one object. A folder that ``save_state`` makes holds one small file, which names a step
+of the run and the identity of its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dynaquant.checkpointer import Checkpointer
+from dynaquant.errors import CheckpointError, DynaquantError, MissingPackageError
+from dynaquant.state.wrappers import bare
+from dynaquant.store.atomic_files import atomic_file, atomic_folder
+from dynaquant.store.container import is_step
+from dynaquant.store.run import Run
+
+try:
+    import accelerate
+    from accelerate.data_loader import SeedableRandomSampler
+    from accelerate.utils import RNG_STATE_NAME
+except ModuleNotFoundError as error:
+    if error.name != "accelerate":
+        raise
+    raise MissingPackageError("dynaquant.integrations.accelerate", "accelerate", "accelerate") from None
+
+from torch.utils.data import RandomSampler
+
+log = logging.getLogger("dynaquant")
+TESTED = "1.15.0"
+"""The version of Accelerate that this was tested with."""
+POINTER = "dynaquant.json"
+"""The file in a folder of ``save_state``."""
+CHECKPOINTS = "checkpoints"
+"""Where Accelerate's automatic names are, in ``project_dir``."""
+_NUMBERED = re.compile(r"checkpoint_([0-9]+)")
+_USED = (
+    "_models",
+    "_optimizers",
+    "_schedulers",
+    "_dataloaders",
+    "_custom_objects",
+    "_save_model_state_pre_hook",
+    "_load_model_state_pre_hook",
+    "project_configuration",
+    "scaler",
+    "step",
+)
+"""Attributes of an Accelerator that are read here. Most are private to Accelerate, and may change in any version."""
+
+
+def attach(accelerator: Any, folder: str | os.PathLike[str], **options: Any) -> Checkpointer:
+    """Make ``accelerator.save_state`` and ``accelerator.load_state`` use a run. Returns its ``Checkpointer``.
+
+    Call it after ``prepare`` and ``register_for_checkpointing``, on all ranks. Saved are the prepared models,
+    optimizers and schedulers, the GradScaler, registered objects, the positions of stateful data loaders, the seeds of
+    samplers, and all random number generators.
+
+    accelerator: an ``accelerate.Accelerator``. folder: of the run. options: all arguments of ``Checkpointer`` but
+    ``model`` and ``optimizer``. ``extras`` are saved beside what the accelerator has. With automatic checkpoint naming,
+    ``keep_last`` is ``total_limit``. Steps are those of the optimizer.
+
+    Raises ValueError if nothing is prepared yet, or if the accelerator has been attached before; DynaquantError for
+    DeepSpeed and Megatron-LM, and if the installed Accelerate has changed in a way that matters here; all errors of
+    ``Checkpointer``.
+    """
+    return _Attached(accelerator, Path(folder), options).checkpointer
+
+
+class _Attached:
+    """An accelerator and its run."""
+
+    def __init__(self, accelerator: Any, folder: Path, options: Mapping[str, Any]) -> None:
+        _check(accelerator)
+        self._accelerator, self._run = accelerator, Run(folder)
+        self._prepared = _prepared(accelerator)
+        self._progress = _Progress(accelerator)
+        self._original_load: Callable[..., None] = accelerator.load_state
+        self._same_state: tuple[int, list[Path]] = 0, []  # a step, and the folders that it was saved to
+        configuration = accelerator.project_configuration
+        if configuration.automatic_checkpoint_naming:
+            options = {"keep_last": configuration.total_limit, **options}
+        self.checkpointer = Checkpointer(
+            folder,
+            _one_or_several(accelerator._models),
+            _one_or_several(accelerator._optimizers),
+            **{**options, "extras": {**self._extras(), **(options.get("extras") or {})}},
+        )
+        accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
+
+    def _extras(self) -> dict[str, Any]:
+        accelerator = self._accelerator
+        scaler = {} if accelerator.scaler is None else {"scaler": accelerator.scaler}
+        loaders = [loader for loader in accelerator._dataloaders if _is_stateful(loader)]
+        return {
+            "accelerator": self._progress,
+            **scaler,
+            **_numbered("scheduler", accelerator._schedulers),
+            **_numbered("loader", loaders),
+            **_numbered("registered", accelerator._custom_objects),
+        }
+
+    # Saving
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, *_: Any, **__: Any) -> Path:
+        """Save the state as a step of the run. Returns the folder that stands for it, as Accelerate does.
+
+        Returns when the checkpoint is committed. Arguments about the form of Accelerate's own files have no effect.
+
+        Raises ValueError without a folder, or if an automatically named one exists; RuntimeError if more objects were
+        prepared or registered since ``attach``; all errors of ``Checkpointer.save`` and of its writing.
+        """
+        accelerator, configuration = self._accelerator, self._accelerator.project_configuration
+        if [id(thing) for thing in _prepared(accelerator)] != [id(thing) for thing in self._prepared]:
+            raise RuntimeError(
+                "objects were prepared, registered or released since dynaquant was attached to the accelerator, and "
+                "would not be saved; call attach after prepare and register_for_checkpointing"
+            )
+        folder = self._folder_to_save(output_dir)
+        self._call_hooks(folder)
+        step = self._progress.steps
+        identity = self.checkpointer.save(step).result().identity
+        if accelerator.is_main_process:
+            before, folders = self._same_state
+            self._same_state = step, [*(f for f in folders if before == step and f.is_dir() and f != folder), folder]
+            for each in self._same_state[1]:
+                _write_pointer(each, self._run, step, identity)
+            if configuration.automatic_checkpoint_naming:
+                self._delete_forgotten(folder.parent)
+        if configuration.automatic_checkpoint_naming:
+            configuration.iteration += 1
+        accelerator.wait_for_everyone()
+        return folder
+
+    def _folder_to_save(self, output_dir: str | os.PathLike[str] | None) -> Path:
+        accelerator = self._accelerator
+        if not accelerator.project_configuration.automatic_checkpoint_naming:
+            if output_dir is None:
+                raise ValueError("save_state needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)")
+            return Path(output_dir).expanduser()
+        folder = Path(accelerator.project_dir) / CHECKPOINTS / f"checkpoint_{accelerator.save_iteration}"
+        if (folder / POINTER).exists():
+            raise ValueError(
+                f"{folder} exists already; call accelerator.load_state() to go on from the last checkpoint, or delete "
+                f"{folder.parent} and {self._run.folder} to begin anew"
+            )
+        accelerator.wait_for_everyone()  # no rank makes the folder before all have looked
+        return folder
+
+    def _call_hooks(self, folder: Path) -> None:
+        """Call the hooks that the user has registered, with what Accelerate gives them."""
+        accelerator = self._accelerator
+        hooks = list(accelerator._save_model_state_pre_hook.values())
+        if hooks:
+            folder.mkdir(parents=True, exist_ok=True)
+            weights = [accelerator.get_state_dict(model, unwrap=False) for model in accelerator._models]
+            for hook in hooks:
+                hook(accelerator._models, weights, os.fspath(folder))
+
+    def _delete_forgotten(self, checkpoints: Path) -> None:
+        """Delete automatically named folders whose checkpoint the run no longer keeps."""
+        kept = {summary.identity for summary in self._run.summaries()[0]}
+        for folder in _numbered_folders(checkpoints):
+            with suppress(CheckpointError):  # a damaged pointer
+                if _read_pointer(folder)["identity"] not in kept:
+                    shutil.rmtree(folder)
+
+    # Loading
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **options: Any) -> None:
+        """Restore the state that was saved to a folder; without a folder, the last one that verifies.
+
+        Folders with Accelerate's own files are left to Accelerate.
+
+        Raises CheckpointError if the checkpoint is no longer in the run, or damaged; ValueError if it belongs to
+        another run, if the folder does not exist, or if there is none; StateError if the checkpoint does not fit.
+        """
+        configuration = self._accelerator.project_configuration
+        automatic = configuration.automatic_checkpoint_naming
+        checkpoints = Path(self._accelerator.project_dir) / CHECKPOINTS if automatic else Path()
+        if input_dir is not None:
+            folder = Path(input_dir).expanduser()
+            if not (folder / POINTER).exists():
+                self._load_foreign(folder, *args, **options)
+                return
+            self._restore(folder)
+        else:
+            folders = _numbered_folders(checkpoints) if automatic else []
+            if not folders:
+                self._original_load(None, *args, **options)  # Accelerate's own files, or its own error
+                return
+            self._restore_newest(folders)
+        if automatic and (folders := _numbered_folders(checkpoints)):
+            configuration.iteration = _number(folders[-1]) + 1
+
+    def _load_foreign(self, folder: Path, *args: Any, **options: Any) -> None:
+        if folder.is_dir() and not any(folder.glob(f"{RNG_STATE_NAME}_*.pkl")):
+            raise CheckpointError(
+                f"{folder} has no {POINTER} and no checkpoint of Accelerate: the save into it was interrupted, or its "
+                "files were deleted; load another folder"
+            )
+        self._original_load(os.fspath(folder), *args, **options)
+
+    def _restore_newest(self, folders: list[Path]) -> None:
+        """Restore from the last folder whose checkpoint verifies. A warning names the others."""
+        for folder in reversed(folders):
+            try:
+                self._restore(folder)
+                return
+            except CheckpointError as error:
+                if folder == folders[0]:
+                    raise
+                log.warning("%s is skipped: %s", folder, error)
+
+    def _restore(self, folder: Path) -> None:
+        """Restore the checkpoint that a folder stands for. Collective."""
+        self.checkpointer.wait()
+        pointer = _read_pointer(folder)
+        run = folder / pointer["run"]
+        if not (run.is_dir() and run.samefile(self._run.folder)):
+            raise ValueError(
+                f"{folder} belongs to the run {run.resolve()}, and this accelerator is attached to "
+                f"{self._run.folder.resolve()}; attach it to that run, or begin with its checkpoint: dynaquant branch "
+                f"{run.resolve()} {pointer['step']} FOLDER"
+            )
+        step = pointer["step"]
+        identities = {summary.step: summary.identity for summary in self._run.summaries()[0]}
+        if identities.get(step, pointer["identity"]) != pointer["identity"]:
+            raise CheckpointError(
+                f"{folder}: step {step} of {self._run.folder} was saved again since, to another folder; load that one"
+            )
+        for hook in list(self._accelerator._load_model_state_pre_hook.values()):
+            hook([*self._accelerator._models], os.fspath(folder))
+        self.checkpointer.restore(step)
+        self._same_state = 0, []  # another line of the training, which may come to the same steps
+
+
+class _Progress:
+    """What an accelerator counts, as an extra: optimizer steps, accumulated batches, epochs and seeds of samplers.
+
+    The optimizer steps are those of the optimizer that has made the most. Steps that a GradScaler skips do not count.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._counts = [0] * len(accelerator._optimizers)
+        for number, optimizer in enumerate(accelerator._optimizers):
+            bare(optimizer).register_step_post_hook(self._counter(number))
+
+    def _counter(self, number: int) -> Callable[..., None]:
+        def count(*_: Any) -> None:
+            self._counts[number] += 1
+
+        return count
+
+    @property
+    def steps(self) -> int:
+        """The number of optimizer steps."""
+        return max(self._counts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was counted, as plain values."""
+        return {
+            "counts": list(self._counts),
+            "step": self._accelerator.step,
+            "loaders": [_epoch_and_seed(loader) for loader in self._accelerator._dataloaders],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set what was counted. With other data loaders than before, these stay as they are."""
+        self._counts[:] = state["counts"]
+        self._accelerator.step = state["step"]
+        loaders = self._accelerator._dataloaders
+        if len(loaders) != len(state["loaders"]):
+            return
+        for loader, stored in zip(loaders, state["loaders"], strict=True):
+            loader.iteration = stored["epoch"]
+            if stored["seed"] is not None and (sampler := _seedable(loader)) is not None:
+                sampler.initial_seed = stored["seed"]
+
+
+def _check(accelerator: Any) -> None:
+    if not isinstance(accelerator, accelerate.Accelerator):
+        raise TypeError(f"accelerator must be an accelerate.Accelerator, not {type(accelerator).__qualname__}")
+    missing = [name for name in _USED if not hasattr(accelerator, name)]
+    if missing:
+        raise DynaquantError(
+            f"accelerate {accelerate.__version__} has no Accelerator.{missing[0]}, on which "
+            f"dynaquant.integrations.accelerate relies; it was tested with accelerate {TESTED}: install that version"
+        )
+    kind = accelerator.distributed_type
+    if kind in (accelerate.DistributedType.DEEPSPEED, accelerate.DistributedType.MEGATRON_LM):
+        raise DynaquantError(f"{kind.value} is not supported: its optimizer's state cannot be stored; use FSDP2 or DDP")
+    if "save_state" in vars(accelerator):
+        raise ValueError("dynaquant is attached to this accelerator already; one accelerator saves to one run")
+    if not accelerator._models or not accelerator._optimizers:
+        raise ValueError("nothing is prepared yet; call attach after accelerator.prepare(model, optimizer, …)")
+    for number, loader in enumerate(accelerator._dataloaders):
+        if isinstance(loader.get_sampler(), RandomSampler) and _seedable(loader) is None:
+            log.warning(
+                "the prepared data loader %d shuffles by random numbers that cannot be drawn again, so a resumed "
+                "training sees batches in another order; set DataLoaderConfiguration(use_seedable_sampler=True)",
+                number,
+            )
+
+
+def _prepared(accelerator: Any) -> list[Any]:
+    """Return all objects whose state is saved."""
+    kinds = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
+    return [thing for kind in kinds for thing in getattr(accelerator, kind)]
+
+
+def _one_or_several(things: list[Any]) -> Any:
+    return things[0] if len(things) == 1 else {str(number): thing for number, thing in enumerate(things)}
+
+
+def _numbered(name: str, things: list[Any]) -> dict[str, Any]:
+    """Return things by name. Accelerate numbers its files so, too: scheduler, scheduler_1, …"""
+    return {name if number == 0 else f"{name}_{number}": thing for number, thing in enumerate(things)}
+
+
+def _is_stateful(loader: Any) -> bool:
+    return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+def _seedable(loader: Any) -> SeedableRandomSampler | None:
+    sampler = loader.get_sampler()
+    return sampler if isinstance(sampler, SeedableRandomSampler) else None
+
+
+def _epoch_and_seed(loader: Any) -> dict[str, int | None]:
+    sampler = _seedable(loader)
+    return {"epoch": loader.iteration, "seed": None if sampler is None else sampler.initial_seed}
+
+
+# Folders that stand for checkpoints
+
+
+def _write_pointer(folder: Path, run: Run, step: int, identity: str) -> None:
+    """Make a folder stand for a checkpoint. If the process is killed, the folder is as before, or is not there."""
+    relative = os.path.relpath(run.folder.resolve(), folder.resolve())  # both may be moved together
+    content = json.dumps({"run": relative, "step": step, "identity": identity}, indent=1).encode() + b"\n"
+    if folder.is_dir() and any(folder.iterdir()):
+        with atomic_file(folder / POINTER) as file:
+            file.write(content)
+    else:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(folder) as temporary:
+            (temporary / POINTER).write_bytes(content)
+
+
+def _read_pointer(folder: Path) -> dict[str, Any]:
+    """Return the run, the step and the identity that a folder stands for.
+
+    Raises CheckpointError if its file is damaged.
+    """
+    try:
+        content = json.loads((folder / POINTER).read_bytes())
+        if is_step(content["step"]) and isinstance(content["run"], str) and isinstance(content["identity"], str):
+            return dict(content)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    raise CheckpointError(f"{folder / POINTER} is damaged; load another folder")
+
+
+def _numbered_folders(checkpoints: Path) -> list[Path]:
+    """Return the folders with automatic names that stand for a checkpoint, in the order of their numbers."""
+    found = [path.parent for path in checkpoints.glob(f"*/{POINTER}") if _NUMBERED.fullmatch(path.parent.name)]
+    return sorted(found, key=_number)
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.rpartition("_")[2])
