@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from dynaquant.checkpointer import Checkpointer
-from dynaquant.errors import CheckpointError, DynaquantError
+from dynaquant.errors import DynaquantError
 from dynaquant.integrations.transformers.metric import loss_on_evaluation_set
 from dynaquant.integrations.transformers.options import Options
 from dynaquant.integrations.transformers.progress import NAME, Progress
@@ -181,7 +181,8 @@ class Checkpoints:
 
     def _make_checkpointer(self) -> Checkpointer:
         self._open.close()  # of a training that began again with smaller batches
-        trainer, options = self._trainer, dict(self._options)
+        trainer = self._trainer
+        options: dict[str, Any] = {**self._options}
         extras = {NAME: self._progress, **(options.pop("extras", None) or {})}
         if not trainer.args.save_only_model:
             extras["scheduler"] = trainer.lr_scheduler
@@ -246,15 +247,15 @@ class StepBoundaries(TrainerCallback):  # type: ignore[misc]  # Transformers is 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Make the ``Checkpointer``."""
         self._checkpoints.begin()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         """Find out whether another rank was told to stop."""
         self._checkpoints.agree_on_saving()
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Find out whether another rank was told to stop."""
         self._checkpoints.agree_on_saving()
 

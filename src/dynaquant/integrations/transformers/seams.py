@@ -18,6 +18,7 @@ METHODS = {
     "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
     "log": ("logs", "start_time"),
     "prediction_step": ("model", "inputs", "prediction_loss_only", "ignore_keys"),
+    "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
     "_get_output_dir": ("trial",),
     "_save_checkpoint": ("model", "trial"),
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
@@ -30,7 +31,7 @@ USED = {
     "train": ("_load_from_checkpoint", "load_from_json"),
     "_inner_training_loop": ("_tr_loss", "_globalstep_last_logged", "on_train_begin"),
     "_prepare_for_training": ("_load_optimizer_and_scheduler",),
-    "_run_epoch": ("_load_rng_state", "on_step_end", "on_epoch_end"),
+    "_run_epoch": ("get_batch_samples", "_load_rng_state", "on_step_end", "on_epoch_end"),
     "_maybe_log_save_evaluate": ("should_save", "_save_checkpoint"),
     "_finalize_training": ("best_model_checkpoint", "_load_best_model"),
 }

@@ -14,7 +14,7 @@ from dynaquant.integrations.transformers.options import Options, checked
 from dynaquant.integrations.transformers.resume import asked_for
 
 if TYPE_CHECKING:
-    _Base = transformers.Trainer
+    from transformers import Trainer as _Base
 else:
     _Base = object
 
@@ -75,7 +75,17 @@ class CheckpointMixin(_Base):  # type: ignore[misc]  # Transformers is not type-
         if not self._dynaquant.is_measuring:
             super().log(logs, start_time)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """Return the batches of the next step; none at the end of the training, which a resumed one may begin with.
+
+        Transformers would train one step more.
+        """
+        if self.state.global_step >= self.state.max_steps:
+            return [], None
+        batches: tuple[list[Any], Any] = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return batches
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:  # noqa: ARG002
         self._dynaquant.save()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
