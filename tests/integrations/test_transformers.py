@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -315,7 +316,7 @@ def test_a_training_that_begins_anew_in_a_used_folder_is_warned_about(tmp_path, 
 # Which checkpoints are kept
 
 
-class Scored(CheckpointMixin, transformers.Trainer):
+class Scores(transformers.Trainer):
     """A subclass of one's own, whose evaluations have these scores, one after another."""
 
     scores = (1.0, 4.0, 3.0, 2.0)
@@ -324,6 +325,10 @@ class Scored(CheckpointMixin, transformers.Trainer):
         metrics = super().evaluate(*args, **kwargs)
         metrics["eval_score"] = self.scores[self.state.global_step // 5 - 1]
         return metrics
+
+
+class Scored(CheckpointMixin, Scores):
+    """The same with checkpoints in a run."""
 
 
 BEST = {"metric_for_best_model": "score", "greater_is_better": True, "load_best_model_at_end": True}
@@ -362,6 +367,16 @@ def test_the_tag_goes_back_with_the_training(tmp_path):
     again = trainer_of(tmp_path, Scored, **{**BEST, "max_steps": 5})
     again.train(resume_from_checkpoint=5)
     assert tags(tmp_path) == {"best": 5}
+
+
+def test_the_best_checkpoint_may_be_a_folder_that_transformers_wrote(tmp_path):
+    own = trainer_of(tmp_path, Scores, dynaquant=None, **BEST)
+    own.train()
+    again = trainer_of(tmp_path, Scored, **BEST)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-15"))
+    assert steps_of(tmp_path) == [20]
+    assert again.state.best_model_checkpoint == str(tmp_path / "checkpoint-10")
+    assert hash_of(again.model) == hash_of(own.model)
 
 
 def test_only_the_best_are_saved_if_asked(tmp_path):
@@ -431,6 +446,24 @@ def test_the_best_adapter_is_loaded_at_the_end(tmp_path):
     assert hash_of(fresh) == hash_of(trainer.model)
 
 
+# What it looks like for a user
+
+
+def test_the_example_goes_on_after_a_kill(tmp_path):
+    example = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
+    with subprocess.Popen([sys.executable, example, "0.05"], cwd=tmp_path, stdout=subprocess.DEVNULL) as training:
+        while not (tmp_path / "runs/llama/dynaquant/step-000000000050.dqc").exists():
+            assert training.poll() is None
+            time.sleep(0.05)
+        training.kill()
+    again = subprocess.run([sys.executable, example], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "starting at runs/llama/dynaquant\n" in again.stdout
+    assert Run(tmp_path / "runs/llama/dynaquant").steps()[-1] == 300
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs/llama/best")
+    best = dq.load(tmp_path / "runs/llama/dynaquant", "best")["model"]
+    assert all(torch.equal(weight, best[name]) for name, weight in loaded.state_dict().items())
+
+
 # The metric and the options
 
 
@@ -494,6 +527,19 @@ def test_options_reach_the_checkpointer(tmp_path):
     assert dq.load(run_of(tmp_path))["mine"] == {"answer": 42}
     assert torch.equal(dq.load(run_of(tmp_path))["model"]["lm_head.weight"], trainer.model.lm_head.weight)
     assert records[0].limit == 0.02
+
+
+def test_a_training_that_begins_again_with_smaller_batches_saves(tmp_path):
+    class Large(Scored):
+        def training_step(self, model, inputs, *args):
+            if len(inputs["input_ids"]) > 2:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(model, inputs, *args)
+
+    trainer = trainer_of(tmp_path, Large, auto_find_batch_size=True)
+    trainer.train()
+    assert trainer.state.train_batch_size == 2
+    assert steps_of(tmp_path) == [5, 10, 15, 20]
 
 
 @pytest.mark.parametrize(

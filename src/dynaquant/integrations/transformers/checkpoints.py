@@ -135,6 +135,10 @@ class Checkpoints:
         if self._rng is not None:
             rng.set_state(self._rng)
 
+    def has_best(self) -> bool:
+        """Whether the best checkpoint is one of the run."""
+        return bool(self._trainer.state.best_model_checkpoint == str(self._run))
+
     def restore_best(self) -> None:
         """Restore the weights of the best checkpoint."""
         checkpointer = self._made()

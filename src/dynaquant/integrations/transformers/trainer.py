@@ -105,7 +105,10 @@ class CheckpointMixin(_Base):  # type: ignore[misc]  # Transformers is not type-
             super()._load_rng_state(checkpoint)
 
     def _load_best_model(self) -> None:
-        self._dynaquant.restore_best()
+        if self._dynaquant.has_best():
+            self._dynaquant.restore_best()
+        else:  # in a folder that Transformers wrote before the training was continued here
+            super()._load_best_model()
 
 
 class Trainer(CheckpointMixin, transformers.Trainer):  # type: ignore[misc]  # Transformers is not type-checked
