@@ -48,7 +48,7 @@ class Dynaquant(Timed, Trainer):
 def sequences() -> list[dict[str, torch.Tensor]]:
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     text = torch.tensor(list(b"".join(path.read_bytes() for path in files)[: 8192 * LENGTH]))
-    return [{"input_ids": part, "labels": part} for part in text.split(LENGTH)]
+    return [{"input_ids": part, "labels": part} for part in text.view(-1, LENGTH)]
 
 
 def model_of(width: int) -> LlamaForCausalLM:

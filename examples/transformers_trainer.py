@@ -3,7 +3,7 @@
     pip install 'dynaquant[transformers]'
     python examples/transformers_trainer.py [SECONDS]
 
-Trains a Llama of 140,000 weights on the source code of Python, for 300 steps: half a minute without a GPU and without a
+Trains a Llama of 140,000 weights on the source code of Python, for 200 steps: half a minute without a GPU and without a
 network. SECONDS make every step longer, so that there is time to kill it. Start it again, and it goes on.
 """
 
@@ -31,7 +31,7 @@ class Slower(TrainerCallback):
 
 
 files = sorted(Path(os.__file__).parent.glob("*.py"))  # Python's own modules
-text = torch.tensor(list(b"".join(path.read_bytes() for path in files)[: 4096 * LENGTH]))
+text = torch.tensor(list(b"".join(path.read_bytes() for path in files)[: 2048 * LENGTH]))
 sequences = [{"input_ids": part, "labels": part} for part in text.split(LENGTH)]
 
 set_seed(0)
@@ -50,23 +50,23 @@ trainer = Trainer(
     model,
     TrainingArguments(
         OUT,
-        max_steps=300,
-        per_device_train_batch_size=16,
+        max_steps=200,
+        per_device_train_batch_size=8,
         learning_rate=3e-3,
         lr_scheduler_type="cosine",
-        save_steps=50,
+        save_steps=40,
         save_total_limit=3,
         eval_strategy="steps",
-        eval_steps=50,
-        logging_steps=50,
+        eval_steps=40,
+        logging_steps=40,
         load_best_model_at_end=True,
         dataloader_pin_memory=False,
         disable_tqdm=True,
         report_to=[],
         use_cpu=True,
     ),
-    train_dataset=sequences[:-256],
-    eval_dataset=sequences[-256:],
+    train_dataset=sequences[:-128],
+    eval_dataset=sequences[-128:],
     callbacks=[Slower()],
     dynaquant={"quality": "balanced"},  # the default
 )

@@ -452,13 +452,13 @@ def test_the_best_adapter_is_loaded_at_the_end(tmp_path):
 def test_the_example_goes_on_after_a_kill(tmp_path):
     example = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
     with subprocess.Popen([sys.executable, example, "0.05"], cwd=tmp_path, stdout=subprocess.DEVNULL) as training:
-        while not (tmp_path / "runs/llama/dynaquant/step-000000000050.dqc").exists():
+        while not (tmp_path / "runs/llama/dynaquant/step-000000000040.dqc").exists():
             assert training.poll() is None
             time.sleep(0.05)
         training.kill()
     again = subprocess.run([sys.executable, example], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "starting at runs/llama/dynaquant\n" in again.stdout
-    assert Run(tmp_path / "runs/llama/dynaquant").steps()[-1] == 300
+    assert Run(tmp_path / "runs/llama/dynaquant").steps()[-1] == 200
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs/llama/best")
     best = dq.load(tmp_path / "runs/llama/dynaquant", "best")["model"]
     assert all(torch.equal(weight, best[name]) for name, weight in loaded.state_dict().items())
