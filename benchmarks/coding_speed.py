@@ -34,7 +34,7 @@ import torch
 import zstandard
 from cores import by_cores, on_cores, page
 from delta_ablation import load_quantized
-from kernels import synthetic, verdict
+from kernel_speed import synthetic, verdict
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from options import parse, parser

@@ -40,7 +40,7 @@ REPORTS = [
     Report("failure_recovery.py", "ten restores by every method", (65, 2)),
     Report("trade_off.py", "limits of 0.1, 1 and 5 %", (20, 2)),
     Report("one_shot.py", "bins that single checkpoints need", (35, 1)),
-    Report("kernels.py", "quantiles and clustering against libraries", (8, 1), needs_data=False),
+    Report("kernel_speed.py", "quantiles and clustering against libraries", (8, 1), needs_data=False),
     Report("coding_speed.py", "coding of levels against libraries", (5, 1), needs_data=False),
     Report("delta_ablation.py", "what each stage of the delta coder saves", (4, 1)),
     Report("transfer.py", "a pretrained model, compressed and fine-tuned", (20, 1)),

@@ -2,4 +2,5 @@
 
 - ``accelerate.py``: ``save_state`` and ``load_state`` of an ``Accelerator``
 - ``lightning/``: a ``CheckpointIO`` of Lightning
+- ``transformers/``: ``Trainer`` of Transformers, and a mixin for subclasses of it
 """

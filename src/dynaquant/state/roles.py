@@ -95,7 +95,9 @@ def labels(
                     result[name] = Label(optimizer_role(name, tensors))
     named = {**{name: name for name in result}, **parameters}
     for pattern, role in (overrides or {}).items():
-        _override(result, tensors, parameters, pattern, role, [n for n in named if matches(n, pattern, objects)])
+        # Most patterns that a program makes are names; there may be thousands.
+        names = [pattern] if pattern in named else [name for name in named if matches(name, pattern, objects)]
+        _override(result, tensors, parameters, pattern, role, names)
     omitted = (name for name, label in result.items() if label.role == "omit")
     if changing := sorted(name for name in omitted if name in parameters and name not in frozen):
         raise StateError(

@@ -1,6 +1,6 @@
 """Compare histogram, level assignment, quantiles and clustering with other libraries.
 
-    python benchmarks/kernels.py [--values 50000000] [--quick]
+    python benchmarks/kernel_speed.py [--values 50000000] [--quick]
 
 All methods of a task take turns, and the shortest time of each counts. Everything runs twice: in a process on one core,
 and in one on all cores. Every library sizes its thread pool by that.

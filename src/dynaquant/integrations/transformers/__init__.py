@@ -1,0 +1,32 @@
+"""Transformers' ``Trainer`` with checkpoints in a run of dynaquant.
+
+    from dynaquant.integrations.transformers import Trainer
+
+    trainer = Trainer(model, args, train_dataset=…, eval_dataset=…)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output_dir))
+
+The files, in reading order:
+
+- ``options.py``: what the argument ``dynaquant`` of ``Trainer`` may hold
+- ``seams.py``: checks that the installed Transformers has the methods that are overridden
+- ``progress.py``: what a Trainer remembers from step to step, as an extra of a checkpoint
+- ``metric.py``: the default metric, the loss on a part of the evaluation set
+- ``resume.py``: finds the checkpoint that ``resume_from_checkpoint`` asks for
+- ``checkpoints.py``: the ``Checkpointer`` of a Trainer, while it trains
+- ``trainer.py``: ``CheckpointMixin`` and ``Trainer``
+"""
+
+try:
+    import transformers as _transformers  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "transformers":
+        raise
+    from dynaquant.errors import MissingPackageError
+
+    raise MissingPackageError("dynaquant.integrations.transformers", "transformers", "transformers") from None
+
+from dynaquant.integrations.transformers.options import Options
+from dynaquant.integrations.transformers.resume import get_last_checkpoint
+from dynaquant.integrations.transformers.trainer import CheckpointMixin, Trainer
+
+__all__ = ["CheckpointMixin", "Options", "Trainer", "get_last_checkpoint"]

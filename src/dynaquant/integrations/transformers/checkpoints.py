@@ -1,0 +1,281 @@
+"""The ``Checkpointer`` of a Trainer, while it trains."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+
+from dynaquant.checkpointer import Checkpointer
+from dynaquant.errors import DynaquantError
+from dynaquant.integrations.transformers.metric import loss_on_evaluation_set
+from dynaquant.integrations.transformers.options import Options
+from dynaquant.integrations.transformers.progress import NAME, Progress
+from dynaquant.integrations.transformers.resume import FOLDER, Asked, has_checkpoints, trainer_state
+from dynaquant.state.tree import dict_items
+from dynaquant.state.wrappers import named_parameters
+from dynaquant.store.run import Run
+from dynaquant.store.tags import set_tag
+from dynaquant.training import rng
+
+log = logging.getLogger("dynaquant")
+BEST = "best"
+"""The tag of the best checkpoint."""
+
+
+class OlderCheckpointError(Exception):
+    """The newest checkpoint is damaged, so an older one was restored, which has another ``TrainerState``."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+class Checkpoints:
+    """Saves and restores a Trainer. Between two calls of ``train``, no run is open.
+
+    trainer: a ``transformers.Trainer``. options: for the ``Checkpointer``.
+    """
+
+    def __init__(self, trainer: Any, options: Options) -> None:
+        self._trainer, self._options = trainer, options
+        self._progress = Progress(trainer)
+        self._open = ExitStack()
+        self._checkpointer: Checkpointer | None = None
+        self._run = Path()
+        self._resumed: tuple[Asked, int, str] | None = None  # what was asked for, its step, the folder of its state
+        self._best: int | None = None  # the step of a checkpoint that is to be tagged
+        self._rng: dict[str, Any] | None = None
+        self._save_requested = False
+        self.is_measuring = False
+        """Whether the metric is being evaluated. Its loss function must not log then."""
+
+    # While the Trainer trains.
+
+    @contextmanager
+    def training(self, trial: Any) -> Iterator[Path]:
+        """Yield the folder of the run. At the end, wait for the last write and release the run."""
+        output_dir = Path(self._trainer._get_output_dir(trial))
+        self._run, self._best, self._save_requested = output_dir / FOLDER, None, False
+        try:
+            with self._open:
+                yield self._run
+        except BaseException:
+            try:
+                self._tag_best()
+            except DynaquantError as error:
+                log.warning("the best checkpoint was not tagged: %s", error)
+            raise
+        finally:
+            self._checkpointer = None
+        self._tag_best()
+        for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+            with suppress(OSError):  # JITCheckpointCallback leaves an empty folder
+                folder.rmdir()
+
+    @contextmanager
+    def resuming(self, asked: Asked, found: int | None = None) -> Iterator[str]:
+        """Yield the folder that Transformers resumes from. found: the step that was restored when asked for the newest.
+
+        Raises CheckpointError if there is no such checkpoint.
+        """
+        with trainer_state(self._run, asked if found is None else Asked(found)) as (step, folder):
+            self._resumed = asked, step, folder
+            try:
+                yield folder
+            finally:
+                self._resumed = self._rng = None
+
+    def is_resuming(self, folder: Any) -> bool:
+        """Whether a folder that Transformers wants to load from stands for a checkpoint of the run."""
+        return self._resumed is not None and folder == self._resumed[2]
+
+    def begin(self) -> None:
+        """Make the ``Checkpointer``, unless ``restore`` has. Transformers has just set its own counters."""
+        if self._resumed is None:
+            if self._trainer.state.global_step == 0 and has_checkpoints(self._run):
+                log.warning(
+                    "%s has checkpoints of an earlier training; this one begins anew and replaces them step by step. "
+                    "trainer.train(resume_from_checkpoint=True) goes on from the newest",
+                    self._run,
+                )
+            self._make_checkpointer()
+        self._progress.resume()
+
+    def restore(self) -> None:
+        """Make the ``Checkpointer`` and restore everything but the random number generators.
+
+        Raises OlderCheckpointError if another checkpoint than expected was restored, as the expected one is damaged.
+        """
+        assert self._resumed is not None
+        asked, expected, _ = self._resumed
+        checkpointer = self._make_checkpointer()
+        before = rng.get_state()
+        step = checkpointer.restore(asked.step, only=self._both_have(expected))
+        self._rng = rng.get_state()
+        rng.set_state(before)  # Transformers skips batches first
+        if step is not None and step != expected:
+            raise OlderCheckpointError(step)
+        state = self._trainer.state
+        if state.best_model_checkpoint is not None:
+            kept = state.best_global_step in Run(self._run).steps()
+            self._best = state.best_global_step if kept else None
+            state.best_model_checkpoint = str(self._run) if kept else None
+            self._tag_best()
+
+    def restore_random_numbers(self) -> None:
+        """Set the random number generators to the state of the checkpoint."""
+        if self._rng is not None:
+            rng.set_state(self._rng)
+
+    def has_best(self) -> bool:
+        """Whether the best checkpoint is one of the run."""
+        return bool(self._trainer.state.best_model_checkpoint == str(self._run))
+
+    def restore_best(self) -> None:
+        """Restore the weights of the best checkpoint."""
+        checkpointer = self._made()
+        checkpointer.wait()
+        self._tag_best()
+        checkpointer.restore(BEST, only="model")
+
+    def save(self) -> None:
+        """Save, or ask the training loop to save at the end of the step if it is not the loop that calls this.
+
+        Callbacks save in the middle of a step, after the gradients or before the logs (``JITCheckpointCallback``). A
+        training that resumed from there would not be the same.
+        """
+        trainer = self._trainer
+        checkpointer = self._made()
+        if not trainer.control.should_save:
+            trainer.control.should_save = self._save_requested = True
+            return
+        trainer.store_flos()
+        state = trainer.state
+        self._tag_best()
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(self._run)
+        self._progress.update()
+        checkpointer.save(state.global_step)
+        if state.best_global_step == state.global_step:
+            self._best = state.global_step
+
+    def agree_on_saving(self) -> None:
+        """Save and stop on all ranks if one was told to stop: a signal does not reach all of them in the same step."""
+        trainer = self._trainer
+        if trainer.args.enable_jit_checkpoint and trainer.args.world_size > 1:
+            requested = torch.tensor(int(self._save_requested), device=trainer.args.device)
+            if trainer.accelerator.reduce(requested).item():
+                trainer.control.should_save = trainer.control.should_training_stop = True
+        self._save_requested = False
+
+    # What they are made of.
+
+    def _made(self) -> Checkpointer:
+        if self._checkpointer is None:
+            raise RuntimeError("checkpoints are saved while trainer.train(…) runs; use trainer.save_model(…)")
+        return self._checkpointer
+
+    def _make_checkpointer(self) -> Checkpointer:
+        self._open.close()  # of a training that began again with smaller batches
+        trainer = self._trainer
+        options: dict[str, Any] = {**self._options}
+        extras = {NAME: self._progress, **(options.pop("extras", None) or {})}
+        if not trainer.args.save_only_model:
+            extras["scheduler"] = trainer.lr_scheduler
+            if getattr(trainer.accelerator, "scaler", None) is not None:
+                extras["scaler"] = trainer.accelerator.scaler
+        if "evaluate" not in options:
+            options["evaluate"] = loss_on_evaluation_set(trainer, self._loss)
+        limit = trainer.args.save_total_limit
+        self._checkpointer = Checkpointer(
+            self._run,
+            trainer.model_wrapped,
+            None if trainer.args.save_only_model else trainer.optimizer,
+            extras=extras,
+            roles={**_roles(trainer), **(options.pop("roles", None) or {})},
+            every=_steps_between_saves(trainer),
+            keep_last=limit if limit and limit > 0 else None,
+            **options,
+        )
+        return self._open.enter_context(self._checkpointer)
+
+    def _loss(self, model: Any, inputs: Any) -> Any:
+        """Return the loss of a batch, as an evaluation computes it, without the logs."""
+        self.is_measuring = True
+        try:
+            loss, _, _ = self._trainer.prediction_step(model, inputs, prediction_loss_only=True)
+        finally:
+            self.is_measuring = False
+        if loss is None:
+            raise ValueError(
+                "the evaluation set has no labels, so there is no loss to measure checkpoints with; give a metric, "
+                "Trainer(…, dynaquant={'evaluate': …}), or none: {'evaluate': None}"
+            )
+        return loss
+
+    def _both_have(self, step: int) -> tuple[str, ...] | None:
+        """Return which objects to restore if only the model was saved, or is to be; None for all."""
+        stored = dict(dict_items(Run(self._run).file(step).header.tree))
+        if ("optimizer" in stored) != self._trainer.args.save_only_model:
+            return None
+        log.warning(
+            "%s: save_only_model is or was set, so only the weights and the TrainerState of step %d are restored",
+            self._run,
+            step,
+        )
+        return "model", NAME
+
+    def _tag_best(self) -> None:
+        """Tag the best checkpoint, once it is written. Retention keeps it then."""
+        if self._best is None:
+            return
+        step, self._best = self._best, None
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+        if self._trainer.is_world_process_zero():
+            run = Run(self._run)
+            set_tag(run, BEST, run.file(step), force=True)
+
+
+class StepBoundaries(TrainerCallback):  # type: ignore[misc]  # Transformers is not type-checked
+    """Calls ``Checkpoints`` when a training begins, and after each step."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Make the ``Checkpointer``."""
+        self._checkpoints.begin()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Find out whether another rank was told to stop."""
+        self._checkpoints.agree_on_saving()
+
+    def on_epoch_end(self, *_: Any, **__: Any) -> None:
+        """Find out whether another rank was told to stop."""
+        self._checkpoints.agree_on_saving()
+
+
+def _roles(trainer: Any) -> dict[str, str]:
+    """Return roles that leave out the frozen parameters of a PEFT model: everybody has its base."""
+    if not hasattr(trainer.model, "peft_config"):
+        return {}
+    return {f"model.{name}": "omit" for name, p in named_parameters(trainer.model_wrapped) if not p.requires_grad}
+
+
+def _steps_between_saves(trainer: Any) -> int | None:
+    """Return how many steps lie between two saves; None if that is not known."""
+    args, state = trainer.args, trainer.state
+    strategy = args.eval_strategy if args.save_strategy == SaveStrategy.BEST else args.save_strategy
+    if strategy == SaveStrategy.STEPS:
+        return int(state.eval_steps if args.save_strategy == SaveStrategy.BEST else state.save_steps)
+    known = strategy == SaveStrategy.EPOCH and 0 < state.num_train_epochs <= state.max_steps
+    return math.ceil(state.max_steps / state.num_train_epochs) if known else None

@@ -1,0 +1,47 @@
+"""What the argument ``dynaquant`` of ``Trainer`` may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
+
+from dynaquant.quantize.knobs import Knobs, Method
+from dynaquant.save.log_to import LogTo
+from dynaquant.save.presets import QualityName
+from dynaquant.search.evaluation import Evaluate
+from dynaquant.state.bound import Bound
+
+
+class Options(TypedDict, total=False):
+    """Arguments of ``Checkpointer``, as a dictionary; all may be left out.
+
+    ``evaluate`` is by default the loss on the first batches of the evaluation set. None: no metric. What is missing
+    here follows from ``TrainingArguments``: the folder is ``dynaquant`` in ``output_dir``, ``save_strategy`` and
+    ``save_steps`` say when to save, ``save_total_limit`` how many checkpoints to keep.
+    """
+
+    quality: QualityName
+    evaluate: Evaluate | None
+    higher_is_better: bool
+    max_degradation: float | None
+    training_budget: float | None
+    method: Method | None
+    configuration: Knobs | None
+    exact: Literal["latest"] | None
+    correct_moments: bool
+    roles: Mapping[str, str | Bound] | None
+    extras: Mapping[str, Any] | None
+    keep_every: int | None
+    keyframe_every: int
+    log_to: LogTo | None
+
+
+def checked(options: Options | None) -> Options:
+    """Return the options. Raises TypeError unless they are a dictionary of known ones."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise TypeError(f"dynaquant must be a dictionary of options, e.g. {{'quality': 'high'}}, not {options!r}")
+    if unknown := sorted(set(options) - set(Options.__annotations__)):
+        raise TypeError(f"dynaquant has no option {unknown[0]!r}; the options are {', '.join(Options.__annotations__)}")
+    return options

@@ -1,0 +1,588 @@
+"""Transformers' Trainer saves to a run, and goes on from it as if nothing had happened."""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from launched import launch
+
+import dynaquant as dq
+from dynaquant.errors import DynaquantError
+from dynaquant.save.record import record_of
+from dynaquant.store.run import Run
+from dynaquant.store.tags import tags_of
+
+transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
+pytest.importorskip("accelerate", reason="Accelerate is not installed")
+
+from transformers_training import STEPS, Counter, arguments, hash_of, history_of, model_of, sequences  # noqa: E402
+
+from dynaquant.integrations.transformers import CheckpointMixin, Trainer, get_last_checkpoint  # noqa: E402
+
+SCRIPT = Path(__file__).parents[1] / "support" / "transformers_training.py"
+LOSSLESS = {"quality": "lossless"}
+
+
+@pytest.fixture(scope="module")
+def process():
+    """A process that trains whenever it gets a line, see ``transformers_training``."""
+    with subprocess.Popen(
+        [sys.executable, SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as started:
+        yield started
+        started.stdin.close()
+
+
+@pytest.fixture
+def train(process):
+    """Return a function that trains in a process of its own, and sends it a signal after a step."""
+
+    def run(folder, dynaquant, at=None, sent=signal.SIGKILL, **changes) -> SimpleNamespace:
+        process.stdin.write(json.dumps({"folder": str(folder), "dynaquant": dynaquant, **changes}) + "\n")
+        found = SimpleNamespace(result=None, steps=[], status=None)
+        child = None
+        for line in process.stdout:
+            word, _, value = line.partition(" ")
+            if word == "started":
+                child = int(value)
+            elif word == "step":
+                found.steps.append(int(value))
+                if int(value) == at:
+                    os.kill(child, sent)
+            elif word == "result":
+                found.result = json.loads(value)
+            elif word == "ended":
+                found.status = int(value)
+                return found
+        raise AssertionError("the process has ended")
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> SimpleNamespace:
+    """What Transformers' own Trainer makes of the training, without any checkpoint."""
+    counter = Counter()
+    trainer = transformers.Trainer(
+        model_of(),
+        arguments(tmp_path_factory.mktemp("undisturbed"), save_strategy="no"),
+        train_dataset=sequences(96),
+        eval_dataset=sequences(32, 96),
+        callbacks=[counter],
+    )
+    trainer.train()
+    return SimpleNamespace(weights=hash_of(trainer.model), history=history_of(trainer), flos=trainer.state.total_flos)
+
+
+def trainer_of(folder, kind=Trainer, evaluation=True, model=None, dynaquant=LOSSLESS, callbacks=None, **changes):
+    return kind(
+        model or model_of(),
+        arguments(folder, **{"max_steps": 20, "save_steps": 5, "eval_steps": 5, **changes}),
+        train_dataset=sequences(96),
+        callbacks=callbacks,
+        **({"eval_dataset": sequences(32, 96)} if evaluation else {"compute_metrics": None}),
+        **({} if dynaquant is None else {"dynaquant": dynaquant}),
+    )
+
+
+def run_of(folder) -> Path:
+    return Path(folder) / "dynaquant"
+
+
+def steps_of(folder) -> list[int]:
+    return Run(run_of(folder)).steps()
+
+
+def records_of(folder) -> list[dq.Record]:
+    return [record_of(file) for file in Run(run_of(folder)).files()[0]]
+
+
+def tags(folder) -> dict[str, int]:
+    return {tag.name: tag.step for tag in tags_of(Run(run_of(folder)))}
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("quality", ["lossless", "balanced"])
+def test_a_training_that_is_killed_three_times_ends_like_an_undisturbed_one(train, undisturbed, tmp_path, quality):
+    generator = random.Random(f"transformers {quality}")
+    for step in sorted(generator.sample(range(5, STEPS), 3)):
+        killed = train(tmp_path, {"quality": quality}, at=step)
+        assert killed.status == signal.SIGKILL
+    last = train(tmp_path, {"quality": quality})
+    assert last.steps[0] > 1  # it has resumed
+    assert last.result["steps"] == STEPS
+    assert last.result["evaluations"] == STEPS // 10
+    steps = [(entry["step"], sorted(entry)) for entry in last.result["history"]]
+    assert steps == [(entry["step"], sorted(entry)) for entry in undisturbed.history]
+    if quality == "lossless":
+        assert last.result["weights"] == undisturbed.weights
+        assert last.result["history"] == undisturbed.history
+        assert last.result["flos"] == undisturbed.flos
+
+
+def test_saves_do_not_change_the_training(train, undisturbed, tmp_path):
+    # With a metric, which evaluates many candidates.
+    result = train(tmp_path, {}).result
+    assert (result["weights"], result["history"]) == (undisturbed.weights, undisturbed.history)
+    assert [record.judged_by for record in records_of(tmp_path)] == ["evaluate"] * 6
+
+
+def test_gradient_accumulation_and_epochs_resume_exactly(train, tmp_path):
+    changes = {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 3, "save_strategy": "epoch"}
+    undisturbed = train(tmp_path / "a", LOSSLESS, **changes).result
+    assert undisturbed["steps"] == 36
+    train(tmp_path / "b", LOSSLESS, at=20, **changes)
+    assert steps_of(tmp_path / "b") == [12]
+    assert train(tmp_path / "b", LOSSLESS, **changes).result == undisturbed
+
+
+def test_a_checkpoint_is_saved_on_sigterm(train, undisturbed, tmp_path):
+    # JITCheckpointCallback waits for three seconds, then saves at the end of the step.
+    slowly = {"enable_jit_checkpoint": True, "save_steps": 1000, "pause": 0.1}
+    stopped = train(tmp_path, LOSSLESS, at=11, sent=signal.SIGTERM, **slowly)
+    assert 11 < stopped.steps[-1] < STEPS
+    assert steps_of(tmp_path) == [stopped.steps[-1]]
+    assert sorted(os.listdir(tmp_path)) == ["dynaquant"]
+    resumed = train(tmp_path, LOSSLESS, save_steps=1000)
+    assert resumed.steps[0] == stopped.steps[-1] + 1
+    assert (resumed.result["weights"], resumed.result["history"]) == (undisturbed.weights, undisturbed.history)
+
+
+def test_a_callback_that_saves_in_the_middle_of_a_step_gets_a_checkpoint_of_its_end(tmp_path):
+    class Saving(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, _args, state, _control, **_):
+            if state.global_step == 12:
+                trainer._save_checkpoint(trainer.model, trial=None)
+
+    trainer = trainer_of(tmp_path, save_strategy="no", callbacks=[Saving()])
+    trainer.train()
+    weights = hash_of(trainer.model)
+    assert steps_of(tmp_path) == [13]
+    again = trainer_of(tmp_path, save_strategy="no")
+    again.train(resume_from_checkpoint=True)
+    assert hash_of(again.model) == weights
+
+
+def test_ddp_resumes_exactly_after_a_kill(tmp_path):
+    def ranks(folder, **changes) -> tuple[int, str]:
+        settings = {"folder": str(folder), "dynaquant": LOSSLESS, "ddp_backend": "gloo", "max_steps": 30, **changes}
+        return launch(SCRIPT, 2, 300, json.dumps(settings))
+
+    def result(output) -> dict:
+        return json.loads(next(line for line in output.splitlines() if line.startswith("result")).partition(" ")[2])
+
+    status, output = ranks(tmp_path / "a")
+    assert status == 0, output
+    undisturbed = result(output)
+    status, output = ranks(tmp_path / "b", kill_at=17)
+    assert status != 0
+    assert steps_of(tmp_path / "b") == [10]
+    status, output = ranks(tmp_path / "b")
+    assert status == 0, output
+    assert result(output) == undisturbed
+
+
+def test_ddp_saves_on_all_ranks_if_one_gets_sigterm(tmp_path):
+    settings = {"folder": str(tmp_path), "dynaquant": {}, "ddp_backend": "gloo", "enable_jit_checkpoint": True}
+    status, output = launch(SCRIPT, 2, 300, json.dumps({**settings, "pause": 0.1, "save_steps": 1000, "term_at": 5}))
+    assert status == 0, output
+    (step,) = steps_of(tmp_path)
+    assert 5 < step < STEPS
+
+
+def test_a_grad_scaler_is_restored(tmp_path):
+    def with_scaler(folder) -> Trainer:
+        trainer = trainer_of(folder)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        return trainer
+
+    undisturbed = with_scaler(tmp_path)
+    undisturbed.train()
+    again = with_scaler(tmp_path)
+    again.train(resume_from_checkpoint=10)
+    assert hash_of(again.model) == hash_of(undisturbed.model)
+    assert again.accelerator.scaler.state_dict() == undisturbed.accelerator.scaler.state_dict()
+    assert again.accelerator.scaler.get_scale() == 2.0**16
+
+
+# Which checkpoint
+
+
+def test_without_a_checkpoint_resuming_is_the_error_of_transformers(tmp_path):
+    assert get_last_checkpoint(tmp_path / "none") is None
+    assert get_last_checkpoint(tmp_path) is None
+    with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
+        trainer_of(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_resumes_from_a_folder_a_step_and_a_tag(tmp_path):
+    first = trainer_of(tmp_path, metric_for_best_model="loss")
+    first.train()
+    weights = hash_of(first.model)
+    assert get_last_checkpoint(tmp_path) == str(run_of(tmp_path))
+    assert steps_of(tmp_path) == [5, 10, 15, 20]
+    for given, steps in ((str(run_of(tmp_path)), [20]), (10, [10, 15, 20]), ("15", [15, 20]), ("best", [20])):
+        seen = []
+
+        class Saves(transformers.TrainerCallback):
+            def on_train_begin(self, _args, state, _control, seen=seen, **_):
+                seen.append(state.global_step)
+
+            def on_save(self, _args, state, _control, seen=seen, **_):
+                seen.append(state.global_step)
+
+        again = trainer_of(tmp_path, metric_for_best_model="loss", callbacks=[Saves()])
+        again.train(resume_from_checkpoint=given)
+        assert (hash_of(again.model), seen) == (weights, steps)
+
+
+def test_a_finished_training_is_not_trained_further(tmp_path):
+    # Transformers trains one step more.
+    first = trainer_of(tmp_path, lr_scheduler_type="constant")
+    first.train()
+    again = trainer_of(tmp_path, lr_scheduler_type="constant")
+    assert again.train(resume_from_checkpoint=True).global_step == 20
+    assert hash_of(again.model) == hash_of(first.model)
+    assert history_of(again)[:-1] == history_of(first)[:-1]
+
+
+def test_what_cannot_be_resumed_is_an_error_that_says_what_there_is(tmp_path):
+    trainer_of(tmp_path / "a").train()
+    trainer = trainer_of(tmp_path / "a")
+    with pytest.raises(dq.CheckpointError, match=r"no checkpoint of step 7 \(available steps: 5, 10, 15, 20\)"):
+        trainer.train(resume_from_checkpoint=7)
+    with pytest.raises(dq.CheckpointError, match="there is no tag 'best'"):
+        trainer.train(resume_from_checkpoint="best")
+    with pytest.raises(ValueError, match=r"is another run; .*dynaquant branch"):
+        trainer_of(tmp_path / "b").train(resume_from_checkpoint=str(run_of(tmp_path / "a")))
+    with pytest.raises(ValueError, match="Can't find a valid checkpoint at"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "nothing"))
+
+
+def test_a_run_of_another_program_is_refused(tmp_path):
+    with dq.Checkpointer(run_of(tmp_path), model_of()) as ckpt:
+        ckpt.save(5)
+    with pytest.raises(dq.CheckpointError, match="step 5 was not saved by a Trainer"):
+        trainer_of(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_of_transformers_is_continued(tmp_path):
+    changes = {"max_steps": 20, "save_steps": 5, "eval_steps": 5}
+    own = transformers.Trainer(
+        model_of(), arguments(tmp_path, **changes), train_dataset=sequences(96), eval_dataset=sequences(32, 96)
+    )
+    own.train()
+    weights = hash_of(own.model)
+    assert get_last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-20")
+    trainer = trainer_of(tmp_path)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    assert hash_of(trainer.model) == weights
+    assert steps_of(tmp_path) == [15, 20]
+    assert get_last_checkpoint(tmp_path) == str(run_of(tmp_path))
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, caplog):
+    undisturbed = trainer_of(tmp_path)
+    undisturbed.train()
+    newest = Run(run_of(tmp_path)).path(20)
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 4] ^= 1  # in a stream; the header is at the end
+    newest.write_bytes(content)
+    again = trainer_of(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert "step-000000000020.dqc" in caplog.text
+    assert hash_of(again.model) == hash_of(undisturbed.model)
+    assert history_of(again) == history_of(undisturbed)
+
+
+def test_a_training_that_begins_anew_in_a_used_folder_is_warned_about(tmp_path, caplog):
+    trainer_of(tmp_path).train()
+    assert "begins anew" not in caplog.text
+    trainer_of(tmp_path, max_steps=5).train()
+    assert "begins anew" in caplog.text
+
+
+# Which checkpoints are kept
+
+
+class Scores(transformers.Trainer):
+    """A subclass of one's own, whose evaluations have these scores, one after another."""
+
+    scores = (1.0, 4.0, 3.0, 2.0)
+
+    def evaluate(self, *args, **kwargs):
+        metrics = super().evaluate(*args, **kwargs)
+        metrics["eval_score"] = self.scores[self.state.global_step // 5 - 1]
+        return metrics
+
+
+class Scored(CheckpointMixin, Scores):
+    """The same with checkpoints in a run."""
+
+
+BEST = {"metric_for_best_model": "score", "greater_is_better": True, "load_best_model_at_end": True}
+
+
+@pytest.mark.parametrize("quality", ["lossless", "balanced"])
+def test_the_best_checkpoint_is_tagged_kept_and_loaded_at_the_end(tmp_path, quality):
+    trainer = trainer_of(tmp_path, Scored, dynaquant={"quality": quality}, save_total_limit=1, **BEST)
+    trainer.train()
+    assert steps_of(tmp_path) == [10, 20]
+    assert tags(tmp_path) == {"best": 10}
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == (4.0, 10)
+    assert trainer.state.best_model_checkpoint == str(run_of(tmp_path))
+    for name, weight in dq.load(run_of(tmp_path), "best")["model"].items():
+        assert torch.equal(trainer.model.state_dict()[name], weight), name
+
+
+def test_the_best_checkpoint_survives_a_resume(tmp_path):
+    class Stopped(transformers.TrainerCallback):
+        def on_step_end(self, _args, state, control, **_):
+            control.should_training_stop = state.global_step == 15
+
+    stopped = trainer_of(tmp_path, Scored, save_total_limit=1, callbacks=[Stopped()], **BEST)
+    stopped.train()
+    assert steps_of(tmp_path) == [10, 15]
+    trainer = trainer_of(tmp_path, Scored, save_total_limit=1, **BEST)
+    trainer.train(resume_from_checkpoint=True)
+    assert (steps_of(tmp_path), tags(tmp_path)) == ([10, 20], {"best": 10})
+    assert trainer.state.best_model_checkpoint == str(run_of(tmp_path))
+    assert hash_of(trainer.model) == hash_of(stopped.model)
+
+
+def test_the_tag_goes_back_with_the_training(tmp_path):
+    trainer_of(tmp_path, Scored, **BEST).train()
+    assert tags(tmp_path) == {"best": 10}
+    again = trainer_of(tmp_path, Scored, **{**BEST, "max_steps": 5})
+    again.train(resume_from_checkpoint=5)
+    assert tags(tmp_path) == {"best": 5}
+
+
+def test_the_best_checkpoint_may_be_a_folder_that_transformers_wrote(tmp_path):
+    own = trainer_of(tmp_path, Scores, dynaquant=None, **BEST)
+    own.train()
+    again = trainer_of(tmp_path, Scored, **BEST)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-15"))
+    assert steps_of(tmp_path) == [20]
+    assert again.state.best_model_checkpoint == str(tmp_path / "checkpoint-10")
+    assert hash_of(again.model) == hash_of(own.model)
+
+
+def test_only_the_best_are_saved_if_asked(tmp_path):
+    trainer_of(tmp_path, Scored, **{**BEST, "save_strategy": "best"}).train()
+    assert steps_of(tmp_path) == [5, 10]
+    assert tags(tmp_path) == {"best": 10}
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path):
+    trainer_of(tmp_path, save_total_limit=2).train()
+    assert steps_of(tmp_path) == [15, 20]
+
+
+def test_only_the_model_is_saved_if_asked(tmp_path, caplog):
+    trainer = trainer_of(tmp_path, save_only_model=True)
+    trainer.train()
+    state = dq.load(run_of(tmp_path))
+    assert "optimizer" not in state
+    assert "scheduler" not in state
+    assert state["trainer"]["state"]["global_step"] == 20
+    for changes in ({"save_only_model": True}, {}):
+        again = trainer_of(tmp_path, max_steps=25, **changes)
+        again.train(resume_from_checkpoint=20)
+        assert again.state.global_step == 25
+    assert caplog.text.count("only the weights and the TrainerState of step 20 are restored") == 1
+
+
+# Adapters
+
+
+old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT uses it
+
+
+def adapted(seed=0) -> torch.nn.Module:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    model = model_of()
+    torch.manual_seed(seed)
+    if seed:
+        torch.nn.init.normal_(model.model.layers[0].mlp.up_proj.weight)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], lora_dropout=0.1)
+    return peft.get_peft_model(model, config)
+
+
+@old_name
+def test_of_a_peft_model_only_the_adapter_is_saved(tmp_path):
+    undisturbed = trainer_of(tmp_path, model=adapted())
+    undisturbed.train()
+    saved = set(dq.load(run_of(tmp_path))["model"])
+    trained = {name for name, parameter in undisturbed.model.named_parameters() if parameter.requires_grad}
+    assert saved == trained
+    again = trainer_of(tmp_path, model=adapted())
+    again.train(resume_from_checkpoint=10)
+    assert hash_of(again.model) == hash_of(undisturbed.model)
+    with pytest.raises(dq.StateError, match="up_proj"):
+        trainer_of(tmp_path, model=adapted(seed=1)).train(resume_from_checkpoint=True)
+
+
+@old_name
+def test_the_best_adapter_is_loaded_at_the_end(tmp_path):
+    trainer = trainer_of(tmp_path, Scored, model=adapted(), dynaquant={}, **BEST)
+    trainer.train()
+    own = trainer.model.state_dict()
+    best = dq.load(run_of(tmp_path), "best")["model"]
+    assert all(torch.equal(own[name], weight) for name, weight in best.items())
+    fresh = adapted()
+    dq.load_into(fresh, run_of(tmp_path), step="best")
+    assert hash_of(fresh) == hash_of(trainer.model)
+
+
+# What it looks like for a user
+
+
+def test_the_example_goes_on_after_a_kill(tmp_path):
+    example = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
+    with subprocess.Popen([sys.executable, example, "0.05"], cwd=tmp_path, stdout=subprocess.DEVNULL) as training:
+        while not (tmp_path / "runs/llama/dynaquant/step-000000000040.dqc").exists():
+            assert training.poll() is None
+            time.sleep(0.05)
+        training.kill()
+    again = subprocess.run([sys.executable, example], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "starting at runs/llama/dynaquant\n" in again.stdout
+    assert Run(tmp_path / "runs/llama/dynaquant").steps()[-1] == 200
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "runs/llama/best")
+    best = dq.load(tmp_path / "runs/llama/dynaquant", "best")["model"]
+    assert all(torch.equal(weight, best[name]) for name, weight in loaded.state_dict().items())
+
+
+# The metric and the options
+
+
+def test_without_an_evaluation_set_there_is_no_metric(tmp_path):
+    trainer_of(tmp_path, evaluation=False, eval_strategy="no", dynaquant={}).train()
+    assert {record.judged_by for record in records_of(tmp_path)} == {"fisher distortion"}
+
+
+def test_the_metric_is_the_loss_of_the_evaluation(tmp_path):
+    trainer = trainer_of(tmp_path, dynaquant={"quality": "high"})
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    found = [record.quality.original for record in records_of(tmp_path)]
+    assert found == pytest.approx(losses, rel=1e-5)
+
+
+def test_several_evaluation_sets_share_the_metric(tmp_path):
+    trainer = trainer_of(tmp_path, dynaquant={"quality": "high"})
+    trainer.eval_dataset = {"low": sequences(32, 96), "high": sequences(32, 128)}
+    trainer.train()
+    losses = [
+        [e[f"eval_{n}_loss"] for e in trainer.state.log_history if f"eval_{n}_loss" in e] for n in ("low", "high")
+    ]
+    found = [record.quality.original for record in records_of(tmp_path)]
+    assert found == pytest.approx([math.fsum(pair) / 2 for pair in zip(*losses, strict=True)], rel=1e-5)
+
+
+def test_a_loss_function_that_logs_does_so_in_evaluations_only(tmp_path):
+    class Logging(Scored):
+        def compute_loss(self, model, inputs, **kwargs):
+            if not model.training:
+                self.log({"seen": 1.0})
+            return super().compute_loss(model, inputs, **kwargs)
+
+    trainer = trainer_of(tmp_path, Logging, dynaquant={}, **BEST)
+    trainer.train()
+    assert sum("seen" in entry for entry in trainer.state.log_history) == 4 * 4  # batches of each evaluation
+
+
+def test_data_without_labels_needs_a_metric(tmp_path):
+    trainer = trainer_of(tmp_path, dynaquant={}, eval_strategy="no")
+    trainer.eval_dataset = [{"input_ids": entry["input_ids"]} for entry in sequences(32)]
+    with pytest.raises(dq.EvaluateError, match="the evaluation set has no labels"):
+        trainer.train()
+
+
+def test_options_reach_the_checkpointer(tmp_path):
+    records = []
+    options = {
+        "evaluate": lambda model: 1.0 + float(model.lm_head.weight.abs().mean()),
+        "roles": {"model.lm_head.weight": "exact"},
+        "extras": {"mine": {"answer": 42}},
+        "log_to": records.append,
+        "keep_every": 10,
+        "max_degradation": 0.02,
+    }
+    trainer = trainer_of(tmp_path, dynaquant=options, save_total_limit=1)
+    trainer.train()
+    assert [record.step for record in records] == [5, 10, 15, 20]
+    assert steps_of(tmp_path) == [10, 20]
+    assert dq.load(run_of(tmp_path))["mine"] == {"answer": 42}
+    assert torch.equal(dq.load(run_of(tmp_path))["model"]["lm_head.weight"], trainer.model.lm_head.weight)
+    assert records[0].limit == 0.02
+
+
+def test_a_training_that_begins_again_with_smaller_batches_saves(tmp_path):
+    class Large(Scored):
+        def training_step(self, model, inputs, *args):
+            if len(inputs["input_ids"]) > 2:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(model, inputs, *args)
+
+    trainer = trainer_of(tmp_path, Large, auto_find_batch_size=True)
+    trainer.train()
+    assert trainer.state.train_batch_size == 2
+    assert steps_of(tmp_path) == [5, 10, 15, 20]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"qualty": "high"}, "dynaquant has no option 'qualty'; the options are quality, evaluate"),
+        ("high", "dictionary"),
+    ],
+)
+def test_wrong_options_are_an_error_of_the_constructor(tmp_path, options, message):
+    with pytest.raises(TypeError, match=message):
+        trainer_of(tmp_path, dynaquant=options)
+
+
+def test_uploads_of_checkpoint_folders_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.Trainer, "init_hf_repo", lambda _: None)  # it would need a network
+    with pytest.raises(ValueError, match="hub_strategy='end'"):
+        trainer_of(tmp_path, push_to_hub=True)
+
+
+# Other versions of Transformers
+
+
+def test_a_method_that_is_gone_is_an_error_of_the_constructor(tmp_path, monkeypatch):
+    monkeypatch.delattr(transformers.Trainer, "_load_best_model")
+    with pytest.raises(DynaquantError, match=r"has no Trainer\._load_best_model\(\).*it was tested with"):
+        trainer_of(tmp_path)
+
+
+def test_a_method_with_other_arguments_is_an_error_of_the_constructor(tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.Trainer, "_save_checkpoint", lambda _self, _model: None)
+    with pytest.raises(DynaquantError, match=r"has no Trainer\._save_checkpoint\(model, trial\)"):
+        trainer_of(tmp_path)
+
+
+def test_a_method_that_is_no_longer_called_is_an_error_of_the_constructor(tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.Trainer, "_maybe_log_save_evaluate", lambda _: None)
+    with pytest.raises(DynaquantError, match=r"has no Trainer\._maybe_log_save_evaluate with .*_save_checkpoint"):
+        trainer_of(tmp_path)
+
+
+def test_without_transformers_the_error_says_what_to_install():
+    code = "import sys; sys.modules['transformers'] = None; import dynaquant.integrations.transformers"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode != 0
+    assert "pip install 'dynaquant[transformers]'" in found.stderr
