@@ -24,7 +24,7 @@ def round_trip(tensor):
     return back, scheme, stream
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.filterwarnings("ignore:ComplexHalf|BComplex32")
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("size", [0, 6, 6000])
 def test_tensors_of_every_dtype_come_back(name, size):

@@ -51,7 +51,7 @@ def shape_of(state):
     return [shape_of(value) for value in state] if isinstance(state, list) else repr(state)
 
 
-COPIED = {name: dtype for name, dtype in DTYPES.items() if not name.startswith(("float4", "complex32"))}
+COPIED = {name: dtype for name, dtype in DTYPES.items() if not name.startswith(("float4", "complex32", "bcomplex32"))}
 
 
 @st.composite

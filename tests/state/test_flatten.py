@@ -147,7 +147,7 @@ def test_plain_values_survive_a_round_trip(value):
     assert same(round_trip({"key": [value]}), {"key": [value]})
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.filterwarnings("ignore:ComplexHalf|BComplex32")
 @pytest.mark.parametrize("name", DTYPES)
 def test_tensors_of_every_dtype_survive_a_round_trip(name):
     dtype = DTYPES[name]

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from pieces import in_pieces
 from torch import nn
 from training import model_of, train
 
@@ -57,6 +58,16 @@ def test_a_sum_that_ranks_have_not_added_is_refused_by_name(tmp_path):
     mesh = dist.init_device_mesh("cpu", (1,))
     model[0].weight = nn.Parameter(DTensor.from_local(model[0].weight.detach(), mesh, [Partial()]))
     assert "model.0.weight: a DTensor with the placements (Partial(sum),) is a sum" in refused(tmp_path, model)
+
+
+def test_a_plain_tensor_that_is_a_part_of_a_larger_one_is_refused_by_name(tmp_path):
+    model = model_of()
+    part = in_pieces(torch.randn(70, 24), [(0, 20), (40, 60)])
+    model[0].weight = nn.Parameter(part)
+    vars(model[0].weight).update(vars(part))  # PyTorch does not keep them
+    said = refused(tmp_path, model)
+    assert "model.0.weight: is a CheckpointableTensor, which holds parts of a larger tensor; shard it" in said
+    assert said.endswith("through dynaquant.interop.dcp")
 
 
 @pytest.mark.parametrize("shard", ["FSDP2", "DTensor"])

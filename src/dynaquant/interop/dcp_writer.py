@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -120,7 +121,7 @@ class StorageWriter(_StorageWriter):
         self._held = ExitStack()  # the run's lock, on the coordinator, from planning to the end
         self._base: Base | None = None  # the boxes that this process wrote last
         self._last: Parent | None = None  # on the coordinator: the checkpoint that was committed last
-        self._rungs: dict[str, int] = {}
+        self._rungs: dict[int, dict[str, int]] = {}  # of the weights that were quantized together, by their number
         self._commit: _Commit | None = None  # on the coordinator
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
@@ -137,9 +138,13 @@ class StorageWriter(_StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Take the run's lock, create a folder for the parts, and number the processes that write any."""
+        """Take the run's lock, create a folder for the parts, and number the processes that write any.
+
+        Raises StateError if elements of a tensor are missing.
+        """
         if not all(plan.usable for plan in plans):
             raise ValueError("StorageWriter needs a plan for every save: give no planner with enable_plan_caching=True")
+        _check_complete(plans)
         self.close()  # of a save that failed
         try:
             self._held.enter_context(self._run.locked())
@@ -212,9 +217,8 @@ class StorageWriter(_StorageWriter):
         for number, group in enumerate(_one_box_of_each(items)):
             # The planner may make a tensor only now, so each is looked up once, and kept until all are quantized.
             tensors = {item.index.fqn: _tensor(item, planner) for item in group}
-            found = quantize_state(tensors, self._quality, self._rungs if number == 0 else {})
-            if number == 0:
-                self._rungs = found.rungs
+            found = quantize_state(tensors, self._quality, self._rungs.get(number, {}))
+            self._rungs[number] = found.rungs
             for item in group:
                 name, box = item.index.fqn, _box_of(item)
                 stored = found.quantized.get(name) or copied(tensors[name])
@@ -316,13 +320,32 @@ def _box_of(item: WriteItem) -> Box:
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-def _one_box_of_each(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Yield groups of items that have at most one box of each tensor."""
-    waiting = list(items)
-    while waiting:
-        group = {item.index.fqn: item for item in reversed(waiting)}
-        yield [item for item in waiting if group[item.index.fqn] is item]
-        waiting = [item for item in waiting if group[item.index.fqn] is not item]
+def _check_complete(plans: Iterable[SavePlan]) -> None:
+    """Raise StateError if elements of a tensor are missing. DCP looks for them only if there are several processes."""
+    missing: dict[str, int] = {}
+    for item in (item for plan in plans for item in plan.items if _is_tensor(item)):
+        name = item.index.fqn
+        missing[name] = missing.get(name, _shape_of(item).numel()) - math.prod(_box_of(item).sizes)
+    for name, count in missing.items():
+        if count > 0:
+            raise StateError(f"{name}: {count} of its elements are on no rank; give DCP all parts of the tensor")
+
+
+def _one_box_of_each(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Return groups of items that have at most one box of each tensor, and the same box of all moments of a parameter.
+
+    A first moment is quantized in units of the second moment of its group. Replicas share the boxes of a tensor, so a
+    process may write other boxes of one than of the other.
+    """
+    groups: list[list[WriteItem]] = []
+    known: dict[tuple[str, torch.Size], dict[Box, int]] = {}
+    for item in items:
+        numbers = known.setdefault((item.index.fqn.rpartition(".")[0], _shape_of(item)), {})
+        number = numbers.setdefault(_box_of(item), len(numbers))
+        if number == len(groups):
+            groups.append([])
+        groups[number].append(item)
+    return groups
 
 
 def _plan_of(metadata: Metadata, boxes: Mapping[MetadataIndex, _WrittenBox]) -> tuple[Plan, list[WrittenPart]]:

@@ -46,6 +46,8 @@ _UNSUPPORTED = {
     ),
 }
 """Python modules whose classes are refused, each with the problem and what to do instead."""
+_CHECKPOINTABLE_TENSOR = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""The attributes by which DCP knows a plain tensor that holds parts of a larger one (since PyTorch 2.14)."""
 
 
 def check(objects: Mapping[str, Any]) -> None:
@@ -120,6 +122,10 @@ def _check_module(name: str, module: nn.Module) -> None:
         _refuse(f"{name}.{path}", tensor)
         if is_sharded(tensor):
             named_shard(f"{name}.{path}", tensor)  # raises StateError if it cannot be stored
+        elif all(hasattr(tensor, attribute) for attribute in _CHECKPOINTABLE_TENSOR):
+            raise StateError(
+                f"{name}.{path}: is a CheckpointableTensor, which holds parts of a larger tensor; {_DTENSORS}"
+            )
 
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:
