@@ -17,7 +17,7 @@ from launched import launch
 
 import dynaquant as dq
 from dynaquant.errors import DynaquantError
-from dynaquant.save.record import record_of
+from dynaquant.saving.record import record_of
 from dynaquant.store.run import Run
 from dynaquant.store.tags import tags_of
 

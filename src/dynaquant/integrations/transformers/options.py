@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
 from dynaquant.quantize.knobs import Knobs, Method
-from dynaquant.save.log_to import LogTo
-from dynaquant.save.presets import QualityName
+from dynaquant.saving.log_to import LogTo
+from dynaquant.saving.presets import QualityName
 from dynaquant.search.evaluation import Evaluate
 from dynaquant.state.bound import Bound
 
