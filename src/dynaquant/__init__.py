@@ -29,7 +29,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from dynaquant.checkpointer import Checkpointer
-    from dynaquant.interop.saving import save
+    from dynaquant.interop.state_file import save
     from dynaquant.quantize.grid import GridConfiguration
     from dynaquant.quantize.partition import Configuration
     from dynaquant.restore.follow import follow
@@ -54,7 +54,7 @@ else:
         "follow": "restore.follow",
         "load": "restore.load",
         "load_into": "restore.load_into",
-        "save": "interop.saving",
+        "save": "interop.state_file",
     }
 
     def __getattr__(name):

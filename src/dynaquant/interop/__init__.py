@@ -11,7 +11,7 @@
 - ``folder.py``: reads a trainer's folder: weights, optimizer states, other files
 - ``inferred_roles.py``: infers roles and gradients of tensors from their names and places
 - ``packing.py``: compresses files into checkpoints
-- ``saving.py``: saves a state of this process to one file
+- ``state_file.py``: saves a state of this process to one file
 - ``targets.py``: the formats that a checkpoint is exported to
 - ``export.py``: writes a checkpoint as a file or folder of another program
 """
