@@ -21,6 +21,7 @@ from dynaquant.store.run import Run
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
 
+from lightning.pytorch import Callback
 from lightning_training import (
     EPOCHS,
     STEPS_PER_EPOCH,
@@ -253,6 +254,23 @@ def test_frozen_parameters_and_buffers_are_exact_and_moments_are_small(tmp_path)
     roles = record_of(run_of(tmp_path).newest()).roles
     assert roles["weight"].ratio > 3
     assert roles["second_moment"].ratio > 8
+
+
+@pytest.mark.parametrize(("quality", "corrected"), [("balanced", True), ("lossless", False)])
+def test_first_moments_that_a_checkpoint_drops_are_corrected_after_a_restore(tmp_path, quality, corrected):
+    class Moments(Callback):
+        """Compares the length of first moments after the first step with that of a moment of one gradient."""
+
+        def on_train_batch_end(self, trainer, *_):
+            if not found and trainer.global_step > STEPS_PER_EPOCH:
+                parameter = next(p for p in trainer.lightning_module.parameters() if p.requires_grad)
+                moment = trainer.optimizers[0].state[parameter]["exp_avg"]
+                found.append(float((moment / (0.1 * parameter.grad)).median()))
+
+    found = []
+    fit(trainer_of(tmp_path, quality, epochs=1))
+    fit(trainer_of(tmp_path, quality, epochs=2, callbacks=(Moments(),)))
+    assert (found[0] == pytest.approx(3.0, rel=0.01)) == corrected  # the largest factor of a correction
 
 
 def test_without_a_training_the_plugin_alone_saves_and_resumes(tmp_path):

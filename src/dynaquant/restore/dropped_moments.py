@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynaquant.state.roles import SECOND_MOMENTS
 from dynaquant.tensors.stored import Patchwork, QuantizedTensor, ScaledMoment, StoredTensor
 from dynaquant.training.collect import parameter_names
 from dynaquant.training.first_moments import corrected_keys
@@ -41,6 +42,24 @@ def dropped_moments(
         if not is_kept:
             found[name].add(parameter)
     return found
+
+
+def dropped_in(optimizer: torch.optim.Optimizer) -> set[Tensor]:
+    """Return the parameters whose first moments are zero, although their second moments are not.
+
+    For an optimizer that has loaded a state of which nothing else is known. Training does not lead to such moments. Of
+    an optimizer without second moments, such as Lion, nothing is found.
+    """
+
+    def has_values(state: Mapping[str, Any], keys: Collection[str]) -> bool:
+        return any(isinstance(state.get(key), Tensor) and bool(state[key].any()) for key in keys)
+
+    first = corrected_keys()
+    return {
+        parameter
+        for parameter, state in optimizer.state.items()
+        if not has_values(state, first) and has_values(state, SECOND_MOMENTS)
+    }
 
 
 def _has_values(stored: StoredTensor) -> bool:

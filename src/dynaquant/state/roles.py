@@ -33,6 +33,8 @@ _MOMENTS: dict[str, Role] = {
     "sum": "second_moment",
 }
 """Roles by key in the state of an optimizer of ``torch.optim``. Tensors under other keys are ``exact``."""
+SECOND_MOMENTS = tuple(key for key, role in _MOMENTS.items() if role == "second_moment")
+"""Keys of second moments in the state of an optimizer."""
 
 _LAYER_TYPES: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = (
     ((nn.Embedding, nn.EmbeddingBag), "embedding"),

@@ -17,7 +17,9 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError
+from dynaquant.restore.dropped_moments import dropped_in
 from dynaquant.training import rng
+from dynaquant.training.moment_correction import MomentCorrections
 
 
 class Training(Callback):  # type: ignore[misc]
@@ -28,6 +30,7 @@ class Training(Callback):  # type: ignore[misc]
     - The global random number generators are saved, and restored when the training goes on. (With several processes,
       they are not: a checkpoint of Lightning has the state of one.)
     - Only parameters that train are quantized. Frozen parameters and buffers are stored exactly.
+    - After a restore, the first steps correct the bias of first moments that the checkpoint dropped.
     - A metric can be a number that ``validation_step`` logs. It is computed on the first ``batches`` batches that the
       Trainer validates, with a copy of the module that has no trainer. So the Trainer's logs, state and random numbers
       stay as they are. Copies of the batches stay in host memory.
@@ -43,6 +46,8 @@ class Training(Callback):  # type: ignore[misc]
         self._module: LightningModule | None = None
         self._batches: dict[tuple[int, int], Any] = {}  # by dataloader and index
         self._restored: dict[str, Any] | None = None  # random numbers that were loaded and not yet set
+        self._resumed = False
+        self._corrections = MomentCorrections()
 
     @property
     def trained(self) -> frozenset[str]:
@@ -124,12 +129,24 @@ class Training(Callback):  # type: ignore[misc]
         """Remember the random numbers of a checkpoint until the training goes on. A validation uses none of them."""
         if self._trainer is None or self._trainer.state.fn != TrainerFn.FITTING:
             return
+        self._resumed = True
         kind, keys, *rest = state_dict["numpy"]
         self._restored = {**state_dict, "numpy": (kind, keys.cpu().numpy().astype(np.uint32), *rest)}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Restore random numbers. The Trainer makes the iterator of the data next, which draws some."""
         self._restore_random_numbers(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Begin to correct first moments. The Trainer has just loaded the states of the optimizers."""
+        if self._resumed:
+            for number, optimizer in enumerate(trainer.optimizers):
+                self._corrections.begin(f"optimizer {number}", optimizer, dropped_in(optimizer))
+        self._resumed = False
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        """Remove the hooks of the corrections."""
+        self._corrections.close()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Restore random numbers if the Trainer makes an iterator for this epoch."""
