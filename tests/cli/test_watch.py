@@ -131,8 +131,15 @@ class Terminal:
         return self.process.wait(60), self.shown
 
 
-def test_the_table_grows_while_a_training_saves_and_ctrl_c_ends_it(tmp_path):
-    terminal = Terminal(tmp_path / "run")
+@pytest.fixture
+def terminal(tmp_path):
+    opened = Terminal(tmp_path / "run")
+    yield opened
+    opened.process.kill()
+    opened.process.wait()
+
+
+def test_the_table_grows_while_a_training_saves_and_ctrl_c_ends_it(terminal, tmp_path):
     terminal.wait_for("waiting for the first")
     model = nn.Linear(9, 9)
     with dq.Checkpointer(tmp_path / "run", model) as ckpt:
