@@ -1,5 +1,6 @@
 """Transformers' Trainer saves to a run, and goes on from it as if nothing had happened."""
 
+import inspect
 import json
 import math
 import os
@@ -26,7 +27,7 @@ pytest.importorskip("accelerate", reason="Accelerate is not installed")
 
 from transformers_training import STEPS, Counter, arguments, hash_of, history_of, model_of, sequences  # noqa: E402
 
-from dynaquant.integrations.transformers import CheckpointMixin, Trainer, get_last_checkpoint  # noqa: E402
+from dynaquant.integrations.transformers import CheckpointMixin, Options, Trainer, get_last_checkpoint  # noqa: E402
 
 SCRIPT = Path(__file__).parents[1] / "support" / "transformers_training.py"
 LOSSLESS = {"quality": "lossless"}
@@ -435,6 +436,21 @@ def test_of_a_peft_model_only_the_adapter_is_saved(tmp_path):
 
 
 @old_name
+def test_adapters_that_do_not_train_are_saved_as_well(tmp_path):
+    def with_two(seed):
+        model = adapted()
+        torch.manual_seed(seed)
+        model.add_adapter("other", model.peft_config["default"])
+        return model
+
+    first = trainer_of(tmp_path, model=with_two(seed=1))
+    first.train()
+    again = trainer_of(tmp_path, model=with_two(seed=2))
+    again.train(resume_from_checkpoint=True)
+    assert hash_of(again.model) == hash_of(first.model)
+
+
+@old_name
 def test_the_best_adapter_is_loaded_at_the_end(tmp_path):
     trainer = trainer_of(tmp_path, Scored, model=adapted(), dynaquant={}, **BEST)
     trainer.train()
@@ -465,6 +481,11 @@ def test_the_example_goes_on_after_a_kill(tmp_path):
 
 
 # The metric and the options
+
+
+def test_the_options_are_the_arguments_of_a_checkpointer_that_the_trainer_does_not_decide():
+    decided = {"folder", "model", "optimizer", "every", "keep_last", "max_overhead", "mean_time_between_failures"}
+    assert set(Options.__annotations__) == set(inspect.signature(dq.Checkpointer).parameters) - decided
 
 
 def test_without_an_evaluation_set_there_is_no_metric(tmp_path):

@@ -179,6 +179,17 @@ def test_a_tensor_that_the_caller_has_changed_is_written_again(trained):
     assert weights(model) == weights(trained.model)
 
 
+def test_a_tensor_whose_memory_the_caller_has_replaced_is_written_again(trained):
+    follower, model = follower_of(trained)
+    trained()
+    next(follower)
+    for number in (0, 2):
+        model[number].weight.data = model[number].weight.half().float()  # PyTorch counts no write
+    trained()
+    next(follower)
+    assert weights(model) == weights(trained.model)
+
+
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_chain_that_was_pruned_meanwhile_is_loaded_afresh(tmp_path, keep):
     training = Training(tmp_path / "run", quality="lossless", keep_last=keep, keyframe_every=3)

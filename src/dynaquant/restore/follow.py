@@ -23,7 +23,7 @@ from dynaquant.store.run import Run
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.stored import External
 from dynaquant.training.expanded import can_hold, copy_into
-from dynaquant.training.hash_cache import HashCache
+from dynaquant.training.hash_cache import HashCache, sample_of
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,8 @@ def follow(path: str | os.PathLike[str], model: Models, *, poll: float = 1.0, ti
     checkpoints were committed meanwhile, the newest is loaded. The stored form of the weights stays in memory, so only
     the deltas since the last step are read, and only tensors that have changed are written, in place. If the last step
     was re-coded or deleted in between, what is needed is loaded afresh. All tensors are decoded and compared with their
-    hashes before the first is written. The model changes only while the caller waits for the next step.
+    hashes before the first is written. The model changes only while the caller waits for the next step. If the caller
+    has written to a tensor, it is written again, unless the write went through ``.data`` to few of its values.
 
     Lossless copies (``exact="latest"``) are not read: they have no deltas.
 
@@ -166,6 +167,10 @@ def _written(file: CheckpointFile, targets: Targets) -> dict[tuple[str, int], tu
 
 
 def _state_of(target: Tensor) -> tuple[Any, ...]:
-    """Return what tells whether somebody has written to a tensor. Tensors of inference mode do not count writes."""
+    """Return what tells whether somebody has written to a tensor.
+
+    Tensors of inference mode do not count writes, and PyTorch does not count those through ``.data``, nor that a module
+    has put other memory at the same address. A sample of the values tells most of that.
+    """
     version = None if target.is_inference() else target._version
-    return target.device, target.dtype, target.stride(), version
+    return target.device, target.dtype, target.stride(), version, sample_of(target)

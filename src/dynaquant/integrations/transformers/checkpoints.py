@@ -265,10 +265,18 @@ class StepBoundaries(TrainerCallback):  # type: ignore[misc]  # Transformers is 
 
 
 def _roles(trainer: Any) -> dict[str, str]:
-    """Return roles that leave out the frozen parameters of a PEFT model: everybody has its base."""
-    if not hasattr(trainer.model, "peft_config"):
+    """Return roles that leave out the frozen base of a PEFT model, which everybody has.
+
+    Adapters that do not train now are stored. Their parameters have the name of the adapter in their own.
+    """
+    adapters = set(getattr(trainer.model, "peft_config", ()))
+    if not adapters:
         return {}
-    return {f"model.{name}": "omit" for name, p in named_parameters(trainer.model_wrapped) if not p.requires_grad}
+    return {
+        f"model.{name}": "omit"
+        for name, parameter in named_parameters(trainer.model_wrapped)
+        if not parameter.requires_grad and not adapters & set(name.split("."))
+    }
 
 
 def _steps_between_saves(trainer: Any) -> int | None:

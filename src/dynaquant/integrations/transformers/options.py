@@ -32,6 +32,7 @@ class Options(TypedDict, total=False):
     roles: Mapping[str, str | Bound] | None
     extras: Mapping[str, Any] | None
     keep_every: int | None
+    keep_best: int | None
     keyframe_every: int
     log_to: LogTo | None
 
