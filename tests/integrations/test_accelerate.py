@@ -242,14 +242,20 @@ def test_folders_and_run_may_be_moved_together(tmp_path):
     assert hash_of(model) == hash_of(objects[0])
 
 
-def test_a_step_may_have_two_names(tmp_path):
-    accelerator, objects, _ = attached(tmp_path)
-    step(accelerator, *objects)
-    accelerator.save_state(tmp_path / "step_1")
-    torch.rand(1)  # so that the states differ
-    accelerator.save_state(tmp_path / "epoch_0")
-    for name in ("step_1", "epoch_0"):
-        accelerator.load_state(tmp_path / name)
+def test_two_saves_between_optimizer_steps_keep_the_state_of_each(tmp_path):
+    accelerator, (model, *others), ckpt = attached(tmp_path)
+    step(accelerator, model, *others)
+    accelerator.save_state(tmp_path / "before")
+    before = hash_of(model)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    accelerator.save_state(tmp_path / "after")
+    after = hash_of(model)
+    accelerator.load_state(tmp_path / "before")
+    assert hash_of(model) == before
+    accelerator.load_state(tmp_path / "after")
+    assert hash_of(model) == after
+    assert ckpt.steps() == [1, 2]
 
 
 def test_a_name_may_be_used_again(tmp_path):
@@ -263,18 +269,40 @@ def test_a_name_may_be_used_again(tmp_path):
     assert hash_of(objects[0]) == weights
 
 
-def test_a_folder_whose_step_was_saved_again_in_another_line_is_refused(tmp_path):
-    accelerator, objects, _ = attached(tmp_path)
-    accelerator.save_state(tmp_path / "start")
+def test_going_back_and_training_on_leaves_every_folder_as_it_was(tmp_path):
+    accelerator, (model, *others), ckpt = attached(tmp_path)
+    weights = {}
+
+    def trained_and_saved(name):
+        for _ in range(2):
+            step(accelerator, model, *others)
+        accelerator.save_state(tmp_path / name)
+        weights[name] = hash_of(model)
+
+    trained_and_saved("epoch1")
+    trained_and_saved("epoch2")
+    trained_and_saved("epoch3")
+    accelerator.load_state(tmp_path / "epoch1")
+    torch.rand(1)  # another line of the training
+    trained_and_saved("other")
+    trained_and_saved("further")
+    ckpt.close()
+    assert len(set(weights.values())) == 5
+    again, (model, *_), ckpt = attached(tmp_path)
+    for name, expected in weights.items():
+        again.load_state(tmp_path / name)
+        assert hash_of(model) == expected
+    assert ckpt.steps() == [2, 4, 5, 6, 7]
+
+
+def test_a_folder_whose_step_was_saved_again_is_refused(tmp_path):
+    accelerator, objects, ckpt = attached(tmp_path)
     step(accelerator, *objects)
     accelerator.save_state(tmp_path / "a")
-    accelerator.load_state(tmp_path / "start")
-    torch.rand(1)
-    step(accelerator, *objects)
-    accelerator.save_state(tmp_path / "b")
-    with pytest.raises(dq.CheckpointError, match=r"a: step 1 of .*run was saved again since, to another folder"):
+    torch.rand(1)  # so that the states differ
+    ckpt.save(1).result()
+    with pytest.raises(dq.CheckpointError, match=r"a: step 1 of .*run was saved again since; load another folder"):
         accelerator.load_state(tmp_path / "a")
-    accelerator.load_state(tmp_path / "b")
 
 
 def test_the_folder_of_another_run_is_refused(tmp_path):
@@ -318,6 +346,46 @@ def test_without_a_folder_the_last_one_that_verifies_is_loaded(tmp_path, caplog)
     assert hash_of(others[0]) == weights[0]
     step(again, *others)
     assert again.save_state().name == "checkpoint_3"  # not one that exists
+
+
+def test_a_checkpoint_that_cannot_be_read_for_a_while_keeps_its_folder(tmp_path):
+    accelerator, objects, _ = attached(tmp_path, automatic=True)
+    weights = []
+    for _ in range(2):
+        step(accelerator, *objects)
+        accelerator.save_state()
+        weights.append(hash_of(objects[0]))
+    path = tmp_path / "run" / "step-000000000001.dqc"
+    sound = path.read_bytes()
+    path.write_bytes(sound[:-30] + bytes([sound[-30] ^ 1]) + sound[-29:])  # in the header
+    step(accelerator, *objects)
+    accelerator.save_state()
+    path.write_bytes(sound)
+    accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0")
+    assert hash_of(objects[0]) == weights[0]
+
+
+def test_only_pointers_to_checkpoints_that_the_save_has_deleted_are_deleted(tmp_path):
+    accelerator, objects, _ = attached(tmp_path, automatic=True)  # total_limit is 3
+    checkpoints = tmp_path / "checkpoints"
+    for number in range(3):
+        step(accelerator, *objects)
+        accelerator.save_state()
+        (checkpoints / "checkpoint_0" / "notes.txt").write_text("mine")
+        if number == 0:
+            pointer = json.loads((checkpoints / "checkpoint_0" / POINTER).read_text())
+            (tmp_path / "other").mkdir()
+            (checkpoints / "checkpoint_90").mkdir()
+            (checkpoints / "checkpoint_90" / POINTER).write_text(json.dumps({**pointer, "run": "../../other"}))
+            (checkpoints / "checkpoint_91").mkdir()
+            (checkpoints / "checkpoint_91" / POINTER).write_text(json.dumps({**pointer, "step": 77}))
+    for _ in range(2):
+        step(accelerator, *objects)
+        accelerator.save_state()
+    assert os.listdir(checkpoints / "checkpoint_0") == ["notes.txt"]
+    names = {path.parent.name for path in checkpoints.glob(f"*/{POINTER}")}
+    assert names == {f"checkpoint_{number}" for number in (2, 3, 4, 90, 91)}
+    assert not (checkpoints / "checkpoint_1").exists()
 
 
 def test_a_new_training_does_not_overwrite_automatic_folders(tmp_path):

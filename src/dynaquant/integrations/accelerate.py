@@ -16,8 +16,7 @@ import json
 import logging
 import os
 import re
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from dynaquant.store.run import Run
 try:
     import accelerate
     from accelerate.data_loader import SeedableRandomSampler
-    from accelerate.utils import RNG_STATE_NAME
+    from accelerate.utils import RNG_STATE_NAME, broadcast_object_list
 except ModuleNotFoundError as error:
     if error.name != "accelerate":
         raise
@@ -72,7 +71,7 @@ def attach(accelerator: Any, folder: str | os.PathLike[str], **options: Any) -> 
 
     accelerator: an ``accelerate.Accelerator``. folder: of the run. options: all arguments of ``Checkpointer`` but
     ``model`` and ``optimizer``. ``extras`` are saved beside what the accelerator has. With automatic checkpoint naming,
-    ``keep_last`` is ``total_limit``. Steps are those of the optimizer.
+    ``keep_last`` is ``total_limit``. A step is the number of optimizer steps, or the next that the run does not have.
 
     Raises ValueError if nothing is prepared yet, or if the accelerator has been attached before; DynaquantError for
     DeepSpeed and Megatron-LM, and if the installed Accelerate has changed in a way that matters here; all errors of
@@ -90,7 +89,6 @@ class _Attached:
         self._prepared = _prepared(accelerator)
         self._progress = _Progress(accelerator)
         self._original_load: Callable[..., None] = accelerator.load_state
-        self._same_state: tuple[int, list[Path]] = 0, []  # a step, and the folders that it was saved to
         configuration = accelerator.project_configuration
         if configuration.automatic_checkpoint_naming:
             options = {"keep_last": configuration.total_limit, **options}
@@ -132,19 +130,27 @@ class _Attached:
             )
         folder = self._folder_to_save(output_dir)
         self._call_hooks(folder)
-        step = self._progress.steps
+        step = self._free_step()
+        before = self._run.summaries()[0] if accelerator.is_main_process else []
         identity = self.checkpointer.save(step).result().identity
         if accelerator.is_main_process:
-            before, folders = self._same_state
-            self._same_state = step, [*(f for f in folders if before == step and f.is_dir() and f != folder), folder]
-            for each in self._same_state[1]:
-                _write_pointer(each, self._run, step, identity)
+            _write_pointer(folder, self._run, step, identity)
             if configuration.automatic_checkpoint_naming:
-                self._delete_forgotten(folder.parent)
+                deleted = {(each.step, each.identity) for each in before if not self._run.path(each.step).exists()}
+                self._delete_pointers(folder.parent, deleted)
         if configuration.automatic_checkpoint_naming:
             configuration.iteration += 1
         accelerator.wait_for_everyone()
         return folder
+
+    def _free_step(self) -> int:
+        """Return the number of optimizer steps, or the next step that the run does not have. Collective."""
+        step = self._progress.steps  # not one that the run has: another folder may stand for it
+        while self._run.path(step).exists():
+            step += 1
+        steps = [step]
+        broadcast_object_list(steps)  # rank 0 writes; others may not see its folder
+        return steps[0]
 
     def _folder_to_save(self, output_dir: str | os.PathLike[str] | None) -> Path:
         accelerator = self._accelerator
@@ -171,13 +177,17 @@ class _Attached:
             for hook in hooks:
                 hook(accelerator._models, weights, os.fspath(folder))
 
-    def _delete_forgotten(self, checkpoints: Path) -> None:
-        """Delete automatically named folders whose checkpoint the run no longer keeps."""
-        kept = {summary.identity for summary in self._run.summaries()[0]}
-        for folder in _numbered_folders(checkpoints):
-            with suppress(CheckpointError):  # a damaged pointer
-                if _read_pointer(folder)["identity"] not in kept:
-                    shutil.rmtree(folder)
+    def _delete_pointers(self, checkpoints: Path, deleted: Collection[tuple[int, str]]) -> None:
+        """Delete automatically named folders that stand for deleted checkpoints, given by step and identity.
+
+        Files of others stay, and then their folder.
+        """
+        for folder in _numbered_folders(checkpoints) if deleted else []:
+            with suppress(CheckpointError, OSError):  # a damaged pointer, or a folder that is not empty
+                pointer = _read_pointer(folder)
+                if (pointer["step"], pointer["identity"]) in deleted and self._is_of_run(folder, pointer):
+                    (folder / POINTER).unlink()
+                    folder.rmdir()
 
     # Loading
 
@@ -230,23 +240,26 @@ class _Attached:
         """Restore the checkpoint that a folder stands for. Collective."""
         self.checkpointer.wait()
         pointer = _read_pointer(folder)
-        run = folder / pointer["run"]
-        if not (run.is_dir() and run.samefile(self._run.folder)):
+        if not self._is_of_run(folder, pointer):
+            run = (folder / pointer["run"]).resolve()
             raise ValueError(
-                f"{folder} belongs to the run {run.resolve()}, and this accelerator is attached to "
+                f"{folder} belongs to the run {run}, and this accelerator is attached to "
                 f"{self._run.folder.resolve()}; attach it to that run, or begin with its checkpoint: dynaquant branch "
-                f"{run.resolve()} {pointer['step']} FOLDER"
+                f"{run} {pointer['step']} FOLDER"
             )
         step = pointer["step"]
         identities = {summary.step: summary.identity for summary in self._run.summaries()[0]}
         if identities.get(step, pointer["identity"]) != pointer["identity"]:
             raise CheckpointError(
-                f"{folder}: step {step} of {self._run.folder} was saved again since, to another folder; load that one"
+                f"{folder}: step {step} of {self._run.folder} was saved again since; load another folder"
             )
         for hook in list(self._accelerator._load_model_state_pre_hook.values()):
             hook([*self._accelerator._models], os.fspath(folder))
         self.checkpointer.restore(step)
-        self._same_state = 0, []  # another line of the training, which may come to the same steps
+
+    def _is_of_run(self, folder: Path, pointer: Mapping[str, Any]) -> bool:
+        run = Path(folder, pointer["run"])
+        return run.is_dir() and run.samefile(self._run.folder)
 
 
 class _Progress:
