@@ -20,7 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from training import bits, model_of, train
 
 import dynaquant as dq
-from dynaquant.interop.packing import Packer, compress
+from dynaquant.interop.packing import Packer, compress, pack
+from dynaquant.store.container import CheckpointFile
+from dynaquant.store.pointers import write_pointer
 
 EVERYTHING = {
     "weights": OrderedDict(w=torch.randn(8, 8), b=torch.randn(8).bfloat16()),
@@ -213,6 +215,22 @@ def test_a_missing_or_replaced_parent_is_an_error_that_names_it_and_can_be_given
         dq.load(paths[1])
 
 
+def test_a_parent_is_found_if_the_file_or_its_folder_is_reached_by_a_link(chain, tmp_path):
+    paths, states = chain
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "latest.dqc").symlink_to(paths[2])
+    assert bits(dq.load(tmp_path / "deep" / "latest.dqc")) == states[2]
+    (tmp_path / "link").symlink_to("deep/er")
+    dq.save(dq.load(paths[2]), tmp_path / "link" / "s.dqc", quality="lossless", parent=paths[1])
+    for folder in ("link", "deep/er"):
+        assert bits(dq.load(tmp_path / folder / "s.dqc")) == states[2]
+
+
+def test_no_parent_may_be_given_as_none(chain):
+    paths, states = chain
+    assert bits(dq.load(paths[1], parent=None)) == states[1]
+
+
 def test_file_objects_are_conditioned_on_each_other_and_on_files(chain):
     paths, _ = chain
     buffers = [io.BytesIO() for _ in range(2)]
@@ -243,12 +261,31 @@ def test_a_checkpoint_of_a_training_cannot_be_a_parent_but_a_compressed_file_can
     model, optimizer = trained()
     with dq.Checkpointer(tmp_path / "run", model, optimizer) as ckpt:
         ckpt.save(1).result()
-    with pytest.raises(dq.CheckpointError, match="a checkpoint of a training, which may delete it"):
-        dq.save(model.state_dict(), tmp_path / "s.dqc", parent=next((tmp_path / "run").glob("step-*.dqc")))
+    for parent in (tmp_path / "run", next((tmp_path / "run").glob("step-*.dqc"))):
+        with pytest.raises(dq.CheckpointError, match="a checkpoint of a run, which may delete it"):
+            dq.save(model.state_dict(), tmp_path / "s.dqc", parent=parent)
     torch.save(model.state_dict(), tmp_path / "m.pt")
     compress(tmp_path / "m.pt", tmp_path / "m.dqc", Packer("lossless"))
     dq.save(model.state_dict(), tmp_path / "s.dqc", quality="lossless", parent=tmp_path / "m.dqc")
     assert bits(dq.load(tmp_path / "s.dqc")) == bits(model.state_dict())
+
+
+def test_no_file_of_a_packed_run_can_be_a_parent_and_the_error_says_what_can(tmp_path):
+    state = trained()[0].state_dict()
+    for number in (0, 1):
+        torch.save({name: tensor + 1e-4 * number for name, tensor in state.items()}, tmp_path / f"{number}.pt")
+    list(pack({n: tmp_path / f"{n}.pt" for n in (0, 1)}, tmp_path / "run", Packer()))
+    keyframe, delta = sorted((tmp_path / "run").glob("step-*.dqc"))
+    (tmp_path / "link.dqc").symlink_to(keyframe)
+    write_pointer(tmp_path / "last.ckpt", CheckpointFile(delta))
+    for parent in (tmp_path / "run", keyframe, delta, tmp_path / "link.dqc", tmp_path / "last.ckpt"):
+        with pytest.raises(dq.CheckpointError, match=r"of a run, .*dynaquant\.save\(dynaquant\.load\("):
+            dq.save(state, tmp_path / "s.dqc", parent=parent)
+    with pytest.raises(dq.CheckpointError, match="of a run"):
+        dq.save(state, tmp_path / "s.dqc", parent=[io.BytesIO(delta.read_bytes()), io.BytesIO(keyframe.read_bytes())])
+    dq.save(dq.load(delta), tmp_path / "parent.dqc", quality="lossless")
+    dq.save(state, tmp_path / "s.dqc", quality="lossless", parent=tmp_path / "parent.dqc")
+    assert bits(dq.load(tmp_path / "s.dqc")) == bits(state)
 
 
 def test_a_parent_with_other_tensors_or_shapes_does_no_harm(tmp_path):

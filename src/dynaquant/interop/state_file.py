@@ -17,8 +17,9 @@ from dynaquant.saving.presets import QualityName
 from dynaquant.saving.record import Record, record_of
 from dynaquant.state.flatten import flatten
 from dynaquant.state.sharding import is_sharded
-from dynaquant.store.container import Header
+from dynaquant.store.container import CheckpointFile, Header
 from dynaquant.store.files import check_output
+from dynaquant.store.run import Run
 from dynaquant.store.single_file import FIRST_SEQUENCE, as_parent, write_file, write_in_memory
 from dynaquant.store.writing import Base
 
@@ -97,13 +98,23 @@ def _flat(state: Any) -> tuple[Any, dict[str, Tensor]]:
     return tree, {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
+def _is_of_run(file: CheckpointFile) -> bool:
+    """Whether a file was written to a run, by a training or from files, and not alone."""
+    header = file.header
+    if "source" not in header.record or (header.parent is not None and header.parent.file is None):
+        return True
+    place = file.path.resolve()  # only its name tells a keyframe from a file that was written alone
+    return not file.in_memory and place == Run(place.parent).path(header.step)
+
+
 def _opened_parent(parent: Parents, out: Path | None) -> StoredCheckpoint:
     """Open the file of a parent, and its own parents. Raises CheckpointError if it cannot be a parent."""
     own, *others = parent if isinstance(parent, list | tuple) else [parent]
     found = StoredCheckpoint(own, parents=others)
-    if "source" not in found.file.header.record:
+    if of_run := next((file for file in found.chain if _is_of_run(file)), None):
         raise CheckpointError(
-            f"{found.file.path} is a checkpoint of a training, which may delete it; give a file of dynaquant.save"
+            f"{of_run.path} is a checkpoint of a run, which may delete it; give a file of dynaquant.save or dynaquant "
+            "compress, e.g. that of dynaquant.save(dynaquant.load(…), 'parent.dqc', quality='lossless')"
         )
     if out is not None and any(file.is_at(out) and not file.in_memory for file in found.chain):
         raise CheckpointError(f"{out} would replace a file that it is conditioned on; give another path")
