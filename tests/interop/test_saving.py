@@ -14,6 +14,7 @@ import pytest
 import torch
 from format_decoder import decode_single
 from full_disk import files_of_at_most
+from pieces import in_pieces
 from rewritten import rewrite
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
@@ -320,10 +321,46 @@ def test_a_dtensor_is_refused(tmp_path):
     try:
         mesh = init_device_mesh("cpu", (1,))
         state = {"w": DTensor.from_local(torch.ones(2), mesh, [Replicate()])}
-        with pytest.raises(dq.StateError, match=r"w is a DTensor.*save it with a Checkpointer"):
+        with pytest.raises(dq.StateError, match=r"w: is a DTensor.*with a dynaquant\.Checkpointer"):
             dq.save(state, tmp_path / "s.dqc")
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", [lambda tensor: tensor, nn.Parameter])
+def test_a_plain_tensor_that_is_a_part_of_a_larger_one_is_refused(tmp_path, kind):
+    part = in_pieces(torch.randn(70, 24), [(0, 20), (40, 60)])
+    tensor = kind(part)
+    vars(tensor).update(vars(part))  # PyTorch does not keep them
+    with pytest.raises(
+        dq.StateError, match=r"model\.w: is a CheckpointableTensor.*save it with dynaquant\.interop\.dcp"
+    ):
+        dq.save({"model": {"w": tensor}}, tmp_path / "s.dqc")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_object_that_takes_no_bytes_is_refused_before_the_work(tmp_path):
+    called = []
+    dq.save({"a": 1}, tmp_path / "s.dqc")
+    with (tmp_path / "text").open("w") as text, (tmp_path / "s.dqc").open("rb") as read_only:
+        for file in (io.StringIO(), text, read_only):
+            with pytest.raises(TypeError, match="open for writing bytes"):
+                dq.save({"w": torch.ones(3, 3)}, file, metric=lambda state: called.append(state) or 1.0)
+    assert not called
+
+
+def test_a_file_without_a_buffer_gets_every_byte_or_an_error(tmp_path):
+    state = {"w": torch.randn(1 << 16)}
+    with (tmp_path / "s.dqc").open("wb", buffering=0) as file:
+        dq.save(state, file, quality="lossless")
+    assert bits(dq.load(tmp_path / "s.dqc")) == bits(state)
+    # The system takes the first bytes, up to the largest size allowed, and says how many.
+    with (
+        files_of_at_most(1 << 16),
+        (tmp_path / "t.dqc").open("wb", buffering=0) as file,
+        pytest.raises(OSError, match="File too large"),
+    ):
+        dq.save(state, file, quality="lossless")
 
 
 def test_wrong_places_and_arguments_are_errors_that_say_what_to_do(tmp_path):

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import Any, BinaryIO
 
 from dynaquant import _native
-from dynaquant.errors import CheckpointError, StateError
+from dynaquant.errors import CheckpointError
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.interop.packing import Metric, Packer
 from dynaquant.restore.stored_checkpoint import Parents, PathOrFile, StoredCheckpoint
 from dynaquant.saving.presets import QualityName
 from dynaquant.saving.record import Record, record_of
-from dynaquant.state.flatten import flatten
-from dynaquant.state.sharding import is_sharded
+from dynaquant.state.flatten import flatten_whole
 from dynaquant.store.container import CheckpointFile, Header
 from dynaquant.store.files import check_output
 from dynaquant.store.run import Run
@@ -53,7 +51,8 @@ def save(
 
     The file is read back and compared before it has its name, or before it is written to a file object.
 
-    Raises StateError, naming the place, for a value that cannot be stored, also for a DTensor; EvaluateError if the
+    Raises StateError, naming the place, for a value that cannot be stored, also for a DTensor or another
+    part of a tensor; EvaluateError if the
     metric fails on the state itself; CheckpointError if the path or the parent cannot be used; ValueError for arguments
     that are out of range or exclude each other; TypeError if ``path`` is neither a path nor a file to write to; OSError
     if the file cannot be written. Then nothing is written, and a file that was there stays.
@@ -61,15 +60,15 @@ def save(
     out = Path(path) if isinstance(path, str | os.PathLike) else None
     if out is not None:
         check_output(out)
-    elif not hasattr(path, "write"):
-        raise TypeError(f"give a path or a file object that is open for writing bytes, not {path!r}")
+    else:
+        _check_writable(path)
     packer = Packer(quality, max_degradation, metric, higher_is_better)
     before = None if parent is None else _opened_parent(parent, out)
     base = None
     if before is not None:
         base = Base.from_loaded(before.file.header, before.with_retries(before.stored))
         packer.continue_from(before.file.header, base.tensors)
-    checkpoint = packer.checkpoint(ModelFile("torch", *_flat(state), {}), 0)
+    checkpoint = packer.checkpoint(ModelFile("torch", *flatten_whole(state), {}), 0)
     draft = Header(
         step=0,
         sequence=FIRST_SEQUENCE if before is None else before.file.header.sequence + 1,
@@ -83,19 +82,29 @@ def save(
     if out is not None:
         return record_of(write_file(out, draft, tensors, checkpoint.labels, base, threads))
     written = write_in_memory(draft, tensors, checkpoint.labels, base, threads)
-    path.write(written.read_all())  # type: ignore[union-attr]
+    _write(path, written.read_all())  # type: ignore[arg-type]
     return record_of(written)
 
 
-def _flat(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return ``flatten`` of a state, with all tensors on the CPU."""
-    tree, tensors = flatten(state)
-    if name := next((name for name, tensor in tensors.items() if is_sharded(tensor)), None):
-        raise StateError(
-            f"{name} is a DTensor, of which a rank holds only a part; save it with a Checkpointer, with "
-            "dynaquant.interop.dcp, or as full_tensor()"
-        )
-    return tree, {name: tensor.cpu() for name, tensor in tensors.items()}
+def _check_writable(file: Any) -> None:
+    """Raise TypeError unless bytes can be written to an object: before the work, not after it."""
+    try:
+        file.write(b"")
+    except (AttributeError, TypeError, io.UnsupportedOperation):
+        raise TypeError(f"give a path or a file object that is open for writing bytes, not {file!r}") from None
+
+
+def _write(file: BinaryIO, content: bytes) -> None:
+    """Write all of the content. A file without a buffer may take less at a time."""
+    if not isinstance(file, io.RawIOBase):
+        file.write(content)
+        return
+    rest = memoryview(content)
+    while rest:
+        count = file.write(rest)
+        if count is None:
+            raise BlockingIOError(f"{file!r} takes no bytes now; open it so that it waits, or with a buffer")
+        rest = rest[count:]
 
 
 def _is_of_run(file: CheckpointFile) -> bool:
