@@ -76,6 +76,41 @@ def test_weights_and_moments_are_quantized_wherever_they_are(tmp_path, around):
     assert record.total.stored == (tmp_path / "s.dqc").stat().st_size
 
 
+def test_what_is_kept_exactly_is_what_the_guide_says(tmp_path):
+    def tensor():
+        return torch.randn(64, 64)
+
+    data = {"x": tensor(), "losses": torch.rand(50), "double": tensor().double()}
+    state = {
+        "only tensors": {**data, "running_mean": torch.randn(64), "rope.inv_freq": torch.randn(64)},
+        "list": [tensor(), (tensor(),)],
+        "beside": {"x": tensor(), "exact": True, "inside": {"x": tensor()}},
+        "arrays": {"x": tensor().numpy()},
+        "scalars": {"loss": torch.tensor(0.123)},
+        "single": tensor(),
+    }
+    dq.save(state, tmp_path / "s.dqc")
+    found = dq.load(tmp_path / "s.dqc")
+    original = state["only tensors"]
+    assert [name for name in original if not torch.equal(found["only tensors"][name], original[name])] == list(data)
+    inside = state["beside"].pop("inside")["x"]
+    assert not torch.equal(found["beside"].pop("inside")["x"], inside)
+    for key in ("list", "beside", "arrays", "scalars", "single"):
+        assert bits(found[key]) == bits(state[key])
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+def test_first_moments_are_zeros_except_with_high_and_lossless(tmp_path, make):
+    model = model_of(32)
+    optimizer = make(model.parameters())
+    train(model, optimizer, 3)
+    for quality in ("lossless", "high", "balanced", "small"):
+        dq.save({"optimizer": optimizer.state_dict()}, tmp_path / "s.dqc", quality=quality)
+        first = dq.load(tmp_path / "s.dqc")["optimizer"]["state"][0]
+        moment = first["exp_avg"] if "exp_avg" in first else first["momentum_buffer"]
+        assert bool(moment.any()) == (quality in ("lossless", "high"))
+
+
 def test_every_quality_is_smaller_than_the_one_before(tmp_path):
     state = state_of(*trained())
     sizes = [

@@ -36,18 +36,21 @@ def save(
 
     - ``state``: any nesting of dictionaries, lists, tuples, sets, tensors, arrays and plain values. Floating-point
       tensors are quantized in two places: in dictionaries that hold only tensors, such as a module's ``state_dict()``,
-      and as moments in the ``state_dict()`` of an optimizer. All others are stored exactly.
+      and as moments in the ``state_dict()`` of an optimizer. All others are stored exactly. So a dictionary of data,
+      histories, buffers or frozen weights is quantized, too, if it holds only tensors. Exact are a tensor in a list,
+      one beside a value that is no tensor, a scalar, an array, and ``running_mean``, ``running_var`` and ``inv_freq``.
     - ``path``: of the file, or a binary file object. A file at a path is written atomically.
     - ``quality``: ``"high"``, ``"balanced"`` or ``"small"``: the metric may be worse by 0.1 %, 1 % or 5 %.
-      ``"lossless"`` stores every bit.
+      ``"lossless"`` stores every bit. ``"balanced"`` and ``"small"`` drop the first moments of optimizers (also the
+      momentum of SGD): ``load`` returns zeros, and nothing corrects the first steps. The other two keep them.
     - ``metric``: a function of the state, as ``load`` would return it, that returns a number. The file gets the most
       compact configuration that is good enough. Without a metric, an estimate from the weights' changes decides.
     - ``higher_is_better``: whether a higher metric is better.
     - ``max_degradation``: how much worse the metric may be, as a fraction, in place of the preset's.
-    - ``parent``: an earlier file of ``save`` or ``dynaquant compress``, on which this one is conditioned, so that it is
-      smaller. It can be loaded only as long as its parent is there: the file names it by its path from its own
-      folder. If either is a file object, ``load`` must be given the parent. If the parent has a parent that it cannot
-      find, give a list of all of them.
+    - ``parent``: an earlier file of ``save`` or ``dynaquant compress``, not of a run, on which this one is conditioned,
+      so that it is smaller. It can be loaded only as long as its parent is there: the file names it by its path from
+      its own folder. If either is a file object, ``load`` must be given the parent. If the parent has a parent that it
+      cannot find, give a list of all of them.
 
     The file is read back and compared before it has its name, or before it is written to a file object.
 
