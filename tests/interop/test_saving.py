@@ -14,13 +14,16 @@ import pytest
 import torch
 from format_decoder import decode_single
 from full_disk import files_of_at_most
+from pieces import in_pieces
 from rewritten import rewrite
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 from training import bits, model_of, train
 
 import dynaquant as dq
-from dynaquant.interop.packing import Packer, compress
+from dynaquant.interop.packing import Packer, compress, pack
+from dynaquant.store.container import CheckpointFile
+from dynaquant.store.pointers import write_pointer
 
 EVERYTHING = {
     "weights": OrderedDict(w=torch.randn(8, 8), b=torch.randn(8).bfloat16()),
@@ -71,6 +74,41 @@ def test_weights_and_moments_are_quantized_wherever_they_are(tmp_path, around):
     assert record.roles.keys() >= {"weight", "first_moment", "second_moment"}
     assert record.ratio > 4
     assert record.total.stored == (tmp_path / "s.dqc").stat().st_size
+
+
+def test_what_is_kept_exactly_is_what_the_guide_says(tmp_path):
+    def tensor():
+        return torch.randn(64, 64)
+
+    data = {"x": tensor(), "losses": torch.rand(50), "double": tensor().double()}
+    state = {
+        "only tensors": {**data, "running_mean": torch.randn(64), "rope.inv_freq": torch.randn(64)},
+        "list": [tensor(), (tensor(),)],
+        "beside": {"x": tensor(), "exact": True, "inside": {"x": tensor()}},
+        "arrays": {"x": tensor().numpy()},
+        "scalars": {"loss": torch.tensor(0.123)},
+        "single": tensor(),
+    }
+    dq.save(state, tmp_path / "s.dqc")
+    found = dq.load(tmp_path / "s.dqc")
+    original = state["only tensors"]
+    assert [name for name in original if not torch.equal(found["only tensors"][name], original[name])] == list(data)
+    inside = state["beside"].pop("inside")["x"]
+    assert not torch.equal(found["beside"].pop("inside")["x"], inside)
+    for key in ("list", "beside", "arrays", "scalars", "single"):
+        assert bits(found[key]) == bits(state[key])
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)])
+def test_first_moments_are_zeros_except_with_high_and_lossless(tmp_path, make):
+    model = model_of(32)
+    optimizer = make(model.parameters())
+    train(model, optimizer, 3)
+    for quality in ("lossless", "high", "balanced", "small"):
+        dq.save({"optimizer": optimizer.state_dict()}, tmp_path / "s.dqc", quality=quality)
+        first = dq.load(tmp_path / "s.dqc")["optimizer"]["state"][0]
+        moment = first["exp_avg"] if "exp_avg" in first else first["momentum_buffer"]
+        assert bool(moment.any()) == (quality in ("lossless", "high"))
 
 
 def test_every_quality_is_smaller_than_the_one_before(tmp_path):
@@ -213,6 +251,22 @@ def test_a_missing_or_replaced_parent_is_an_error_that_names_it_and_can_be_given
         dq.load(paths[1])
 
 
+def test_a_parent_is_found_if_the_file_or_its_folder_is_reached_by_a_link(chain, tmp_path):
+    paths, states = chain
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "deep" / "latest.dqc").symlink_to(paths[2])
+    assert bits(dq.load(tmp_path / "deep" / "latest.dqc")) == states[2]
+    (tmp_path / "link").symlink_to("deep/er")
+    dq.save(dq.load(paths[2]), tmp_path / "link" / "s.dqc", quality="lossless", parent=paths[1])
+    for folder in ("link", "deep/er"):
+        assert bits(dq.load(tmp_path / folder / "s.dqc")) == states[2]
+
+
+def test_no_parent_may_be_given_as_none(chain):
+    paths, states = chain
+    assert bits(dq.load(paths[1], parent=None)) == states[1]
+
+
 def test_file_objects_are_conditioned_on_each_other_and_on_files(chain):
     paths, _ = chain
     buffers = [io.BytesIO() for _ in range(2)]
@@ -243,12 +297,31 @@ def test_a_checkpoint_of_a_training_cannot_be_a_parent_but_a_compressed_file_can
     model, optimizer = trained()
     with dq.Checkpointer(tmp_path / "run", model, optimizer) as ckpt:
         ckpt.save(1).result()
-    with pytest.raises(dq.CheckpointError, match="a checkpoint of a training, which may delete it"):
-        dq.save(model.state_dict(), tmp_path / "s.dqc", parent=next((tmp_path / "run").glob("step-*.dqc")))
+    for parent in (tmp_path / "run", next((tmp_path / "run").glob("step-*.dqc"))):
+        with pytest.raises(dq.CheckpointError, match="a checkpoint of a run, which may delete it"):
+            dq.save(model.state_dict(), tmp_path / "s.dqc", parent=parent)
     torch.save(model.state_dict(), tmp_path / "m.pt")
     compress(tmp_path / "m.pt", tmp_path / "m.dqc", Packer("lossless"))
     dq.save(model.state_dict(), tmp_path / "s.dqc", quality="lossless", parent=tmp_path / "m.dqc")
     assert bits(dq.load(tmp_path / "s.dqc")) == bits(model.state_dict())
+
+
+def test_no_file_of_a_packed_run_can_be_a_parent_and_the_error_says_what_can(tmp_path):
+    state = trained()[0].state_dict()
+    for number in (0, 1):
+        torch.save({name: tensor + 1e-4 * number for name, tensor in state.items()}, tmp_path / f"{number}.pt")
+    list(pack({n: tmp_path / f"{n}.pt" for n in (0, 1)}, tmp_path / "run", Packer()))
+    keyframe, delta = sorted((tmp_path / "run").glob("step-*.dqc"))
+    (tmp_path / "link.dqc").symlink_to(keyframe)
+    write_pointer(tmp_path / "last.ckpt", CheckpointFile(delta))
+    for parent in (tmp_path / "run", keyframe, delta, tmp_path / "link.dqc", tmp_path / "last.ckpt"):
+        with pytest.raises(dq.CheckpointError, match=r"of a run, .*dynaquant\.save\(dynaquant\.load\("):
+            dq.save(state, tmp_path / "s.dqc", parent=parent)
+    with pytest.raises(dq.CheckpointError, match="of a run"):
+        dq.save(state, tmp_path / "s.dqc", parent=[io.BytesIO(delta.read_bytes()), io.BytesIO(keyframe.read_bytes())])
+    dq.save(dq.load(delta), tmp_path / "parent.dqc", quality="lossless")
+    dq.save(state, tmp_path / "s.dqc", quality="lossless", parent=tmp_path / "parent.dqc")
+    assert bits(dq.load(tmp_path / "s.dqc")) == bits(state)
 
 
 def test_a_parent_with_other_tensors_or_shapes_does_no_harm(tmp_path):
@@ -283,10 +356,46 @@ def test_a_dtensor_is_refused(tmp_path):
     try:
         mesh = init_device_mesh("cpu", (1,))
         state = {"w": DTensor.from_local(torch.ones(2), mesh, [Replicate()])}
-        with pytest.raises(dq.StateError, match=r"w is a DTensor.*save it with a Checkpointer"):
+        with pytest.raises(dq.StateError, match=r"w: is a DTensor.*with a dynaquant\.Checkpointer"):
             dq.save(state, tmp_path / "s.dqc")
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", [lambda tensor: tensor, nn.Parameter])
+def test_a_plain_tensor_that_is_a_part_of_a_larger_one_is_refused(tmp_path, kind):
+    part = in_pieces(torch.randn(70, 24), [(0, 20), (40, 60)])
+    tensor = kind(part)
+    vars(tensor).update(vars(part))  # PyTorch does not keep them
+    with pytest.raises(
+        dq.StateError, match=r"model\.w: is a CheckpointableTensor.*save it with dynaquant\.interop\.dcp"
+    ):
+        dq.save({"model": {"w": tensor}}, tmp_path / "s.dqc")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_object_that_takes_no_bytes_is_refused_before_the_work(tmp_path):
+    called = []
+    dq.save({"a": 1}, tmp_path / "s.dqc")
+    with (tmp_path / "text").open("w") as text, (tmp_path / "s.dqc").open("rb") as read_only:
+        for file in (io.StringIO(), text, read_only):
+            with pytest.raises(TypeError, match="open for writing bytes"):
+                dq.save({"w": torch.ones(3, 3)}, file, metric=lambda state: called.append(state) or 1.0)
+    assert not called
+
+
+def test_a_file_without_a_buffer_gets_every_byte_or_an_error(tmp_path):
+    state = {"w": torch.randn(1 << 16)}
+    with (tmp_path / "s.dqc").open("wb", buffering=0) as file:
+        dq.save(state, file, quality="lossless")
+    assert bits(dq.load(tmp_path / "s.dqc")) == bits(state)
+    # The system takes the first bytes, up to the largest size allowed, and says how many.
+    with (
+        files_of_at_most(1 << 16),
+        (tmp_path / "t.dqc").open("wb", buffering=0) as file,
+        pytest.raises(OSError, match="File too large"),
+    ):
+        dq.save(state, file, quality="lossless")
 
 
 def test_wrong_places_and_arguments_are_errors_that_say_what_to_do(tmp_path):

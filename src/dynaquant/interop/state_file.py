@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import Any, BinaryIO
 
 from dynaquant import _native
-from dynaquant.errors import CheckpointError, StateError
+from dynaquant.errors import CheckpointError
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.interop.packing import Metric, Packer
 from dynaquant.restore.stored_checkpoint import Parents, PathOrFile, StoredCheckpoint
 from dynaquant.saving.presets import QualityName
 from dynaquant.saving.record import Record, record_of
-from dynaquant.state.flatten import flatten
-from dynaquant.state.sharding import is_sharded
-from dynaquant.store.container import Header
+from dynaquant.state.flatten import flatten_whole
+from dynaquant.store.container import CheckpointFile, Header
 from dynaquant.store.files import check_output
+from dynaquant.store.run import Run
 from dynaquant.store.single_file import FIRST_SEQUENCE, as_parent, write_file, write_in_memory
 from dynaquant.store.writing import Base
 
@@ -37,22 +36,26 @@ def save(
 
     - ``state``: any nesting of dictionaries, lists, tuples, sets, tensors, arrays and plain values. Floating-point
       tensors are quantized in two places: in dictionaries that hold only tensors, such as a module's ``state_dict()``,
-      and as moments in the ``state_dict()`` of an optimizer. All others are stored exactly.
+      and as moments in the ``state_dict()`` of an optimizer. All others are stored exactly. So a dictionary of data,
+      histories, buffers or frozen weights is quantized, too, if it holds only tensors. Exact are a tensor in a list,
+      one beside a value that is no tensor, a scalar, an array, and ``running_mean``, ``running_var`` and ``inv_freq``.
     - ``path``: of the file, or a binary file object. A file at a path is written atomically.
     - ``quality``: ``"high"``, ``"balanced"`` or ``"small"``: the metric may be worse by 0.1 %, 1 % or 5 %.
-      ``"lossless"`` stores every bit.
+      ``"lossless"`` stores every bit. ``"balanced"`` and ``"small"`` drop the first moments of optimizers (also the
+      momentum of SGD): ``load`` returns zeros, and nothing corrects the first steps. The other two keep them.
     - ``metric``: a function of the state, as ``load`` would return it, that returns a number. The file gets the most
       compact configuration that is good enough. Without a metric, an estimate from the weights' changes decides.
     - ``higher_is_better``: whether a higher metric is better.
     - ``max_degradation``: how much worse the metric may be, as a fraction, in place of the preset's.
-    - ``parent``: an earlier file of ``save`` or ``dynaquant compress``, on which this one is conditioned, so that it is
-      smaller. It can be loaded only as long as its parent is there: the file names it by its path from its own
-      folder. If either is a file object, ``load`` must be given the parent. If the parent has a parent that it cannot
-      find, give a list of all of them.
+    - ``parent``: an earlier file of ``save`` or ``dynaquant compress``, not of a run, on which this one is conditioned,
+      so that it is smaller. It can be loaded only as long as its parent is there: the file names it by its path from
+      its own folder. If either is a file object, ``load`` must be given the parent. If the parent has a parent that it
+      cannot find, give a list of all of them.
 
     The file is read back and compared before it has its name, or before it is written to a file object.
 
-    Raises StateError, naming the place, for a value that cannot be stored, also for a DTensor; EvaluateError if the
+    Raises StateError, naming the place, for a value that cannot be stored, also for a DTensor or another
+    part of a tensor; EvaluateError if the
     metric fails on the state itself; CheckpointError if the path or the parent cannot be used; ValueError for arguments
     that are out of range or exclude each other; TypeError if ``path`` is neither a path nor a file to write to; OSError
     if the file cannot be written. Then nothing is written, and a file that was there stays.
@@ -60,15 +63,15 @@ def save(
     out = Path(path) if isinstance(path, str | os.PathLike) else None
     if out is not None:
         check_output(out)
-    elif not hasattr(path, "write"):
-        raise TypeError(f"give a path or a file object that is open for writing bytes, not {path!r}")
+    else:
+        _check_writable(path)
     packer = Packer(quality, max_degradation, metric, higher_is_better)
     before = None if parent is None else _opened_parent(parent, out)
     base = None
     if before is not None:
         base = Base.from_loaded(before.file.header, before.with_retries(before.stored))
         packer.continue_from(before.file.header, base.tensors)
-    checkpoint = packer.checkpoint(ModelFile("torch", *_flat(state), {}), 0)
+    checkpoint = packer.checkpoint(ModelFile("torch", *flatten_whole(state), {}), 0)
     draft = Header(
         step=0,
         sequence=FIRST_SEQUENCE if before is None else before.file.header.sequence + 1,
@@ -82,28 +85,48 @@ def save(
     if out is not None:
         return record_of(write_file(out, draft, tensors, checkpoint.labels, base, threads))
     written = write_in_memory(draft, tensors, checkpoint.labels, base, threads)
-    path.write(written.read_all())  # type: ignore[union-attr]
+    _write(path, written.read_all())  # type: ignore[arg-type]
     return record_of(written)
 
 
-def _flat(state: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return ``flatten`` of a state, with all tensors on the CPU."""
-    tree, tensors = flatten(state)
-    if name := next((name for name, tensor in tensors.items() if is_sharded(tensor)), None):
-        raise StateError(
-            f"{name} is a DTensor, of which a rank holds only a part; save it with a Checkpointer, with "
-            "dynaquant.interop.dcp, or as full_tensor()"
-        )
-    return tree, {name: tensor.cpu() for name, tensor in tensors.items()}
+def _check_writable(file: Any) -> None:
+    """Raise TypeError unless bytes can be written to an object: before the work, not after it."""
+    try:
+        file.write(b"")
+    except (AttributeError, TypeError, io.UnsupportedOperation):
+        raise TypeError(f"give a path or a file object that is open for writing bytes, not {file!r}") from None
+
+
+def _write(file: BinaryIO, content: bytes) -> None:
+    """Write all of the content. A file without a buffer may take less at a time."""
+    if not isinstance(file, io.RawIOBase):
+        file.write(content)
+        return
+    rest = memoryview(content)
+    while rest:
+        count = file.write(rest)
+        if count is None:
+            raise BlockingIOError(f"{file!r} takes no bytes now; open it so that it waits, or with a buffer")
+        rest = rest[count:]
+
+
+def _is_of_run(file: CheckpointFile) -> bool:
+    """Whether a file was written to a run, by a training or from files, and not alone."""
+    header = file.header
+    if "source" not in header.record or (header.parent is not None and header.parent.file is None):
+        return True
+    place = file.path.resolve()  # only its name tells a keyframe from a file that was written alone
+    return not file.in_memory and place == Run(place.parent).path(header.step)
 
 
 def _opened_parent(parent: Parents, out: Path | None) -> StoredCheckpoint:
     """Open the file of a parent, and its own parents. Raises CheckpointError if it cannot be a parent."""
     own, *others = parent if isinstance(parent, list | tuple) else [parent]
     found = StoredCheckpoint(own, parents=others)
-    if "source" not in found.file.header.record:
+    if of_run := next((file for file in found.chain if _is_of_run(file)), None):
         raise CheckpointError(
-            f"{found.file.path} is a checkpoint of a training, which may delete it; give a file of dynaquant.save"
+            f"{of_run.path} is a checkpoint of a run, which may delete it; give a file of dynaquant.save or dynaquant "
+            "compress, e.g. that of dynaquant.save(dynaquant.load(…), 'parent.dqc', quality='lossless')"
         )
     if out is not None and any(file.is_at(out) and not file.in_memory for file in found.chain):
         raise CheckpointError(f"{out} would replace a file that it is conditioned on; give another path")

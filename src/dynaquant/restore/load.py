@@ -17,7 +17,7 @@ def load(
     keys: Collection[str] | None = None,
     part: str | None = None,
     map_location: str | torch.device | None = None,
-    parent: Parents = (),
+    parent: Parents | None = None,
 ) -> Any:
     """Return a stored state as plain dictionaries and tensors.
 
@@ -43,7 +43,7 @@ def load(
     if keys is not None and part is not None:
         raise ValueError("keys and part exclude each other: keys are names in the model's state dict")
     device = None if map_location is None else torch.device(map_location)
-    stored = StoredCheckpoint(path, step, parent)
+    stored = StoredCheckpoint(path, step, () if parent is None else parent)
 
     def some(keys: Collection[str]) -> dict[str, Any]:
         names = stored.state_dict

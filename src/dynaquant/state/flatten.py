@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dynaquant.errors import StateError
-from dynaquant.state.sharding import is_sharded, memory_of
+from dynaquant.state.sharding import is_sharded, memory_of, part_problem
 from dynaquant.state.tree import CONTAINERS, MAX_DEPTH
 from dynaquant.tensors.dtypes import DTYPES, dtype_name
 
@@ -41,9 +41,31 @@ def flatten(state: Any) -> tuple[Any, dict[str, Tensor]]:
     return flattener.node(state, ""), flattener.tensors
 
 
+def flatten_whole(state: Any, advice: str = "") -> tuple[Any, dict[str, Tensor]]:
+    """Return ``flatten`` of a state that one process holds as a whole, with all tensors on the CPU.
+
+    advice: added to the error about a value that cannot be stored.
+
+    Raises StateError, naming the path, for such a value, and for a tensor of which this process holds only a part.
+    """
+    flattener = _Flattener()
+    try:
+        tree = flattener.node(state, "")
+    except StateError as error:
+        raise StateError(f"{error}{advice}") from error
+    if flattener.parts:
+        path, problem = next(iter(flattener.parts.items()))
+        raise StateError(
+            f"{path or 'the state'}: {problem}; save it with dynaquant.interop.dcp, a DTensor also with a "
+            "dynaquant.Checkpointer or as full_tensor()"
+        )
+    return tree, {name: tensor.cpu() for name, tensor in flattener.tensors.items()}
+
+
 class _Flattener:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self.parts: dict[str, str] = {}  # why a tensor is not whole, by path: the detached ones do not tell
         self._names: dict[tuple[Any, ...], str] = {}  # by memory, shape and dtype
         self._inside: set[int] = set()  # ids of the containers on the current path
 
@@ -77,6 +99,8 @@ class _Flattener:
         problem = _tensor_problem(tensor)
         if problem:
             raise StateError(f"{path or 'the state'}: {problem}")
+        if (part := part_problem(tensor)) is not None:
+            self.parts[path] = part
         kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
         plain = tensor.detach() if is_sharded(tensor) else tensor.detach().resolve_conj().resolve_neg()
         node: dict[str, Any] = {kind: self._name(plain, path)}

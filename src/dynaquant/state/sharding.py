@@ -19,6 +19,9 @@ from dynaquant.tensors.shard import Shard, Span, spans_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+_CHECKPOINTABLE_TENSOR = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""The attributes by which DCP knows a plain tensor that holds parts of a larger one (since PyTorch 2.14)."""
+
 
 def _class(module: str, name: str) -> Any:
     """Return a class of PyTorch; if its module was not imported, so that it has no instances, an empty tuple."""
@@ -28,6 +31,15 @@ def _class(module: str, name: str) -> Any:
 def is_sharded(tensor: Any) -> TypeGuard[DTensor]:
     """Whether a tensor is a DTensor, of which a rank may hold a part or a copy."""
     return isinstance(tensor, _class("torch.distributed.tensor", "DTensor"))
+
+
+def part_problem(tensor: Tensor) -> str | None:
+    """Return why a rank's tensor alone cannot stand for the whole one; None if it is whole."""
+    if is_sharded(tensor):
+        return "is a DTensor, of which a rank holds only a part"
+    if all(hasattr(tensor, attribute) for attribute in _CHECKPOINTABLE_TENSOR):
+        return "is a CheckpointableTensor, which holds parts of a larger tensor"
+    return None
 
 
 def local_of(tensor: Tensor) -> Tensor:

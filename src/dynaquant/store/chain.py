@@ -89,7 +89,8 @@ def _parent_beside(file: CheckpointFile, identity: str, reference: str) -> Check
     """Return the parent of a single file, which names it by a path from its own folder."""
     if not reference:
         raise CheckpointError(f"{file.path}: its parent ({identity[:8]}…) has no path; give it as parent=")
-    path = Path(os.path.normpath(file.path.parent / reference))
+    # The writer named the parent from the real folder of the file, which may be reached by a link.
+    path = Path(os.path.realpath(file.path.resolve().parent / reference))
     what = f"{file.path}: its parent {path} ({identity[:8]}…)"
     advice = "put it back there, or give it as parent="
     try:

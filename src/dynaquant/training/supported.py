@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from dynaquant.errors import StateError
 from dynaquant.state.flatten import flatten
-from dynaquant.state.sharding import is_sharded, local_of, named_shard
+from dynaquant.state.sharding import is_sharded, local_of, named_shard, part_problem
 from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
@@ -46,8 +46,6 @@ _UNSUPPORTED = {
     ),
 }
 """Python modules whose classes are refused, each with the problem and what to do instead."""
-_CHECKPOINTABLE_TENSOR = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""The attributes by which DCP knows a plain tensor that holds parts of a larger one (since PyTorch 2.14)."""
 
 
 def check(objects: Mapping[str, Any]) -> None:
@@ -122,10 +120,8 @@ def _check_module(name: str, module: nn.Module) -> None:
         _refuse(f"{name}.{path}", tensor)
         if is_sharded(tensor):
             named_shard(f"{name}.{path}", tensor)  # raises StateError if it cannot be stored
-        elif all(hasattr(tensor, attribute) for attribute in _CHECKPOINTABLE_TENSOR):
-            raise StateError(
-                f"{name}.{path}: is a CheckpointableTensor, which holds parts of a larger tensor; {_DTENSORS}"
-            )
+        elif (problem := part_problem(tensor)) is not None:
+            raise StateError(f"{name}.{path}: {problem}; {_DTENSORS}")
 
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:

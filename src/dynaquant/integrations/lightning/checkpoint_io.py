@@ -13,15 +13,14 @@ import torch
 from lightning.fabric import plugins
 from torch import Tensor
 
-from dynaquant.errors import CheckpointError, StateError
+from dynaquant.errors import CheckpointError
 from dynaquant.integrations.lightning.training import Training
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.interop.packing import Metric, Packer
 from dynaquant.restore.load import load
 from dynaquant.saving.presets import QualityName
-from dynaquant.state.flatten import flatten
+from dynaquant.state.flatten import flatten_whole
 from dynaquant.state.plain import plain_part
-from dynaquant.state.sharding import is_sharded
 from dynaquant.state.tree import dict_items, tensor_name
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import MAGIC
@@ -36,6 +35,11 @@ FOLDER = "dynaquant"
 """The folder of the run, beside the files that stand for its checkpoints."""
 KEYFRAME_EVERY = 16
 """Maximum number of checkpoints in a chain."""
+_ADVICE = (
+    ". Hyperparameters: self.save_hyperparameters(ignore=[…]) leaves some out. CheckpointIO(skip_objects=True) "
+    "leaves out whatever cannot be stored"
+)
+"""Advice for a checkpoint with a value that cannot be stored."""
 
 
 class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
@@ -184,21 +188,12 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         return Packer(self._quality, self._max_degradation, metric, self._higher_is_better)
 
     def _flat(self, checkpoint: dict[str, Any]) -> tuple[Any, Mapping[str, Tensor]]:
-        """Return ``flatten`` of a checkpoint, with all tensors on the CPU."""
+        """Return ``flatten_whole`` of a checkpoint, or of the part of it that can be stored."""
         if self._skip_objects:
             checkpoint, left_out = plain_part(checkpoint)
             if left_out:
                 log.warning("left out of the checkpoint, as they cannot be stored: %s", ", ".join(left_out))
-        try:
-            tree, tensors = flatten(checkpoint)
-        except StateError as error:
-            raise StateError(
-                f"{error}. Hyperparameters: self.save_hyperparameters(ignore=[…]) leaves some out. "
-                "CheckpointIO(skip_objects=True) leaves out whatever cannot be stored"
-            ) from error
-        if name := next((name for name, tensor in tensors.items() if is_sharded(tensor)), None):
-            raise StateError(f"{name} is a DTensor, of which a rank holds only a part; use a dynaquant.Checkpointer")
-        return tree, {name: tensor.cpu() for name, tensor in tensors.items()}
+        return flatten_whole(checkpoint, _ADVICE)
 
     def _weights(self, tree: Any) -> frozenset[str]:
         """Return the names of the tensors that may be quantized as weights."""
