@@ -127,7 +127,7 @@ with dq.Checkpointer("runs/recipe", model, evaluate=lambda model: float(model.we
     for step in (100, 200):
         ckpt.save(step)
 """
-RECIPES = {
+TRACKERS = {
     "to_wandb.py": (
         "wandb",
         SAVES.format("to_wandb")
@@ -143,9 +143,9 @@ RECIPES = {
 """What is added to a block of the guide that makes ``log_to``: the package it needs, two saves, and what it has got."""
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", TRACKERS)
 def test_the_guides_recipes_for_log_to_reach_the_tracker(guide, tmp_path, name):
-    package, rest = RECIPES[name]
+    package, rest = TRACKERS[name]
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     code = next(text for language, text in blocks(guide) if text.startswith(f"# {name}"))
