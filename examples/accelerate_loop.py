@@ -1,6 +1,6 @@
 """Trains with Accelerate, whose save_state and load_state use a run of dynaquant.
 
-    pip install 'dynaquant[accelerate]'
+    pip install 'PATH/TO/THE/CLONE[accelerate]'
     python examples/accelerate_loop.py [SECONDS]
     accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
 

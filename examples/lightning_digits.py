@@ -1,6 +1,6 @@
 """Trains with Lightning, which saves to a run of dynaquant.
 
-    pip install 'dynaquant[lightning]'
+    pip install 'PATH/TO/THE/CLONE[lightning]'
     python examples/lightning_digits.py [SECONDS]
 
 Trains a small network on made-up digits, for 300 steps: half a minute without a GPU and without a network. SECONDS make

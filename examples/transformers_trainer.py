@@ -1,6 +1,6 @@
 """Trains with Transformers' Trainer, which saves to a run of dynaquant.
 
-    pip install 'dynaquant[transformers]'
+    pip install 'PATH/TO/THE/CLONE[transformers]'
     python examples/transformers_trainer.py [SECONDS]
 
 Trains a Llama of 140,000 weights on the source code of Python, for 200 steps: half a minute without a GPU and without a

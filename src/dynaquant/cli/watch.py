@@ -86,7 +86,7 @@ def shown_of(watched: WatchedRun, folder: Path, rows: int, now: float) -> list[A
 
 
 def _table(seen: list[Seen], now: float) -> Table:
-    table = output.table("step", "age", "kind", "size", "ratio", "quality", "seconds", "tags")
+    table = output.table("step", "age", "kind", "size", "ratio", "degradation", "seconds", "tags")
     for each in seen:
         record = each.record
         output.add(
