@@ -18,6 +18,7 @@
 #include "grid.hpp"
 #include "levels.hpp"
 #include "nearest.hpp"
+#include "roots.hpp"
 #include "sums.hpp"
 #include "tables.hpp"
 #include "threads.hpp"
@@ -115,10 +116,42 @@ void grid_values(const Array<const float>& values, float inverse, float step, st
     dynaquant::grid_values(view(values), inverse, step, seed, first, view(out));
 }
 
+void grid_fits(const Array<const float>& values, const Array<const double>& products,
+               const Array<const double>& squares, const Array<const float>& inverses, const Array<double>& fits) {
+    check_same_size(values.size(), products.size());
+    check_same_size(values.size(), squares.size());
+    check_same_size(4 * inverses.size(), fits.size());
+    const nb::gil_scoped_release release;
+    std::vector<dynaquant::GridFit> found(inverses.size());
+    dynaquant::grid_fits(view(values), view(products), view(squares), view(inverses), found);
+    double* out = fits.data();
+    for (const auto& fit : found)
+        for (const double sum : {fit.product, fit.square, fit.protected_product, fit.protected_square}) *out++ = sum;
+}
+
 std::pair<double, double> sums(const Array<const float>& values) {
     const nb::gil_scoped_release release;
     const auto found = dynaquant::sums(view(values));
     return {found.values, found.squares};
+}
+
+void divide_by_roots(const Array<const float>& values, const Array<const float>& seconds, const Array<float>& out) {
+    check_same_size(values.size(), seconds.size());
+    check_same_size(values.size(), out.size());
+    const nb::gil_scoped_release release;
+    dynaquant::divide_by_roots(view(values), view(seconds), view(out));
+}
+
+void multiply_by_roots(const Array<float>& values, const Array<const float>& seconds) {
+    check_same_size(values.size(), seconds.size());
+    const nb::gil_scoped_release release;
+    dynaquant::multiply_by_roots(view(values), view(seconds));
+}
+
+std::pair<float, float> extremes(const Array<const float>& values) {
+    const nb::gil_scoped_release release;
+    const auto found = dynaquant::extremes(view(values));
+    return {found.lowest, found.highest};
 }
 
 void row_and_column_sums(const Array<const float>& values, const Array<double>& row_sums,
@@ -238,8 +271,18 @@ NB_MODULE(_native, m) {
           "out"_a.noconvert(),
           "Fills the values that the levels of grid_levels are restored to, without making the levels.\n"
           "first: the index of the first value in its tensor, for stochastic rounding.");
+    m.def("grid_fits", &grid_fits, "values"_a.noconvert(), "products"_a.noconvert(), "squares"_a.noconvert(),
+          "inverses"_a.noconvert(), "fits"_a.noconvert(),
+          "Fills four sums for each grid with step 1 / inverse: Σ r · product and Σ r² · square over the values that are\n"
+          "rounded to the multiple r of the step; the same over the protected values, where r is the value.");
     m.def("sums", &sums, "values"_a.noconvert(),
           "Returns the sums of the values and of their squares, in double precision, the same on every machine.");
+    m.def("divide_by_roots", &divide_by_roots, "values"_a.noconvert(), "seconds"_a.noconvert(), "out"_a.noconvert(),
+          "Fills value / sqrt(second), correctly rounded; zero where the second is zero.");
+    m.def("multiply_by_roots", &multiply_by_roots, "values"_a.noconvert(), "seconds"_a.noconvert(),
+          "Multiplies each value by sqrt(second).");
+    m.def("extremes", &extremes, "values"_a.noconvert(),
+          "Returns the lowest and the highest value; NaN twice if any value is NaN. ValueError: there are no values.");
     m.def("row_and_column_sums", &row_and_column_sums, "values"_a.noconvert(), "row_sums"_a.noconvert(),
           "column_sums"_a.noconvert(), "Fills the sums of the rows and columns of a matrix. values: row by row.");
     m.def("encode_conditional", &encode_conditional, "levels"_a.noconvert(), "parent"_a.noconvert(),

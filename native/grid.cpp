@@ -19,6 +19,8 @@ constexpr std::size_t block_size = std::size_t{1} << 16;
 constexpr std::int32_t highest_level = 255, highest_multiple = 127;
 // Outputs of this many floats do not fit into the caches.
 constexpr std::size_t large = std::size_t{1} << 20;
+// Roundings of this many values take longer than waking a thread.
+constexpr std::size_t worth_a_thread = std::size_t{1} << 18;
 // In grid steps. Values farther from zero count as this far: they are protected, and nothing overflows.
 constexpr float beyond = 200.0f;
 
@@ -121,6 +123,57 @@ DYNAQUANT_AVX2 void store_past_caches(const float* values, std::size_t count, fl
 }
 #endif
 
+// Adds up what grid_fits returns for one step. There are several sums of each kind: enough for compilers to vectorise.
+[[gnu::always_inline]] inline GridFit fit(std::span<const float> values, const double* products, const double* squares,
+                                          float inverse) {
+    constexpr std::size_t lanes = 16;
+    std::array<double, lanes> product{}, square{};
+    std::array<float, piece_size> piece;
+    std::array<std::int32_t, piece_size> multiples;
+    GridFit found;
+    for (std::size_t done = 0; done < values.size(); done += piece_size) {
+        const std::size_t count = std::min(piece_size, values.size() - done);
+        const auto some = values.subspan(done, count);
+        round_piece<false>(some, inverse, 0, done, multiples.data());
+        std::int32_t farthest = 0;
+        for (std::size_t i = 0; i < count; ++i) {
+            const std::int32_t distance = std::abs(multiples[i]);
+            farthest = std::max(farthest, distance);
+            piece[i] = static_cast<float>(distance > highest_multiple ? 0 : multiples[i]);
+        }
+        const std::size_t whole = count / lanes * lanes;
+        for (std::size_t i = 0; i < whole; i += lanes)
+            for (std::size_t lane = 0; lane < lanes; ++lane) {
+                const double multiple = piece[i + lane];
+                product[lane] += multiple * products[done + i + lane];
+                square[lane] += multiple * multiple * squares[done + i + lane];
+            }
+        for (std::size_t i = whole; i < count; ++i) {
+            const double multiple = piece[i];
+            product[i - whole] += multiple * products[done + i];
+            square[i - whole] += multiple * multiple * squares[done + i];
+        }
+        if (farthest <= highest_multiple) continue;
+        for (std::size_t i = 0; i < count; ++i) {  // rare
+            if (std::abs(multiples[i]) <= highest_multiple) continue;
+            const double value = protected_value(some[i]);
+            found.protected_product += value * products[done + i];
+            found.protected_square += value * value * squares[done + i];
+        }
+    }
+    for (std::size_t lane = 0; lane < lanes; ++lane) found.product += product[lane], found.square += square[lane];
+    return found;
+}
+
+GridFit fit_plain(std::span<const float> values, const double* products, const double* squares, float inverse) {
+    return fit(values, products, squares, inverse);
+}
+
+DYNAQUANT_AVX2 GridFit fit_avx2(std::span<const float> values, const double* products, const double* squares,
+                                float inverse) {
+    return fit(values, products, squares, inverse);
+}
+
 template <bool Stochastic>
 std::int32_t quantize_plain(std::span<const float> values, float inverse, std::uint32_t seed, std::size_t first,
                             std::uint8_t* levels) {
@@ -192,6 +245,18 @@ void grid_values(std::span<const float> values, float inverse, float step, std::
         const auto block = values.subspan(begin, std::min(block_size, values.size() - begin));
         round_values(block, inverse, step, seed.value_or(0), first + begin, out.data() + begin);
     });
+}
+
+void grid_fits(std::span<const float> values, std::span<const double> products, std::span<const double> squares,
+               std::span<const float> inverses, std::span<GridFit> fits) {
+    const auto fit_values = has_avx2() ? fit_avx2 : fit_plain;
+    const auto fit_step = [&](std::size_t step) {
+        fits[step] = fit_values(values, products.data(), squares.data(), inverses[step]);
+    };
+    if (values.size() * inverses.size() >= worth_a_thread)
+        parallel_for(inverses.size(), fit_step);
+    else
+        for (std::size_t step = 0; step < inverses.size(); ++step) fit_step(step);
 }
 
 }  // namespace dynaquant

@@ -23,4 +23,16 @@ std::uint32_t grid_levels(std::span<const float> values, float inverse, std::opt
 void grid_values(std::span<const float> values, float inverse, float step, std::optional<std::uint32_t> seed,
                  std::size_t first, std::span<float> out);
 
+// How a grid rounds a sample, in units of its step and apart from the values that it protects. r is the multiple that a
+// value is rounded to, or the protected value.
+struct GridFit {
+    double product = 0.0, square = 0.0;                      // Σ r · products, Σ r² · squares
+    double protected_product = 0.0, protected_square = 0.0;  // the same sums of the protected values
+};
+
+// Sets fits[k] for the grid with step 1 / inverses[k]. products, squares: as many as values. Sums are the same on every
+// machine.
+void grid_fits(std::span<const float> values, std::span<const double> products, std::span<const double> squares,
+               std::span<const float> inverses, std::span<GridFit> fits);
+
 }  // namespace dynaquant

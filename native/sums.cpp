@@ -1,8 +1,12 @@
-// Sums of many floats in double precision.
+// Sums of many floats in double precision, and their extremes.
 #include "sums.hpp"
 
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
 #include <vector>
 
 #include "cpu.hpp"
@@ -62,6 +66,29 @@ struct Tile {
     }
 }
 
+// The bits of a float as an integer that is ordered as floats are. (Compilers vectorise extremes of integers only: those
+// of floats depend on the order if there are NaNs.) NaNs are above infinity or below minus infinity. It is its own
+// inverse.
+constexpr std::int32_t ordered(std::int32_t bits) { return bits ^ ((bits >> 31) & 0x7fffffff); }
+constexpr std::int32_t infinity = 0x7f800000, minus_infinity = ordered(static_cast<std::int32_t>(0xff800000));
+
+struct Order {
+    std::int32_t lowest = infinity, highest = minus_infinity;
+};
+
+[[gnu::always_inline]] inline Order extremes_of_block(std::span<const float> values) {
+    Order found;
+    for (const float value : values) {
+        const std::int32_t place = ordered(std::bit_cast<std::int32_t>(value));
+        found.lowest = std::min(found.lowest, place);
+        found.highest = std::max(found.highest, place);
+    }
+    return found;
+}
+
+Order extremes_plain(std::span<const float> values) { return extremes_of_block(values); }
+DYNAQUANT_AVX2 Order extremes_avx2(std::span<const float> values) { return extremes_of_block(values); }
+
 Sums block_plain(std::span<const float> values) { return sums_of_block(values); }
 void tile_plain(const Tile& tile, double* row_sums, std::size_t row_stride, double* column_sums) {
     sums_of_tile(tile, row_sums, row_stride, column_sums);
@@ -84,6 +111,22 @@ Sums sums(std::span<const float> values) {
     Sums result;
     for (const auto& part : found) result.values += part.values, result.squares += part.squares;
     return result;
+}
+
+Extremes extremes(std::span<const float> values) {
+    if (values.empty()) throw std::invalid_argument("there are no values");
+    std::vector<Order> found(block_count(values.size(), block_size));
+    const auto of_block = has_avx2() ? extremes_avx2 : extremes_plain;
+    parallel_for(found.size(), [&](std::size_t b) {
+        const std::size_t begin = b * block_size;
+        found[b] = of_block(values.subspan(begin, std::min(block_size, values.size() - begin)));
+    });
+    Order whole;
+    for (const auto& part : found)
+        whole = {std::min(whole.lowest, part.lowest), std::max(whole.highest, part.highest)};
+    if (whole.lowest < minus_infinity || whole.highest > infinity)
+        return {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::quiet_NaN()};
+    return {std::bit_cast<float>(ordered(whole.lowest)), std::bit_cast<float>(ordered(whole.highest))};
 }
 
 void row_and_column_sums(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums) {

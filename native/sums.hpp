@@ -1,4 +1,4 @@
-// Sums of many floats in double precision. The order of additions does not depend on the processor or the number of
+// Sums of many floats in double precision, and their extremes. The order of additions does not depend on the processor or the number of
 // threads, so that decisions based on a sum are the same everywhere.
 #pragma once
 
@@ -13,6 +13,14 @@ struct Sums {
 };
 
 Sums sums(std::span<const float> values);
+
+struct Extremes {
+    float lowest, highest;
+};
+
+// Returns the lowest and the highest value; NaN twice if any value is NaN. Throws std::invalid_argument if there are no
+// values.
+Extremes extremes(std::span<const float> values);
 
 // Fills the sums of a matrix. values: row by row, row_sums.size() rows of column_sums.size() columns.
 void row_and_column_sums(std::span<const float> values, std::span<double> row_sums, std::span<double> column_sums);

@@ -35,6 +35,14 @@ class Kernels(Protocol):
         """Return the sum of the values and the sum of their squares, computed in float64."""
         ...
 
+    def sum_of_squared_differences(self, values: Tensor, others: Tensor) -> float:
+        """Return the sum of the squares of ``values - others``, in float64. Both: float32, flat. Overwrites ``values``."""
+        ...
+
+    def extremes(self, tensor: Tensor) -> tuple[float, float]:
+        """Return the lowest and the highest value; NaN if any value is NaN. tensor: not empty."""
+        ...
+
     def row_and_column_sums(self, matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return the sum of each row and the sum of each column of a matrix."""
         ...
@@ -83,6 +91,21 @@ class Kernels(Protocol):
 
     def square_root(self, tensor: Tensor) -> Tensor:
         """Return the square root of a float32 tensor, correctly rounded."""
+        ...
+
+    def divide_by_roots(self, values: Tensor, seconds: Tensor, out: Tensor) -> None:
+        """Fill ``out`` with ``values / square_root(seconds)``, and with zero where the second is zero.
+
+        All three: float32, flat and contiguous, of the same size, on the same device.
+        """
+        ...
+
+    def multiply_by_roots(self, values: Tensor, seconds: Tensor) -> None:
+        """Multiply values by ``square_root(seconds)``, in place. Both as for ``divide_by_roots``."""
+        ...
+
+    def outer(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return the outer product of two float32 vectors, flat."""
         ...
 
 

@@ -50,6 +50,15 @@ def sums(tensor: Tensor) -> tuple[float, float]:
     return total, squares
 
 
+def sum_of_squared_differences(values: Tensor, others: Tensor) -> float:
+    return sums(values.sub_(others))[1]
+
+
+def extremes(tensor: Tensor) -> tuple[float, float]:
+    lowest, highest = torch.aminmax(tensor.detach())
+    return float(lowest), float(highest)
+
+
 def row_and_column_sums(matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     rows, columns = matrix.shape
     by_row, by_column = matrix.new_empty(rows, dtype=torch.float64), matrix.new_zeros(columns, dtype=torch.float64)
@@ -154,3 +163,18 @@ def square_root(tensor: Tensor) -> Tensor:
     for piece in _pieces(flat.numel()):
         out.view(-1)[piece] = flat[piece].to(torch.float64).sqrt().to(torch.float32)
     return out
+
+
+def divide_by_roots(values: Tensor, seconds: Tensor, out: Tensor) -> None:
+    for piece in _pieces(out.numel()):
+        root = square_root(seconds[piece])
+        out[piece] = (values[piece] / root).masked_fill_(root == 0, 0)
+
+
+def multiply_by_roots(values: Tensor, seconds: Tensor) -> None:
+    for piece in _pieces(values.numel()):
+        values[piece] *= square_root(seconds[piece])
+
+
+def outer(rows: Tensor, columns: Tensor) -> Tensor:
+    return torch.outer(rows, columns).view(-1)

@@ -53,6 +53,19 @@ def sums(tensor: Tensor) -> tuple[float, float]:
     return _native.sums(_float32(tensor))
 
 
+def sum_of_squared_differences(values: Tensor, others: Tensor) -> float:
+    # Not by PyTorch: on a piece, its threads wait for one another longer than NumPy takes.
+    differences: NDArray[np.float32] = values.numpy()
+    return _native.sums(np.subtract(differences, others.numpy(), out=differences))[1]
+
+
+def extremes(tensor: Tensor) -> tuple[float, float]:
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):  # float32 would not hold the others
+        lowest, highest = torch.aminmax(tensor.detach().cpu())
+        return float(lowest), float(highest)
+    return _native.extremes(_float32(tensor))
+
+
 def row_and_column_sums(matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     rows, columns = np.empty(matrix.shape[0]), np.empty(matrix.shape[1])
     _native.row_and_column_sums(_float32(matrix), rows, columns)
@@ -101,3 +114,16 @@ def values(
 def square_root(tensor: Tensor) -> Tensor:
     # The square root of NumPy is correctly rounded on every machine; that of PyTorch in float32 is not.
     return torch.from_numpy(np.asarray(np.sqrt(tensor.cpu().numpy())))
+
+
+def divide_by_roots(values: Tensor, seconds: Tensor, out: Tensor) -> None:
+    _native.divide_by_roots(_float32(values), _float32(seconds), out.numpy())
+
+
+def multiply_by_roots(values: Tensor, seconds: Tensor) -> None:
+    _native.multiply_by_roots(values.numpy(), _float32(seconds))
+
+
+def outer(rows: Tensor, columns: Tensor) -> Tensor:
+    # Not torch.outer, see sum_of_squared_differences.
+    return torch.from_numpy(np.multiply.outer(rows.numpy(), columns.numpy()).reshape(-1))

@@ -8,26 +8,29 @@ its length along its own direction, and the tolerance limits only the noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant import kernels
+from dynaquant import _native, kernels
 from dynaquant.quantize.grid import quantize
 from dynaquant.quantize.moment_sample import sample, sample_stored
-from dynaquant.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid
-from dynaquant.tensors.dequantize import dequantize, pieces
+from dynaquant.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, rung_value
+from dynaquant.tensors.dequantize import dequantize, pieces, saturating_cast
 from dynaquant.tensors.shard import Shard
-from dynaquant.tensors.stored import QuantizedTensor, RankOne, ScaledMoment
+from dynaquant.tensors.stored import PRUNED, QuantizedTensor, RankOne, ScaledMoment
 from dynaquant.training.reduction import Reduction, total
 
 FIRST_RUNGS = tuple(range(12, -25, -1))
 """Grid steps to try for a first moment, coarsest first: rungs from 8 to 1/64 of the moment's unit."""
 LARGEST_SHIFT = 2 * RUNGS_PER_OCTAVE
 """Levels are decoded with a step that differs by at most two octaves."""
+LARGEST = 1e37
+"""A first moment with larger values is stored exactly: restored values, which can be several times as large, would be
+infinite."""
 EPSILON = 1e-8
 """The ε that optimizers add to the root of the second moment. So the update of a weight without gradients is zero."""
 
@@ -38,29 +41,20 @@ def quantize_first_moment(
     second_name: str,
     tolerance: float,
     shard: Shard | None = None,
-    together: int = 1,
 ) -> Reduction[ScaledMoment | None]:
     """Return the coarsest first moment that changes the next update by at most ``tolerance``; None: store it exactly.
 
     An infinite tolerance drops it: all values become zero. stored_second: the second moment as stored, under the name
     ``second_name``. The first moment is stored in units of its root. The change is the relative error of the update
     with this second moment, on a sample. It may be larger than 1: zeros have the error 1, but no length. shard: what
-    ``first`` is of the whole tensor, None if it is all of it; ``stored_second`` is of the same elements. together: how
-    many grids one reduction judges.
+    ``first`` is of the whole tensor, None if it is all of it; ``stored_second`` is of the same elements.
     """
     if tolerance == math.inf:
         return ScaledMoment(first.dtype, _all_zero(torch.float32, first.shape), stored_second, second_name)
     if (yield from total(_is_divided_by_zero(first, stored_second)))[0]:
         return None
-    shard = shard or Shard.whole(first.shape)
-    exact = sample(first, shard)
-    root = kernels.for_device(kernels.HOST).square_root(sample_stored(stored_second, shard))
-
-    def restored_update(quantized: QuantizedTensor) -> Tensor:
-        return update(dequantize(quantized) * root, root.square())
-
-    wanted = update(exact, root.square())
-    steps = yield from _coarsest(_in_units(exact, root), 0, wanted, restored_update, tolerance, together)
+    fits = _fits_of_update(first, stored_second, shard or Shard.whole(first.shape))
+    steps = yield from _coarsest(0, fits, tolerance)
     if steps is None:
         return None
     # The units of all elements were not kept while other ranks were waited for: with those of a window, they are many.
@@ -68,28 +62,31 @@ def quantize_first_moment(
 
 
 def quantize_momentum(
-    first: Tensor, tolerance: float, shard: Shard | None = None, together: int = 1
+    first: Tensor, tolerance: float, shard: Shard | None = None
 ) -> Reduction[QuantizedTensor | None]:
     """Return the coarsest first moment for an optimizer without second moments; None: store it exactly.
 
     An infinite tolerance drops it: all values become zero. The update is the moment itself. So the grid step is
-    relative to the moment's root mean square, and the change is the relative error of the moment, on a sample. shard,
-    together: as for ``quantize_first_moment``.
+    relative to the moment's root mean square, and the change is the relative error of the moment, on a sample. shard: as
+    for ``quantize_first_moment``.
     """
     if tolerance == math.inf:
         return _all_zero(first.dtype, first.shape)
     sampled = sample(first, shard or Shard.whole(first.shape))
-    squares, count = (yield from total(_squared_norm(sampled), sampled.numel())).tolist()
+    squares, count = (yield from total(_square(sampled.numpy().astype(np.float64)), sampled.numel())).tolist()
     root_mean_square = math.sqrt(squares) / math.sqrt(max(count, 1))
     if not root_mean_square > 0:
         return None
     unit = round(RUNGS_PER_OCTAVE * math.log2(root_mean_square))
-    steps = yield from _coarsest(sampled, unit, sampled, dequantize, tolerance, together)
+    exact = sampled.numpy().astype(np.float64)
+    steps = yield from _coarsest(unit, _fits(sampled, sampled, exact, np.ones_like(exact), unit), tolerance)
     return None if steps is None else _on_grid(first, *steps)
 
 
 def _is_divided_by_zero(first: Tensor, stored_second: QuantizedTensor | RankOne) -> bool:
     """Whether the second moment is zero somewhere where the first is not."""
+    if _is_positive(stored_second):
+        return False
     flat, begin = first.detach().reshape(-1), 0
     for second in pieces(stored_second, first.device):
         is_zero, part = second == 0, flat[begin : begin + len(second)]
@@ -99,9 +96,26 @@ def _is_divided_by_zero(first: Tensor, stored_second: QuantizedTensor | RankOne)
     return False
 
 
-def _in_units(first: Tensor, root: Tensor) -> Tensor:
-    """Return a first moment in units of the root of its second moment. root: zero only where the first moment is."""
-    return (first / root).masked_fill_(root == 0, 0)
+def _is_positive(stored: QuantizedTensor | RankOne) -> bool:
+    """Whether no value of a stored second moment is zero. False if that takes more than a look at its levels."""
+    if isinstance(stored, RankOne):
+        rows, columns = dequantize(stored.rows), dequantize(stored.columns)
+        if not rows.numel() or not columns.numel():
+            return True
+        smallest = rows.min() * columns.min()
+    else:
+        if not stored.levels.size or int(stored.levels.min()) == PRUNED:
+            return not stored.levels.size
+        smallest = torch.from_numpy(stored.codebook.values).min()
+    return bool(saturating_cast(smallest, stored.dtype) > 0)
+
+
+def _in_units(first: Tensor, second: Tensor) -> Tensor:
+    """Return a first moment in units of the root of its second moment. Both: flat. second: zero only where it is."""
+    units = kernels.empty(first.shape, torch.float32, first.device)
+    kernel = kernels.for_device(first.device)
+    kernel.divide_by_roots(first.to(torch.float32), second.to(torch.float32), units)
+    return units
 
 
 def _all_in_units(first: Tensor, stored_second: QuantizedTensor | RankOne) -> Tensor:
@@ -111,51 +125,75 @@ def _all_in_units(first: Tensor, stored_second: QuantizedTensor | RankOne) -> Te
     """
     flat, begin = first.detach().reshape(-1), 0
     units = kernels.empty(flat.shape, torch.float32, first.device)
+    kernel = kernels.for_device(first.device)
     for second in pieces(stored_second, first.device):
         part = slice(begin, begin + len(second))
-        root = kernels.for_device(first.device).square_root(second.to(torch.float32))
-        units[part] = _in_units(flat[part].to(torch.float32), root)
+        kernel.divide_by_roots(flat[part].to(torch.float32), second.to(torch.float32), units[part])
         begin += len(second)
     return units.view(first.shape)
 
 
-def update(first: Tensor, second: Tensor) -> Tensor:
-    """Return the direction of the next update, ``m / (sqrt(v) + ε)``."""
-    return first / (second.sqrt() + EPSILON)
+@dataclass(frozen=True)
+class _Fits:
+    """How well grids fit the rank's part of a sample.
+
+    square: the sum of squares of the update. by_rung: four sums for each of ``FIRST_RUNGS``. m is the multiple of the
+    step that a value is rounded to, w what turns a value into its update u: Σ u·w·m, Σ (w·m)²; and Σ u·w·p, Σ (w·p)²
+    over the outliers p, whose multiples count as zero.
+    """
+
+    square: float
+    by_rung: NDArray[np.float64]
 
 
-def _coarsest(
-    sampled: Tensor,
-    unit: int,
-    exact: Tensor,
-    restored: Callable[[QuantizedTensor], Tensor],
-    tolerance: float,
-    together: int,
-) -> Reduction[tuple[int, int] | None]:
+def _fits_of_update(first: Tensor, stored_second: QuantizedTensor | RankOne, shard: Shard) -> _Fits:
+    """Return the fits of grids to a first moment in units of the root of its second moment.
+
+    The update is ``m / (sqrt(v) + ε)``. Its divisor is the same for all grids.
+    """
+    exact, second = sample(first, shard), sample_stored(stored_second, shard)
+    root = np.sqrt(second.numpy().astype(np.float64))
+    divisor = root + EPSILON
+    return _fits(exact, _in_units(exact, second), exact.numpy() / divisor, root / divisor, 0)
+
+
+def _fits(
+    sampled: Tensor, values: Tensor, updates: NDArray[np.float64], factors: NDArray[np.float64], unit: int
+) -> _Fits:
+    """Return the fits of grids to values. unit: the rung that ``FIRST_RUNGS`` counts from.
+
+    sampled: the first moment. values: what is rounded. updates: of the exact values. factors: of a restored value and
+    its update.
+    """
+    inverses = np.array([np.float32(1) / rung_value(rung) for rung in _rungs(unit)])
+    found = np.empty(4 * len(inverses))
+    _native.grid_fits(np.ascontiguousarray(values.numpy()), updates * factors, factors * factors, inverses, found)
+    judged = not sampled.numel() or float(sampled.abs().max()) <= LARGEST
+    return _Fits(_square(updates) if judged else math.nan, found)
+
+
+def _rungs(unit: int) -> list[int]:
+    return [_clamped(unit + coarse) for coarse in FIRST_RUNGS]
+
+
+def _coarsest(unit: int, fits: _Fits, tolerance: float) -> Reduction[tuple[int, int] | None]:
     """Return the rungs that make and decode levels, those of the coarsest grid within the tolerance, or None.
 
-    unit: the rung that ``FIRST_RUNGS`` counts from. exact: the update. restored: the update with a quantized sample.
-    All of them are the rank's part. together: how many grids one reduction judges; the result does not depend on it.
+    unit: the rung that ``FIRST_RUNGS`` counts from. fits: of the rank's part of the sample.
     """
-    square, norm = _product(exact, exact), _squared_norm(exact)
-    for begin in range(0, len(FIRST_RUNGS), together):
-        rungs = [_clamped(unit + coarse) for coarse in FIRST_RUNGS[begin : begin + together]]
-        quantized = [quantize(sampled, rung) for rung in rungs]
-        own = [_product(exact, restored(each)) for each in quantized]
-        whole_square, *products = (yield from total(square, own)).tolist()
-        shifts = [_shift(product / whole_square if whole_square else 1.0) for product in products]
-        tried = [
-            (rung, _clamped(rung + shift), each)
-            for rung, shift, each in zip(rungs, shifts, quantized, strict=True)
-            if shift is not None
-        ]
-        if not tried:
+    square, *sums = (yield from total(fits.square, fits.by_rung)).tolist()
+    for rung, *fit in zip(_rungs(unit), *(sums[kind::4] for kind in range(4)), strict=True):
+        product, restored_square, protected_product, protected_square = fit
+        kept = float(rung_value(rung)) * product + protected_product
+        shift = _shift(kept / square if square else 1.0)
+        if shift is None:
             continue
-        distances = [_squared_norm(restored(_with_step(each, decoded)) - exact) for _, decoded, each in tried]
-        whole_norm, *distances = (yield from total(norm, distances)).tolist()
-        for (rung, decoded, _), distance in zip(tried, distances, strict=True):
-            if _relative_error(distance, whole_norm) <= tolerance:
-                return rung, decoded
+        decoded = _clamped(rung + shift)
+        step = float(rung_value(decoded))
+        restored = step * step * restored_square + protected_square
+        distance = square + restored - 2 * (step * product + protected_product)
+        if _relative_error(distance, square) <= tolerance:
+            return rung, decoded
     return None
 
 
@@ -181,17 +219,12 @@ def _relative_error(squared_distance: float, squared_norm: float) -> float:
         return math.inf
     if not squared_norm:
         return math.inf if squared_distance else 0.0
-    return math.sqrt(squared_distance) / math.sqrt(squared_norm)
+    return math.sqrt(max(squared_distance, 0.0)) / math.sqrt(squared_norm)
 
 
-def _product(a: Tensor, b: Tensor) -> float:
-    """Return the inner product."""
-    return float((a.to(torch.float64) * b.to(torch.float64)).sum())
-
-
-def _squared_norm(tensor: Tensor) -> float:
-    norm = float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
-    return norm * norm  # its root is the norm, bit for bit
+def _square(numbers: NDArray[np.float64]) -> float:
+    """Return the sum of squares."""
+    return float(np.square(numbers).sum())  # not a product: BLAS would wake its threads for it
 
 
 def _on_grid(tensor: Tensor, rung: int, decoded: int) -> QuantizedTensor:

@@ -182,7 +182,7 @@ def _numbers_of(tensor: Tensor) -> tuple[list[float], list[float]]:
     """
     if not tensor.numel():
         return [-math.inf, -math.inf], [0.0, 0.0]
-    lowest, highest = (float(extreme) for extreme in torch.aminmax(tensor.detach()))  # NaN if any value is NaN
+    lowest, highest = kernels.for_device(tensor.device).extremes(tensor)  # NaN if any value is NaN
     if not (math.isfinite(lowest) and math.isfinite(highest)):
         return [-math.inf, -math.inf], [float((~tensor.detach().isfinite()).sum()), 0.0]
     return [highest, -lowest], [0.0, kernels.for_device(tensor.device).sums(tensor)[1]]

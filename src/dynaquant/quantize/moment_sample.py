@@ -15,7 +15,7 @@ from dynaquant.tensors.dequantize import dequantize, saturating_cast
 from dynaquant.tensors.shard import Shard
 from dynaquant.tensors.stored import QuantizedTensor, RankOne
 
-SAMPLE_SIZE = 65_536
+SAMPLE_SIZE = 32_768
 _STRIDE = 2_654_435_761
 """A large prime. The indices of a sample are its multiples, so that they do not line up with rows or columns."""
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from dynaquant import kernels
 from dynaquant.quantize.first_moment import quantize_first_moment, quantize_momentum
 from dynaquant.quantize.second_moment import quantize_second_moment
 from dynaquant.state.roles import Label, Role
@@ -22,8 +23,6 @@ counts.
 
 ``momentum_buffer`` is not here: it is the update itself.
 """
-GRIDS_TOGETHER = 6
-"""How many grids of a first moment one reduction judges. Each takes work on a sample, each reduction takes a while."""
 
 
 def quantize_moments(
@@ -55,8 +54,6 @@ def quantize_moments(
     All ranks come to the same decisions, and get the same kinds of forms. These are the decisions of one process that
     holds all elements, but for the last bits of sums.
     """
-    together = 1 if reduce is None else GRIDS_TOGETHER
-
     def shard_of(name: str, shape: torch.Size) -> Shard:
         shard = shards.get(name) or Shard.whole(shape)
         assert shape == shard.local_shape, name
@@ -88,7 +85,7 @@ def quantize_moments(
         tensor = tensors[name]
         shard = shard_of(name, tensor.shape)
         if (yield from _usable(tensor, shard, alike=shard_of(divisor, stored.shape) == shard)):
-            return (yield from quantize_first_moment(tensor, stored, divisor, tolerance, shard, together))
+            return (yield from quantize_first_moment(tensor, stored, divisor, tolerance, shard))
         return None
 
     def momentum(name: str) -> Reduction[QuantizedTensor | None]:
@@ -100,7 +97,7 @@ def quantize_moments(
         tensor = tensors[name]
         shard = shard_of(name, tensor.shape)
         if (yield from _usable(tensor, shard)):
-            return (yield from quantize_momentum(tensor, tolerance, shard, together))
+            return (yield from quantize_momentum(tensor, tolerance, shard))
         return None
 
     def of_role(role: Role) -> list[str]:
@@ -117,7 +114,7 @@ def _usable(tensor: Tensor, shard: Shard, lowest: float = -math.inf, alike: bool
         return False
     usable = alike
     if tensor.numel():
-        least, most = (float(extreme) for extreme in torch.aminmax(tensor.detach()))  # NaN if any value is NaN
+        least, most = kernels.for_device(tensor.device).extremes(tensor)  # NaN if any value is NaN
         usable = usable and lowest <= least and -math.inf < least and most < math.inf
     # A sum, because a NaN could get lost in a maximum.
     return not (yield from total(not usable))[0]

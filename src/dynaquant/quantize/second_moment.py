@@ -33,15 +33,14 @@ def quantize_second_moment(
     the local tensor.
     """
     shard = shard or Shard.whole(second.shape)
-    values = sample(second, shard)
-    moved = values > 0
-    values = values[moved]
+    values = sample(second, shard).numpy()
     factors = yield from quantize_rank_one(second, shard)
-    if factors is not None and (yield from _is_good(_change(values, sample_stored(factors, shard)[moved]), tolerance)):
-        return factors
+    if factors is not None:
+        if (yield from _is_good(_change(values, sample_stored(factors, shard).numpy()), tolerance)):
+            return factors
     extremes: Extremes | None = None
     for pace in SECOND_PACES:
-        change = _change(values, round_to_log_grid(values, pace, second.dtype))
+        change = _change(values, round_to_log_grid(torch.from_numpy(values), pace, second.dtype).numpy())
         if (yield from _is_good(change, tolerance)):
             extremes = extremes or (yield from _whole_extremes(second))
             if (stored := quantize_to_log_grid(second, pace, extremes)) is not None:
@@ -76,16 +75,20 @@ def quantize_rank_one(tensor: Tensor, shard: Shard | None = None) -> Reduction[R
     return RankOne(tensor.dtype, tensor.shape, _local(rows, local_rows), _local(columns, local_columns))
 
 
-def _change(values: Tensor, decoded: Tensor) -> tuple[bool, float, int]:
+def _change(values: NDArray[np.float32], decoded: NDArray[np.float32]) -> tuple[bool, float, int]:
     """Return how decoded values change ``1 / sqrt(v)``: whether any is not usable, the sum of squares, the number.
 
-    values: of the rank's part of the sample, not zero. A decoded value is not usable if it is zero or infinite.
+    values: of the rank's part of the sample; zeros do not count. A decoded value is not usable if it is zero or
+    infinite.
     """
-    count = values.numel()
-    if not bool(((decoded > 0) & (decoded < math.inf)).all()) or not count:
-        return count > 0, 0.0, count
-    mean = float(((values / decoded).sqrt() - 1).square().mean())
-    return False, count * mean, count  # exact in float64: one process decides by PyTorch's mean, bit for bit
+    if not (moved := values > 0).all():
+        values, decoded = values[moved], decoded[moved]
+    count = len(values)
+    if not ((decoded > 0) & (decoded < math.inf)).all():
+        return True, 0.0, count
+    with np.errstate(over="ignore"):
+        changes = np.sqrt(values / decoded, dtype=np.float64) - 1
+    return False, float(np.square(changes, out=changes).sum()), count
 
 
 def _is_good(change: tuple[bool, float, int], tolerance: float) -> Reduction[bool]:
@@ -93,7 +96,7 @@ def _is_good(change: tuple[bool, float, int], tolerance: float) -> Reduction[boo
     unusable, squares, count = (yield from total(change)).tolist()
     if unusable:
         return False
-    return not count or float(torch.tensor(squares / count, dtype=torch.float32, device="cpu").sqrt()) <= tolerance
+    return not count or math.sqrt(squares / count) <= tolerance
 
 
 def _whole_extremes(tensor: Tensor) -> Reduction[Extremes]:

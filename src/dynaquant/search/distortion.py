@@ -40,7 +40,7 @@ def _squares(weight: Tensor, candidate: CandidateTensor) -> list[float]:
         part = flat[begin : begin + len(values)].to(torch.float32)
         begin += len(values)
         weight_sum += kernel.sums(part)[1]
-        error_sum += kernel.sums(values.to(torch.float32).sub_(part))[1]
+        error_sum += kernel.sum_of_squared_differences(values.to(torch.float32), part)
     return [weight_sum, error_sum]
 
 

@@ -97,7 +97,7 @@ def _pieces(quantized: Quantized, size: int, device: torch.device) -> Iterator[T
             yield from (units.to(quantized.dtype) for units in all_units)
             return
         for units, second in zip(all_units, _pieces(quantized.second, size, device), strict=True):
-            units.mul_(kernels.for_device(device).square_root(second.to(torch.float32)))
+            kernels.for_device(device).multiply_by_roots(units, second.to(torch.float32))
             yield saturating_cast(units, quantized.dtype)
     else:
         yield from _values(quantized, size, device)
@@ -121,7 +121,7 @@ def _products(quantized: RankOne, size: int, device: torch.device) -> Iterator[T
         raise ValueError("the rows and columns are those of a tensor of another shape")
     if quantized.shape.numel():
         for some_rows in _parts(rows, max(size // len(columns), 1)):
-            yield saturating_cast(torch.outer(some_rows, columns).view(-1), quantized.dtype)
+            yield saturating_cast(kernels.for_device(device).outer(some_rows, columns), quantized.dtype)
 
 
 def _values(quantized: QuantizedTensor, size: int, device: torch.device) -> Iterator[Tensor]:

@@ -1,0 +1,15 @@
+// Values in units of the root of a second moment, and back. Roots, products and quotients are correctly rounded, so results
+// are the same on every machine.
+#pragma once
+
+#include <span>
+
+namespace dynaquant {
+
+// Sets out[i] to values[i] / sqrt(seconds[i]), or to zero where seconds[i] is zero.
+void divide_by_roots(std::span<const float> values, std::span<const float> seconds, std::span<float> out);
+
+// Multiplies values[i] by sqrt(seconds[i]).
+void multiply_by_roots(std::span<float> values, std::span<const float> seconds);
+
+}  // namespace dynaquant
