@@ -148,6 +148,13 @@ void multiply_by_roots(const Array<float>& values, const Array<const float>& sec
     dynaquant::multiply_by_roots(view(values), view(seconds));
 }
 
+std::pair<double, double> errors(const Array<const float>& values, const Array<const float>& exact) {
+    check_same_size(values.size(), exact.size());
+    const nb::gil_scoped_release release;
+    const auto found = dynaquant::errors(view(values), view(exact));
+    return {found.squares, found.errors};
+}
+
 std::pair<float, float> extremes(const Array<const float>& values) {
     const nb::gil_scoped_release release;
     const auto found = dynaquant::extremes(view(values));
@@ -197,12 +204,14 @@ nb::bytes joined(const std::vector<std::vector<std::uint8_t>>& pieces) {
     for (const auto& piece : pieces) size += piece.size();
     PyObject* const bytes = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(size));
     if (bytes == nullptr) throw nb::python_error();
+    auto owner = nb::steal<nb::bytes>(bytes);
     char* out = PyBytes_AS_STRING(bytes);
+    const nb::gil_scoped_release release;  // nobody else knows the object yet
     for (const auto& piece : pieces) {
         std::memcpy(out, piece.data(), piece.size());
         out += piece.size();
     }
-    return nb::steal<nb::bytes>(bytes);
+    return owner;
 }
 
 nb::bytes encode_lossless(const Array<const std::uint8_t>& data, const Array<const std::uint8_t>& parent,
@@ -220,6 +229,13 @@ void decode_lossless(const nb::bytes& stream, const Array<const std::uint8_t>& p
     const std::span bytes(reinterpret_cast<const std::uint8_t*>(stream.data()), stream.size());
     const nb::gil_scoped_release release;
     dynaquant::decode_lossless(bytes, view(parent), itemsize, view(data));
+}
+
+bool decodes_to(const nb::bytes& stream, const Array<const std::uint8_t>& parent, std::size_t itemsize,
+                const Array<const std::uint8_t>& data) {
+    const std::span bytes(reinterpret_cast<const std::uint8_t*>(stream.data()), stream.size());
+    const nb::gil_scoped_release release;
+    return dynaquant::decodes_to(bytes, view(parent), itemsize, view(data));
 }
 
 std::size_t threads() { return dynaquant::thread_limit(dynaquant::Processors::of_this_thread()); }
@@ -281,6 +297,8 @@ NB_MODULE(_native, m) {
           "Fills value / sqrt(second), correctly rounded; zero where the second is zero.");
     m.def("multiply_by_roots", &multiply_by_roots, "values"_a.noconvert(), "seconds"_a.noconvert(),
           "Multiplies each value by sqrt(second).");
+    m.def("errors", &errors, "values"_a.noconvert(), "exact"_a.noconvert(),
+          "Returns the sums of the squares of exact values, and of the differences of the values from them.");
     m.def("extremes", &extremes, "values"_a.noconvert(),
           "Returns the lowest and the highest value; NaN twice if any value is NaN. ValueError: there are no values.");
     m.def("row_and_column_sums", &row_and_column_sums, "values"_a.noconvert(), "row_sums"_a.noconvert(),
@@ -306,4 +324,6 @@ NB_MODULE(_native, m) {
     m.def("decode_lossless", &decode_lossless, "stream"_a, "parent"_a.noconvert(), "itemsize"_a, "data"_a.noconvert(),
           "Fills data from a stream of encode_lossless with the same parent (or none, if the stream does not need it).\n"
           "ValueError: the stream is damaged.");
+    m.def("decodes_to", &decodes_to, "stream"_a, "parent"_a.noconvert(), "itemsize"_a, "data"_a.noconvert(),
+          "Returns whether decode_lossless would fill in these data. ValueError: as for decode_lossless.");
 }

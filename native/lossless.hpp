@@ -23,4 +23,8 @@ std::vector<std::vector<std::uint8_t>> encode_lossless(std::span<const std::uint
 void decode_lossless(std::span<const std::uint8_t> stream, std::span<const std::uint8_t> parent, std::size_t itemsize,
                      std::span<std::uint8_t> data);
 
+// Whether decode_lossless would fill in these data. Needs no memory for them; throws as decode_lossless does.
+bool decodes_to(std::span<const std::uint8_t> stream, std::span<const std::uint8_t> parent, std::size_t itemsize,
+                std::span<const std::uint8_t> data);
+
 }  // namespace dynaquant

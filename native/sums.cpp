@@ -66,6 +66,27 @@ struct Tile {
     }
 }
 
+[[gnu::always_inline]] inline Errors errors_of_block(std::span<const float> values, const float* exact) {
+    std::array<double, lanes> squares{}, errors{};
+    const auto add = [&](std::size_t i, std::size_t lane) {
+        const double wanted = exact[i], error = values[i] - exact[i];
+        squares[lane] += wanted * wanted;
+        errors[lane] += error * error;
+    };
+    const std::size_t whole = values.size() / lanes * lanes;
+    for (std::size_t i = 0; i < whole; i += lanes)
+        for (std::size_t lane = 0; lane < lanes; ++lane) add(i + lane, lane);
+    for (std::size_t i = whole; i < values.size(); ++i) add(i, i - whole);
+    Errors result;
+    for (std::size_t lane = 0; lane < lanes; ++lane) result.squares += squares[lane], result.errors += errors[lane];
+    return result;
+}
+
+Errors errors_plain(std::span<const float> values, const float* exact) { return errors_of_block(values, exact); }
+DYNAQUANT_AVX2 Errors errors_avx2(std::span<const float> values, const float* exact) {
+    return errors_of_block(values, exact);
+}
+
 // The bits of a float as an integer that is ordered as floats are. (Compilers vectorise extremes of integers only: those
 // of floats depend on the order if there are NaNs.) NaNs are above infinity or below minus infinity. It is its own
 // inverse.
@@ -110,6 +131,19 @@ Sums sums(std::span<const float> values) {
     });
     Sums result;
     for (const auto& part : found) result.values += part.values, result.squares += part.squares;
+    return result;
+}
+
+Errors errors(std::span<const float> values, std::span<const float> exact) {
+    std::vector<Errors> found(block_count(values.size(), block_size));
+    const auto of_block = has_avx2() ? errors_avx2 : errors_plain;
+    parallel_for(found.size(), [&](std::size_t b) {
+        const std::size_t begin = b * block_size;
+        const auto block = values.subspan(begin, std::min(block_size, values.size() - begin));
+        found[b] = of_block(block, exact.data() + begin);
+    });
+    Errors result;
+    for (const auto& part : found) result.squares += part.squares, result.errors += part.errors;
     return result;
 }
 

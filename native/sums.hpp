@@ -14,6 +14,15 @@ struct Sums {
 
 Sums sums(std::span<const float> values);
 
+// Squares of exact values, and of the differences (in single precision) of other values from them.
+struct Errors {
+    double squares = 0.0;
+    double errors = 0.0;
+};
+
+// exact: as many as values.
+Errors errors(std::span<const float> values, std::span<const float> exact);
+
 struct Extremes {
     float lowest, highest;
 };

@@ -181,11 +181,107 @@ def test_tensors_at_an_unaligned_address_work():
 
 
 @on_devices
-def test_square_roots_are_correctly_rounded(where):
-    tensor = torch.cat((torch.rand(20_000), torch.rand(20_000) * 1e-38, torch.tensor([0.0, 1e-45, 3e38, math.inf])))
-    wanted = np.sqrt(tensor.double().numpy()).astype(np.float32)
-    assert np.array_equal(host.square_root(tensor).numpy(), wanted)
-    assert np.array_equal(device.square_root(tensor.to(where)).cpu().numpy(), wanted)
+@of_dtypes
+@pytest.mark.parametrize("size", [1, 7, 1000, 200_003])
+def test_extremes_are_the_lowest_and_highest_value_on_every_device(where, dtype, size):
+    tensor = some((size,), dtype)
+    wanted = float(tensor.min()), float(tensor.max())
+    assert host.extremes(tensor) == device.extremes(tensor.to(where)) == wanted
+    tensor[size // 2] = -math.inf
+    assert host.extremes(tensor)[0] == device.extremes(tensor.to(where))[0] == -math.inf
+
+
+@on_devices
+@of_dtypes
+@pytest.mark.parametrize("bits_of_nan", [0x7FC00000, 0x7F800001, 0xFFC00000, 0xFFFFFFFF])
+def test_extremes_are_nan_if_any_value_is(where, dtype, bits_of_nan):
+    nan = torch.from_numpy(np.array([bits_of_nan], dtype=np.uint32).view(np.float32))
+    for at in (0, 500, 69_999):
+        tensor = some((70_000,), dtype)
+        tensor[at] = nan if dtype == torch.float32 else math.nan
+        tensor[-at] = math.inf if at else tensor[-at]
+        assert all(map(math.isnan, (*host.extremes(tensor), *device.extremes(tensor.to(where)))))
+
+
+def test_extremes_of_no_values_are_refused():
+    with pytest.raises(ValueError, match="no values"):
+        _native.extremes(np.zeros(0, dtype=np.float32))
+
+
+def many_seconds():
+    return torch.cat((torch.rand(80_000), torch.rand(20_000) * 1e-38, torch.tensor([0.0, 0.0, 1e-45, 3e38, math.inf])))
+
+
+@on_devices
+def test_values_in_units_of_roots_are_correctly_rounded_and_zero_where_the_second_is_zero(where):
+    seconds = many_seconds()
+    values = torch.randn(len(seconds))
+    root = np.sqrt(seconds.double().numpy()).astype(np.float32)
+    with np.errstate(divide="ignore"):
+        wanted = np.where(root == 0, np.float32(0), values.numpy() / root)
+    for kernel, place in ((host, "cpu"), (device, where)):
+        out = torch.empty(len(seconds), device=place)
+        kernel.divide_by_roots(values.to(place), seconds.to(place), out)
+        assert np.array_equal(out.cpu().numpy(), wanted)
+    strided = torch.stack((values, values), dim=1)[:, 0]
+    out = torch.empty(len(seconds))
+    host.divide_by_roots(strided, seconds, out)
+    assert np.array_equal(out.numpy(), wanted)
+
+
+@on_devices
+def test_products_with_roots_are_correctly_rounded(where):
+    seconds = many_seconds()
+    values = torch.randn(len(seconds))
+    wanted = values.numpy() * np.sqrt(seconds.double().numpy()).astype(np.float32)
+    for kernel, place in ((host, "cpu"), (device, where)):
+        found = values.to(place, copy=True)
+        kernel.multiply_by_roots(found, seconds.to(place))
+        assert np.array_equal(found.cpu().numpy(), wanted)
+
+
+@on_devices
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 1000, 200_003])
+def test_errors_are_sums_of_squares(where, size):
+    values, exact = torch.randn(size), torch.randn(size)
+    wanted = [exact.double().square().sum(), (values - exact).double().square().sum()]
+    for found in (host.errors(values, exact), device.errors(values.to(where), exact.to(where))):
+        assert found == pytest.approx([float(each) for each in wanted], rel=1e-12)
+
+
+@on_devices
+def test_outer_products_are_the_same_on_every_device(where):
+    rows, columns = torch.randn(300), torch.randn(70)
+    wanted = (rows[:, None] * columns).reshape(-1)
+    assert torch.equal(host.outer(rows, columns), wanted)
+    assert torch.equal(device.outer(rows.to(where), columns.to(where)).cpu(), wanted)
+
+
+@pytest.mark.parametrize("size", [0, 1, 15, 511, 512, 513, 40_000])
+def test_fits_of_grids_are_sums_over_the_values_as_the_grids_restore_them(size):
+    values = some((size,), torch.float32, 0.02)
+    products, squares = np.random.default_rng(1).normal(size=(2, size))
+    rungs = [-60, -40, -22, -8, 0]
+    inverses = np.array([np.float32(1) / rung_value(rung) for rung in rungs])
+    found = np.full(4 * len(rungs), math.nan)
+    _native.grid_fits(values.numpy(), products, squares, inverses, found)
+    for rung, fit in zip(rungs, found.reshape(-1, 4), strict=True):
+        quantized = quantize(values, rung)
+        restored, outlier = dequantize(quantized).double().numpy(), quantized.levels == PROTECTED
+        multiples = np.where(outlier, 0, np.rint(restored / float(rung_value(rung))))
+        restored = np.where(outlier, restored, 0)
+        wanted = [each @ along for each in (multiples, restored) for along in (products, squares)]
+        wanted[1], wanted[3] = multiples**2 @ squares, restored**2 @ squares
+        assert fit == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+        assert outlier.any() == (size > 9)
+
+
+def test_fits_of_grids_refuse_arrays_that_do_not_fit():
+    three, two = np.zeros(3), np.zeros(2)
+    steps = np.ones(2, dtype=np.float32)
+    for products, squares, out in ((two, three, 8), (three, two, 8), (three, three, 7)):
+        with pytest.raises(ValueError, match="differ in size"):
+            _native.grid_fits(np.zeros(3, dtype=np.float32), products, squares, steps, np.zeros(out))
 
 
 @on_devices

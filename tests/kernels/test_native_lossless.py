@@ -1,5 +1,7 @@
 """The native coder of exact values: exact round trips, near the entropy, safe with any bytes."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -33,6 +35,30 @@ EXACT = [
     for parent in (close, NOTHING, data)
 ]
 SHORT_EXACT = [case for case in EXACT if case[1].size < 20_000]
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_a_stream_decodes_to_its_values_and_to_no_others(case):
+    stream, data, itemsize, parent = case
+    assert _native.decodes_to(stream, parent, itemsize, data)
+    for at in (0, data.size // 2, data.size - 1):
+        other = data.copy()
+        other[at] ^= 1
+        assert not _native.decodes_to(stream, parent, itemsize, other)
+
+
+@pytest.mark.parametrize("case", SHORT_EXACT)
+def test_a_damaged_stream_decodes_to_its_values_exactly_if_it_is_decoded_to_them(case):
+    stream, data, itemsize, parent = case
+    for at in np.random.default_rng(5).integers(0, len(stream), 60):
+        damaged = stream[:at] + bytes([stream[at] ^ 8]) + stream[at + 1 :]
+        try:
+            wanted = np.array_equal(exact_decoded(damaged, data.size, itemsize, parent), data)
+        except ValueError as error:
+            with pytest.raises(ValueError, match=re.escape(str(error))):
+                _native.decodes_to(damaged, parent, itemsize, data)
+        else:
+            assert _native.decodes_to(damaged, parent, itemsize, data) == wanted
 
 
 @pytest.mark.parametrize("case", EXACT)

@@ -28,6 +28,7 @@ from dynaquant.coding.schemes import (
     Sharded,
 )
 from dynaquant.tensors.codebook import Centres, Codebook, Grid, LogGrid
+from dynaquant.tensors.dtypes import bytes_of
 from dynaquant.tensors.stored import FIRST_BIN, QuantizedTensor, RankOne, RoundedWeight, ScaledMoment, StoredTensor
 
 
@@ -69,6 +70,25 @@ def decode(
     return _decode_lossless(scheme, dtype, shape, stream, parent)
 
 
+def decodes_to(scheme: Lossless, wanted: Tensor, stream: bytes, parent: StoredTensor | None) -> bool:
+    """Whether ``decode`` would return a tensor with these bits. Raises ValueError as ``decode`` does.
+
+    wanted: of the dtype and shape of the stream. Needs no memory for the values, and takes less time than decoding.
+    """
+    data, itemsize = bytes_of(wanted), wanted.dtype.itemsize
+    return lossless.decodes_to(stream, data, itemsize, _before(scheme, wanted.dtype, wanted.shape, parent))
+
+
+def _before(
+    scheme: Lossless, dtype: torch.dtype, shape: torch.Size, parent: StoredTensor | None
+) -> NDArray[np.uint8] | None:
+    """Return the bytes of the parent's values, None if they are not needed. Raises ValueError if they are missing."""
+    before = exact_parent(parent, dtype, shape) if scheme.needs_parent else None
+    if scheme.needs_parent and before is None:
+        raise ValueError("the parent has no exact values of the same dtype and shape")
+    return before
+
+
 def _decode_lossless(
     scheme: Raw | BytePlanes | Lossless,
     dtype: torch.dtype,
@@ -77,9 +97,7 @@ def _decode_lossless(
     parent: StoredTensor | None,
 ) -> Tensor:
     if isinstance(scheme, Lossless):
-        before = exact_parent(parent, dtype, shape) if scheme.needs_parent else None
-        if scheme.needs_parent and before is None:
-            raise ValueError("the parent has no exact values of the same dtype and shape")
+        before = _before(scheme, dtype, shape, parent)
         data = lossless.decode(stream, shape.numel() * dtype.itemsize, dtype.itemsize, before)
     elif isinstance(scheme, BytePlanes):
         data = byte_planes.decode(stream, shape.numel() * dtype.itemsize, dtype.itemsize)

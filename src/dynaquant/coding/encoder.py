@@ -42,6 +42,8 @@ Coder = Literal["conditional", "rearranged"]
 _TRY_ALONE_BELOW = 65_536
 """Elements. In smaller tensors the larger tables of a delta can outweigh its gain, so both are tried: with and without
 the parent."""
+_RAW_BELOW = 16
+"""Bytes. Smaller tensors, such as step counters, are never smaller coded."""
 _TRY_ZSTD_BELOW = 65_536
 """Bytes. Smaller tensors, such as states of random generators and tables of integers, may hold repetitions that only
 zstd finds, so zstd is tried too."""
@@ -81,6 +83,8 @@ def encode(
 
 def _encode_lossless(stored: Tensor, parent: StoredTensor | None) -> tuple[Scheme, bytes]:
     data, itemsize = bytes_of(stored), stored.dtype.itemsize
+    if data.size < _RAW_BELOW:
+        return Raw(), data.tobytes()
     coded = lossless.encode(data, itemsize, exact_parent(parent, stored.dtype, stored.shape))
     best: tuple[Scheme, bytes] = Lossless(lossless.needs_parent(coded)), coded
     if data.size < _TRY_ZSTD_BELOW and len(frames := byte_planes.encode(data, itemsize)) < len(coded):

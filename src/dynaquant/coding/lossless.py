@@ -50,3 +50,8 @@ def decode(stream: bytes, size: int, itemsize: int, parent: NDArray[np.uint8] | 
     data = np.empty(size, dtype=np.uint8)
     _native.decode_lossless(stream, _context(parent), _coded_itemsize(itemsize), data)
     return data
+
+
+def decodes_to(stream: bytes, data: NDArray[np.uint8], itemsize: int, parent: NDArray[np.uint8] | None) -> bool:
+    """Whether ``decode`` would return these bytes. Needs no memory for them. Raises ValueError as ``decode`` does."""
+    return _native.decodes_to(stream, _context(parent), _coded_itemsize(itemsize), data)

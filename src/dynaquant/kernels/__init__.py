@@ -35,8 +35,11 @@ class Kernels(Protocol):
         """Return the sum of the values and the sum of their squares, computed in float64."""
         ...
 
-    def sum_of_squared_differences(self, values: Tensor, others: Tensor) -> float:
-        """Return the sum of the squares of ``values - others``, in float64. Both: float32, flat. Overwrites ``values``."""
+    def errors(self, values: Tensor, exact: Tensor) -> tuple[float, float]:
+        """Return the sum of the squares of exact values and that of the differences of other values from them.
+
+        Both: float32, flat, on the same device. Differences are computed in float32, sums in float64.
+        """
         ...
 
     def extremes(self, tensor: Tensor) -> tuple[float, float]:
@@ -89,19 +92,16 @@ class Kernels(Protocol):
         """
         ...
 
-    def square_root(self, tensor: Tensor) -> Tensor:
-        """Return the square root of a float32 tensor, correctly rounded."""
-        ...
-
     def divide_by_roots(self, values: Tensor, seconds: Tensor, out: Tensor) -> None:
-        """Fill ``out`` with ``values / square_root(seconds)``, and with zero where the second is zero.
+        """Fill ``out`` with ``values / sqrt(seconds)``, and with zero where the second is zero.
 
-        All three: float32, flat and contiguous, of the same size, on the same device.
+        All three: float32, flat, of the same size, on the same device; ``out`` is contiguous. The root and the quotient
+        are correctly rounded.
         """
         ...
 
     def multiply_by_roots(self, values: Tensor, seconds: Tensor) -> None:
-        """Multiply values by ``square_root(seconds)``, in place. Both as for ``divide_by_roots``."""
+        """Multiply values by ``sqrt(seconds)``, in place. Both as for ``divide_by_roots``; ``values`` is contiguous."""
         ...
 
     def outer(self, rows: Tensor, columns: Tensor) -> Tensor:

@@ -50,8 +50,8 @@ def sums(tensor: Tensor) -> tuple[float, float]:
     return total, squares
 
 
-def sum_of_squared_differences(values: Tensor, others: Tensor) -> float:
-    return sums(values.sub_(others))[1]
+def errors(values: Tensor, exact: Tensor) -> tuple[float, float]:
+    return sums(exact)[1], sums(values - exact)[1]
 
 
 def extremes(tensor: Tensor) -> tuple[float, float]:
@@ -157,7 +157,7 @@ def values(levels: NDArray[np.uint8], table: Tensor, protected: NDArray[np.uint1
     return out
 
 
-def square_root(tensor: Tensor) -> Tensor:
+def _square_root(tensor: Tensor) -> Tensor:
     # The square root in float64, rounded to float32, is the correctly rounded square root of a float32.
     flat, out = _flat(tensor), torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
     for piece in _pieces(flat.numel()):
@@ -167,13 +167,13 @@ def square_root(tensor: Tensor) -> Tensor:
 
 def divide_by_roots(values: Tensor, seconds: Tensor, out: Tensor) -> None:
     for piece in _pieces(out.numel()):
-        root = square_root(seconds[piece])
+        root = _square_root(seconds[piece])
         out[piece] = (values[piece] / root).masked_fill_(root == 0, 0)
 
 
 def multiply_by_roots(values: Tensor, seconds: Tensor) -> None:
     for piece in _pieces(values.numel()):
-        values[piece] *= square_root(seconds[piece])
+        values[piece] *= _square_root(seconds[piece])
 
 
 def outer(rows: Tensor, columns: Tensor) -> Tensor:

@@ -53,10 +53,8 @@ def sums(tensor: Tensor) -> tuple[float, float]:
     return _native.sums(_float32(tensor))
 
 
-def sum_of_squared_differences(values: Tensor, others: Tensor) -> float:
-    # Not by PyTorch: on a piece, its threads wait for one another longer than NumPy takes.
-    differences: NDArray[np.float32] = values.numpy()
-    return _native.sums(np.subtract(differences, others.numpy(), out=differences))[1]
+def errors(values: Tensor, exact: Tensor) -> tuple[float, float]:
+    return _native.errors(_float32(values), _float32(exact))
 
 
 def extremes(tensor: Tensor) -> tuple[float, float]:
@@ -111,11 +109,6 @@ def values(
     return torch.from_numpy(out).view(table.dtype)
 
 
-def square_root(tensor: Tensor) -> Tensor:
-    # The square root of NumPy is correctly rounded on every machine; that of PyTorch in float32 is not.
-    return torch.from_numpy(np.asarray(np.sqrt(tensor.cpu().numpy())))
-
-
 def divide_by_roots(values: Tensor, seconds: Tensor, out: Tensor) -> None:
     _native.divide_by_roots(_float32(values), _float32(seconds), out.numpy())
 
@@ -125,5 +118,5 @@ def multiply_by_roots(values: Tensor, seconds: Tensor) -> None:
 
 
 def outer(rows: Tensor, columns: Tensor) -> Tensor:
-    # Not torch.outer, see sum_of_squared_differences.
+    # Not torch.outer: on a piece, PyTorch's threads wait for one another longer than NumPy takes.
     return torch.from_numpy(np.multiply.outer(rows.numpy(), columns.numpy()).reshape(-1))

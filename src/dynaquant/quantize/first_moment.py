@@ -61,14 +61,12 @@ def quantize_first_moment(
     return ScaledMoment(first.dtype, _on_grid(_all_in_units(first, stored_second), *steps), stored_second, second_name)
 
 
-def quantize_momentum(
-    first: Tensor, tolerance: float, shard: Shard | None = None
-) -> Reduction[QuantizedTensor | None]:
+def quantize_momentum(first: Tensor, tolerance: float, shard: Shard | None = None) -> Reduction[QuantizedTensor | None]:
     """Return the coarsest first moment for an optimizer without second moments; None: store it exactly.
 
     An infinite tolerance drops it: all values become zero. The update is the moment itself. So the grid step is
-    relative to the moment's root mean square, and the change is the relative error of the moment, on a sample. shard: as
-    for ``quantize_first_moment``.
+    relative to the moment's root mean square, and the change is the relative error of the moment, on a sample. shard:
+    as for ``quantize_first_moment``.
     """
     if tolerance == math.inf:
         return _all_zero(first.dtype, first.shape)

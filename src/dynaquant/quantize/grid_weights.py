@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-import torch
 from torch import Tensor
 
 from dynaquant import kernels

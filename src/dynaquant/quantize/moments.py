@@ -54,6 +54,7 @@ def quantize_moments(
     All ranks come to the same decisions, and get the same kinds of forms. These are the decisions of one process that
     holds all elements, but for the last bits of sums.
     """
+
     def shard_of(name: str, shape: torch.Size) -> Shard:
         shard = shards.get(name) or Shard.whole(shape)
         assert shape == shard.local_shape, name

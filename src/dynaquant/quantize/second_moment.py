@@ -36,7 +36,8 @@ def quantize_second_moment(
     values = sample(second, shard).numpy()
     factors = yield from quantize_rank_one(second, shard)
     if factors is not None:
-        if (yield from _is_good(_change(values, sample_stored(factors, shard).numpy()), tolerance)):
+        change = _change(values, sample_stored(factors, shard).numpy())
+        if (yield from _is_good(change, tolerance)):
             return factors
     extremes: Extremes | None = None
     for pace in SECOND_PACES:

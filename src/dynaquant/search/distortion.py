@@ -39,8 +39,9 @@ def _squares(weight: Tensor, candidate: CandidateTensor) -> list[float]:
     for values in pieces(candidate, flat.device):
         part = flat[begin : begin + len(values)].to(torch.float32)
         begin += len(values)
-        weight_sum += kernel.sums(part)[1]
-        error_sum += kernel.sum_of_squared_differences(values.to(torch.float32), part)
+        squares, errors = kernel.errors(values.to(torch.float32), part)
+        weight_sum += squares
+        error_sum += errors
     return [weight_sum, error_sum]
 
 

@@ -146,8 +146,8 @@ class CheckpointWriter:
         """Append the stream of the header's next entry."""
         self._file.write(stream)
 
-    def finish(self, header: Header) -> None:
-        """Append the header and make the file durable, unless it is in memory."""
+    def finish(self, header: Header, durable: bool = True) -> None:
+        """Append the header. durable: wait until the file is on the disk, unless it is in memory."""
         plain = _json(
             {
                 "step": header.step,
@@ -169,7 +169,7 @@ class CheckpointWriter:
             _TRAILER.pack(len(stored), len(plain), _checksum(_PREAMBLE.pack(MAGIC, FORMAT_VERSION), stored), MAGIC)
         )
         self._file.flush()
-        if not isinstance(self._file, io.BytesIO):
+        if durable and not isinstance(self._file, io.BytesIO):
             os.fsync(self._file.fileno())
 
 

@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -89,6 +90,22 @@ def sync(path: Path) -> None:
         raise
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def syncing(file: BinaryIO) -> Iterator[None]:
+    """Make a file's content durable while the block runs: it is on the disk at the end of the block.
+
+    Raises OSError, naming the file, if this fails.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        synced = pool.submit(os.fsync, file.fileno())
+        yield
+        try:
+            synced.result()
+        except OSError as error:
+            error.filename = file.name
+            raise
 
 
 def sync_parent(path: Path) -> None:

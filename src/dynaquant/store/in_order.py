@@ -5,22 +5,56 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock, Semaphore
 from typing import TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+MOST_WAITING = 64
+"""Items that are at work, or whose results wait because an earlier one is not ready."""
+MOST_BYTES = 1 << 26
+"""The size of the results that wait. Each item at work may add one more."""
 
 
-def in_order(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
-    """Yield the function's result for each item. At most twice as many results as threads wait to be taken."""
+def in_order(
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    threads: int,
+    size: Callable[[Result], int] = lambda _result: 0,
+) -> Iterator[Result]:
+    """Yield the function's result for each item.
+
+    While a large item is at work on one thread, the other threads go on with the next items, as long as few results
+    wait. size: returns the bytes of a result.
+    """
     if threads == 1:
         yield from map(function, items)
         return
+    free, lock, held = Semaphore(2 * threads), Lock(), 0
+
+    def work(item: Item) -> Result:
+        nonlocal held
+        try:
+            result = function(item)
+            with lock:
+                held += size(result)
+            return result
+        finally:
+            free.release()
+
+    def take() -> Result:
+        nonlocal held
+        result = waiting.popleft().result()
+        with lock:
+            held -= size(result)
+        return result
+
     waiting: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for item in items:
-            if len(waiting) == 2 * threads:
-                yield waiting.popleft().result()
-            waiting.append(pool.submit(function, item))
+            while waiting and (waiting[0].done() or len(waiting) >= MOST_WAITING or held >= MOST_BYTES):
+                yield take()
+            free.acquire()
+            waiting.append(pool.submit(work, item))
         while waiting:
-            yield waiting.popleft().result()
+            yield take()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from dynaquant.coding.decoder import decode
-from dynaquant.coding.schemes import Reference, Sharded, depends_on
+from torch import Tensor
+
+from dynaquant.coding.decoder import decode, decodes_to
+from dynaquant.coding.schemes import Lossless, Reference, Sharded, depends_on
 from dynaquant.errors import CheckpointError
 from dynaquant.store import frozen_files, parts
 from dynaquant.store.container import CheckpointFile
@@ -14,7 +16,7 @@ from dynaquant.store.entry import Entry
 from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.tensors.boxes import in_one
 from dynaquant.tensors.hashing import stored_hash
-from dynaquant.tensors.stored import StoredTensor
+from dynaquant.tensors.stored import StoredTensor, stored_equal
 
 Tensors = dict[str, StoredTensor]
 
@@ -121,6 +123,27 @@ def decode_entry(
         with explain_out_of_memory(file, entry):
             other = others.get(depends_on(entry.scheme) or "")
             return decode(entry.scheme, entry.dtype, entry.shape, file.read(entry), in_one(parent), other)
+    except ValueError as error:
+        raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
+
+
+def holds(
+    file: CheckpointFile,
+    entry: Entry,
+    parent: StoredTensor | None,
+    others: Mapping[str, StoredTensor],
+    wanted: StoredTensor,
+) -> bool:
+    """Whether an entry decodes to this stored tensor, bit for bit. Raises CheckpointError if it is damaged.
+
+    parent, others: as for ``decode_entry``.
+    """
+    if not isinstance(entry.scheme, Lossless) or not isinstance(wanted, Tensor):
+        return stored_equal(decode_entry(file, entry, parent, others), wanted)
+    if (entry.dtype, entry.shape) != (wanted.dtype, wanted.shape):
+        return False
+    try:
+        return decodes_to(entry.scheme, wanted, file.read(entry), in_one(parent))
     except ValueError as error:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
 

@@ -11,7 +11,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.state.roles import Label
 from dynaquant.store.atomic_files import atomic_file
 from dynaquant.store.container import CheckpointFile, Header, Parent
-from dynaquant.store.files import is_reference
+from dynaquant.store.files import is_reference, syncing
 from dynaquant.store.writing import Base, verify_written, write_checkpoint
 from dynaquant.tensors.stored import StoredTensor
 
@@ -34,9 +34,10 @@ def write_file(
     Raises CheckpointError if ``out`` cannot be a file, OSError if it cannot be written.
     """
     with atomic_file(out) as file:
-        write_checkpoint(file, draft, tensors, labels, base, "conditional", threads=threads)
-        written = CheckpointFile(Path(file.name))
-        verify_written(written, tensors, base, threads)
+        write_checkpoint(file, draft, tensors, labels, base, "conditional", threads=threads, durable=False)
+        with syncing(file):
+            written = CheckpointFile(Path(file.name))
+            verify_written(written, tensors, base, threads)
     return written.renamed(out)
 
 

@@ -16,7 +16,7 @@ from dynaquant.state.roles import Label
 from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.store.entry import Entry
 from dynaquant.store.in_order import in_order
-from dynaquant.store.reading import decode_entry
+from dynaquant.store.reading import holds
 from dynaquant.tensors.boxes import in_one
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.hashing import stored_hash
@@ -122,11 +122,12 @@ def write_checkpoint(
     coder: Coder,
     again: bool = False,
     threads: int = 1,
+    durable: bool = True,
 ) -> None:
     """Write a checkpoint file: the streams of the tensors, then ``draft`` with its entries filled in.
 
-    again: it is re-coded, and others may depend on its levels. threads: how many tensors are encoded at a time; up to
-    twice as many streams are in memory.
+    again: it is re-coded, and others may depend on its levels. threads: how many tensors are encoded at a time; with
+    more than one, some streams wait in memory (``in_order.MOST_BYTES``). durable: wait until the file is on the disk.
     """
     writer = CheckpointWriter(out)
     entries = []
@@ -134,10 +135,10 @@ def write_checkpoint(
     def encoded(name: str) -> tuple[Entry, bytes]:
         return encode_entry(name, tensors, labels[name], base, coder, again)
 
-    for entry, coded in in_order(encoded, tensors, threads):
+    for entry, coded in in_order(encoded, tensors, threads, lambda found: len(found[1])):
         entries.append(entry)
         writer.add(coded)
-    writer.finish(replace(draft, entries=tuple(entries)))
+    writer.finish(replace(draft, entries=tuple(entries)), durable)
 
 
 def _can_stand_for(parent: StoredTensor | None, stored: StoredTensor, again: bool) -> bool:
@@ -175,7 +176,7 @@ def verify_written(
         wanted = tensors[entry.name]
         if isinstance(entry.scheme, Lossless | BytePlanes | Raw):
             wanted = values_of(wanted)
-        return stored_equal(decode_entry(file, entry, parents.get(entry.name), tensors), wanted)
+        return holds(file, entry, parents.get(entry.name), tensors, wanted)
 
     entries = file.header.entries
     for entry, right in zip(entries, in_order(is_right, entries, threads), strict=True):
