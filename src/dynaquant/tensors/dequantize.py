@@ -149,7 +149,11 @@ def is_zero(quantized: Quantized) -> bool:
 def protected_values(tensor: Tensor, levels: Tensor) -> NDArray[np.uint16]:
     """Return the 16 bits of a tensor's protected elements, in C order. levels: flat, on the tensor's device."""
     half = torch.float16 if tensor.dtype == torch.float16 else torch.bfloat16
-    values = tensor.detach().to(levels.device).reshape(-1)[levels == PROTECTED]
+    flat = tensor.detach().to(levels.device).reshape(-1)
+    if levels.device == kernels.HOST:  # not by PyTorch, whose threads would wait for one another
+        values = flat.index_select(0, torch.from_numpy(np.flatnonzero(levels.numpy() == PROTECTED)))
+    else:
+        values = flat[levels == PROTECTED]
     largest = torch.finfo(half).max  # the clamp keeps the largest floats from rounding up to infinity
     bits: NDArray[np.uint16] = values.clamp(-largest, largest).to(half).cpu().view(torch.uint16).numpy()
     return bits
