@@ -25,7 +25,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState  # no
 from accelerate.utils import DataLoaderConfiguration  # noqa: E402
 from accelerate_training import BATCHES, STEPS, accelerator_of, hash_of, model_of, prepared  # noqa: E402
 
-from dynaquant.integrations.accelerate import POINTER, attach  # noqa: E402
+from dynaquant.integrations.accelerate import attach  # noqa: E402
+from dynaquant.store.pointers import POINTER_FILE  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
 SCRIPT = Path(__file__).parents[1] / "support" / "accelerate_training.py"
@@ -226,9 +227,11 @@ def test_a_folder_holds_one_small_file_and_the_run_the_rest(tmp_path):
     accelerator, objects, _ = attached(tmp_path)
     step(accelerator, *objects)
     assert accelerator.save_state(str(tmp_path / "x" / "step_1")) == tmp_path / "x" / "step_1"
-    assert os.listdir(tmp_path / "x" / "step_1") == [POINTER]
-    content = json.loads((tmp_path / "x" / "step_1" / POINTER).read_text())
+    assert os.listdir(tmp_path / "x" / "step_1") == [POINTER_FILE]
+    content = json.loads((tmp_path / "x" / "step_1" / POINTER_FILE).read_text())
     assert (content["run"], content["step"]) == ("../../run", 1)
+    stored = dq.load(tmp_path / "x" / "step_1", part="model")
+    assert all(torch.equal(stored[name], value) for name, value in objects[0].state_dict().items())
 
 
 def test_folders_and_run_may_be_moved_together(tmp_path):
@@ -319,8 +322,8 @@ def test_folders_of_interrupted_saves_are_named(tmp_path):
     (tmp_path / "a").mkdir()
     with pytest.raises(dq.CheckpointError, match=r"no dynaquant\.json and no checkpoint of Accelerate"):
         accelerator.load_state(tmp_path / "a")
-    (tmp_path / "a" / POINTER).write_text("{")
-    with pytest.raises(dq.CheckpointError, match=r"dynaquant\.json is damaged; load another folder"):
+    (tmp_path / "a" / POINTER_FILE).write_text("{")
+    with pytest.raises(dq.CheckpointError, match=r"dynaquant\.json: this pointer to a checkpoint is damaged"):
         accelerator.load_state(tmp_path / "a")
     with pytest.raises(ValueError, match="folder does not exist"):
         accelerator.load_state(tmp_path / "b")
@@ -373,17 +376,17 @@ def test_only_pointers_to_checkpoints_that_the_save_has_deleted_are_deleted(tmp_
         accelerator.save_state()
         (checkpoints / "checkpoint_0" / "notes.txt").write_text("mine")
         if number == 0:
-            pointer = json.loads((checkpoints / "checkpoint_0" / POINTER).read_text())
+            pointer = json.loads((checkpoints / "checkpoint_0" / POINTER_FILE).read_text())
             (tmp_path / "other").mkdir()
             (checkpoints / "checkpoint_90").mkdir()
-            (checkpoints / "checkpoint_90" / POINTER).write_text(json.dumps({**pointer, "run": "../../other"}))
+            (checkpoints / "checkpoint_90" / POINTER_FILE).write_text(json.dumps({**pointer, "run": "../../other"}))
             (checkpoints / "checkpoint_91").mkdir()
-            (checkpoints / "checkpoint_91" / POINTER).write_text(json.dumps({**pointer, "step": 77}))
+            (checkpoints / "checkpoint_91" / POINTER_FILE).write_text(json.dumps({**pointer, "step": 77}))
     for _ in range(2):
         step(accelerator, *objects)
         accelerator.save_state()
     assert os.listdir(checkpoints / "checkpoint_0") == ["notes.txt"]
-    names = {path.parent.name for path in checkpoints.glob(f"*/{POINTER}")}
+    names = {path.parent.name for path in checkpoints.glob(f"*/{POINTER_FILE}")}
     assert names == {f"checkpoint_{number}" for number in (2, 3, 4, 90, 91)}
     assert not (checkpoints / "checkpoint_1").exists()
 

@@ -33,12 +33,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 def run_of(folder: Path) -> tuple[Run, list[CheckpointError]]:
     """Return the run in a folder, and the errors of its unreadable files. Raises CheckpointError if there is no run."""
-    from dynaquant.store.run import Run
+    from dynaquant.store.pointers import run_at
 
     if not folder.is_dir():
         what = f"is {non_file_kind(folder) or 'a file'}" if folder.exists() else "does not exist"
         raise CheckpointError(f"{folder} {what}; give the folder that a Checkpointer writes to")
-    run = Run(folder)
+    run = run_at(folder)
     summaries, broken = run.summaries()
     if not summaries and not broken:
         raise CheckpointError(f"{folder}: there are no checkpoints in this folder (files named step-….dqc)")
@@ -59,14 +59,14 @@ def open_run(folder: Path) -> tuple[Run, list[CheckpointFile]]:
 def checkpoint(path: Path, step: str | None) -> CheckpointFile:
     """Return a checkpoint of a run by its step or tag (None: the newest), or the checkpoint in a single file."""
     from dynaquant.store.container import CheckpointFile
-    from dynaquant.store.pointers import read_pointer
+    from dynaquant.store.pointers import Pointer, found_at
     from dynaquant.store.tags import open_step_or_tag
 
-    if path.is_file():
+    found = found_at(path)
+    if isinstance(found, Pointer) or path.is_file():
         if step is not None:
             raise CheckpointError(f"{path} is one checkpoint, not a run with steps; leave out STEP")
-        pointer = read_pointer(path)
-        return CheckpointFile(path) if pointer is None else pointer.file()
+        return found.file() if isinstance(found, Pointer) else CheckpointFile(path)
     run, files = open_run(path)
     return files[-1] if step is None else open_step_or_tag(run, _step_or_tag(step))
 
@@ -75,10 +75,7 @@ def open_stored(path: Path, step: str | None) -> StoredCheckpoint:
     """Open the same checkpoint for reading its tensors."""
     from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 
-    if path.is_file():
-        checkpoint(path, step)
-        return StoredCheckpoint(path)
-    open_run(path)
+    checkpoint(path, step)  # warns of unreadable files
     return StoredCheckpoint(path, None if step is None else _step_or_tag(step))
 
 

@@ -12,7 +12,6 @@ of the run and the identity of its checkpoint.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -24,8 +23,8 @@ from typing import Any
 from dynaquant.checkpointer import Checkpointer
 from dynaquant.errors import CheckpointError, DynaquantError, MissingPackageError
 from dynaquant.state.wrappers import bare
-from dynaquant.store.atomic_files import atomic_file, atomic_folder
-from dynaquant.store.container import is_step
+from dynaquant.store.atomic_files import atomic_folder
+from dynaquant.store.pointers import POINTER_FILE, Pointer, found_at, write_pointer
 from dynaquant.store.run import Run
 
 try:
@@ -42,8 +41,6 @@ from torch.utils.data import RandomSampler
 log = logging.getLogger("dynaquant")
 TESTED = "1.15.0"
 """The version of Accelerate that this was tested with."""
-POINTER = "dynaquant.json"
-"""The file in a folder of ``save_state``."""
 CHECKPOINTS = "checkpoints"
 """Where Accelerate's automatic names are, in ``project_dir``."""
 _NUMBERED = re.compile(r"checkpoint_([0-9]+)")
@@ -132,9 +129,9 @@ class _Attached:
         self._call_hooks(folder)
         step = self._free_step()
         before = self._run.summaries()[0] if accelerator.is_main_process else []
-        identity = self.checkpointer.save(step).result().identity
+        self.checkpointer.save(step).result()
         if accelerator.is_main_process:
-            _write_pointer(folder, self._run, step, identity)
+            _write_pointer(folder, self._run, step)
             if configuration.automatic_checkpoint_naming:
                 deleted = {(each.step, each.identity) for each in before if not self._run.path(each.step).exists()}
                 self._delete_pointers(folder.parent, deleted)
@@ -159,7 +156,7 @@ class _Attached:
                 raise ValueError("save_state needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)")
             return Path(output_dir).expanduser()
         folder = Path(accelerator.project_dir) / CHECKPOINTS / f"checkpoint_{accelerator.save_iteration}"
-        if (folder / POINTER).exists():
+        if (folder / POINTER_FILE).exists():
             raise ValueError(
                 f"{folder} exists already; call accelerator.load_state() to go on from the last checkpoint, or delete "
                 f"{folder.parent} and {self._run.folder} to begin anew"
@@ -184,9 +181,9 @@ class _Attached:
         """
         for folder in _numbered_folders(checkpoints) if deleted else []:
             with suppress(CheckpointError, OSError):  # a damaged pointer, or a folder that is not empty
-                pointer = _read_pointer(folder)
-                if (pointer["step"], pointer["identity"]) in deleted and self._is_of_run(folder, pointer):
-                    (folder / POINTER).unlink()
+                pointer = _pointer_in(folder)
+                if (pointer.step, pointer.identity) in deleted and self._is_of_run(pointer):
+                    (folder / POINTER_FILE).unlink()
                     folder.rmdir()
 
     # Loading
@@ -204,7 +201,7 @@ class _Attached:
         checkpoints = Path(self._accelerator.project_dir) / CHECKPOINTS if automatic else Path()
         if input_dir is not None:
             folder = Path(input_dir).expanduser()
-            if not (folder / POINTER).exists():
+            if not (folder / POINTER_FILE).exists():
                 self._load_foreign(folder, *args, **options)
                 return
             self._restore(folder)
@@ -220,8 +217,8 @@ class _Attached:
     def _load_foreign(self, folder: Path, *args: Any, **options: Any) -> None:
         if folder.is_dir() and not any(folder.glob(f"{RNG_STATE_NAME}_*.pkl")):
             raise CheckpointError(
-                f"{folder} has no {POINTER} and no checkpoint of Accelerate: the save into it was interrupted, or its "
-                "files were deleted; load another folder"
+                f"{folder} has no {POINTER_FILE} and no checkpoint of Accelerate: the save into it was interrupted, or "
+                "its files were deleted; load another folder"
             )
         self._original_load(os.fspath(folder), *args, **options)
 
@@ -239,27 +236,24 @@ class _Attached:
     def _restore(self, folder: Path) -> None:
         """Restore the checkpoint that a folder stands for. Collective."""
         self.checkpointer.wait()
-        pointer = _read_pointer(folder)
-        if not self._is_of_run(folder, pointer):
-            run = (folder / pointer["run"]).resolve()
+        pointer = _pointer_in(folder)
+        if not self._is_of_run(pointer):
             raise ValueError(
-                f"{folder} belongs to the run {run}, and this accelerator is attached to "
+                f"{folder} belongs to the run {pointer.run.resolve()}, and this accelerator is attached to "
                 f"{self._run.folder.resolve()}; attach it to that run, or begin with its checkpoint: dynaquant branch "
-                f"{run} {pointer['step']} FOLDER"
+                f"{pointer.run.resolve()} {pointer.step} FOLDER"
             )
-        step = pointer["step"]
         identities = {summary.step: summary.identity for summary in self._run.summaries()[0]}
-        if identities.get(step, pointer["identity"]) != pointer["identity"]:
+        if identities.get(pointer.step, pointer.identity) != pointer.identity:
             raise CheckpointError(
-                f"{folder}: step {step} of {self._run.folder} was saved again since; load another folder"
+                f"{folder}: step {pointer.step} of {self._run.folder} was saved again since; load another folder"
             )
         for hook in list(self._accelerator._load_model_state_pre_hook.values()):
             hook([*self._accelerator._models], os.fspath(folder))
-        self.checkpointer.restore(step)
+        self.checkpointer.restore(pointer.step)
 
-    def _is_of_run(self, folder: Path, pointer: Mapping[str, Any]) -> bool:
-        run = Path(folder, pointer["run"])
-        return run.is_dir() and run.samefile(self._run.folder)
+    def _is_of_run(self, pointer: Pointer) -> bool:
+        return pointer.run.samefile(self._run.folder)
 
 
 class _Progress:
@@ -363,36 +357,27 @@ def _epoch_and_seed(loader: Any) -> dict[str, int | None]:
 # Folders that stand for checkpoints
 
 
-def _write_pointer(folder: Path, run: Run, step: int, identity: str) -> None:
+def _write_pointer(folder: Path, run: Run, step: int) -> None:
     """Make a folder stand for a checkpoint. If the process is killed, the folder is as before, or is not there."""
-    relative = os.path.relpath(run.folder.resolve(), folder.resolve())  # both may be moved together
-    content = json.dumps({"run": relative, "step": step, "identity": identity}, indent=1).encode() + b"\n"
+    file = run.file(step)
     if folder.is_dir() and any(folder.iterdir()):
-        with atomic_file(folder / POINTER) as file:
-            file.write(content)
+        write_pointer(folder / POINTER_FILE, file)
     else:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_folder(folder) as temporary:
-            (temporary / POINTER).write_bytes(content)
+            write_pointer(temporary / POINTER_FILE, file)
 
 
-def _read_pointer(folder: Path) -> dict[str, Any]:
-    """Return the run, the step and the identity that a folder stands for.
-
-    Raises CheckpointError if its file is damaged.
-    """
-    try:
-        content = json.loads((folder / POINTER).read_bytes())
-        if is_step(content["step"]) and isinstance(content["run"], str) and isinstance(content["identity"], str):
-            return dict(content)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise CheckpointError(f"{folder / POINTER} is damaged; load another folder")
+def _pointer_in(folder: Path) -> Pointer:
+    """Return what a folder stands for. Raises CheckpointError if its pointer is damaged, or if the run is not there."""
+    found = found_at(folder)
+    assert isinstance(found, Pointer)
+    return found
 
 
 def _numbered_folders(checkpoints: Path) -> list[Path]:
     """Return the folders with automatic names that stand for a checkpoint, in the order of their numbers."""
-    found = [path.parent for path in checkpoints.glob(f"*/{POINTER}") if _NUMBERED.fullmatch(path.parent.name)]
+    found = [path.parent for path in checkpoints.glob(f"*/{POINTER_FILE}") if _NUMBERED.fullmatch(path.parent.name)]
     return sorted(found, key=_number)
 
 

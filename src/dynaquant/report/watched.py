@@ -9,7 +9,7 @@ from typing import Any
 from dynaquant.errors import CheckpointError
 from dynaquant.saving.record import Record, record_of
 from dynaquant.store.container import CheckpointFile, FileVersion, file_version
-from dynaquant.store.run import Run
+from dynaquant.store.pointers import run_at
 from dynaquant.store.tags import tags_of
 
 
@@ -27,14 +27,20 @@ class Seen:
 
 
 class WatchedRun:
-    """A run that is looked at again and again. The folder need not exist yet."""
+    """A run that is looked at again and again. The folder need not exist yet.
+
+    folder: of the run, or what stands for it (``pointers.run_at``).
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._run = Run(folder)
+        self._folder = folder
+        self._run = run_at(folder)
         self._records: dict[FileVersion, Record] = {}
 
     def look(self) -> tuple[list[Seen], list[CheckpointError]]:
         """Return the checkpoints, oldest commit first, and the errors of files that cannot be read."""
+        if not self._records:
+            self._run = run_at(self._folder)  # a framework may have made its folder meanwhile
         summaries, broken = self._run.summaries()
         tags = tags_of(self._run)
         found: list[Seen] = []

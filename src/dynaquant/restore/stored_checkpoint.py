@@ -20,7 +20,7 @@ from dynaquant.store.chain import chain_of, detect_run_changes, load_all, retry_
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.lossless_copies import LOSSLESS_COPY
 from dynaquant.store.memory import explain_out_of_memory
-from dynaquant.store.pointers import Pointer, read_pointer
+from dynaquant.store.pointers import Pointer, found_at, run_at
 from dynaquant.store.reading import Tensors, load_tensor
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag
@@ -38,11 +38,12 @@ Parents = PathOrFile | list[PathOrFile] | tuple[PathOrFile, ...]
 class StoredCheckpoint:
     """A checkpoint of a run, or a single file. Each access to a tensor decodes it.
 
-    path: the folder of a run, or a file, which may be a file object, or a pointer to a checkpoint of a run. step: a
-    step or a tag of the run; the newest checkpoint by default. parents: files that a single file was coded against, if
-    they are not where it says. If the checkpoint has a lossless copy (``exact="latest"``), that is read. The files stay
-    open as long as this object exists, so they can be read even if a training deletes them. Raises CheckpointError if
-    the checkpoint is missing or damaged, ValueError for the step or the parents of anything else.
+    path: the folder of a run, or a single file, which may be a file object. Also what a framework has in their place
+    (``pointers.found_at``). step: a step or a tag of the run; the newest checkpoint by default. parents: files that a
+    single file was coded against, if they are not where it says. If the checkpoint has a lossless copy
+    (``exact="latest"``), that is read. The files stay open as long as this object exists, so they can be read even if a
+    training deletes them. Raises CheckpointError if the checkpoint is missing or damaged, ValueError for the step or
+    the parents of anything else.
     """
 
     def __init__(self, path: PathOrFile, step: int | str | None = None, parents: Parents = ()) -> None:
@@ -53,30 +54,31 @@ class StoredCheckpoint:
         else:
             self._in_memory = opened(path)
             self._path = self._in_memory.path
-        is_file = self._in_memory is None and self._path.is_file()
-        if (self._in_memory is not None or is_file) and step is not None:
+        self._is_pointer = self._in_memory is None and isinstance(found_at(self._path), Pointer)
+        self._alone = self._in_memory is not None or (not self._is_pointer and self._path.is_file())
+        if (self._alone or self._is_pointer) and step is not None:
             raise ValueError(f"{path} is a single checkpoint: leave out the step, or give the folder of a run")
-        self._pointer: Pointer | None = read_pointer(self._path) if is_file else None
-        if self._pointer is not None:
-            self._path, self._step = self._pointer.run, self._pointer.step
-        self._alone = self._in_memory is not None or (is_file and self._pointer is None)
         given = parents if isinstance(parents, list | tuple) else [parents]
         if given and not self._alone:
             raise ValueError(f"{path} is a run, which knows the parents of its checkpoints: leave out the parent")
         self._given = [opened(each) for each in given]
-        self._run = Run(self._path.parent if self._alone else self._path)
+        self._run = Run(self._path.parent) if self._alone else run_at(self._path)
         retry_if_run_changed(self._open)
 
     def _open(self) -> None:
         self._damage: CheckpointError | None = None
-        file = self._in_memory or (
-            CheckpointFile(self._path) if self._alone else _checkpoint_file(self._run, self._step)
-        )
-        if self._pointer is not None:
-            self._pointer.check(file)
-        copy = None if self._alone else _lossless_copy(self._run, file, self._step is None)
+        file = self._in_memory or self._opened()
+        newest = self._step is None and not self._is_pointer
+        copy = None if self._alone else _lossless_copy(self._run, file, newest)
         self._fallback = file if copy is not None else None  # read if the lossless copy is damaged
         self._take(copy or file)
+
+    def _opened(self) -> CheckpointFile:
+        if self._is_pointer and isinstance(pointer := found_at(self._path), Pointer):  # as it is now
+            return pointer.file()
+        if self._alone:
+            return CheckpointFile(self._path)
+        return self._run.newest() if self._step is None else open_step_or_tag(self._run, self._step)
 
     def _take(self, file: CheckpointFile) -> None:
         self.chain = chain_of(file, self._run.path, self._given) if self._alone else self._run.chain(file)
@@ -200,11 +202,6 @@ def opened(file: PathOrFile) -> CheckpointFile:
         raise CheckpointError(f"{file!r}: there is nothing to read; go back to its beginning with seek(0)")
     name = getattr(file, "name", None)
     return CheckpointFile(Path(name if isinstance(name, str) else repr(file)), content)
-
-
-def _checkpoint_file(run: Run, step: int | str | None) -> CheckpointFile:
-    """Return the checkpoint of a step or a tag; None: the newest."""
-    return run.newest() if step is None else open_step_or_tag(run, step)
 
 
 def _lossless_copy(run: Run, file: CheckpointFile, newest: bool) -> CheckpointFile | None:

@@ -12,6 +12,8 @@ from dynaquant.store.chain import ATTEMPTS
 from dynaquant.store.container import is_missing
 
 SUFFIX = ".dqc"
+STEP = "step-"
+"""What the name of a step's file begins with."""
 T = TypeVar("T")
 
 
@@ -38,7 +40,7 @@ def read_each_step(folder: Path, read: Callable[[Path], T]) -> tuple[list[T], li
         found: list[T] = []
         broken: list[CheckpointError] = []
         missing: list[Path] = []
-        for path in checkpoint_paths(folder, "step-"):
+        for path in checkpoint_paths(folder, STEP):
             try:
                 found.append(read(path))
             except (OSError, CheckpointError) as error:
@@ -46,7 +48,7 @@ def read_each_step(folder: Path, read: Callable[[Path], T]) -> tuple[list[T], li
                     missing.append(path)
                 broken.append(error if isinstance(error, CheckpointError) else _unreadable(path, error))
         # A missing file that is still listed is a dangling link. It was not deleted, so a retry would not help.
-        if not missing or set(missing) & set(checkpoint_paths(folder, "step-")):
+        if not missing or set(missing) & set(checkpoint_paths(folder, STEP)):
             break
     return found, broken
 

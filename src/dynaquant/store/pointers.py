@@ -1,6 +1,7 @@
-"""A pointer: a small file outside of a run that stands for one of its checkpoints.
+"""Where the checkpoints of a framework's folder are: pointers, and the folder of the run.
 
-It names the run by its path from the pointer's own folder, so both can be moved together. It is one line of JSON:
+A pointer is a small file outside of a run that stands for one of its checkpoints. It names the run by its path from the
+pointer's own folder, so both can be moved together. It is one line of JSON:
 ``{"dynaquant": "pointer", "run": "dynaquant", "step": 400, "identity": "…"}``.
 """
 
@@ -11,12 +12,17 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynaquant.errors import CheckpointError
+from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.store.atomic_files import atomic_file
 from dynaquant.store.container import CheckpointFile, is_step
 from dynaquant.store.files import is_reference, open_file
+from dynaquant.store.listing import STEP, checkpoint_paths
 from dynaquant.store.run import Run
 
+RUN_FOLDER = "dynaquant"
+"""The folder of a run in the folder where a framework keeps its checkpoints."""
+POINTER_FILE = "dynaquant.json"
+"""The pointer in a folder that stands for a checkpoint."""
 FIRST_BYTES = b'{"dynaquant": "pointer"'
 _LARGEST = 10_000
 """Maximum bytes of a pointer."""
@@ -32,15 +38,45 @@ class Pointer:
     identity: str
 
     def file(self) -> CheckpointFile:
-        """Open the checkpoint. Raises CheckpointError if it is missing or damaged."""
-        file = Run(self.run).file(self.step)
-        self.check(file)
+        """Open the checkpoint.
+
+        Raises CheckpointError if it is missing or damaged, or if its step was saved again; RunChangedError if the
+        pointer stands for another checkpoint by now.
+        """
+        try:
+            file = Run(self.run).file(self.step)
+            if file.header.identity != self.identity:
+                raise CheckpointError(f"{self.path}: {self.run} has another checkpoint as step {self.step} by now")
+        except CheckpointError as error:
+            if read_pointer(self.path) != self:
+                raise RunChangedError(str(error)) from error
+            raise
         return file
 
-    def check(self, file: CheckpointFile) -> None:
-        """Raise CheckpointError if the run has another checkpoint of this step by now."""
-        if file.header.identity != self.identity:
-            raise CheckpointError(f"{self.path}: {self.run} has another checkpoint as step {self.step} by now")
+
+def found_at(path: Path) -> Path | Pointer:
+    """Return what a path stands for: a pointer's checkpoint, the run in a framework's folder, or the path itself.
+
+    A folder stands for the run in its folder ``dynaquant`` if it has no checkpoints of its own. Raises CheckpointError
+    if a pointer is damaged.
+    """
+    if path.is_file():
+        return read_pointer(path) or path
+    if (path / POINTER_FILE).is_file():
+        pointer = read_pointer(path / POINTER_FILE)
+        if pointer is None:
+            raise CheckpointError(
+                f"{path / POINTER_FILE}: this pointer to a checkpoint is damaged; give the run and a step instead"
+            )
+        return pointer
+    inner = path / RUN_FOLDER
+    return inner if not checkpoint_paths(path, STEP) and checkpoint_paths(inner, STEP) else path
+
+
+def run_at(path: Path) -> Run:
+    """Return the run that a path is or stands for (``found_at``). There may be none yet."""
+    found = found_at(path)
+    return Run(found.run if isinstance(found, Pointer) else found)
 
 
 def write_pointer(path: Path, file: CheckpointFile) -> None:
@@ -71,7 +107,7 @@ def read_pointer(path: Path) -> Pointer | None:
     except (ValueError, KeyError, RecursionError):
         run = step = identity = None
     if not (is_reference(run) and is_step(step) and isinstance(identity, str)):
-        raise CheckpointError(f"{path}: this pointer to a checkpoint of a run is damaged")
+        raise CheckpointError(f"{path}: this pointer to a checkpoint is damaged; give the run and a step instead")
     folder = path.resolve().parent / run
     if not folder.is_dir():
         raise CheckpointError(

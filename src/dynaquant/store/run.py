@@ -23,7 +23,7 @@ from dynaquant.store.container import (
 )
 from dynaquant.store.files import non_file_kind
 from dynaquant.store.frozen_files import FrozenFiles
-from dynaquant.store.listing import SUFFIX, read_each_step
+from dynaquant.store.listing import STEP, SUFFIX, read_each_step
 from dynaquant.store.reading import Tensors
 
 
@@ -44,7 +44,7 @@ class Run:
 
     def path(self, step: int) -> Path:
         """Return the path of a step's file."""
-        return self.folder / f"step-{step:012d}{SUFFIX}"
+        return self.folder / f"{STEP}{step:012d}{SUFFIX}"
 
     def summaries(self) -> tuple[list[Summary], list[CheckpointError]]:
         """Return the checkpoints with valid headers, oldest commit first, and the errors of the others."""

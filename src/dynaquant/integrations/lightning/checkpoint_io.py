@@ -25,14 +25,12 @@ from dynaquant.state.tree import dict_items, tensor_name
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import MAGIC
 from dynaquant.store.files import make_folder
-from dynaquant.store.pointers import Pointer, read_pointer, write_pointer
+from dynaquant.store.pointers import RUN_FOLDER, Pointer, read_pointer, write_pointer
 from dynaquant.store.retention import recode_dependents
 from dynaquant.store.tags import tags_of
 from dynaquant.store.writing import Base
 
 log = logging.getLogger("dynaquant")
-FOLDER = "dynaquant"
-"""The folder of the run, beside the files that stand for its checkpoints."""
 KEYFRAME_EVERY = 16
 """Maximum number of checkpoints in a chain."""
 _ADVICE = (
@@ -203,7 +201,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         return frozenset(name for name in names if name is not None)
 
     def _run(self, folder: Path) -> WritableRun:
-        folder = folder.resolve() / FOLDER
+        folder = folder.resolve() / RUN_FOLDER
         return self._runs.setdefault(folder, WritableRun(folder))
 
     @staticmethod

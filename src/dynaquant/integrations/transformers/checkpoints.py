@@ -18,9 +18,10 @@ from dynaquant.errors import DynaquantError
 from dynaquant.integrations.transformers.metric import loss_on_evaluation_set
 from dynaquant.integrations.transformers.options import Options
 from dynaquant.integrations.transformers.progress import NAME, Progress
-from dynaquant.integrations.transformers.resume import FOLDER, Asked, has_checkpoints, trainer_state
+from dynaquant.integrations.transformers.resume import Asked, has_checkpoints, trainer_state
 from dynaquant.state.tree import dict_items
 from dynaquant.state.wrappers import named_parameters
+from dynaquant.store.pointers import RUN_FOLDER
 from dynaquant.store.run import Run
 from dynaquant.store.tags import set_tag
 from dynaquant.training import rng
@@ -63,7 +64,7 @@ class Checkpoints:
     def training(self, trial: Any) -> Iterator[Path]:
         """Yield the folder of the run. At the end, wait for the last write and release the run."""
         output_dir = Path(self._trainer._get_output_dir(trial))
-        self._run, self._best, self._save_requested = output_dir / FOLDER, None, False
+        self._run, self._best, self._save_requested = output_dir / RUN_FOLDER, None, False
         try:
             with self._open:
                 yield self._run

@@ -15,11 +15,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from dynaquant.errors import CheckpointError
 from dynaquant.integrations.transformers.progress import state_in
+from dynaquant.store.pointers import RUN_FOLDER
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag
-
-FOLDER = "dynaquant"
-"""The run's folder in ``output_dir``."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     None if there is nothing yet. A script that calls ``trainer.train(resume_from_checkpoint=get_last_checkpoint(out))``
     can be started again and again.
     """
-    run = Path(folder) / FOLDER
+    run = Path(folder) / RUN_FOLDER
     if has_checkpoints(run):
         return str(run)
     found: str | None = trainer_utils.get_last_checkpoint(folder) if os.path.isdir(folder) else None
