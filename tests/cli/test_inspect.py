@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 import dynaquant as dq
 from dynaquant.cli import app, output
+from dynaquant.store.pointers import POINTER_FILE, RUN_FOLDER, write_pointer
 from dynaquant.store.run import Run
 from dynaquant.store.tags import set_tag
 
@@ -343,3 +344,16 @@ def test_a_terminal_without_unicode_gets_question_marks(run):
     command = [sys.executable, "-m", "dynaquant.cli", "log", str(run)]
     done = subprocess.run(command, check=True, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert b"keyframe" in done.stdout
+
+
+def test_folders_of_frameworks_stand_for_a_run_and_for_a_checkpoint(tmp_path, fails):
+    run = tmp_path / RUN_FOLDER
+    make_run(run)
+    assert data("log", tmp_path) == data("log", run)
+    step = STEPS[0]
+    (tmp_path / "first").mkdir()
+    write_pointer(tmp_path / "first" / POINTER_FILE, Run(run).file(step))
+    assert data("show", tmp_path / "first")["step"] == step
+    fails("not a run", "show", tmp_path / "first", step)
+    for command in (("log",), ("verify",), ("prune", "--keep-last", 1)):
+        fails(f"step {step} of the run", *command, tmp_path / "first")

@@ -33,12 +33,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 def run_of(folder: Path) -> tuple[Run, list[CheckpointError]]:
     """Return the run in a folder, and the errors of its unreadable files. Raises CheckpointError if there is no run."""
-    from dynaquant.store.pointers import run_at
+    from dynaquant.store.pointers import Pointer, found_at
+    from dynaquant.store.run import Run
 
     if not folder.is_dir():
         what = f"is {non_file_kind(folder) or 'a file'}" if folder.exists() else "does not exist"
         raise CheckpointError(f"{folder} {what}; give the folder that a Checkpointer writes to")
-    run = run_at(folder)
+    found = found_at(folder)
+    if isinstance(found, Pointer):
+        raise CheckpointError(
+            f"{folder} stands for one checkpoint, step {found.step} of the run {found.run}; give the folder of the run"
+        )
+    run = Run(found)
     summaries, broken = run.summaries()
     if not summaries and not broken:
         raise CheckpointError(f"{folder}: there are no checkpoints in this folder (files named step-….dqc)")
