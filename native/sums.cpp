@@ -120,43 +120,40 @@ DYNAQUANT_AVX2 void tile_avx2(const Tile& tile, double* row_sums, std::size_t ro
     sums_of_tile(tile, row_sums, row_stride, column_sums);
 }
 
+// Returns what `of` returns for each block of the values and the index where it begins. Blocks are done in parallel.
+template <typename Part, typename Of>
+std::vector<Part> by_block(std::span<const float> values, const Of& of) {
+    std::vector<Part> found(block_count(values.size(), block_size));
+    parallel_for(found.size(), [&](std::size_t b) {
+        const std::size_t begin = b * block_size;
+        found[b] = of(values.subspan(begin, std::min(block_size, values.size() - begin)), begin);
+    });
+    return found;
+}
+
 }  // namespace
 
 Sums sums(std::span<const float> values) {
-    std::vector<Sums> found(block_count(values.size(), block_size));
     const auto of_block = has_avx2() ? block_avx2 : block_plain;
-    parallel_for(found.size(), [&](std::size_t b) {
-        const std::size_t begin = b * block_size;
-        found[b] = of_block(values.subspan(begin, std::min(block_size, values.size() - begin)));
-    });
     Sums result;
-    for (const auto& part : found) result.values += part.values, result.squares += part.squares;
+    for (const auto& part : by_block<Sums>(values, [&](auto block, std::size_t) { return of_block(block); }))
+        result.values += part.values, result.squares += part.squares;
     return result;
 }
 
 Errors errors(std::span<const float> values, std::span<const float> exact) {
-    std::vector<Errors> found(block_count(values.size(), block_size));
     const auto of_block = has_avx2() ? errors_avx2 : errors_plain;
-    parallel_for(found.size(), [&](std::size_t b) {
-        const std::size_t begin = b * block_size;
-        const auto block = values.subspan(begin, std::min(block_size, values.size() - begin));
-        found[b] = of_block(block, exact.data() + begin);
-    });
+    const auto with_exact = [&](auto block, std::size_t begin) { return of_block(block, exact.data() + begin); };
     Errors result;
-    for (const auto& part : found) result.squares += part.squares, result.errors += part.errors;
+    for (const auto& part : by_block<Errors>(values, with_exact)) result.squares += part.squares, result.errors += part.errors;
     return result;
 }
 
 Extremes extremes(std::span<const float> values) {
     if (values.empty()) throw std::invalid_argument("there are no values");
-    std::vector<Order> found(block_count(values.size(), block_size));
     const auto of_block = has_avx2() ? extremes_avx2 : extremes_plain;
-    parallel_for(found.size(), [&](std::size_t b) {
-        const std::size_t begin = b * block_size;
-        found[b] = of_block(values.subspan(begin, std::min(block_size, values.size() - begin)));
-    });
     Order whole;
-    for (const auto& part : found)
+    for (const auto& part : by_block<Order>(values, [&](auto block, std::size_t) { return of_block(block); }))
         whole = {std::min(whole.lowest, part.lowest), std::max(whole.highest, part.highest)};
     if (whole.lowest < minus_infinity || whole.highest > infinity)
         return {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::quiet_NaN()};
