@@ -89,11 +89,11 @@ class Plan:
         for seed in range(self.seeds):
             for framework in FRAMEWORKS:
                 yield Kind(framework, OWN, seed)
-                searched = [DEFAULT, *([VALIDATED] if framework == "lightning" else [])]
-                for saving in ("lossless", *searched):
+                is_lightning = framework == "lightning"
+                for saving in ("lossless", DEFAULT, *([VALIDATED, "high"] if is_lightning else [])):
                     yield Kind(framework, saving, seed, killed=True)
                 if seed == 0:
-                    for saving in (*QUALITIES, *searched[1:]):
+                    for saving in (*QUALITIES, *([VALIDATED] if is_lightning else [])):
                         yield Kind(framework, saving, seed)
 
     def kills_of(self, kind: Kind) -> list[Kill]:
