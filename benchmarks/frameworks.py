@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import options
-from integrations.page import default, each, lossless, page, saving_changes_nothing, tables_of_sizes
+from integrations.page import each, lossless, lossy, page, saving_changes_nothing, tables_of_sizes
 from integrations.runs import FRAMEWORKS, Run, Sweep, plan_of
 from results import machine, show
 from workloads import key_of
@@ -33,7 +33,7 @@ def main() -> None:
     sweep = Sweep(plan, arguments.cache)
     sweep.run(arguments.workers)
     found = sweep.found()
-    tables = [*tables_of_sizes(found), saving_changes_nothing(found), lossless(found), default(found), each(found)]
+    tables = [*tables_of_sizes(found), saving_changes_nothing(found), lossless(found), lossy(found), each(found)]
     show(*tables, width=140)
     described = machine("torch", *FRAMEWORKS)
     numbers = {"machine": described, "runs": {kind.name: _short(run) for kind, run in found.items()}}

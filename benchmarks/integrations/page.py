@@ -19,6 +19,8 @@ NAMES: dict[str, str] = {
     VALIDATED: '`"balanced"`, `metric="val_loss"`',
 }
 """Ways to save, as the page calls them."""
+LOSSY = (DEFAULT, VALIDATED, "high")
+"""Ways to save of trainings that are killed, beside lossless."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Ends:
 
     @property
     def name(self) -> str:
-        return _title(self.framework) + (f", {NAMES[VALIDATED]}" if self.saving == VALIDATED else "")
+        return _title(self.framework) + (f", {NAMES[self.saving]}" if self.saving in (VALIDATED, "high") else "")
 
     @property
     def mean(self) -> float:
@@ -93,7 +95,7 @@ def ends(found: Found, savings: tuple[str, ...]) -> list[Ends]:
 def sizes(found: Found, title: str, size_of: Callable[[Run], float]) -> Table:
     """Return the sizes of checkpoints of undisturbed trainings of the first seed. size_of: in bytes."""
     rows = []
-    for saving in (OWN, *reversed(QUALITIES), VALIDATED):
+    for saving in (OWN, *QUALITIES, VALIDATED):
         cells = []
         for framework in FRAMEWORKS:
             run, own = found.get(Kind(framework, saving, 0)), found[Kind(framework, OWN, 0)]
@@ -151,7 +153,7 @@ def _same(pairs: list[tuple[Run, Run]]) -> list[str]:
     ]
 
 
-def default(found: Found) -> Table:
+def lossy(found: Found) -> Table:
     """Return how far trainings that are killed end from undisturbed ones."""
     rows = [
         [
@@ -163,7 +165,7 @@ def default(found: Found) -> Table:
             "yes" if one.is_within else "**no**",
             _same([(pair.killed, pair.alone) for pair in one.pairs])[-1],
         ]
-        for one in ends(found, (DEFAULT, VALIDATED))
+        for one in ends(found, LOSSY)
     ]
     columns = [
         "",
@@ -174,11 +176,11 @@ def default(found: Found) -> Table:
         "within",
         "same number of steps",
     ]
-    return Table("Killed, the default quality, beside the same seed undisturbed", columns, rows)
+    return Table("Killed, the default quality where no other is named, beside the same seed undisturbed", columns, rows)
 
 
 def each(found: Found) -> Table:
-    """Return every training of the table ``default``."""
+    """Return every training of the table ``lossy``."""
     rows = [
         [
             f"{one.name}, {pair.seed}",
@@ -188,7 +190,7 @@ def each(found: Found) -> Table:
             ", ".join(str(attempt.last) for attempt in pair.killed.attempts[:-1]),
             ", ".join(str(attempt.first - 1) for attempt in pair.killed.attempts[1:]),
         ]
-        for one in ends(found, (DEFAULT, VALIDATED))
+        for one in ends(found, LOSSY)
         for pair in one.pairs
     ]
     columns = ["framework, seed", "undisturbed", "killed", "difference", "killed at", "resumed from"]
@@ -196,14 +198,24 @@ def each(found: Found) -> Table:
 
 
 def in_words(found: Found) -> str:
-    """Return the last table but one in words."""
-    made = ends(found, (DEFAULT, VALIDATED))
-    beyond = [one.name for one in made if not one.is_within]
-    told = "; ".join(f"{one.name} {one.mean:+.3f} ± {one.error:.3f}, seeds {one.spread:.3f} apart" for one in made)
-    return (
-        "With the default, killed trainings end at a loss that differs from that of the same seed undisturbed by: "
-        f"{told} (negative is better). Worse by more than the seeds are apart: {', '.join(beyond) or 'none'}."
-    )
+    """Return the table ``lossy`` in words, and the reason if Lightning's trainings end worse."""
+    made = ends(found, LOSSY)
+    beyond = [one for one in made if not one.is_within]
+    told = f"Worse by more than the seeds are apart: {', '.join(one.name for one in beyond) or 'none'}."
+    return told + WHY * any(one.framework == "lightning" for one in beyond)
+
+
+WHY = """
+
+**Why Lightning's trainings lose more.** After a restore the weights lie on a grid. The plugin rounds what the training
+has moved them since to the nearest point of a grid as coarse, so small late steps are rounded away, at every save. The
+other two frameworks save by a `Checkpointer`. It demands that a checkpoint keeps 95 % of the displacement since the
+restore, rounds stochastically if need be, and lets checkpoints late in a schedule lose less. The plugin does none of
+this: its limit is one for each checkpoint, and without a metric an estimate that does not see the restore. With seed 1,
+the checkpoint of step 220, after two restores, had a validation loss 2.1 % above that of the weights that it was made
+of. In the undisturbed training (seed 0) it was 0.05 to 0.3 %. First moments are not the reason: with exact moments
+seeds 0 and 1 ended as far off."""
+"""What was found out about these trainings, beside what ``frameworks.py`` measures."""
 
 
 def page(found: Found, plan: Plan, described: dict[str, str | int]) -> str:
@@ -214,7 +226,6 @@ def page(found: Found, plan: Plan, described: dict[str, str | int]) -> str:
 
 ```
 make benchmark-setup
-.venv/bin/pip install --group test
 .venv/bin/python benchmarks/frameworks.py --data DIR
 ```
 
@@ -250,7 +261,7 @@ the framework itself saves.
 
 {lossless(found).in_markdown()}
 
-{default(found).in_markdown()}
+{lossy(found).in_markdown()}
 
 The loss is in nats, on {training.final:,} windows of held-out text that no search has seen. Differences are of the
 same seed, with the standard error of their mean; *seeds apart* is the standard deviation of the undisturbed seeds.

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="Transformers is not installed")
 
 from integrations import runs
 from integrations.byte_model import OWN, VALIDATED, Ended
-from integrations.page import default, each, lossless, page, saving_changes_nothing, tables_of_sizes
+from integrations.page import each, lossless, lossy, page, saving_changes_nothing, tables_of_sizes
 from integrations.runs import FRAMEWORKS, Attempt, Kill, Kind, Run, Sweep, plan_of, trained
 
 
@@ -101,12 +101,14 @@ def test_the_page_says_what_was_found(data):
         [str(n), *[f"{n} of {n}"] * 3] for n in (4, 4, 5)
     ]
     assert [row[1:] for row in lossless(runs_found).rows] == [["4", "4 of 4", "4 of 4", "4 of 4"]] * 3
-    ends = default(runs_found).rows
+    ends = lossy(runs_found).rows
     assert ends[0][1:] == ["4", "2.150", "+0.010 ± 0.000", "0.129", "yes", "4 of 4"]
-    assert ends[-1][3:6] == ["+0.300 ± 0.000", "0.129", "**no**"]
+    assert ends[3][3:6] == ["+0.300 ± 0.000", "0.129", "**no**"]
+    assert ends[4][0] == 'Lightning, `"high"`'
     assert each(runs_found).rows[0] == ["Transformers, 0", "2.0000", "2.0100", "+0.0100", "30", "20"]
     text = page(runs_found, plan, {"cpu": "processor", "cores": 2, "torch": "2.0"})
     assert 'Worse by more than the seeds are apart: Lightning, `"balanced"`, `metric="val_loss"`.' in text
+    assert "Why Lightning's trainings lose more" in text
 
 
 def test_the_page_marks_lossless_trainings_that_end_otherwise(data):
