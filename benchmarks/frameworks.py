@@ -35,7 +35,7 @@ def main() -> None:
     found = sweep.found()
     tables = [*tables_of_sizes(found), saving_changes_nothing(found), lossless(found), lossy(found), each(found)]
     show(*tables, width=140)
-    described = machine("torch", *FRAMEWORKS)
+    described = machine("torch", *FRAMEWORKS, "torchdata")
     numbers = {"machine": described, "runs": {kind.name: _short(run) for kind, run in found.items()}}
     (arguments.out / "frameworks.json").write_text(json.dumps(numbers, indent=1) + "\n")
     (arguments.out / "frameworks.md").write_text(page(found, plan, described))
