@@ -234,8 +234,8 @@ make benchmark-setup
 
 A byte-level Llama of {training.layers} layers, 0.9 M weights, with dropout, learns Shakespeare with AdamW for
 {training.steps} steps of {BATCH} windows of {LENGTH} bytes, and is saved every {training.every} steps. An epoch has
-{training.epoch} steps. Model, optimizer, schedule and data are the same in all three frameworks; each draws its own order
-of the data. Lightning's data come from torchdata's `StatefulDataLoader`, and it saves after each validation. Each
+{training.epoch} steps. Model, optimizer, schedule and data are the same in all three frameworks; each draws its own
+order of the data. Lightning's data come from torchdata's `StatefulDataLoader`, and it saves after each validation. Each
 training is a process of its own with one thread.
 
 ## How small are the checkpoints?
