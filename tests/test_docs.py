@@ -233,3 +233,34 @@ def test_the_ends_of_trainings_in_the_readme_are_those_measured():
     assert len(found) == 5
     for _, end, error, state in found:
         assert f"| {float(state):.0f}× smaller | {end} ± {error} % |" in readme
+
+
+FRAMEWORKS = ["transformers", "accelerate", "lightning"]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_sizes_on_the_pages_of_frameworks_are_those_measured(framework):
+    text = (ROOT / "docs/results/frameworks.md").read_text()
+    measured = {}
+    for row in re.findall(r"^\| (.*kB.*) \|$", text, re.MULTILINE):
+        name, *cells = row.split(" | ")
+        measured.setdefault(name.removesuffix(", the default"), []).append(cells[FRAMEWORKS.index(framework)])
+    page = (ROOT / f"docs/integrations/{framework}.md").read_text()
+    claimed = [row.split(" | ") for row in re.findall(r"^\| (.*kB.*) \|$", page, re.MULTILINE)]
+    assert claimed[0][1:] == measured["the framework's own"]
+    assert len(claimed) == (6 if framework == "lightning" else 5)
+    for name, *cells in claimed[1:]:
+        assert cells == measured[name.replace("quality=", "")]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_ends_on_the_pages_of_frameworks_are_those_measured(framework):
+    results = (ROOT / "docs/results/frameworks.md").read_text()
+    page = (ROOT / f"docs/integrations/{framework}.md").read_text().replace("−", "-")
+    rows = re.findall(
+        rf"^\| {framework.capitalize()}[^|]* \| \d+ \| [\d.]+ \| (.*?) \| ([\d.]+) \|", results, re.MULTILINE
+    )
+    assert len(rows) == (3 if framework == "lightning" else 1)
+    for end, apart in rows:
+        assert end in page
+        assert f"seeds are {apart} apart" in page
