@@ -162,7 +162,7 @@ def lossy(found: Found) -> Table:
             f"{fmean(pair.alone.ended.final for pair in one.pairs):.3f}",
             f"{one.mean:+.3f} ± {one.error:.3f}",
             f"{one.spread:.3f}",
-            "yes" if one.is_within else "**no**",
+            "–" if len(one.pairs) == 1 else "yes" if one.is_within else "**no**",
             _same([(pair.killed, pair.alone) for pair in one.pairs])[-1],
         ]
         for one in ends(found, LOSSY)
