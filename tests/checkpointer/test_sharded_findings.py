@@ -94,6 +94,10 @@ def test_frozen_parameters_of_replicas_stay_in_a_file_of_their_own(findings):
     assert findings["frozen replicas"][0] == {"frozen": 1, "parts": 0}
 
 
+def test_a_training_goes_on_if_hooks_divide_a_parameter_in_the_state_dict(findings):
+    assert findings["hooks"] == [{"restored": True, "continued": True}] * 2
+
+
 def test_a_run_with_omitted_tensors_is_not_called_damaged_by_a_sharded_model(findings):
     for found in findings["omitted"]:
         assert found["strict"].startswith("StateError: ")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from sharded_training import Model, batches_of, begin, end, folder, loss_of, model_of, state_of, train, whole
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 
 import dynaquant as dq
 from dynaquant.quantize import grid_weights, moments
@@ -295,6 +296,64 @@ def frozen(role, run):
     }
 
 
+# A module whose state dict has other tensors than its parameters.
+
+
+class Fused(nn.Module):
+    """A linear layer that its state dict divides into two."""
+
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Linear(8, 12, bias=False)
+        self.register_state_dict_post_hook(self.divide)
+        self.register_load_state_dict_pre_hook(self.join)
+
+    def forward(self, inputs):
+        return self.both(inputs)
+
+    @staticmethod
+    def divide(_, state, prefix, *__):
+        rows = gathered(state.pop(f"{prefix}both.weight")).reshape(4, 3, 8)
+        state[f"{prefix}first.weight"] = rows[:, :1].reshape(4, 8).contiguous()
+        state[f"{prefix}second.weight"] = rows[:, 1:].reshape(8, 8).contiguous()
+
+    @staticmethod
+    def join(_, state, prefix, *__):
+        first, second = (gathered(state.pop(f"{prefix}{name}.weight")) for name in ("first", "second"))
+        state[f"{prefix}both.weight"] = torch.cat([first.reshape(4, 1, 8), second.reshape(4, 2, 8)], 1).reshape(12, 8)
+
+
+def gathered(tensor):
+    return tensor.redistribute(placements=[Replicate()]) if isinstance(tensor, DTensor) else tensor
+
+
+def hooks(run):
+    def begun(seed, steps):
+        torch.manual_seed(seed)
+        model = fully_shard(nn.Sequential(Fused(), nn.Linear(12, 4)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        for _ in range(steps):
+            stepped(model, optimizer)
+        return model, optimizer
+
+    def stepped(model, optimizer):
+        model(torch.ones(3, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reshard(model)
+
+    model, optimizer = begun(1, 2)
+    with dq.Checkpointer(run, model, optimizer, quality="lossless") as ckpt:
+        ckpt.save(1).result()
+    other, other_optimizer = begun(2, 0)
+    with dq.Checkpointer(run, other, other_optimizer, quality="lossless") as ckpt:
+        ckpt.restore()
+    restored = same(state_of(other, other_optimizer), state_of(model, optimizer))
+    stepped(model, optimizer)
+    stepped(other, other_optimizer)
+    return {"restored": restored, "continued": same(state_of(other, other_optimizer), state_of(model, optimizer))}
+
+
 # A run whose frozen tensors are not stored.
 
 
@@ -363,6 +422,7 @@ SCENARIOS = {
     "sharded extras: class": partial(sharded_extras, Average),
     "frozen: weight": partial(frozen, "weight"),
     "frozen: bound": partial(frozen, dq.Bound(absolute=0.2)),
+    "hooks": hooks,
     "omitted": omitted,
     "failing: mean squares": partial(failing, distortion, "_sum"),
     "failing: weights": partial(failing, grid_weights, "_numbers_of"),

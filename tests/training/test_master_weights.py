@@ -121,3 +121,27 @@ def test_master_weights_that_are_not_saved_cause_a_warning(tmp_path, caplog):
     with dq.Checkpointer(tmp_path / "without", model, optimizer):
         (said,) = caplog.messages
     assert said.startswith("optimizer updates tensors that are not saved")
+
+
+class Doubled(nn.Linear):
+    """A layer that stores twice its weight, under another name."""
+
+    def __init__(self):
+        super().__init__(8, 8, bias=False)
+        self.register_state_dict_post_hook(lambda _, state, *__: state.update(twice=2 * state.pop("weight")))
+        self.register_load_state_dict_pre_hook(lambda _, state, *__: state.update(weight=state.pop("twice") / 2))
+
+
+def test_a_parameter_that_a_hook_replaces_in_the_state_dict_is_named_and_stored_exactly(tmp_path, caplog):
+    model = Doubled()
+    optimizer = optim.AdamW(model.parameters())
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    wanted = model.weight.detach().clone()
+    with dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
+        (said,) = caplog.messages
+        ckpt.save(STEP).result()
+        nn.init.zeros_(model.weight)
+        ckpt.restore()
+    assert said.startswith("state_dict() does not have model.weight: a hook of the module gives something else")
+    assert torch.equal(model.weight, wanted)

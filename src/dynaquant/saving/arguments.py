@@ -41,7 +41,7 @@ def check_first_state(
     tensors = group.run_on_all_ranks(lambda: flatten(collect(objects))[1])
     supported.check_replicas(tensors, group)
     labels(tensors, objects, early, vectors)
-    supported.warn_of_unsaved(objects, tensors.values())
+    supported.warn_of_unsaved(objects, tensors)
 
 
 def check_same_on_all_ranks(name: str, value: Any, group: Group) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dynaquant.errors import StateError
+from dynaquant.state import wrappers
 from dynaquant.state.flatten import flatten
 from dynaquant.state.sharding import is_sharded, local_of, named_shard, part_problem
 from dynaquant.training.ranks import Group
@@ -71,17 +72,34 @@ def check_replicas(tensors: Mapping[str, Tensor], group: Group) -> None:
         )
 
 
-def warn_of_unsaved(objects: Mapping[str, Any], tensors: Iterable[Tensor]) -> None:
-    """Log a warning for every optimizer that updates a tensor that is not saved. tensors: all saved tensors."""
-    saved = {local_of(tensor).data_ptr() for tensor in tensors}
+def warn_of_unsaved(objects: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Log a warning for every optimizer that updates a tensor that is not saved, or not as itself.
+
+    tensors: all saved tensors by name.
+    """
+    saved = {local_of(tensor).data_ptr() for tensor in tensors.values()}
+    of_models = {
+        id(parameter): f"{name}.{path}"
+        for name, thing in objects.items()
+        if isinstance(thing, nn.Module)
+        for path, parameter in wrappers.named_parameters(thing)
+    }
     for name, thing in objects.items():
         groups = thing.param_groups if isinstance(thing, Optimizer) else []
-        updated = [local_of(parameter) for group in groups for parameter in group["params"]]
-        if any(local.numel() and local.data_ptr() not in saved for local in updated):
+        updated = [parameter for group in groups for parameter in group["params"]]
+        unsaved = [each for each in updated if (own := local_of(each)).numel() and own.data_ptr() not in saved]
+        if any(id(each) not in of_models for each in unsaved):
             log.warning(
                 "%s updates tensors that are not saved, so a restore would not restore them; give an object that "
                 "holds them as an extra, e.g. extras={'masters': torch.nn.ParameterList(masters)}",
                 name,
+            )
+        if hidden := [of_models[id(each)] for each in unsaved if id(each) in of_models]:
+            log.warning(
+                "state_dict() does not have %s%s: a hook of the module gives something else in its place. What it "
+                "gives is stored exactly, which takes more space",
+                hidden[0],
+                f" and {len(hidden) - 1} other parameters" if len(hidden) > 1 else "",
             )
 
 
