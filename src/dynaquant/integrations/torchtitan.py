@@ -1,48 +1,62 @@
-"""A checkpoint manager of torchtitan that saves to a run. Unfinished: it saves, but a resumed training fails.
+"""A checkpoint manager of torchtitan that saves to a run.
 
-torchtitan makes parameters DTensors even in a single process, and a restore gives the fused AdamW plain tensors among
-them: the first step after a restore raises RuntimeError. Several processes are refused. It has no tests yet.
-
-In a config function: ``checkpoint=CheckpointManager.Config(enable=True, interval=50, quality="balanced")``.
+In a config function: ``checkpoint=CheckpointManager.Config(enable=True, interval=500)``.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import os
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from importlib.metadata import version
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
+from torchtitan.components.checkpointer import CheckpointManager as TitanManager
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
+from torchtitan.components.validate import Validator
 
 from dynaquant.checkpointer import Checkpointer
-from dynaquant.errors import DynaquantError
+from dynaquant.errors import DynaquantError, StateError
 from dynaquant.saving.presets import QualityName
+from dynaquant.state import wrappers
+from dynaquant.training.ranks import Group
+
+TESTED = "0.3.0"
+"""The version of torchtitan that this was tested with."""
 
 
 class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan's classes are untyped to mypy
-    """Saves a training of torchtitan to the run ``dump_folder/folder``, and resumes it from there.
+    """Saves a training of torchtitan to the run ``<dump_folder>/<folder>``, and resumes it from there.
 
-    Saved are the model, the optimizers, the learning rate schedules, the position of the data loader, the step, the
-    tokens seen and the random numbers. The metric of the search is the validation loss, if the validator is enabled.
+    Saved are the model, the optimizers, the learning rate schedulers, the position of each rank's data loader, the
+    step, the number of tokens seen, and the random number generators of each rank. If torchtitan's validator is
+    enabled, its loss is the metric of the search. A checkpoint can be restored on another number of ranks, if
+    ``exclude_from_loading=["dataloader"]`` leaves out the positions of the data loaders.
 
-    Raises DynaquantError for several processes, and for options of torchtitan that are not supported.
+    Raises DynaquantError for options of torchtitan that are not supported, for pipeline parallelism, and if torchtitan
+    has changed since the version that was tested.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-        """Options of torchtitan's managers, and of ``Checkpointer``."""
+        """Options of torchtitan's checkpoint managers, and some of ``Checkpointer``."""
 
         quality: QualityName = "balanced"
-        """Preset of how much quality may be lost; "lossless" stores every tensor exactly."""
+        """Preset of how much quality may be lost. "lossless" stores every tensor exactly, and needs no validator."""
 
         max_degradation: float | None = None
-        """How much worse the validation loss of one checkpoint may be, as a fraction."""
+        """How much worse the validation loss of one checkpoint may be, as a fraction. None: that of the preset."""
+
+        training_budget: float | None = None
+        """How much all restores of the training together may cost, as a fraction of the validation loss."""
 
         last_save_model_only: bool = False
-        """Must be False: the last checkpoint holds the whole state, too."""
+        """Must be False: the last checkpoint holds the whole state. ``dynaquant export`` writes the weights alone."""
 
     def __init__(
         self,
@@ -53,48 +67,83 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         optimizers: Any,
         lr_schedulers: Any,
         states: dict[str, Any],
-        sd_adapter: Any = None,  # noqa: ARG002  # torchtitan gives it by name
+        sd_adapter: Any = None,
         base_folder: str = "",
     ) -> None:
-        self.enable = config.enable
-        if not self.enable:
+        self.enable = False  # while this is not complete: torchtitan closes a half-made manager, too
+        if not config.enable:
             return
-        self.enable = False  # until all is checked: torchtitan closes a half-made manager, too
         self.save_future: Any = None
-        _check(config, model_parts, base_folder)
         self._config = config
         self._folder = os.path.join(base_folder, config.folder)
-        self._model, self._optimizers = model_parts[0], list(optimizers)
+        _check_torchtitan()
+        _check(config, self._folder, model_parts)
+        self._model = model_parts[0]
+        self._optimizers = list(optimizers)
         self._trainer = states["train_state"]
-        self._extras = {"lr_scheduler": lr_schedulers, "dataloader": dataloader, "train_state": self._trainer}
+        self._position = _Position(dataloader)
+        self._extras = {
+            "lr_scheduler": lr_schedulers,
+            "dataloader": self._position,
+            **{name: state for name, state in states.items() if state is not None},
+        }
+        self._start = _start_from(
+            config, dataloader, model_parts, optimizers, lr_schedulers, states, sd_adapter, base_folder
+        )
         self._checkpointer: Checkpointer | None = None
         self.enable = True
 
+    def __del__(self) -> None:
+        self.close()
+
     def _opened(self) -> Checkpointer:
-        """Return the checkpointer. It is made late, since torchtitan builds the validator after this manager."""
+        """Return the checkpointer. It is made late, since torchtitan makes the validator after this manager."""
         if self._checkpointer is None:
+            config = self._config
             validator = getattr(self._trainer, "validator", None)
-            self._checkpointer = Checkpointer(
-                self._folder,
-                self._model,
-                self._optimizers,
-                extras=self._extras,
-                evaluate=None if validator is None or self._config.quality == "lossless" else _Loss(validator),
-                quality=self._config.quality,
-                max_degradation=self._config.max_degradation,
-                keep_last=self._config.keep_latest_k or None,
-            )
+            self._hiding = _modules_that_hide_parameters(self._model)
+            with _without_hooks(self._hiding):
+                self._checkpointer = Checkpointer(
+                    self._folder,
+                    self._model,
+                    self._optimizers if len(self._optimizers) > 1 else self._optimizers[0],
+                    extras=self._extras,
+                    evaluate=None if validator is None or config.quality == "lossless" else _Loss(validator),
+                    quality=config.quality,
+                    max_degradation=config.max_degradation,
+                    training_budget=config.training_budget,
+                    every=config.interval,
+                    keep_last=config.keep_latest_k or None,
+                )
         return self._checkpointer
 
     def _load(self, step: int = -1) -> bool:
-        return self._opened().restore(None if step == -1 else step) is not None
+        checkpointer = self._opened()
+        with _without_hooks(self._hiding):
+            found = checkpointer.restore(None if step == -1 else step, only=self._parts_to_load())
+        if found is None and self._start is not None:
+            return bool(self._start.load())
+        return found is not None
+
+    def _parts_to_load(self) -> list[str] | None:
+        """Return the names of the objects to restore; None for all of them."""
+        excluded = set(self._config.exclude_from_loading)
+        parts = ["model", "optimizer", *self._extras, "rng"]
+        if unknown := sorted(excluded - set(parts)):
+            raise DynaquantError(
+                f"checkpoint.exclude_from_loading names {unknown[0]!r}; a checkpoint has {', '.join(parts[1:])}"
+            )
+        return [part for part in parts if part not in excluded] if excluded else None
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         config = self._config
         first = curr_step == 1 and config.enable_first_step_checkpoint
         if config.load_only or not (first or last_step or curr_step % config.interval == 0):
             return False
-        self.save_future = self._opened().save(curr_step)
+        checkpointer = self._opened()
+        self._position.gather()
+        with _without_hooks(self._hiding):
+            self.save_future = checkpointer.save(curr_step)
         return True
 
     def _wait_for_saving(self) -> None:
@@ -110,7 +159,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
 
 
 class _Loss:
-    """The loss of torchtitan's validator, which logs it. A copy of the validator reports it here instead."""
+    """The loss of torchtitan's validator. The validator logs it; a copy of the validator reports it here instead."""
 
     def __init__(self, validator: Any) -> None:
         self._validator = copy.copy(validator)
@@ -126,22 +175,145 @@ class _Loss:
         self._loss = None
         self._validator.validate([model], 0)
         if self._loss is None:
-            raise DynaquantError("torchtitan's validator reported no loss; install torchtitan 0.3.0, which was tested")
+            raise DynaquantError(f"torchtitan's validator reported no loss; install torchtitan {TESTED}")
         return self._loss
 
 
-def _check(config: Any, model_parts: list[nn.Module], base_folder: str) -> None:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise DynaquantError("several processes are not supported yet: use torchtitan's own CheckpointManager")
+class _Position:
+    """The positions of the data loaders of all ranks. torchtitan's loader knows only its own."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._group: Group | None = None
+        self._positions: dict[str, Any] = {}
+
+    def gather(self) -> None:
+        """Collect the present positions of all ranks on rank 0. Collective."""
+        self._group = self._group or Group()
+        found: dict[str, Any] = {}
+        for rank, position in enumerate(self._group.gather_to_rank_0(self._loader.state_dict())):
+            for key, value in position.items():
+                if found.setdefault(key, value) != value and not key.startswith("dp_rank_"):
+                    raise StateError(
+                        f"{type(self._loader).__qualname__}.state_dict() has another {key!r} on rank {rank} than on "
+                        "others; use a loader whose keys name the data-parallel rank, as torchtitan's own do"
+                    )
+        self._positions = found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was gathered last."""
+        return dict(self._positions)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give this rank's loader its position. Raises StateError for another number of data-parallel ranks."""
+        before, now = state.get("world_size"), getattr(self._loader, "dp_world_size", None)
+        if before is not None and now is not None and before != now:
+            raise StateError(
+                f"the data was divided among {before} data-parallel ranks at the save, and is divided among {now} now; "
+                f"torchtitan's data loaders cannot go on from there; use {before} ranks, or "
+                'checkpoint.exclude_from_loading=["dataloader"] to begin the data again'
+            )
+        self._loader.load_state_dict(dict(state))
+
+
+def _start_from(
+    config: CheckpointManager.Config,
+    dataloader: Any,
+    model_parts: list[nn.Module],
+    optimizers: Any,
+    lr_schedulers: Any,
+    states: dict[str, Any],
+    sd_adapter: Any,
+    base_folder: str,
+) -> Any:
+    """Return torchtitan's own manager, if a training begins with other weights than random ones; None otherwise."""
+    if not (config.initial_load_path or config.initial_load_in_hf):
+        return None
+    names = [field.name for field in fields(BaseCheckpointManager.Config) if field.name.startswith("initial_load")]
+    own = TitanManager.Config(
+        enable=True, load_only=True, folder=config.folder, **{name: getattr(config, name) for name in names}
+    )
+    return own.build(
+        dataloader=dataloader,
+        model_parts=model_parts,
+        optimizers=optimizers,
+        lr_schedulers=lr_schedulers,
+        states=dict(states),
+        sd_adapter=sd_adapter,
+        base_folder=base_folder,
+    )
+
+
+def _modules_that_hide_parameters(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose hooks give something else than their parameters in ``state_dict()``. Collective.
+
+    torchtitan's attention is one: it divides its weight in three. The weight itself is stored instead, because it is
+    what the training changes, and because its parts would have to be gathered from all ranks at every save.
+    """
+    found: list[nn.Module] = []
+    for module in reversed(list(model.modules())):  # those inside come first
+        if module._state_dict_hooks:
+            with _without_hooks(found):
+                stored = wrappers.state_dict(module)
+            if any(name not in stored for name, _ in wrappers.named_parameters(module)):
+                found.append(module)
+    return found
+
+
+@contextmanager
+def _without_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Let modules give and take their own parameters in a block."""
+    names = ("_state_dict_hooks", "_load_state_dict_pre_hooks")
+    hooks = [(module, name, getattr(module, name)) for module in modules for name in names]
+    for module, name, _ in hooks:
+        setattr(module, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for module, name, own in hooks:
+            setattr(module, name, own)
+
+
+def _check(config: CheckpointManager.Config, folder: str, model_parts: Sequence[nn.Module]) -> None:
+    """Raise DynaquantError for what is not supported."""
     if len(model_parts) != 1:
         raise DynaquantError("pipeline parallelism is not supported: use torchtitan's own CheckpointManager")
-    for name in ("initial_load_path", "initial_load_in_hf", "last_save_model_only", "create_seed_checkpoint"):
-        if getattr(config, name):
-            raise DynaquantError(f"checkpoint.{name} is not supported: leave it unset, or use torchtitan's own manager")
-    if config.exclude_from_loading:
-        raise DynaquantError("checkpoint.exclude_from_loading is not supported: leave it empty")
-    folder = os.path.join(base_folder, config.folder)
+    if config.last_save_model_only:
+        raise DynaquantError(
+            "checkpoint.last_save_model_only is not supported: leave it False, and write the weights alone with "
+            "`dynaquant export`"
+        )
+    if config.create_seed_checkpoint:
+        raise DynaquantError(
+            "checkpoint.create_seed_checkpoint is not supported: make it with torchtitan's own CheckpointManager, and "
+            "begin from it with checkpoint.initial_load_path"
+        )
     if "://" in folder:
         raise DynaquantError(f"{folder} is a remote folder, which is not supported: give a local one")
     if os.path.isdir(folder) and any(each.is_dir() and each.name.startswith("step-") for each in os.scandir(folder)):
-        raise DynaquantError(f"{folder} holds torchtitan's own checkpoints: give another checkpoint.folder")
+        raise DynaquantError(
+            f"{folder} holds torchtitan's own checkpoints: give another checkpoint.folder, and begin from one of them "
+            "with checkpoint.initial_load_path and checkpoint.initial_load_model_only=False"
+        )
+
+
+_HOOKS = ("_save", "_load", "_wait_for_saving", "_maybe_wait_for_staging", "_close")
+"""Methods that torchtitan's ``BaseCheckpointManager`` calls."""
+
+
+def _check_torchtitan() -> None:
+    """Raise DynaquantError if torchtitan is not as it was in the version that was tested."""
+    wanted = set(_HOOKS)
+    if BaseCheckpointManager.__abstractmethods__ != wanted:
+        changed = sorted(BaseCheckpointManager.__abstractmethods__ ^ wanted)
+        _refuse(f"BaseCheckpointManager with the methods {', '.join(_HOOKS)} ({changed[0]} differs)")
+    code = inspect.unwrap(Validator.validate).__code__
+    if not {"log_validation", "metrics_processor"} <= set(code.co_names):
+        _refuse("Validator.validate that reports to metrics_processor.log_validation")
+
+
+def _refuse(what: str) -> None:
+    raise DynaquantError(
+        f"torchtitan {version('torchtitan')} has no {what}, on which dynaquant.integrations.torchtitan relies; it was "
+        f"tested with torchtitan {TESTED}: install that version"
+    )
