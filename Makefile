@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 NATIVE_TESTS := tests/kernels/test_native.py tests/kernels/test_native_lossless.py tests/kernels/test_native_conditional.py \
   tests/kernels/test_native_threads.py tests/kernels/test_kernels.py
 
-.PHONY: help demo test lint docs wheel sanitize native-variants has-clang no-clang benchmark-setup bench clean force
+.PHONY: help demo test test-torchtitan lint docs wheel sanitize native-variants has-clang no-clang benchmark-setup bench clean force
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -16,6 +16,9 @@ demo: .venv/ready  ## train, crash, restore, compare (FULL=1: longer, with ten c
 
 test: .venv/ready  ## run the tests
 	$(BIN)/pytest -n 2
+
+test-torchtitan: build/torchtitan/ready  ## run the tests of torchtitan, in an environment of their own
+	build/torchtitan/bin/python -m pytest tests/integrations/test_torchtitan.py
 
 lint: .venv/ready  ## check formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -88,6 +91,16 @@ clean:  ## delete everything that make has made
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(PIP) --editable '.[demo,report]' --group test --group lint
+	touch $@
+
+# torchtitan needs older versions of what Transformers needs. They come first here; the rest is that of .venv.
+PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+
+build/torchtitan/ready: .venv/ready
+	$(PYTHON) -m venv --clear --without-pip build/torchtitan
+	echo "import site; site.addsitedir('$$($(BIN)/python $(PACKAGES))')" \
+	  > $$(build/torchtitan/bin/python $(PACKAGES))/zz_venv.pth
+	$(BIN)/pip --python build/torchtitan/bin/python install --quiet --constraint constraints.txt --group torchtitan
 	touch $@
 
 # The editable install remembers the file of each module. It is made again when a module has moved.

@@ -2,6 +2,6 @@
 
 - ``accelerate.py``: ``save_state`` and ``load_state`` of an ``Accelerator``
 - ``lightning/``: a ``CheckpointIO`` of Lightning
-- ``torchtitan.py``: a checkpoint manager of torchtitan, unfinished: it cannot resume yet
+- ``torchtitan.py``: a checkpoint manager of torchtitan
 - ``transformers/``: ``Trainer`` of Transformers, and a mixin for subclasses of it
 """
