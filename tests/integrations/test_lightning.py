@@ -256,21 +256,57 @@ def test_frozen_parameters_and_buffers_are_exact_and_moments_are_small(tmp_path)
     assert roles["second_moment"].ratio > 8
 
 
+class Moments(Callback):
+    """Compares the length of a first moment after the first step with that of a moment of one gradient."""
+
+    length = None
+
+    def on_train_batch_end(self, trainer, *_):
+        if self.length is None and trainer.global_step > STEPS_PER_EPOCH:
+            parameter = next(p for p in trainer.lightning_module.parameters() if p.requires_grad)
+            moment = trainer.optimizers[0].state[parameter]["exp_avg"]
+            self.length = float((moment / (0.1 * parameter.grad)).median())
+
+
 @pytest.mark.parametrize(("quality", "corrected"), [("balanced", True), ("lossless", False)])
 def test_first_moments_that_a_checkpoint_drops_are_corrected_after_a_restore(tmp_path, quality, corrected):
-    class Moments(Callback):
-        """Compares the length of first moments after the first step with that of a moment of one gradient."""
-
-        def on_train_batch_end(self, trainer, *_):
-            if not found and trainer.global_step > STEPS_PER_EPOCH:
-                parameter = next(p for p in trainer.lightning_module.parameters() if p.requires_grad)
-                moment = trainer.optimizers[0].state[parameter]["exp_avg"]
-                found.append(float((moment / (0.1 * parameter.grad)).median()))
-
-    found = []
+    moments = Moments()
     fit(trainer_of(tmp_path, quality, epochs=1))
-    fit(trainer_of(tmp_path, quality, epochs=2, callbacks=(Moments(),)))
-    assert (found[0] == pytest.approx(3.0, rel=0.01)) == corrected  # the largest factor of a correction
+    fit(trainer_of(tmp_path, quality, epochs=2, callbacks=(moments,)))
+    assert (moments.length == pytest.approx(3.0, rel=0.01)) == corrected  # the largest factor of a correction
+
+
+def test_first_moments_that_were_zero_at_the_save_are_not_corrected(tmp_path):
+    """As those of a parameter without gradients for long."""
+
+    class Zeros(Callback):
+        def on_validation_start(self, trainer, _):
+            for state in trainer.optimizers[0].state.values():
+                state["exp_avg"].zero_()
+
+    moments = Moments()
+    fit(trainer_of(tmp_path, "lossless", epochs=1, callbacks=(Zeros(),)))
+    fit(trainer_of(tmp_path, "lossless", epochs=2, callbacks=(moments,)))
+    assert moments.length == pytest.approx(1.0, rel=0.01)
+
+
+def test_dropped_first_moments_that_cannot_be_corrected_are_in_the_log(tmp_path, caplog):
+    class Unknown(torch.optim.Optimizer):
+        def step(self, closure=None):
+            closure()
+            for parameter in self.param_groups[0]["params"]:
+                moment = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                parameter.data.sub_(moment.lerp_(parameter.grad, 0.1).sign(), alpha=1e-3)
+
+    class Trained(Module):
+        def configure_optimizers(self):
+            return Unknown(self.parameters(), {})
+
+    for epochs in (1, 2):
+        assert "first moments" not in caplog.text
+        fit(trainer_of(tmp_path, "balanced", epochs=epochs), Trained())
+    assert "optimizer 0 came back without its first moments" in caplog.text
+    assert "CheckpointIO('high') keeps them" in caplog.text
 
 
 def test_without_a_training_the_plugin_alone_saves_and_resumes(tmp_path):

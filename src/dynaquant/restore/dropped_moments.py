@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dynaquant.state.roles import SECOND_MOMENTS
+from dynaquant.coding.schemes import Conditional, Reference, SecondMomentUnits
+from dynaquant.store.container import CheckpointFile
 from dynaquant.tensors.stored import Patchwork, QuantizedTensor, ScaledMoment, StoredTensor
 from dynaquant.training.collect import parameter_names
 from dynaquant.training.first_moments import corrected_keys
@@ -44,22 +45,22 @@ def dropped_moments(
     return found
 
 
-def dropped_in(optimizer: torch.optim.Optimizer) -> set[Tensor]:
-    """Return the parameters whose first moments are zero, although their second moments are not.
+def names_of_dropped(chain: Sequence[CheckpointFile]) -> frozenset[str]:
+    """Return the names of the first moments that a checkpoint stores as nothing but zeros. Reads only headers.
 
-    For an optimizer that has loaded a state of which nothing else is known. Training does not lead to such moments. Of
-    an optimizer without second moments, such as Lion, nothing is found.
+    chain: of the checkpoint (``Run.chain``).
     """
+    entries = chain[0].header.entries
+    return frozenset(e.name for e in entries if e.label.role == "first_moment" and _has_no_levels(chain, e.name))
 
-    def has_values(state: Mapping[str, Any], keys: Collection[str]) -> bool:
-        return any(isinstance(state.get(key), Tensor) and bool(state[key].any()) for key in keys)
 
-    first = corrected_keys()
-    return {
-        parameter
-        for parameter, state in optimizer.state.items()
-        if not has_values(state, first) and has_values(state, SECOND_MOMENTS)
-    }
+def _has_no_levels(chain: Sequence[CheckpointFile], name: str) -> bool:
+    """Whether a tensor is quantized, and all its values are zero: it has neither bins nor outliers."""
+    for file in chain:
+        if not isinstance(scheme := file.header.by_name[name].scheme, Reference):
+            coded = scheme.units if isinstance(scheme, SecondMomentUnits) else scheme
+            return isinstance(coded, Conditional) and coded.bins == coded.protected == 0
+    return False
 
 
 def _has_values(stored: StoredTensor) -> bool:

@@ -148,11 +148,13 @@ class MomentCorrection:
 class MomentCorrections:
     """The corrections of all optimizers of one training.
 
-    enabled: whether moments are corrected at all.
+    enabled: whether moments are corrected at all. advice: what keeps moments that cannot be corrected, for the notes;
+    by default, a role of a ``Checkpointer``.
     """
 
-    def __init__(self, enabled: bool = True) -> None:
+    def __init__(self, enabled: bool = True, advice: str = "") -> None:
         self.enabled = enabled
+        self._advice = advice
         self._corrections: dict[str, MomentCorrection] = {}
         self._notes: dict[str, str] = {}
 
@@ -185,9 +187,10 @@ class MomentCorrections:
             return
         if (rule := rule_of(optimizer)) is None:
             kind = type(optimizer)
+            advice = self._advice or f"roles={{'{name}.*.exp_avg': 'exact'}} keeps them"
             self._notes[name] = (
                 f"{name} came back without its first moments, and they are not corrected, as that cannot be done for "
-                f"{kind.__module__}.{kind.__qualname__}; roles={{'{name}.*.exp_avg': 'exact'}} keeps them"
+                f"{kind.__module__}.{kind.__qualname__}; {advice}"
             )
         else:
             self._corrections[name] = MomentCorrection(optimizer, rule, dropped)

@@ -17,7 +17,8 @@ from dynaquant.errors import CheckpointError
 from dynaquant.integrations.lightning.training import Training
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.interop.packing import Metric, Packer
-from dynaquant.restore.load import load
+from dynaquant.restore.dropped_moments import names_of_dropped
+from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.saving.presets import QualityName
 from dynaquant.state.flatten import flatten_whole
 from dynaquant.state.plain import plain_part
@@ -114,14 +115,18 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         place = _local(path)
         if not place.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
+        dropped: frozenset[str] = frozenset()
         if place.is_file() and (_begins_with(place, MAGIC) or read_pointer(place) is not None):
             device = map_location if isinstance(map_location, str | torch.device) else None
-            found: dict[str, Any] = load(place, map_location=device)
-            return found
-        from_lightning: dict[str, Any] = self._torch.load_checkpoint(
-            path, map_location or (lambda storage, _: storage), weights_only
-        )
-        return from_lightning
+            stored = StoredCheckpoint(place)
+            on = None if device is None else torch.device(device)
+            found: dict[str, Any] = stored.with_retries(lambda: stored.state(device=on))
+            dropped = names_of_dropped(stored.chain)
+        else:
+            found = self._torch.load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
+        if self._training is not None:
+            self._training.loaded(dropped)
+        return found
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the pointer at a path, and the checkpoint, unless another pointer beside it or a tag names it."""

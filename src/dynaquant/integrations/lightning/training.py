@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,13 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError
-from dynaquant.restore.dropped_moments import dropped_in
 from dynaquant.training import rng
+from dynaquant.training.first_moments import corrected_keys
 from dynaquant.training.moment_correction import MomentCorrections
+
+log = logging.getLogger("dynaquant")
+_MOMENT = re.compile(r"optimizer_states\.(\d+)\.state\.(\d+)\.(\w+)")
+"""The name of a moment in a checkpoint of Lightning: the numbers of its optimizer and its parameter, and its key."""
 
 
 class Training(Callback):  # type: ignore[misc]
@@ -47,7 +53,8 @@ class Training(Callback):  # type: ignore[misc]
         self._batches: dict[tuple[int, int], Any] = {}  # by dataloader and index
         self._restored: dict[str, Any] | None = None  # random numbers that were loaded and not yet set
         self._resumed = False
-        self._corrections = MomentCorrections()
+        self._dropped: Collection[str] = ()  # names of the first moments that the loaded checkpoint does not keep
+        self._corrections = MomentCorrections(advice="CheckpointIO('high') keeps them")
 
     @property
     def trained(self) -> frozenset[str]:
@@ -61,6 +68,10 @@ class Training(Callback):  # type: ignore[misc]
     def can_validate(self) -> bool:
         """Whether the Trainer has validated a batch, so that a metric can be computed."""
         return bool(self._batches)
+
+    def loaded(self, dropped: Collection[str]) -> None:
+        """Remember the names of the first moments that a checkpoint just loaded does not keep, for ``fit``."""
+        self._dropped = dropped
 
     def metric(self, checkpoint: Mapping[str, Any], name: str) -> float:
         """Return the mean over the batches of what ``validation_step`` logs as ``name``, with a checkpoint's weights.
@@ -140,9 +151,14 @@ class Training(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Begin to correct first moments. The Trainer has just loaded the states of the optimizers."""
         if self._resumed:
+            found = [match.groups() for name in self._dropped if (match := _MOMENT.fullmatch(name))]
             for number, optimizer in enumerate(trainer.optimizers):
-                self._corrections.begin(f"optimizer {number}", optimizer, dropped_in(optimizer))
-        self._resumed = False
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                indices = {int(i) for of, i, key in found if int(of) == number and key in corrected_keys()}
+                self._corrections.begin(f"optimizer {number}", optimizer, {parameters[i] for i in indices})
+            for note in self._corrections.notes:
+                log.warning("step %d: %s", trainer.global_step, note)
+        self._resumed, self._dropped = False, ()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
         """Remove the hooks of the corrections."""
