@@ -8,6 +8,7 @@
 
 The files, in reading order:
 
+- ``seams.py``: checks the installed version of Lightning
 - ``training.py``: a callback that knows the training: its random numbers, what trains, its validation
 - ``checkpoint_io.py``: saves, loads and removes checkpoints
 """

@@ -14,6 +14,7 @@ from lightning.fabric import plugins
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError
+from dynaquant.integrations.lightning import seams
 from dynaquant.integrations.lightning.training import Training
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.interop.packing import Metric, Packer
@@ -56,7 +57,8 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
       state dict are quantized but running statistics, and random numbers are not saved.
     - ``skip_objects``: leaves out what cannot be stored without pickle, with a warning. By default that is an error.
 
-    Raises ValueError for arguments that are out of range or exclude each other.
+    Raises ValueError for arguments that are out of range or exclude each other, DynaquantError if Lightning is not as
+    in the version that was tested.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         training: Training | None = None,
         skip_objects: bool = False,
     ) -> None:
+        seams.check()
         if isinstance(metric, str) and training is None:
             raise ValueError(
                 f"the metric {metric!r} is computed by validation_step: give CheckpointIO(…, training=training) and "

@@ -19,6 +19,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError
+from dynaquant.integrations.lightning import seams
 from dynaquant.training import rng
 from dynaquant.training.first_moments import corrected_keys
 from dynaquant.training.moment_correction import MomentCorrections
@@ -41,10 +42,11 @@ class Training(Callback):  # type: ignore[misc]
       Trainer validates, with a copy of the module that has no trainer. So the Trainer's logs, state and random numbers
       stay as they are. Copies of the batches stay in host memory.
 
-    Raises ValueError if ``batches`` is below 1.
+    Raises ValueError if ``batches`` is below 1, DynaquantError if Lightning is not as in the version that was tested.
     """
 
     def __init__(self, batches: int = 16) -> None:
+        seams.check()
         if batches < 1:
             raise ValueError(f"batches must be at least 1, not {batches}")
         self._number = batches
