@@ -23,6 +23,7 @@ from dynaquant.cli import maintain
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.restore import follow as follow_module
 from dynaquant.store.container import CheckpointFile
+from dynaquant.store.pointers import write_pointer
 from dynaquant.store.run import Run
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -464,3 +465,28 @@ def test_a_follower_goes_on_while_the_training_is_killed_and_started_again(tmp_p
     assert compared >= 6
     follower.update()
     assert weights(model) == stored(folder)
+
+
+def test_the_run_in_the_folder_of_a_framework_is_found_as_soon_as_it_is_there(tmp_path):
+    folder, model = tmp_path / "output", model_of()
+    follower = dq.follow(folder, model, timeout=0)
+    assert follower.update() is None
+    folder.mkdir()
+    assert follower.update() is None
+    training = Training(folder / "dynaquant", quality="lossless")
+    with training.ckpt:
+        training()
+        assert follower.update() == 1
+        training()
+        assert follower.update() == 2
+    assert weights(model) == weights(training.model)
+
+
+def test_a_pointer_leads_to_the_newest_checkpoint_of_its_run_also_after_it_is_removed(tmp_path, trained):
+    trained()
+    pointer = tmp_path / "last.ckpt"
+    write_pointer(pointer, Run(trained.folder).newest())
+    follower = dq.follow(pointer, model_of(), timeout=0)
+    pointer.unlink()
+    trained()
+    assert follower.update() == 2

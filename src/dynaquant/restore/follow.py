@@ -18,6 +18,7 @@ from dynaquant.restore.model_tensors import Models, Targets, expanded_error, tar
 from dynaquant.store.chain import detect_run_changes, name_step_in_errors, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.files import non_file_kind
+from dynaquant.store.pointers import Pointer, found_at, run_at
 from dynaquant.store.reading import Tensors, load_tensors, needed_entries
 from dynaquant.store.run import Run
 from dynaquant.tensors.dequantize import values_of
@@ -51,9 +52,11 @@ class Follower(Iterator[int]):
             raise ValueError(f"poll must be a positive number of seconds, not {poll}")
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout must be a number of seconds from 0 on, or None, not {timeout}")
-        if (kind := non_file_kind(Path(path))) not in (None, "a folder") or Path(path).is_file():
-            raise CheckpointError(f"{path} is {kind or 'a file'}; give the folder of a run")
-        self._run, self._model = Run(path), model
+        self._path = Path(path)
+        kind = "a file" if self._path.is_file() else non_file_kind(self._path)
+        if kind not in (None, "a folder") and not (kind == "a file" and isinstance(found_at(self._path), Pointer)):
+            raise CheckpointError(f"{path} is {kind}; give the folder of a run")
+        self._run, self._model = run_at(self._path), model
         self._poll, self._timeout = poll, timeout
         self._held: _Held | None = None
         self._hashes = HashCache()
@@ -79,6 +82,8 @@ class Follower(Iterator[int]):
         Raises CheckpointError if the newest checkpoint is damaged, StateError if it does not fit the model. Then the
         model is unchanged.
         """
+        if self._held is None and self._path.is_dir():  # a framework may have made its run since
+            self._run = run_at(self._path)
         summaries, broken = self._run.summaries()
         if not summaries and broken:
             raise broken[0]
@@ -140,7 +145,8 @@ class Follower(Iterator[int]):
 def follow(path: str | os.PathLike[str], model: Models, *, poll: float = 1.0, timeout: float | None = None) -> Follower:
     """Keep a model at the newest checkpoint of a run that another process writes: ``for step in follow(…)``.
 
-    - ``path``: the folder of the run. It need not exist yet.
+    - ``path``: the folder of the run, which need not exist yet. Also the folder of a framework that holds the run, e.g.
+      the ``output_dir`` of Transformers, or a file or folder of one that stands for a checkpoint of it.
     - ``model``: a module, which may be wrapped; or a dictionary of modules by name, if the checkpoints hold several.
     - ``poll``: seconds between two looks at the folder.
     - ``timeout``: seconds without a new checkpoint after which the iteration ends. 0 does not wait. By default, it
@@ -156,7 +162,7 @@ def follow(path: str | os.PathLike[str], model: Models, *, poll: float = 1.0, ti
     Lossless copies (``exact="latest"``) are not read: they have no deltas.
 
     The iterator raises CheckpointError if the newest checkpoint is damaged, and StateError if it does not fit the
-    model. Then the model is unchanged. Raises CheckpointError if ``path`` is a file, ValueError for numbers out of
+    model. Then the model is unchanged. Raises CheckpointError if ``path`` is another file, ValueError for numbers out of
     range.
     """
     return Follower(path, model, poll, timeout)
