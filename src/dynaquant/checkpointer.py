@@ -39,7 +39,7 @@ from dynaquant.search.evaluation import Evaluate, of_several
 from dynaquant.state.bound import Bound
 from dynaquant.state.sharding import reshard
 from dynaquant.store.commit import WritableRun
-from dynaquant.store.retention import Retention
+from dynaquant.store.retention import KEYFRAME_EVERY, Retention
 from dynaquant.store.tags import set_tag
 from dynaquant.training import supported
 from dynaquant.training.moment_correction import MomentCorrections
@@ -87,7 +87,7 @@ class Checkpointer:
       this metric. ``evaluate`` is called with the bare model (or the dictionary of models) and returns a number;
       ``LossOn(batches, loss_fn)`` makes such a function. It does not affect training: parameters, buffers, training
       modes and random number generators are put back. Without ``evaluate``, an estimate from the weights' changes
-      decides.
+      decides. (``metric`` of ``dynaquant.save`` is a function of the stored state instead, as it knows no model.)
     - ``higher_is_better``: whether a higher metric is better. By default, lower is better.
     - ``max_degradation``: how much worse the metric may be with the stored weights than with the weights in training,
       as a fraction: 0.01 is 1 %.
@@ -160,7 +160,7 @@ class Checkpointer:
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: int | None = None,
-        keyframe_every: int = 16,
+        keyframe_every: int = KEYFRAME_EVERY,
         log_to: LogTo | None = None,
     ) -> None:
         check_options(evaluate, quality, exact, keep_best, keyframe_every)

@@ -46,7 +46,7 @@ from dynaquant.state.roles import Label
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import Header, Parent, is_step
 from dynaquant.store.layout import Layout, PartFile, Place, box_name, part_name
-from dynaquant.store.retention import Retention, can_be_parent, prepare_replacement, prune
+from dynaquant.store.retention import KEYFRAME_EVERY, Retention, can_be_parent, prepare_replacement, prune
 from dynaquant.store.sharded_writing import (
     Plan,
     ShardedTensor,
@@ -106,7 +106,7 @@ class StorageWriter(_StorageWriter):
         folder: str | os.PathLike[str],
         *,
         quality: QualityName = "balanced",
-        keyframe_every: int = 16,
+        keyframe_every: int = KEYFRAME_EVERY,
         keep_last: int | None = None,
     ) -> None:
         super().__init__()

@@ -32,6 +32,7 @@ from dynaquant.search.sensitivity import measure_sensitivity
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.roles import Label
 from dynaquant.state.tree import tensor_names_in
+from dynaquant.store import retention
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import Header
 from dynaquant.store.files import check_output, removing_empty_folders
@@ -46,8 +47,11 @@ from dynaquant.training.ranks import Group
 VECTOR_SENSITIVITY = 64.0
 """Sensitivity of the loss to vectors (biases, norms) relative to matrices, if neither is measured. One value of a norm
 multiplies a whole channel, and all vectors together are hardly a percent of a model."""
-KEYFRAME_EVERY = 8
-"""Checkpoints from one keyframe to the next. Half as many as in a training, as old checkpoints are read more often."""
+KEYFRAME_EVERY = retention.KEYFRAME_EVERY // 2
+"""Maximum number of checkpoints in a chain of packed files.
+
+Half as many as in a training: a training mostly reads its newest checkpoint, but packed files are read in any order.
+"""
 _PREFIX = "model."  # the configuration manager expects names of a model's weights to begin with it
 
 Metric = Callable[[Any], float]

@@ -45,6 +45,7 @@ def save(
       momentum of SGD): ``load`` returns zeros, and nothing corrects the first steps. The other two keep them.
     - ``metric``: a function of the state, as ``load`` would return it, that returns a number. The file gets the most
       compact configuration that is good enough. Without a metric, an estimate from the weights' changes decides.
+      (``evaluate`` of a ``Checkpointer`` means the same, but gets the model, with candidates as its weights.)
     - ``higher_is_better``: whether a higher metric is better.
     - ``max_degradation``: how much worse the metric may be, as a fraction, in place of the preset's.
     - ``parent``: an earlier file of ``save`` or ``dynaquant compress``, not of a run, on which this one is conditioned,

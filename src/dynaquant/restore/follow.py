@@ -20,7 +20,6 @@ from dynaquant.store.container import CheckpointFile
 from dynaquant.store.files import non_file_kind
 from dynaquant.store.pointers import Pointer, found_at, run_at
 from dynaquant.store.reading import Tensors, load_tensors, needed_entries
-from dynaquant.store.run import Run
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.stored import External
 from dynaquant.training.expanded import can_hold, copy_into
@@ -162,8 +161,8 @@ def follow(path: str | os.PathLike[str], model: Models, *, poll: float = 1.0, ti
     Lossless copies (``exact="latest"``) are not read: they have no deltas.
 
     The iterator raises CheckpointError if the newest checkpoint is damaged, and StateError if it does not fit the
-    model. Then the model is unchanged. Raises CheckpointError if ``path`` is another file, ValueError for numbers out of
-    range.
+    model. Then the model is unchanged. Raises CheckpointError if ``path`` is another file, ValueError for numbers out
+    of range.
     """
     return Follower(path, model, poll, timeout)
 

@@ -16,6 +16,9 @@ from dynaquant.store.tags import tags_of
 from dynaquant.store.verifying import damage
 from dynaquant.store.writing import Base
 
+KEYFRAME_EVERY = 16
+"""By default, the maximum number of checkpoints in a chain of a training."""
+
 
 @dataclass(frozen=True)
 class Retention:

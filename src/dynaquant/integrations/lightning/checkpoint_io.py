@@ -28,13 +28,11 @@ from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import MAGIC
 from dynaquant.store.files import make_folder
 from dynaquant.store.pointers import RUN_FOLDER, Pointer, read_pointer, write_pointer
-from dynaquant.store.retention import recode_dependents
+from dynaquant.store.retention import KEYFRAME_EVERY, recode_dependents
 from dynaquant.store.tags import tags_of
 from dynaquant.store.writing import Base
 
 log = logging.getLogger("dynaquant")
-KEYFRAME_EVERY = 16
-"""Maximum number of checkpoints in a chain."""
 _ADVICE = (
     ". Hyperparameters: self.save_hyperparameters(ignore=[…]) leaves some out. CheckpointIO(skip_objects=True) "
     "leaves out whatever cannot be stored"
@@ -50,7 +48,8 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
 
     - ``quality``: ``"high"``, ``"balanced"``, ``"small"`` or ``"lossless"``, as for ``dynaquant.save``.
     - ``metric``: the name of a number that ``validation_step`` logs (needs ``training``), or a function of the
-      dictionary of a checkpoint. Without a metric, an estimate from the weights' changes decides.
+      dictionary of a checkpoint, as in ``dynaquant.save``. (``evaluate`` of a ``Checkpointer`` is a function of the
+      model instead.) Without a metric, an estimate from the weights' changes decides.
     - ``higher_is_better``: whether a higher metric is better.
     - ``max_degradation``: how much worse the metric may be, as a fraction, in place of the preset's.
     - ``training``: a callback that the Trainer has, too (``Training``). Without one, all floating-point tensors of the
