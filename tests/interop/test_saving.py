@@ -479,3 +479,19 @@ def test_a_parent_that_is_no_checkpoint_or_the_file_itself_is_an_error(chain):
         rewrite(paths[1], lambda header, file=file: header["parent"].update(file=file))
         with pytest.raises(dq.CheckpointError, match=said):
             dq.load(paths[1])
+
+
+@pytest.mark.parametrize(
+    ("parent", "error", "said"),
+    [
+        ([], ValueError, "parent is an empty list; leave it out"),
+        ((), ValueError, "parent is an empty list; leave it out"),
+        (5, TypeError, "parent must be the path of an earlier file, .* not 5"),
+        ([None], TypeError, "parent must be the path of an earlier file, .* not None"),
+        ({"a": 1}, TypeError, "parent must be the path of an earlier file"),
+    ],
+)
+def test_a_parent_that_is_no_file_is_an_error_that_says_what_to_give(tmp_path, parent, error, said):
+    with pytest.raises(error, match=said):
+        dq.save({"a": torch.ones(2)}, tmp_path / "a.dqc", parent=parent)
+    assert list(tmp_path.iterdir()) == []

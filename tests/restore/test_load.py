@@ -298,6 +298,20 @@ def test_an_unknown_part_is_an_error_that_says_what_there_is(whole):
         dq.load(whole, part="model", keys=["1.weight"])
 
 
+def test_an_index_that_a_list_does_not_have_is_an_error_that_says_which_there_are(tmp_path):
+    state = {"one": [torch.ones(2)], "three": ({}, torch.ones(2), 1), "none": []}
+    dq.save(state, tmp_path / "s.dqc")
+    for part, said in (
+        ("one/1", "there is a list where '1' should be; give the index 0, of its only item"),
+        ("three/x", "there is a list where 'x' should be; give an index from 0 to 2"),
+        ("none/0", "there is an empty list where '0' should be; leave that out"),
+        ("three/2/5", "there is a single value where '5' should be; leave that out"),
+    ):
+        with pytest.raises(KeyError, match=said):
+            dq.load(tmp_path / "s.dqc", part=part)
+    assert dq.load(tmp_path / "s.dqc", part="three/2") == 1
+
+
 def test_map_location_moves_tensors_and_keeps_ties_and_arrays(tmp_path):
     shared = torch.randn(4)
     dq.save({"a": shared, "b": [shared], "n": np.ones(3), "p": nn.Parameter(shared)}, tmp_path / "s.dqc")

@@ -58,8 +58,8 @@ def save(
     Raises StateError, naming the place, for a value that cannot be stored, also for a DTensor or another
     part of a tensor; EvaluateError if the
     metric fails on the state itself; CheckpointError if the path or the parent cannot be used; ValueError for arguments
-    that are out of range or exclude each other; TypeError if ``path`` is neither a path nor a file to write to; OSError
-    if the file cannot be written. Then nothing is written, and a file that was there stays.
+    that are out of range or exclude each other; TypeError if ``path`` is neither a path nor a file to write to, or
+    ``parent`` neither a path nor a file to read; OSError if the file cannot be written. Then nothing is written, and a file that was there stays.
     """
     out = Path(path) if isinstance(path, str | os.PathLike) else None
     if out is not None:
@@ -122,7 +122,16 @@ def _is_of_run(file: CheckpointFile) -> bool:
 
 def _opened_parent(parent: Parents, out: Path | None) -> StoredCheckpoint:
     """Open the file of a parent, and its own parents. Raises CheckpointError if it cannot be a parent."""
-    own, *others = parent if isinstance(parent, list | tuple) else [parent]
+    given = parent if isinstance(parent, list | tuple) else [parent]
+    if not given:
+        raise ValueError("parent is an empty list; leave it out, or give the file of an earlier save")
+    for each in given:
+        if not isinstance(each, str | os.PathLike) and not hasattr(each, "read"):
+            raise TypeError(
+                "parent must be the path of an earlier file, a file object open for reading bytes, or a list of "
+                f"these, not {each!r}"
+            )
+    own, *others = given
     found = StoredCheckpoint(own, parents=others)
     if of_run := next((file for file in found.chain if _is_of_run(file)), None):
         raise CheckpointError(

@@ -83,14 +83,26 @@ def node_at(tree: Any, path: str) -> Any:
     instead, if the path leads nowhere.
     """
     items = dict_items(tree)
-    if not items and isinstance(content := tree.get("tuple") if isinstance(tree, dict) else tree, list):
-        items = list(enumerate(content))
-    inner = {str(key): node for key, node in items}
+    content = None if items else tree.get("tuple") if isinstance(tree, dict) else tree
+    inner = {str(key): node for key, node in (enumerate(content) if isinstance(content, list) else items)}
     found = max((key for key in inner if path == key or path.startswith(f"{key}/")), key=len, default=None)
     if found is None:
-        there = ", ".join(list(inner)[:10]) + (f" and {len(inner) - 10} more" if len(inner) > 10 else "")
-        raise KeyError(f"there are {there}" if inner else f"there is a single value where {path!r} should be")
+        raise KeyError(f"there are {_first(inner)}" if items and inner else _what_is_there(content, path))
     return inner[found] if path == found else node_at(inner[found], path[len(found) + 1 :])
+
+
+def _first(keys: Collection[str]) -> str:
+    return ", ".join(list(keys)[:10]) + (f" and {len(keys) - 10} more" if len(keys) > 10 else "")
+
+
+def _what_is_there(content: Any, path: str) -> str:
+    """Return what is where a path should lead, and is no dictionary with keys. content: of a list or tuple."""
+    if not isinstance(content, list):
+        return f"there is a single value where {path!r} should be; leave that out"
+    if not content:
+        return f"there is an empty list where {path!r} should be; leave that out"
+    indices = f"an index from 0 to {len(content) - 1}" if len(content) > 1 else "the index 0, of its only item"
+    return f"there is a list where {path!r} should be; give {indices}"
 
 
 def tensor_name(node: Any) -> str | None:
