@@ -4,8 +4,8 @@
     python examples/accelerate_loop.py [SECONDS]
     accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
 
-Trains a small network for 300 steps: a few seconds without a GPU and without a network. SECONDS make every step longer,
-so that there is time to kill it. Start it again, and it goes on.
+Trains a small network for 300 steps. It needs no GPU and downloads nothing. SECONDS make every step longer, so that
+there is time to kill it. Start it again, and it goes on.
 """
 
 import sys

@@ -3,8 +3,8 @@
     pip install 'PATH/TO/THE/CLONE[lightning]'
     python examples/lightning_digits.py [SECONDS]
 
-Trains a small network on made-up digits, for 300 steps: half a minute without a GPU and without a network. SECONDS make
-every step longer, so that there is time to kill it. Start it again, and it goes on.
+Trains a small network on made-up digits, for 300 steps. It needs no GPU and downloads nothing. SECONDS make every step
+longer, so that there is time to kill it. Start it again, and it goes on.
 """
 
 import sys

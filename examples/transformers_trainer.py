@@ -3,8 +3,8 @@
     pip install 'PATH/TO/THE/CLONE[transformers]'
     python examples/transformers_trainer.py [SECONDS]
 
-Trains a Llama of 140,000 weights on the source code of Python, for 200 steps: half a minute without a GPU and without a
-network. SECONDS make every step longer, so that there is time to kill it. Start it again, and it goes on.
+Trains a Llama of 140,000 weights on the source code of Python, for 200 steps. It needs no GPU and downloads nothing.
+SECONDS make every step longer, so that there is time to kill it. Start it again, and it goes on.
 """
 
 import os
