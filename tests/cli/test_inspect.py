@@ -122,6 +122,34 @@ def test_sizes_in_show_add_up(run):
     assert "16 bins" in text
 
 
+def test_show_names_the_parent_of_a_file_that_was_written_alone(tmp_path):
+    first, delta, of_memory = tmp_path / "a.dqc", tmp_path / "deltas" / "b.dqc", tmp_path / "c.dqc"
+    delta.parent.mkdir()
+    dq.save({"w": torch.ones(9)}, first)
+    dq.save({"w": torch.zeros(9)}, delta, parent=first)
+    dq.save({"w": torch.zeros(9)}, content := io.BytesIO(), parent=first)
+    of_memory.write_bytes(content.getvalue())
+    identity = data("show", first)["identity"]
+    for path, said in (
+        (first, "none (it stands alone)"),
+        (delta, f"../a.dqc (from the folder of this file), identity {identity}"),
+        (of_memory, f"a file object, which load must be given, identity {identity}"),
+    ):
+        lines = call("show", path).splitlines()
+        assert f"  parent        {said}" in lines
+        assert not any(line.startswith("  step ") for line in lines)
+
+
+def test_show_folds_the_step_counts_of_an_optimizer_into_one_line(run):
+    names = [tensor["name"] for tensor in data("show", run, 80)["tensors"]]
+    counts = [name for name in names if name.endswith(".step")]
+    assert len(counts) > 1
+    shown = call("show", run, 80)
+    assert f"optimizer.….step ({len(counts)} scalars)" in shown
+    assert not any(name in shown for name in counts)
+    assert all(name in shown for name in names if name.endswith(".exp_avg_sq"))
+
+
 def test_show_counts_the_levels_of_a_tensor(run):
     shown = data("show", run, "40", "--tensor", "model.1.weight")
     assert shown["bins"] == 16

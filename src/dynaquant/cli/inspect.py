@@ -78,8 +78,8 @@ def show(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one checkpoint: configuration, degradation, and the size of every tensor."""
-    from dynaquant.report.inspection import tensors_of
+    """Show one checkpoint: configuration, degradation, and the size of every tensor. Many scalars share a line."""
+    from dynaquant.report.inspection import folded_name, scalars_folded, tensors_of
     from dynaquant.saving.record import Size, record_of
 
     if tensor is not None:
@@ -91,7 +91,7 @@ def show(
         output.print_json({**record.to_json(), "tensors": [info.to_json() for info in tensors]})
         return
     output.print_(f"{file.path}")
-    for label, text in _facts(record):
+    for label, text in (*_place(file), *_facts(record)):
         output.print_(f"  {label:<14}{text}")
     for title, key in (("By role", lambda info: info.role), ("Weights by layer type", _layer_type_of_weight)):
         groups: dict[str, list[TensorInfo]] = {}
@@ -113,17 +113,18 @@ def show(
         if groups:
             output.print_(table)
     table = output.table("Tensor", "dtype", "shape", "coded as", "bins", "stored", "ratio", "bits per value")
-    for info in tensors:
+    for members in scalars_folded(tensors):
+        info, size = members[0], sum((member.size for member in members), Size())
         output.add(
             table,
-            info.name,
+            folded_name(members),
             info.dtype,
             _shape(info),
             info.scheme,
             str(info.bins) if info.bins is not None else "–",
-            in_bytes(info.size.stored),
-            _ratio(info.size),
-            f"{info.bits:.3f}",
+            in_bytes(size.stored),
+            _ratio(size),
+            f"{sum(member.bits for member in members) / len(members):.3f}",
         )
     output.print_(table)
 
@@ -132,13 +133,26 @@ def _layer_type_of_weight(info: TensorInfo) -> str | None:
     return info.layer_type if info.role == "weight" else None
 
 
+def _place(file: CheckpointFile) -> Iterator[tuple[str, str]]:
+    from dynaquant.store.single_file import is_of_run
+
+    header, of_run = file.header, is_of_run(file)
+    if of_run:  # a file that was written alone has no step
+        yield "step", str(header.step)
+    yield "identity", header.identity
+    if header.parent is None:
+        yield "parent", "none (keyframe)" if of_run else "none (it stands alone)"
+    elif header.parent.file is None:
+        yield "parent", f"step {header.parent.step}"
+    else:
+        where = header.parent.file and f"{header.parent.file} (from the folder of this file)"
+        yield "parent", f"{where or 'a file object, which load must be given'}, identity {header.parent.identity}"
+
+
 def _facts(record: Record) -> Iterator[tuple[str, str]]:
     from dynaquant.quantize.grid import GridConfiguration
     from dynaquant.quantize.knobs import in_short
 
-    yield "step", str(record.step)
-    yield "identity", record.identity
-    yield "parent", "none (keyframe)" if record.parent is None else f"step {record.parent}"
     yield "size", output.reduction(record.total)
     chosen = record.configuration
     if chosen is None:

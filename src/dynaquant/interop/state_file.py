@@ -15,10 +15,9 @@ from dynaquant.restore.stored_checkpoint import Parents, PathOrFile, StoredCheck
 from dynaquant.saving.presets import QualityName
 from dynaquant.saving.record import Record, record_of
 from dynaquant.state.flatten import flatten_whole
-from dynaquant.store.container import CheckpointFile, Header
+from dynaquant.store.container import Header
 from dynaquant.store.files import check_output
-from dynaquant.store.run import Run
-from dynaquant.store.single_file import FIRST_SEQUENCE, as_parent, write_file, write_in_memory
+from dynaquant.store.single_file import FIRST_SEQUENCE, as_parent, is_of_run, write_file, write_in_memory
 from dynaquant.store.writing import Base
 
 
@@ -55,11 +54,11 @@ def save(
 
     The file is read back and compared before it has its name, or before it is written to a file object.
 
-    Raises StateError, naming the place, for a value that cannot be stored, also for a DTensor or another
-    part of a tensor; EvaluateError if the
-    metric fails on the state itself; CheckpointError if the path or the parent cannot be used; ValueError for arguments
-    that are out of range or exclude each other; TypeError if ``path`` is neither a path nor a file to write to, or
-    ``parent`` neither a path nor a file to read; OSError if the file cannot be written. Then nothing is written, and a file that was there stays.
+    Raises StateError, naming the place, for a value that cannot be stored, also for a DTensor or another part of a
+    tensor; EvaluateError if the metric fails on the state itself; CheckpointError if the path or the parent cannot be
+    used; ValueError for arguments that are out of range or exclude each other; TypeError if ``path`` is neither a path
+    nor a file to write to, or ``parent`` neither a path nor a file to read; OSError if the file cannot be written. Then
+    nothing is written, and a file that was there stays.
     """
     out = Path(path) if isinstance(path, str | os.PathLike) else None
     if out is not None:
@@ -111,15 +110,6 @@ def _write(file: BinaryIO, content: bytes) -> None:
         rest = rest[count:]
 
 
-def _is_of_run(file: CheckpointFile) -> bool:
-    """Whether a file was written to a run, by a training or from files, and not alone."""
-    header = file.header
-    if "source" not in header.record or (header.parent is not None and header.parent.file is None):
-        return True
-    place = file.path.resolve()  # only its name tells a keyframe from a file that was written alone
-    return not file.in_memory and place == Run(place.parent).path(header.step)
-
-
 def _opened_parent(parent: Parents, out: Path | None) -> StoredCheckpoint:
     """Open the file of a parent, and its own parents. Raises CheckpointError if it cannot be a parent."""
     given = parent if isinstance(parent, list | tuple) else [parent]
@@ -133,7 +123,7 @@ def _opened_parent(parent: Parents, out: Path | None) -> StoredCheckpoint:
             )
     own, *others = given
     found = StoredCheckpoint(own, parents=others)
-    if of_run := next((file for file in found.chain if _is_of_run(file)), None):
+    if of_run := next((file for file in found.chain if is_of_run(file)), None):
         raise CheckpointError(
             f"{of_run.path} is a checkpoint of a run, which may delete it; give a file of dynaquant.save or dynaquant "
             "compress, e.g. that of dynaquant.save(dynaquant.load(…), 'parent.dqc', quality='lossless')"

@@ -69,6 +69,28 @@ def tensors_of(file: CheckpointFile) -> list[TensorInfo]:
     return [_info(entry) for entry in file.header.entries]
 
 
+def scalars_folded(tensors: list[TensorInfo]) -> list[list[TensorInfo]]:
+    """Return the tensors in groups of one, but scalars that are alike but for the middle of their names in one group.
+
+    Such are the counts of steps that an optimizer keeps for each parameter: ``optimizer.….step``. A group is
+    where its first scalar was.
+    """
+    groups: dict[Any, list[TensorInfo]] = {}
+    for number, info in enumerate(tensors):
+        first, _, rest = info.name.partition(".")
+        alike = first, rest.rpartition(".")[2], info.role, info.dtype, info.scheme
+        groups.setdefault(number if info.shape else alike, []).append(info)
+    return list(groups.values())
+
+
+def folded_name(group: list[TensorInfo]) -> str:
+    """Return the name of a group of ``scalars_folded``: ``optimizer.….step (12 scalars)``."""
+    name = group[0].name
+    if len(group) == 1:
+        return name
+    return f"{name.partition('.')[0]}.….{name.rpartition('.')[2]} ({len(group)} scalars)"
+
+
 def _info(entry: Entry) -> TensorInfo:
     return TensorInfo(
         entry.name,
