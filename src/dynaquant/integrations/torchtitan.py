@@ -93,9 +93,6 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         self._checkpointer: Checkpointer | None = None
         self.enable = True
 
-    def __del__(self) -> None:
-        self.close()
-
     def _opened(self) -> Checkpointer:
         """Return the checkpointer. It is made late, since torchtitan makes the validator after this manager."""
         if self._checkpointer is None:
