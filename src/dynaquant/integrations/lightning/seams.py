@@ -19,7 +19,7 @@ from dynaquant.errors import DynaquantError
 TESTED = "2.6.6"
 
 _HOOK = ("trainer", "pl_module")
-METHODS = {
+METHODS: dict[type, dict[str, tuple[str, ...]]] = {
     CheckpointIO: {
         "save_checkpoint": ("checkpoint", "path", "storage_options"),
         "load_checkpoint": ("path", "map_location", "weights_only"),
@@ -38,7 +38,7 @@ METHODS = {
     },
 }
 """Methods that are overridden, with their arguments."""
-USED = {
+USED: dict[type, dict[str, tuple[str, ...]]] = {
     Strategy: {
         "save_checkpoint": ("checkpoint_io", "save_checkpoint"),
         "load_checkpoint": ("checkpoint_io", "load_checkpoint"),
@@ -48,7 +48,7 @@ USED = {
     Trainer: {"__init__": ("fit_loop",), "_run": ("_restore_modules_and_callbacks", "restore_training_state")},
 }
 """Where Lightning uses them, restores a checkpoint, and makes the iterator of an epoch."""
-PROPERTIES = {
+PROPERTIES: dict[type, tuple[str, ...]] = {
     Trainer: ("global_step", "optimizers", "precision_plugin", "world_size"),
     _FitLoop: ("is_resuming",),
 }
