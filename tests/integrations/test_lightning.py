@@ -430,3 +430,58 @@ def test_the_example_trains_and_goes_on_after_a_kill(tmp_path):
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "Restored all states from the checkpoint" in ended.stderr
     assert "300 steps" in ended.stdout
+
+
+# After a restore
+
+
+def test_checkpoints_after_a_restore_keep_what_the_training_has_changed(tmp_path):
+    torch.manual_seed(0)
+    state = {"state_dict": {"weight": torch.randn(200, 200)}, "global_step": 10}
+    CheckpointIO().save_checkpoint(state, tmp_path / "first.ckpt")
+
+    def share_kept(plugin) -> float:
+        weight = CheckpointIO().load_checkpoint(tmp_path / "first.ckpt")["state_dict"]["weight"]
+        moved = 0.02 * torch.randn(200, 200, generator=torch.Generator().manual_seed(1))
+        changed = {"state_dict": {"weight": weight + moved}, "global_step": 20}
+        plugin.save_checkpoint(changed, tmp_path / "second.ckpt")
+        stored = CheckpointIO().load_checkpoint(tmp_path / "second.ckpt")["state_dict"]["weight"]
+        return float(((stored - weight) * moved).sum() / moved.square().sum())
+
+    restored = CheckpointIO()
+    restored.load_checkpoint(tmp_path / "first.ckpt")
+    assert share_kept(CheckpointIO()) < 0.5  # that training was not restored, so its weights may be far from there
+    assert share_kept(restored) > 0.9
+
+
+def test_checkpoints_late_in_a_schedule_may_lose_less_after_a_restore(tmp_path):
+    def saved(plugin, step, rate) -> float:
+        groups = [{"lr": rate, "params": [0]}]
+        state = {
+            "state_dict": {"weight": torch.randn(64, 64)},
+            "optimizer_states": [{"state": {}, "param_groups": groups}],
+        }
+        plugin.save_checkpoint({**state, "global_step": step}, tmp_path / f"{step}.ckpt")
+        return Run(tmp_path / "dynaquant").file(step).header.record["search"]["limit"]
+
+    torch.manual_seed(0)
+    plugin = CheckpointIO()
+    early = saved(plugin, 100, 1e-3)
+    late = saved(plugin, 200, 1e-4)
+    plugin = CheckpointIO()
+    plugin.load_checkpoint(tmp_path / "200.ckpt")
+    after = saved(plugin, 210, 1e-4)
+    explicit = saved(CheckpointIO(max_degradation=0.01), 220, 1e-4)
+    assert after < late < early == explicit == 0.01
+
+
+def test_first_moments_are_kept_where_checkpoints_lie_close_together(tmp_path):
+    def has_first_moment(epochs) -> bool:
+        fit(trainer_of(tmp_path, "balanced", epochs=epochs))
+        state = dq.load(checkpoints(tmp_path) / "last.ckpt")
+        return bool(state["optimizer_states"][0]["state"][0]["exp_avg"].any())
+
+    assert not has_first_moment(1)  # how close is not known at the first save
+    assert has_first_moment(2)
+    newest = run_of(tmp_path).newest()
+    assert newest.header.record["interval"] == STEPS_PER_EPOCH

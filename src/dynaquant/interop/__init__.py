@@ -10,6 +10,7 @@
 - ``dcp.py``: the names of these storages
 - ``folder.py``: reads a trainer's folder: weights, optimizer states, other files
 - ``inferred_roles.py``: infers roles and gradients of tensors from their names and places
+- ``going_on.py``: what restores of a training were and cost, for its next checkpoints
 - ``packing.py``: compresses files into checkpoints
 - ``state_file.py``: saves a state of this process to one file
 - ``targets.py``: the formats that a checkpoint is exported to

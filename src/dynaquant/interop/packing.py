@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from dynaquant.errors import CheckpointError, EvaluateError
 from dynaquant.interop import any_format, inferred_roles
+from dynaquant.interop.going_on import GoingOn
 from dynaquant.interop.model_file import ModelFile
-from dynaquant.quantize.grid import GridConfiguration, quantize
+from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.grid_weights import GridWeights, effective_fisher, grid_weights
 from dynaquant.quantize.moments import quantize_moments
 from dynaquant.saving.allowance import Allowance
@@ -64,8 +65,8 @@ class StreamedWeights(GridWeights):
 
     def quantize(self, configuration: GridConfiguration) -> Mapping[str, QuantizedTensor]:
         """Return the quantized weights by name. Every access quantizes again."""
-        rungs = self.rungs(configuration)
-        return LazyMapping(self.weights, lambda name: quantize(self.weights[name], rungs[name]))
+        rounded = self.candidate(configuration)
+        return LazyMapping(rounded, lambda name: rounded[name].begin_quantize()())
 
 
 class _Holder(nn.Module):
@@ -81,7 +82,7 @@ class Packer:
 
     quality, max_degradation: as for ``Checkpointer``. metric: scores the state as it would be restored. The search uses
     it to choose the configuration; without a metric, it uses the distortion of the weights. tell: called with texts
-    that report progress.
+    that report progress. training: if the states are those of a training that goes on from its checkpoints.
 
     The loss's sensitivity to a tensor comes from the optimizer's second moments if the state has them, else from the
     metric (``search/sensitivity.py``), else from the tensor's size.
@@ -96,6 +97,7 @@ class Packer:
         metric: Metric | None = None,
         higher_is_better: bool = False,
         tell: Tell = lambda _text: None,
+        training: GoingOn | None = None,
     ) -> None:
         Allowance(quality, None, max_degradation, None)
         if max_degradation is not None and not 0 <= max_degradation < math.inf:
@@ -107,6 +109,7 @@ class Packer:
             max_degradation if max_degradation is not None or not self._preset else self._preset.max_degradation
         )
         self._metric, self._higher_is_better, self._tell = metric, higher_is_better, tell
+        self._training = GoingOn() if training is None else training
         self._history, self._noise = History(), Noise()
         self._last: dict[str, int] = {}  # rungs of the previous checkpoint
         self._probed: dict[str, float] = {}
@@ -134,7 +137,7 @@ class Packer:
             decision, notes = self._decide(file, labels)
             self._tell("quantizing the optimizer's state")
             first, second = self._preset.first_tolerance, self._preset.second_tolerance
-            moments = quantize_moments(file.tensors, labels, first, second)
+            moments = quantize_moments(file.tensors, labels, first, second, self._training.first_tolerances)
         seconds = {"search": time.perf_counter() - start}
         weights = decision.quantized if decision.configuration is not None else {}
         count = itertools.count(1)
@@ -144,7 +147,12 @@ class Packer:
             inside = _PREFIX + name
             return weights[inside] if inside in weights else moments.get(name) or file.tensors[name]
 
-        record = {**json_of(decision, self._history, None, seconds, [*file.notes, *notes]), "source": file.source}
+        record = {
+            **json_of(decision, self._history, self._training.interval, seconds, [*file.notes, *notes]),
+            "source": file.source,
+        }
+        if self._training.budget is not None:
+            record["training_budget"] = self._training.budget.to_json()
         return Checkpoint(step, file.tree, LazyMapping(labels, stored), labels, record)
 
     def _decide(self, file: ModelFile, labels: Mapping[str, Label]) -> tuple[Decision, list[str]]:
@@ -162,17 +170,20 @@ class Packer:
             if not measured:
                 judge = MetricJudge(holder, evaluate, self._higher_is_better, original, {})
                 measured = prior = self._probe(_streamed(grid_weights(weights, {}, {}, 0)), judge)
-        grid = grid_weights(weights, prior, self._last, 0)
+        grid = grid_weights(weights, prior, self._last, self._training.restored_step)
         if not prior:
             prior = {name: _by_size(grid, name) for name in grid.weights}
             grid = replace(grid, fisher=effective_fisher(grid.sizes, grid.squares, prior))
         streamed = _streamed(grid)
         assert self._limit is not None
         manager = ConfigurationManager(
-            holder, evaluate, self._higher_is_better, self._limit, None, Group(), self._noise
+            holder, evaluate, self._higher_is_better, self._training.allowed(self._limit), None, Group(), self._noise
         )
-        manager.history = self._history
+        manager.last_resort, manager.history = self._limit, self._history
+        manager.restored = {_PREFIX + name: tensor for name, tensor in self._training.restored.items()}
         decision = manager.decide(streamed, {}, measured)
+        if not manager.restored:
+            self._training.restored = {}
         if isinstance(decision.configuration, GridConfiguration):
             self._last = streamed.rungs(decision.configuration)
         return decision, [note.removeprefix(_PREFIX) for note in grid.notes]

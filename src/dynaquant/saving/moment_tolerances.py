@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynaquant.saving.presets import DROPPED, Preset
-from dynaquant.training.first_moments import memories_of
+from dynaquant.training.first_moments import Memory, memories_of
 
 ROUNDING = 1 + 1e-9
 LOST_BY_NOISE = 0.1
@@ -20,7 +20,15 @@ FINEST, COARSEST = 0.5, 1.4
 def first_tolerances(
     objects: Mapping[str, Any], preset: Preset, interval: int | None, corrected: bool
 ) -> dict[str, float]:
-    """Return the tolerance of first moments by name, as far as β is known: ``‖Δu‖/‖u‖`` of an update.
+    """Return the tolerance of first moments by name, as far as β is known: see ``tolerances_of``.
+
+    objects: of the training, by name. corrected: whether restores correct moments of zero.
+    """
+    return tolerances_of(memories_of(objects, corrected), preset, interval)
+
+
+def tolerances_of(memories: Mapping[str, Memory], preset: Preset, interval: int | None) -> dict[str, float]:
+    """Return the tolerance of first moments, ``‖Δu‖/‖u‖`` of an update, by the names of their memories.
 
     A first moment with the decay β remembers ``1 / (1 - β)`` steps. A restore without it loses some of these steps. If
     they are at most ``preset.lost_steps`` of the steps between two checkpoints, the moment is dropped. Otherwise it is
@@ -29,10 +37,10 @@ def first_tolerances(
 
     Muon orthogonalizes its moment, which makes a coarse one worse than none. It is always dropped.
 
-    interval: the steps between two checkpoints, if known. corrected: whether restores correct moments of zero.
+    interval: the steps between two checkpoints, if known.
     """
     tolerances = {}
-    for name, memory in memories_of(objects, corrected).items():
+    for name, memory in memories.items():
         allowed = preset.lost_steps * (interval or 0)
         if memory.coarse_is_worse or memory.lost <= allowed * ROUNDING:
             tolerances[name] = DROPPED

@@ -70,6 +70,15 @@ class ConfigurationManager:
         """Whether there is no metric, so that the distortion of the weights decides."""
         return self._metric is None and self._fixed is None
 
+    @property
+    def restored(self) -> Mapping[str, QuantizedTensor]:
+        """The quantized weights of the last restore by name, while checkpoints have to keep what has changed since."""
+        return self._restored
+
+    @restored.setter
+    def restored(self, weights: Mapping[str, QuantizedTensor]) -> None:
+        self._restored = weights
+
     def resume(self, record: Mapping[str, Any], restored: Mapping[str, QuantizedTensor]) -> None:
         """Continue from a restored checkpoint.
 

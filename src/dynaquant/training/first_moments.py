@@ -98,20 +98,30 @@ def memories_of(objects: Mapping[str, Any], corrected: bool) -> dict[str, Memory
 
     objects: the objects of the training, by name. corrected: whether restores correct moments of zero.
     """
+    return {
+        f"{name}.state.{key}": memory
+        for name, names in parameter_names(objects).items()
+        for key, memory in memories_in(objects[name], keys_of(names), corrected).items()
+    }
+
+
+def memories_in(optimizer: Optimizer, keys: Sequence[Sequence[str | int]], corrected: bool) -> dict[str, Memory]:
+    """Return the memories of an optimizer's first moments by ``<key of the parameter>.<key of the moment>``.
+
+    keys: of the parameters in each group. corrected: whether restores correct moments of zero.
+    """
     memories: dict[str, Memory] = {}
-    for name, names in parameter_names(objects).items():
-        optimizer = objects[name]
-        rule = rule_of(optimizer)
-        for group, keys in zip(optimizer.param_groups, keys_of(names), strict=True):
-            slot, decay = _slot_and_decay(rule, group)
-            if not 0 < decay < 1:
-                continue
-            steps = 1 / (1 - decay)
-            share = 1.0
-            if rule is not None and (corrected or rule.largest_factor <= 1):
-                share = LOST_ANYWAY
-            memory = Memory(steps, share * steps, rule is not None and rule.coarse_is_worse)
-            memories |= {f"{name}.state.{key}.{slot}": memory for key in keys}
+    rule = rule_of(optimizer)
+    for group, keys_of_group in zip(optimizer.param_groups, keys, strict=True):
+        slot, decay = _slot_and_decay(rule, group)
+        if not 0 < decay < 1:
+            continue
+        steps = 1 / (1 - decay)
+        share = 1.0
+        if rule is not None and (corrected or rule.largest_factor <= 1):
+            share = LOST_ANYWAY
+        memory = Memory(steps, share * steps, rule is not None and rule.coarse_is_worse)
+        memories |= {f"{key}.{slot}": memory for key in keys_of_group}
     return memories
 
 

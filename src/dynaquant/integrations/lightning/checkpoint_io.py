@@ -16,11 +16,14 @@ from torch import Tensor
 from dynaquant.errors import CheckpointError
 from dynaquant.integrations.lightning import seams
 from dynaquant.integrations.lightning.training import Training
+from dynaquant.interop.going_on import GoingOn
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.interop.packing import Metric, Packer
 from dynaquant.restore.dropped_moments import names_of_dropped
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
-from dynaquant.saving.presets import QualityName
+from dynaquant.saving.allowance import Allowance
+from dynaquant.saving.presets import PRESETS, QualityName
+from dynaquant.saving.training_budget import TrainingBudget
 from dynaquant.state.flatten import flatten_whole
 from dynaquant.state.plain import plain_part
 from dynaquant.state.tree import dict_items, tensor_name
@@ -78,7 +81,12 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             )
         self._quality, self._max_degradation, self._higher_is_better = quality, max_degradation, higher_is_better
         self._metric, self._training, self._skip_objects = metric, training, skip_objects
+        self._going_on = GoingOn()
         self._packer(self._function())  # raises for bad arguments
+        budget = Allowance(quality, None, max_degradation, None).budget_of_training
+        if budget is not None and (preset := PRESETS[quality]) is not None:
+            self._going_on.budget = TrainingBudget(budget, preset.max_degradation)
+        self._loaded: StoredCheckpoint | None = None  # what the training goes on from, until the next save
         self._torch = plugins.TorchCheckpointIO()
         self._runs: dict[Path, WritableRun] = {}
         self._alone = threading.Lock()  # AsyncCheckpointIO saves in a thread, and removes in another
@@ -118,12 +126,13 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if not place.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         dropped: frozenset[str] = frozenset()
+        self._loaded = None
         if place.is_file() and (_begins_with(place, MAGIC) or read_pointer(place) is not None):
             device = map_location if isinstance(map_location, str | torch.device) else None
             stored = StoredCheckpoint(place)
             on = None if device is None else torch.device(device)
             found: dict[str, Any] = stored.with_retries(lambda: stored.state(device=on))
-            dropped = names_of_dropped(stored.chain)
+            dropped, self._loaded = names_of_dropped(stored.chain), stored
         else:
             found = self._torch.load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
         if self._training is not None:
@@ -155,6 +164,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             replaced = None
         tree, tensors = self._flat(checkpoint)
         base = _base(run, place, replaced)
+        self._advance(tree)
         packer = self._packer(metric)
         if base is not None:
             packer.continue_from(run.file(base.parent.step).header, base.tensors)
@@ -164,6 +174,17 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         write_pointer(place, committed)
         if replaced is not None:
             _delete(run, replaced.step)
+
+    def _advance(self, tree: Any) -> None:
+        """Tell what is to be saved, and what the training went on from, as a ``Checkpointer`` knows it."""
+        stored, self._loaded = self._loaded, None
+        if (preset := PRESETS[self._quality]) is None:
+            return
+        if stored is not None:
+            self._going_on.resume(stored.file.header, stored.stored())
+        self._going_on.advance(tree)
+        if self._training is not None:
+            self._going_on.first_tolerances = self._training.first_tolerances(preset, self._going_on.interval)
 
     def _function(self) -> Metric | None:
         metric, training = self._metric, self._training
@@ -190,7 +211,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         return self._function()
 
     def _packer(self, metric: Metric | None) -> Packer:
-        return Packer(self._quality, self._max_degradation, metric, self._higher_is_better)
+        return Packer(self._quality, self._max_degradation, metric, self._higher_is_better, training=self._going_on)
 
     def _flat(self, checkpoint: dict[str, Any]) -> tuple[Any, Mapping[str, Tensor]]:
         """Return ``flatten_whole`` of a checkpoint, or of the part of it that can be stored."""

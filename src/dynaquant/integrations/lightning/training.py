@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import logging
 import math
 import re
@@ -20,8 +21,10 @@ from torch import Tensor
 
 from dynaquant.errors import CheckpointError
 from dynaquant.integrations.lightning import seams
+from dynaquant.saving.moment_tolerances import tolerances_of
+from dynaquant.saving.presets import Preset
 from dynaquant.training import rng
-from dynaquant.training.first_moments import corrected_keys
+from dynaquant.training.first_moments import Memory, corrected_keys, memories_in
 from dynaquant.training.moment_correction import MomentCorrections
 
 log = logging.getLogger("dynaquant")
@@ -74,6 +77,16 @@ class Training(Callback):  # type: ignore[misc]
     def loaded(self, dropped: Collection[str]) -> None:
         """Remember the names of the first moments that a checkpoint just loaded does not keep, for ``fit``."""
         self._dropped = dropped
+
+    def first_tolerances(self, preset: Preset, interval: int | None) -> dict[str, float]:
+        """Return the tolerances of first moments by their names in a checkpoint. interval: steps between two saves."""
+        memories: dict[str, Memory] = {}
+        for number, optimizer in enumerate(self._trainer.optimizers if self._trainer is not None else ()):
+            count = itertools.count()
+            keys = [[str(next(count)) for _ in group["params"]] for group in optimizer.param_groups]
+            found = memories_in(optimizer, keys, corrected=True)
+            memories |= {f"optimizer_states.{number}.state.{key}": memory for key, memory in found.items()}
+        return tolerances_of(memories, preset, interval)
 
     def metric(self, checkpoint: Mapping[str, Any], name: str) -> float:
         """Return the mean over the batches of what ``validation_step`` logs as ``name``, with a checkpoint's weights.

@@ -1,0 +1,80 @@
+"""What the checkpoints of a training share that another program saves and restores: what its restores were and cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dynaquant.saving.record import degradation_of
+from dynaquant.saving.training_budget import TrainingBudget
+from dynaquant.saving.unchanged_weights import restored_weights
+from dynaquant.state.tree import dict_items
+from dynaquant.store.container import Header
+from dynaquant.tensors.stored import QuantizedTensor, StoredTensor
+
+
+class GoingOn:
+    """The account of a training whose states a ``Packer`` gets. A ``Checkpointer`` keeps the same.
+
+    budget: what the whole training may lose by restores; None if every checkpoint may use the limit of the preset.
+    """
+
+    def __init__(self, budget: TrainingBudget | None = None) -> None:
+        self.budget = budget
+        self.restored: Mapping[str, QuantizedTensor] = {}
+        """The weights of the last restore by name, while checkpoints have to keep what has changed since."""
+        self.restored_step = 0
+        """Seed of the stochastic rounding."""
+        self.interval: int | None = None
+        """Steps of training from the last save to this one, if known."""
+        self.first_tolerances: Mapping[str, float] = {}
+        """Tolerances of first moments by name, where they are not those of the preset."""
+        self._last: int | None = None  # steps of training at the last save
+
+    def resume(self, header: Header, tensors: Mapping[str, StoredTensor]) -> None:
+        """Continue from a restored checkpoint. tensors: as stored."""
+        self.restored_step = header.step
+        self.restored = {name: last.quantized for name, last in restored_weights(header, tensors).items()}
+        interval = header.record.get("interval")
+        self.interval = interval if isinstance(interval, int) and interval > 0 else None
+        self._last = _steps(header.tree)
+        if self.budget is not None:
+            self.budget = self.budget.continued(
+                header.record.get("training_budget"), self._last, _learning_rate(header.tree)
+            )
+            if self.restored:
+                self.budget = self.budget.restored(degradation_of(header.record))
+
+    def advance(self, tree: Any) -> None:
+        """Continue to a save. tree: of the state, in which Lightning says the learning rate and the steps so far."""
+        step = _steps(tree)
+        if self._last is not None and step > self._last:
+            self.interval = step - self._last
+        self._last = step
+        if self.budget is not None:
+            self.budget = self.budget.at(step, _learning_rate(tree))
+
+    def allowed(self, largest: float) -> float:
+        """Return the degradation that a checkpoint may have now. largest: what the preset or the user allows."""
+        return largest if self.budget is None else self.budget.allowed
+
+
+def _steps(tree: Any) -> int:
+    step = dict(dict_items(tree)).get("global_step")
+    return step if isinstance(step, int) else 0
+
+
+def _learning_rate(tree: Any) -> float:
+    """Return the mean learning rate of the optimizers in a checkpoint of Lightning; 0 if there are none."""
+    found: list[tuple[float, int]] = []
+    for optimizer in _list(dict(dict_items(tree)).get("optimizer_states")):
+        for group in _list(dict(dict_items(optimizer)).get("param_groups")):
+            items = dict(dict_items(group))
+            rate = items.get("lr")
+            if isinstance(rate, int | float):
+                found.append((float(rate), len(_list(items.get("params")))))
+    return sum(rate * count for rate, count in found) / max(sum(count for _, count in found), 1)
+
+
+def _list(node: Any) -> list[Any]:
+    return node if isinstance(node, list) else []
