@@ -198,25 +198,10 @@ def each(found: Found) -> Table:
 
 
 def in_words(found: Found) -> str:
-    """Return the table ``lossy`` in words, and the reason if Lightning's trainings end worse."""
+    """Return the table ``lossy`` in words."""
     made = ends(found, LOSSY)
     beyond = [one for one in made if not one.is_within]
-    told = f"Worse by more than the seeds are apart: {', '.join(one.name for one in beyond) or 'none'}."
-    return told + WHY * any(one.framework == "lightning" for one in beyond)
-
-
-WHY = """
-
-**Why Lightning's trainings lose more.** After a restore the weights lie on a grid, and the plugin rounds to the nearest
-point of a grid about as coarse. So a checkpoint loses most of what the training has moved the weights since the
-restore. With seed 1 and the default, the four checkpoints between the second restore (step 140) and the third (step
-220) keep 12 to 14 % of this displacement. Their validation loss is 0.5 to 2.1 % above that of the weights that they
-were made of; before the first restore it is 0.0 to 0.2 %. The other two frameworks save by a `Checkpointer`, which
-demands that a checkpoint keeps 95 % of the displacement, rounds stochastically if need be, and lets checkpoints late in
-a schedule lose less. The plugin does none of this: its limit is one for each checkpoint, and without a metric it is an
-estimate that does not see the loss. First moments, which it drops, are not the reason: stored exactly, they left
-the losses of seeds 0 and 1 at +0.05 and +0.06."""
-"""What was found out about these trainings, beside what ``frameworks.py`` measures."""
+    return f"Worse by more than the seeds are apart: {', '.join(one.name for one in beyond) or 'none'}."
 
 
 def page(found: Found, plan: Plan, described: dict[str, str | int]) -> str:
