@@ -181,7 +181,10 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if (preset := PRESETS[self._quality]) is None:
             return
         if stored is not None:
-            self._going_on.resume(stored.file.header, stored.stored())
+            try:
+                self._going_on.resume(stored.file.header, stored.stored())
+            except CheckpointError as error:  # the training itself is not affected
+                log.warning("what it has changed since step %d is not protected: %s", stored.file.header.step, error)
         self._going_on.advance(tree)
         if self._training is not None:
             self._going_on.first_tolerances = self._training.first_tolerances(preset, self._going_on.interval)
