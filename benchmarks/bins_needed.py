@@ -124,7 +124,7 @@ def grid(snapshot: Snapshot, judge: Judge, _bins: Sequence[int]) -> Iterator[Can
 
     for limit in LIMITS:
         start = ready.scale_exponent_for(limit / DISTORTION_SCALE)
-        found = scale_search(start, lowest, highest, degradations, limit, start_was_good=False)
+        found = scale_search(start, lowest, highest, degradations, limit)
         if found is not None:
             quantized = dict(ready.quantize(GridConfiguration(found)))
             yield _candidate(effective_levels(quantized.values()), snapshot, quantized, "conditional")

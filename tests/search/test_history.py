@@ -119,7 +119,10 @@ KNOBS = st.dictionaries(
     VALUES | JSON,
     max_size=4,
 ) | st.dictionaries(st.sampled_from(["scale", "dithered", "x"]), VALUES | JSON, max_size=2)
-HISTORIES = st.dictionaries(st.integers(-40, 5).map(str) | st.text(max_size=3), KNOBS | JSON, max_size=3)
+SCALES = st.fixed_dictionaries({"exponent": VALUES, "levels": st.lists(st.floats() | VALUES, max_size=5) | JSON})
+HISTORIES = st.dictionaries(st.integers(-40, 5).map(str) | st.text(max_size=3), KNOBS | JSON, max_size=3) | (
+    st.fixed_dictionaries({"scale": SCALES})
+)
 RECORDS = st.fixed_dictionaries({}, optional={"search": st.fixed_dictionaries({"history": HISTORIES | JSON}) | JSON})
 
 
@@ -171,14 +174,19 @@ def test_an_invalid_history_starts_a_new_search(history):
 @pytest.mark.parametrize(
     "history",
     [
-        {"-7": {"scale": "fine"}},
-        {"-7": {"scale": None}},
-        {"-7": {"scale": [16]}},
-        {"-7": {"scale": 0.5}},
-        {"-7": {"scale": math.nan}},
-        {"-7": {"scale": 16, "colour": 1}},
-        {"-7": {"scale": 16}, "-8": {"scale": []}},
-        {"often": {"scale": 16}},
+        {"scale": None},
+        {"scale": 16},
+        {"scale": [16, []]},
+        {"scale": {"exponent": 16}},
+        {"scale": {"exponent": "fine", "levels": []}},
+        {"scale": {"exponent": 0.5, "levels": []}},
+        {"scale": {"exponent": math.nan, "levels": []}},
+        {"scale": {"exponent": 16, "levels": None}},
+        {"scale": {"exponent": 16, "levels": [0.1, "much"]}},
+        {"scale": {"exponent": 16, "levels": [math.nan]}},
+        {"scale": {"exponent": 16, "levels": [10**400]}},
+        {"scale": {"exponent": 16, "levels": []}, "often": {"bins": 16}},
+        {"-7": {"scale": 16}},  # of an earlier version
     ],
     ids=lambda history: str(history)[:40],
 )

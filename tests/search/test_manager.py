@@ -11,6 +11,7 @@ from torch import nn
 from training import bits, train
 
 import dynaquant as dq
+from dynaquant.quantize.grid import SCALES_PER_OCTAVE
 
 # Quality
 
@@ -264,7 +265,11 @@ def test_search_results_of_each_limit_survive_a_restore(tmp_path, method):
         with checkpointer(tmp_path, model, optimizer, max_degradation=allowed, method=method) as ckpt:
             ckpt.restore(1)
             train(model, optimizer)
-            assert same_scale(ckpt.save(seed).result().trials[0].configuration, configuration)
+            first = ckpt.save(seed).result().trials[0].configuration
+        if method == "published":
+            assert first == configuration
+        else:  # as the degradations at both limits say
+            assert abs(first.scale - configuration.scale) <= SCALES_PER_OCTAVE
 
 
 # Without a metric

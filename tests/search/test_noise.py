@@ -165,7 +165,7 @@ def test_checkpoints_judged_by_an_accuracy_stay_within_the_limit(sigma):
 
             margins.append(noise.margin)
             limit = allowed - noise.margin
-            found = scale_search(-8 if last is None else last, -200, 40, score, limit, last is not None)
+            found = scale_search(-8 if last is None else last, -200, 40, score, limit, None if last is None else ())
             if found is not None:
                 last = found
                 accepted += 1

@@ -10,7 +10,7 @@ from dynaquant.quantize.knobs import Knobs, in_short
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Found
 from dynaquant.search.history import LastScale
 from dynaquant.search.judge import DISTORTION_SCALE
-from dynaquant.search.scale_search import scale_search
+from dynaquant.search.scale_search import first_exponent, scale_search
 from dynaquant.search.trials import Trials
 
 MOST_DISTORTION = 0.1
@@ -23,7 +23,7 @@ LEAST_DISTORTION = 1e-9
 def search_grid(weights: GridWeights, trials: Trials, last: LastScale | None, gave_up: bool) -> Found:
     """Find the coarsest grid that is good enough and keeps enough of the displacement since a restore. Collective.
 
-    last: the scale exponent that was found before (``History.last_scale``).
+    last: the scale exponent that was found before (``History.scale``).
     gave_up: whether the last search found nothing good enough.
 
     If rounding to the nearest level keeps too little displacement, the search uses stochastic rounding. That is known
@@ -36,38 +36,38 @@ def search_grid(weights: GridWeights, trials: Trials, last: LastScale | None, ga
     if gave_up and not trials.is_good_enough(GridConfiguration(finest)):
         return NOTHING_GOOD_ENOUGH
 
-    def search(start: int, start_was_good: bool, dithered: bool) -> int | None:
+    def search(start: int, earlier: Sequence[float] | None, dithered: bool) -> int | None:
         def score(exponents: Sequence[int], low: float) -> list[float]:
             return trials.score([GridConfiguration(exponent, dithered) for exponent in exponents], low=low)
 
         def finish(exponent: int) -> float:
             return trials.score([GridConfiguration(exponent, dithered)])[0]
 
-        return scale_search(start, finest, coarsest, score, limit, start_was_good, trials.per_round, finish)
+        return scale_search(start, finest, coarsest, score, limit, earlier, trials.per_round, finish)
 
+    earlier: Sequence[float] | None = None
     if last is not None:
-        start, start_was_good = last.exponent, last.same_limit
+        start, earlier = first_exponent(last.exponent, last.levels, limit), last.levels
     else:
         start = weights.scale_exponent_for(limit / DISTORTION_SCALE) if limit > 0 else finest
-        start_was_good = False
     rounded = GridConfiguration(min(max(start, finest), coarsest))
     if trials.keeps_enough(rounded):
-        found = search(start, start_was_good, False)
+        found = search(start, earlier, False)
         if found is None:
             return NOTHING_GOOD_ENOUGH
         rounded = GridConfiguration(found)
         if trials.keeps_enough(rounded):
             return Found("scale", rounded, rounded)
-        start, start_was_good = found, True
+        start, earlier = found, earlier or ()
 
     # Stochastic rounding keeps the displacement on average. The metric judges its noise.
-    found = search(start, start_was_good, True)
+    found = search(start, earlier, True)
     chosen: Knobs
     if found is not None:
         chosen = GridConfiguration(found, dithered=True)
         rounding = "with stochastic rounding"
     else:  # if little is allowed, even the finest grid may fail by chance: outliers are rounded to 16 bits
-        found = search(start, start_was_good, False)
+        found = search(start, earlier, False)
         if found is None:
             return NOTHING_GOOD_ENOUGH
         rounded = GridConfiguration(found)

@@ -1,16 +1,19 @@
-"""The results of earlier searches by limit; the next search starts from them."""
+"""The results of earlier searches; the next search starts from them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration
+from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.quantize.partition import Configuration
+from dynaquant.search.scale_search import level_of
 
+LEVELS = 4
+"""Checkpoints whose levels are remembered. More would average more luck away, and follow the training later."""
 _SMALLEST_LIMIT = 1e-9
 """Smaller limits count as this one, so that they have a logarithm."""
 
@@ -19,22 +22,25 @@ _SMALLEST_LIMIT = 1e-9
 class LastScale:
     """Where the last search for the grid's scale ended.
 
-    exponent: of the scale. same_limit: whether the limit was the same.
+    exponent: of the scale. levels: of the last checkpoints, see ``scale_search.level_of``.
     """
 
     exponent: int
-    same_limit: bool
+    levels: tuple[float, ...] = ()
 
 
 class History:
-    """The last configuration that was found for each limit. Limits are rounded to powers of two.
+    """The results of the last searches: the scale of the grid, and a k-means configuration for each limit.
 
-    Limits change from one checkpoint to the next: the user changes ε, and a noisy metric leaves less of it. The
-    result for one limit is no good start for a very different one.
+    Limits are rounded to powers of two. They change from one checkpoint to the next: the user changes ε, the budget
+    allows less, and a noisy metric leaves less of it. A k-means configuration for one limit is no good start for a very
+    different one.
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, Knobs] = {}  # by the exponent of the limit
+        self.scale: LastScale | None = None
+        """Of the last search that found one."""
+        self._found: dict[int, Configuration] = {}  # by the exponent of the limit
 
     def last_configuration(self, limit: float) -> Configuration | None:
         """Return the last k-means configuration for the limit, or for the nearest one.
@@ -42,48 +48,45 @@ class History:
         None if no search had a limit as loose as this one.
         """
         exponent = _exponent(limit)
-        found = {known: knobs for known, knobs in self._found.items() if isinstance(knobs, Configuration)}
-        if not found or exponent > max(found):
+        if not self._found or exponent > max(self._found):
             return None
-        return found[_nearest(found, exponent)]
+        return self._found[min(self._found, key=lambda known: (abs(known - exponent), -known))]
 
-    def last_scale(self, limit: float) -> LastScale | None:
-        """Return the last scale exponent of the grid for the limit; None if there is none.
-
-        For another limit it is adjusted: degradation grows as the square of the scale.
-        """
-        exponent = _exponent(limit)
-        found = {known: knobs for known, knobs in self._found.items() if isinstance(knobs, GridConfiguration)}
-        if not found:
-            return None
-        nearest = _nearest(found, exponent)
-        if exponent != nearest:
-            return LastScale(found[nearest].scale + (exponent - nearest) * SCALES_PER_OCTAVE // 2, False)
-        return LastScale(found[nearest].scale, True)
-
-    def remember(self, limit: float, configuration: Knobs) -> None:
-        """Store the result of a search for a limit."""
-        self._found[_exponent(limit)] = configuration
+    def remember(self, limit: float, configuration: Knobs, degradations: Mapping[int, float]) -> None:
+        """Store the result of a search for a limit. degradations: of the scale exponents that were scored."""
+        if isinstance(configuration, Configuration):
+            self._found[_exponent(limit)] = configuration
+            return
+        level = level_of(degradations)
+        levels = (*(self.scale.levels if self.scale else ()), *(() if level is None else (level,)))
+        self.scale = LastScale(configuration.scale, levels[-LEVELS:])
 
     def to_json(self) -> dict[str, Any]:
         """Return the history as it is stored in a record."""
-        return {str(exponent): knobs_to_json(configuration) for exponent, configuration in self._found.items()}
+        found: dict[str, Any] = {str(exponent): knobs_to_json(knobs) for exponent, knobs in self._found.items()}
+        return found if self.scale is None else {**found, "scale": asdict(self.scale)}
 
     @classmethod
     def from_json(cls, data: Any) -> History:
-        """Reverse ``to_json``. Returns an empty history for anything else."""
+        """Reverse ``to_json``. Ignores scales of earlier versions, and returns an empty history for anything else."""
         history = cls()
         try:
             if isinstance(data, Mapping):
-                history._found = {int(exponent): knobs_from_json(knobs) for exponent, knobs in data.items()}
-        except (TypeError, ValueError):
+                history.scale = _scale_from_json(data["scale"]) if "scale" in data else None
+                found = {key: knobs_from_json(knobs) for key, knobs in data.items() if key != "scale"}
+                history._found = {int(key): knobs for key, knobs in found.items() if isinstance(knobs, Configuration)}
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             return cls()
         return history
 
 
-def _nearest(found: Mapping[int, Any], exponent: int) -> int:
-    """Return the nearest exponent, the looser of two that are equally near."""
-    return min(found, key=lambda known: (abs(known - exponent), -known))
+def _scale_from_json(data: Mapping[str, Any]) -> LastScale:
+    configuration = knobs_from_json({"scale": data["exponent"]})
+    assert isinstance(configuration, GridConfiguration)
+    levels = tuple(map(float, data["levels"]))
+    if not all(map(math.isfinite, levels)):
+        raise ValueError("levels must be finite")
+    return LastScale(configuration.scale, levels[-LEVELS:])
 
 
 def _exponent(limit: float) -> int:

@@ -207,13 +207,13 @@ class ConfigurationManager:
     def _search(self, quantizer: Quantizer, trials: Trials) -> Found:
         """Search by the method of the quantizer, and remember the result for the next checkpoint."""
         if isinstance(quantizer, GridWeights):
-            found = search_grid(quantizer, trials, self.history.last_scale(trials.limit), self._gave_up)
+            found = search_grid(quantizer, trials, self.history.scale, self._gave_up)
         else:
             assert isinstance(quantizer, KMeansQuantizer)
             found = search_kmeans(quantizer, trials, self.history.last_configuration(trials.limit), self._gave_up)
         self._gave_up = found.good_enough is None
         if found.good_enough is not None:
-            self.history.remember(trials.limit, found.good_enough)
+            self.history.remember(trials.limit, found.good_enough, _degradations_by_scale(trials))
             kept = trials.trial(found.good_enough).progress
             stochastic = isinstance(found.good_enough, GridConfiguration) and found.good_enough.dithered
             if kept is not None and keeps_enough(kept) and not stochastic:
@@ -224,7 +224,7 @@ class ConfigurationManager:
         """Score the last configuration again: no weight has changed, so there is nothing to choose or to remember."""
         on_grid = isinstance(quantizer, GridWeights)
         if on_grid:
-            last = self.history.last_scale(trials.limit)
+            last = self.history.scale
             configuration: Knobs = GridConfiguration(0 if last is None else last.exponent)
         else:
             configuration = self.history.last_configuration(trials.limit) or Configuration()
@@ -255,6 +255,15 @@ def _distortion_judge(weights: KMeansWeights | GridWeights, fisher: Mapping[str,
         weighting = fisher if fisher.keys() >= weights.weights.keys() else {}
     judged_by: JudgedBy = "fisher distortion" if fisher and weighting else "distortion"
     return DistortionJudge(weights.weights, weighting, judged_by, _shards_of(weights))
+
+
+def _degradations_by_scale(trials: Trials) -> dict[int, float]:
+    """Return the degradations of grids by scale exponent, as far as they were judged."""
+    return {
+        trial.configuration.scale: trial.degradation
+        for trial in trials.done
+        if isinstance(trial.configuration, GridConfiguration) and trial.degradation is not None
+    }
 
 
 def _shards_of(weights: object) -> Shards:

@@ -7,7 +7,8 @@ few scores predict where the limit is reached.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -19,30 +20,26 @@ above the limit, or below the second argument, may be estimates."""
 Finish = Callable[[int], float]
 """Returns the degradation for an exponent that was scored, and no estimate."""
 
-TARGET = 0.8
+TARGET = 0.7
 """Share of the limit that a predicted exponent aims at. A higher aim would fail more often, and cost evaluations."""
-ENOUGH = 0.67
-"""A search ends when its result uses this share of the limit, unless it started from an exponent that was good."""
-ENOUGH_FROM_GOOD = 0.5
-"""The same for a search that started from an exponent that was good."""
-LEAST_GAIN = SCALES_PER_OCTAVE // 2
-"""A start that is good enough is left only for a predicted exponent this much larger: changed grid steps cost bits."""
-LEAST_CHANGE = SCALES_PER_OCTAVE // 4
-"""After a start that was good has failed, the search ends if it could gain less than this."""
+LEAST_GAIN = 3 * SCALES_PER_OCTAVE // 4
+"""A start from an earlier search that is good enough is left only for an exponent this much larger: changed grid steps
+cost bits, and an exponent that seems better on these batches is often worse on others."""
+LARGEST_LOSS, LARGEST_GAIN = SCALES_PER_OCTAVE // 2, SCALES_PER_OCTAVE
+"""The exponent of the last search is scored first, unless the expected one is smaller or larger by more than this."""
 ESTIMATED_BELOW = 0.5
 """An exponent whose degradation is clearly below this share of the limit need not be evaluated on all batches: a search
 goes on to larger ones."""
+ENOUGH = 0.67
+"""Between a result and a failure, the middle is scored unless the result uses this share of the limit."""
 RESOLUTION = SCALES_PER_OCTAVE // 8
 """A search ends if the best exponent and a failed one are no further apart."""
-STRIDE_BEYOND = SCALES_PER_OCTAVE // 2
-"""Distance of the exponents that are scored beyond a failed one. Ranges of good exponents are about as long, as
-measured on the ResNet of the benchmarks."""
-MOST_BEYOND = 8
-"""The largest number of these exponents: four octaves."""
 LONGEST_MOVE = 2 * SCALES_PER_OCTAVE
+"""A prediction is trusted no further than this."""
 MOST_ROUNDS = 12
 SECOND_ORDER_POWER = 2.0
 """In the second-order model of the loss, degradation grows with this power of the scale."""
+_POWER = SECOND_ORDER_POWER / SCALES_PER_OCTAVE
 STEEPEST_POWER = 8.0
 """Upper bound of a power estimated from two scores. A steeper rise is a cliff, which says nothing about
 smaller exponents."""
@@ -77,9 +74,31 @@ class _Scored:
         """The scored exponents that are not good enough."""
         return [k for k, degradation in self.degradations.items() if not degradation <= self.limit]
 
-    def near(self, exponent: int) -> int | None:
-        """Return the largest scored exponent within half a stride of this one."""
-        return max((k for k in self.degradations if abs(k - exponent) < STRIDE_BEYOND // 2), default=None)
+
+def level_of(degradations: Mapping[int, float]) -> float | None:
+    """Return the degradation at the scale 1, as the second-order model says: the median over exponents.
+
+    degradations: by exponent. None if none is finite.
+    """
+    known = [value * 2.0 ** (-_POWER * exponent) for exponent, value in degradations.items() if math.isfinite(value)]
+    return statistics.median(known) if known else None
+
+
+def expected_exponent(levels: Sequence[float], limit: float) -> int | None:
+    """Return the exponent at which a degradation near the limit is expected. levels: of several checkpoints.
+
+    None if the metric does not tell: it was no worse on average with quantized weights, or nothing is allowed.
+    """
+    level = statistics.fmean(levels) if levels else 0.0
+    return math.floor(math.log2(TARGET * limit / level) / _POWER) if level > 0 and limit > 0 else None
+
+
+def first_exponent(last: int, levels: Sequence[float], limit: float) -> int:
+    """Return the exponent to score first. last: the result of the last search. levels: see ``expected_exponent``."""
+    expected = expected_exponent(levels, limit)
+    if expected is None or last - LARGEST_LOSS <= expected <= last + LARGEST_GAIN:
+        return last
+    return min(max(expected, last - LONGEST_MOVE), last + LONGEST_MOVE)
 
 
 def scale_search(
@@ -88,31 +107,24 @@ def scale_search(
     highest: int,
     score: Score,
     limit: float,
-    start_was_good: bool,
+    earlier: Sequence[float] | None = None,
     per_round: int = 1,
     finish: Finish | None = None,
 ) -> int | None:
-    """Return the largest scored exponent whose degradation is at most ``limit``; None if there is none.
+    """Return an exponent near the largest one whose degradation is at most ``limit``; None if there is none.
 
-    start: is scored first. start_was_good: whether it was good enough at the last checkpoint. Then a
-    predicted exponent must be larger by ``LEAST_GAIN``. per_round: how many exponents are scored at once. finish: makes
-    sure that the result is no estimate; None if there are none.
+    start: is scored first. earlier: the levels (``level_of``) of the last checkpoints; None if ``start`` was not found
+    by an earlier search. With them, ``start`` is left only for exponents that all these checkpoints speak for. A
+    degradation measured on few data goes up and down with the scale, by luck: a search that takes the largest exponent
+    that is good enough here and now finds luck, which the restored training does not have. per_round: how many
+    exponents are scored at once. finish: makes sure that the result is no estimate; None if there are none.
 
-    The search first finds the largest exponent below all failed ones. But degradation need not grow with the scale: for
-    the ResNet of the benchmarks it goes up and down by many times the limit. So if an exponent has failed, larger ones
-    are scored too, half an octave apart, until two in a row fail and the second is no better than the first. If
-    ``start_was_good``, this happens only if ``start`` has failed, and is larger than the exponent found by half an
-    octave or more.
+    The result is smaller than all exponents that have failed.
     """
     scored = _Scored(score, lowest, highest, limit, per_round)
     at = min(max(start, lowest), highest)
     while True:
-        found = _below_failures(scored, at, start_was_good)
-        # A smooth degradation has failures near the result, too. Looking beyond these would gain nothing.
-        failed = [k for k in scored.failed if k <= start or not start_was_good]
-        if found is not None and max(failed, default=lowest) - found >= (STRIDE_BEYOND if start_was_good else 1):
-            _look_beyond(scored, found)
-        best = max(scored.good, default=None)
+        best = _below_failures(scored, at, earlier)
         if best is None or finish is None:
             return best
         scored.degradations[best] = finish(best)
@@ -121,50 +133,55 @@ def scale_search(
         at = best  # its estimate was too low
 
 
-def _below_failures(scored: _Scored, start: int, start_was_good: bool) -> int | None:
+def _below_failures(scored: _Scored, start: int, earlier: Sequence[float] | None) -> int | None:
     """Return the largest exponent found that is good enough and smaller than all failed ones."""
     at = start
     good: int | None = None
-    lowest, highest, limit = scored.lowest, scored.highest, scored.limit
     for rounds in range(MOST_ROUNDS):
         scored.add([at, *(at + sign * i * RESOLUTION for i in range(1, scored.per_round) for sign in (-1, 1))])
         bad = min(scored.failed, default=None)
         good = max((k for k in scored.good if bad is None or k < bad), default=None)
         if good is None:
             assert bad is not None
-            if bad <= lowest:
+            if bad <= scored.lowest:
                 return None
-            # Where degradation is constant, moves must grow longer to reach its end.
-            at = max(bad - max(-_predicted_move(scored, bad, None), RESOLUTION << rounds), lowest)
+            at = _smaller(scored, bad, rounds, earlier)
             continue
-        move = min(_predicted_move(scored, good, bad), highest - good)
-        if start_was_good:
-            move = min(move, STRIDE_BEYOND)
-        if bad is not None and scored.degradations[good] < (ENOUGH_FROM_GOOD if start_was_good else ENOUGH) * limit:
-            move = max(move, (bad - good) // 2)  # there is a cliff in between: scores beyond it mislead the prediction
-        least = RESOLUTION if not start_was_good else LEAST_GAIN if good == start else LEAST_CHANGE
-        if move < least or (bad is not None and bad - good <= RESOLUTION):
+        larger = _larger(scored, good, bad, rounds, earlier)
+        least = RESOLUTION if earlier is None else LEAST_GAIN
+        if larger - good < least or (bad is not None and bad - good <= RESOLUTION):
             return good
-        at = good + move if bad is not None else min(good + (move << rounds), highest)
+        at = larger
     return good
 
 
-def _look_beyond(scored: _Scored, found: int) -> None:
-    """Score exponents larger than ``found``, half an octave apart, until two in a row fail without improvement."""
-    ahead = range(found + STRIDE_BEYOND, scored.highest + 1, STRIDE_BEYOND)[:MOST_BEYOND]
-    last_failed: float | None = None  # degradation of the exponent before, if it was not good enough
-    for i, at in enumerate(ahead):
-        if scored.near(at) is None:
-            scored.add(k for k in ahead[i:] if scored.near(k) is None)
-        near = scored.near(at)
-        assert near is not None
-        degradation = scored.degradations[near]
-        if degradation <= scored.limit:
-            last_failed = None
-        elif last_failed is None or degradation < last_failed:
-            last_failed = degradation
-        else:
-            return
+def _smaller(scored: _Scored, bad: int, rounds: int, earlier: Sequence[float] | None) -> int:
+    """Return the exponent to score next if all have failed. bad: the smallest of them."""
+    at = bad + _predicted_move(scored, bad, None)
+    if earlier is not None and (expected := _expected(scored, earlier)) is not None:
+        at = (at + expected) // 2
+    # Where degradation is constant, moves must grow longer to reach its end.
+    return max(min(at, bad - (RESOLUTION << rounds)), scored.lowest)
+
+
+def _larger(scored: _Scored, good: int, bad: int | None, rounds: int, earlier: Sequence[float] | None) -> int:
+    """Return the exponent to score next. good, bad: the best one, and the smallest that has failed."""
+    if earlier is not None:
+        expected = _expected(scored, earlier)
+        largest = min(SCALES_PER_OCTAVE << rounds, scored.highest - good)
+        at = good + (largest if expected is None else min(expected - good, largest))
+        return at if bad is None or at < bad else (good + bad) // 2
+    move = min(_predicted_move(scored, good, bad), scored.highest - good)
+    if bad is None:
+        return min(good + (move << rounds), scored.highest)
+    if scored.degradations[good] < ENOUGH * scored.limit:
+        move = max(move, (bad - good) // 2)  # there is a cliff in between: scores beyond it mislead the prediction
+    return good + move
+
+
+def _expected(scored: _Scored, earlier: Sequence[float]) -> int | None:
+    level = level_of(scored.degradations)
+    return expected_exponent([*earlier, *([] if level is None else [level])], scored.limit)
 
 
 def _predicted_move(scored: _Scored, at: int, bad: int | None) -> int:
@@ -177,7 +194,7 @@ def _predicted_move(scored: _Scored, at: int, bad: int | None) -> int:
     if not (math.isfinite(degradation) and degradation > 0 and target > 0):
         move = LONGEST_MOVE if degradation <= scored.limit else -LONGEST_MOVE
     else:
-        power = SECOND_ORDER_POWER / SCALES_PER_OCTAVE
+        power = _POWER
         if bad is not None and math.isfinite(scored.degradations[bad]):
             estimated = math.log2(scored.degradations[bad] / degradation) / (bad - at)
             power = min(estimated, STEEPEST_POWER / SCALES_PER_OCTAVE)
