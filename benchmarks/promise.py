@@ -46,7 +46,7 @@ def main() -> None:
     made = options.parser(__doc__, data="shakespeare.txt and cifar10.zip")
     made.add_argument("--trainings", help=f"comma-separated: {', '.join(TRAININGS)}")
     made.add_argument("--variants", help=f"comma-separated: {', '.join(VARIANTS)}")
-    made.add_argument("--seeds", help="comma-separated numbers, for every variant; by default 0 to 4 or 0 to 2")
+    made.add_argument("--seeds", help="comma-separated numbers, for every variant; by default 0 to 11 or 0 to 2")
     made.add_argument("--workers", type=int, default=2, help="runs at a time, one core each")
     made.add_argument("--show", action="store_true", help="run nothing, only show what the cache has")
     made.add_argument("--publish", action="store_true", help="write the page of what the cache has, in any case")

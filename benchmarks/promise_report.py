@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -11,10 +11,12 @@ from statistics import fmean, stdev
 from crashes import spread, times
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, StrMethodFormatter
-from promise_runs import CENTRE, VARIANTS, Plan, Sweep, equivalents
+from promise_runs import CENTRE, DISTURBANCE, DISTURBED_AT, VARIANTS, Plan, Sweep, equivalents
 from promise_trainings import HELD_OUT
 from results import Table, plain_ticks, sentence
 from workloads import Uninterrupted
+
+from dynaquant.search.evaluation import degradation
 
 LABELLED = ("20 restores", "interval 160")
 """Small dots of the picture that have a label; labels of all would cover each other."""
@@ -47,20 +49,34 @@ class Row:
     @property
     def error(self) -> float:
         """The standard error of the mean; NaN with one seed."""
-        return stdev(self.ends) / sqrt(len(self.ends)) if len(self.ends) > 1 else float("nan")
+        return standard_error(self.ends)
 
     @property
     def end(self) -> str:
         """Mean and standard error as text."""
-        return f"{self.mean:+.2%}" + (f" ± {self.error:.2%}" if len(self.ends) > 1 else "")
+        return with_error(self.ends)
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean; NaN for one value."""
+    return stdev(values) / sqrt(len(values)) if len(values) > 1 else float("nan")
+
+
+def with_error(values: Sequence[float]) -> str:
+    """Return mean and standard error as text."""
+    return f"{fmean(values):+.2%}" + (f" ± {standard_error(values):.2%}" if len(values) > 1 else "")
 
 
 @dataclass(frozen=True)
 class Results:
-    """All rows, and the runs of each training without checkpoints."""
+    """All rows, and the runs of each training without checkpoints.
+
+    controls: how much worse each seed of a training ends than undisturbed if its weights change a little once.
+    """
 
     rows: list[Row]
     alone: dict[str, list[Uninterrupted]]
+    controls: dict[str, list[float]]
 
     def row(self, training: str, variant: str) -> Row | None:
         """Return the row of a training and variant, if it was measured."""
@@ -69,11 +85,14 @@ class Results:
 
 def results(sweep: Sweep) -> Results:
     """Return the results of a sweep, as far as it has run."""
-    rows, undisturbed = [], {}
+    rows, undisturbed, controls = [], {}, {}
     for training in sweep.trainings:
         alone = sweep.alone(training)
         if alone:
             undisturbed[training] = list(alone.values())
+        found = {seed: run.final for seed, run in sweep.controls_of(training).items() if seed in alone}
+        if found:
+            controls[training] = [degradation(alone[seed].final, final, False) for seed, final in found.items()]
         for variant in sweep.variants:
             runs = [run for run in sweep.runs(training, variant) if run.seed in alone]
             if not runs:
@@ -91,7 +110,7 @@ def results(sweep: Sweep) -> Results:
                     fmean(run.seconds for run in runs),
                 )
             )
-    return Results(rows, undisturbed)
+    return Results(rows, undisturbed, controls)
 
 
 def table(found: Results) -> Table:
@@ -112,6 +131,9 @@ def table(found: Results) -> Table:
             for row in found.rows
             if row.training == training
         ]
+        if training in found.controls:
+            ends = found.controls[training]
+            rows.append([f"{training}, control", with_error(ends), str(len(ends)), *[""] * 5])
         seconds = fmean(one.training_seconds for one in alone)
         apart = f"{spread(alone):.2%}"
         rows.append([f"{training}, undisturbed seeds apart", apart, str(len(alone)), "", "", "", "", f"{seconds:.0f}"])
@@ -245,8 +267,10 @@ one thing. Interval 160 has only five checkpoints before the end, so it has five
 only weights.
 Every method searches at its limit of degradation on eight batches; the loss at the end is on other held-out data.
 *At the end* is how much worse it is than that of the same seed undisturbed, as mean ± standard error over seeds;
-lossless checkpoints must give exactly 0. *Evaluations* is the median over saves and counts those of the weights in
-training.
+lossless checkpoints must give exactly 0. *Control* is a training without checkpoints whose weights were changed once,
+after {DISTURBED_AT * plan.steps:.0f} steps, by about {DISTURBANCE * 100:.3f} % of each. It shows what chance alone does
+to the end. Where it differs from zero, the undisturbed seeds were lucky or unlucky. *Evaluations* is the median over
+saves and counts those of the weights in training.
 
 ![end of training against size](promise.png)
 

@@ -35,6 +35,10 @@ MAX_DEGRADATION = 0.01
 """The limit for peers. It is also dynaquant's default."""
 IRRELEVANT = {"cli", "demo", "interop", "report"}
 """Rooms of dynaquant that no checkpoint of a training passes through."""
+DISTURBANCE = 1e-5
+"""Relative standard deviation of the noise that is added once to the weights of a control, ..."""
+DISTURBED_AT = 1 / 16
+"""... and after which share of its steps."""
 STEP_SECONDS, SAVE_SECONDS, PEER_SAVE_SECONDS = 0.038, 0.7, 2.0
 """What a training step and a save take on one core, roughly, for the estimate before a sweep."""
 
@@ -87,7 +91,7 @@ class Variant:
 
 CENTRE = "default"
 VARIANTS = {
-    CENTRE: Variant(seeds=5),
+    CENTRE: Variant(seeds=12),
     "0 restores": Variant(plan=Plan(restores=0)),
     "5 restores": Variant(plan=Plan(restores=5)),
     "20 restores": Variant(plan=Plan(restores=20)),
@@ -174,6 +178,17 @@ class Sweep:
         )
 
     @property
+    def controls(self) -> list[tuple[str, int, int]]:
+        """Training, seed and steps of every control: a run without checkpoints whose weights change a little once."""
+        centre = [name for name in self.variants if name == CENTRE]
+        return sorted(
+            (training, seed, self.variants[name].plan.steps)
+            for name in centre
+            for training in self.trainings
+            for seed in self.seeds_of(name)
+        )
+
+    @property
     def disturbed(self) -> list[tuple[str, str, int]]:
         """Training, variant and seed of every run with checkpoints, the centre and the first seeds first."""
         return [
@@ -193,11 +208,17 @@ class Sweep:
         """Return the file that keeps a run without checkpoints."""
         return self.cache / f"promise-{training}-undisturbed-{seed}-{key_of(steps, _code_of_runs())}.json"
 
+    def control_file(self, training: str, seed: int, steps: int) -> Path:
+        """Return the file that keeps a control."""
+        settings = steps, DISTURBANCE, DISTURBED_AT, _code_of_runs()
+        return self.cache / f"promise-{training}-control-{seed}-{key_of(*settings)}.json"
+
     def missing(self) -> list[Job]:
         """Return the runs that the cache does not have."""
-        alone = [one for one in self.undisturbed if not self.undisturbed_file(*one).exists()]
+        alone = {self.undisturbed_file(*one): (*one, 0.0) for one in self.undisturbed}
+        alone |= {self.control_file(*one): (*one, DISTURBANCE) for one in self.controls}
         # The names are made before the runs: they must be those of the code that the runs import.
-        jobs = [Job(one[2], _keep_undisturbed, (self.undisturbed_file(*one), self, *one)) for one in alone]
+        jobs = [Job(one[2], _keep_alone, (file, self, *one)) for file, one in alone.items() if not file.exists()]
         for one in self.disturbed:
             file, plan = self.file(*one), self.variants[one[1]].plan
             if not file.exists():
@@ -223,10 +244,13 @@ class Sweep:
 
     def alone(self, training: str) -> dict[int, Uninterrupted]:
         """Return the runs of a training without checkpoints by seed, those that are there."""
-        files = {seed: self.undisturbed_file(name, seed, n) for name, seed, n in self.undisturbed if name == training}
-        return {
-            seed: Uninterrupted.from_json(json.loads(file.read_text())) for seed, file in files.items() if file.exists()
-        }
+        return _alone(
+            {seed: self.undisturbed_file(name, seed, n) for name, seed, n in self.undisturbed if name == training}
+        )
+
+    def controls_of(self, training: str) -> dict[int, Uninterrupted]:
+        """Return the controls of a training by seed, those that are there."""
+        return _alone({seed: self.control_file(name, seed, n) for name, seed, n in self.controls if name == training})
 
     def runs(self, training: str, variant: str) -> list[Run]:
         """Return the runs of a training and variant, those that are there."""
@@ -252,14 +276,26 @@ def _code(files: tuple[Path, ...]) -> str:
     )
 
 
-def _keep_undisturbed(
-    file: Path, sweep: Sweep, training: str, seed: int, steps: int, tell: Callable[[int], None]
+def _alone(files: Mapping[int, Path]) -> dict[int, Uninterrupted]:
+    return {
+        seed: Uninterrupted.from_json(json.loads(file.read_text())) for seed, file in files.items() if file.exists()
+    }
+
+
+def _keep_alone(
+    file: Path, sweep: Sweep, training: str, seed: int, steps: int, disturbance: float, tell: Callable[[int], None]
 ) -> None:
+    """Train without checkpoints. disturbance: relative standard deviation of noise on the weights, once."""
     torch.set_num_threads(1)
     began = process_time()
     work = TRAININGS[training](sweep.data, sweep.cache, steps, seed)
+    generator = torch.Generator().manual_seed(seed)
     for step in range(1, steps + 1):
         work.train_step()
+        if disturbance and step == max(int(DISTURBED_AT * steps), 1):
+            with torch.no_grad():
+                for parameter in work.model.parameters():
+                    parameter.mul_(1 + disturbance * torch.randn(parameter.shape, generator=generator))
         tell(step)
     found = Uninterrupted({}, work.final_quality(work.model), process_time() - began, 0.0)
     _keep(file, found)
