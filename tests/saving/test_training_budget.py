@@ -32,9 +32,20 @@ def trained(rate_at, restored_at=(), budget=BUDGET):
 
 
 def test_at_a_constant_learning_rate_every_checkpoint_may_lose_the_most():
-    budget, allowed = trained(lambda _: 0.1, range(0, STEPS, EVERY))
+    _, allowed = trained(lambda _: 0.1)
     assert set(allowed.values()) == {BUDGET.largest}
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.parametrize("rate_at", [lambda _: 0.1, lambda step: step])
+def test_however_often_a_training_is_restored_what_is_left_is_at_most_one_degradation(rate_at, every):
+    """The learning rate never falls, so nothing says how long errors have time to heal."""
+    budget, allowed = trained(rate_at, range(0, STEPS, every * EVERY))
     assert budget.spent == 0
+    assert LEAST_SHARE * BUDGET.largest <= min(allowed.values()) < 0.8 * BUDGET.largest
+    assert budget.felt <= BUDGET.largest
+    often = sum(BUDGET.largest * (step / STEPS) ** 4 for step in range(EVERY, STEPS, EVERY))
+    assert often > 1.5 * BUDGET.largest  # if all checkpoints lost the most
 
 
 def test_less_is_allowed_as_the_learning_rate_falls_and_never_less_than_the_least_share():

@@ -70,17 +70,25 @@ class TrainingBudget:
         return 1 - self.rate / self.highest if self.highest > 0 else 0.0
 
     @property
+    def felt(self) -> float:
+        """What restores have left until now: their degradations, as far as they have not healed."""
+        return sum(each.degradation * _left(each, self.learned) for each in self.restores)
+
+    @property
     def spent(self) -> float:
         """The part of the budget that restores have used: their degradations, as far as they will be left."""
-        return self.lasting * sum(each.degradation * _left(each, self.learned) for each in self.restores)
+        return self.lasting * self.felt
 
     @property
     def allowed(self) -> float:
-        """The degradation that a checkpoint may have now."""
-        if self.lasting <= 0:
-            return self.largest
-        share = SHARE_OF_ONE * (self.total - self.spent) / self.lasting
-        return min(max(share, LEAST_SHARE * self.largest), self.largest)
+        """The degradation that a checkpoint may have now.
+
+        Together with what restores have left, it is at most that of one checkpoint, however high the learning rate is.
+        """
+        allowed = self.largest - self.felt
+        if self.lasting > 0:
+            allowed = min(allowed, SHARE_OF_ONE * (self.total - self.spent) / self.lasting)
+        return max(allowed, LEAST_SHARE * self.largest)
 
     def restored(self, degradation: float) -> TrainingBudget:
         """Return the account after a restore of the checkpoint of the last save. degradation: of that checkpoint."""
