@@ -1,5 +1,6 @@
 """The runner of the promise: restores that lose nothing change nothing, and everything is counted."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -76,6 +77,24 @@ def test_a_sweep_keeps_its_runs_and_trains_only_what_is_missing(data, tmp_path):
     assert [job.steps for job in other.missing()] == [10]
 
 
+def test_controls_belong_to_the_centre_and_differ_a_little_from_the_undisturbed_training(data, tmp_path):
+    (tmp_path / "cifar10.npz").symlink_to(data / "cifar10.npz")
+    sweep = Sweep(data, tmp_path, ["gru"], {CENTRE: replace(LOSSLESS, seeds=2)})
+    assert [job.steps for job in sweep.missing()] == [8, 8, 8, 8, 10, 10]
+    sweep.run(workers=1)
+    found = results(sweep)
+    assert [row.ends for row in found.rows] == [[0, 0]]
+    assert len(found.controls["gru"]) == 2
+    assert all(abs(end) < 1e-3 for end in found.controls["gru"])
+    ends = {}
+    for disturbance in (0.0, 0.01):
+        file = tmp_path / f"{disturbance}.json"
+        promise_runs._keep_alone(file, sweep, "gru", 0, QUICK.steps, disturbance, lambda _: None)
+        ends[disturbance] = json.loads(file.read_text())["final"]
+    assert ends[0.0] == undisturbed(data, "gru")
+    assert 0 < abs(ends[0.01] / ends[0.0] - 1) < 1e-2
+
+
 @pytest.mark.parametrize(
     ("plan", "points"),
     [
@@ -120,7 +139,7 @@ def test_a_choice_names_trainings_variants_and_seeds(tmp_path):
     sweep = promise.sweep_of(tmp_path, tmp_path, "gru, vit", "high", "0,2", quick=False)
     assert sweep.disturbed == [("gru", "high", 0), ("gru", "high", 2), ("vit", "high", 0), ("vit", "high", 2)]
     everything = promise.sweep_of(tmp_path, tmp_path, None, None, None, quick=False)
-    assert len(everything.disturbed) == 5 * (5 + 3 * (len(VARIANTS) - 1))
+    assert len(everything.disturbed) == 5 * (12 + 3 * (len(VARIANTS) - 1))
     quick = promise.sweep_of(tmp_path, tmp_path, None, None, None, quick=True)
     assert len(quick.disturbed) == len(TRAININGS) * len(QUICK_VARIANTS)
     with pytest.raises(SystemExit, match="'lstm' is not known; choose from: gpt, resnet"):
@@ -147,9 +166,11 @@ def test_the_page_shows_rows_bars_and_the_spread_of_seeds(tmp_path):
         Row("gru", "interval 160", [0.001], 119.0, 130.0, 3.0, 0.009, 40.0),
         Row("gru", "ExCP", [0.05, 0.05], 30.0, None, 4.0, 0.009, 60.0),
     ]
-    found = Results(rows, {"gru": [Uninterrupted({}, 1.98, 20.0, 0.0), Uninterrupted({}, 2.02, 20.0, 0.0)]})
+    alone = [Uninterrupted({}, 1.98, 20.0, 0.0), Uninterrupted({}, 2.02, 20.0, 0.0)]
+    found = Results(rows, {"gru": alone}, {"gru": [0.001, -0.003]})
     assert ["gru, default", "+1.00% ± 1.00%", "2", "64.0×", "70.0×", "3", "0.90%", "40"] in table(found).rows
     assert table(found).rows[-1][:3] == ["gru, undisturbed seeds apart", "2.00%", "2"]
+    assert table(found).rows[-2][:3] == ["gru, control", "-0.10% ± 0.20%", "2"]
     reached = dict(bars(found).rows)
     assert reached["end, at most 0.5 % or one standard error worse"] == "+1.00% ± 1.00%, yes"
     assert reached["whole state at interval 160, at least 120×"] == "119.0×, **no**"
