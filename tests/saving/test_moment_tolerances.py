@@ -49,9 +49,11 @@ def test_without_correction_moments_are_kept_for_longer_intervals():
     assert [tolerance(interval, corrected=False) for interval in (199, 200)] == [COARSEST, DROPPED]
 
 
-def test_momentum_of_sgd_is_treated_as_moments_that_are_corrected():
-    for corrected in (True, False):
-        assert [tolerance(n, corrected=corrected, optimizer=torch.optim.SGD) for n in (99, 100)] == [COARSEST, DROPPED]
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize(("quality", "last"), [("high", 50), ("balanced", 25), ("small", 6)])
+def test_momentum_of_sgd_is_kept_finely_where_checkpoints_are_close_and_dropped_elsewhere(quality, last, corrected):
+    found = [tolerance(n, quality, corrected=corrected, optimizer=torch.optim.SGD) for n in (1, last, last + 1, 1000)]
+    assert found == [FINEST, FINEST, DROPPED, DROPPED]
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")

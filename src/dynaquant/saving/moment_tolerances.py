@@ -13,6 +13,8 @@ ROUNDING = 1 + 1e-9
 LOST_BY_NOISE = 0.1
 """A restore loses this share of the steps that a moment remembers for an error t² = 1 of a stored moment. Measured:
 docs/decisions.md, "How coarse may a first moment be?"."""
+LOST_BY_NOISE_OF_SGD = 0.5
+"""The same for SGD, whose update is the moment itself: no second moment bounds the noise."""
 FINEST, COARSEST = 0.5, 1.4
 """Tolerances of moments that are kept: about 1.3 to 0.4 bits per weight. At 0.5, no loss could be measured."""
 
@@ -35,15 +37,20 @@ def tolerances_of(memories: Mapping[str, Memory], preset: Preset, interval: int 
     kept, as coarsely as that limit allows. A kept moment has its full length, but also noise, by which a restore loses
     steps, too.
 
-    Muon orthogonalizes its moment, which makes a coarse one worse than none. It is always dropped.
+    The moment of SGD is kept finely or not at all: noise in it costs more than in one that a second moment divides, and
+    a coarse one is worse than none. Muon orthogonalizes its moment, which magnifies noise. It is always dropped.
 
     interval: the steps between two checkpoints, if known.
     """
     tolerances = {}
     for name, memory in memories.items():
         allowed = preset.lost_steps * (interval or 0)
-        if memory.coarse_is_worse or memory.lost <= allowed * ROUNDING:
+        if memory.kept == "never" or memory.lost <= allowed * ROUNDING:
             tolerances[name] = DROPPED
+        elif memory.kept == "fine":
+            fine = LOST_BY_NOISE_OF_SGD * FINEST**2 * memory.steps
+            if interval is not None:  # where more may be lost, a coarser one would do, but none is better
+                tolerances[name] = FINEST if allowed <= fine * ROUNDING else DROPPED
         elif interval is not None:
             noise = math.sqrt(allowed / (LOST_BY_NOISE * memory.steps))
             tolerances[name] = min(max(noise, FINEST), COARSEST)

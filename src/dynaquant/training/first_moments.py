@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from dynaquant.training.collect import parameter_names
 from dynaquant.training.optimizers import keys_of
 
+Kept = Literal["coarse", "fine", "never"]
+"""How a first moment may be kept, see ``Memory``."""
 LARGEST_FACTOR: Mapping[str, float] = {"exp_avg": 3.0, "momentum_buffer": 1.0}
 """By key of a first moment: the largest factor of its correction (method 3.2). 1 means no correction.
 
@@ -52,12 +54,12 @@ class MomentRule:
     """The first moment of an optimizer.
 
     key: of the moment in the state of a parameter. update: returns what a step does with the moments of a parameter
-    group. coarse_is_worse: whether a coarse moment is worse than none, as the update magnifies its noise.
+    group. kept: how a moment with noise may be kept, see ``Memory``.
     """
 
     key: str
     update: Callable[[Mapping[str, Any]], MomentUpdate]
-    coarse_is_worse: bool = False
+    kept: Kept = "coarse"
 
     @property
     def largest_factor(self) -> float:
@@ -79,12 +81,12 @@ def rule_of(optimizer: Optimizer) -> MomentRule | None:
 class Memory:
     """Steps of training in a first moment: ``1 / (1 - β)``. lost: how many of them a restore without it loses.
 
-    coarse_is_worse: see ``MomentRule``.
+    kept: "coarse" if even a coarse moment is better than none, "fine" if only a fine one is, "never" if none is.
     """
 
     steps: float
     lost: float
-    coarse_is_worse: bool
+    kept: Kept
 
 
 LOST_ANYWAY = 0.5
@@ -120,7 +122,7 @@ def memories_in(optimizer: Optimizer, keys: Sequence[Sequence[str | int]], corre
         share = 1.0
         if rule is not None and (corrected or rule.largest_factor <= 1):
             share = LOST_ANYWAY
-        memory = Memory(steps, share * steps, rule is not None and rule.coarse_is_worse)
+        memory = Memory(steps, share * steps, "coarse" if rule is None else rule.kept)
         memories |= {f"{key}.{slot}": memory for key in keys_of_group}
     return memories
 
@@ -168,6 +170,6 @@ _RULES: dict[type[Optimizer] | None, MomentRule] = {
     torch.optim.NAdam: MomentRule("exp_avg", _adam),
     torch.optim.RAdam: MomentRule("exp_avg", _adam),
     torch.optim.Adamax: MomentRule("exp_avg", _adam),
-    torch.optim.SGD: MomentRule("momentum_buffer", _sgd),
-    getattr(torch.optim, "Muon", None): MomentRule("momentum_buffer", _muon, coarse_is_worse=True),  # since PyTorch 2.9
+    torch.optim.SGD: MomentRule("momentum_buffer", _sgd, kept="fine"),
+    getattr(torch.optim, "Muon", None): MomentRule("momentum_buffer", _muon, kept="never"),  # since PyTorch 2.9
 }
