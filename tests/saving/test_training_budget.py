@@ -36,6 +36,13 @@ def test_at_a_constant_learning_rate_every_checkpoint_may_lose_the_most():
     assert set(allowed.values()) == {BUDGET.largest}
 
 
+def test_without_a_learning_rate_restores_do_not_count():
+    """A training without an optimizer of PyTorch: nothing says how fast errors heal."""
+    budget, allowed = trained(lambda _: 0.0, range(0, STEPS, EVERY))
+    assert set(allowed.values()) == {BUDGET.largest}
+    assert budget.felt == budget.spent == 0
+
+
 @pytest.mark.parametrize("every", [1, 2, 4])
 @pytest.mark.parametrize("rate_at", [lambda _: 0.1, lambda step: step])
 def test_however_often_a_training_is_restored_what_is_left_is_at_most_one_degradation(rate_at, every):

@@ -71,7 +71,12 @@ class TrainingBudget:
 
     @property
     def felt(self) -> float:
-        """What restores have left until now: their degradations, as far as they have not healed."""
+        """What restores have left until now: their degradations, as far as they have not healed.
+
+        0 if the learning rate is not known: nothing says how fast they heal.
+        """
+        if self.highest <= 0:
+            return 0.0
         return sum(each.degradation * _left(each, self.learned) for each in self.restores)
 
     @property
