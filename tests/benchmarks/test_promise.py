@@ -175,7 +175,7 @@ def test_the_page_shows_rows_bars_and_the_spread_of_seeds(tmp_path):
     assert reached["end, at most 0.5 % or one standard error worse"] == "+1.00% ± 1.00%, yes"
     assert reached["whole state at interval 160, at least 120×"] == "119.0×, **no**"
     assert reached["ExCP larger, at least 2×"] == "2.1×, yes"
-    assert reached["end after 20 restores, within what seeds are apart"] == "–"
+    assert reached["end after 20 restores, within what 5 seeds are apart"] == "–"
     plot(found, tmp_path / "promise.png")
     assert (tmp_path / "promise.png").read_bytes().startswith(b"\x89PNG")
     text = page(found, {"cpu": "processor", "cores": 2, "torch": "2.0"}, 1.5, 0)
