@@ -12,9 +12,9 @@ from dynaquant.training.first_moments import Memory, memories_of
 ROUNDING = 1 + 1e-9
 LOST_BY_NOISE = 0.1
 """A restore loses this share of the steps that a moment remembers for an error t² = 1 of a stored moment. Measured:
-docs/decisions.md, "How coarse may a first moment be?"."""
+docs/decisions.md, "How much does a restore lose without first moments?"."""
 LOST_BY_NOISE_OF_SGD = 0.5
-"""The same for SGD, whose update is the moment itself: no second moment bounds the noise."""
+"""The same for SGD, whose update is the moment itself: docs/decisions.md, "What about the momentum of SGD?"."""
 FINEST, COARSEST = 0.5, 1.4
 """Tolerances of moments that are kept: about 1.3 to 0.4 bits per weight. At 0.5, no loss could be measured."""
 
