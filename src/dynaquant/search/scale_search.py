@@ -27,6 +27,8 @@ LEAST_GAIN = 3 * SCALES_PER_OCTAVE // 4
 cost bits, and an exponent that seems better on these batches is often worse on others."""
 LARGEST_LOSS, LARGEST_GAIN = SCALES_PER_OCTAVE // 2, SCALES_PER_OCTAVE
 """The exponent of the last search is scored first, unless the expected one is smaller or larger by more than this."""
+MOST_BEHIND = SCALES_PER_OCTAVE // 2
+"""Earlier checkpoints hold a search back by this much at most: early in a training, larger scales soon do."""
 ESTIMATED_BELOW = 0.5
 """An exponent whose degradation is clearly below this share of the limit need not be evaluated on all batches: a search
 goes on to larger ones."""
@@ -85,11 +87,19 @@ def level_of(degradations: Mapping[int, float]) -> float | None:
 
 
 def expected_exponent(levels: Sequence[float], limit: float) -> int | None:
-    """Return the exponent at which a degradation near the limit is expected. levels: of several checkpoints.
+    """Return the exponent at which a degradation near the limit is expected.
 
-    None if the metric does not tell: it was no worse on average with quantized weights, or nothing is allowed.
+    levels: of several checkpoints, the newest last. Their mean counts, but the older ones reduce what the newest says
+    by MOST_BEHIND at most. None if the metric does not tell: it was no worse on average with quantized weights, or
+    nothing is allowed.
     """
-    level = statistics.fmean(levels) if levels else 0.0
+    if not levels:
+        return None
+    together, newest = (_exponent_for(level, limit) for level in (statistics.fmean(levels), levels[-1]))
+    return together if together is None or newest is None else max(together, newest - MOST_BEHIND)
+
+
+def _exponent_for(level: float, limit: float) -> int | None:
     return math.floor(math.log2(TARGET * limit / level) / _POWER) if level > 0 and limit > 0 else None
 
 
