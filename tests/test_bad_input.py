@@ -289,6 +289,8 @@ STRANGE_RECORDS = [
     {"search": "exhaustive"},
     {"search": {"history": {"scale": {"exponent": "16", "levels": []}}}},
     {"search": {"history": {"scale": {"exponent": 10**9, "levels": [1e300]}}}},
+    {"search": {"history": {"scale": {"exponent": 0, "levels": [1.7e308] * 4}}}},
+    {"search": {"history": {"scale": {"exponent": 0, "levels": [5e-324]}}}},
     {"search": {"history": {"-7": {"bins": 16}}}},
     {"search": {"max_degradation": []}},
     {"search": {"max_degradation": "much"}},

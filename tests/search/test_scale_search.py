@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dynaquant.search.scale_search import (
+    CLIFF,
     LARGEST_GAIN,
     LARGEST_LOSS,
     LEAST_GAIN,
@@ -262,7 +263,7 @@ class Checkpoints:
         start = self.last if self.levels is None else first_exponent(self.last, self.levels, limit)
         found, scored = search(degradation, start, self.levels, limit=limit)
         assert found is not None
-        level = level_of({scale: degradation(scale) for scales in scored.rounds for scale in scales})
+        level = level_of({scale: degradation(scale) for scales in scored.rounds for scale in scales}, limit)
         self.last, self.levels = found, (*(self.levels or ()), level)[-4:]
         self.counts.append(scored.count)
         return found
@@ -361,7 +362,7 @@ def test_levels_that_say_nothing_leave_the_start_where_it_is():
     for levels, limit in (((), LIMIT), ((-LIMIT, 0.0), LIMIT), ((LIMIT,), 0.0)):
         assert expected_exponent(levels, limit) is None
         assert first_exponent(-17, levels, limit) == -17
-    assert level_of({3: math.nan, 4: math.inf}) is None
+    assert level_of({3: math.nan, 4: math.inf}, LIMIT) is None
 
 
 @given(level=st.floats(1e-6, 1e3), last=st.integers(LOWEST, HIGHEST))
@@ -384,3 +385,31 @@ def test_several_exponents_per_round_take_no_more_rounds_and_find_as_much(per_ro
                 rounds[each] += len(scored.rounds)
                 assert_close_to_the_best(found, degradation)
     assert rounds[per_round] <= rounds[1]
+
+
+@given(
+    degradations=st.dictionaries(st.integers(LOWEST, HIGHEST), st.floats(), max_size=5),
+    levels=st.lists(st.floats(5e-324, 1.7e308), max_size=4),
+    limit=st.floats(5e-324, 1.7e308),
+    last=st.integers(LOWEST, HIGHEST),
+)
+def test_any_numbers_give_a_level_and_an_exponent(degradations, levels, limit, last):
+    level = level_of(degradations, limit)
+    assert level is None or math.isfinite(level)
+    expected = expected_exponent(levels, limit)
+    assert expected is None or isinstance(expected, int)
+    assert isinstance(first_exponent(last, levels, limit), int)
+
+
+@pytest.mark.parametrize("height", [1e3, 1e9])
+def test_candidates_that_diverge_do_not_make_later_saves_fine(height):
+    only = level_of({30: LIMIT * height}, LIMIT)
+    assert only == level_of({30: LIMIT * CLIFF}, LIMIT)
+    for pace in (0.5, 2, 6):
+        draw, checkpoints, best = random.Random(1), Checkpoints(), 0.0
+        for _ in range(200):
+            best = min(max(best + draw.uniform(-pace, pace), -100), 40)
+            smooth = power_law(2, best + 12)
+            found = checkpoints.search(lambda k, best=best, smooth=smooth: smooth(k) if k <= best else height)
+            assert best - 2 * SCALES_PER_OCTAVE <= found <= best
+        assert sum(checkpoints.counts) <= 2 * len(checkpoints.counts)

@@ -57,7 +57,7 @@ class History:
         if isinstance(configuration, Configuration):
             self._found[_exponent(limit)] = configuration
             return
-        level = level_of(degradations)
+        level = level_of(degradations, limit)
         levels = (*(self.scale.levels if self.scale else ()), *(() if level is None else (level,)))
         self.scale = LastScale(configuration.scale, levels[-LEVELS:])
 

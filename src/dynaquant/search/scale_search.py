@@ -28,7 +28,12 @@ cost bits, and an exponent that seems better on these batches is often worse on 
 LARGEST_LOSS, LARGEST_GAIN = SCALES_PER_OCTAVE // 2, SCALES_PER_OCTAVE
 """The exponent of the last search is scored first, unless the expected one is smaller or larger by more than this."""
 MOST_BEHIND = SCALES_PER_OCTAVE // 2
-"""Earlier checkpoints hold a search back by this much at most: early in a training, larger scales soon do."""
+"""Earlier checkpoints reduce the exponent that the newest one expects by this much at most: early in a training it
+rises fast."""
+CLIFF = 8.0
+"""A degradation beyond this multiple of the limit is a cliff. How high it is says nothing about smaller exponents."""
+LARGEST_LOG2 = 1000.0
+"""Of a factor that is finite as a float64."""
 ESTIMATED_BELOW = 0.5
 """An exponent whose degradation is clearly below this share of the limit need not be evaluated on all batches: a search
 goes on to larger ones."""
@@ -77,13 +82,18 @@ class _Scored:
         return [k for k, degradation in self.degradations.items() if not degradation <= self.limit]
 
 
-def level_of(degradations: Mapping[int, float]) -> float | None:
+def level_of(degradations: Mapping[int, float], limit: float) -> float | None:
     """Return the degradation at the scale 1, as the second-order model says: the median over exponents.
 
-    degradations: by exponent. None if none is finite.
+    degradations: by exponent. One beyond CLIFF times the limit counts as CLIFF times the limit. None if none is finite.
     """
-    known = [value * 2.0 ** (-_POWER * exponent) for exponent, value in degradations.items() if math.isfinite(value)]
-    return statistics.median(known) if known else None
+    known = [
+        min(value, CLIFF * limit) * 2.0 ** min(-_POWER * exponent, LARGEST_LOG2)
+        for exponent, value in degradations.items()
+        if math.isfinite(value)
+    ]
+    level = statistics.median(known) if known else math.nan
+    return level if math.isfinite(level) else None
 
 
 def expected_exponent(levels: Sequence[float], limit: float) -> int | None:
@@ -95,12 +105,14 @@ def expected_exponent(levels: Sequence[float], limit: float) -> int | None:
     """
     if not levels:
         return None
-    together, newest = (_exponent_for(level, limit) for level in (statistics.fmean(levels), levels[-1]))
+    mean = sum(level / len(levels) for level in levels)  # fmean overflows at sums of large ones
+    together, newest = _exponent_for(mean, limit), _exponent_for(levels[-1], limit)
     return together if together is None or newest is None else max(together, newest - MOST_BEHIND)
 
 
 def _exponent_for(level: float, limit: float) -> int | None:
-    return math.floor(math.log2(TARGET * limit / level) / _POWER) if level > 0 and limit > 0 else None
+    # The quotient could overflow.
+    return math.floor((math.log2(TARGET) + math.log2(limit) - math.log2(level)) / _POWER) if level > 0 < limit else None
 
 
 def first_exponent(last: int, levels: Sequence[float], limit: float) -> int:
@@ -124,7 +136,7 @@ def scale_search(
     """Return an exponent near the largest one whose degradation is at most ``limit``; None if there is none.
 
     start: is scored first. earlier: the levels (``level_of``) of the last checkpoints; None if ``start`` was not found
-    by an earlier search. With them, ``start`` is left only for exponents that all these checkpoints speak for. A
+    by an earlier search. With them, ``start`` is left only for exponents that these checkpoints together expect. A
     degradation measured on few data goes up and down with the scale, by luck: a search that takes the largest exponent
     that is good enough here and now finds luck, which the restored training does not have. per_round: how many
     exponents are scored at once. finish: makes sure that the result is no estimate; None if there are none.
@@ -190,7 +202,7 @@ def _larger(scored: _Scored, good: int, bad: int | None, rounds: int, earlier: S
 
 
 def _expected(scored: _Scored, earlier: Sequence[float]) -> int | None:
-    level = level_of(scored.degradations)
+    level = level_of(scored.degradations, scored.limit)
     return expected_exponent([*earlier, *([] if level is None else [level])], scored.limit)
 
 
