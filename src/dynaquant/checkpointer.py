@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
@@ -23,7 +22,6 @@ from dynaquant.restore.restorer import Restorer
 from dynaquant.saving.allowance import Allowance
 from dynaquant.saving.arguments import check_first_state, check_options, check_same_on_all_ranks, checked_step
 from dynaquant.saving.background import check_process
-from dynaquant.saving.commit_stage import CommitStage
 from dynaquant.saving.compressor import Compressor
 from dynaquant.saving.division import check_arguments, check_sharded_before, holds_shards, replicas_of
 from dynaquant.saving.log_to import LogTo, logger_of
@@ -33,7 +31,7 @@ from dynaquant.saving.rank_zero import hold_for_writing
 from dynaquant.saving.record import Record, record_of
 from dynaquant.saving.saver import Saver
 from dynaquant.saving.schedule import Every, Schedule
-from dynaquant.saving.sharded_commit import ShardedCommitStage
+from dynaquant.saving.sharded_commit import commit_stage
 from dynaquant.saving.turn import Turn
 from dynaquant.search.evaluation import Evaluate, of_several
 from dynaquant.state.bound import Bound
@@ -188,6 +186,7 @@ class Checkpointer:
         self._closed = False
         self._run = WritableRun(folder)
         with ExitStack() as undo:
+            undo.callback(self._group.close)
             lock = undo.enter_context(ExitStack())  # of the run; the writing thread releases it
             hold_for_writing(self._run, lock, self._group)
             self._compressor = Compressor(
@@ -207,15 +206,15 @@ class Checkpointer:
             self._corrections = MomentCorrections(correct_moments)
             check_first_state(self._objects, roles, self._compressor.vectors, self._group)
             learn_size = self._compressor.manager.learn_size
-            stage = partial(ShardedCommitStage, group=Group()) if self._group.size > 1 else CommitStage
-            self._writer = stage(
+            self._writer = commit_stage(
+                self._group.size,
                 self._run,
                 retention=retention,
                 keyframe_every=keyframe_every,
                 damaged=self._damaged,
                 log_to=log_record,
                 learn_size=learn_size,
-                release_run=lock.close,
+                at_end=lock,
             )
             self._saver = Saver(
                 self._run,
@@ -366,7 +365,13 @@ class Checkpointer:
         if os.getpid() != self._writer.thread.process:
             self._close(lambda: None)
         else:
-            self._guarded("close", lambda: self._close(self._writer.thread.close))
+            self._guarded("close", lambda: self._close(self._close_writer))
+
+    def _close_writer(self) -> None:
+        try:
+            self._writer.thread.close()
+        finally:
+            self._group.close()
 
     def _close(self, close_writer: Callable[[], None]) -> None:
         self._closed = True

@@ -151,8 +151,11 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         """Return at once: ``save`` returns when the state is captured."""
 
     def _close(self) -> None:
-        if self._checkpointer is not None:
-            self._checkpointer.close()
+        try:
+            if self._checkpointer is not None:
+                self._checkpointer.close()
+        finally:
+            self._position.close()
 
 
 class _Loss:
@@ -196,6 +199,11 @@ class _Position:
                         "others; use a loader whose keys name the data-parallel rank, as torchtitan's own do"
                     )
         self._positions = found
+
+    def close(self) -> None:
+        """End the connection to other ranks."""
+        if self._group is not None:
+            self._group.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was gathered last."""

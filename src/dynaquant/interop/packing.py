@@ -176,9 +176,9 @@ class Packer:
             grid = replace(grid, fisher=effective_fisher(grid.sizes, grid.squares, prior))
         streamed = _streamed(grid)
         assert self._limit is not None
-        manager = ConfigurationManager(
-            holder, evaluate, self._higher_is_better, self._training.allowed(self._limit), None, Group(), self._noise
-        )
+        limit = self._training.allowed(self._limit)
+        group = Group(alone=True)  # other ranks may be elsewhere: rank 0 often saves alone
+        manager = ConfigurationManager(holder, evaluate, self._higher_is_better, limit, None, group, self._noise)
         manager.last_resort, manager.history = self._limit, self._history
         manager.restored = {_PREFIX + name: tensor for name, tensor in self._training.restored.items()}
         decision = manager.decide(streamed, {}, measured)

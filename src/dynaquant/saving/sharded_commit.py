@@ -6,6 +6,7 @@ It runs in the writing threads of all ranks, and communicates over a group of it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -206,3 +207,15 @@ class ShardedCommitStage(CommitStage):
         record = self._group.from_rank_0(found)
         assert record is not None
         return record
+
+
+def commit_stage(ranks: int, run: WritableRun, at_end: ExitStack, **options: Any) -> CommitStage:
+    """Return the commit stage of a training with that many ranks. Collective.
+
+    at_end: closed in the writing thread after the last write. options: for ``CommitStage``.
+    """
+    if ranks == 1:
+        return CommitStage(run, release_run=at_end.close, **options)
+    group = Group()
+    at_end.callback(group.close)
+    return ShardedCommitStage(run, group, release_run=at_end.close, **options)

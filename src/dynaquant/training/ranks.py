@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -24,25 +25,40 @@ class _OtherRankFailedError(Exception):
 class Group:
     """All processes of the training, connected over the CPU (Gloo). A single process is a group of one.
 
-    Every rank creates it at the same time. All methods except ``watch_communication`` are collective: every rank calls
-    them, in the same order. They raise DynaquantError if another rank has stopped, or does not answer within the
-    timeout of the training's process group (``init_process_group(timeout=…)``).
+    Every rank creates it at the same time, and closes it when it is done. All methods except ``watch_communication``
+    and ``close`` are collective: every rank calls them, in the same order. They raise DynaquantError if another rank
+    has stopped, or does not answer within the timeout of the training's process group
+    (``init_process_group(timeout=…)``).
+
+    alone: a group of this process only, whatever other processes there are. Nothing is collective then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool = False) -> None:
         self._group: dist.ProcessGroup | None = None
         self._saw_communication = False
         self._untold: Exception | None = None
         self.rank, self.size = 0, 1
         self.replicas: Sequence[Sequence[int]] = [[0]]
         """The ranks of each replica. Those of one replica hold one copy of the model between them."""
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if not alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self.replicas = [[rank] for rank in range(self.size)]
             with self._others_must_answer():
                 # The default group may use NCCL, which moves only CUDA tensors. By itself, a new group waits as long as
                 # PyTorch's default, whatever the timeout of the training is.
                 self._group = dist.new_group(backend="gloo", timeout=_timeout())
+        # Unlike ``weakref.finalize``, this does nothing in forks of this process, which do not have the threads.
+        self._end = Finalize(self, _destroy, (self._group,), exitpriority=0)
+
+    def close(self) -> None:
+        """Disconnect, and end the threads of the connection. The group must not be used after it. May be called twice.
+
+        Such a thread needs the GIL to free the tensors of its last operation. If it still waits for the GIL when the
+        interpreter ends, the process aborts (https://github.com/pytorch/pytorch/issues/190489). So this is also called
+        when the group is garbage-collected, or the process ends.
+        """
+        self._group = None
+        self._end()
 
     def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order. Every rank gets the same list. Values are pickled."""
@@ -228,6 +244,13 @@ class Lockstep:
         answers = self._group.all_gather((wanted, failed))
         self._ended = any(failed for _, failed in answers) or not any(wanted for wanted, _ in answers)
         return not self._ended
+
+
+def _destroy(group: dist.ProcessGroup | None) -> None:
+    if group is not None and dist.is_initialized():
+        with suppress(ValueError):  # the training has destroyed all groups, and begun anew
+            dist.destroy_process_group(group)
+    # Once nothing refers to the group, PyTorch joins its threads.
 
 
 def _in_words(error: Exception) -> str:
