@@ -47,11 +47,12 @@ def tolerances_of(memories: Mapping[str, Memory], preset: Preset, interval: int 
         allowed = preset.lost_steps * (interval or 0)
         if memory.kept == "never" or memory.lost <= allowed * ROUNDING:
             tolerances[name] = DROPPED
-        elif memory.kept == "fine":
+        elif interval is None:
+            continue
+        elif memory.kept == "fine":  # where more may be lost, a coarser one would do, but none is better
             fine = LOST_BY_NOISE_OF_SGD * FINEST**2 * memory.steps
-            if interval is not None:  # where more may be lost, a coarser one would do, but none is better
-                tolerances[name] = FINEST if allowed <= fine * ROUNDING else DROPPED
-        elif interval is not None:
+            tolerances[name] = FINEST if allowed <= fine * ROUNDING else DROPPED
+        else:
             noise = math.sqrt(allowed / (LOST_BY_NOISE * memory.steps))
             tolerances[name] = min(max(noise, FINEST), COARSEST)
     return tolerances
