@@ -52,6 +52,8 @@ def save(
       its own folder. If either is a file object, ``load`` must be given the parent. If the parent has a parent that it
       cannot find, give a list of all of them.
 
+    It does not communicate: in a training of several ranks, call it on one.
+
     The file is read back and compared before it has its name, or before it is written to a file object.
 
     Raises StateError, naming the place, for a value that cannot be stored, also for a DTensor or another part of a
