@@ -16,9 +16,11 @@ from torch import nn
 from training import train
 
 import dynaquant as dq
-from dynaquant.quantize.grid_weights import grid_weights
-from dynaquant.quantize.kmeans_weights import kmeans_weights
+from dynaquant.quantize.grid import GridConfiguration
+from dynaquant.quantize.grid_weights import GridWeights, grid_weights
+from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights
 from dynaquant.search.decision import Decision
+from dynaquant.search.history import History
 from dynaquant.search.manager import ConfigurationManager
 from dynaquant.state.roles import labels
 from dynaquant.store.run import Run
@@ -126,18 +128,22 @@ HISTORIES = st.dictionaries(st.integers(-40, 5).map(str) | st.text(max_size=3), 
 RECORDS = st.fixed_dictionaries({}, optional={"search": st.fixed_dictionaries({"history": HISTORIES | JSON}) | JSON})
 
 
-def decide(record, method: str) -> tuple[Decision, ConfigurationManager]:
-    """Returns the decision of a manager that resumes from a record, for a model with 30 weights, and the manager."""
+def ready(method: str) -> tuple[nn.Module, GridWeights | KMeansWeights]:
+    """Returns a model with 30 weights, and the weights as the method needs them."""
     torch.manual_seed(0)
     model = nn.Linear(6, 5)
     weights = {"model.weight": model.weight.detach()}
     if method == "grid":
-        ready = grid_weights(weights, {}, {}, 0)
-    else:
-        ready = kmeans_weights(weights, labels(weights, {"model": model}, {}), {})
+        return model, grid_weights(weights, {}, {}, 0)
+    return model, kmeans_weights(weights, labels(weights, {"model": model}, {}), {})
+
+
+def decide(record, method: str) -> tuple[Decision, ConfigurationManager]:
+    """Returns the decision of a manager that resumes from a record, for the same weights, and the manager."""
+    model, weights = ready(method)
     manager = ConfigurationManager(model, Movement(model, 1.0), False, 0.01, None, Group())
     manager.resume(record, {})
-    return manager.decide(ready, {}, {}), manager
+    return manager.decide(weights, {}, {}), manager
 
 
 @BOTH_METHODS
@@ -145,9 +151,30 @@ def decide(record, method: str) -> tuple[Decision, ConfigurationManager]:
 @settings(max_examples=20)
 def test_the_next_decision_stays_within_the_limit_whatever_a_record_contains(method, record):
     decision, manager = decide(record, method)
+    manager.saved(decision)
     assert decision.limit <= 0.01
     assert decision.search == "lossless" or decision.quality.degradation <= decision.limit
     assert json.loads(json.dumps(manager.history.to_json(), allow_nan=False))
+
+
+@BOTH_METHODS
+def test_a_decision_that_is_not_saved_changes_no_later_one(method):
+    first, manager = decide({}, method)
+    before = manager.history.to_json()
+    again = [manager.decide(ready(method)[1], {}, {}) for _ in range(3)]
+    assert manager.history.to_json() == before
+    assert [each.history for each in again] == 3 * [first.history]
+    manager.saved(first)
+    assert manager.history.to_json() != before
+
+
+def test_a_score_far_from_the_result_tells_later_searches_nothing():
+    """After a search that found nothing, the finest grid is scored. Its degradation is all noise."""
+    found = GridConfiguration(-40)
+    usual = History().after(0.01, found, {-40: 0.007})
+    for noise in (1e-7, -1e-7):
+        assert History().after(0.01, found, {-363: noise, -40: 0.007}) == usual
+    assert History().after(0.01, GridConfiguration(-363), {-363: 1e-7}).scale.levels
 
 
 @pytest.mark.parametrize(

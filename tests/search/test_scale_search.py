@@ -13,6 +13,7 @@ from dynaquant.search.scale_search import (
     LARGEST_LOSS,
     LEAST_GAIN,
     LONGEST_MOVE,
+    MOST_CHANGED,
     MOST_ROUNDS,
     RESOLUTION,
     SCALES_PER_OCTAVE,
@@ -306,6 +307,32 @@ def test_levels_of_earlier_checkpoints_keep_a_search_from_following_luck():
     assert search(power_law(SECOND_ORDER_POWER, 20), 0, (level, level, level))[0] == 0
 
 
+@pytest.mark.parametrize("earlier", [levels for levels in EARLIER if levels is not None])
+@pytest.mark.parametrize("start", [-20, -4, 9])
+@pytest.mark.parametrize("per_round", [2, 4, 8])
+def test_with_several_ranks_a_search_from_an_earlier_result_scores_and_finds_the_same(per_round, start, earlier):
+    """The best of several, or a failure beside a good start, may be luck."""
+    draw = random.Random(start)
+    for best in range(-60, 60, 7):
+        errors = {scale: draw.uniform(0.5, 2) for scale in range(LOWEST, HIGHEST + 1)}
+        law = power_law(SECOND_ORDER_POWER, best)
+
+        def degradation(scale, law=law, errors=errors):
+            return law(scale) * errors[scale]
+
+        alone, one_rank = search(degradation, start, earlier)
+        together, ranks = search(degradation, start, earlier, per_round)
+        assert (together, ranks.rounds) == (alone, one_rank.rounds)
+
+
+def test_levels_that_differ_change_what_the_newest_one_expects_by_half_an_octave_at_most():
+    newest = expected_exponent([LIMIT], LIMIT)
+    for older in (-LIMIT, -1e-3 * LIMIT, 0.0, 1e-9, 0.1 * LIMIT, LIMIT, 10 * LIMIT, 1e9):
+        assert abs(expected_exponent([older, older, LIMIT], LIMIT) - newest) <= MOST_CHANGED + 1
+    assert expected_exponent([LIMIT, LIMIT, -1e-3 * LIMIT], LIMIT) > newest  # the newest says nothing
+    assert expected_exponent([LIMIT, LIMIT, -3 * LIMIT], LIMIT) is None
+
+
 def test_levels_of_earlier_checkpoints_do_not_hold_a_search_back_where_degradation_falls_fast():
     """Early in a training it may become many times smaller from one checkpoint to the next."""
     checkpoints = Checkpoints()
@@ -363,6 +390,8 @@ def test_levels_that_say_nothing_leave_the_start_where_it_is():
         assert expected_exponent(levels, limit) is None
         assert first_exponent(-17, levels, limit) == -17
     assert level_of({3: math.nan, 4: math.inf}, LIMIT) is None
+    assert level_of({3: LIMIT, 4: -LIMIT}, 0.0) is None
+    assert level_of({3: LIMIT, 4: -LIMIT}, -LIMIT) is None
 
 
 @given(level=st.floats(1e-6, 1e3), last=st.integers(LOWEST, HIGHEST))

@@ -182,6 +182,7 @@ class Packer:
         manager.last_resort, manager.history = self._limit, self._history
         manager.restored = {_PREFIX + name: tensor for name, tensor in self._training.restored.items()}
         decision = manager.decide(streamed, {}, measured)
+        self._history = decision.history or self._history
         if not manager.restored:
             self._training.restored = {}
         if isinstance(decision.configuration, GridConfiguration):

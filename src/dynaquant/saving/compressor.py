@@ -223,6 +223,7 @@ class Compressor:
 
         interval: steps to the next save, at least.
         """
+        self.manager.saved(compressed.decision)
         self._last_weights = compressed.last_weights
         self._last_limit = compressed.limit
         if self._budget is not None:

@@ -139,7 +139,8 @@ class Saver:
     ) -> Future[Record]:
         decision = compressed.decision
         notes = [*compressed.notes, *self._corrections.notes]
-        record = json_of(decision, self._compressor.manager.history, interval, seconds, notes)
+        history = decision.history or self._compressor.manager.history
+        record = json_of(decision, history, interval, seconds, notes)
         record["moments_corrected"] = self._corrections.count
         if compressed.budget is not None:
             record["training_budget"] = compressed.budget.to_json()

@@ -8,6 +8,7 @@ from typing import Literal
 
 from dynaquant.quantize.knobs import Knobs
 from dynaquant.search.evaluation import Quality
+from dynaquant.search.history import History
 from dynaquant.search.judge import JudgedBy
 from dynaquant.search.trials import Trial
 from dynaquant.tensors.stored import QuantizedTensor
@@ -48,7 +49,8 @@ class Decision:
     configuration: None for lossless. quantized: the weights by name, empty for lossless. quality: None if there is no
     metric or it failed. limit: the degradation that was allowed; None if the user gave the configuration.
     judged_by: None if nothing was judged. equivalents: what was spent on the weights in training and on candidates, in
-    evaluations on all batches; 0 without a metric. noise: what is known of the metric's noise, as JSON.
+    evaluations on all batches; 0 without a metric. noise: what is known of the metric's noise, as JSON. history: where
+    the next search starts; None if this one changes nothing.
     """
 
     search: Search
@@ -61,6 +63,7 @@ class Decision:
     notes: list[str] = field(default_factory=list)
     equivalents: float = 0.0
     noise: list[list[float]] = field(default_factory=list)
+    history: History | None = None
 
     @property
     def predicted(self) -> float | None:

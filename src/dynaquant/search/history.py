@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.quantize.partition import Configuration
-from dynaquant.search.scale_search import level_of
+from dynaquant.search.scale_search import LONGEST_MOVE, level_of
 
 LEVELS = 4
 """Checkpoints whose levels are remembered. More would average more luck away, and follow the training later."""
@@ -29,55 +29,54 @@ class LastScale:
     levels: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True)
 class History:
     """The results of the last searches: the scale of the grid, and a k-means configuration for each limit.
 
     Limits are rounded to powers of two. They change from one checkpoint to the next: the user changes ε, the budget
     allows less, and a noisy metric leaves less of it. A k-means configuration for one limit is no good start for a very
     different one.
+
+    scale: of the last search that found one. configurations: by the exponent of the limit.
     """
 
-    def __init__(self) -> None:
-        self.scale: LastScale | None = None
-        """Of the last search that found one."""
-        self._found: dict[int, Configuration] = {}  # by the exponent of the limit
+    scale: LastScale | None = None
+    configurations: Mapping[int, Configuration] = field(default_factory=dict)
 
     def last_configuration(self, limit: float) -> Configuration | None:
         """Return the last k-means configuration for the limit, or for the nearest one.
 
         None if no search had a limit as loose as this one.
         """
-        exponent = _exponent(limit)
-        if not self._found or exponent > max(self._found):
+        exponent, found = _exponent(limit), self.configurations
+        if not found or exponent > max(found):
             return None
-        return self._found[min(self._found, key=lambda known: (abs(known - exponent), -known))]
+        return found[min(found, key=lambda known: (abs(known - exponent), -known))]
 
-    def remember(self, limit: float, configuration: Knobs, degradations: Mapping[int, float]) -> None:
-        """Store the result of a search for a limit. degradations: of the scale exponents that were scored."""
+    def after(self, limit: float, configuration: Knobs, degradations: Mapping[int, float]) -> History:
+        """Return the history after a search for a limit. degradations: of the scale exponents that were scored."""
         if isinstance(configuration, Configuration):
-            self._found[_exponent(limit)] = configuration
-            return
-        level = level_of(degradations, limit)
+            return replace(self, configurations={**self.configurations, _exponent(limit): configuration})
+        # The finest grid is scored after a search that found nothing. Noise is all that such a score tells.
+        near = {k: value for k, value in degradations.items() if abs(k - configuration.scale) <= LONGEST_MOVE}
+        level = level_of(near, limit)
         levels = (*(self.scale.levels if self.scale else ()), *(() if level is None else (level,)))
-        self.scale = LastScale(configuration.scale, levels[-LEVELS:])
+        return replace(self, scale=LastScale(configuration.scale, levels[-LEVELS:]))
 
     def to_json(self) -> dict[str, Any]:
         """Return the history as it is stored in a record."""
-        found: dict[str, Any] = {str(exponent): knobs_to_json(knobs) for exponent, knobs in self._found.items()}
+        found: dict[str, Any] = {str(exponent): knobs_to_json(knobs) for exponent, knobs in self.configurations.items()}
         return found if self.scale is None else {**found, "scale": asdict(self.scale)}
 
     @classmethod
     def from_json(cls, data: Any) -> History:
         """Reverse ``to_json``. Ignores scales of earlier versions, and returns an empty history for anything else."""
-        history = cls()
         try:
-            if isinstance(data, Mapping):
-                history.scale = _scale_from_json(data["scale"]) if "scale" in data else None
-                found = {key: knobs_from_json(knobs) for key, knobs in data.items() if key != "scale"}
-                history._found = {int(key): knobs for key, knobs in found.items() if isinstance(knobs, Configuration)}
+            scale = _scale_from_json(data["scale"]) if "scale" in data else None
+            found = {key: knobs_from_json(knobs) for key, knobs in data.items() if key != "scale"}
+            return cls(scale, {int(key): knobs for key, knobs in found.items() if isinstance(knobs, Configuration)})
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
             return cls()
-        return history
 
 
 def _scale_from_json(data: Mapping[str, Any]) -> LastScale:

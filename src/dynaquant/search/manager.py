@@ -60,7 +60,7 @@ class ConfigurationManager:
         self._metric = None if evaluate is None else UserMetric(model, evaluate, higher_is_better, self._noise, group)
         self._fixed, self._group = fixed, group
         self.history = History()
-        """What ``resume`` needs in the record."""
+        """Where the next search starts. ``resume`` needs it in the record."""
         self._restored: Mapping[str, QuantizedTensor] = {}  # weights of the last restore, while it still matters
         self._size_factor = 1.0  # bytes that deltas take, relative to their predicted size
         self._gave_up = False  # whether the last search found nothing good enough
@@ -91,6 +91,10 @@ class ConfigurationManager:
         self._gave_up = False
         self._noise.resume(search.get("noise"))
         self._noise.look_again()
+
+    def saved(self, decision: Decision) -> None:
+        """Continue from a decision. Call this once it is certain that its checkpoint is written."""
+        self.history = decision.history or self.history
 
     def learn_size(self, predicted: float | None, stored: int) -> None:
         """Correct later predictions: the weights of a delta took ``stored`` bytes instead of ``predicted``."""
@@ -183,6 +187,9 @@ class ConfigurationManager:
             return self._measure(self._fixed, trials, judge, notes)
         trials = Trials(quantizer, judge, displacement, limit, self._group, per_round)
         found = self._search(quantizer, trials) if quantizer.weights else self._repeat_last(quantizer, trials)
+        history = None
+        if found.good_enough is not None and quantizer.weights:
+            history = self.history.after(limit, found.good_enough, _degradations_by_scale(trials))
         failures = dict.fromkeys(trial.error for trial in trials.done if trial.error)
         notes = [*notes, *found.notes, *(f"evaluate failed on a candidate ({error})" for error in failures)]
         if found.chosen is None and allowed < self._agreed_last_resort:
@@ -202,10 +209,12 @@ class ConfigurationManager:
         quantized, quality = trials.result(found.chosen)
         if judge.judged_by != "evaluate":
             quality = None
-        return Decision(found.search, found.chosen, quantized, quality, limit, judge.judged_by, trials.done, notes)
+        return Decision(
+            found.search, found.chosen, quantized, quality, limit, judge.judged_by, trials.done, notes, history=history
+        )
 
     def _search(self, quantizer: Quantizer, trials: Trials) -> Found:
-        """Search by the method of the quantizer, and remember the result for the next checkpoint."""
+        """Search by the method of the quantizer."""
         if isinstance(quantizer, GridWeights):
             found = search_grid(quantizer, trials, self.history.scale, self._gave_up)
         else:
@@ -213,7 +222,6 @@ class ConfigurationManager:
             found = search_kmeans(quantizer, trials, self.history.last_configuration(trials.limit), self._gave_up)
         self._gave_up = found.good_enough is None
         if found.good_enough is not None:
-            self.history.remember(trials.limit, found.good_enough, _degradations_by_scale(trials))
             kept = trials.trial(found.good_enough).progress
             stochastic = isinstance(found.good_enough, GridConfiguration) and found.good_enough.dithered
             if kept is not None and keeps_enough(kept) and not stochastic:

@@ -23,12 +23,12 @@ Finish = Callable[[int], float]
 TARGET = 0.7
 """Share of the limit that a predicted exponent aims at. A higher aim would fail more often, and cost evaluations."""
 LEAST_GAIN = 3 * SCALES_PER_OCTAVE // 4
-"""A start from an earlier search that is good enough is left only for an exponent this much larger: changed grid steps
-cost bits, and an exponent that seems better on these batches is often worse on others."""
+"""After an earlier search, an exponent that is good enough is left only for one that is this much larger: changed grid
+steps cost bits, and an exponent that seems better on these batches is often worse on others."""
 LARGEST_LOSS, LARGEST_GAIN = SCALES_PER_OCTAVE // 2, SCALES_PER_OCTAVE
 """The exponent of the last search is scored first, unless the expected one is smaller or larger by more than this."""
-MOST_BEHIND = SCALES_PER_OCTAVE // 2
-"""Earlier checkpoints reduce the exponent that the newest one expects by this much at most: early in a training it
+MOST_CHANGED = SCALES_PER_OCTAVE // 2
+"""Earlier checkpoints change the exponent that the newest one expects by this much at most: early in a training it
 rises fast."""
 CLIFF = 8.0
 """A degradation beyond this multiple of the limit is a cliff. How high it is says nothing about smaller exponents."""
@@ -85,8 +85,11 @@ class _Scored:
 def level_of(degradations: Mapping[int, float], limit: float) -> float | None:
     """Return the degradation at the scale 1, as the second-order model says: the median over exponents.
 
-    degradations: by exponent. One beyond CLIFF times the limit counts as CLIFF times the limit. None if none is finite.
+    degradations: by exponent. One beyond CLIFF times the limit counts as CLIFF times the limit. None if none is finite,
+    or nothing is allowed.
     """
+    if limit <= 0:
+        return None
     known = [
         min(value, CLIFF * limit) * 2.0 ** min(-_POWER * exponent, LARGEST_LOG2)
         for exponent, value in degradations.items()
@@ -99,20 +102,21 @@ def level_of(degradations: Mapping[int, float], limit: float) -> float | None:
 def expected_exponent(levels: Sequence[float], limit: float) -> int | None:
     """Return the exponent at which a degradation near the limit is expected.
 
-    levels: of several checkpoints, the newest last. Their mean counts, but the older ones reduce what the newest says
-    by MOST_BEHIND at most. None if the metric does not tell: it was no worse on average with quantized weights, or
-    nothing is allowed.
+    levels: of several checkpoints, the newest last. Their mean counts, but the older ones change what the newest says
+    by MOST_CHANGED at most. None if the metric does not tell: it was no worse with quantized weights, at the newest
+    checkpoint and on average, or nothing is allowed.
     """
-    if not levels:
+    if not levels or limit <= 0:
         return None
     mean = sum(level / len(levels) for level in levels)  # fmean overflows at sums of large ones
     together, newest = _exponent_for(mean, limit), _exponent_for(levels[-1], limit)
-    return together if together is None or newest is None else max(together, newest - MOST_BEHIND)
+    expected = min(max(together, newest - MOST_CHANGED), newest + MOST_CHANGED) if newest < math.inf else together
+    return math.floor(expected) if expected < math.inf else None
 
 
-def _exponent_for(level: float, limit: float) -> int | None:
+def _exponent_for(level: float, limit: float) -> float:
     # The quotient could overflow.
-    return math.floor((math.log2(TARGET) + math.log2(limit) - math.log2(level)) / _POWER) if level > 0 < limit else None
+    return (math.log2(TARGET) + math.log2(limit) - math.log2(level)) / _POWER if level > 0 else math.inf
 
 
 def first_exponent(last: int, levels: Sequence[float], limit: float) -> int:
@@ -138,12 +142,13 @@ def scale_search(
     start: is scored first. earlier: the levels (``level_of``) of the last checkpoints; None if ``start`` was not found
     by an earlier search. With them, ``start`` is left only for exponents that these checkpoints together expect. A
     degradation measured on few data goes up and down with the scale, by luck: a search that takes the largest exponent
-    that is good enough here and now finds luck, which the restored training does not have. per_round: how many
-    exponents are scored at once. finish: makes sure that the result is no estimate; None if there are none.
+    that is good enough here and now finds luck, which the restored training does not have. So does one that takes the
+    best of several. per_round: how many exponents are scored at once, without ``earlier``; with it, one. finish: makes
+    sure that the result is no estimate; None if there are none.
 
     The result is smaller than all exponents that have failed.
     """
-    scored = _Scored(score, lowest, highest, limit, per_round)
+    scored = _Scored(score, lowest, highest, limit, per_round if earlier is None else 1)
     at = min(max(start, lowest), highest)
     while True:
         best = _below_failures(scored, at, earlier)
