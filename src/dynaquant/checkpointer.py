@@ -31,7 +31,7 @@ from dynaquant.saving.rank_zero import hold_for_writing
 from dynaquant.saving.record import Record, record_of
 from dynaquant.saving.saver import Saver
 from dynaquant.saving.schedule import Every, Schedule
-from dynaquant.saving.sharded_commit import commit_stage
+from dynaquant.saving.sharded_commit import stage_for
 from dynaquant.saving.turn import Turn
 from dynaquant.search.evaluation import Evaluate, of_several
 from dynaquant.state.bound import Bound
@@ -206,7 +206,7 @@ class Checkpointer:
             self._corrections = MomentCorrections(correct_moments)
             check_first_state(self._objects, roles, self._compressor.vectors, self._group)
             learn_size = self._compressor.manager.learn_size
-            self._writer = commit_stage(
+            self._writer = stage_for(
                 self._group.size,
                 self._run,
                 retention=retention,

@@ -307,7 +307,7 @@ def test_dropped_first_moments_that_cannot_be_corrected_are_in_the_log(tmp_path,
         assert "first moments" not in caplog.text
         fit(trainer_of(tmp_path, "balanced", epochs=epochs), Trained())
     assert "optimizer 0 came back without its first moments" in caplog.text
-    assert "CheckpointIO('high') keeps them" in caplog.text
+    assert "CheckpointIO('lossless') keeps them" in caplog.text
 
 
 def test_without_a_training_the_plugin_alone_saves_and_resumes(tmp_path):
@@ -473,6 +473,29 @@ def test_checkpoints_late_in_a_schedule_may_lose_less_after_a_restore(tmp_path):
     after = saved(plugin, 210, 1e-4)
     explicit = saved(CheckpointIO(max_degradation=0.01), 220, 1e-4)
     assert after < late < early == explicit == 0.01
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_checkpoints_of_weights_only_count_neither_steps_nor_learning_rates(tmp_path, as_tensor):
+    """No training goes on from them, and they do not say how far the schedule is."""
+    torch.manual_seed(0)
+    plugin = CheckpointIO()
+
+    def saved(step, rate=None) -> dict:
+        state = {"state_dict": {"weight": torch.randn(64, 64)}, "global_step": step}
+        if rate is not None:
+            groups = [{"lr": torch.tensor(rate) if as_tensor else rate, "params": [0]}]
+            state["optimizer_states"] = [{"state": {}, "param_groups": groups}]
+        plugin.save_checkpoint(state, tmp_path / f"{step}.ckpt")
+        return Run(tmp_path / "dynaquant").file(step).header.record
+
+    saved(100, 1e-3)
+    assert saved(190)["search"]["limit"] == 0.01
+    record = saved(200, 1e-3)
+    assert record["interval"] == 100
+    assert record["training_budget"]["learned"] == pytest.approx(0.2)
+    assert record["search"]["limit"] == 0.01
+    assert saved(300, 1e-4)["search"]["limit"] < 0.01
 
 
 def test_first_moments_are_kept_where_checkpoints_lie_close_together(tmp_path):

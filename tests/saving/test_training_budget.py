@@ -163,12 +163,14 @@ def test_checkpoints_become_stricter_and_the_account_survives_restores(tmp_path)
     assert all(record.quality.degradation <= record.limit for record in records)
     assert records[0].budget_spent == records[1].budget_spent == 0
     assert 0 < records[-1].budget_spent < 0.005
+    assert records[0].restores_felt == records[1].restores_felt == 0
+    assert 0 < records[3].budget_spent < records[3].restores_felt <= 0.01
 
 
 def test_with_max_degradation_alone_every_checkpoint_may_use_it(tmp_path):
     records = saved(tmp_path, 100, max_degradation=0.02)
     assert {record.limit for record in records} == {0.02}
-    assert {record.budget_spent for record in records} == {None}
+    assert {record.budget_spent for record in records} == {record.restores_felt for record in records} == {None}
 
 
 def test_a_budget_of_the_training_goes_with_max_degradation(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from dynaquant.saving.record import degradation_of
 from dynaquant.saving.training_budget import TrainingBudget
@@ -31,50 +30,27 @@ class GoingOn:
         """Tolerances of first moments by name, where they are not those of the preset."""
         self._last: int | None = None  # steps of training at the last save
 
-    def resume(self, header: Header, tensors: Mapping[str, StoredTensor]) -> None:
-        """Continue from a restored checkpoint. tensors: as stored."""
+    def resume(self, header: Header, tensors: Mapping[str, StoredTensor], learning_rate: float) -> None:
+        """Continue from a restored checkpoint. tensors: as stored. learning_rate: the present one."""
         self.restored_step = header.step
         self.restored = {name: last.quantized for name, last in restored_weights(header, tensors).items()}
         interval = header.record.get("interval")
         self.interval = interval if isinstance(interval, int) and interval > 0 else None
-        self._last = _steps(header.tree)
+        step = dict(dict_items(header.tree)).get("global_step")
+        self._last = step if isinstance(step, int) else 0
         if self.budget is not None:
-            self.budget = self.budget.continued(
-                header.record.get("training_budget"), self._last, _learning_rate(header.tree)
-            )
+            self.budget = self.budget.continued(header.record.get("training_budget"), self._last, learning_rate)
             if self.restored:
                 self.budget = self.budget.restored(degradation_of(header.record))
 
-    def advance(self, tree: Any) -> None:
-        """Continue to a save. tree: of the state, in which Lightning says the learning rate and the steps so far."""
-        step = _steps(tree)
+    def advance(self, step: int, learning_rate: float) -> None:
+        """Continue to a save. step: of the training; its checkpoint may have another number."""
         if self._last is not None and step > self._last:
             self.interval = step - self._last
         self._last = step
         if self.budget is not None:
-            self.budget = self.budget.at(step, _learning_rate(tree))
+            self.budget = self.budget.at(step, learning_rate)
 
     def allowed(self, largest: float) -> float:
         """Return the degradation that a checkpoint may have now. largest: what the preset or the user allows."""
         return largest if self.budget is None else self.budget.allowed
-
-
-def _steps(tree: Any) -> int:
-    step = dict(dict_items(tree)).get("global_step")
-    return step if isinstance(step, int) else 0
-
-
-def _learning_rate(tree: Any) -> float:
-    """Return the mean learning rate of the optimizers in a checkpoint of Lightning; 0 if there are none."""
-    found: list[tuple[float, int]] = []
-    for optimizer in _list(dict(dict_items(tree)).get("optimizer_states")):
-        for group in _list(dict(dict_items(optimizer)).get("param_groups")):
-            items = dict(dict_items(group))
-            rate = items.get("lr")
-            if isinstance(rate, int | float):
-                found.append((float(rate), len(_list(items.get("params")))))
-    return sum(rate * count for rate, count in found) / max(sum(count for _, count in found), 1)
-
-
-def _list(node: Any) -> list[Any]:
-    return node if isinstance(node, list) else []

@@ -37,8 +37,10 @@ def tolerances_of(memories: Mapping[str, Memory], preset: Preset, interval: int 
     kept, as coarsely as that limit allows. A kept moment has its full length, but also noise, by which a restore loses
     steps, too.
 
-    The moment of SGD is kept finely or not at all: noise in it costs more than in one that a second moment divides, and
-    a coarse one is worse than none. Muon orthogonalizes its moment, which magnifies noise. It is always dropped.
+    Two moments do not follow that limit, because of their size (docs/decisions.md, "What about the momentum of SGD?").
+    That of SGD is kept finely, or dropped where checkpoints lie so far apart that the limit allows a coarser one: noise
+    in it costs more than in one that a second moment divides, and a coarse one is worse than none. Muon orthogonalizes
+    its moment, which magnifies noise. It is always dropped.
 
     interval: the steps between two checkpoints, if known.
     """
@@ -49,7 +51,7 @@ def tolerances_of(memories: Mapping[str, Memory], preset: Preset, interval: int 
             tolerances[name] = DROPPED
         elif interval is None:
             continue
-        elif memory.kept == "fine":  # where more may be lost, a coarser one would do, but none is better
+        elif memory.kept == "fine":
             fine = LOST_BY_NOISE_OF_SGD * FINEST**2 * memory.steps
             tolerances[name] = FINEST if allowed <= fine * ROUNDING else DROPPED
         else:

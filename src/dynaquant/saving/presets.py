@@ -18,10 +18,10 @@ class Preset:
 
     max_degradation: of the metric by one checkpoint, relative. training_budget: of the metric at the end of the
     training, by all restores. lost_steps: the share of the steps between two checkpoints that a restore may lose by
-    first moments that are not stored exactly (``saving/moment_tolerances.py``). first_tolerance: if those steps are not
-    known, the relative error ``‖Δu‖/‖u‖`` of a tensor's next update that stored first moments may cause.
-    second_tolerance: the relative error (root mean square) of ``1/sqrt(v)`` that stored second moments may cause
-    (``quantize/moments.py``).
+    first moments that are not stored exactly, except those of SGD and Muon (``saving/moment_tolerances.py``).
+    first_tolerance: if those steps are not known, the relative error ``‖Δu‖/‖u‖`` of a tensor's next update that stored
+    first moments may cause. second_tolerance: the relative error (root mean square) of ``1/sqrt(v)`` that stored second
+    moments may cause (``quantize/moments.py``).
     """
 
     max_degradation: float

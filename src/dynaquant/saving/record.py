@@ -62,7 +62,10 @@ class Record:
       written.
     - ``moments_corrected``: the number of first moments that the last restore set to zero, and whose bias is or was
       corrected since then (``correct_moments``).
-    - ``budget_spent``: the part of ``training_budget`` that restores have used so far; None without a budget.
+    - ``budget_spent``: the part of ``training_budget`` that restores have used so far, as predicted for the end of the
+      training: 0 as long as the learning rate is at its highest. None without a budget.
+    - ``restores_felt``: what restores have left until now, as predicted. A checkpoint may lose so much less. None
+      without a budget, and in records of earlier versions.
     - ``notes``: texts about anything unusual.
 
     Ranks other than 0 write no file and do not know its size. Their records have an empty identity, no roles, no bytes
@@ -89,6 +92,7 @@ class Record:
     notes: list[str]
     moments_corrected: int = 0
     budget_spent: float | None = None
+    restores_felt: float | None = None
 
     @property
     def evaluations(self) -> int:
@@ -211,6 +215,7 @@ def _record(
         notes=[*record.get("notes", []), *notes],
         moments_corrected=int(record.get("moments_corrected", 0)),
         budget_spent=float(budget["spent"]) if (budget := record.get("training_budget")) else None,
+        restores_felt=float(budget["felt"]) if budget and "felt" in budget else None,
     )
 
 

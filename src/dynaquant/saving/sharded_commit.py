@@ -209,13 +209,23 @@ class ShardedCommitStage(CommitStage):
         return record
 
 
-def commit_stage(ranks: int, run: WritableRun, at_end: ExitStack, **options: Any) -> CommitStage:
+def stage_for(
+    ranks: int,
+    run: WritableRun,
+    retention: Retention,
+    keyframe_every: int,
+    damaged: set[int],
+    log_to: Callable[[Record], Any] | None,
+    learn_size: Callable[[float | None, int], None],
+    at_end: ExitStack,
+) -> CommitStage:
     """Return the commit stage of a training with that many ranks. Collective.
 
-    at_end: closed in the writing thread after the last write. options: for ``CommitStage``.
+    at_end: closed in the writing thread after the last write. For the others, see ``CommitStage``.
     """
+    options = retention, keyframe_every, damaged, log_to, learn_size, at_end.close
     if ranks == 1:
-        return CommitStage(run, release_run=at_end.close, **options)
+        return CommitStage(run, *options)
     group = Group()
     at_end.callback(group.close)
-    return ShardedCommitStage(run, group, release_run=at_end.close, **options)
+    return ShardedCommitStage(run, group, *options)

@@ -88,7 +88,8 @@ class TrainingBudget:
     def allowed(self) -> float:
         """The degradation that a checkpoint may have now.
 
-        Together with what restores have left, it is at most that of one checkpoint, however high the learning rate is.
+        Together with what restores have left, it is at most that of one checkpoint, however high the learning rate is:
+        unless restores have left nearly as much, because LEAST_SHARE is always allowed.
         """
         allowed = self.largest - self.felt
         if self.lasting > 0:
@@ -106,6 +107,7 @@ class TrainingBudget:
         return {
             "total": self.total,
             "spent": self.spent,
+            "felt": self.felt,
             "learned": self.learned,
             "rate": self.rate,
             "highest": self.highest,
@@ -130,7 +132,11 @@ class TrainingBudget:
 def learning_rate(optimizers: Sequence[Optimizer]) -> float:
     """Return the mean learning rate of all parameters; 0 without optimizers."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    counts: list[int] = [sum(parameter.numel() for parameter in group["params"]) for group in groups]
+    return mean_learning_rate(groups, [sum(parameter.numel() for parameter in group["params"]) for group in groups])
+
+
+def mean_learning_rate(groups: Sequence[Mapping[str, Any]], counts: Sequence[int]) -> float:
+    """Return the mean learning rate of groups of parameters; 0 without groups. counts: the weights of the groups."""
     total = sum(_number(group) * count for group, count in zip(groups, counts, strict=True))
     return total / max(sum(counts), 1)
 

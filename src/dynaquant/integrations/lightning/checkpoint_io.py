@@ -23,7 +23,7 @@ from dynaquant.restore.dropped_moments import names_of_dropped
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.saving.allowance import Allowance
 from dynaquant.saving.presets import PRESETS, QualityName
-from dynaquant.saving.training_budget import TrainingBudget
+from dynaquant.saving.training_budget import TrainingBudget, mean_learning_rate
 from dynaquant.state.flatten import flatten_whole
 from dynaquant.state.plain import plain_part
 from dynaquant.state.tree import dict_items, tensor_name
@@ -164,7 +164,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             replaced = None
         tree, tensors = self._flat(checkpoint)
         base = _base(run, place, replaced)
-        self._advance(tree)
+        self._advance(checkpoint)
         packer = self._packer(metric)
         if base is not None:
             packer.continue_from(run.file(base.parent.step).header, base.tensors)
@@ -175,17 +175,20 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if replaced is not None:
             _delete(run, replaced.step)
 
-    def _advance(self, tree: Any) -> None:
+    def _advance(self, checkpoint: Mapping[str, Any]) -> None:
         """Tell what is to be saved, and what the training went on from, as a ``Checkpointer`` knows it."""
         stored, self._loaded = self._loaded, None
         if (preset := PRESETS[self._quality]) is None:
             return
+        groups = [group for each in checkpoint.get("optimizer_states") or () for group in each.get("param_groups", ())]
+        rate = mean_learning_rate(groups, [len(group["params"]) for group in groups])
         if stored is not None:
             try:
-                self._going_on.resume(stored.file.header, stored.stored())
+                self._going_on.resume(stored.file.header, stored.stored(), rate)
             except CheckpointError as error:  # the training itself is not affected
                 log.warning("what it has changed since step %d is not protected: %s", stored.file.header.step, error)
-        self._going_on.advance(tree)
+        if groups:  # no training goes on from a checkpoint without optimizers (``save_weights_only=True``)
+            self._going_on.advance(checkpoint.get("global_step", 0), rate)
         if self._training is not None:
             self._going_on.first_tolerances = self._training.first_tolerances(preset, self._going_on.interval)
 

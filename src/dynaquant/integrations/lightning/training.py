@@ -59,7 +59,7 @@ class Training(Callback):  # type: ignore[misc]
         self._restored: dict[str, Any] | None = None  # random numbers that were loaded and not yet set
         self._resumed = False
         self._dropped: Collection[str] = ()  # names of the first moments that the loaded checkpoint does not keep
-        self._corrections = MomentCorrections(advice="CheckpointIO('high') keeps them")
+        self._corrections = MomentCorrections(advice="CheckpointIO('lossless') keeps them")
 
     @property
     def trained(self) -> frozenset[str]:
