@@ -223,23 +223,16 @@ def test_messages_on_the_troubleshooting_page_occur_in_the_source():
     assert [line for line in quoted if not any(map(patterns[line].search, known))] == []
 
 
-def test_the_ratios_of_the_readme_are_those_measured():
-    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/results/failure_recovery.md"))
-
-    def measured(training: str, method: str) -> str:
-        row = next(r for r in page.splitlines() if r.startswith(f"| {training}, ") and f"| {method} |" in r)
-        return f"{float(row.split('|')[4].strip(' ×')):.0f}"
-
-    claimed = re.search(r"whole checkpoint \| 1× \| (\d+)× smaller \| (\d+)× smaller", readme)
-    assert claimed.groups() == (measured("gpt", "ExCP"), measured("gpt", "dynaquant"))
-
-
-def test_the_ends_of_trainings_in_the_readme_are_those_measured():
+def test_the_table_of_the_readme_is_as_measured():
     readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/results/promise.md"))
-    found = re.findall(r"^\| (\w+), default \| ([+-][\d.]+)% ± ([\d.]+)% \| \d+ \| ([\d.]+)× ", page, re.MULTILINE)
-    assert len(found) == 5
-    for _, end, error, state in found:
-        assert f"| {float(state):.0f}× smaller | {end} ± {error} % |" in readme
+    row = re.compile(r"^\| (\w+), (default|high|ExCP) \| ([+-][\d.]+)% ± ([\d.]+)% \| \d+ \| ([\d.]+)× ", re.MULTILINE)
+    cells = {}
+    for training, variant, *numbers in row.findall(page):
+        end, error, state = map(float, numbers)
+        cells.setdefault(training, {})[variant] = f"{state:.0f}× | {end:+.1f} ± {error:.1f} %"
+    assert len(cells) == 5
+    for by_variant in cells.values():
+        assert f"| {' | '.join(by_variant[variant] for variant in ('default', 'high', 'ExCP'))} |" in readme
 
 
 FRAMEWORKS = ["transformers", "accelerate", "lightning"]
