@@ -175,8 +175,8 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
             f"{quality.degradation:+.2%}" + ("" if record.limit is None else f" (limit {record.limit:.2%})"),
         )
     if record.budget_spent is not None:
-        felt = "" if record.restores_felt is None else f"restores have left {record.restores_felt:.3%} until now; "
-        yield "budget", f"{felt}{record.budget_spent:.3%} of it will be left at the end of the training, as predicted"
+        felt = "" if record.restores_felt is None else f"{record.restores_felt:.3%} now, "
+        yield "budget", f"restores have cost {felt}{record.budget_spent:.3%} at the end of the training, as predicted"
     yield "seconds", ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in record.seconds.items()) or "unknown"
     for note in record.notes:
         yield "note", note
