@@ -1,4 +1,4 @@
-"""Measure where trainings that are restored many times end, on five small trainings of different kinds.
+"""Measure where trainings that are restored many times end, on eight trainings of different kinds.
 
     python benchmarks/promise.py --data DIR
     python benchmarks/promise.py --data DIR --trainings gpt,gru --variants "default,high,0 restores" --seeds 0,1,2
@@ -46,7 +46,7 @@ def main() -> None:
     made = options.parser(__doc__, data="shakespeare.txt and cifar10.zip")
     made.add_argument("--trainings", help=f"comma-separated: {', '.join(TRAININGS)}")
     made.add_argument("--variants", help=f"comma-separated: {', '.join(VARIANTS)}")
-    made.add_argument("--seeds", help="comma-separated numbers, for every variant; by default 0 to 11 or 0 to 2")
+    made.add_argument("--seeds", help="comma-separated numbers, for every variant; by default 0 to 5 or 0 to 2")
     made.add_argument("--workers", type=int, default=2, help="runs at a time, one core each")
     made.add_argument("--show", action="store_true", help="run nothing, only show what the cache has")
     made.add_argument("--publish", action="store_true", help="write the page of what the cache has, in any case")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
@@ -18,13 +18,12 @@ from typing import Any
 
 import checkpointers
 import crashes
-import promise_trainings
 import torch
 import workloads
 from checkpointers import METHODS, Checkpoints, Ours, Saved, Theirs
 from crashes import Job, key_of_code, run_all, train_with
 from peers.peer import Peer
-from promise_trainings import TRAININGS
+from promise_trainings import TRAININGS, Plan
 from workloads import Uninterrupted, Workload, key_of
 
 import dynaquant as dq
@@ -39,46 +38,35 @@ DISTURBANCE = 1e-5
 """Relative standard deviation of the noise that is added once to the weights of a control, ..."""
 DISTURBED_AT = 1 / 16
 """... and after which share of its steps."""
-STEP_SECONDS, SAVE_SECONDS, PEER_SAVE_SECONDS = 0.038, 0.7, 2.0
-"""What a training step and a save take on one core, roughly, for the estimate before a sweep."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """When a training saves and crashes, in steps. lost: from a checkpoint to the crash."""
-
-    restores: int = 10
-    every: int = 40
-    steps: int = 840
-    lost: int = 13
-
-    @property
-    def restore_points(self) -> list[int]:
-        """Steps of distinct checkpoints, evenly spread; all checkpoints before the end if there are not more."""
-        usable = range(self.every, self.steps - self.lost + 1, self.every)
-        count = min(self.restores, len(usable))
-        return [usable[int((k + 0.5) * len(usable) / count)] for k in range(count)]
+STEP_SECONDS = {**dict.fromkeys(TRAININGS, 0.025), "words": 0.05, "clicks": 0.008, "minilm": 0.5}
+"""What a training step takes on one core, roughly, for the estimate before a sweep."""
+SAVE_IN_STEPS = 20
+"""What a save takes, in training steps."""
 
 
 @dataclass(frozen=True)
 class Variant:
     """A way to store checkpoints. method: for the legend. arguments: of dynaquant's Checkpointer; None for ExCP.
 
-    seeds: how many are trained. plan: when it saves and crashes.
+    seeds: how many are trained. plan: what differs from the training's plan, by field.
     """
 
     method: str = "default"
     arguments: Mapping[str, Any] | None = field(default_factory=dict)
-    plan: Plan = Plan()
+    plan: Mapping[str, int] = field(default_factory=dict)
     seeds: int = 3
 
-    def checkpoints(self, folder: Path) -> Checkpoints:
+    def plan_of(self, training: str) -> Plan:
+        """Return when a training saves and crashes."""
+        return replace(TRAININGS[training].plan, **self.plan)
+
+    def checkpoints(self, folder: Path, every: int) -> Checkpoints:
         """Return the checkpoints of a training. folder: an empty one."""
         if self.arguments is None:
             peer = METHODS["ExCP"]
             assert isinstance(peer, Peer)
             return Theirs(peer, MAX_DEGRADATION)
-        return Ours(folder, **{"every": self.plan.every, **self.arguments})
+        return Ours(folder, **{"every": every, **self.arguments})
 
     @property
     def sources(self) -> list[Path]:
@@ -91,22 +79,18 @@ class Variant:
 
 CENTRE = "default"
 VARIANTS = {
-    CENTRE: Variant(seeds=12),
-    "0 restores": Variant(plan=Plan(restores=0)),
-    "5 restores": Variant(plan=Plan(restores=5)),
-    "20 restores": Variant(plan=Plan(restores=20)),
-    "interval 20": Variant(plan=Plan(every=20)),
-    "interval 160": Variant(plan=Plan(every=160)),
-    "high": Variant("high", {"quality": "high"}),
+    CENTRE: Variant(seeds=6),
+    "0 restores": Variant(plan={"restores": 0}),
+    "20 restores": Variant(plan={"restores": 20}),
+    "high": Variant("high", {"quality": "high"}, seeds=6),
     "small": Variant("small", {"quality": "small"}),
-    "exact moments": Variant("exact moments", {"roles": {"optimizer.*": "exact"}}),
-    "lossless": Variant("lossless", {"quality": "lossless"}),
+    "lossless": Variant("lossless", {"quality": "lossless"}, seeds=1),
     "published": Variant("published", {"method": "published"}),
     "ExCP": Variant("ExCP", None),
 }
 """Variants by name: the centre, and what differs from it in one thing."""
 QUICK_VARIANTS = [CENTRE, "ExCP"]
-QUICK = Plan(restores=2, every=2, steps=8, lost=1)
+QUICK = {"restores": 2, "every": 2, "steps": 8, "lost": 1}
 
 
 @dataclass(frozen=True)
@@ -170,7 +154,7 @@ class Sweep:
         """Training, seed and steps of every run without checkpoints."""
         return sorted(
             {
-                (training, seed, variant.plan.steps)
+                (training, seed, variant.plan_of(training).steps)
                 for training in self.trainings
                 for name, variant in self.variants.items()
                 for seed in self.seeds_of(name)
@@ -182,7 +166,7 @@ class Sweep:
         """Training, seed and steps of every control: a run without checkpoints whose weights change a little once."""
         centre = [name for name in self.variants if name == CENTRE]
         return sorted(
-            (training, seed, self.variants[name].plan.steps)
+            (training, seed, self.variants[name].plan_of(training).steps)
             for name in centre
             for training in self.trainings
             for seed in self.seeds_of(name)
@@ -201,16 +185,16 @@ class Sweep:
     def file(self, training: str, variant: str, seed: int) -> Path:
         """Return the file that keeps a run with checkpoints."""
         found = self.variants[variant]
-        settings = found.plan, found.arguments, _code_of_runs(), _code(tuple(found.sources))
+        settings = found.plan_of(training), found.arguments, _code_of_training(training), _code(tuple(found.sources))
         return self.cache / f"promise-{training}-{variant.replace(' ', '-')}-{seed}-{key_of(*settings)}.json"
 
     def undisturbed_file(self, training: str, seed: int, steps: int) -> Path:
         """Return the file that keeps a run without checkpoints."""
-        return self.cache / f"promise-{training}-undisturbed-{seed}-{key_of(steps, _code_of_runs())}.json"
+        return self.cache / f"promise-{training}-undisturbed-{seed}-{key_of(steps, _code_of_training(training))}.json"
 
     def control_file(self, training: str, seed: int, steps: int) -> Path:
         """Return the file that keeps a control."""
-        settings = steps, DISTURBANCE, DISTURBED_AT, _code_of_runs()
+        settings = steps, DISTURBANCE, DISTURBED_AT, _code_of_training(training)
         return self.cache / f"promise-{training}-control-{seed}-{key_of(*settings)}.json"
 
     def missing(self) -> list[Job]:
@@ -220,7 +204,7 @@ class Sweep:
         # The names are made before the runs: they must be those of the code that the runs import.
         jobs = [Job(one[2], _keep_alone, (file, self, *one)) for file, one in alone.items() if not file.exists()]
         for one in self.disturbed:
-            file, plan = self.file(*one), self.variants[one[1]].plan
+            file, plan = self.file(*one), self.variants[one[1]].plan_of(one[0])
             if not file.exists():
                 steps = plan.steps + plan.lost * len(plan.restore_points)
                 jobs.append(Job(steps, _keep_disturbed, (file, self, *one)))
@@ -228,18 +212,20 @@ class Sweep:
 
     def estimate(self, jobs: Sequence[Job]) -> float:
         """Return about how many seconds of one core these runs take."""
-        seconds = sum(job.steps for job in jobs) * STEP_SECONDS
+        seconds = 0.0
         for job in jobs:
+            training = job.arguments[2]
+            step = STEP_SECONDS[training]
+            seconds += job.steps * step
             if job.function is _keep_disturbed:
-                variant = self.variants[job.arguments[3]]
-                save = PEER_SAVE_SECONDS if variant.arguments is None else SAVE_SECONDS
-                seconds += variant.plan.steps // variant.plan.every * save
+                plan = self.variants[job.arguments[3]].plan_of(training)
+                seconds += plan.steps // plan.every * SAVE_IN_STEPS * step
         return seconds
 
     def run(self, workers: int) -> None:
         """Run what is missing, ``workers`` runs at a time."""
         for training in self.trainings:  # two workers must not decode the images at the same time
-            TRAININGS[training](self.data, self.cache, 1, 0)
+            TRAININGS[training].new(self.data, self.cache, 1, 0)
         run_all(self.missing(), workers)
 
     def alone(self, training: str) -> dict[int, Uninterrupted]:
@@ -259,10 +245,10 @@ class Sweep:
 
 
 @lru_cache
-def _code_of_runs() -> str:
+def _code_of_training(name: str) -> str:
     """Return a key of the code that trains, and of PyTorch."""
-    modules = (promise_trainings, workloads, models)
-    return key_of(key_of_code([Path(module.__file__ or "") for module in modules]), torch.__version__)
+    shared = [Path(module.__file__ or "") for module in (workloads, models)]
+    return key_of(key_of_code([*shared, *TRAININGS[name].sources]), torch.__version__)
 
 
 @lru_cache
@@ -288,7 +274,7 @@ def _keep_alone(
     """Train without checkpoints. disturbance: relative standard deviation of noise on the weights, once."""
     torch.set_num_threads(1)
     began = process_time()
-    work = TRAININGS[training](sweep.data, sweep.cache, steps, seed)
+    work = TRAININGS[training].new(sweep.data, sweep.cache, steps, seed)
     generator = torch.Generator().manual_seed(seed)
     for step in range(1, steps + 1):
         work.train_step()
@@ -312,13 +298,14 @@ def disturbed(sweep: Sweep, training: str, variant: str, seed: int, tell: Callab
     torch.set_num_threads(1)
     began = process_time()
     found = sweep.variants[variant]
+    plan = found.plan_of(training)
 
     def new_work() -> Workload:
-        return TRAININGS[training](sweep.data, sweep.cache, found.plan.steps, seed)
+        return TRAININGS[training].new(sweep.data, sweep.cache, plan.steps, seed)
 
     with tempfile.TemporaryDirectory(dir=sweep.cache) as folder:
-        checkpoints = found.checkpoints(Path(folder))
-        work, saved, _ = train_with(checkpoints, new_work, found.plan, tell)
+        checkpoints = found.checkpoints(Path(folder), plan.every)
+        work, saved, _ = train_with(checkpoints, new_work, plan, tell)
         checkpoints.close()
     return Run(training, variant, seed, work.final_quality(work.model), saved, process_time() - began)
 

@@ -92,11 +92,16 @@ class Uninterrupted:
 
 def shakespeare(data: Path) -> tuple[Tensor, Tensor, int]:
     """Return the text as token ids: training part (90 %), validation part (10 %); and the number of characters."""
-    text = np.frombuffer(_file(data, "shakespeare.txt").read_bytes(), dtype=np.uint8)
+    text = np.frombuffer(text_of(data).encode(), dtype=np.uint8)
     alphabet, ids = np.unique(text, return_inverse=True)
     tokens = torch.from_numpy(ids.astype(np.int64))
     split = int(0.9 * len(tokens))
     return tokens[:split], tokens[split:], len(alphabet)
+
+
+def text_of(data: Path) -> str:
+    """Return the text that trainings read."""
+    return _file(data, "shakespeare.txt").read_text(encoding="ascii")
 
 
 def _file(data: Path, name: str) -> Path:
