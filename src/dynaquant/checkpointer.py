@@ -90,8 +90,11 @@ class Checkpointer:
     - ``max_degradation``: how much worse the metric may be with the stored weights than with the weights in training,
       as a fraction: 0.01 is 1 %.
     - ``training_budget``: how much worse the metric may be at the end of the training by all restores together, as
-      predicted. Checkpoints late in a schedule, and after many restores, may lose less than ``max_degradation``. With
+      predicted. Checkpoints late in a schedule, and after many restores, may lose less than ``max_degradation``. Errors
+      count as healing only where the learning rate tells how fast; elsewhere restores add up. With
       ``method="published"`` or ``"kmeans"`` there is a budget only if it is given.
+    - ``expected_restores``: how often the training will be restored in all, if you know: its length divided by the mean
+      time between failures. The budget is divided by it. By default, each restore may use a quarter of what is left.
     - ``quality``: a preset. ``"high"``, ``"balanced"`` and ``"small"`` mean a ``training_budget`` of 0.0005, 0.005 and
       0.025, a ``max_degradation`` of 0.001, 0.01 and 0.05, and a matching precision of the optimizer's moments. If
       ``max_degradation`` is given alone, every checkpoint may use it, and there is no budget. ``"lossless"`` stores
@@ -146,6 +149,7 @@ class Checkpointer:
         higher_is_better: bool = False,
         max_degradation: float | None = None,
         training_budget: float | None = None,
+        expected_restores: int | None = None,
         quality: QualityName = "balanced",
         method: Method | None = None,
         configuration: Knobs | None = None,
@@ -162,7 +166,7 @@ class Checkpointer:
         log_to: LogTo | None = None,
     ) -> None:
         check_options(evaluate, quality, exact, keep_best, keyframe_every)
-        allowance = Allowance(quality, method, max_degradation, configuration, training_budget)
+        allowance = Allowance(quality, method, max_degradation, configuration, training_budget, expected_restores)
         self._objects = objects_of(model, optimizer, extras or {})
         supported.check(self._objects)
         reshard(models_of(self._objects))

@@ -15,15 +15,16 @@ from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.quantize.grid_weights import (
     RUNG_HYSTERESIS,
     SMALLEST_FISHER,
-    STEP_LIMIT,
     GridWeights,
     choose_rungs,
     effective_fisher,
     grid_weights,
 )
+from dynaquant.quantize.magnitude import magnitudes
 from dynaquant.search.distortion import distortion
 from dynaquant.tensors.codebook import HIGHEST_RUNG, LOWEST_RUNG, rung_value
 from dynaquant.tensors.dequantize import dequantize
+from dynaquant.training.shards import WHOLE
 
 
 def test_a_step_is_inversely_proportional_to_the_root_of_the_sensitivity():
@@ -149,7 +150,7 @@ def test_rungs_of_the_previous_checkpoint_are_kept_if_close_enough():
     weights = weights_of("a", "b", "c")
     fisher = {"a": 1.2, "b": 1.2, "c": 2.0**8}
     previous = {"a": 0, "c": 0, "gone": 40}
-    ready = grid_weights(weights, fisher, previous, 0)
+    ready = grid_weights(weights, fisher, previous, 0, step_limit=4.0)
     assert ready.previous_rungs == {"a": 0, "c": 0}
     rungs = {name: quantized.codebook.rung for name, quantized in ready.quantize(GridConfiguration(4)).items()}
     assert rungs == {"a": 0, "b": 0, "c": -15}
@@ -173,9 +174,9 @@ def test_a_larger_scale_never_makes_a_step_smaller():
 
 def test_the_step_limit_keeps_levels_in_every_tensor_at_any_sensitivity():
     weights = weights_of("a", b=0.01, c=30.0)
-    ready = grid_weights(weights, {"a": 1.0, "b": 1e-3, "c": 1e-9}, {}, 0)
+    ready = grid_weights(weights, {"a": 1.0, "b": 1e-3, "c": 1e-9}, {}, 0, step_limit=1.5)
     for name, quantized in ready.quantize(GridConfiguration(500)).items():
-        largest = STEP_LIMIT * float(weights[name].square().mean().sqrt())
+        largest = 1.5 * magnitudes(weights, dict.fromkeys(weights, 100.0), WHOLE)[name].small
         assert 2**-0.25 * largest < float(rung_value(quantized.codebook.rung)) < 2**0.25 * largest
         assert quantized.levels.any()
     finer = {n: q.codebook.rung for n, q in ready.quantize(GridConfiguration(-300)).items()}
@@ -202,7 +203,9 @@ def test_stochastic_rounding_differs_by_tensor_and_by_seed():
 
     def rounded(seed):
         weights = {"a": values, "b": values}
-        ready = GridWeights(weights, sizes_of(weights), fisher, dict.fromkeys("ab", 6667.0), {}, seed, [])
+        ready = GridWeights(
+            weights, sizes_of(weights), fisher, dict.fromkeys("ab", 6667.0), dict.fromkeys("ab", 4.0), {}, seed, []
+        )
         return ready.quantize(GridConfiguration(0, dithered=True))
 
     first, other = rounded(1), rounded(2)

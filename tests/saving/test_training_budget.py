@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.saving.training_budget import LEAST_SHARE, TrainingBudget, learning_rate
+from dynaquant.saving.training_budget import LEAST_SHARE, SHARE_OF_ONE, TrainingBudget, learning_rate, scaled_by_rate
 
-BUDGET = TrainingBudget(total=0.005, largest=0.01)
+BUDGET = TrainingBudget(total=0.005, largest=0.01, scaled=True)
+UNSCALED = TrainingBudget(total=0.005, largest=0.01)
 STEPS, EVERY = 400, 40
 
 
@@ -31,43 +33,84 @@ def trained(rate_at, restored_at=(), budget=BUDGET):
     return budget, allowed
 
 
-def test_at_a_constant_learning_rate_every_checkpoint_may_lose_the_most():
-    _, allowed = trained(lambda _: 0.1)
-    assert set(allowed.values()) == {BUDGET.largest}
+@pytest.mark.parametrize(
+    ("rate_at", "budget", "assumed"),
+    [
+        (lambda _: 0.1, BUDGET, "restores add up, because the learning rate has not changed so far"),
+        (lambda _: 0.0, BUDGET, "restores add up, because the learning rate has not changed so far"),
+        (
+            cosine,
+            UNSCALED,
+            "restores add up, because the learning rate does not say how fast the optimizer heals errors",
+        ),
+    ],
+    ids=["constant", "unknown", "unscaled"],
+)
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_where_nothing_says_that_errors_heal_restores_add_up(rate_at, budget, assumed, every):
+    restored_at = range(0, STEPS, every * EVERY)
+    found, allowed = trained(rate_at, restored_at, budget)
+    assert found.assumed == assumed
+    assert found.spent == found.felt == pytest.approx(sum(allowed[step] for step in restored_at if step))
+    assert max(allowed.values()) == SHARE_OF_ONE * budget.total
+    assert found.spent <= budget.total + len(restored_at) * LEAST_SHARE * budget.largest
 
 
-def test_without_a_learning_rate_restores_do_not_count():
-    """A training without an optimizer of PyTorch: nothing says how fast errors heal."""
-    budget, allowed = trained(lambda _: 0.0, range(0, STEPS, EVERY))
-    assert set(allowed.values()) == {BUDGET.largest}
-    assert budget.felt == budget.spent == 0
+def test_errors_heal_where_a_schedule_changes_the_rate_of_an_optimizer_that_it_scales():
+    budget, _ = trained(cosine, [40])
+    assert budget.assumed == "errors heal as fast as the learning rate tells"
+    assert budget.felt < 0.1 * BUDGET.largest
 
 
 @pytest.mark.parametrize("every", [1, 2, 4])
-@pytest.mark.parametrize("rate_at", [lambda _: 0.1, lambda step: step])
-def test_however_often_a_training_is_restored_what_is_left_is_at_most_one_degradation(rate_at, every):
-    """The learning rate never falls, so nothing says how long errors have time to heal."""
-    budget, allowed = trained(rate_at, range(0, STEPS, every * EVERY))
+def test_however_often_a_training_is_restored_while_its_rate_rises_what_is_left_is_at_most_one_degradation(every):
+    budget, allowed = trained(lambda step: step, range(0, STEPS, every * EVERY))
     assert budget.spent == 0
     assert LEAST_SHARE * BUDGET.largest <= min(allowed.values()) < 0.8 * BUDGET.largest
     assert budget.felt <= BUDGET.largest
-    often = sum(BUDGET.largest * (step / STEPS) ** 4 for step in range(EVERY, STEPS, EVERY))
-    assert often > 1.5 * BUDGET.largest  # if all checkpoints lost the most
+
+
+def test_the_budget_is_divided_by_the_number_of_restores_that_the_user_expects():
+    restored_at = range(0, STEPS, EVERY)
+    for expected in (1, 3, 9):
+        found, allowed = trained(lambda _: 0.1, restored_at, TrainingBudget(0.005, 0.01, expected, scaled=True))
+        assert allowed[EVERY] == pytest.approx(0.005 / expected)
+        assert found.count == len(restored_at) - 1
+        assert sum(list(allowed.values())[:expected]) == pytest.approx(0.005)
+    often = TrainingBudget(0.005, 0.01, 10_000)
+    assert often.at(40, 0.1).allowed == LEAST_SHARE * 0.01
+    again = often.continued(json.loads(json.dumps(found.to_json())), found.step, 0.1)
+    assert (again.count, again.expected) == (found.count, 10_000)
+
+
+def test_the_learning_rate_scales_the_updates_of_known_optimizers_only():
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizers = {name: getattr(torch.optim, name)([parameter], lr=0.1) for name in ("AdamW", "SGD", "NAdam")}
+    assert all(scaled_by_rate([optimizer]) for optimizer in optimizers.values())
+    assert scaled_by_rate(list(optimizers.values()))
+
+    class Own(torch.optim.SGD):
+        pass
+
+    others = [torch.optim.Adagrad([parameter]), torch.optim.Rprop([parameter]), Own([parameter], lr=0.1)]
+    assert not any(scaled_by_rate([*optimizers.values(), other]) for other in others)
+    assert not scaled_by_rate([])
 
 
 def test_less_is_allowed_as_the_learning_rate_falls_and_never_less_than_the_least_share():
     _, allowed = trained(cosine)
     values = list(allowed.values())
-    assert values == sorted(values, reverse=True)
-    assert values[0] == BUDGET.largest
+    assert values[0] == SHARE_OF_ONE * BUDGET.total  # a single learning rate is no schedule yet
+    assert values[1:] == sorted(values[1:], reverse=True)
+    assert values[1] > 0.5 * BUDGET.largest
     assert values[-1] == pytest.approx(BUDGET.total / 4)
-    _, allowed = trained(cosine, range(0, STEPS, EVERY), TrainingBudget(1e-5, 0.01))
+    _, allowed = trained(cosine, range(0, STEPS, EVERY), TrainingBudget(1e-5, 0.01, scaled=True))
     assert min(allowed.values()) == LEAST_SHARE * 0.01
 
 
 def test_a_warm_up_does_not_count_as_the_end_of_a_schedule():
     _, allowed = trained(lambda step: step)
-    assert set(allowed.values()) == {BUDGET.largest}
+    assert set(list(allowed.values())[1:]) == {BUDGET.largest}
 
 
 def test_late_restores_leave_less_for_the_next_and_early_ones_heal():
@@ -81,15 +124,14 @@ def test_late_restores_leave_less_for_the_next_and_early_ones_heal():
 
 @given(st.lists(st.integers(1, 9), unique=True), st.floats(1e-4, 0.05))
 def test_restores_from_a_cosine_schedule_never_use_more_than_the_budget(numbers, total):
-    budget, _ = trained(cosine, [EVERY * n for n in numbers], TrainingBudget(total, 2 * total))
+    budget, _ = trained(cosine, [EVERY * n for n in numbers], TrainingBudget(total, 2 * total, scaled=True))
     assert budget.spent <= total
 
 
-def test_without_optimizers_or_with_strange_learning_rates_the_most_is_allowed():
+def test_without_optimizers_or_with_strange_learning_rates_the_account_goes_on():
     assert learning_rate([]) == 0.0
-    assert BUDGET.at(10, 0.0).allowed == BUDGET.largest
     assert BUDGET.at(10, 0.1).at(20, math.nan).rate == 0.1
-    assert BUDGET.restored(math.nan) == BUDGET.restored(-0.1) == BUDGET
+    assert BUDGET.restored(math.nan) == BUDGET.restored(-0.1) == replace(BUDGET, count=1)
 
 
 def test_the_learning_rate_is_the_mean_over_parameters():
@@ -157,7 +199,7 @@ def test_checkpoints_become_stricter_and_the_account_survives_restores(tmp_path)
     for until in (40, 60, 100):
         records = saved(tmp_path, until)
     limits = [record.limit for record in records]
-    assert limits[0] == pytest.approx(0.01)
+    assert limits[0] > 0.005
     assert limits == sorted(limits, reverse=True)
     assert limits[-1] < 0.002
     assert all(record.quality.degradation <= record.limit for record in records)
@@ -181,7 +223,8 @@ def test_a_budget_of_the_training_goes_with_max_degradation(tmp_path):
 
 def test_setting_max_degradation_ends_the_budget_of_the_preset_only(tmp_path):
     model, optimizer, _ = training()
-    for budget, expected in ((None, [0.03, 0.03]), (0.002, [0.03, 0.03 * LEAST_SHARE])):
+    least = 0.03 * LEAST_SHARE
+    for budget, expected in ((None, [0.03, 0.03]), (0.002, [least, least])):
         limits = []
         with dq.Checkpointer(tmp_path / str(budget), model, optimizer, training_budget=budget) as ckpt:
             ckpt.max_degradation = 0.03

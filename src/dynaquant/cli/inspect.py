@@ -177,6 +177,8 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
     if record.budget_spent is not None:
         felt = "" if record.restores_felt is None else f"{record.restores_felt:.3%} now, "
         yield "budget", f"restores have cost {felt}{record.budget_spent:.3%} at the end of the training, as predicted"
+        if record.budget_assumes is not None:
+            yield "", record.budget_assumes
     yield "seconds", ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in record.seconds.items()) or "unknown"
     for note in record.notes:
         yield "note", note

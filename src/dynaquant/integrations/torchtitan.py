@@ -55,6 +55,9 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         training_budget: float | None = None
         """How much all restores of the training together may cost, as a fraction of the validation loss."""
 
+        expected_restores: int | None = None
+        """How often the training will be restored in all, if known; the budget is divided by it."""
+
         last_save_model_only: bool = False
         """Must be False: the last checkpoint holds the whole state. ``dynaquant export`` writes the weights alone."""
 
@@ -109,6 +112,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
                     quality=config.quality,
                     max_degradation=config.max_degradation,
                     training_budget=config.training_budget,
+                    expected_restores=config.expected_restores,
                     every=config.interval,
                     keep_last=config.keep_latest_k or None,
                 )

@@ -43,13 +43,13 @@ class GoingOn:
             if self.restored:
                 self.budget = self.budget.restored(degradation_of(header.record))
 
-    def advance(self, step: int, learning_rate: float) -> None:
+    def advance(self, step: int, learning_rate: float, has_schedule: bool) -> None:
         """Continue to a save. step: of the training; its checkpoint may have another number."""
         if self._last is not None and step > self._last:
             self.interval = step - self._last
         self._last = step
         if self.budget is not None:
-            self.budget = self.budget.at(step, learning_rate)
+            self.budget = self.budget.at(step, learning_rate, has_schedule)
 
     def allowed(self, largest: float) -> float:
         """Return the degradation that a checkpoint may have now. largest: what the preset or the user allows."""

@@ -45,6 +45,7 @@ def quantize_state(tensors: Mapping[str, Tensor], quality: QualityName, rungs: M
         _mean_squared_gradients(tensors, labels),
         rungs,
         0,
+        step_limit=preset.step_limit,
     )
     configuration = GridConfiguration(weights.scale_exponent_for(preset.max_degradation / DISTORTION_SCALE))
     moments = quantize_moments(tensors, labels, preset.first_tolerance, preset.second_tolerance)

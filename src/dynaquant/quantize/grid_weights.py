@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dynaquant import kernels
 from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration, RoundedToGrid
+from dynaquant.quantize.magnitude import magnitudes
 from dynaquant.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE
 from dynaquant.tensors.lazy_mapping import LazyMapping
 from dynaquant.tensors.stored import QuantizedTensor
@@ -19,11 +20,12 @@ from dynaquant.training.shards import WHOLE, Shards
 
 RUNG_HYSTERESIS = 0.8
 """A tensor keeps its previous rung while the wanted one is at most this far away. (0.5 would mean plain rounding.)"""
-STEP_LIMIT = 2.5
-"""The largest grid step, as a multiple of the tensor's root mean square, up to rounding to a rung.
+STEP_LIMIT = 0.5
+"""The largest grid step, as a multiple of ``Magnitude.small``, up to rounding to a rung. Presets have their own.
 
-With larger steps almost all values of a tensor become zero. The second-order model of the loss, which would allow such
-steps, does not hold there.
+What a training has learned must survive, also where the metric does not feel it yet. Rounding to a step of at most the
+root mean square changes values as if it added noise of a twelfth of the squared step: nothing of their direction is
+lost. A much larger step rounds nearly all of them to zero.
 """
 SMALLEST, LARGEST = 2.0**-126, 1e37
 """A tensor whose largest magnitude is outside this range is stored exactly: float32 arithmetic would not preserve it.
@@ -39,8 +41,8 @@ def effective_fisher(
 
     Where no positive F was measured, F is chosen so that the tensor counts as much as the average tensor.
 
-    sizes: the number of elements of each weight. squares: the sum of squares of each. fisher: measured mean squared
-    gradients, for some or all weights.
+    sizes: the number of elements of each weight. squares: the sum of squares of each, without outliers. fisher:
+    measured mean squared gradients, for some or all weights.
     """
     known = {name: fisher[name] for name in sizes if fisher.get(name, 0.0) > 0 and math.isfinite(fisher[name])}
     elements = sum(sizes[name] for name in known)
@@ -94,6 +96,7 @@ class GridWeights:
     sizes: Mapping[str, int]
     fisher: Mapping[str, float]
     squares: Mapping[str, float]
+    largest_steps: Mapping[str, float]
     previous_rungs: Mapping[str, int]
     seed: int
     notes: list[str]
@@ -101,7 +104,7 @@ class GridWeights:
 
     def rungs(self, configuration: GridConfiguration) -> dict[str, int]:
         """Return the rung of each tensor's grid step."""
-        return choose_rungs(self.fisher, configuration.scale, self.previous_rungs, self._largest_steps)
+        return choose_rungs(self.fisher, configuration.scale, self.previous_rungs, self.largest_steps)
 
     def candidate(self, configuration: GridConfiguration) -> dict[str, RoundedToGrid]:
         """Return the weights as ``quantize`` would store them, to be scored; a pure function."""
@@ -140,10 +143,6 @@ class GridWeights:
         """Σ F·w²."""
         return sum(self.fisher[name] * square for name, square in self.squares.items())
 
-    @cached_property
-    def _largest_steps(self) -> dict[str, float]:
-        return {name: STEP_LIMIT * math.sqrt(square / self.sizes[name]) for name, square in self.squares.items()}
-
 
 def grid_weights(
     weights: Mapping[str, Tensor],
@@ -151,37 +150,42 @@ def grid_weights(
     previous_rungs: Mapping[str, int],
     seed: int,
     shards: Shards = WHOLE,
+    step_limit: float = STEP_LIMIT,
 ) -> GridWeights:
-    """Read the weights once, to prepare for quantizing them with one or more configurations. Collective with shards.
+    """Read the weights twice, to prepare for quantizing them with one or more configurations. Collective with shards.
 
     weights: of ``QUANTIZABLE_DTYPES``, by name; looked up again whenever they are needed. fisher: mean squared
-    gradients, for some or all weights. previous_rungs, seed: see ``GridWeights``. shards: of the weights.
+    gradients, for some or all weights. previous_rungs, seed: see ``GridWeights``. shards: of the weights. step_limit:
+    see STEP_LIMIT.
     """
-    extremes, parts = {}, {}
+    extremes, nonfinites = {}, {}
     for name, tensor in weights.items():
-        extremes[name], parts[name] = _numbers_of(tensor)
-    extremes, parts = shards.largest(extremes), shards.sums(parts)
+        extremes[name], nonfinites[name] = _extremes_of(tensor)
+    extremes, nonfinites = shards.largest(extremes), shards.sums(nonfinites)
     notes, kept = [], []
     for name, (highest, minus_lowest) in extremes.items():
-        if nonfinite := round(parts[name][0]):
+        if nonfinite := round(nonfinites[name][0]):
             notes.append(f"{name}: {nonfinite} infinite or NaN values, stored exactly")
         elif -minus_lowest < highest and SMALLEST <= max(highest, minus_lowest) < LARGEST:
             kept.append(name)
     usable = LazyMapping(kept, weights.__getitem__)
     sizes = {name: shards.size(name, weights[name]) for name in kept}
-    squares = {name: parts[name][1] for name in kept}
+    found = magnitudes(usable, {name: max(extremes[name]) for name in kept}, shards)
+    squares = {name: sizes[name] * magnitude.mean_square for name, magnitude in found.items()}
+    largest_steps = {name: step_limit * magnitude.small for name, magnitude in found.items()}
     previous = {name: rung for name, rung in previous_rungs.items() if name in usable}
-    return GridWeights(usable, sizes, effective_fisher(sizes, squares, fisher), squares, previous, seed, notes, shards)
+    fishers = effective_fisher(sizes, squares, fisher)
+    return GridWeights(usable, sizes, fishers, squares, largest_steps, previous, seed, notes, shards)
 
 
-def _numbers_of(tensor: Tensor) -> tuple[list[float], list[float]]:
-    """Return the highest value and minus the lowest one; the number of values that are not finite, the sum of squares.
+def _extremes_of(tensor: Tensor) -> tuple[list[float], list[float]]:
+    """Return the highest value and minus the lowest one; the number of values that are not finite.
 
     Without values, the first two are minus infinity. With values that are not finite, only their number counts.
     """
     if not tensor.numel():
-        return [-math.inf, -math.inf], [0.0, 0.0]
+        return [-math.inf, -math.inf], [0.0]
     lowest, highest = kernels.for_device(tensor.device).extremes(tensor)  # NaN if any value is NaN
     if not (math.isfinite(lowest) and math.isfinite(highest)):
-        return [-math.inf, -math.inf], [float((~tensor.detach().isfinite()).sum()), 0.0]
-    return [highest, -lowest], [0.0, kernels.for_device(tensor.device).sums(tensor)[1]]
+        return [-math.inf, -math.inf], [float((~tensor.detach().isfinite()).sum())]
+    return [highest, -lowest], [0.0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from numbers import Real
+from numbers import Integral, Real
 from typing import get_args
 
 from dynaquant.quantize.grid import GridConfiguration
@@ -25,6 +25,7 @@ class Allowance:
     max_degradation: float | None
     configuration: Knobs | None
     training_budget: float | None = None
+    expected_restores: int | None = None
 
     def __post_init__(self) -> None:
         if self.quality not in PRESETS:
@@ -41,6 +42,13 @@ class Allowance:
             raise ValueError(f"training_budget must be a finite number above 0, e.g. 0.005, not {budget!r}")
         if budget is not None and (self.configuration is not None or self.quality == "lossless"):
             raise ValueError("training_budget has no effect without a search: leave it out, or leave out the others")
+        expected = self.expected_restores
+        if expected is not None and (isinstance(expected, bool) or not isinstance(expected, Integral) or expected < 1):
+            raise ValueError(f"expected_restores must be a whole number of at least 1, not {expected!r}")
+        if expected is not None and self.budget_of_training is None:
+            raise ValueError(
+                "expected_restores divides the budget of the training, and there is none: give training_budget, too"
+            )
         if self.quality == "lossless" and (self.max_degradation, self.configuration, self.method) != (None, None, None):
             raise ValueError("quality='lossless' takes no max_degradation, method or configuration")
         if self.method is not None and self.method not in get_args(Method):

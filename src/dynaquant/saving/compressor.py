@@ -37,7 +37,7 @@ from dynaquant.saving.rank_zero import on_rank_zero
 from dynaquant.saving.record import degradation_of, limit_of
 from dynaquant.saving.replicas import share_writing
 from dynaquant.saving.timing import timed
-from dynaquant.saving.training_budget import TrainingBudget, learning_rate
+from dynaquant.saving.training_budget import TrainingBudget, learning_rate, scaled_by_rate
 from dynaquant.saving.unchanged_weights import Comparison, LastWeight, compare, restored_weights
 from dynaquant.search.decision import Decision
 from dynaquant.search.evaluation import Evaluate
@@ -112,11 +112,13 @@ class Compressor:
             allowance.configuration,
             group,
         )
+        self._optimizers = [source for source in objects.values() if isinstance(source, torch.optim.Optimizer)]
         self._budget: TrainingBudget | None = None
         if allowance.max_degradation is not None:
             self.max_degradation = allowance.max_degradation
         if (total := allowance.budget_of_training) is not None:
-            self._budget = TrainingBudget(float(total), self.max_degradation)
+            scaled = scaled_by_rate(self._optimizers)
+            self._budget = TrainingBudget(float(total), self.max_degradation, allowance.expected_restores, scaled)
         self._budget_is_explicit = allowance.training_budget is not None
         arguments = evaluate is None, higher_is_better, allowance
         if any(other != arguments for other in group.all_gather(arguments)):
@@ -129,7 +131,6 @@ class Compressor:
         self._last_weights: Mapping[str, LastWeight] = {}
         self._last_limit = self.max_degradation
         self._restored_step = 0
-        self._optimizers = [source for source in objects.values() if isinstance(source, torch.optim.Optimizer)]
         self._gradients = GradientStatistics(
             self._model,
             self._optimizers,
@@ -183,7 +184,7 @@ class Compressor:
             tensors = _on_known_devices({n: t for n, t in captured.tensors.items() if n not in external})
             master_of = self._masters(captured, tensors)
             weights = self._weights_to_quantize(tensors, captured.labels, master_of)
-            budget = self._budget and self._budget.at(step, learning_rate(self._optimizers))
+            budget = self._budget and self._budget.at_save(step, self._optimizers)
             # Ranks must come to the same decisions.
             limit = self._group.from_rank_0(self._largest if budget is None else budget.allowed)
             last = self._usable_last_weights(limit)
@@ -310,7 +311,13 @@ class Compressor:
         weights: GridWeights | KMeansWeights
         if self.method == "grid":
             weights = prepared_for_grid(
-                comparison.changed, self._last_weights, mean_squares, self._restored_step, self._group, shards
+                comparison.changed,
+                self._last_weights,
+                mean_squares,
+                self._restored_step,
+                self._preset.step_limit,
+                self._group,
+                shards,
             )
             notes = list(weights.notes)
         else:

@@ -28,19 +28,24 @@ def prepared_for_grid(
     last: Mapping[str, LastWeight],
     mean_squared_gradients: Mapping[str, float],
     restored_step: int,
+    step_limit: float,
     group: Group,
     shards: Shards,
 ) -> GridWeights:
     """Return weights prepared for uniform grids. Collective.
 
     last: weights of the last checkpoint; where possible a tensor keeps its grid step. restored_step: seed of the
-    stochastic rounding. shards: of the weights.
+    stochastic rounding. step_limit: of the preset. shards: of the weights.
     """
+
+    def prepare() -> GridWeights:
+        return grid_weights(weights, mean_squared_gradients, rungs, restored_step, shards, step_limit)
+
     grids = {name: weight.quantized.codebook for name, weight in last.items()}
     rungs = {name: grid.rung for name, grid in grids.items() if isinstance(grid, Grid)}
     if shards.divided:  # all ranks have the same numbers
-        return group.run_reducing(lambda: grid_weights(weights, mean_squared_gradients, rungs, restored_step, shards))
-    prepared = group.run_on_all_ranks(lambda: grid_weights(weights, mean_squared_gradients, rungs, restored_step))
+        return group.run_reducing(prepare)
+    prepared = group.run_on_all_ranks(prepare)
     # Ranks must decide alike, so all use the numbers of rank 0.
-    fisher, squares = group.from_rank_0((prepared.fisher, prepared.squares))
-    return replace(prepared, fisher=fisher, squares=squares)
+    fisher, squares, steps = group.from_rank_0((prepared.fisher, prepared.squares, prepared.largest_steps))
+    return replace(prepared, fisher=fisher, squares=squares, largest_steps=steps)

@@ -63,7 +63,9 @@ class Record:
     - ``moments_corrected``: the number of first moments that the last restore set to zero, and whose bias is or was
       corrected since then (``correct_moments``).
     - ``budget_spent``: the part of ``training_budget`` that restores have used so far, as predicted for the end of the
-      training: 0 as long as the learning rate is at its highest. None without a budget.
+      training. None without a budget.
+    - ``budget_assumes``: what that prediction assumes: that errors heal, or that restores add up. None without a
+      budget, and in records of earlier versions.
     - ``restores_felt``: what restores have left until now, as predicted. A checkpoint may lose so much less. None
       without a budget, and in records of earlier versions.
     - ``notes``: texts about anything unusual.
@@ -93,6 +95,7 @@ class Record:
     moments_corrected: int = 0
     budget_spent: float | None = None
     restores_felt: float | None = None
+    budget_assumes: str | None = None
 
     @property
     def evaluations(self) -> int:
@@ -216,6 +219,7 @@ def _record(
         moments_corrected=int(record.get("moments_corrected", 0)),
         budget_spent=float(budget["spent"]) if (budget := record.get("training_budget")) else None,
         restores_felt=float(budget["felt"]) if budget and "felt" in budget else None,
+        budget_assumes=str(budget["assumed"]) if budget and "assumed" in budget else None,
     )
 
 

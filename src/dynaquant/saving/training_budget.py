@@ -1,16 +1,19 @@
 """What the whole training may lose by restores, and how much of that one checkpoint may use.
 
-A restore worsens the metric by the degradation of its checkpoint. Training heals this, but less and less as the
-learning rate falls. So checkpoints late in a schedule, and those after many restores, are stored more precisely.
+A restore worsens the metric by the degradation of its checkpoint. Where a schedule changes the learning rate, and the
+learning rate scales the updates, training heals this, but less and less as the rate falls. Elsewhere nothing says that
+it heals, and restores add up. So checkpoints late in a schedule, and those after many restores, are stored more
+precisely.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -18,11 +21,18 @@ HEALING = 4.0
 """A degradation heals with this power of the sum of all learning rates so far: if that sum doubles, a sixteenth is
 left. Fitted to trainings with restores (docs/decisions.md, "How much may a checkpoint lose late in a training?")."""
 SHARE_OF_ONE = 0.25
-"""The share of what is left of the budget that one restore may use."""
+"""The share of what is left of the budget that one restore may use, if nothing says how many there will be."""
 LEAST_SHARE = 0.05
 """A checkpoint may always use this share of the largest degradation, however little of the budget is left."""
 HEALED = 0.01
 """A restore is forgotten when this share of its degradation is left."""
+
+
+SAME_RATE = 1e-3
+"""A learning rate has changed if it differs from the one before by more than this share."""
+_SCALED_BY_RATE = ("Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "SGD")
+"""Optimizers of ``torch.optim`` whose updates have a size that only the learning rate changes in the long run. Adagrad
+divides by all gradients so far, and Adadelta, Rprop and LBFGS choose the size of their updates themselves."""
 
 
 @dataclass(frozen=True)
@@ -38,28 +48,53 @@ class TrainingBudget:
     """The account of one training. A save adds the steps since the last one, a restore adds its degradation.
 
     total: the largest relative loss of quality at the end of the training, as predicted. largest: the largest
-    degradation of one checkpoint. learned: the sum of the learning rates of all steps so far. rate, highest: the
-    learning rate at the last save, and the highest one of any save. step: of the last save.
+    degradation of one checkpoint. expected: how many restores the user expects in the whole training. scaled: whether
+    the learning rate scales the updates of all optimizers. learned: the sum of the learning rates of all steps so far.
+    rate, highest: the learning rate at the last save, and the highest one of any save. changed: whether it has changed
+    so far. step: of the last save. count: of restores so far. restores: those that are still felt.
     """
 
     total: float
     largest: float
+    expected: int | None = None
+    scaled: bool = False
     learned: float = 0.0
     rate: float = 0.0
     highest: float = 0.0
+    changed: bool = False
     step: int = 0
+    count: int = 0
     restores: tuple[Restore, ...] = ()
 
-    def at(self, step: int, rate: float) -> TrainingBudget:
-        """Return the account at a save. rate: the learning rate now."""
+    def at(self, step: int, rate: float, has_schedule: bool = False) -> TrainingBudget:
+        """Return the account at a save. rate: the learning rate now. has_schedule: see ``has_schedule``."""
         if not (math.isfinite(rate) and rate >= 0):
             rate = self.rate
         mean = (self.rate + rate) / 2 if self.step else rate
         learned = self.learned + mean * max(step - self.step, 0)
-        still_felt = tuple(each for each in self.restores if _left(each, learned) > HEALED)
-        return replace(
-            self, learned=learned, rate=rate, highest=max(self.highest, rate), step=step, restores=still_felt
-        )
+        differs = self.step > 0 and abs(rate - self.rate) > SAME_RATE * max(rate, self.rate)
+        highest, changed = max(self.highest, rate), self.changed or differs or has_schedule
+        now = replace(self, learned=learned, rate=rate, highest=highest, changed=changed, step=step)
+        return replace(now, restores=tuple(each for each in self.restores if now._left(each) > HEALED))
+
+    def at_save(self, step: int, optimizers: Sequence[Optimizer]) -> TrainingBudget:
+        """Return the account at a save of a training with these optimizers."""
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        return self.at(step, learning_rate(optimizers), has_schedule(groups))
+
+    @property
+    def heals(self) -> bool:
+        """Whether anything says that errors heal: a learning rate that changes, and scales the updates."""
+        return self.scaled and self.changed and self.highest > 0
+
+    @property
+    def assumed(self) -> str:
+        """What is assumed of errors, for the record."""
+        if self.heals:
+            return "errors heal as fast as the learning rate tells"
+        if not self.scaled:
+            return "restores add up, because the learning rate does not say how fast the optimizer heals errors"
+        return "restores add up, because the learning rate has not changed so far"
 
     @property
     def lasting(self) -> float:
@@ -67,17 +102,12 @@ class TrainingBudget:
 
         The learning rate says how far the schedule is: while it is as high as ever, a long time is left to heal.
         """
-        return 1 - self.rate / self.highest if self.highest > 0 else 0.0
+        return 1 - self.rate / self.highest if self.heals else 1.0
 
     @property
     def felt(self) -> float:
-        """What restores have left until now: their degradations, as far as they have not healed.
-
-        0 if the learning rate is not known: nothing says how fast they heal.
-        """
-        if self.highest <= 0:
-            return 0.0
-        return sum(each.degradation * _left(each, self.learned) for each in self.restores)
+        """What restores have left until now: their degradations, as far as they have not healed."""
+        return sum(each.degradation * self._left(each) for each in self.restores)
 
     @property
     def spent(self) -> float:
@@ -93,14 +123,29 @@ class TrainingBudget:
         """
         allowed = self.largest - self.felt
         if self.lasting > 0:
-            allowed = min(allowed, SHARE_OF_ONE * (self.total - self.spent) / self.lasting)
+            allowed = min(allowed, self._share_of_one * (self.total - self.spent) / self.lasting)
         return max(allowed, LEAST_SHARE * self.largest)
+
+    @property
+    def _share_of_one(self) -> float:
+        """The share of what is left of the budget that the next restore may use."""
+        left = 0 if self.expected is None else self.expected - self.count
+        return 1 / left if left > 0 else SHARE_OF_ONE
+
+    def _left(self, restore: Restore) -> float:
+        """Return the share of a restore's degradation that has not healed yet."""
+        if not self.heals:
+            return 1.0
+        if not 0 < restore.learned < self.learned:
+            return 1.0 if restore.learned >= self.learned else 0.0
+        return math.pow(restore.learned / self.learned, HEALING)
 
     def restored(self, degradation: float) -> TrainingBudget:
         """Return the account after a restore of the checkpoint of the last save. degradation: of that checkpoint."""
+        counted = replace(self, count=self.count + 1)
         if not (math.isfinite(degradation) and degradation > 0):
-            return self
-        return replace(self, restores=(*self.restores, Restore(degradation, self.learned)))
+            return counted
+        return replace(counted, restores=(*self.restores, Restore(degradation, self.learned)))
 
     def to_json(self) -> dict[str, Any]:
         """Return the account as a record keeps it."""
@@ -111,6 +156,9 @@ class TrainingBudget:
             "learned": self.learned,
             "rate": self.rate,
             "highest": self.highest,
+            "changed": self.changed,
+            "assumed": self.assumed,
+            "count": self.count,
             "step": self.step,
             "restores": [[each.degradation, each.learned] for each in self.restores],
         }
@@ -124,9 +172,25 @@ class TrainingBudget:
         try:
             learned, before, highest = (_not_negative(data[key]) for key in ("learned", "rate", "highest"))
             restores = tuple(Restore(_not_negative(lost), _not_negative(at)) for lost, at in data["restores"])
+            count, changed = int(_not_negative(data["count"])), data["changed"] is True
         except (KeyError, OverflowError, TypeError, ValueError):
-            learned, before, highest, restores = rate * step, rate, rate, ()
-        return replace(self, learned=learned, rate=before, highest=highest, step=step, restores=restores)
+            learned, before, highest, restores, count, changed = rate * step, rate, rate, (), 0, False
+        return replace(
+            self,
+            learned=learned,
+            rate=before,
+            highest=highest,
+            changed=changed,
+            step=step,
+            count=count,
+            restores=restores,
+        )
+
+
+def scaled_by_rate(optimizers: Sequence[Optimizer]) -> bool:
+    """Whether the learning rate alone scales the updates of all optimizers, as far as that is known."""
+    known = [getattr(torch.optim, name) for name in _SCALED_BY_RATE if hasattr(torch.optim, name)]
+    return bool(optimizers) and all(type(optimizer) in known for optimizer in optimizers)
 
 
 def learning_rate(optimizers: Sequence[Optimizer]) -> float:
@@ -141,16 +205,14 @@ def mean_learning_rate(groups: Sequence[Mapping[str, Any]], counts: Sequence[int
     return total / max(sum(counts), 1)
 
 
+def has_schedule(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a schedule of ``torch.optim`` has changed a learning rate: it keeps the first one in ``initial_lr``."""
+    return any("initial_lr" in group and float(group["initial_lr"]) != _number(group) for group in groups)
+
+
 def _number(group: Mapping[str, Any]) -> float:
     rate = group.get("lr", 0.0)
     return float(rate) if isinstance(rate, int | float | Tensor) else 0.0
-
-
-def _left(restore: Restore, learned: float) -> float:
-    """Return the share of a restore's degradation that has not healed yet."""
-    if not 0 < restore.learned < learned:
-        return 1.0 if restore.learned >= learned else 0.0
-    return math.pow(restore.learned / learned, HEALING)
 
 
 def _not_negative(value: Any) -> float:

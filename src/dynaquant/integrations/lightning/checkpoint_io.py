@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from dynaquant.restore.dropped_moments import names_of_dropped
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.saving.allowance import Allowance
 from dynaquant.saving.presets import PRESETS, QualityName
-from dynaquant.saving.training_budget import TrainingBudget, mean_learning_rate
+from dynaquant.saving.training_budget import TrainingBudget, has_schedule, mean_learning_rate
 from dynaquant.state.flatten import flatten_whole
 from dynaquant.state.plain import plain_part
 from dynaquant.state.tree import dict_items, tensor_name
@@ -187,8 +188,10 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
                 self._going_on.resume(stored.file.header, stored.stored(), rate)
             except CheckpointError as error:  # the training itself is not affected
                 log.warning("what it has changed since step %d is not protected: %s", stored.file.header.step, error)
+        if self._training is not None and (budget := self._going_on.budget) is not None:
+            self._going_on.budget = replace(budget, scaled=self._training.scaled_by_rate)
         if groups:  # no training goes on from a checkpoint without optimizers (``save_weights_only=True``)
-            self._going_on.advance(checkpoint.get("global_step", 0), rate)
+            self._going_on.advance(checkpoint.get("global_step", 0), rate, has_schedule(groups))
         if self._training is not None:
             self._going_on.first_tolerances = self._training.first_tolerances(preset, self._going_on.interval)
 

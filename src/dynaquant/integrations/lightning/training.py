@@ -23,6 +23,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.integrations.lightning import seams
 from dynaquant.saving.moment_tolerances import tolerances_of
 from dynaquant.saving.presets import Preset
+from dynaquant.saving.training_budget import scaled_by_rate
 from dynaquant.training import rng
 from dynaquant.training.first_moments import Memory, corrected_keys, memories_in
 from dynaquant.training.moment_correction import MomentCorrections
@@ -77,6 +78,11 @@ class Training(Callback):  # type: ignore[misc]
     def loaded(self, dropped: Collection[str]) -> None:
         """Remember the names of the first moments that a checkpoint just loaded does not keep, for ``fit``."""
         self._dropped = dropped
+
+    @property
+    def scaled_by_rate(self) -> bool:
+        """Whether the learning rate alone scales the updates of the Trainer's optimizers, as far as that is known."""
+        return self._trainer is not None and scaled_by_rate(self._trainer.optimizers)
 
     def first_tolerances(self, preset: Preset, interval: int | None) -> dict[str, float]:
         """Return the tolerances of first moments by their names in a checkpoint. interval: steps between two saves."""

@@ -25,6 +25,7 @@ class Options(TypedDict, total=False):
     higher_is_better: bool
     max_degradation: float | None
     training_budget: float | None
+    expected_restores: int | None
     method: Method | None
     configuration: Knobs | None
     exact: Literal["latest"] | None

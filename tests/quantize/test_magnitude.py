@@ -1,0 +1,134 @@
+"""How large values are: a few huge ones do not decide, and neither do rows of large values."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dynaquant.quantize.grid import GridConfiguration
+from dynaquant.quantize.grid_weights import grid_weights
+from dynaquant.quantize.magnitude import LARGEST_SHARE, SMALLEST_SHARE, magnitudes
+from dynaquant.tensors.dequantize import dequantize
+from dynaquant.tensors.shard import Shard
+from dynaquant.training.reduction import Numbers
+from dynaquant.training.shards import WHOLE, Shards
+
+SEED = 3
+
+
+def magnitude_of(tensor):
+    return magnitudes({"w": tensor}, {"w": float(tensor.abs().max())}, WHOLE)["w"]
+
+
+def normal(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(SEED))
+
+
+@pytest.mark.parametrize("shape", [(300, 200), (64, 32, 3, 3), (20_000, 16), (500, 1), (400,), (1, 400)])
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_of_normally_distributed_values_both_are_about_the_standard_deviation(shape, size, dtype):
+    found = magnitude_of((size * normal(*shape)).to(dtype))
+    assert math.sqrt(found.mean_square) == pytest.approx(size, rel=0.15)
+    assert 0.7 * size < found.small < 1.15 * size
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 16, 3, 3), (256,), (2, 50)])
+@pytest.mark.parametrize("outlier", [1e3, 1e6, 1e18])
+def test_one_huge_value_changes_little(shape, outlier):
+    values = normal(*shape)
+    before = magnitude_of(values)
+    values.view(-1)[17] = outlier
+    after = magnitude_of(values)
+    assert after.small < 1.3 * before.small
+    assert after.mean_square < LARGEST_SHARE**2 * before.mean_square
+
+
+def test_a_column_of_huge_values_does_not_hide_the_others():
+    values = normal(200, 100)
+    values[:, 7] *= 1e4
+    assert magnitude_of(values).small < 1.1
+    assert magnitude_of(values).mean_square < 2
+    assert magnitude_of(values.T.contiguous()).small < 1.1
+
+
+def test_rows_of_small_values_count_even_if_most_are_large():
+    table = normal(1000, 16)
+    table[:200] *= 0.2
+    assert 0.1 < magnitude_of(table).small < 0.2
+
+
+def test_rows_that_are_all_but_zero_matter_no_more_than_a_share_of_the_others():
+    layer = normal(1000, 64)
+    layer[:400] *= 1e-9
+    assert magnitude_of(layer).small == pytest.approx(SMALLEST_SHARE * math.sqrt(0.6), rel=0.1)
+    layer[:400] = 0
+    assert magnitude_of(layer).small == pytest.approx(math.sqrt(0.6), rel=0.15)
+
+
+def test_what_a_norm_has_learned_is_how_its_weights_differ():
+    found = magnitude_of(1 + 0.05 * normal(512))
+    assert found.small == pytest.approx(0.05, rel=0.15)
+    assert found.mean_square == pytest.approx(1.0, rel=0.05)
+
+
+@pytest.mark.parametrize("changed", [1, 2, 30])
+def test_values_that_are_mostly_the_same_have_a_magnitude(changed):
+    values = torch.zeros(100)
+    values[:changed] = torch.arange(1, changed + 1) * 0.1
+    assert 0 < magnitude_of(values).small < math.inf
+    assert magnitude_of(values).mean_square > 0
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 2**32 - 1), st.floats(-30, 18), st.floats(0, 0.95))
+def test_a_magnitude_is_finite_and_no_larger_than_the_largest_value(rows, columns, seed, exponent, zeros):
+    numbers = np.random.default_rng(seed)
+    values = numbers.standard_normal((rows, columns)) * 10**exponent * (numbers.random((rows, columns)) >= zeros)
+    tensor = torch.from_numpy(values.astype(np.float32))
+    if len(tensor.unique()) > 1:
+        largest = float(tensor.abs().max())
+        found = magnitude_of(tensor)
+        assert 0 < found.small <= 2 * largest / 0.6745
+        assert 0 < found.mean_square <= 1.01 * largest**2
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_ranks_that_hold_parts_of_a_tensor_find_what_one_process_finds(dimension):
+    whole = normal(48, 24)
+    expected = magnitude_of(whole)
+    parts = [part.contiguous() for part in whole.chunk(3, dimension)]
+    spans = [[(0, size)] * 3 for size in whole.shape]
+    length = whole.shape[dimension] // 3
+    spans[dimension] = [(i * length, (i + 1) * length) for i in range(3)]
+    held = [Shard(whole.shape, ((spans[0][i],), (spans[1][i],))) for i in range(3)]
+    own = []
+    for part, shard in zip(parts, held, strict=True):  # what each rank gives
+        magnitudes({"w": part}, {"w": 1.0}, Shards({"w": shard}, reduce=lambda n: own.append(n.sums) or fake(n)))
+    together = Shards({"w": held[0]}, reduce=lambda _: Numbers(sums=sum(own)))
+    found = magnitudes({"w": parts[0]}, {"w": 1.0}, together)["w"]
+    assert found.small == pytest.approx(expected.small, rel=1e-9)
+    assert found.mean_square == pytest.approx(expected.mean_square, rel=1e-9)
+
+
+def fake(numbers):
+    return Numbers(sums=np.ones_like(numbers.sums))
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "one value"])
+def test_no_scale_rounds_what_was_learned_to_zero(kind):
+    """A metric that feels nothing lets the scale grow without end."""
+    weights = 0.1 * normal(256, 64)
+    if kind == "rows":
+        weights[:128] *= 8
+    elif kind == "columns":
+        weights[:, :32] *= 8
+    else:
+        weights[3, 4] = 1e4
+    ready = grid_weights({"w": weights}, {"w": 1e-12}, {}, 0)
+    restored = dequantize(ready.quantize(GridConfiguration(5000))["w"])
+    small = weights[128:, 32:]
+    lost = (restored[128:, 32:] - small).square().sum() / small.square().sum()
+    assert lost < 0.05
