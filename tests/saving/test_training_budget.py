@@ -36,8 +36,8 @@ def trained(rate_at, restored_at=(), budget=BUDGET):
 @pytest.mark.parametrize(
     ("rate_at", "budget", "assumed"),
     [
-        (lambda _: 0.1, BUDGET, "restores add up, because the learning rate has not changed so far"),
-        (lambda _: 0.0, BUDGET, "restores add up, because the learning rate has not changed so far"),
+        (lambda _: 0.1, BUDGET, "restores add up, because the learning rate does not change"),
+        (lambda _: 0.0, BUDGET, "restores add up, because the learning rate does not change"),
         (
             cosine,
             UNSCALED,

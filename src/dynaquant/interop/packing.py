@@ -157,7 +157,7 @@ class Packer:
 
     def _decide(self, file: ModelFile, labels: Mapping[str, Label]) -> tuple[Decision, list[str]]:
         assert self._preset is not None
-        limit_of_steps = self._preset.step_limit
+        limits = self._preset.step_limits
         self._tell("reading the weights")
         names = {_PREFIX + name: name for name, label in labels.items() if label.role == "weight"}
         weights = LazyMapping(names, lambda inside: file.tensors[names[inside]])
@@ -171,10 +171,8 @@ class Packer:
             original = _score_of_original(holder, evaluate)
             if not measured:
                 judge = MetricJudge(holder, evaluate, self._higher_is_better, original, {})
-                measured = prior = self._probe(
-                    _streamed(grid_weights(weights, {}, {}, 0, step_limit=limit_of_steps)), judge
-                )
-        grid = grid_weights(weights, prior, self._last, self._training.restored_step, step_limit=limit_of_steps)
+                measured = prior = self._probe(_streamed(grid_weights(weights, {}, {}, 0, step_limits=limits)), judge)
+        grid = grid_weights(weights, prior, self._last, self._training.restored_step, step_limits=limits)
         if not prior:
             prior = {name: _by_size(grid, name) for name in grid.weights}
             grid = replace(grid, fisher=effective_fisher(grid.sizes, grid.squares, prior))

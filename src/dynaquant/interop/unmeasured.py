@@ -45,7 +45,7 @@ def quantize_state(tensors: Mapping[str, Tensor], quality: QualityName, rungs: M
         _mean_squared_gradients(tensors, labels),
         rungs,
         0,
-        step_limit=preset.step_limit,
+        step_limits=preset.step_limits,
     )
     configuration = GridConfiguration(weights.scale_exponent_for(preset.max_degradation / DISTORTION_SCALE))
     moments = quantize_moments(tensors, labels, preset.first_tolerance, preset.second_tolerance)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dynaquant import kernels
 from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration, RoundedToGrid
-from dynaquant.quantize.magnitude import magnitudes
+from dynaquant.quantize.magnitude import Magnitude, magnitudes
 from dynaquant.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE
 from dynaquant.tensors.lazy_mapping import LazyMapping
 from dynaquant.tensors.stored import QuantizedTensor
@@ -20,13 +20,41 @@ from dynaquant.training.shards import WHOLE, Shards
 
 RUNG_HYSTERESIS = 0.8
 """A tensor keeps its previous rung while the wanted one is at most this far away. (0.5 would mean plain rounding.)"""
-STEP_LIMIT = 0.5
-"""The largest grid step, as a multiple of ``Magnitude.small``, up to rounding to a rung. Presets have their own.
 
-What a training has learned must survive, also where the metric does not feel it yet. Rounding to a step of at most the
-root mean square changes values as if it added noise of a twelfth of the squared step: nothing of their direction is
-lost. A much larger step rounds nearly all of them to zero.
-"""
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest grid step of a tensor, as a multiple of ``Magnitude.small``, up to rounding to a rung.
+
+    What a training has learned must survive, also where the metric does not feel it yet. A step no larger than the
+    values changes them as if it added noise; a much larger one rounds nearly all of them to zero. Training can make up
+    for noise of the size by which it moves a tensor. So the limit is the displacement since the training began, but
+    between these two.
+
+    unmoved: for a tensor that has hardly moved, because it was learned before, as pretrained weights were. moved: for
+    one that has moved far.
+    """
+
+    unmoved: float
+    moved: float
+
+    @property
+    def unknown(self) -> float:
+        """The limit if the displacement is not known."""
+        return 2 * self.unmoved
+
+    def largest_step(self, magnitude: Magnitude, displacement: float | None) -> float:
+        """Return the largest grid step of a tensor. displacement: root mean square; None if not known."""
+        if displacement is None:
+            step = self.unknown * magnitude.small
+        else:
+            step = min(max(displacement, self.unmoved * magnitude.small), self.moved * magnitude.small)
+        return max(step, math.sqrt(magnitude.mean_square) / MOST_LEVELS)
+
+
+BALANCED_LIMITS = StepLimits(0.125, 0.5)
+MOST_LEVELS = 100
+"""A grid step may always be this fraction of the root mean square: a finer one has no levels for most values."""
 SMALLEST, LARGEST = 2.0**-126, 1e37
 """A tensor whose largest magnitude is outside this range is stored exactly: float32 arithmetic would not preserve it.
 (Only float64 has values beyond 1e38.)"""
@@ -150,13 +178,14 @@ def grid_weights(
     previous_rungs: Mapping[str, int],
     seed: int,
     shards: Shards = WHOLE,
-    step_limit: float = STEP_LIMIT,
+    step_limits: StepLimits = BALANCED_LIMITS,
+    displaced: Mapping[str, float] | None = None,
 ) -> GridWeights:
     """Read the weights twice, to prepare for quantizing them with one or more configurations. Collective with shards.
 
     weights: of ``QUANTIZABLE_DTYPES``, by name; looked up again whenever they are needed. fisher: mean squared
-    gradients, for some or all weights. previous_rungs, seed: see ``GridWeights``. shards: of the weights. step_limit:
-    see STEP_LIMIT.
+    gradients, for some or all weights. previous_rungs, seed: see ``GridWeights``. shards: of the weights.
+    step_limits: of the preset. displaced: how far each weight has moved since the training began, as far as known.
     """
     extremes, nonfinites = {}, {}
     for name, tensor in weights.items():
@@ -172,7 +201,8 @@ def grid_weights(
     sizes = {name: shards.size(name, weights[name]) for name in kept}
     found = magnitudes(usable, {name: max(extremes[name]) for name in kept}, shards)
     squares = {name: sizes[name] * magnitude.mean_square for name, magnitude in found.items()}
-    largest_steps = {name: step_limit * magnitude.small for name, magnitude in found.items()}
+    displaced = displaced or {}
+    largest_steps = {name: step_limits.largest_step(each, displaced.get(name)) for name, each in found.items()}
     previous = {name: rung for name, rung in previous_rungs.items() if name in usable}
     fishers = effective_fisher(sizes, squares, fisher)
     return GridWeights(usable, sizes, fishers, squares, largest_steps, previous, seed, notes, shards)

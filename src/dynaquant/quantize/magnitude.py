@@ -23,7 +23,7 @@ SMALL_ROWS = 0.1
 """The share of rows, and of columns, that may have smaller values than ``Magnitude.small``."""
 SMALLEST_SHARE = 1 / 8
 """``Magnitude.small`` is at least this share of the root mean square of the row in the middle: rows that are all but
-zero do not matter more than that. In a vector, of the middle magnitude."""
+zero do not matter more than that."""
 LARGEST_SHARE = 4.0
 """Rows with a root mean square beyond this multiple of that of the row in the middle count as if they had this one."""
 NORMAL_MEDIAN = 0.6745
@@ -119,4 +119,4 @@ def _of_vector(values: NDArray[np.float64]) -> Magnitude:
     sizes = np.abs(values)
     middle = float(np.median(sizes[sizes > 0])) / NORMAL_MEDIAN
     mean_square = float(np.square(np.minimum(sizes, LARGEST_SHARE * middle)).mean())
-    return Magnitude(mean_square, max(deviation, SMALLEST_SHARE**2 * middle))
+    return Magnitude(mean_square, deviation)

@@ -6,11 +6,13 @@
 - ``training_budget.py``: what restores have cost the training, and what one checkpoint may lose
 - ``schedule.py``: when the next checkpoint is due
 - ``movement.py``: how far the weights have moved since the last checkpoint
+- ``displacements.py``: how far a training has moved each tensor since it began
 - ``turn.py``: one call of a Checkpointer at a time
 - ``saver.py``: the stages of a save, in order
 - ``rank_zero.py``: what only rank 0 does
 - ``capture.py``: the state as a tree and live tensors
 - ``division.py``: how the tensors are divided among the ranks, and which rank writes what
+- ``compressed.py``: a state as it is to be stored
 - ``compressor.py``: how each tensor is stored; the stages are the next seven files
 - ``frozen_and_omitted.py``: frozen and omitted tensors, whose values the checkpoint does not hold
 - ``unchanged_weights.py``: finds weights that have not changed since the last checkpoint; they keep their levels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -21,6 +21,8 @@ from dynaquant.quantize.partition import Configuration
 from dynaquant.saving.allowance import Allowance
 from dynaquant.saving.assemble import Assembled, assemble
 from dynaquant.saving.capture import Captured
+from dynaquant.saving.compressed import Compressed
+from dynaquant.saving.displacements import Displacements
 from dynaquant.saving.division import Division, divide
 from dynaquant.saving.frozen_and_omitted import (
     FrozenParameters,
@@ -54,26 +56,6 @@ from dynaquant.training.master_weights import master_weights_of
 from dynaquant.training.objects import MAIN, models_of
 from dynaquant.training.ranks import Group
 from dynaquant.training.shards import WHOLE, Shards
-
-
-@dataclass(frozen=True)
-class Compressed:
-    """The tensors of a state as they are to be stored, and how that was decided.
-
-    assembled: empty on ranks other than 0. frozen: names of parameters that do not train and have not changed.
-    division: which rank writes what; None if rank 0 writes all. last_weights, limit, budget: what ``Compressor.saved``
-    remembers. limit: the degradation that was allowed.
-    """
-
-    assembled: Assembled
-    division: Division | None
-    frozen: frozenset[str]
-    labels: dict[str, Label]
-    decision: Decision
-    notes: list[str]
-    last_weights: Mapping[str, LastWeight]
-    limit: float
-    budget: TrainingBudget | None
 
 
 class Compressor:
@@ -128,6 +110,7 @@ class Compressor:
             )
         self.hashes = HashCache()
         """Hashes of tensors that do not train."""
+        self._displacements = Displacements(self._model)
         self._last_weights: Mapping[str, LastWeight] = {}
         self._last_limit = self.max_degradation
         self._restored_step = 0
@@ -191,9 +174,10 @@ class Compressor:
             run = self._group.run_reducing
             comparison = run(lambda: compare(weights, last, idle, self.hashes, captured.shards))
             bounded = run(lambda: _bounded(tensors, captured))
+            displaced = run(lambda: self._displacements.since_the_start(captured.shards)) if self._preset else {}
         with timed(seconds, "search"):
             self.manager.max_degradation, self.manager.last_resort = limit, self._largest
-            decision, notes = self._decide(comparison, captured, bounded)
+            decision, notes = self._decide(comparison, captured, bounded, displaced)
             if self._preset is not None:
                 notes += note_on_parameters_without_optimizer(self._model, frozen)
         with timed(seconds, "capture"):
@@ -217,6 +201,7 @@ class Compressor:
             comparison.last_weights(quantized),
             limit if not comparison.unchanged else self._last_limit,
             budget,
+            displaced,
         )
 
     def saved(self, compressed: Compressed, interval: int | None) -> None:
@@ -248,6 +233,7 @@ class Compressor:
                 self._budget = self._budget.restored(degradation_of(header.record))
         weights = {} if from_lossless_copy else {name: last.quantized for name, last in self._last_weights.items()}
         self.manager.resume(header.record, weights)
+        self._displacements.resume(header.record.get("displaced"))
         self._gradients.forget()
 
     def expect(self, interval: int | None) -> None:
@@ -297,7 +283,11 @@ class Compressor:
         return master_weights_of(tensors, captured.labels, self._objects, self._patterns)
 
     def _decide(
-        self, comparison: Comparison, captured: Captured, bounded: Mapping[str, Quantized]
+        self,
+        comparison: Comparison,
+        captured: Captured,
+        bounded: Mapping[str, Quantized],
+        displaced: Mapping[str, float],
     ) -> tuple[Decision, list[str]]:
         """Return the most compact configuration that is good enough for the changed weights, and notes."""
         if self._preset is None:
@@ -315,7 +305,8 @@ class Compressor:
                 self._last_weights,
                 mean_squares,
                 self._restored_step,
-                self._preset.step_limit,
+                self._preset.step_limits,
+                displaced,
                 self._group,
                 shards,
             )

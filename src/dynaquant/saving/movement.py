@@ -181,6 +181,16 @@ class Movement:
         return {name: place for name, place in found.items() if name not in fixed}
 
 
+def sampled_values(parameters: Mapping[str, Tensor], size: int) -> dict[str, NDArray[np.float64]]:
+    """Return up to ``size`` evenly spaced values of each parameter. Parameters that are not strided are left out."""
+    strided = {name: p for name, p in parameters.items() if p.layout == torch.strided}
+    lengths = [len(_sample(parameter, size)) for parameter in strided.values()]
+    ends = np.cumsum(lengths, dtype=np.int64)
+    parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    values = _values([*zip(strided.values(), parts, strict=True)], np.empty(sum(lengths)))
+    return {name: values[part] for name, part in zip(strided, parts, strict=True)}
+
+
 def _values(parameters: Sequence[tuple[Tensor, slice]], like: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return samples of parameters, each at its place in an array as long as ``like``, with NaN at all other places.
 

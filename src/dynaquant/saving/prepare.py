@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dynaquant.quantize.grid_weights import GridWeights, grid_weights
+from dynaquant.quantize.grid_weights import GridWeights, StepLimits, grid_weights
 from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights
 from dynaquant.saving.unchanged_weights import LastWeight
 from dynaquant.state.roles import Label
@@ -28,18 +28,20 @@ def prepared_for_grid(
     last: Mapping[str, LastWeight],
     mean_squared_gradients: Mapping[str, float],
     restored_step: int,
-    step_limit: float,
+    step_limits: StepLimits,
+    displaced: Mapping[str, float],
     group: Group,
     shards: Shards,
 ) -> GridWeights:
     """Return weights prepared for uniform grids. Collective.
 
     last: weights of the last checkpoint; where possible a tensor keeps its grid step. restored_step: seed of the
-    stochastic rounding. step_limit: of the preset. shards: of the weights.
+    stochastic rounding. step_limits: of the preset. displaced: how far each
+    weight has moved since the training began. shards: of the weights.
     """
 
     def prepare() -> GridWeights:
-        return grid_weights(weights, mean_squared_gradients, rungs, restored_step, shards, step_limit)
+        return grid_weights(weights, mean_squared_gradients, rungs, restored_step, shards, step_limits, displaced)
 
     grids = {name: weight.quantized.codebook for name, weight in last.items()}
     rungs = {name: grid.rung for name, grid in grids.items() if isinstance(grid, Grid)}

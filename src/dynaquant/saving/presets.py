@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from dynaquant.quantize.grid_weights import BALANCED_LIMITS, StepLimits
+
 DROPPED = math.inf
 """The tolerance of first moments that are not stored at all."""
 QualityName = Literal["lossless", "high", "balanced", "small"]
@@ -17,28 +19,27 @@ class Preset:
     """How much quality may be lost.
 
     max_degradation: of the metric by one checkpoint, relative. training_budget: of the metric at the end of the
-    training, by all restores. step_limit: the largest grid step of weights, as a multiple of the size of a tensor's
-    small values (``quantize/magnitude.py``). So what has been learned survives where the metric does not see it.
-    lost_steps: the share of the steps between two checkpoints that a restore may lose by first moments that are not
-    stored exactly, except those of SGD and Muon (``saving/moment_tolerances.py``). first_tolerance: if those steps are
-    not known, the relative error ``‖Δu‖/‖u‖`` of a tensor's next update that stored first moments may cause.
-    second_tolerance: the relative error (root mean square) of ``1/sqrt(v)`` that stored second moments may cause
-    (``quantize/moments.py``).
+    training, by all restores. step_limits: the largest grid steps, so that what has been learned survives where the
+    metric does not see it. lost_steps: the share of the steps between two checkpoints that a restore may lose by first
+    moments that are not stored exactly, except those of SGD and Muon (``saving/moment_tolerances.py``).
+    first_tolerance: if those steps are not known, the relative error ``‖Δu‖/‖u‖`` of a tensor's next update that stored
+    first moments may cause. second_tolerance: the relative error (root mean square) of ``1/sqrt(v)`` that stored second
+    moments may cause (``quantize/moments.py``).
     """
 
     max_degradation: float
     training_budget: float
-    step_limit: float
+    step_limits: StepLimits
     lost_steps: float
     first_tolerance: float
     second_tolerance: float
 
 
-BALANCED = Preset(0.01, 0.005, 0.5, 0.05, DROPPED, 0.3)
+BALANCED = Preset(0.01, 0.005, BALANCED_LIMITS, 0.05, DROPPED, 0.3)
 PRESETS: dict[QualityName, Preset | None] = {
     "lossless": None,
-    "high": Preset(0.001, 0.0005, 0.25, 0.025, 0.5, 0.3),
+    "high": Preset(0.001, 0.0005, StepLimits(0.0625, 0.25), 0.025, 0.5, 0.3),
     "balanced": BALANCED,
-    "small": Preset(0.05, 0.025, 1.0, 0.2, DROPPED, 0.5),
+    "small": Preset(0.05, 0.025, StepLimits(0.25, 1.0), 0.2, DROPPED, 0.5),
 }
 """By name of ``quality``. None: every tensor is stored exactly."""

@@ -10,9 +10,11 @@ from copy import copy
 from functools import partial
 from typing import Any
 
+from dynaquant.saving import displacements
 from dynaquant.saving.capture import Captured, capture
 from dynaquant.saving.commit_stage import CommitStage
-from dynaquant.saving.compressor import Compressed, Compressor
+from dynaquant.saving.compressed import Compressed
+from dynaquant.saving.compressor import Compressor
 from dynaquant.saving.rank_zero import warn_of_other_checkpoints, written_by_rank_zero
 from dynaquant.saving.record import Record, json_of
 from dynaquant.saving.schedule import Schedule
@@ -142,6 +144,7 @@ class Saver:
         history = decision.history or self._compressor.manager.history
         record = json_of(decision, history, interval, seconds, notes)
         record["moments_corrected"] = self._corrections.count
+        record["displaced"] = displacements.to_json(compressed.displaced)
         if compressed.budget is not None:
             record["training_budget"] = compressed.budget.to_json()
         if (division := compressed.division) is not None:

@@ -29,7 +29,7 @@ HEALED = 0.01
 
 
 SAME_RATE = 1e-3
-"""A learning rate has changed if it differs from the one before by more than this share."""
+"""A learning rate has changed if it differs from that at the save before by more than this share."""
 _SCALED_BY_RATE = ("Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "SGD")
 """Optimizers of ``torch.optim`` whose updates have a size that only the learning rate changes in the long run. Adagrad
 divides by all gradients so far, and Adadelta, Rprop and LBFGS choose the size of their updates themselves."""
@@ -50,8 +50,8 @@ class TrainingBudget:
     total: the largest relative loss of quality at the end of the training, as predicted. largest: the largest
     degradation of one checkpoint. expected: how many restores the user expects in the whole training. scaled: whether
     the learning rate scales the updates of all optimizers. learned: the sum of the learning rates of all steps so far.
-    rate, highest: the learning rate at the last save, and the highest one of any save. changed: whether it has changed
-    so far. step: of the last save. count: of restores so far. restores: those that are still felt.
+    rate, highest: the learning rate at the last save, and the highest one of any save. changed: whether it has
+    changed since the save before. step: of the last save. count: of restores so far. restores: those still felt.
     """
 
     total: float
@@ -72,8 +72,8 @@ class TrainingBudget:
             rate = self.rate
         mean = (self.rate + rate) / 2 if self.step else rate
         learned = self.learned + mean * max(step - self.step, 0)
-        differs = self.step > 0 and abs(rate - self.rate) > SAME_RATE * max(rate, self.rate)
-        highest, changed = max(self.highest, rate), self.changed or differs or has_schedule
+        changed = abs(rate - self.rate) > SAME_RATE * max(rate, self.rate) if self.step > 0 else has_schedule
+        highest = max(self.highest, rate)
         now = replace(self, learned=learned, rate=rate, highest=highest, changed=changed, step=step)
         return replace(now, restores=tuple(each for each in self.restores if now._left(each) > HEALED))
 
@@ -84,7 +84,10 @@ class TrainingBudget:
 
     @property
     def heals(self) -> bool:
-        """Whether anything says that errors heal: a learning rate that changes, and scales the updates."""
+        """Whether anything says that errors heal: a schedule is changing the learning rate, which scales the updates.
+
+        While it stays the same, nothing says how long it will, and whether errors have time to heal.
+        """
         return self.scaled and self.changed and self.highest > 0
 
     @property
@@ -94,7 +97,7 @@ class TrainingBudget:
             return "errors heal as fast as the learning rate tells"
         if not self.scaled:
             return "restores add up, because the learning rate does not say how fast the optimizer heals errors"
-        return "restores add up, because the learning rate has not changed so far"
+        return "restores add up, because the learning rate does not change"
 
     @property
     def lasting(self) -> float:

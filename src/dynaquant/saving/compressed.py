@@ -1,0 +1,34 @@
+"""A state as it is to be stored, and what the next save needs to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dynaquant.saving.assemble import Assembled
+from dynaquant.saving.division import Division
+from dynaquant.saving.training_budget import TrainingBudget
+from dynaquant.saving.unchanged_weights import LastWeight
+from dynaquant.search.decision import Decision
+from dynaquant.state.roles import Label
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """The tensors of a state as they are to be stored, and how that was decided.
+
+    assembled: empty on ranks other than 0. frozen: names of parameters that do not train and have not changed.
+    division: which rank writes what; None if rank 0 writes all. last_weights, limit, budget: what ``Compressor.saved``
+    remembers. limit: the degradation that was allowed. displaced: how far the training has moved each parameter.
+    """
+
+    assembled: Assembled
+    division: Division | None
+    frozen: frozenset[str]
+    labels: dict[str, Label]
+    decision: Decision
+    notes: list[str]
+    last_weights: Mapping[str, LastWeight]
+    limit: float
+    budget: TrainingBudget | None
+    displaced: Mapping[str, float]

@@ -1,0 +1,79 @@
+"""How far a training has moved each of its tensors since it began, measured on a sample.
+
+Pretrained weights move little: what they hold was learned before, and this training cannot learn it again
+(docs/decisions.md, "What must a checkpoint keep that the metric does not see?").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dynaquant.saving.movement import sampled_values
+from dynaquant.state.sharding import local_of
+from dynaquant.state.wrappers import named_parameters
+from dynaquant.training.shards import Shards
+
+SAMPLE = 1_024
+"""Values of the sample of one tensor, at most."""
+PER_OCTAVE = 4
+"""A record holds displacements as whole numbers of fractions of an octave."""
+
+
+class Displacements:
+    """The displacements of a model's parameters since the training began.
+
+    Begins with the present values, and goes on from those of a record: what lies before and after a restore is added
+    as if at right angles.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._earlier: dict[str, float] = {}  # mean squares by name, before the last restore
+        self._reference = self._sampled()
+
+    def resume(self, stored: Any) -> None:
+        """Continue from a restored checkpoint. stored: from its record; invalid content is ignored."""
+        stored = stored if isinstance(stored, Mapping) else {}
+        self._earlier = {
+            name: 2.0 ** (2 * value / PER_OCTAVE)
+            for name, value in stored.items()
+            if isinstance(name, str) and isinstance(value, int) and abs(value) < 1000
+        }
+        self._reference = self._sampled()
+
+    def since_the_start(self, shards: Shards) -> dict[str, float]:
+        """Return the root mean square displacement of each parameter, by name in the state. Collective with shards."""
+        now = self._sampled()
+        sums = {name: _squares(now[name], self._reference.get(name)) for name in now}
+        return {
+            name: math.sqrt(self._earlier.get(name, 0.0) + (squares / count if count else 0.0))
+            for name, (squares, count) in shards.sums(sums).items()
+        }
+
+    def _sampled(self) -> dict[str, NDArray[np.float64]]:
+        parameters: dict[str, Tensor] = {
+            f"model.{name}": local_of(parameter)
+            for name, parameter in named_parameters(self._model)
+            if parameter.is_floating_point()
+        }
+        return sampled_values(parameters, SAMPLE)
+
+
+def _squares(now: NDArray[np.float64], before: NDArray[np.float64] | None) -> list[float]:
+    """Return the sum of squares of what has changed, and of how many values."""
+    if before is None or before.shape != now.shape:
+        return [0.0, 0.0]
+    changed = np.square(now - before)
+    known = np.isfinite(changed)
+    return [float(changed[known].sum()), float(known.sum())]
+
+
+def to_json(displaced: Mapping[str, float]) -> dict[str, int]:
+    """Return displacements as a record keeps them."""
+    return {name: round(PER_OCTAVE * math.log2(value)) for name, value in displaced.items() if 0 < value < math.inf}
