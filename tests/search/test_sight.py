@@ -7,29 +7,14 @@ from functools import partial
 
 import pytest
 import torch
+from ordinary_trainings import INPUTS, OPTIMIZERS, TARGETS, TRAININGS, accuracy_on, loss_on, mlp, steps
 from torch import nn
 from torch.nn import functional as F
 
 import dynaquant as dq
-from dynaquant.demo.models import GPT, ConvNet
 from dynaquant.search.sight import is_suspicious, sight_of
 
-torch.manual_seed(0)
-INPUTS = torch.randn(512, 16)
-TARGETS = (INPUTS @ torch.randn(16, 8)).argmax(1)
-
-
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
-
-
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, inputs=INPUTS, targets=TARGETS) -> None:
-    model.train()
-    for _ in range(count):
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).backward()
-        optimizer.step()
+loss, accuracy = loss_on(INPUTS, TARGETS), accuracy_on(INPUTS, TARGETS)
 
 
 def trained(count: int = 60) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -37,16 +22,6 @@ def trained(count: int = 60) -> tuple[nn.Module, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     steps(model, optimizer, count)
     return model, optimizer
-
-
-@torch.no_grad()
-def loss(model: nn.Module) -> float:
-    return F.cross_entropy(model(INPUTS), TARGETS).item()
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module) -> float:
-    return (model(INPUTS).argmax(1) == TARGETS).float().mean().item()
 
 
 def loss_of_both(other: nn.Module, _: nn.Module) -> float:
@@ -224,44 +199,19 @@ def test_several_models_and_a_file_are_covered_too(tmp_path, caplog):
 # Ordinary trainings
 
 
-def small_gpt() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    text = torch.randint(0, 8, (64, 17), generator=torch.Generator().manual_seed(1)).cumsum(1) % 32
-    return GPT(vocabulary=32, context=16, width=32, layers=2, heads=2), text[:, :-1], text[:, 1:]
-
-
-def small_convnet() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    images = torch.randn(128, 1, 8, 8, generator=torch.Generator().manual_seed(1))
-    return ConvNet(classes=10, width=8), images, (images.flatten(1)[:, :10]).argmax(1)
-
-
-def tied_embedding() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    tokens = torch.arange(256) % 40
-    return nn.Sequential(nn.Embedding(40, 24), nn.LayerNorm(24), nn.Linear(24, 40)), tokens, (tokens * 7 + 1) % 40
-
-
-@pytest.mark.parametrize("kind", ["loss", "accuracy"])
-@pytest.mark.parametrize("optimizer_of", [partial(torch.optim.AdamW, lr=3e-3), partial(torch.optim.SGD, lr=0.05)])
-@pytest.mark.parametrize("training_of", [lambda: (mlp(), INPUTS, TARGETS), small_gpt, small_convnet, tied_embedding])
-def test_ordinary_trainings_are_not_suspected_early_or_late(tmp_path, caplog, training_of, optimizer_of, kind):
+@pytest.mark.parametrize("metric_on", [loss_on, accuracy_on])
+@OPTIMIZERS
+@TRAININGS
+def test_ordinary_trainings_are_not_suspected_early_or_late(tmp_path, caplog, training_of, optimizer_of, metric_on):
     torch.manual_seed(0)
     model, inputs, targets = training_of()
     optimizer = optimizer_of(model.parameters())
-
-    @torch.no_grad()
-    def evaluate(scored: nn.Module) -> float:
-        scored.eval()
-        logits = scored(inputs).flatten(0, -2)
-        if kind == "accuracy":
-            return (logits.argmax(1) == targets.flatten()).float().mean().item()
-        return F.cross_entropy(logits, targets.flatten()).item()
-
-    with dq.Checkpointer(
-        tmp_path, model, optimizer, evaluate=evaluate, higher_is_better=kind == "accuracy", keep_last=1
-    ) as ckpt:
+    options = {"evaluate": metric_on(inputs, targets), "higher_is_better": metric_on is accuracy_on, "keep_last": 1}
+    with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         for step, more in enumerate((0, 1, 4, 15, 60)):
             steps(model, optimizer, more, inputs, targets)
             ckpt.save(step).result()
-    assert messages(caplog, "if all weights are zero") == messages(caplog, "whose weights are all zero") == []
+    assert messages(caplog, "all weights are zero") == messages(caplog, "whose weights are all zero") == []
 
 
 # The rules
