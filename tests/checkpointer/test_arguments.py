@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 from small_runs import KMEANS, LOSSLESS, training_of
 from training import model_of, train
 
@@ -59,6 +60,30 @@ def test_max_degradation_out_of_range_is_refused(tmp_path, value):
         with pytest.raises(ValueError, match="max_degradation must be a finite number of at least 0"):
             ckpt.max_degradation = value
         assert ckpt.max_degradation == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (5, r"max_degradation is a fraction of the metric, and 5 means 500 %; for 5 % give 0\.05"),
+        (0.5 + 0.5, r"1 means 100 %; for 1 % give 0\.01"),
+        ("0.01", r"a finite number of at least 0, e\.g\. 0\.01, not '0\.01', which is text"),
+    ],
+)
+def test_a_percentage_or_a_text_in_place_of_a_fraction_is_refused_with_advice(tmp_path, value, said):
+    with pytest.raises(ValueError, match=said):
+        dq.Checkpointer(tmp_path / "run", *training_of(), max_degradation=value)
+    with pytest.raises(ValueError, match=said):
+        dq.save({"weight": torch.ones(4, 4)}, tmp_path / "state.dqc", max_degradation=value)
+    with dq.Checkpointer(tmp_path / "run", *training_of(), max_degradation=0.999) as ckpt:
+        with pytest.raises(ValueError, match=said):
+            ckpt.max_degradation = value
+        assert ckpt.max_degradation == 0.999
+
+
+def test_a_training_budget_of_one_or_more_is_refused_with_advice(tmp_path):
+    with pytest.raises(ValueError, match=r"training_budget is a fraction .* for 2\.5 % give 0\.025"):
+        dq.Checkpointer(tmp_path, *training_of(), training_budget=2.5)
 
 
 def test_configuration_and_max_degradation_exclude_each_other(tmp_path):

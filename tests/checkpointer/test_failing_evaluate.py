@@ -160,6 +160,22 @@ def test_candidates_on_which_evaluate_fails_are_not_good_enough(tmp_path, method
     assert len(dq.load(tmp_path)["model"]["1.weight"].unique()) >= 10
 
 
+def test_a_number_that_is_text_is_no_number(tmp_path):
+    model, optimizer = training_of()
+    said = r"evaluate returned '0\.123'; it must return one number, not text"
+    with (
+        dq.Checkpointer(tmp_path, model, optimizer, evaluate=lambda _: "0.123") as ckpt,
+        pytest.raises(dq.EvaluateError, match=said),
+    ):
+        ckpt.save(1)
+    batched = dq.LossOn([1.0, 2.0], lambda _, batch: f"{batch:.3f}")
+    with (
+        dq.Checkpointer(tmp_path, model, optimizer, evaluate=batched) as ckpt,
+        pytest.raises(dq.EvaluateError, match=r"loss_fn of LossOn returned '1\.000'; it must return one number"),
+    ):
+        ckpt.save(1)
+
+
 @EVERY_WAY
 def test_a_metric_that_returns_no_number_is_an_error(tmp_path, way):
     says = "ValueError: evaluate returned 'bad'; it must return one number"

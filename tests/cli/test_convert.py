@@ -122,6 +122,7 @@ def test_invalid_metrics_and_options_give_exit_code_2(model, tmp_path, monkeypat
         ("--quality", "best"),
         ("--max-degradation", "-1"),
         ("--max-degradation", "inf"),
+        ("--max-degradation", "5"),
         ("--quality", "lossless", "--metric", "metrics_wrong:size"),
         ("--quality", "lossless", "--max-degradation", "0.1"),
     ):

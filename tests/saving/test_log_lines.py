@@ -103,9 +103,33 @@ def test_a_long_search_says_that_it_goes_on(tmp_path, caplog, monkeypatch):
     assert 1 <= len(said) <= len(record.trials)
 
 
+@pytest.mark.parametrize("batched", [False, True], ids=["function", "batches"])
+def test_the_first_save_says_after_one_evaluation_how_long_it_will_take(tmp_path, caplog, monkeypatch, batched):
+    monkeypatch.setattr(progress, "LONG", 0.0)
+    model, optimizer = training_of()
+    said_before = []
+
+    def evaluate(model, _batch=None) -> float:
+        said_before.append(len(lines(caplog, "the first save evaluates")))
+        return loss_of(model)
+
+    metric = dq.LossOn(range(5), evaluate) if batched else evaluate
+    with (
+        caplog.at_level(logging.INFO, "dynaquant"),
+        dq.Checkpointer(tmp_path, model, optimizer, evaluate=metric) as ckpt,
+    ):
+        for step in (1, 2):
+            ckpt.save(step).result()
+    assert lines(caplog, "the first save") == [
+        "the first save evaluates the model up to 6 times, about 0 s; later ones two to three times"
+    ]
+    first = 5 if batched else 1
+    assert said_before[: first + 1] == [*first * [0], 1]
+
+
 def test_a_short_search_is_silent(tmp_path, caplog):
     model, optimizer = training_of()
     torch.manual_seed(0)
     with caplog.at_level(logging.DEBUG, "dynaquant"), dq.Checkpointer(tmp_path, model, optimizer) as ckpt:
         ckpt.save(1).result()
-    assert lines(caplog, "still") == []
+    assert lines(caplog, "still") == lines(caplog, "the first save") == []

@@ -1,5 +1,6 @@
 """The budget of a training: what restores have cost, and what the next checkpoint may lose."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -234,22 +235,56 @@ def test_setting_max_degradation_ends_the_budget_of_the_preset_only(tmp_path):
         assert limits == pytest.approx(expected)
 
 
-def test_if_nothing_stays_within_the_budget_the_limit_of_one_checkpoint_counts(tmp_path):
-    """Here every candidate is worse by 1 %, which is more than a budget of almost nothing allows."""
+class Demanding:
+    """A metric that every candidate makes worse by 0.5 % at least, and coarser ones by more. It can be on batches."""
+
+    def __init__(self, model: nn.Module, strictness: float) -> None:
+        self.exact, self.strictness = [p.detach().clone() for p in model.parameters()], strictness
+
+    def __call__(self, model: nn.Module, batch: float = 0.0) -> float:
+        errors = [(p - exact).square().sum() / exact.square().sum() for p, exact in self._pairs(model)]
+        worse = float(sum(errors))
+        return 1.0 + batch + ((0.005 + self.strictness * worse) * (1 + batch) if worse else 0.0)
+
+    def _pairs(self, model: nn.Module):
+        return zip(model.parameters(), self.exact, strict=True)
+
+
+BATCHES = [0.1 * ((7 * i) % 11 - 5) for i in range(11)]  # their mean is 0
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["function", "batches"])
+def test_if_nothing_stays_within_the_budget_the_best_of_what_was_tried_is_taken(tmp_path, caplog, batched):
     model, optimizer, _ = training()
-    exact = [parameter.detach().clone() for parameter in model.parameters()]
-
-    def evaluate(model):
-        return 1.0 if all(map(torch.equal, model.parameters(), exact)) else 1.01
-
+    metric = Demanding(model, 0.1)
+    evaluate = dq.LossOn(BATCHES, metric) if batched else metric
     options = {"evaluate": evaluate, "training_budget": 1e-6, "max_degradation": 0.02}
     with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         ckpt.save(1)
         optimizer.param_groups[0]["lr"] = 1e-6
         record = ckpt.save(2).result()
+        restored = copy.deepcopy(model)
+        restored.load_state_dict(dq.load(tmp_path, 2)["model"])
+    chosen = next(trial for trial in record.trials if trial.configuration == record.configuration)
+    assert chosen.configuration.scale == min(trial.configuration.scale for trial in record.trials)
+    assert chosen.share == 1
     assert record.limit == 0.02
-    assert record.quality.degradation == pytest.approx(0.01)
-    assert any("all that the training's budget allows" in note for note in record.notes)
+    assert record.quality.restored == pytest.approx(evaluate(restored), rel=1e-12)  # on all batches
+    assert 0.005 <= record.quality.degradation < 0.0051
+    assert len({trial.configuration for trial in record.trials}) == len(record.trials)
+    if not batched:
+        assert record.equivalents == 1 + len(record.trials)
+    assert caplog.messages == [note for note in record.notes if "all that the training's budget allows" in note]
+    assert len(caplog.messages) == 1
+
+
+def test_if_the_best_of_what_was_tried_loses_more_than_one_checkpoint_may_weights_are_exact(tmp_path):
+    model, optimizer, _ = training()
+    options = {"evaluate": Demanding(model, 0.1), "training_budget": 1e-6, "max_degradation": 0.004}
+    with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
+        assert ckpt.save(1).result().search == "lossless"
+        optimizer.param_groups[0]["lr"] = 1e-6
+        assert ckpt.save(2).result().search == "lossless"
 
 
 @pytest.mark.parametrize("value", [0, -0.1, math.nan, math.inf, True, "0.1"])

@@ -239,7 +239,7 @@ def test_tensors_and_numpy_numbers_are_scores_too(number):
     assert (type(found), found) == (float, 2.0)
 
 
-@pytest.mark.parametrize("no_number", ["bad", None, torch.ones(2), [1.0]], ids=str)
+@pytest.mark.parametrize("no_number", ["bad", "0.123", b"0.123", None, torch.ones(2), [1.0]], ids=str)
 def test_a_result_that_is_not_a_number_is_an_error_that_shows_it(no_number):
     model = model_of()
     before = snapshot(model)

@@ -6,15 +6,18 @@ import statistics
 from collections.abc import Callable
 
 import pytest
+import torch
 from searches import gauss
 
 from dynaquant.search.noise import Noise
 from dynaquant.search.scale_search import scale_search
+from dynaquant.search.steps import looks_stepped
 
 
 def measured(noise: Noise, metric: Callable[[], float]) -> list[float]:
     """Evaluates as often as one save does, and adds the scores to the noise. Returns them."""
     scores = [metric() for _ in range(noise.evaluations)]
+    scores += [metric() for _ in range(noise.evaluations_left([scores]))]
     assert noise.learn([scores])
     return scores
 
@@ -27,10 +30,36 @@ def accuracy(images: int, sigma: float, draw: random.Random, correct: float = 0.
 # A metric without noise
 
 
-def test_a_metric_without_noise_is_evaluated_five_times_at_first_and_later_twice_at_every_tenth_save():
+LOSS = float(torch.tensor(7.0).log())  # as a float32
+ACCURACIES = [873 / 1000, float(torch.tensor(514 / 597)), 87.3, 9_871 / 10_000, 100 * 1234 / 1437, 0.0, 1.0, -3.0]
+
+
+@pytest.mark.parametrize(("score", "at_first"), [(LOSS, 2), (-math.e, 2), *((each, 5) for each in ACCURACIES)])
+def test_a_metric_without_noise_is_evaluated_twice_at_first_or_five_times_if_it_looks_stepped(score, at_first):
+    """Later twice at every tenth save."""
     noise = Noise()
-    assert [len(measured(noise, lambda: 2.0)) for _ in range(31)] == [5, *3 * [*9 * [1], 2]]
+    assert [len(measured(noise, lambda: score)) for _ in range(31)] == [at_first, *3 * [*9 * [1], 2]]
     assert noise.margin == 0
+
+
+@pytest.mark.parametrize("scores", [[[2.1, 2.1], [2.1, 2.2]], [[2.0, 2.0], [2.0, 2.0]]], ids=["differ", "stepped"])
+def test_if_one_rank_needs_five_evaluations_all_of_them_evaluate_five_times(scores):
+    assert Noise().evaluations_left(scores) == 3
+
+
+def test_losses_hardly_ever_look_stepped_and_accuracies_always_do():
+    draw = random.Random(0)
+    losses = [draw.uniform(0.02, 9) for _ in range(400)]
+    singles = [float(torch.tensor(loss)) for loss in losses]
+    assert sum(map(looks_stepped, losses)) == 0
+    assert sum(map(looks_stepped, singles)) <= 0.02 * len(singles)
+    for images in (32, 100, 597, 1000, 10_000):
+        counts = [draw.randint(0, images) for _ in range(50)]
+        shares = [(torch.arange(images) < count).float().mean().item() for count in counts]
+        assert all(map(looks_stepped, [*shares, *(count / images for count in counts)]))
+        assert all(looks_stepped(1 - count / images) for count in counts)
+    halves = [torch.tensor(loss).bfloat16().item() for loss in losses]
+    assert all(map(looks_stepped, halves))
 
 
 def test_after_a_restore_a_metric_without_noise_is_evaluated_twice():
@@ -106,7 +135,8 @@ def test_scores_without_a_relative_noise_are_not_remembered(scores):
     noise = Noise()
     for ranks in ([scores], [[1.0] * len(scores), scores]):
         assert not noise.learn(ranks)
-        assert (noise.margin, noise.evaluations) == (0, 5)
+        assert not noise.is_known
+        assert noise.margin == 0
 
 
 def test_a_metric_that_is_always_zero_has_no_noise():
@@ -195,4 +225,4 @@ def test_what_was_measured_is_known_after_a_restore_unless_something_was_measure
 def test_noise_that_is_not_valid_is_ignored(data):
     noise = Noise()
     noise.resume(data)
-    assert (noise.margin, noise.evaluations) == (0, 5)
+    assert (noise.margin, noise.is_known) == (0, False)

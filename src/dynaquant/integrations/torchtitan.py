@@ -22,6 +22,7 @@ from torchtitan.components.validate import Validator
 
 from dynaquant.checkpointer import Checkpointer
 from dynaquant.errors import DynaquantError, StateError
+from dynaquant.saving.allowance import Allowance
 from dynaquant.saving.presets import QualityName
 from dynaquant.state import wrappers
 from dynaquant.training.ranks import Group
@@ -284,7 +285,8 @@ def _without_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _check(config: CheckpointManager.Config, folder: str, model_parts: Sequence[nn.Module]) -> None:
-    """Raise DynaquantError for what is not supported."""
+    """Raise DynaquantError for what is not supported, and ValueError for a limit out of range."""
+    Allowance(config.quality, None, config.max_degradation, None, config.training_budget)  # now, not at the first save
     if len(model_parts) != 1:
         raise DynaquantError("pipeline parallelism is not supported: use torchtitan's own CheckpointManager")
     if config.last_save_model_only:

@@ -100,8 +100,6 @@ class Packer:
         training: GoingOn | None = None,
     ) -> None:
         Allowance(quality, None, max_degradation, None)
-        if max_degradation is not None and not 0 <= max_degradation < math.inf:
-            raise ValueError(f"max_degradation must be a finite number of at least 0, e.g. 0.01, not {max_degradation}")
         self._preset = PRESETS[quality]
         if self._preset is None and metric is not None:
             raise ValueError("a lossless checkpoint needs no metric")

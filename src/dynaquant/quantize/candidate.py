@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,3 +37,12 @@ def with_levels(candidate: CandidateWeights) -> dict[str, QuantizedTensor] | Non
     """Return the weights by name if all of them have levels, else None."""
     found = {name: tensor for name, tensor in candidate.items() if isinstance(tensor, QuantizedTensor)}
     return found if len(found) == len(candidate) else None
+
+
+def all_zero(weights: Mapping[str, Tensor]) -> CandidateWeights:
+    """Return a candidate whose weights are all zero: destroyed, whatever the model is."""
+
+    def zeros(name: str) -> Tensor:
+        return torch.zeros_like(weights[name])
+
+    return {name: RoundedToGrid(partial(zeros, name), 0, None) for name in weights}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 from numbers import Integral, Real
-from typing import get_args
+from typing import Any, get_args
 
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.knobs import Knobs, Method
@@ -16,8 +16,8 @@ from dynaquant.saving.presets import PRESETS, QualityName
 class Allowance:
     """How much quality a checkpoint may lose, and by which method. The fields are arguments of ``Checkpointer``.
 
-    Raises ValueError for an unknown name or for arguments that exclude each other, TypeError if ``configuration`` is
-    not a configuration.
+    Raises ValueError for an unknown name, and for arguments that are out of range or exclude each other; TypeError if
+    ``configuration`` is not a configuration.
     """
 
     quality: QualityName
@@ -37,9 +37,11 @@ class Allowance:
                 "configuration and max_degradation exclude each other: with a given configuration there is no search; "
                 "leave out one of them"
             )
+        if self.max_degradation is not None:
+            check_share("max_degradation", self.max_degradation, 0.01)
         budget = self.training_budget
-        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, Real) or not 0 < budget < inf):
-            raise ValueError(f"training_budget must be a finite number above 0, e.g. 0.005, not {budget!r}")
+        if budget is not None:
+            check_share("training_budget", budget, 0.005, zero=False)
         if budget is not None and (self.configuration is not None or self.quality == "lossless"):
             raise ValueError("training_budget has no effect without a search: leave it out, or leave out the others")
         expected = self.expected_restores
@@ -80,3 +82,21 @@ class Allowance:
     def chosen_method(self) -> Method:
         """The given method, else the method of the given configuration, else ``"grid"``."""
         return self.method or ("grid" if self.configuration is None else self._possible_methods[0])
+
+
+def check_share(name: str, value: Any, example: float, zero: bool = True) -> None:
+    """Raise ValueError unless a value is a number from 0 up to, but not including, 1. zero: whether 0 is allowed.
+
+    name, example: of the argument, for the message. Whoever gives 1 or more means a percentage: with 100 % of the
+    metric to lose, nothing of the model needs to be left.
+    """
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < inf or (value == 0 and not zero):
+        least = "of at least 0" if zero else "above 0"
+        kind = ", which is text" if isinstance(value, str | bytes) else ""
+        raise ValueError(f"{name} must be a finite number {least}, e.g. {example}, not {value!r}{kind}")
+    if value >= 1:
+        raise ValueError(
+            f"{name} is a fraction of the metric, and {value:g} means {100 * value:g} %; "
+            f"for {value:g} % give {value / 100:g}"
+        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from numbers import Real
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from dynaquant.quantize.kmeans_weights import KMeansWeights
 from dynaquant.quantize.knobs import Knobs
 from dynaquant.quantize.moments import quantize_moments
 from dynaquant.quantize.partition import Configuration
-from dynaquant.saving.allowance import Allowance
+from dynaquant.saving.allowance import Allowance, check_share
 from dynaquant.saving.assemble import Assembled, assemble
 from dynaquant.saving.capture import Captured
 from dynaquant.saving.compressed import Compressed
@@ -140,8 +139,7 @@ class Compressor:
                 "max_degradation has no effect here, as this Checkpointer does not search for a configuration: its "
                 "quality is 'lossless', or it was given a configuration"
             )
-        if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value < float("inf"):
-            raise ValueError(f"max_degradation must be a finite number of at least 0, e.g. 0.01, not {value!r}")
+        check_share("max_degradation", value, 0.01)
         self._largest = float(value)
         if self._budget is not None:
             self._budget = replace(self._budget, largest=self._largest) if self._budget_is_explicit else None

@@ -6,11 +6,13 @@
 - ``kmeans_method``: the search of the published configurations, with ``space`` (defines them), ``size`` (predicts their
   sizes), ``exhaustive`` and ``neighbourhood`` (its two search algorithms).
 - ``trials``: quantizes with a configuration and scores the result; shares the work among ranks.
-- ``progress``: logs that a search is still going on.
+- ``progress``: logs how long a search will take, and that it still goes on.
 - ``evaluation``: one evaluation: calls ``evaluate`` on a model with other weights. Also ``LossOn``, and ``OnBatches``.
 - ``in_place``: other values for sharded parameters, which cannot be replaced.
 - ``batch_norm``: evaluates batch norms by the statistics of the batches.
-- ``metric``: the user's metric over a whole training: its score for the weights in training, with ``noise``.
+- ``metric``: the user's metric over a whole training: its score for the weights in training, with ``noise``, and with
+  ``steps``, which tells a metric that moves in steps.
+- ``sight``: whether the metric sees the weights at all.
 - ``judge``: measures how much worse quantized weights are, by the metric, or else by their ``distortion``.
 - ``sequential_test``: tells from a few batches whether a candidate is good enough.
 - ``failures``: sorts exceptions in ``evaluate`` by their cause.

@@ -10,6 +10,7 @@ from dynaquant.quantize.knobs import Knobs
 from dynaquant.search.evaluation import Quality
 from dynaquant.search.history import History
 from dynaquant.search.judge import JudgedBy
+from dynaquant.search.sight import Sight
 from dynaquant.search.trials import Trial
 from dynaquant.tensors.stored import QuantizedTensor
 
@@ -50,7 +51,7 @@ class Decision:
     metric or it failed. limit: the degradation that was allowed; None if the user gave the configuration.
     judged_by: None if nothing was judged. equivalents: what was spent on the weights in training and on candidates, in
     evaluations on all batches; 0 without a metric. noise: what is known of the metric's noise, as JSON. history: where
-    the next search starts; None if this one changes nothing.
+    the next search starts; None if this one changes nothing. sight: what the metric tells of weights, see ``Sight``.
     """
 
     search: Search
@@ -64,6 +65,7 @@ class Decision:
     equivalents: float = 0.0
     noise: list[list[float]] = field(default_factory=list)
     history: History | None = None
+    sight: Sight = "sees"
 
     @property
     def predicted(self) -> float | None:

@@ -97,12 +97,12 @@ class LossOn:
         models = _models(model)
         try:
             with evaluation_mode(models, self._batch_statistics):
-                return float(self._loss_fn(model, batch))
+                return number_of(self._loss_fn(model, batch), "the loss_fn of LossOn")
         except ValueError as error:  # a batch of one sample has no statistics; the last of a loader may be one
             if not self.uses_batch_statistics(model) or "more than 1 value per channel" not in str(error):
                 raise
         with evaluation_mode(models, batch_statistics=False):
-            return float(self._loss_fn(model, batch))
+            return number_of(self._loss_fn(model, batch), "the loss_fn of LossOn")
 
 
 def _models(model: Any) -> list[nn.Module]:
@@ -124,7 +124,7 @@ def losses_on(metric: OnBatches, model: nn.Module, batches: Sequence[int]) -> li
     """Return the metric's number of each of these batches. Raises ValueError if it returns anything else."""
     result = metric.losses(model, batches)
     try:
-        numbers = [float(number) for number in result]
+        numbers = [_as_float(number) for number in result]
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(
             f"losses of evaluate returned {reprlib.repr(result)}; it must return one number for each batch"
@@ -135,6 +135,24 @@ def losses_on(metric: OnBatches, model: nn.Module, batches: Sequence[int]) -> li
             "for each index in batches, in that order"
         )
     return numbers
+
+
+def number_of(result: Any, source: str) -> float:
+    """Return what a function of the user has returned, as a float. source: names the function, for the message.
+
+    Raises ValueError if it is not one number. A number given as text is none: nobody means to return one.
+    """
+    try:
+        return _as_float(result)
+    except (TypeError, ValueError, RuntimeError):
+        but = ", not text" if isinstance(result, str | bytes) else ""
+        raise ValueError(f"{source} returned {reprlib.repr(result)}; it must return one number{but}") from None
+
+
+def _as_float(result: Any) -> float:
+    if isinstance(result, str | bytes | bytearray):
+        raise TypeError
+    return float(result)
 
 
 def mean(losses: Sequence[float]) -> float:
@@ -217,11 +235,7 @@ def score(model: nn.Module, values: Mapping[str, ParameterValues], evaluate: Eva
     try:
         with torch.no_grad():
             _substitute(model, values, in_place)
-            result = evaluate(model)
-            try:
-                number = float(result)
-            except (TypeError, ValueError, RuntimeError):
-                raise ValueError(f"evaluate returned {reprlib.repr(result)}; it must return one number") from None
+            number = number_of(evaluate(model), "evaluate")
     except Exception as error:
         abandon_forward(model)
         before.put_back()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,9 @@ from dynaquant.search.grid_method import search_grid
 from dynaquant.search.history import History
 from dynaquant.search.judge import DistortionJudge, Judge, JudgedBy, PairedJudge
 from dynaquant.search.kmeans_method import KMeansQuantizer, search_kmeans
-from dynaquant.search.metric import UserMetric
+from dynaquant.search.metric import OriginalScore, UserMetric
 from dynaquant.search.noise import Noise
+from dynaquant.search.sight import Sight, is_suspicious, note_on, sight_of
 from dynaquant.search.size import SizeModel
 from dynaquant.search.trials import MixedScoresError, Quantizer, Trials, why_none_is_good_enough
 from dynaquant.tensors.stored import QuantizedTensor
@@ -54,7 +55,7 @@ class ConfigurationManager:
     ) -> None:
         self.max_degradation = max_degradation
         self.last_resort = max_degradation
-        """The limit of a second search, if the first finds nothing good enough. Not used unless it is larger."""
+        """If no candidate is good enough, the best one may lose so much. Not used unless it is larger."""
         self._agreed_last_resort = max_degradation
         self._noise = noise or Noise()
         self._metric = None if evaluate is None else UserMetric(model, evaluate, higher_is_better, self._noise, group)
@@ -64,6 +65,7 @@ class ConfigurationManager:
         self._restored: Mapping[str, QuantizedTensor] = {}  # weights of the last restore, while it still matters
         self._size_factor = 1.0  # bytes that deltas take, relative to their predicted size
         self._gave_up = False  # whether the last search found nothing good enough
+        self._sight: Sight = "sees"  # what the metric told of weights at the last save
 
     @property
     def judges_by_distortion(self) -> bool:
@@ -95,6 +97,7 @@ class ConfigurationManager:
     def saved(self, decision: Decision) -> None:
         """Continue from a decision. Call this once it is certain that its checkpoint is written."""
         self.history = decision.history or self.history
+        self._sight = decision.sight
 
     def learn_size(self, predicted: float | None, stored: int) -> None:
         """Correct later predictions: the weights of a delta took ``stored`` bytes instead of ``predicted``."""
@@ -119,16 +122,16 @@ class ConfigurationManager:
         """
         allowed = self._agree()
         quantizer: Quantizer = weights if isinstance(weights, GridWeights) else self._kmeans_quantizer(weights)
+        estimate = _distortion_judge(weights, fisher)
         if self._metric is not None:
             try:
-                return self._decide_by_metric(self._metric, quantizer, decided, allowed)
+                return self._decide_by_metric(self._metric, quantizer, decided, allowed, estimate)
             except MixedScoresError:  # from now on, all ranks score the same candidate
                 self._warn("evaluate communicates between ranks, but did not at first: all candidates are scored again")
-                return self._decide_by_metric(self._metric, quantizer, decided, allowed)
+                return self._decide_by_metric(self._metric, quantizer, decided, allowed, estimate)
         if self._fixed is not None:
             return Decision("fixed", self._fixed, quantizer.quantize(self._fixed))
-        at_once = 1 if _shards_of(quantizer).divided else self._group.size
-        return self._decide(quantizer, _distortion_judge(weights, fisher), allowed, 0.0, at_once, [])
+        return self._decide_by_estimate(quantizer, estimate, allowed)
 
     def _agree(self) -> float:
         """Make all ranks use the same numbers, and return the degradation that is allowed: the smallest of all ranks.
@@ -144,8 +147,14 @@ class ConfigurationManager:
         return KMeansQuantizer(weights, SizeModel(weights), self._size_factor)
 
     def _decide_by_metric(
-        self, metric: UserMetric, quantizer: Quantizer, decided: Mapping[str, ParameterValues], allowed: float
+        self,
+        metric: UserMetric,
+        quantizer: Quantizer,
+        decided: Mapping[str, ParameterValues],
+        allowed: float,
+        estimate: DistortionJudge,
     ) -> Decision:
+        """Decide by the user's metric; by the estimate if the metric does not tell weights apart."""
         original = metric.original()
         if original.problem is not None:
             decision = self._decide_unjudged(quantizer, allowed, original.problem)
@@ -153,9 +162,47 @@ class ConfigurationManager:
         judge = metric.judge(original, decided)
         at_once = 1 if original.communicates else len(self._group.replicas)
         notes = metric.notes(original, allowed)
-        decision = self._decide(quantizer, judge, allowed, original.noise_margin, at_once, notes)
-        spent = original.spent + sum(trial.share for trial in decision.trials)
-        return replace(decision, equivalents=spent, noise=self._noise.to_json())
+        limit = allowed - original.noise_margin
+        trials = self._trials(quantizer, judge, limit, at_once)
+        if self._fixed is not None:
+            decision = self._measure(self._fixed, trials, judge, notes)
+        else:
+            found = self._search(quantizer, trials)
+            sight, note = self._sight_of(metric, original, quantizer, trials)
+            if note is not None:
+                decision = self._decide_by_estimate(quantizer, estimate, allowed, [*notes, note])
+                decision = replace(decision, sight=sight)
+            else:
+                decision = self._decide(found, trials, judge, limit, original.noise_margin, notes)
+        return replace(decision, equivalents=original.spent + trials.spent, noise=self._noise.to_json())
+
+    def _decide_by_estimate(
+        self, quantizer: Quantizer, estimate: DistortionJudge, allowed: float, notes: Sequence[str] = ()
+    ) -> Decision:
+        """Decide by how far the weights move."""
+        at_once = 1 if _shards_of(quantizer).divided else self._group.size
+        trials = self._trials(quantizer, estimate, allowed, at_once)
+        return self._decide(self._search(quantizer, trials), trials, estimate, allowed, 0.0, notes)
+
+    def _sight_of(
+        self, metric: UserMetric, original: OriginalScore, quantizer: Quantizer, trials: Trials
+    ) -> tuple[Sight, str | None]:
+        """Return what the metric tells of weights, and a note unless it sees. Logs the note when that is new.
+
+        Costs an evaluation if the scores of the candidates are suspicious. Collective.
+        """
+        degradations = [trial.degradation for trial in trials.done]
+        if not quantizer.weights or not is_suspicious(degradations, trials.limit, self._sight != "sees"):
+            return "sees", None
+        found = trials.score_zeros()
+        scores = self._group.from_rank_0((original.score, found[0].restored if found[0] else math.nan))
+        sight = sight_of([math.nan if each is None else each.degradation for each in found], scores[0])
+        if sight == "sees":
+            return sight, None
+        note = note_on(sight, *scores, metric.higher_is_better)
+        if sight != self._sight:
+            self._warn(note)
+        return sight, note
 
     def _decide_unjudged(self, quantizer: Quantizer, allowed: float, problem: str) -> Decision:
         """Decide if the metric of the weights in training is unusable."""
@@ -166,39 +213,36 @@ class ConfigurationManager:
         note = f"{problem}: the degradation of this checkpoint is unknown"
         return Decision("fixed", self._fixed, quantizer.quantize(self._fixed), notes=[note])
 
-    def _decide(
-        self,
-        quantizer: Quantizer,
-        judge: Judge | PairedJudge,
-        allowed: float,
-        noise_margin: float,
-        per_round: int,
-        notes: list[str],
-    ) -> Decision:
-        """Decide if candidates can be judged.
-
-        allowed: the degradation. ``noise_margin`` is subtracted from it. per_round: how many
-        configurations are scored in one round. notes: for the record.
-        """
-        limit = allowed - noise_margin
+    def _trials(self, quantizer: Quantizer, judge: Judge | PairedJudge, limit: float, per_round: int) -> Trials:
+        """Return the trials of one save. per_round: how many configurations are scored in one round."""
         displacement = Displacement(quantizer.weights, self._restored, _shards_of(quantizer))
         if self._fixed is not None:  # measured on all batches, whatever it is
-            trials = Trials(quantizer, judge, displacement, math.inf, self._group, per_round)
-            return self._measure(self._fixed, trials, judge, notes)
-        trials = Trials(quantizer, judge, displacement, limit, self._group, per_round)
-        found = self._search(quantizer, trials) if quantizer.weights else self._repeat_last(quantizer, trials)
-        history = None
-        if found.good_enough is not None and quantizer.weights:
-            history = self.history.after(limit, found.good_enough, _degradations_by_scale(trials))
+            limit = math.inf
+        return Trials(quantizer, judge, displacement, limit, self._group, per_round)
+
+    def _decide(
+        self,
+        found: Found,
+        trials: Trials,
+        judge: Judge | PairedJudge,
+        limit: float,
+        noise_margin: float,
+        notes: Sequence[str],
+    ) -> Decision:
+        """Return the decision for what a search has found. limit: without ``noise_margin``. notes: for the record."""
+        self._remember(found, trials)
         failures = dict.fromkeys(trial.error for trial in trials.done if trial.error)
         notes = [*notes, *found.notes, *(f"evaluate failed on a candidate ({error})" for error in failures)]
-        if found.chosen is None and allowed < self._agreed_last_resort:
-            note = (
-                f"no candidate stayed within {allowed:.3g}, all that the training's budget allows: "
-                f"{self._agreed_last_resort:.3g} was allowed instead"
-            )
-            return self._decide(quantizer, judge, self._agreed_last_resort, noise_margin, per_round, [*notes, note])
-        if found.chosen is None:
+        chosen, search, history = found.chosen, found.search, None
+        if found.good_enough is not None and trials.has_weights:
+            history = self.history.after(limit, found.good_enough, _degradations_by_scale(trials))
+        elif chosen is None and limit < (largest := self._agreed_last_resort - noise_margin):
+            chosen, note = self._best_of(trials, limit, largest)
+            if chosen is not None and note is not None:
+                notes, limit = [*notes, note], largest
+                search = "scale" if isinstance(chosen, GridConfiguration) else "more bins"
+                self._warn(note)
+        if chosen is None:
             reason = why_none_is_good_enough(trials.done, judge.judged_by, limit, noise_margin)
             warning = (
                 "no candidate is good enough: weights are stored exactly and the file is many times larger; " + reason
@@ -206,27 +250,40 @@ class ConfigurationManager:
             self._warn(warning)
             notes.append(warning)
             return Decision("lossless", None, {}, None, limit, judge.judged_by, trials.done, notes)
-        quantized, quality = trials.result(found.chosen)
+        quantized, quality = trials.result(chosen)
         if judge.judged_by != "evaluate":
             quality = None
-        return Decision(
-            found.search, found.chosen, quantized, quality, limit, judge.judged_by, trials.done, notes, history=history
+        return Decision(search, chosen, quantized, quality, limit, judge.judged_by, trials.done, notes, history=history)
+
+    def _best_of(self, trials: Trials, limit: float, largest: float) -> tuple[Knobs | None, str | None]:
+        """Return the best of what was tried, and a note, if it loses at most ``largest``. Collective."""
+        best = trials.best()
+        if best is None or not (lost := trials.finished(best)) <= largest:
+            return None, None
+        return best, (
+            f"no candidate stayed within {limit:.3g}, all that the training's budget allows now: the best of "
+            f"{len(trials.done)} was taken, which loses {lost:.3g} of at most {largest:.3g}"
         )
 
     def _search(self, quantizer: Quantizer, trials: Trials) -> Found:
         """Search by the method of the quantizer."""
+        if not quantizer.weights:
+            return self._repeat_last(quantizer, trials)
         if isinstance(quantizer, GridWeights):
-            found = search_grid(quantizer, trials, self.history.scale, self._gave_up)
-        else:
-            assert isinstance(quantizer, KMeansQuantizer)
-            found = search_kmeans(quantizer, trials, self.history.last_configuration(trials.limit), self._gave_up)
+            return search_grid(quantizer, trials, self.history.scale, self._gave_up)
+        assert isinstance(quantizer, KMeansQuantizer)
+        return search_kmeans(quantizer, trials, self.history.last_configuration(trials.limit), self._gave_up)
+
+    def _remember(self, found: Found, trials: Trials) -> None:
+        """Remember whether something was good enough, and whether the last restore still matters."""
+        if not trials.has_weights:
+            return
         self._gave_up = found.good_enough is None
         if found.good_enough is not None:
             kept = trials.trial(found.good_enough).progress
             stochastic = isinstance(found.good_enough, GridConfiguration) and found.good_enough.dithered
             if kept is not None and keeps_enough(kept) and not stochastic:
                 self._restored = {}  # weights are far enough from the restored ones
-        return found
 
     def _repeat_last(self, quantizer: Quantizer, trials: Trials) -> Found:
         """Score the last configuration again: no weight has changed, so there is nothing to choose or to remember."""

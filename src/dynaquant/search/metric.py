@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from torch import nn
@@ -26,6 +29,7 @@ from dynaquant.search.evaluation import mean as mean_of_batches
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import MetricJudge, PairedJudge
 from dynaquant.search.noise import DEVIATIONS, Noise, mean
+from dynaquant.search.progress import foretell
 from dynaquant.search.sequential_test import FIRST_LOOK, order_of
 from dynaquant.training import rng
 from dynaquant.training.ranks import Group
@@ -73,7 +77,7 @@ class UserMetric:
     def __init__(
         self, model: nn.Module, evaluate: Evaluate, higher_is_better: bool, noise: Noise, group: Group
     ) -> None:
-        self._model, self._evaluate, self._higher_is_better = model, evaluate, higher_is_better
+        self._model, self._evaluate, self.higher_is_better = model, evaluate, higher_is_better
         self._noise, self._group = noise, group
         self._worked = False  # whether it has ever returned a number
         self._batched = on_batches(evaluate)
@@ -95,23 +99,42 @@ class UserMetric:
             if isinstance(found, OriginalScore):
                 return found
             self._batched, wasted = None, found
+        own: list[float] = []
+        counting: list[list[float]] = []
         times = self._noise.evaluations
-        watched = self._group.watch_communication(self._evaluate)
-        own, error, by_rank, communicates = self._on_all_ranks(
-            lambda: [score(self._model, {}, watched) for _ in range(times)]
-        )
-        spent = wasted + times
-        if own is None:
-            return OriginalScore(math.nan, 0.0, communicates, f"evaluate failed ({one_line(error)})", spent=spent)
-        counting = by_rank[:1] if communicates else self._group.of_replicas(by_rank)
-        problem = None
+        while times:
+            scores, error, by_rank, communicates = self._on_all_ranks(partial(self._scores, times))
+            if scores is None:
+                problem = f"evaluate failed ({one_line(error)})"
+                return OriginalScore(math.nan, 0.0, communicates, problem, spent=wasted + len(own) + times)
+            own += scores
+            of_each = by_rank[:1] if communicates else self._group.of_replicas(by_rank)
+            counting = [[*before, *now] for before, now in zip(counting or [[]] * len(of_each), of_each, strict=False)]
+            times = self._noise.evaluations_left(counting)
+        spent = wasted + len(own)
+        unusable = None
         if not all(math.isfinite(number) for scores in counting for number in scores):
-            problem = "the metric of the weights in training is not finite"
+            unusable = "the metric of the weights in training is not finite"
         elif not self._noise.learn(counting):
-            problem = "the metric is noisy around 0, so no relative degradation can be measured"
-        if problem is not None:
-            return OriginalScore(math.nan, 0.0, communicates, problem, spent=spent)
+            unusable = "the metric is noisy around 0, so no relative degradation can be measured"
+        if unusable is not None:
+            return OriginalScore(math.nan, 0.0, communicates, unusable, spent=spent)
         return OriginalScore(mean(own), self._noise.margin, communicates, spent=spent)
+
+    def _scores(self, times: int) -> list[float]:
+        """Evaluate the weights in training so many times, as a whole."""
+        watched = self._group.watch_communication(self._evaluate)
+        with self._foretold():
+            first = score(self._model, {}, watched)
+        return [first, *(score(self._model, {}, watched) for _ in range(times - 1))]
+
+    @contextmanager
+    def _foretold(self) -> Iterator[None]:
+        """Say how long the first save will take, by the time of one evaluation."""
+        began = time.monotonic()
+        yield
+        if self._saves == 1 and self._group.rank == 0 and not self._noise.is_known:
+            foretell(time.monotonic() - began)
 
     def _original_on_batches(self, metric: OnBatches) -> OriginalScore | float:
         """Evaluate the weights in training batch by batch. Collective.
@@ -143,7 +166,8 @@ class UserMetric:
 
         def evaluate(model: nn.Module) -> float:
             before = rng.get_state()
-            losses.extend(watched(metric, model, range(len(metric))))
+            with self._foretold():
+                losses.extend(watched(metric, model, range(len(metric))))
             drew.append(not rng.same(before, rng.get_state()))
             repeated = self._noise.batches_again(losses, self._saves)
             again.extend(zip([losses[index] for index in repeated], watched(metric, model, repeated), strict=True))
@@ -198,7 +222,7 @@ class UserMetric:
         if self._batched is not None and original.losses:
             order = order_of(len(original.losses), self._saves)
             return PairedJudge(
-                self._model, self._batched, self._higher_is_better, original.losses, decided, order, self._group
+                self._model, self._batched, self.higher_is_better, original.losses, decided, order, self._group
             )
         watched = self._group.watch_communication(self._evaluate)
-        return MetricJudge(self._model, watched, self._higher_is_better, original.score, decided)
+        return MetricJudge(self._model, watched, self.higher_is_better, original.score, decided)

@@ -8,10 +8,15 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from dynaquant.search.steps import looks_stepped
+
 DEVIATIONS = 2.0
 """The noise margin, in standard deviations of the difference of two evaluations."""
-FIRST_EVALUATIONS = 5
-"""Evaluations at the first save. Why five: docs/decisions.md, "How often is the original evaluated …"."""
+FIRST_EVALUATIONS = 2
+"""Evaluations at the first save of a metric that seems to have no noise."""
+EVALUATIONS_IF_UNSURE = 5
+"""Evaluations at the first save if the first two differ, or move in steps, so that they may agree by chance. Why five:
+docs/decisions.md, "How often is the original evaluated …"."""
 FIRST_BATCHES_AGAIN = 3
 """Batches that the first save evaluates a second time, if the metric can be evaluated on single batches."""
 DISTINCT = 0.8
@@ -25,10 +30,10 @@ SAVES_REMEMBERED = 8
 class Noise:
     """The noise of a metric, relative to its value, from all evaluations of the weights in training.
 
-    The first save evaluates five times. Twice is not enough: an accuracy moves in steps of one example, so two
-    evaluations often agree by chance. From then on, a metric without noise is evaluated twice at every tenth save, and
-    once at the others. A noisy one is evaluated twice at every save. A record keeps what was measured, so the first
-    save after a restore evaluates twice.
+    The first save evaluates twice. If the two differ, or if the metric moves in steps as an accuracy does, it evaluates
+    three more times: two evaluations that move in steps often agree by chance. From then on, a metric without noise is
+    evaluated twice at every tenth save, and once at the others. A noisy one is evaluated twice at every save. A record
+    keeps what was measured, so the first save after a restore evaluates twice.
     """
 
     def __init__(self) -> None:
@@ -37,11 +42,24 @@ class Noise:
         self._saves_since = 0
 
     @property
+    def is_known(self) -> bool:
+        """Whether a save, also before a restore, has evaluated the weights in training more than once."""
+        return bool(self._measured)
+
+    @property
     def evaluations(self) -> int:
-        """How often the next save evaluates the weights in training."""
+        """How often the next save evaluates the weights in training, at least."""
         if not self._measured:
             return FIRST_EVALUATIONS
         return 2 if self.margin > 0 or self._saves_since >= SAVES_BETWEEN_CHECKS - 1 else 1
+
+    def evaluations_left(self, scores: Sequence[Sequence[float]]) -> int:
+        """Return how often this save has to evaluate again, after ``evaluations``. scores: all so far, by rank."""
+        flat = [score for own in scores for score in own]
+        if self._measured or len(scores[0]) > FIRST_EVALUATIONS or not all(map(math.isfinite, flat)):
+            return 0
+        differ = any(len(set(own)) > 1 for own in scores)
+        return EVALUATIONS_IF_UNSURE - FIRST_EVALUATIONS if differ or any(map(looks_stepped, flat)) else 0
 
     @property
     def margin(self) -> float:
@@ -59,7 +77,7 @@ class Noise:
         losses: the number of each batch. If many are equal, the metric moves in steps, and equal numbers say little.
         Then all batches are evaluated again, as often as ``evaluations`` says. seed: chooses the batches.
         """
-        times = self.evaluations - 1
+        times = self.evaluations - 1 if self._measured else EVALUATIONS_IF_UNSURE - 1
         if len(set(losses)) < DISTINCT * len(losses):
             return times * list(range(len(losses)))
         count = 0 if times == 0 else FIRST_BATCHES_AGAIN if times > 1 else 1

@@ -1,4 +1,4 @@
-"""Logs that a search is still going on, so that a training that waits for a long one is not silent."""
+"""Logs how long a search will take and that it still goes on, so that a training that waits for it is not silent."""
 
 from __future__ import annotations
 
@@ -11,6 +11,20 @@ log = logging.getLogger("dynaquant")
 
 FIRST = 10.0
 """Seconds after which a search is first mentioned."""
+LONG = 1.0
+"""Seconds of one evaluation from which on the first save says at once how long it will take."""
+TYPICAL = 6
+"""The first save of a smooth metric evaluates so many times at most: docs/decisions.md, "What does a save spend …"."""
+
+
+def foretell(seconds: float) -> None:
+    """Log at INFO how long the first save will take, unless it is short. seconds: of one evaluation on all batches."""
+    if seconds >= LONG:
+        log.info(
+            "the first save evaluates the model up to %d times, about %s; later ones two to three times",
+            TYPICAL,
+            duration(TYPICAL * seconds),
+        )
 
 
 class SearchProgress:

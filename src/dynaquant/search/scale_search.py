@@ -25,6 +25,11 @@ TARGET = 0.7
 LEAST_GAIN = 3 * SCALES_PER_OCTAVE // 4
 """After an earlier search, an exponent that is good enough is left only for one that is this much larger: changed grid
 steps cost bits, and an exponent that seems better on these batches is often worse on others."""
+FIRST_GAIN = SCALES_PER_OCTAVE // 2
+"""Without an earlier search, an exponent that is good enough is left only for one that is this much larger. The next
+search starts from the result, and may leave it."""
+FIRST_ROUNDS = 4
+"""After so many rounds without an earlier search, one that is good enough is kept if an octave above it one failed."""
 LARGEST_LOSS, LARGEST_GAIN = SCALES_PER_OCTAVE // 2, SCALES_PER_OCTAVE
 """The exponent of the last search is scored first, unless the expected one is smaller or larger by more than this."""
 MOST_CHANGED = SCALES_PER_OCTAVE // 2
@@ -40,7 +45,7 @@ goes on to larger ones."""
 ENOUGH = 0.67
 """Between a result and a failure, the middle is scored unless the result uses this share of the limit."""
 RESOLUTION = SCALES_PER_OCTAVE // 8
-"""A search ends if the best exponent and a failed one are no further apart."""
+"""A later search ends if the best exponent and a failed one are no further apart."""
 LONGEST_MOVE = 2 * SCALES_PER_OCTAVE
 """A prediction is trusted no further than this."""
 MOST_ROUNDS = 12
@@ -175,8 +180,10 @@ def _below_failures(scored: _Scored, start: int, earlier: Sequence[float] | None
             at = _smaller(scored, bad, rounds, earlier)
             continue
         larger = _larger(scored, good, bad, rounds, earlier)
-        least = RESOLUTION if earlier is None else LEAST_GAIN
-        if larger - good < least or (bad is not None and bad - good <= RESOLUTION):
+        least, nearest = LEAST_GAIN, RESOLUTION
+        if earlier is None:
+            least, nearest = FIRST_GAIN, FIRST_GAIN if rounds + 1 < FIRST_ROUNDS else SCALES_PER_OCTAVE
+        if larger - good < least or (bad is not None and bad - good <= nearest):
             return good
         at = larger
     return good

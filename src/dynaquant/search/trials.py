@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from dynaquant.quantize.candidate import CandidateWeights, with_levels
+from dynaquant.quantize.candidate import CandidateWeights, all_zero, with_levels
 from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.search.displacement import Displacement, keeps_enough
 from dynaquant.search.evaluation import Quality
@@ -125,11 +125,22 @@ class Trials:
         self._losses: dict[Knobs, list[float]] = {}  # of candidates that were evaluated on some batches
         self._last_quantized: tuple[Knobs, Mapping[str, QuantizedTensor]] | None = None
         self._progress = SearchProgress()
+        self._spent_on_zeros = 0.0
 
     @property
     def done(self) -> list[Trial]:
         """All trials so far, in order."""
         return [trial for trial, _ in self._scored.values()]
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are weights to quantize. If none has changed, there are not."""
+        return bool(self._quantizer.weights)
+
+    @property
+    def spent(self) -> float:
+        """What has been evaluated, in evaluations on all batches."""
+        return self._spent_on_zeros + sum(trial.share for trial in self.done)
 
     def score(self, configurations: Sequence[Knobs], least_kept: float = 0.0, low: float = -math.inf) -> list[float]:
         """Return the degradations of configurations; at most ``per_round`` of them may be new. Collective.
@@ -156,6 +167,45 @@ class Trials:
         If it does, its degradation is no estimate.
         """
         return self.score([configuration])[0] <= self.limit
+
+    def best(self) -> Knobs | None:
+        """Return the configuration with the lowest degradation of those tried; of equal ones, the one tried last.
+
+        After a restore, one that keeps too little displacement is taken only if all do. None if none could be judged.
+        """
+        known = [t for t in reversed(self.done) if t.degradation is not None and not math.isnan(t.degradation)]
+        keeping = [trial for trial in known if keeps_enough(trial.progress)]
+        best = min(keeping or known, key=lambda trial: trial.degradation or 0.0, default=None)
+        return None if best is None else best.configuration
+
+    def finished(self, configuration: Knobs) -> float:
+        """Return the degradation of a configuration that was tried, evaluated on all batches. Collective."""
+        if self.trial(configuration).share < 1:
+            self._score_round([configuration], 0.0, Bounds(-math.inf, math.inf, ERROR_RATE))
+        degradation = self.trial(configuration).degradation
+        return math.nan if degradation is None else degradation
+
+    def score_zeros(self) -> list[Quality | None]:
+        """Score the model with all weights zero, once by each replica. Collective.
+
+        Returns the quality that each replica has found, or rank 0's if the metric communicates between replicas; None
+        where ``evaluate`` failed. Batches are evaluated until it is clearly worse than the limit.
+        """
+        zeros, lockstep = all_zero(self._quantizer.weights), Lockstep(self._group)
+        bounds = Bounds(-math.inf, max(self.limit, 0.0), ERROR_RATE)
+
+        def judge() -> tuple[Quality | None, float]:
+            found, raised = attempt(lambda: self._judged(None, zeros, bounds, lockstep))
+            if raised is not None:
+                lockstep.fail()
+            return found or (None, 1.0)
+
+        outcome = self._group.run_on_all_ranks(lambda: lockstep.run(judge))
+        if self.per_round > 1 and self._group.saw_communication():
+            raise MixedScoresError
+        outcomes = self._group.all_gather(outcome)
+        self._spent_on_zeros += max(share for _, share in outcomes)
+        return [quality for quality, _ in self._group.of_replicas(outcomes)[: self.per_round]]
 
     def share_kept(self, configuration: Knobs) -> float | None:
         """Return the share of the displacement that a configuration keeps, without evaluating it.
@@ -253,16 +303,17 @@ class Trials:
         return Trial(configuration, predicted, degradation, share_kept, seconds, error, share), quality
 
     def _judged(
-        self, configuration: Knobs, candidate: CandidateWeights, bounds: Bounds, lockstep: Lockstep
+        self, configuration: Knobs | None, candidate: CandidateWeights, bounds: Bounds, lockstep: Lockstep
     ) -> tuple[Quality, float]:
         """Return the quality, and the share of the batches from which it is known."""
         judge = self._judge
         if not isinstance(judge, PairedJudge):
             return judge(candidate), 1.0
         # If ranks evaluate different configurations, another one may have evaluated this configuration before.
-        known = self._losses.get(configuration, []) if self.per_round == 1 else []
+        known = self._losses.get(configuration, []) if configuration and self.per_round == 1 else []
         losses = judge.losses(candidate, known, bounds, lockstep)
-        self._losses[configuration] = losses
+        if configuration is not None:
+            self._losses[configuration] = losses
         return judge.quality(losses), judge.share(losses)
 
 

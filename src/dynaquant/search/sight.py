@@ -1,0 +1,65 @@
+"""Tells whether a metric sees the weights that it is given, from its score of a model whose weights are all zero."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+Sight = Literal["sees", "blind", "upside down"]
+"""What a metric tells of weights.
+
+- ``sees``: destroyed weights are worse than those in training, or hardly better.
+- ``blind``: they score exactly the same. ``evaluate`` scores another model, or it does not tell any weights apart yet.
+- ``upside down``: they are much better. ``higher_is_better`` is wrong, or the training has only begun.
+"""
+
+MUCH_BETTER = 0.25
+"""All weights zero must improve a metric by more than this share to be suspicious. A model that has only begun to train
+may be a little worse than one that answers the same to everything."""
+
+
+def is_suspicious(degradations: Sequence[float | None], limit: float, before: bool) -> bool:
+    """Return whether the degradations of a search's candidates are reason enough to score destroyed weights.
+
+    None of them was worse than the weights in training, and one of these holds: all were exactly the same; one was
+    better by more than ``limit``; there were several, so the search went on to coarser ones; the metric was found to be
+    blind or upside down ``before``.
+    """
+    known = [degradation for degradation in degradations if degradation is not None]
+    if not known or not all(degradation <= 0 for degradation in known):
+        return False
+    return before or len(known) > 1 or known[0] == 0 or known[0] < -limit
+
+
+def sight_of(zeros: Sequence[float], original: float) -> Sight:
+    """Return what a metric tells of weights. Of several replicas, one that sees is enough.
+
+    zeros: the degradation of a model whose weights are all zero, by replica; NaN if the metric failed or was not
+    finite. original: the score of the weights in training. To 0, nothing can be compared.
+    """
+    if not all(degradation <= 0 for degradation in zeros):
+        return "sees"
+    if original == 0 or all(degradation == 0 for degradation in zeros):
+        return "blind"
+    return "upside down" if max(zeros) < -MUCH_BETTER else "sees"
+
+
+def note_on(sight: Sight, original: float, zeros: float, higher_is_better: bool) -> str:
+    """Return what is wrong with a metric that does not see, and what to do. zeros: its score of all weights zero."""
+    if sight == "blind":
+        said = (
+            f"evaluate does not tell weights apart: it gives {original:.6g} for the weights in training, and also if "
+            "all weights are zero. Let it score the model that it is given, not another one that it holds (a copy, a "
+            "traced or captured model, an average of weights)"
+        )
+    else:
+        better = "lower" if higher_is_better else "higher"
+        advice = "leave out higher_is_better" if higher_is_better else "give higher_is_better=True"
+        said = (
+            f"evaluate prefers a model whose weights are all zero: {zeros:.6g} instead of {original:.6g} for the "
+            f"weights in training. If a {better} number is better, {advice}"
+        )
+    return (
+        f"{said}. It may also be too early in the training for this metric. Meanwhile an estimate from how far the "
+        "weights move decides, so that they are not destroyed"
+    )
