@@ -241,6 +241,7 @@ class Demanding:
     def __init__(self, model: nn.Module, strictness: float) -> None:
         self.exact, self.strictness = [p.detach().clone() for p in model.parameters()], strictness
 
+    @torch.no_grad()
     def __call__(self, model: nn.Module, batch: float = 0.0) -> float:
         errors = [(p - exact).square().sum() / exact.square().sum() for p, exact in self._pairs(model)]
         worse = float(sum(errors))
@@ -261,6 +262,7 @@ def test_if_nothing_stays_within_the_budget_the_best_of_what_was_tried_is_taken(
     options = {"evaluate": evaluate, "training_budget": 1e-6, "max_degradation": 0.02}
     with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         ckpt.save(1)
+        caplog.clear()
         optimizer.param_groups[0]["lr"] = 1e-6
         record = ckpt.save(2).result()
         restored = copy.deepcopy(model)

@@ -228,6 +228,6 @@ def test_scores_are_suspicious_only_if_no_candidate_was_worse():
 
 def test_one_replica_whose_metric_sees_is_enough():
     assert sight_of([0.0, 0.0], 1.0) == "blind"
-    assert sight_of([0.0, 0.1], 1.0) == sight_of([-1.0, math.nan], 1.0) == sight_of([-0.2], 1.0) == "sees"
-    assert sight_of([-0.9, -0.3], 1.0) == "upside down"
+    assert sight_of([0.0, 0.1], 1.0) == sight_of([-1.0, math.nan], 1.0) == sight_of([-0.4], 1.0) == "sees"
+    assert sight_of([-0.9, -0.6], 1.0) == "upside down"
     assert sight_of([-math.inf], 0.0) == "blind"

@@ -18,8 +18,9 @@ from dynaquant.tensors import dequantize
 from dynaquant.tensors.stored import QuantizedTensor
 from dynaquant.training.shards import WHOLE, Shards
 
-LEAST_KEPT = 0.95
-"""Share of the displacement since a restore that a checkpoint must keep."""
+LEAST_KEPT = 0.99
+"""Share of the displacement since a restore that a checkpoint must keep. What it does not keep is lost at every restore,
+even if no metric shows it."""
 
 
 def keeps_enough(share_kept: float | None) -> bool:

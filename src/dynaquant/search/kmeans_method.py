@@ -11,7 +11,6 @@ from dynaquant.quantize.candidate import CandidateWeights
 from dynaquant.quantize.kmeans_weights import KMeansWeights, quantize_weights
 from dynaquant.quantize.knobs import Knobs, in_short
 from dynaquant.quantize.partition import Configuration
-from dynaquant.search import displacement
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Found, Search
 from dynaquant.search.exhaustive import guided_exhaustive
 from dynaquant.search.neighbourhood import delta_neighbourhood
@@ -22,6 +21,10 @@ from dynaquant.tensors.stored import QuantizedTensor
 
 SWITCH_MARGIN = 0.1
 """Another pruning metric takes over if it is better by this share of the limit."""
+
+LEAST_KEPT = 0.95
+"""Share of the displacement since a restore that a checkpoint must keep. Less than on a grid, where stochastic rounding
+keeps all of it on average: clusters would need far more bins."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def search_kmeans(quantizer: KMeansQuantizer, trials: Trials, last: Configuratio
     if found is None:
         return NOTHING_GOOD_ENOUGH
     good_enough = space.configuration(found)
-    if displacement.keeps_enough(trials.trial(good_enough).progress):
+    if trials.trial(good_enough).keeps(LEAST_KEPT):
         return Found(search, good_enough, good_enough)
     chosen = _keeping_enough(space, sizes, trials, found)
     instead = (
@@ -138,7 +141,7 @@ def _keeping_enough(space: Space, sizes: SizeModel, trials: Trials, found: Candi
         space.finer_shape(found),
         [found.metric],
         lambda moves: sizes.predict(finer(moves)),
-        lambda moves: trials.score([finer(each) for each in moves], displacement.LEAST_KEPT),
+        lambda moves: trials.score([finer(each) for each in moves], LEAST_KEPT),
         trials.limit,
         trials.per_round,
     )

@@ -13,9 +13,9 @@ Sight = Literal["sees", "blind", "upside down"]
 - ``upside down``: they are much better. ``higher_is_better`` is wrong, or the training has only begun.
 """
 
-MUCH_BETTER = 0.25
+MUCH_BETTER = 0.5
 """All weights zero must improve a metric by more than this share to be suspicious. A model that has only begun to train
-may be a little worse than one that answers the same to everything."""
+may be worse than one that answers the same to everything."""
 
 
 def is_suspicious(degradations: Sequence[float | None], limit: float, before: bool) -> bool:
