@@ -19,7 +19,7 @@ from dynaquant.tensors.stored import QuantizedTensor
 from dynaquant.training.shards import WHOLE, Shards
 
 LEAST_KEPT = 0.99
-"""Share of the displacement since a restore that a checkpoint must keep. What it does not keep is lost at every restore,
+"""Share of the displacement since a restore that a checkpoint must keep. The rest is lost at every restore,
 even if no metric shows it."""
 
 
