@@ -185,6 +185,7 @@ def of_torch() -> list[Entry]:
         "SGD": _simple(torch.optim.SGD, lr=0.1, momentum=0.9),
         "RMSprop with momentum": _simple(torch.optim.RMSprop, lr=1e-3, momentum=0.9),
         "Adam, AMSGrad": _simple(torch.optim.Adam, amsgrad=True),
+        "LBFGS": _simple(torch.optim.LBFGS, lr=0.1, max_iter=2),  # by default it evaluates twenty times in a step
         "Muon, AdamW": _muon,
     }
     found = {name: _simple(kind) for name, kind in kinds.items() if name not in ("SparseAdam", "Muon")} | own

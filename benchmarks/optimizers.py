@@ -354,7 +354,7 @@ def page(results: Sequence[Result], plan: Plan, seeds: int, described: dict[str,
 
 def main() -> None:
     made = parser(__doc__, data="shakespeare.txt")
-    made.add_argument("--only", nargs="+", default=[], help="names of optimizers")
+    made.add_argument("--only", nargs="+", default=[], help="names of optimizers, of which the page tells alone")
     made.add_argument("--seeds", type=int, default=SEEDS)
     arguments = parse(made)
     quietly()
