@@ -32,6 +32,7 @@ import dynaquant as dq
 from dynaquant.state.roles import SECOND_MOMENTS
 from dynaquant.training.moment_uses import why_exact
 
+EXACT = {"optimizer.*": "exact"}
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 DISTURBANCE = 1e-5
 """Relative standard deviation of the noise in the weights of a control."""
@@ -63,12 +64,17 @@ FULL, QUICK = Plan(), Plan(steps=6, every=2, first=2, restored=4, trial=2)
 
 @dataclass(frozen=True)
 class Ends:
-    """Losses at the end of the trainings of one seed. by_key: moments quantized by their keys, whatever the class."""
+    """Losses at the end of the trainings of one seed.
+
+    by_key: with moments quantized by their keys, if they are exact otherwise. exact: with exact moments, if they are
+    quantized otherwise.
+    """
 
     undisturbed: float
     control: float
     restored: float
     by_key: float | None
+    exact: float | None = None
 
     def beyond(self, loss: float | None) -> float:
         """Return how much worse than the control a training ended, relative to it."""
@@ -91,8 +97,22 @@ class Result:
     ends: list[Ends] = field(default_factory=list)
 
     @property
+    def moments(self) -> str:
+        """How moments are stored; none if no key in the state is one of theirs."""
+        if self.exact is None:
+            return "quantized"
+        return "exact" if self.beyond_by_key else "none"
+
+    @property
     def beyond(self) -> list[float]:
         return [end.beyond(end.restored) for end in self.ends]
+
+    @property
+    def beyond_exact(self) -> list[float]:
+        """How far beyond the control a training ends that has lost nothing but precision of its weights."""
+        if self.exact is not None:
+            return self.beyond
+        return [end.beyond(end.exact) for end in self.ends if end.exact is not None]
 
     @property
     def beyond_by_key(self) -> list[float]:
@@ -157,18 +177,22 @@ class Sweep:
         )
 
     def ends(self, seed: int, roles: Mapping[str, str]) -> tuple[Ends, float]:
-        """Return how the trainings of a seed end. roles: by key of the moments, if they are exact otherwise."""
+        """Return how the trainings of a seed end, and how many times smaller a checkpoint is. roles: ``other_roles``."""
         with tempfile.TemporaryDirectory() as folder:
-            runs = {Path(folder, "default"): {}} | ({Path(folder, "key"): roles} if roles else {})
+            runs = {Path(folder, "default"): {}} | ({Path(folder, "other"): roles} if roles else {})
             undisturbed, times = self.saved(seed, runs)
-            restored, by_key = (*[self.restored(seed, run, runs[run]) for run in runs], None)[:2]
-        return Ends(undisturbed, self.control(seed), restored, by_key), times
+            restored, other = (*[self.restored(seed, run, runs[run]) for run in runs], None)[:2]
+        by_key, exact = (None, other) if roles == EXACT else (other, None)
+        return Ends(undisturbed, self.control(seed), restored, by_key, exact), times
 
 
-def roles_by_key(optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """Return the roles that the moments of optimizers have by their keys alone; none if they have them anyway."""
+def other_roles(optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """Return the roles that moments do not have by default: exact, or those that their keys alone would give them.
+
+    None, if no key is one of a moment.
+    """
     if all(why_exact(optimizer) is None for optimizer in optimizers):
-        return {}
+        return EXACT
     keys = {
         key
         for optimizer in optimizers
@@ -218,7 +242,7 @@ def measure(entry: Entry, data: Path, plan: Plan, seed: int) -> Result:
 
 
 def _tried(entry: Entry, data: Path, plan: Plan) -> tuple[float | None, str | None, dict[str, str]]:
-    """Return the first factor of the learning rate that trains, why moments are exact, and their roles by key."""
+    """Return the first factor of the learning rate that trains, why moments are exact, and other roles."""
     for factor in FACTORS:
         sweep = Sweep(entry, data, plan, factor)
         training = sweep.new(0)
@@ -228,7 +252,7 @@ def _tried(entry: Entry, data: Path, plan: Plan) -> tuple[float | None, str | No
         after = training.loss()
         if after < TRAINS * before or plan is QUICK:
             reasons = (why_exact(optimizer) for optimizer in training.optimizers)
-            return factor, next((each for each in reasons if each), None), roles_by_key(training.optimizers)
+            return factor, next((each for each in reasons if each), None), other_roles(training.optimizers)
     return None, None, {}
 
 
@@ -252,7 +276,8 @@ def table(results: Sequence[Result], package: str) -> Table:
             f"{mean(end.undisturbed for end in result.ends):.3f}",
             _spread([end.undisturbed / end.control - 1 for end in result.ends]),
             _spread(result.beyond),
-            "exact" if result.exact else "quantized",
+            _spread(result.beyond_exact),
+            result.moments,
             f"{result.times:.1f}×",
             _spread(result.beyond_by_key),
         ]
@@ -264,6 +289,7 @@ def table(results: Sequence[Result], package: str) -> Table:
         "loss, undisturbed",
         "undisturbed − control, %",
         "restored − control, %",
+        "with exact moments",
         "moments",
         "smaller",
         "quantized by key − control, %",
@@ -276,6 +302,21 @@ def left_out(results: Sequence[Result]) -> Table:
         [f"{result.package} {result.name}", result.skipped.replace("|", "/")] for result in results if result.skipped
     ]
     return Table(f"Left out: {len(rows)}", ["optimizer", "why"], rows)
+
+
+def verdict_on_moments(results: Sequence[Result]) -> str:
+    """Return whether quantized moments cost too much beyond what the weights cost."""
+    both = [
+        result for result in results if result.moments == "quantized" and result.beyond_exact and not result.skipped
+    ]
+    if not both:
+        return "no optimizer has quantized moments"
+    costs = {result.name: mean(result.beyond) - mean(result.beyond_exact) for result in both}
+    worst = max(costs, key=lambda name: costs[name])
+    return (
+        f"{'passed' if costs[worst] <= WANTED else 'MISSED'}: quantized moments cost {costs[worst]:+.2%} more than exact "
+        f"ones in the worst of {len(both)} optimizers, {worst}"
+    )
 
 
 def verdict(results: Sequence[Result]) -> str:
@@ -297,10 +338,9 @@ def plot(results: Sequence[Result], file: Path) -> None:
     for row, result in enumerate(measured):
         quantized = [_clipped(value) for value in result.beyond_by_key]
         axes.plot(quantized, [row] * len(quantized), "x", color="C3", markersize=4)
-        color = "C0" if result.exact else "C2"
-        axes.plot(
-            [_clipped(value) for value in result.beyond], [row] * len(result.beyond), "o", color=color, markersize=3
-        )
+        color = "C2" if result.moments == "quantized" else "C0"
+        restored = [_clipped(value) for value in result.beyond]
+        axes.plot(restored, [row] * len(restored), "o", color=color, markersize=3)
     for label, style in {
         "restored; moments quantized": "C2o",
         "restored; moments exact, or none": "C0o",
@@ -321,6 +361,10 @@ def _clipped(value: float) -> float:
     return min(100 * value, 1000.0) if isfinite(value) else 1000.0
 
 
+def _seeds_in_words(seeds: int) -> str:
+    return "One seed." if seeds == 1 else f"Mean ± standard error of {seeds} seeds."
+
+
 def page(results: Sequence[Result], plan: Plan, seeds: int, described: dict[str, str | int]) -> str:
     by_key = [result for result in results if result.beyond_by_key]
     harmed = [result for result in by_key if not mean(result.beyond_by_key) <= WANTED]
@@ -328,21 +372,23 @@ def page(results: Sequence[Result], plan: Plan, seeds: int, described: dict[str,
         "# One restore with every optimizer",
         "```\nmake benchmark-setup\n.venv/bin/python benchmarks/optimizers.py --data DIR\n```",
         f"`DIR` holds `shakespeare.txt`. {sentence(described)}",
-        f"A network of 27,000 weights predicts the next character from sixteen. It trains for {plan.steps} steps, with the "
-        "default hyperparameters of each optimizer; the learning rate falls to zero over the second half. Where the "
-        "default learning rate does not train the network, it is ten or a hundred times as large, as the table says. "
-        f"From step {plan.first} on there is a checkpoint every {plan.every} steps, with the default settings and a metric. "
-        f"From that of step {plan.restored}, all objects are built anew and restored, and the training goes on to its end. The *control* "
-        "has no checkpoint; its weights are changed once by 0.001 %, at the same step. Differences are those of the loss "
-        f"on held-out text, mean ± standard error of {seeds} seeds; negative is better.",
-        f"- {verdict(results)}",
+        f"A network of 26,000 weights predicts the next character from sixteen. It trains for {plan.steps} steps, with "
+        "the default hyperparameters of each optimizer; the learning rate falls to zero over the second half. Where "
+        "the default learning rate does not train the network, it is ten or a hundred times as large, as the table says. "
+        f"From step {plan.first} on there is a checkpoint every {plan.every} steps, with the default settings and a "
+        f"metric. From that of step {plan.restored}, all objects are built anew and restored, and the training goes on "
+        "to its end. The *control* has no checkpoint; its weights are changed once by 0.001 %, at the same step. "
+        f"Differences are those of the loss on held-out text; negative is better. {_seeds_in_words(seeds)}",
+        f"- {verdict(results)}\n- {verdict_on_moments(results)}",
         "![how far beyond their controls restored trainings end](optimizers.png)",
         *(table(results, package).in_markdown() for package in ("torch.optim", "pytorch_optimizer")),
         left_out(results).in_markdown(),
         "## How to read it",
         "- *moments* says what the rule decides ([why](../decisions.md#whose-moments-are-quantized)): *quantized* for "
-        "classes that are known or show in a few steps that they use their moments as Adam does, *exact* for all others. "
-        "Some of these have no moments under the keys of `torch.optim`, so nothing would be quantized anyway.\n"
+        "classes that are known or show in a few steps that they use their moments as Adam does, *exact* for all "
+        "others. *None*: no tensor has a key of `torch.optim`'s moments, so nothing would be quantized anyway.\n"
+        "- *with exact moments*: what the quantized weights alone cost. The difference to the column before is what "
+        "quantized moments cost. The training is short, so what the weights have lost has little time to heal.\n"
         "- *smaller*: the whole state against the checkpoint at the restore. The network is so small that what a file "
         "holds besides tensors counts.\n"
         "- *quantized by key*: the same training with roles that quantize the moments by their keys, as dynaquant did "
@@ -368,7 +414,7 @@ def main() -> None:
     ]
     for package in ("torch.optim", "pytorch_optimizer"):
         show(table(results, package), width=150)
-    show(left_out(results), verdict(results), width=150)
+    show(left_out(results), verdict(results), verdict_on_moments(results), width=150)
     described = machine("torch", "pytorch-optimizer")
     numbers: dict[str, Any] = {
         "machine": described,
