@@ -119,7 +119,7 @@ class Training:
     def _set_mode(self, mode: str) -> None:
         """Tell optimizers that keep an average of the weights (schedule-free) what the weights are needed for."""
         for optimizer in self.optimizers:
-            if callable(change := getattr(optimizer, mode, None)):
+            if optimizer.state and callable(change := getattr(optimizer, mode, None)):
                 change()
 
 
