@@ -47,6 +47,7 @@ REPORTS = [
     Report("restores.py", "0 to 20 restores", (15, 1)),
     Report("bounds.py", "a bound on every value's error, against ZFP and SZ3", (3, 1)),
     Report("promise.py", "where restored trainings of eight kinds end", (120, 1)),
+    Report("optimizers.py", "one restore with every optimizer", (20, 1)),
 ]
 
 

@@ -291,17 +291,36 @@ def test_first_moments_that_were_zero_at_the_save_are_not_corrected(tmp_path):
     assert moments.length == pytest.approx(1.0, rel=0.01)
 
 
-def test_dropped_first_moments_that_cannot_be_corrected_are_in_the_log(tmp_path, caplog):
-    class Unknown(torch.optim.Optimizer):
+def test_moments_of_an_optimizer_that_is_not_like_adam_are_exact_and_the_record_says_so(tmp_path):
+    class Signs(torch.optim.Adam):
         def step(self, closure=None):
-            closure()
+            loss = closure()
             for parameter in self.param_groups[0]["params"]:
-                moment = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
-                parameter.data.sub_(moment.lerp_(parameter.grad, 0.1).sign(), alpha=1e-3)
+                for key in ("exp_avg", "exp_avg_sq"):
+                    self.state[parameter].setdefault(key, torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+                parameter.data.sub_(self.state[parameter]["exp_avg"].sign(), alpha=1e-3)
+            return loss
 
     class Trained(Module):
         def configure_optimizers(self):
-            return Unknown(self.parameters(), {})
+            return Signs(self.parameters())
+
+    trainer = trainer_of(tmp_path, "balanced", epochs=1)
+    fit(trainer, Trained())
+    path = trainer.checkpoint_callback.last_model_path
+    assert dq.load(path)["optimizer_states"][0]["state"][0]["exp_avg"].any()
+    notes = record_of(run_of(tmp_path).newest()).notes
+    assert any("moments of optimizer_states.0 are stored exactly" in note for note in notes)
+
+
+def test_dropped_first_moments_that_cannot_be_corrected_are_in_the_log(tmp_path, caplog):
+    class Mine(torch.optim.Adam):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    class Trained(Module):
+        def configure_optimizers(self):
+            return Mine(self.parameters())
 
     for epochs in (1, 2):
         assert "first moments" not in caplog.text

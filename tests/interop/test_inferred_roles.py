@@ -86,8 +86,22 @@ def test_moments_of_other_optimizers_are_found_by_their_keys():
     ):
         found = labels_of({"optimizer": trained(make)[1].state_dict()})
         assert role in {role for role, _ in found.values()}
-    lion = {"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": [{"params": [0]}]}
-    assert labels_of({"optimizer": lion}) == {"optimizer.state.0.exp_avg": ("first_moment", "")}
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{}, {"exp_avg_sq": torch.ones(4), "GG": [torch.ones(2, 2)]}, {"exp_avg_sq": torch.ones(4), "s": torch.ones(4)}],
+)
+def test_moments_are_exact_beside_what_no_optimizer_of_torch_has(others):
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(4), **others}
+    found = labels_of({"optimizer": {"state": {0: state}, "param_groups": [{"params": [0]}]}})
+    assert {role for role, _ in found.values()} == {"exact"}
+
+
+def test_numbers_and_master_weights_do_not_keep_moments_from_being_quantized():
+    state = {"exp_avg": torch.ones(4), "exp_avg_sq": torch.ones(4), "norm": torch.ones(1), "master": torch.ones(4)}
+    found = labels_of({"optimizer": {"state": {0: state}, "param_groups": [{"params": [0]}]}})
+    assert {role for role, _ in found.values()} == {"first_moment", "second_moment", "exact"}
 
 
 def expected_fisher(model: nn.Module, optimizer) -> dict[str, float]:

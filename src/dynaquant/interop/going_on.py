@@ -28,6 +28,8 @@ class GoingOn:
         """Steps of training from the last save to this one, if known."""
         self.first_tolerances: Mapping[str, float] = {}
         """Tolerances of first moments by name, where they are not those of the preset."""
+        self.exact_optimizers: Mapping[str, str] = {}
+        """Names of optimizers in the state whose moments are stored exactly, each with the reason."""
         self._last: int | None = None  # steps of training at the last save
 
     def resume(self, header: Header, tensors: Mapping[str, StoredTensor], learning_rate: float) -> None:
@@ -50,6 +52,10 @@ class GoingOn:
         self._last = step
         if self.budget is not None:
             self.budget = self.budget.at(step, learning_rate, has_schedule)
+
+    def keeps_exactly(self, name: str) -> bool:
+        """Whether a tensor belongs to an optimizer whose moments are stored exactly."""
+        return any(name.startswith(f"{optimizer}.") for optimizer in self.exact_optimizers)
 
     def allowed(self, largest: float) -> float:
         """Return the degradation that a checkpoint may have now. largest: what the preset or the user allows."""

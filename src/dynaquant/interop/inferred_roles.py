@@ -17,6 +17,13 @@ from dynaquant.state.tree import dict_items, tensor_name, tensor_names_in
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")
 """Last parts of the names of tensors that are statistics or constants, not weights."""
+OF_TORCH = frozenset(
+    {
+        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "sum"),
+        *("acc_delta", "prev", "step_size", "ax", "row_var", "col_var", "variance"),
+    }
+)
+"""Keys of tensors in the states of ``torch.optim``'s optimizers."""
 _EMBEDDINGS = ("embed", "wte", "wpe", "tokens", "positions")
 _NORMS = ("norm", "ln", "bn")
 
@@ -33,8 +40,8 @@ def labels(tree: Any, tensors: Mapping[str, Tensor], weights: Collection[str] | 
     """Return the label of every tensor of a state.
 
     Floating-point tensors in dictionaries that hold only tensors are weights, unless their name is in ``BUFFERS``.
-    Moments are found by their keys in the state of an optimizer (a dictionary with ``state`` and ``param_groups``).
-    Everything else is exact.
+    Moments are found by their keys in the state of an optimizer (a dictionary with ``state`` and ``param_groups``), if
+    it has only what optimizers of ``torch.optim`` have. Everything else is exact.
 
     tree, tensors: as ``flatten`` returns them. weights: names of the tensors that can be weights, None for all.
     """
@@ -53,9 +60,25 @@ def labels(tree: Any, tensors: Mapping[str, Tensor], weights: Collection[str] | 
             else:
                 result[name] = Label("exact", kind)
     for optimizer in found.optimizers:
+        known = _is_like_torchs(optimizer, tensors)
         for name in tensor_names_in(optimizer["state"]):
-            result[name] = Label(optimizer_role(name, tensors))
+            result[name] = Label(optimizer_role(name, tensors) if known else "exact")
     return result
+
+
+def _is_like_torchs(optimizer: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether an optimizer's state has only what those of ``torch.optim`` have, besides numbers and master weights.
+
+    Whatever else it has, its moments may be used otherwise. So may an ``exp_avg`` that nothing divides (Lion).
+    """
+    for node in (node for _, node in dict_items(optimizer["state"])):
+        state = _by_text_key(node)
+        large = {key for key, inner in state.items() if any(tensors[n].numel() > 1 for n in tensor_names_in(inner))}
+        if any(key not in OF_TORCH and "master" not in key for key in large):
+            return False
+        if "exp_avg" in large and not large & {"exp_avg_sq", "exp_inf"}:
+            return False
+    return True
 
 
 def optimizers_in(tree: Any) -> list[dict[str, Any]]:

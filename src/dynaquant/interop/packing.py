@@ -128,11 +128,16 @@ class Packer:
         """
         start = time.perf_counter()
         labels = inferred_roles.labels(file.tree, file.tensors, file.weights)
+        labels |= {name: Label("exact") for name in labels if self._training.keeps_exactly(name)}
         decision = Decision("lossless", None)
         moments: Mapping[str, Quantized] = {}
         notes: list[str] = []
         if self._preset is not None:
             decision, notes = self._decide(file, labels)
+            notes += [
+                f"the moments of {name} are stored exactly, as they may not be used as Adam does: {reason}"
+                for name, reason in self._training.exact_optimizers.items()
+            ]
             self._tell("quantizing the optimizer's state")
             first, second = self._preset.first_tolerance, self._preset.second_tolerance
             moments = quantize_moments(file.tensors, labels, first, second, self._training.first_tolerances)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from dynaquant.store.run import Run
 from dynaquant.store.writing import Base
 from dynaquant.tensors.stored import External
 from dynaquant.training.collect import collect
+from dynaquant.training.moment_uses import exact_optimizers
 from dynaquant.training.objects import models_of
 from dynaquant.training.ranks import Group
 from dynaquant.training.shards import WHOLE, Shards
@@ -32,7 +33,8 @@ class Captured:
     tree: of the state, without omitted tensors. tensors: the training's own, by name; what this rank holds of those
     that are divided. last_hashes: hashes of the tensors of the last checkpoint. last_external: its tensors that were
     omitted, or that lie in a usable file of frozen parameters. Both are empty if there is no last checkpoint. division:
-    of the tensors among the ranks; None if every rank holds all of them.
+    of the tensors among the ranks; None if every rank holds all of them. exact_optimizers: names of those whose moments
+    are stored exactly, each with the reason.
     """
 
     tree: Any
@@ -41,6 +43,7 @@ class Captured:
     last_hashes: Mapping[str, str]
     last_external: Mapping[str, External]
     division: Division | None = None
+    exact_optimizers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def shards(self) -> Shards:
@@ -72,17 +75,20 @@ def capture(
     tree, tensors = group.run_on_all_ranks(lambda: flatten(collect(objects, other_ranks)))
     division = divide(tensors, group)
     local = division.local if division is not None else {name: local_of(tensor) for name, tensor in tensors.items()}
-    label_of = group.run_on_all_ranks(lambda: labels(local, objects, roles, vectors))
+    # Ranks must come to the same roles; the steps that find them out are made on all, as they may communicate.
+    exact = group.from_rank_0(exact_optimizers(objects))
+    label_of = group.run_on_all_ranks(lambda: labels(local, objects, roles, vectors, exact))
     omitted = _omitted(label_of)
     if division is not None:
         _refuse_omitted(omitted)
-        return Captured(tree, local, label_of, {}, {}, division)
+        return Captured(tree, local, label_of, {}, {}, division, exact)
     return Captured(
         without_tensors(tree, omitted) if omitted else tree,
         local,
         label_of,
         last_hashes={} if base is None else base.hashes,
         last_external={} if base is None else run.frozen_files.available(base.tensors),
+        exact_optimizers=exact,
     )
 
 

@@ -23,6 +23,7 @@ from dynaquant.saving.capture import Captured
 from dynaquant.saving.compressed import Compressed
 from dynaquant.saving.displacements import Displacements
 from dynaquant.saving.division import Division, divide
+from dynaquant.saving.exact_moments import notes_on_exact_moments
 from dynaquant.saving.frozen_and_omitted import (
     FrozenParameters,
     frozen_parameters,
@@ -178,6 +179,7 @@ class Compressor:
             decision, notes = self._decide(comparison, captured, bounded, displaced)
             if self._preset is not None:
                 notes += note_on_parameters_without_optimizer(self._model, frozen)
+                notes += notes_on_exact_moments(captured, self._objects, self._patterns)
         with timed(seconds, "capture"):
             quantized = {} if decision.configuration is None else {**decision.quantized, **comparison.unchanged}
             tolerances = first_tolerances(self._objects, self._preset, interval, corrected) if self._preset else {}

@@ -70,13 +70,15 @@ def labels(
     objects: Mapping[str, Any],
     overrides: Mapping[str, str | Bound] | None = None,
     vectors: bool = False,
+    exact: Collection[str] = (),
 ) -> dict[str, Label]:
     """Return the label of every tensor of a state.
 
     tensors: as ``flatten`` names them. objects: the objects whose state this is, by name; the names of an object's
     tensors begin with its name. overrides: role or bound by glob pattern over tensor names, e.g.
     ``{"*.lm_head.weight": "exact"}``; the last pattern that matches counts. vectors: whether parameters of one
-    dimension (biases, norms) are weights.
+    dimension (biases, norms) are weights. exact: names of the optimizers whose moments are stored exactly unless a
+    pattern says otherwise (``training/moment_uses.py``).
 
     Only parameters of models (``"model"``, ``"model.G"``) become weights, since only models are evaluated, and only if
     they train. Other parameters are exact unless a pattern says otherwise. A pattern may use any name of a tied
@@ -93,7 +95,7 @@ def labels(
             parameters.update(_parameter_names(prefix, thing))
         elif isinstance(thing, torch.optim.Optimizer):
             for name in tensors:
-                if name.startswith(f"{prefix}.state."):
+                if name.startswith(f"{prefix}.state.") and prefix not in exact:
                     result[name] = Label(optimizer_role(name, tensors))
     named = {**{name: name for name in result}, **parameters}
     for pattern, role in (overrides or {}).items():

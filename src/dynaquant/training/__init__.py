@@ -10,6 +10,8 @@
 - ``snapshot.py``: what ``evaluate`` may change and a save puts back
 - ``gradients.py``: records gradients before each optimizer step
 - ``first_moments.py``: how each optimizer updates its first moments
+- ``moment_uses.py``: which optimizers' moments may be quantized
+- ``update_check.py``: what one step of an optimizer does with its moments
 - ``moment_correction.py``: corrects first moments that a restore has set to zero
 - ``master_weights.py``: finds the master weights of half-precision weights
 - ``hash_cache.py``: hashes of tensors that rarely change

@@ -194,6 +194,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             self._going_on.advance(checkpoint.get("global_step", 0), rate, has_schedule(groups))
         if self._training is not None:
             self._going_on.first_tolerances = self._training.first_tolerances(preset, self._going_on.interval)
+            self._going_on.exact_optimizers = self._training.exact_optimizers()
 
     def _function(self) -> Metric | None:
         metric, training = self._metric, self._training

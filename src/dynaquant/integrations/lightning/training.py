@@ -27,6 +27,7 @@ from dynaquant.saving.training_budget import scaled_by_rate
 from dynaquant.training import rng
 from dynaquant.training.first_moments import Memory, corrected_keys, memories_in
 from dynaquant.training.moment_correction import MomentCorrections
+from dynaquant.training.moment_uses import exact_optimizers
 
 log = logging.getLogger("dynaquant")
 _MOMENT = re.compile(r"optimizer_states\.(\d+)\.state\.(\d+)\.(\w+)")
@@ -93,6 +94,11 @@ class Training(Callback):  # type: ignore[misc]
             found = memories_in(optimizer, keys, corrected=True)
             memories |= {f"optimizer_states.{number}.state.{key}": memory for key, memory in found.items()}
         return tolerances_of(memories, preset, interval)
+
+    def exact_optimizers(self) -> dict[str, str]:
+        """Return the optimizers whose moments are stored exactly, by name in a checkpoint, each with the reason."""
+        optimizers = self._trainer.optimizers if self._trainer is not None else ()
+        return exact_optimizers({f"optimizer_states.{number}": each for number, each in enumerate(optimizers)})
 
     def metric(self, checkpoint: Mapping[str, Any], name: str) -> float:
         """Return the mean over the batches of what ``validation_step`` logs as ``name``, with a checkpoint's weights.

@@ -1,0 +1,33 @@
+"""Notes on moments that are stored exactly because their optimizer may not use them as Adam does."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dynaquant.saving.capture import Captured
+from dynaquant.state.roles import matches, optimizer_role
+from dynaquant.training.objects import class_of
+
+
+def notes_on_exact_moments(captured: Captured, objects: Mapping[str, Any], patterns: Collection[str]) -> list[str]:
+    """Return a note for every optimizer whose moments would be quantized if it were known.
+
+    patterns: the user's, over names of tensors. Moments that match one are stored as the user says.
+    """
+    notes = []
+    for optimizer, reason in captured.exact_optimizers.items():
+        names = [name for name in captured.tensors if name.startswith(f"{optimizer}.state.")]
+        roles = {name: optimizer_role(name, captured.tensors) for name in names}
+        moments = [name for name in names if roles[name] != "exact" and not _decided(name, patterns, objects)]
+        if moments:
+            pattern = f"{optimizer}.*.{moments[0].rpartition('.')[2]}"
+            notes.append(
+                f"the moments of {optimizer} are stored exactly, as {class_of(objects[optimizer])} may not use them as "
+                f"Adam does: {reason}; roles={{{pattern!r}: {roles[moments[0]]!r}}} would quantize them"
+            )
+    return notes
+
+
+def _decided(name: str, patterns: Collection[str], objects: Mapping[str, Any]) -> bool:
+    return any(matches(name, pattern, objects) for pattern in patterns)
