@@ -41,7 +41,7 @@ class StepLimits:
     @property
     def unknown(self) -> float:
         """The limit if the displacement is not known."""
-        return 2 * self.unmoved
+        return 4 * self.unmoved
 
     def largest_step(self, magnitude: Magnitude, displacement: float | None) -> float:
         """Return the largest grid step of a tensor. displacement: root mean square; None if not known."""
@@ -52,7 +52,7 @@ class StepLimits:
         return max(step, math.sqrt(magnitude.mean_square) / MOST_LEVELS)
 
 
-BALANCED_LIMITS = StepLimits(0.125, 0.5)
+BALANCED_LIMITS = StepLimits(1 / 16, 1 / 2)
 MOST_LEVELS = 100
 """A grid step may always be this fraction of the root mean square: a finer one has no levels for most values."""
 SMALLEST, LARGEST = 2.0**-126, 1e37

@@ -38,8 +38,8 @@ class Preset:
 BALANCED = Preset(0.01, 0.005, BALANCED_LIMITS, 0.0125, DROPPED, 0.3)
 PRESETS: dict[QualityName, Preset | None] = {
     "lossless": None,
-    "high": Preset(0.001, 0.0005, StepLimits(0.0625, 0.25), 0.005, 0.5, 0.3),
+    "high": Preset(0.001, 0.0005, StepLimits(1 / 32, 1 / 4), 0.005, 0.5, 0.3),
     "balanced": BALANCED,
-    "small": Preset(0.05, 0.025, StepLimits(0.25, 1.0), 0.2, DROPPED, 0.5),
+    "small": Preset(0.05, 0.025, StepLimits(1 / 4, 1.0), 0.2, DROPPED, 0.5),
 }
 """By name of ``quality``. None: every tensor is stored exactly."""
