@@ -38,14 +38,19 @@ def test_unchanged_generators_take_bytes_only_in_the_first_file(tmp_path):
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("metric", [loss_of, lambda _: 1.0], ids=["loss", "all candidates alike"])
-def test_restored_weights_are_the_evaluated_ones_and_all_else_is_exact(tmp_path, way, metric):
+@pytest.mark.parametrize(
+    ("metric", "first"),
+    [(loss_of, 2), (lambda model: 1.0 if model[0].weight.any() else 2.0, 5)],
+    ids=["loss", "all candidates alike"],
+)
+def test_restored_weights_are_the_evaluated_ones_and_all_else_is_exact(tmp_path, way, metric, first):
     """Exceptions are moments and vectors with the grid method: they are quantized."""
     model, optimizer = training_of()
     seen = []
 
     def evaluate(scored: nn.Module) -> float:
-        seen.append(weights_of(scored))
+        if scored[0].weight.any():  # a search looks at a model without any weights, too
+            seen.append(weights_of(scored))
         return metric(scored)
 
     with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, **way) as ckpt:
@@ -55,7 +60,8 @@ def test_restored_weights_are_the_evaluated_ones_and_all_else_is_exact(tmp_path,
             seen.clear()
             record = ckpt.save(step).result()
             originals = len(seen) - len(record.trials)
-            assert originals == (5 if step == 1 else 1)  # the first save checks whether the metric is deterministic
+            # The first save checks whether the metric is deterministic, more often if it moves in steps.
+            assert originals == (first if step == 1 else 1)
             assert all(bits(weights) == bits(original) for weights in seen[:originals])
             tried = [trial.configuration for trial in record.trials]
             scored = seen[originals + tried.index(record.configuration)]

@@ -41,7 +41,7 @@ class StepLimits:
     @property
     def unknown(self) -> float:
         """The limit if the displacement is not known."""
-        return 4 * self.unmoved
+        return min(4 * self.unmoved, self.moved)
 
     def largest_step(self, magnitude: Magnitude, displacement: float | None) -> float:
         """Return the largest grid step of a tensor. displacement: root mean square; None if not known."""
@@ -53,6 +53,8 @@ class StepLimits:
 
 
 BALANCED_LIMITS = StepLimits(1 / 16, 1 / 2)
+LOOSEST_LIMITS = StepLimits(2.5, 2.5)
+"""For a configuration that the user gives. Larger steps would leave nothing of a tensor."""
 MOST_LEVELS = 100
 """A grid step may always be this fraction of the root mean square: a finer one has no levels for most values."""
 SMALLEST, LARGEST = 2.0**-126, 1e37

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dynaquant.coding.encoder import Coder
 from dynaquant.quantize.bounds import quantize_bounded
-from dynaquant.quantize.grid_weights import GridWeights
+from dynaquant.quantize.grid_weights import LOOSEST_LIMITS, GridWeights
 from dynaquant.quantize.kmeans_weights import KMeansWeights
 from dynaquant.quantize.knobs import Knobs
 from dynaquant.quantize.moments import quantize_moments
@@ -305,7 +305,7 @@ class Compressor:
                 self._last_weights,
                 mean_squares,
                 self._restored_step,
-                self._preset.step_limits,
+                self._preset.step_limits if self._searches else LOOSEST_LIMITS,
                 displaced,
                 self._group,
                 shards,
