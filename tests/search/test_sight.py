@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dynaquant as dq
+from dynaquant.search.evaluation import Quality
 from dynaquant.search.sight import is_suspicious, sight_of
 
 loss, accuracy = loss_on(INPUTS, TARGETS), accuracy_on(INPUTS, TARGETS)
@@ -227,7 +228,9 @@ def test_scores_are_suspicious_only_if_no_candidate_was_worse():
 
 
 def test_one_replica_whose_metric_sees_is_enough():
-    assert sight_of([0.0, 0.0], 1.0) == "blind"
-    assert sight_of([0.0, 0.1], 1.0) == sight_of([-1.0, math.nan], 1.0) == sight_of([-0.2], 1.0) == "sees"
-    assert sight_of([-0.9, -0.3], 1.0) == "upside down"
-    assert sight_of([-math.inf], 0.0) == "blind"
+    same, worse, failed = Quality(1.0, 1.0, 0.0), Quality(1.0, 1.1, 0.1), Quality(1.0, math.inf, math.nan)
+    assert sight_of([same, same]) == "blind"
+    assert sight_of([same, worse]) == sight_of([same, failed]) == sight_of([same, None]) == "sees"
+    assert sight_of([Quality(0.9, 0.1, -0.89), Quality(0.9, 0.5, -0.44)]) == "upside down"
+    assert sight_of([Quality(2.5, 2.08, -0.17)]) == sight_of([Quality(0.07, 0.1, -0.43)]) == "sees"
+    assert sight_of([Quality(0.0, 0.1, -math.inf)]) == "blind"

@@ -22,7 +22,7 @@ from dynaquant.search.grid_method import search_grid
 from dynaquant.search.history import History
 from dynaquant.search.judge import DistortionJudge, Judge, JudgedBy, PairedJudge
 from dynaquant.search.kmeans_method import KMeansQuantizer, search_kmeans
-from dynaquant.search.metric import OriginalScore, UserMetric
+from dynaquant.search.metric import UserMetric
 from dynaquant.search.noise import Noise
 from dynaquant.search.sight import Sight, is_suspicious, note_on, sight_of
 from dynaquant.search.size import SizeModel
@@ -168,7 +168,7 @@ class ConfigurationManager:
             decision = self._measure(self._fixed, trials, judge, notes)
         else:
             found = self._search(quantizer, trials)
-            sight, note = self._sight_of(metric, original, quantizer, trials)
+            sight, note = self._sight_of(metric, quantizer, trials)
             if note is not None:
                 decision = self._decide_by_estimate(quantizer, estimate, allowed, [*notes, note])
                 decision = replace(decision, sight=sight)
@@ -184,9 +184,7 @@ class ConfigurationManager:
         trials = self._trials(quantizer, estimate, allowed, at_once)
         return self._decide(self._search(quantizer, trials), trials, estimate, allowed, 0.0, notes)
 
-    def _sight_of(
-        self, metric: UserMetric, original: OriginalScore, quantizer: Quantizer, trials: Trials
-    ) -> tuple[Sight, str | None]:
+    def _sight_of(self, metric: UserMetric, quantizer: Quantizer, trials: Trials) -> tuple[Sight, str | None]:
         """Return what the metric tells of weights, and a note unless it sees. Logs the note when that is new.
 
         Costs an evaluation if the scores of the candidates are suspicious. Collective.
@@ -195,11 +193,10 @@ class ConfigurationManager:
         if not quantizer.weights or not is_suspicious(degradations, trials.limit, self._sight != "sees"):
             return "sees", None
         found = trials.score_zeros()
-        scores = self._group.from_rank_0((original.score, found[0].restored if found[0] else math.nan))
-        sight = sight_of([math.nan if each is None else each.degradation for each in found], scores[0])
-        if sight == "sees":
-            return sight, None
-        note = note_on(sight, *scores, metric.higher_is_better)
+        sight = sight_of(found)
+        if sight == "sees" or found[0] is None:
+            return "sees", None
+        note = note_on(sight, found[0].original, found[0].restored, metric.higher_is_better)
         if sight != self._sight:
             self._warn(note)
         return sight, note

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from dynaquant.search.evaluation import Quality
+
 Sight = Literal["sees", "blind", "upside down"]
 """What a metric tells of weights.
 
@@ -13,9 +15,9 @@ Sight = Literal["sees", "blind", "upside down"]
 - ``upside down``: they are much better. ``higher_is_better`` is wrong, or the training has only begun.
 """
 
-MUCH_BETTER = 0.25
-"""All weights zero must improve a metric by more than this share to be suspicious. A model that has only begun to train
-may be a little worse than one that answers the same to everything."""
+MUCH_BETTER = 0.4
+"""All weights zero must be better by more than this share of the larger of both scores to be suspicious. A model that
+has only begun to train may be a little worse than one that answers the same to everything."""
 
 
 def is_suspicious(degradations: Sequence[float | None], limit: float, before: bool) -> bool:
@@ -31,17 +33,22 @@ def is_suspicious(degradations: Sequence[float | None], limit: float, before: bo
     return before or len(known) > 1 or known[0] == 0 or known[0] < -limit
 
 
-def sight_of(zeros: Sequence[float], original: float) -> Sight:
+def sight_of(zeros: Sequence[Quality | None]) -> Sight:
     """Return what a metric tells of weights. Of several replicas, one that sees is enough.
 
-    zeros: the degradation of a model whose weights are all zero, by replica; NaN if the metric failed or was not
-    finite. original: the score of the weights in training. To 0, nothing can be compared.
+    zeros: the quality of a model whose weights are all zero, by replica; None if the metric failed. To a score of 0 in
+    training, nothing can be compared.
     """
-    if not all(degradation <= 0 for degradation in zeros):
+    known = [quality for quality in zeros if quality is not None and quality.degradation <= 0]  # not if it is NaN
+    if len(known) < len(zeros):
         return "sees"
-    if original == 0 or all(degradation == 0 for degradation in zeros):
+    if all(quality.original == 0 or quality.degradation == 0 for quality in known):
         return "blind"
-    return "upside down" if max(zeros) < -MUCH_BETTER else "sees"
+    return "upside down" if all(_much_better(quality) for quality in known) else "sees"
+
+
+def _much_better(zeros: Quality) -> bool:
+    return abs(zeros.restored - zeros.original) > MUCH_BETTER * max(abs(zeros.restored), abs(zeros.original))
 
 
 def note_on(sight: Sight, original: float, zeros: float, higher_is_better: bool) -> str:
