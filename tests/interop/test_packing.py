@@ -170,7 +170,7 @@ def test_a_metric_is_checked_for_repeatability_once_for_a_series(tmp_path):
         return 1.0 + float(found["a.weight"].square().mean())
 
     list(pack({step: tmp_path / f"{step}.pt" for step in states}, tmp_path / "run", Packer(metric=metric)))
-    assert [of_originals.count(step) for step in states] == [6, 2, 2]
+    assert [of_originals.count(step) for step in states] == [3, 2, 2]
 
 
 @pytest.mark.parametrize("with_moments", [False, True])
@@ -195,9 +195,11 @@ def test_a_metric_that_is_not_finite_is_an_error_and_nothing_is_written(tmp_path
     assert os.listdir(tmp_path) == ["state.pt"]
 
 
-def test_a_metric_that_stays_zero_allows_any_configuration(tmp_path):
+def test_with_a_metric_that_stays_zero_the_estimate_decides(tmp_path, caplog):
     compressed(tensors_of(), tmp_path, metric=lambda _: torch.zeros(1))
-    assert StoredCheckpoint(tmp_path / "state.dqc").file.header.record["quality"]["degradation"] == 0
+    record = StoredCheckpoint(tmp_path / "state.dqc").file.header.record
+    assert (record["quality"], record["search"]["judged_by"]) == (None, "distortion")
+    assert caplog.messages == record["notes"]
 
 
 @pytest.mark.parametrize("limit", [-1.0, float("nan"), float("inf")])

@@ -244,7 +244,7 @@ class Demanding:
     @torch.no_grad()
     def __call__(self, model: nn.Module, batch: float = 0.0) -> float:
         errors = [(p - exact).square().sum() / exact.square().sum() for p, exact in self._pairs(model)]
-        worse = float(sum(errors))
+        worse = sum(errors).item()
         return 1.0 + batch + ((0.005 + self.strictness * worse) * (1 + batch) if worse else 0.0)
 
     def _pairs(self, model: nn.Module):

@@ -139,8 +139,9 @@ def crash_and_continue(folder, distance: float, **options) -> tuple[Drift, list[
     return drift, records
 
 
-def indifferent(model: nn.Module) -> float:  # noqa: ARG001
-    return 1.0
+def indifferent(model: nn.Module) -> float:
+    """All weights are equally good, unless they are all zero."""
+    return 1.0 if model.weight.any() else 2.0
 
 
 @BOTH_METHODS
@@ -324,12 +325,17 @@ def test_the_smallest_configuration_that_keeps_enough_is_chosen(tmp_path):
 
 
 class BadForSome:
-    """A metric that turns bad, once ``now`` is set, for weights with a certain number of different values."""
+    """A metric that turns bad, once ``now`` is set, for weights with a certain number of different values.
+
+    All zero is bad at any time.
+    """
 
     def __init__(self, fewest: int, most: int) -> None:
         self.fewest, self.most, self.now = fewest, most, False
 
     def __call__(self, model: nn.Module) -> float:
+        if not model.weight.any():
+            return 2.0
         return 2.0 if self.now and self.fewest <= len(model.weight.unique()) <= self.most else 1.0
 
 

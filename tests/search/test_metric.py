@@ -142,7 +142,7 @@ def test_a_metric_that_has_never_worked_is_an_error(tmp_path, caplog, fault, say
 
     def evaluate(scored: nn.Module) -> float:
         torch.rand(2, generator=order)
-        return fault(scored) if evaluate.broken else 1.0
+        return fault(scored) if evaluate.broken else 1.0 + (not scored[1].weight.any())  # all zero is worse
 
     evaluate.broken = True
     options = {"evaluate": evaluate, "extras": {"order": order}} | options
@@ -366,8 +366,8 @@ def test_random_numbers_from_the_global_generators_are_not_noise():
         assert metric.original().noise_margin == 0
 
 
-def test_a_metric_that_is_not_finite_is_a_problem_and_evaluated_five_times_once_it_is_finite():
-    values = iter([*5 * [math.nan], *5 * [2.0], 3.0])
+def test_a_metric_that_is_not_finite_is_a_problem_and_evaluated_five_times_once_it_is_finite_and_looks_stepped():
+    values = iter([*2 * [math.nan], *5 * [2.0], 3.0])
     metric = metric_of(lambda _: next(values))
     assert "not finite" in metric.original().problem
     assert (metric.original().score, metric.original().score) == (2.0, 3.0)
