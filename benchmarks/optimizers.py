@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, StrMethodFormatter
 from optimizer_trainings import FACTORS, Entry, Training, named, of_pytorch_optimizer, of_torch, quietly
 from options import parse, parser
 from results import Table, machine, publish, sentence, show
@@ -352,6 +353,8 @@ def plot(results: Sequence[Result], file: Path) -> None:
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(measured)), [result.name for result in measured], fontsize=6)
     axes.set(xscale="symlog", xlabel="restored − control, % of the loss", ylim=(-1, len(measured)))
+    axes.xaxis.set_major_locator(FixedLocator([-1, -0.5, 0, 0.5, 1, 2, 5, 10, 100, 1000]))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=7, ncols=2)
     figure.savefig(file, dpi=130)
