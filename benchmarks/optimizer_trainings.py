@@ -99,7 +99,7 @@ class Training:
         if not needs_closure:
             closure()
         for optimizer in self.optimizers:
-            optimizer.step(closure) if optimizer in needs_closure else optimizer.step()
+            optimizer.step(closure) if optimizer in needs_closure else optimizer.step()  # type: ignore[arg-type]
         for schedule in self.schedules:
             schedule.step()
 
@@ -114,7 +114,7 @@ class Training:
         """Return the metric of searches, on the first fifth of the held-out text."""
         starts = torch.linspace(0, len(self._held_out) // 5 - CONTEXT - 1, SEARCH_BATCHES * BATCH).long()
         inputs, targets = _examples(self._held_out, starts)
-        return LossOn(list(zip(inputs.split(BATCH), targets.split(BATCH), strict=True)), loss_of)
+        return LossOn(list(zip(torch.split(inputs, BATCH), torch.split(targets, BATCH), strict=True)), loss_of)
 
     def _set_mode(self, mode: str) -> None:
         """Tell optimizers that keep an average of the weights (schedule-free) what the weights are needed for."""

@@ -183,9 +183,11 @@ class Sweep:
         roles: as ``other_roles`` returns them.
         """
         with tempfile.TemporaryDirectory() as folder:
-            runs = {Path(folder, "default"): {}} | ({Path(folder, "other"): roles} if roles else {})
+            runs: dict[Path, Mapping[str, str]] = {Path(folder, "default"): {}}
+            runs |= {Path(folder, "other"): roles} if roles else {}
             undisturbed, times = self.saved(seed, runs)
-            restored, other = (*[self.restored(seed, run, runs[run]) for run in runs], None)[:2]
+            restored, *others = [self.restored(seed, run, runs[run]) for run in runs]
+            other = others[0] if others else None
         by_key, exact = (None, other) if roles == EXACT else (other, None)
         return Ends(undisturbed, self.control(seed), restored, by_key, exact), times
 
