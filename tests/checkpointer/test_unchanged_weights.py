@@ -1,5 +1,7 @@
 """Weights that do not change are stored once and keep their values."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from small_runs import EVERY_WAY, loss_of, saved, training_of
@@ -7,6 +9,8 @@ from torch import nn
 from training import bits, train
 
 import dynaquant as dq
+from dynaquant.quantize.step_limits import LOOSEST_LIMITS
+from dynaquant.saving.presets import BALANCED, PRESETS
 from dynaquant.store.run import Run
 
 
@@ -28,7 +32,8 @@ def test_frozen_weights_are_stored_once(tmp_path, way):
 
 
 @pytest.mark.parametrize("method", ["grid", "published"])
-def test_quantized_frozen_weights_keep_their_values_when_the_configuration_changes(tmp_path, method):
+def test_quantized_frozen_weights_keep_their_values_when_the_configuration_changes(tmp_path, method, monkeypatch):
+    monkeypatch.setitem(PRESETS, "balanced", replace(BALANCED, step_limits=LOOSEST_LIMITS))  # grids with few levels
     model, _ = training_of()
     model[0].weight.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])

@@ -87,13 +87,14 @@ def test_the_chosen_candidate_is_evaluated_on_all_batches_and_stays_within_the_l
 
 
 @BOTH_METHODS
+@pytest.mark.usefixtures("coarse_grids")
 def test_a_metric_of_one_function_costs_more_and_finds_the_same_at_the_first_save(tmp_path, method):
-    options = {"method": method, "max_degradation": 0.003}
-    on_batches, counted = run(tmp_path / "batches", cross_entropy, 1, **options)[0]
+    options = {"method": method, "max_degradation": 0.03}
+    on_batches, counted = run(tmp_path / "batches", cross_entropy, 1, steps=20, **options)[0]
     model, optimizer = training_of()
     as_a_whole = partial(dq.LossOn.__call__, dq.LossOn(BATCHES, cross_entropy))
     with dq.Checkpointer(tmp_path / "one", model, optimizer, evaluate=as_a_whole, **options) as ckpt:
-        train(model, optimizer, 5)
+        train(model, optimizer, 20)
         whole = ckpt.save(1).result()
     assert whole.equivalents == 2 + len(whole.trials)
     assert all(trial.share == 1 for trial in whole.trials)
@@ -155,6 +156,7 @@ def drawing(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("loss_fn", [noisy, drawing])
+@pytest.mark.usefixtures("coarse_grids")
 def test_a_noisy_loss_or_one_that_draws_random_numbers_is_evaluated_as_a_whole(tmp_path, loss_fn):
     noisy.draw = random.Random(0)
     (first, counted), (second, counted_again) = run(tmp_path, loss_fn, 2, max_degradation=0.02)

@@ -11,7 +11,7 @@ from torch import nn
 
 import dynaquant as dq
 from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
-from dynaquant.search import displacement
+from dynaquant.search import displacement, kmeans_method
 from dynaquant.search.displacement import Displacement
 from dynaquant.state.roles import Label
 from dynaquant.tensors.boxes import cut
@@ -20,7 +20,12 @@ from dynaquant.training.shards import Shards
 
 COARSE = dq.Configuration(bins=4, protected=0.0)
 FINE = dq.Configuration(bins=64, protected=0.0)
-LEAST = displacement.LEAST_KEPT
+LEAST = {"grid": displacement.LEAST_KEPT, "published": kmeans_method.LEAST_KEPT}
+
+
+def keeps_enough(record: dq.Record, method: str) -> bool:
+    """Whether a checkpoint keeps enough. Stochastic rounding does on average over checkpoints."""
+    return record.progress >= LEAST[method] or (method == "grid" and record.configuration.dithered)
 
 
 def quantized(weights, configuration=COARSE):
@@ -141,7 +146,7 @@ def crash_and_continue(folder, distance: float, **options) -> tuple[Drift, list[
 
 def indifferent(model: nn.Module) -> float:
     """All weights are equally good, unless they are all zero."""
-    return 1.0 if model.weight.any() else 2.0
+    return 1.0 if any(weight.any() for weight in model.parameters()) else 2.0
 
 
 @BOTH_METHODS
@@ -149,15 +154,17 @@ def indifferent(model: nn.Module) -> float:
 def test_a_training_that_crashes_again_and_again_makes_progress(tmp_path, evaluate, method):
     # The metric accepts four bins; the weights move by a fortieth of the distance between two of them.
     drift, records = crash_and_continue(tmp_path, 0.002, evaluate=evaluate, max_degradation=0.05, method=method)
-    for record in records[1:]:  # stochastic rounding keeps the displacement on average over checkpoints
-        assert record.progress is None or record.progress >= LEAST or record.configuration.dithered
-    assert drift.distance() >= LEAST * 12 * 0.002
+    for record in records[1:]:
+        assert record.progress is None or keeps_enough(record, method)
+    assert drift.distance() >= LEAST[method] * 12 * 0.002
 
 
 @pytest.mark.parametrize(("method", "evaluate"), [("grid", None), ("published", indifferent)])
+@pytest.mark.usefixtures("coarse_grids")
 def test_without_the_rule_about_displacement_it_would_make_no_progress(tmp_path, monkeypatch, method, evaluate):
-    monkeypatch.setattr(displacement, "LEAST_KEPT", -math.inf)
-    drift, records = crash_and_continue(tmp_path, 0.002, evaluate=evaluate, method=method)
+    for module in (displacement, kmeans_method):
+        monkeypatch.setattr(module, "LEAST_KEPT", -math.inf)
+    drift, records = crash_and_continue(tmp_path, 0.002, evaluate=evaluate, max_degradation=0.01, method=method)
     if method == "published":
         assert all(record.configuration.bins == 4 for record in records)
     assert records[-1].progress < 0.1
@@ -181,12 +188,12 @@ def test_finer_levels_keep_small_displacements_and_the_record_says_so(tmp_path):
     assert first.notes == []
     by_quality, chosen = second.trials[0], second.configuration
     assert by_quality.configuration == first.configuration
-    assert by_quality.progress < LEAST <= second.progress
+    assert by_quality.progress < LEAST["published"] <= second.progress
     assert chosen.bins > first.configuration.bins
     assert any("displacement since the restore" in note for note in second.notes)
     # Configurations that keep too little are not evaluated, except for the result of the search by quality.
     for trial in second.trials[1:]:
-        assert (trial.degradation is None) == (trial.progress < LEAST)
+        assert (trial.degradation is None) == (trial.progress < LEAST["published"])
 
 
 def test_stochastic_rounding_keeps_small_displacements_and_the_record_says_so(tmp_path):
@@ -197,7 +204,7 @@ def test_stochastic_rounding_keeps_small_displacements_and_the_record_says_so(tm
     assert all(trial.configuration.dithered for trial in second.trials)
     (note,) = [note for note in second.notes if "displacement" in note]
     kept = int(re.search(r"weights keep (\d+)%", note)[1]) / 100
-    assert kept < min(LEAST, second.progress)
+    assert kept < min(LEAST["grid"], second.progress)
     assert any("displacement since the restore; with stochastic rounding, " in note for note in second.notes)
 
 
@@ -219,7 +226,7 @@ def test_if_stochastic_rounding_is_never_good_enough_the_configuration_that_keep
     assert {trial.degradation for trial in second.trials if trial.configuration.dithered} == {1.0}
     assert second.quality.degradation == 0
     best = max(trial.progress for trial in second.trials if trial.degradation == 0)
-    assert second.progress == best < LEAST
+    assert second.progress == best < LEAST["grid"]
     assert any("displacement since the restore; with grid" in note for note in second.notes)
 
 
@@ -275,6 +282,7 @@ def share_kept(folder, step: int, begin: torch.Tensor, here: torch.Tensor) -> fl
 
 
 @BOTH_METHODS
+@pytest.mark.usefixtures("coarse_grids")
 def test_the_displacement_is_measured_from_the_restore_for_all_later_checkpoints(tmp_path, method):
     drift = Drift()
     with checkpointer(tmp_path, drift.model, evaluate=indifferent, method=method) as ckpt:
@@ -286,7 +294,7 @@ def test_the_displacement_is_measured_from_the_restore_for_all_later_checkpoints
             record = ckpt.save(step).result()
             expected = share_kept(tmp_path, step, begin, drift.model.weight.detach())
             assert record.progress == pytest.approx(min(expected, 1), rel=1e-4)
-            assert record.progress >= LEAST or record.configuration.dithered
+            assert keeps_enough(record, method)
 
 
 @BOTH_METHODS
@@ -301,7 +309,7 @@ def test_after_a_second_restore_the_displacement_is_measured_from_there(tmp_path
         drift.train(0.002)
         record = ckpt.save(2).result()
     expected = share_kept(tmp_path, 2, begin, drift.model.weight.detach())
-    assert LEAST <= record.progress == pytest.approx(min(expected, 1), rel=1e-4)
+    assert LEAST[method] <= record.progress == pytest.approx(min(expected, 1), rel=1e-4)
 
 
 @BOTH_METHODS
@@ -311,14 +319,14 @@ def test_once_the_displacement_is_large_the_restore_no_longer_matters(tmp_path, 
         ckpt.save(0).result()
         ckpt.restore()
         drift.train(5.0)
-        assert ckpt.save(1).result().progress >= LEAST
+        assert ckpt.save(1).result().progress >= LEAST[method]
         drift.train(0.002)
         assert ckpt.save(2).result().progress is None
 
 
 def test_the_smallest_configuration_that_keeps_enough_is_chosen(tmp_path):
     _, second = after_a_restore(tmp_path, 0.002)
-    enough = [t for t in second.trials if t.degradation is not None and t.progress >= LEAST]
+    enough = [t for t in second.trials if t.degradation is not None and t.progress >= LEAST["published"]]
     assert len(enough) > 1
     assert second.configuration == min(enough, key=lambda trial: trial.predicted).configuration
     assert second.configuration.bins <= 16
@@ -354,11 +362,11 @@ def test_a_configuration_that_keeps_enough_must_be_good_enough_too(tmp_path):
     assert second.trials[0].configuration == first.configuration != second.configuration
     assert any(trial.degradation == 1 for trial in second.trials)
     assert second.quality.degradation <= second.limit
-    assert second.progress >= LEAST
+    assert second.progress >= LEAST["published"]
 
 
 def test_if_no_configuration_keeps_enough_the_one_that_keeps_most_is_chosen(tmp_path, monkeypatch):
-    monkeypatch.setattr(displacement, "LEAST_KEPT", 1.1)
+    monkeypatch.setattr(kmeans_method, "LEAST_KEPT", 1.1)
     first, second = after_a_restore(tmp_path, 0.002)
     assert second.configuration != first.configuration
     assert second.progress == max(trial.progress for trial in second.trials)
@@ -368,7 +376,7 @@ def test_if_no_configuration_keeps_enough_the_one_that_keeps_most_is_chosen(tmp_
 def test_if_no_finer_configuration_is_good_enough_quality_decides_and_a_note_says_so(tmp_path):
     first, second = saved_for(tmp_path, BadForSome(9, 2000))
     assert second.configuration == first.configuration
-    assert second.progress < LEAST
+    assert second.progress < LEAST["published"]
     assert any(f"keeps only {second.progress:.0%} of the displacement" in note for note in second.notes)
 
 
@@ -386,7 +394,7 @@ def test_a_failure_of_the_metric_on_a_finer_candidate_is_noted(tmp_path):
 def test_with_the_users_configuration_the_share_kept_is_only_recorded(tmp_path):
     first, second = after_a_restore(tmp_path, 0.002, configuration=dq.Configuration(bins=4))
     assert second.configuration == first.configuration
-    assert second.progress < LEAST
+    assert second.progress < LEAST["published"]
     assert second.search == "fixed"
 
 

@@ -11,6 +11,7 @@ import dynaquant as dq
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.grid_weights import grid_weights
 from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
+from dynaquant.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.search.distortion import distortion, mean_squared_gradients
 from dynaquant.search.judge import DISTORTION_SCALE, DistortionJudge, MetricJudge
 from dynaquant.state.roles import labels
@@ -77,7 +78,7 @@ def test_the_metric_sees_the_given_values_of_weights_that_are_already_decided(mo
 
 @pytest.mark.parametrize("dithered", [False, True])
 def test_the_metric_sees_the_values_of_a_grid_that_is_not_quantized_yet(model, dithered):
-    weights = grid_weights(prepared(model).weights, {}, {}, seed=3)
+    weights = grid_weights(prepared(model).weights, {}, {}, seed=3, step_limits=LOOSEST_LIMITS)
     kept = []
 
     def evaluate(scored: nn.Module) -> float:
@@ -94,7 +95,7 @@ def test_the_metric_sees_the_values_of_a_grid_that_is_not_quantized_yet(model, d
 
 
 def test_candidates_that_the_metric_does_not_keep_use_the_same_memory(model):
-    weights = grid_weights(prepared(model).weights, {}, {}, seed=3)
+    weights = grid_weights(prepared(model).weights, {}, {}, seed=3, step_limits=LOOSEST_LIMITS)
     addresses, values = [], []
 
     def evaluate(scored: nn.Module) -> float:
@@ -111,7 +112,7 @@ def test_candidates_that_the_metric_does_not_keep_use_the_same_memory(model):
 
 
 def test_without_a_metric_a_grid_is_judged_as_its_levels_are(model):
-    weights = grid_weights(prepared(model).weights, {}, {}, seed=3)
+    weights = grid_weights(prepared(model).weights, {}, {}, seed=3, step_limits=LOOSEST_LIMITS)
     judge = DistortionJudge(weights.weights, {}, "distortion")
     for scale in (-20, 0, 20):
         configuration = GridConfiguration(scale)

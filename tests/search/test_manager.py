@@ -40,12 +40,12 @@ def test_a_larger_allowance_makes_smaller_checkpoints(tmp_path, method):
 
 
 @BOTH_METHODS
+@pytest.mark.usefixtures("coarse_grids")
 def test_with_higher_is_better_a_higher_metric_is_no_degradation(tmp_path, method):
     model, optimizer = training_of()
     train(model, optimizer, 30)
-    with checkpointer(
-        tmp_path, model, optimizer, evaluate=lambda scored: -loss(scored), higher_is_better=True, method=method
-    ) as ckpt:
+    options = {"evaluate": lambda scored: -loss(scored), "higher_is_better": True, "max_degradation": 0.01}
+    with checkpointer(tmp_path, model, optimizer, **options, method=method) as ckpt:
         record = ckpt.save(1).result()
     quality = record.quality
     assert quality.original == pytest.approx(-loss(model))
@@ -157,6 +157,7 @@ def test_a_model_without_embeddings_has_a_smaller_space(tmp_path):
 
 
 @BOTH_METHODS
+@pytest.mark.usefixtures("coarse_grids")
 def test_unchanged_weights_need_no_new_search(tmp_path, method):
     model, optimizer = training_of()
     train(model, optimizer)
@@ -252,6 +253,7 @@ def test_a_restored_training_starts_from_the_last_configuration(tmp_path, method
 
 
 @BOTH_METHODS
+@pytest.mark.usefixtures("coarse_grids")
 def test_search_results_of_each_limit_survive_a_restore(tmp_path, method):
     model, optimizer = training_of()
     with checkpointer(tmp_path, model, optimizer, method=method) as ckpt:
@@ -281,7 +283,7 @@ def saved_without_metric(folder, optimizer_of, method) -> dq.Record:
     optimizer = optimizer_of(model.parameters())
     train(model, optimizer, 10)
     given = () if optimizer_of is plain_sgd else (optimizer,)
-    with checkpointer(folder, model, *given, method=method) as ckpt:
+    with checkpointer(folder, model, *given, method=method, max_degradation=0.01) as ckpt:
         if given:
             train(model, optimizer, 2)
         return ckpt.save(1).result()
@@ -304,6 +306,7 @@ def sgd_with_momentum(parameters) -> torch.optim.Optimizer:
     ],
 )
 @BOTH_METHODS
+@pytest.mark.usefixtures("coarse_grids")
 def test_without_a_metric_the_distortion_decides(tmp_path, optimizer_of, judged_by, method):
     record = saved_without_metric(tmp_path, optimizer_of, method)
     assert record.judged_by == judged_by

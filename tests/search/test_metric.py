@@ -34,11 +34,13 @@ class Noisy(Movement):
 
 
 @BOTH_METHODS
+@pytest.mark.usefixtures("coarse_grids")
 def test_a_noisy_metric_lowers_the_limit_by_a_margin_and_is_noted(tmp_path, method):
     model, optimizer = training_of()
     evaluate = Noisy(model, 0.1, noise=0.001)
     squares, freedom = 0.0, 0
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
+    options = {"evaluate": evaluate, "max_degradation": 0.01, "method": method}
+    with checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         for step, of_the_original in enumerate((5, 2, 2, 2)):
             train(model, optimizer)
             evaluate.remember()
@@ -238,13 +240,15 @@ def test_an_interrupt_in_evaluate_ends_the_save_and_resets_the_generators(tmp_pa
 
 @pytest.mark.parametrize(("fault", "says"), [RAISES, *OTHER_FAULTS], ids=NAMES)
 @BOTH_METHODS
+@pytest.mark.usefixtures("coarse_grids")
 def test_a_candidate_on_which_the_metric_fails_is_not_good_enough(tmp_path, fault, says, method):
     """Here it fails on weights with few different values."""
     model, optimizer = training_of()
     train(model, optimizer, 20)
     evaluate = Faulty(model, None, on_the_original=False)
     evaluate.fault = lambda m: fault(m) if len(m[1].weight.unique()) < 14 else 1.001
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
+    options = {"evaluate": evaluate, "max_degradation": 0.01, "method": method}
+    with checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         record = ckpt.save(1).result()
         back = ckpt.records()[0]
     failed = [trial for trial in record.trials if not math.isfinite(trial.degradation)]
@@ -332,7 +336,8 @@ def test_a_warning_and_a_note_give_the_reason_for_a_lossless_checkpoint(
 def test_the_note_says_if_noise_leaves_too_little(tmp_path):
     model, optimizer = training_of()
     train(model, optimizer)
-    with checkpointer(tmp_path, model, optimizer, evaluate=Noisy(model, 1e9, noise=0.001), method="grid") as ckpt:
+    options = {"evaluate": Noisy(model, 1e9, noise=0.001), "max_degradation": 0.01, "method": "grid"}
+    with checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         record = ckpt.save(1).result()
     assert [note for note in record.notes if f"more than the {record.limit:.3g} that its noise leaves" in note]
 

@@ -1,12 +1,15 @@
 """A hook records the gradients that an optimizer's steps use, averaged over a window of steps."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn, optim
 
 import dynaquant as dq
+from dynaquant.quantize.step_limits import LOOSEST_LIMITS
+from dynaquant.saving.presets import BALANCED, PRESETS
 from dynaquant.store.run import Run
 from dynaquant.tensors.codebook import RUNGS_PER_OCTAVE
 from dynaquant.training.gradients import SMOOTHING, GradientRecorder
@@ -294,7 +297,9 @@ def test_close_removes_the_hook_and_ends_recording():
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_a_checkpoint_uses_the_gradients_of_all_its_optimizers(tmp_path):
+def test_a_checkpoint_uses_the_gradients_of_all_its_optimizers(tmp_path, monkeypatch):
+    # No bound on grid steps but that of the gradients.
+    monkeypatch.setitem(PRESETS, "balanced", replace(BALANCED, step_limits=LOOSEST_LIMITS))
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(40, 40, bias=False) for _ in range(2))
     main, other = (optim.SGD(layer.parameters(), lr=1e-6) for layer in layers)

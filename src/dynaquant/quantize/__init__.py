@@ -5,6 +5,7 @@ In reading order:
 - ``grid``: one tensor on a uniform grid
 - ``candidate``: the weights as one configuration would store them, to be scored
 - ``magnitude``: how large the values of a tensor are, without outliers
+- ``step_limits``: how large a grid step may be
 - ``grid_weights``: all weights of a checkpoint on grids
 - ``partition``: which weights are pruned, protected or quantized; the configuration of k-means
 - ``kmeans``: one tensor by k-means

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from dynaquant import kernels
 from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration, RoundedToGrid
-from dynaquant.quantize.magnitude import Magnitude, magnitudes
+from dynaquant.quantize.magnitude import magnitudes
+from dynaquant.quantize.step_limits import BALANCED_LIMITS, StepLimits
 from dynaquant.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE
 from dynaquant.tensors.lazy_mapping import LazyMapping
 from dynaquant.tensors.stored import QuantizedTensor
@@ -22,41 +23,6 @@ RUNG_HYSTERESIS = 0.8
 """A tensor keeps its previous rung while the wanted one is at most this far away. (0.5 would mean plain rounding.)"""
 
 
-@dataclass(frozen=True)
-class StepLimits:
-    """The largest grid step of a tensor, as a multiple of ``Magnitude.small``, up to rounding to a rung.
-
-    What a training has learned must survive, also where the metric does not feel it yet. A step no larger than the
-    values changes them as if it added noise; a much larger one rounds nearly all of them to zero. Training can make up
-    for noise of the size by which it moves a tensor. So the limit is the displacement since the training began, but
-    between these two.
-
-    unmoved: for a tensor that has hardly moved, because it was learned before, as pretrained weights were. moved: for
-    one that has moved far.
-    """
-
-    unmoved: float
-    moved: float
-
-    @property
-    def unknown(self) -> float:
-        """The limit if the displacement is not known."""
-        return min(4 * self.unmoved, self.moved)
-
-    def largest_step(self, magnitude: Magnitude, displacement: float | None) -> float:
-        """Return the largest grid step of a tensor. displacement: root mean square; None if not known."""
-        if displacement is None:
-            step = self.unknown * magnitude.small
-        else:
-            step = min(max(displacement, self.unmoved * magnitude.small), self.moved * magnitude.small)
-        return max(step, math.sqrt(magnitude.mean_square) / MOST_LEVELS)
-
-
-BALANCED_LIMITS = StepLimits(1 / 16, 1 / 2)
-LOOSEST_LIMITS = StepLimits(2.5, 2.5)
-"""For a configuration that the user gives. Larger steps would leave nothing of a tensor."""
-MOST_LEVELS = 100
-"""A grid step may always be this fraction of the root mean square: a finer one has no levels for most values."""
 SMALLEST, LARGEST = 2.0**-126, 1e37
 """A tensor whose largest magnitude is outside this range is stored exactly: float32 arithmetic would not preserve it.
 (Only float64 has values beyond 1e38.)"""

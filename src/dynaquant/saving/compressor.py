@@ -12,11 +12,12 @@ from torch import Tensor
 
 from dynaquant.coding.encoder import Coder
 from dynaquant.quantize.bounds import quantize_bounded
-from dynaquant.quantize.grid_weights import LOOSEST_LIMITS, GridWeights
+from dynaquant.quantize.grid_weights import GridWeights
 from dynaquant.quantize.kmeans_weights import KMeansWeights
 from dynaquant.quantize.knobs import Knobs
 from dynaquant.quantize.moments import quantize_moments
 from dynaquant.quantize.partition import Configuration
+from dynaquant.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.saving.allowance import Allowance, check_share
 from dynaquant.saving.assemble import Assembled, assemble
 from dynaquant.saving.capture import Captured

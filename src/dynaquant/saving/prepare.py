@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dynaquant.quantize.grid_weights import GridWeights, StepLimits, grid_weights
+from dynaquant.quantize.grid_weights import GridWeights, grid_weights
 from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights
+from dynaquant.quantize.step_limits import StepLimits
 from dynaquant.saving.unchanged_weights import LastWeight
 from dynaquant.state.roles import Label
 from dynaquant.tensors.codebook import Grid

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from dynaquant.quantize.grid_weights import BALANCED_LIMITS, StepLimits
+from dynaquant.quantize.step_limits import BALANCED_LIMITS, StepLimits
 
 DROPPED = math.inf
 """The tolerance of first moments that are not stored at all."""
