@@ -86,7 +86,13 @@ def test_weights_with_infinite_or_nan_values_are_restored_exactly_and_noted(tmp_
     assert record.notes == ["model.odd: 1 infinite or NaN values, stored exactly"]
 
 
-@pytest.mark.parametrize("evaluate", [None, lambda module: float(module.odd.nan_to_num().sum()) + 100])
+def sum_of(module) -> float:
+    """A metric that feels all weights."""
+    odd = float(module.odd.nan_to_num(posinf=1.0).sum())
+    return 100 + odd - sum(1e-3 * float(p.abs().sum()) for name, p in module.named_parameters() if name != "odd")
+
+
+@pytest.mark.parametrize("evaluate", [None, sum_of])
 @pytest.mark.parametrize("plain", [{}, {"plain": torch.randn(20, 30)}], ids=["alone", "with another"])
 @pytest.mark.parametrize("name", ["constant", "empty", "one element", "zero dimensions", "not finite"])
 @pytest.mark.parametrize(

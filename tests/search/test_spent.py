@@ -25,8 +25,7 @@ def test_a_first_save_takes_six_evaluations_at_most_and_later_ones_two_or_three(
         return evaluate(scored)
 
     spent = []
-    options = {"evaluate": counted, "max_degradation": 0.01, "keep_last": 1}
-    with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=counted, keep_last=1) as ckpt:
         steps(model, optimizer, before, inputs, targets)
         for step in range(6):
             calls.clear()

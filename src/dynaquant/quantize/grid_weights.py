@@ -135,6 +135,12 @@ class GridWeights:
         return math.floor(SCALES_PER_OCTAVE * math.log2(12 * distortion * self._weighted_squares / elements) / 2)
 
     @cached_property
+    def coarsest_scale(self) -> int:
+        """The scale exponent from which on every tensor has its largest grid step."""
+        octaves = [math.log2(self.largest_steps[name]) + math.log2(value) / 2 for name, value in self.fisher.items()]
+        return math.ceil(SCALES_PER_OCTAVE * max(octaves, default=0.0))
+
+    @cached_property
     def _weighted_squares(self) -> float:
         """Σ F·w²."""
         return sum(self.fisher[name] * square for name, square in self.squares.items())

@@ -69,7 +69,8 @@ def _squares(now: NDArray[np.float64], before: NDArray[np.float64] | None) -> li
     """Return the sum of squares of what has changed, and of how many values."""
     if before is None or before.shape != now.shape:
         return [0.0, 0.0]
-    changed = np.square(now - before)
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite values
+        changed = np.square(now - before)
     known = np.isfinite(changed)
     return [float(changed[known].sum()), float(known.sum())]
 

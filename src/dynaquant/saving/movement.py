@@ -182,10 +182,10 @@ class Movement:
 
 
 def sampled_values(parameters: Mapping[str, Tensor], size: int) -> dict[str, NDArray[np.float64]]:
-    """Return up to ``size`` evenly spaced values of each parameter. Parameters that are not strided are left out."""
-    strided = {name: p for name, p in parameters.items() if p.layout == torch.strided}
+    """Return up to ``size`` evenly spaced values of each parameter that is strided and not empty."""
+    strided = {name: p for name, p in parameters.items() if p.layout == torch.strided and p.numel()}
     lengths = [len(_sample(parameter, size)) for parameter in strided.values()]
-    ends = np.cumsum(lengths, dtype=np.int64)
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
     parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     values = _values([*zip(strided.values(), parts, strict=True)], np.empty(sum(lengths)))
     return {name: values[part] for name, part in zip(strided, parts, strict=True)}

@@ -224,9 +224,10 @@ def _record(
 
 
 def degradation_of(record: Mapping[str, Any]) -> float:
-    """Return the measured degradation of a checkpoint; without a metric, what was allowed; 0 if neither is known."""
-    quality = record.get("quality")
-    value = quality.get("degradation") if isinstance(quality, Mapping) else limit_of(record)
+    """Return the measured degradation of a checkpoint; if no metric judged, what was allowed; 0 if neither is known."""
+    quality, search = record.get("quality"), record.get("search")
+    judged = isinstance(search, Mapping) and search.get("judged_by") == "evaluate"
+    value = quality.get("degradation") if judged and isinstance(quality, Mapping) else limit_of(record)
     return value if isinstance(value, float) else 0.0
 
 

@@ -31,7 +31,8 @@ def search_grid(weights: GridWeights, trials: Trials, last: LastScale | None, ga
     nothing, chooses the configuration that keeps most, of those that were tried and are good enough.
     """
     limit = trials.limit
-    finest, coarsest = weights.scale_exponent_for(LEAST_DISTORTION), weights.scale_exponent_for(MOST_DISTORTION)
+    finest = weights.scale_exponent_for(LEAST_DISTORTION)
+    coarsest = max(min(weights.scale_exponent_for(MOST_DISTORTION), weights.coarsest_scale), finest)
     # If the last search found nothing, score the finest grid. Search again only if it is good enough.
     if gave_up and not trials.is_good_enough(GridConfiguration(finest)):
         return NOTHING_GOOD_ENOUGH

@@ -15,8 +15,9 @@ from dynaquant.quantize.grid_weights import GridWeights
 from dynaquant.quantize.kmeans_weights import KMeansWeights
 from dynaquant.quantize.knobs import Knobs
 from dynaquant.quantize.partition import Configuration
+from dynaquant.search import displacement, kmeans_method
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found
-from dynaquant.search.displacement import Displacement, keeps_enough
+from dynaquant.search.displacement import Displacement
 from dynaquant.search.evaluation import Evaluate, ParameterValues
 from dynaquant.search.grid_method import search_grid
 from dynaquant.search.history import History
@@ -171,7 +172,7 @@ class ConfigurationManager:
             sight, note = self._sight_of(metric, quantizer, trials)
             if note is not None:
                 decision = self._decide_by_estimate(quantizer, estimate, allowed, [*notes, note])
-                decision = replace(decision, sight=sight)
+                decision = replace(decision, sight=sight, quality=trials.quality_of(decision.configuration))
             else:
                 decision = self._decide(found, trials, judge, limit, original.noise_margin, notes)
         return replace(decision, equivalents=original.spent + trials.spent, noise=self._noise.to_json())
@@ -278,8 +279,10 @@ class ConfigurationManager:
         self._gave_up = found.good_enough is None
         if found.good_enough is not None:
             kept = trials.trial(found.good_enough).progress
+            on_grid = isinstance(found.good_enough, GridConfiguration)
+            least_kept = (displacement if on_grid else kmeans_method).LEAST_KEPT
             stochastic = isinstance(found.good_enough, GridConfiguration) and found.good_enough.dithered
-            if kept is not None and keeps_enough(kept) and not stochastic:
+            if kept is not None and kept >= least_kept and not stochastic:
                 self._restored = {}  # weights are far enough from the restored ones
 
     def _repeat_last(self, quantizer: Quantizer, trials: Trials) -> Found:

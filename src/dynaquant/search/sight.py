@@ -30,7 +30,7 @@ def is_suspicious(degradations: Sequence[float | None], limit: float, before: bo
     known = [degradation for degradation in degradations if degradation is not None]
     if not known or not all(degradation <= 0 for degradation in known):
         return False
-    return before or len(known) > 1 or known[0] == 0 or known[0] < -limit
+    return before or len(known) > 1 or known[0] == 0 or known[0] < -max(limit, 0.0)
 
 
 def sight_of(zeros: Sequence[Quality | None]) -> Sight:

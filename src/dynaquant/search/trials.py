@@ -185,6 +185,14 @@ class Trials:
         degradation = self.trial(configuration).degradation
         return math.nan if degradation is None else degradation
 
+    def quality_of(self, configuration: Knobs | None) -> Quality | None:
+        """Return the quality of a configuration, on all batches; None for exact weights, or if it fails. Collective."""
+        if configuration is None:
+            return None
+        self.score([configuration])
+        self.finished(configuration)
+        return self._scored[configuration][1]
+
     def score_zeros(self) -> list[Quality | None]:
         """Score the model with all weights zero, once by each replica. Collective.
 
