@@ -233,8 +233,8 @@ def test_if_stochastic_rounding_is_never_good_enough_the_configuration_that_keep
 @BOTH_METHODS
 def test_large_displacements_need_no_finer_configuration(tmp_path, method):
     first, second = after_a_restore(tmp_path, 0.5, method=method)
-    assert second.configuration == first.configuration
-    assert len(second.trials) == 1
+    assert is_no_finer(second.configuration, first.configuration)
+    assert not any(getattr(trial.configuration, "dithered", False) for trial in second.trials)
     assert second.notes == []
 
 
@@ -247,7 +247,14 @@ def test_the_next_search_starts_from_the_result_of_the_search_by_quality(tmp_pat
         drift.train(0.002)
         assert ckpt.save(1).result().configuration != first
         drift.train(0.5)
-        assert ckpt.save(2).result().configuration == first
+        assert is_no_finer(ckpt.save(2).result().configuration, first)
+
+
+def is_no_finer(configuration, first) -> bool:
+    """Whether a search by quality alone has found it: on a grid, the more has been learned, the larger steps may be."""
+    if isinstance(first, dq.GridConfiguration):
+        return configuration.scale >= first.scale and not configuration.dithered
+    return configuration == first
 
 
 def test_less_is_pruned_if_pruning_undoes_the_displacement(tmp_path):

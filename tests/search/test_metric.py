@@ -177,7 +177,7 @@ OUT_OF_MEMORY = [
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: str(error)[:20])
 @pytest.mark.parametrize("at", [1, 6, 7], ids=["original", "first candidate", "second candidate"])
-def test_running_out_of_memory_ends_the_save(tmp_path, error, at):
+def test_running_out_of_memory_ends_the_save(tmp_path, coarse_grids, error, at):  # noqa: ARG001
     model, optimizer = training_of()
     order = torch.Generator().manual_seed(3)
     train(model, optimizer, 20)
