@@ -225,14 +225,11 @@ def test_messages_on_the_troubleshooting_page_occur_in_the_source():
 
 def test_the_table_of_the_readme_is_as_measured():
     readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/results/promise.md"))
-    row = re.compile(r"^\| (\w+), (default|high|ExCP) \| ([+-][\d.]+)% ± ([\d.]+)% \| \d+ \| ([\d.]+)× ", re.MULTILINE)
-    cells = {}
-    for training, variant, *numbers in row.findall(page):
-        end, error, state = map(float, numbers)
-        cells.setdefault(training, {})[variant] = f"{state:.0f}× | {end:+.1f} ± {error:.1f} %"
-    assert len(cells) == 5
-    for by_variant in cells.values():
-        assert f"| {' | '.join(by_variant[variant] for variant in ('default', 'high', 'ExCP'))} |" in readme
+    row = re.compile(r"^\| (\w+), default \| (\S+%(?: ± \S+%)?) \| \w+ \| (\d+) \| ([\d.]+)× ", re.MULTILINE)
+    measured = row.findall(page)
+    assert len(measured) >= 5
+    for _, end, seeds, state in measured:
+        assert f"| {float(state):.0f}× | {end} | {seeds} |" in readme
 
 
 FRAMEWORKS = ["transformers", "accelerate", "lightning"]

@@ -49,25 +49,27 @@ class Displacements:
 
     def since_the_start(self, shards: Shards) -> dict[str, float]:
         """Return the root mean square displacement of each parameter, by name in the state. Collective with shards."""
-        now = self._sampled()
-        sums = {name: _squares(now[name], self._reference.get(name)) for name in now}
+        now, names = self._sampled(), self._parameters()  # a rank may hold nothing of a tensor, but must count it
+        sums = {name: _squares(now.get(name), self._reference.get(name)) for name in names}
         return {
             name: math.sqrt(self._earlier.get(name, 0.0) + (squares / count if count else 0.0))
             for name, (squares, count) in shards.sums(sums).items()
         }
 
-    def _sampled(self) -> dict[str, NDArray[np.float64]]:
-        parameters: dict[str, Tensor] = {
+    def _parameters(self) -> dict[str, Tensor]:
+        return {
             f"model.{name}": local_of(parameter)
             for name, parameter in named_parameters(self._model)
             if parameter.is_floating_point()
         }
-        return sampled_values(parameters, SAMPLE)
+
+    def _sampled(self) -> dict[str, NDArray[np.float64]]:
+        return sampled_values(self._parameters(), SAMPLE)
 
 
-def _squares(now: NDArray[np.float64], before: NDArray[np.float64] | None) -> list[float]:
+def _squares(now: NDArray[np.float64] | None, before: NDArray[np.float64] | None) -> list[float]:
     """Return the sum of squares of what has changed, and of how many values."""
-    if before is None or before.shape != now.shape:
+    if now is None or before is None or before.shape != now.shape:
         return [0.0, 0.0]
     with np.errstate(invalid="ignore", over="ignore"):  # infinite values
         changed = np.square(now - before)
