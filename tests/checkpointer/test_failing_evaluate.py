@@ -26,7 +26,7 @@ class Failing:
         torch.rand(3)
         if self.fails:
             raise ArithmeticError("no score")
-        return 1.0 if any(parameter.any() for parameter in model.parameters()) else 2.0  # all zero is worse
+        return 1.0 if model[1].weight.any() else 2.0  # destroyed weights are worse
 
 
 @EVERY_WAY

@@ -38,7 +38,7 @@ def test_unchanged_generators_take_bytes_only_in_the_first_file(tmp_path):
 
 
 def alike(model: nn.Module) -> float:
-    return 1.0 if any(parameter.any() for parameter in model.parameters()) else 2.0
+    return 1.0 if model[1].weight.any() else 2.0
 
 
 @EVERY_WAY
@@ -49,7 +49,7 @@ def test_restored_weights_are_the_evaluated_ones_and_all_else_is_exact(tmp_path,
     seen = []
 
     def evaluate(scored: nn.Module) -> float:
-        if any(parameter.any() for parameter in scored.parameters()):  # not what shows whether the metric sees weights
+        if scored[1].weight.any():  # not what shows whether the metric sees weights
             seen.append(weights_of(scored))
         return metric(scored)
 
