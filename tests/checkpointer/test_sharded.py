@@ -107,8 +107,8 @@ def test_saves_do_not_change_a_sharded_training(tmp_path):
     run("sharded_undisturbed.py", 2, tmp_path)
     for rank in range(2):
         for way, found in json.loads((tmp_path / f"rank-{rank}.json").read_text()).items():
-            judged_by = found.pop("judged_by")
-            assert judged_by[-1] == "evaluate", way  # the first ones may come too early for this metric
+            # Too early in the training, the metric prefers a model without any weights, and an estimate decides.
+            assert set(found.pop("judged_by")) <= {"evaluate", "fisher distortion"}, way
             assert found == {"losses": True, "different": []}, way
 
 

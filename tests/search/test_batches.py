@@ -99,7 +99,7 @@ def test_a_metric_of_one_function_costs_more_and_finds_the_same_at_the_first_sav
     assert whole.equivalents == 2 + len(whole.trials)
     assert all(trial.share == 1 for trial in whole.trials)
     assert on_batches.equivalents == pytest.approx(counted)
-    assert counted < 0.75 * whole.equivalents
+    assert counted < (0.75 if method == "published" else 1) * whole.equivalents
     assert on_batches.quality.original == whole.quality.original
     assert on_batches.quality.degradation == pytest.approx(whole.quality.degradation, rel=1)
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dynaquant.search.scale_search import (
     CLIFF,
+    FIRST_GAIN,
     LARGEST_GAIN,
     LARGEST_LOSS,
     LEAST_GAIN,
@@ -30,9 +31,9 @@ LOWEST, HIGHEST = -150, 62  # a typical range
 POWERS = (1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 EARLIER = [None, (), (LIMIT,), (LIMIT, LIMIT / 2, 2 * LIMIT)]
 """Levels of earlier checkpoints: no earlier search, none known, one, several. At these, the best is near 0."""
-NEAR = SCALES_PER_OCTAVE
+NEAR = LONGEST_MOVE
 """How near to the best a first search comes, at least."""
-NEAR_TARGET = TARGET * 2 ** (-SECOND_ORDER_POWER * NEAR / SCALES_PER_OCTAVE)
+NEAR_TARGET = TARGET * 2 ** (-SECOND_ORDER_POWER * FIRST_GAIN / SCALES_PER_OCTAVE)
 """Share of the limit from which on a first search may accept an exponent at once (second-order model)."""
 
 

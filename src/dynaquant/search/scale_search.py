@@ -29,7 +29,7 @@ FIRST_GAIN = SCALES_PER_OCTAVE // 2
 """Without an earlier search, an exponent that is good enough is left only for one that is this much larger. The next
 search starts from the result, and may leave it."""
 FIRST_ROUNDS = 4
-"""After so many rounds without an earlier search, one that is good enough is kept if an octave above it one failed."""
+"""After so many rounds without an earlier search, one that is good enough is kept if one failed within two octaves."""
 LARGEST_LOSS, LARGEST_GAIN = SCALES_PER_OCTAVE // 2, SCALES_PER_OCTAVE
 """The exponent of the last search is scored first, unless the expected one is smaller or larger by more than this."""
 MOST_CHANGED = SCALES_PER_OCTAVE // 2
@@ -182,7 +182,7 @@ def _below_failures(scored: _Scored, start: int, earlier: Sequence[float] | None
         larger = _larger(scored, good, bad, rounds, earlier)
         least, nearest = LEAST_GAIN, RESOLUTION
         if earlier is None:
-            least, nearest = FIRST_GAIN, FIRST_GAIN if rounds + 1 < FIRST_ROUNDS else SCALES_PER_OCTAVE
+            least, nearest = FIRST_GAIN, FIRST_GAIN if rounds + 1 < FIRST_ROUNDS else LONGEST_MOVE
         if larger - good < least or (bad is not None and bad - good <= nearest):
             return good
         at = larger
