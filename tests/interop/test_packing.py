@@ -198,7 +198,7 @@ def test_a_metric_that_is_not_finite_is_an_error_and_nothing_is_written(tmp_path
 def test_with_a_metric_that_stays_zero_the_estimate_decides(tmp_path, caplog):
     compressed(tensors_of(), tmp_path, metric=lambda _: torch.zeros(1))
     record = StoredCheckpoint(tmp_path / "state.dqc").file.header.record
-    assert (record["quality"], record["search"]["judged_by"]) == (None, "distortion")
+    assert (record["quality"]["degradation"], record["search"]["judged_by"]) == (0.0, "distortion")
     assert caplog.messages == record["notes"]
 
 
