@@ -21,6 +21,7 @@ from dynaquant.quantize.grid_weights import (
     grid_weights,
 )
 from dynaquant.quantize.magnitude import magnitudes
+from dynaquant.quantize.step_limits import LOOSEST_LIMITS, StepLimits
 from dynaquant.search.distortion import distortion
 from dynaquant.tensors.codebook import HIGHEST_RUNG, LOWEST_RUNG, rung_value
 from dynaquant.tensors.dequantize import dequantize
@@ -150,7 +151,7 @@ def test_rungs_of_the_previous_checkpoint_are_kept_if_close_enough():
     weights = weights_of("a", "b", "c")
     fisher = {"a": 1.2, "b": 1.2, "c": 2.0**8}
     previous = {"a": 0, "c": 0, "gone": 40}
-    ready = grid_weights(weights, fisher, previous, 0, step_limit=4.0)
+    ready = grid_weights(weights, fisher, previous, 0, step_limits=StepLimits(4.0, 4.0))
     assert ready.previous_rungs == {"a": 0, "c": 0}
     rungs = {name: quantized.codebook.rung for name, quantized in ready.quantize(GridConfiguration(4)).items()}
     assert rungs == {"a": 0, "b": 0, "c": -15}
@@ -160,7 +161,7 @@ def test_rungs_of_the_previous_checkpoint_are_kept_if_close_enough():
 @pytest.mark.parametrize("fisher", [{}, {"a": 1.0, "b": 30.0, "c": 0.01}])
 def test_the_scale_exponent_for_a_distortion_gives_about_that_distortion(wanted, fisher):
     weights = {"a": torch.randn(100, 100), "b": torch.randn(50, 100) * 0.1, "c": torch.rand(5000) * 3}
-    ready = grid_weights(weights, fisher, {}, 0)
+    ready = grid_weights(weights, fisher, {}, 0, step_limits=LOOSEST_LIMITS)
     quantized = ready.quantize(GridConfiguration(ready.scale_exponent_for(wanted)))
     assert 0.5 * wanted < distortion(weights, quantized, ready.fisher) < 1.5 * wanted
 
@@ -174,7 +175,7 @@ def test_a_larger_scale_never_makes_a_step_smaller():
 
 def test_the_step_limit_keeps_levels_in_every_tensor_at_any_sensitivity():
     weights = weights_of("a", b=0.01, c=30.0)
-    ready = grid_weights(weights, {"a": 1.0, "b": 1e-3, "c": 1e-9}, {}, 0, step_limit=1.5)
+    ready = grid_weights(weights, {"a": 1.0, "b": 1e-3, "c": 1e-9}, {}, 0, step_limits=StepLimits(1.5, 1.5))
     for name, quantized in ready.quantize(GridConfiguration(500)).items():
         largest = 1.5 * magnitudes(weights, dict.fromkeys(weights, 100.0), WHOLE)[name].small
         assert 2**-0.25 * largest < float(rung_value(quantized.codebook.rung)) < 2**0.25 * largest

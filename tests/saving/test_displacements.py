@@ -66,6 +66,26 @@ def test_parameters_that_are_new_or_not_finite_count_as_unmoved():
     assert to_json(found) == {}
 
 
+class Wrapped(torch.Tensor):
+    """A subclass that cannot be read like a tensor, as those of packages with 4-bit weights."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if "reshape" in str(function):
+            raise TypeError("a packed weight")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_parameters_that_cannot_be_quantized_are_left_alone():
+    model = model_of()
+    model.packed = nn.Parameter(torch.randn(4, 4).as_subclass(Wrapped), requires_grad=False)
+    model.wide, model.twofold = (nn.Parameter(torch.randn(3, dtype=d)) for d in (torch.float64, torch.complex64))
+    model.eighth = nn.Parameter(torch.randn(3).to(torch.float8_e4m3fn), requires_grad=False)
+    found = Displacements(model).since_the_start(WHOLE)
+    assert {"model.packed", "model.twofold", "model.eighth"}.isdisjoint(found)
+    assert found["model.wide"] == 0.0
+
+
 def relative_error(restored, weights):
     return float((restored - weights).square().sum() / weights.square().sum())
 

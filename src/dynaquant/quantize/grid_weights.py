@@ -21,8 +21,6 @@ from dynaquant.training.shards import WHOLE, Shards
 
 RUNG_HYSTERESIS = 0.8
 """A tensor keeps its previous rung while the wanted one is at most this far away. (0.5 would mean plain rounding.)"""
-
-
 SMALLEST, LARGEST = 2.0**-126, 1e37
 """A tensor whose largest magnitude is outside this range is stored exactly: float32 arithmetic would not preserve it.
 (Only float64 has values beyond 1e38.)"""
@@ -84,8 +82,9 @@ class GridWeights:
     ``notes`` has a line for each tensor with infinities or NaNs.
 
     weights: what this rank holds of them. sizes: the number of elements of each, on all ranks together. fisher: from
-    ``effective_fisher``. squares: the sum of squares of each. previous_rungs: rungs of the previous checkpoint. seed:
-    for stochastic rounding. With the same seed, only weights that have moved change their level.
+    ``effective_fisher``. squares: the sum of squares of each, without outliers. largest_steps: the largest grid step of
+    each. previous_rungs: rungs of the previous checkpoint. seed: for stochastic rounding. With the same seed, only
+    weights that have moved change their level.
     """
 
     weights: Mapping[str, Tensor]

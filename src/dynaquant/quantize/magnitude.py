@@ -65,12 +65,12 @@ def _axes(tensor: Tensor, shard: Shard, largest: float) -> Axes:
     height = shard.shape[0] if shard.shape else 1
     width = shard.shape[1:].numel()
     if min(height, width) == 1:
-        return (_placed(tensor.detach().reshape(-1).double().cpu().numpy(), shard),)
+        return (shard.among_zeros(tensor.detach().reshape(-1).double().cpu().numpy()),)
     rows, columns = (Shard(shard.shape[part], shard.spans[part]) for part in (slice(1), slice(1, None)))
     if not tensor.numel():
         return np.zeros(height), np.zeros(width)
     row_sums, column_sums = _squares(tensor.detach().reshape(tensor.shape[0], -1), _SAFE[0] < largest < _SAFE[1])
-    return _placed(row_sums, rows), _placed(column_sums, columns)
+    return rows.among_zeros(row_sums), columns.among_zeros(column_sums)
 
 
 def _squares(matrix: Tensor, is_safe: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -88,16 +88,6 @@ def _squares(matrix: Tensor, is_safe: bool) -> tuple[NDArray[np.float64], NDArra
         rows[begin : begin + step] = own
         columns += across
     return rows, columns
-
-
-def _placed(numbers: NDArray[np.float64], axis: Shard) -> NDArray[np.float64]:
-    """Return numbers of what this rank holds of an axis, among zeros for the rest of it."""
-    if axis.is_whole:
-        return numbers
-    whole = np.zeros(axis.shape.numel())
-    for at, first, length in axis.runs:
-        whole[first : first + length] = numbers[at : at + length]
-    return whole
 
 
 def _of_matrix(row_sums: NDArray[np.float64], column_sums: NDArray[np.float64]) -> Magnitude:

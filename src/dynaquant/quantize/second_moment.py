@@ -111,14 +111,11 @@ def _row_and_column_sums(tensor: Tensor, rows: Shard, columns: Shard) -> tuple[N
 
     rows, columns: which of them the rank holds.
     """
-    whole = tuple(np.zeros(axis.shape.numel()) for axis in (rows, columns))
-    if tensor.numel():
-        matrix = tensor.detach().reshape(tensor.shape[0], -1)
-        sums = kernels.for_device(tensor.device).row_and_column_sums(matrix)
-        for found, axis, own in zip(whole, (rows, columns), sums, strict=True):
-            for at, first, length in axis.runs:
-                found[first : first + length] = own[at : at + length]
-    return whole
+    if not tensor.numel():
+        return tuple(np.zeros(axis.shape.numel()) for axis in (rows, columns))
+    matrix = tensor.detach().reshape(tensor.shape[0], -1)
+    sums = kernels.for_device(tensor.device).row_and_column_sums(matrix)
+    return tuple(axis.among_zeros(own) for axis, own in zip((rows, columns), sums, strict=True))
 
 
 def _local(factor: QuantizedTensor, axis: Shard) -> QuantizedTensor:

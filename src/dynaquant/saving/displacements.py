@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dynaquant.saving.movement import sampled_values
 from dynaquant.state.sharding import local_of
 from dynaquant.state.wrappers import named_parameters
+from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
 from dynaquant.training.shards import Shards
 
 SAMPLE = 1_024
@@ -57,11 +58,9 @@ class Displacements:
         }
 
     def _parameters(self) -> dict[str, Tensor]:
-        return {
-            f"model.{name}": local_of(parameter)
-            for name, parameter in named_parameters(self._model)
-            if parameter.is_floating_point()
-        }
+        """Return what this rank holds of the parameters that can be quantized. Tensor subclasses may be anything."""
+        local = {f"model.{name}": local_of(parameter) for name, parameter in named_parameters(self._model)}
+        return {n: p for n, p in local.items() if type(p) in (Tensor, nn.Parameter) and p.dtype in QUANTIZABLE_DTYPES}
 
     def _sampled(self) -> dict[str, NDArray[np.float64]]:
         return sampled_values(self._parameters(), SAMPLE)

@@ -26,8 +26,6 @@ LEAST_SHARE = 0.05
 """A checkpoint may always use this share of the largest degradation, however little of the budget is left."""
 HEALED = 0.01
 """A restore is forgotten when this share of its degradation is left."""
-
-
 SAME_RATE = 1e-3
 """A learning rate has changed if it differs from that at the save before by more than this share."""
 _SCALED_BY_RATE = ("Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "SGD")

@@ -213,10 +213,10 @@ class ConfigurationManager:
 
     def _trials(self, quantizer: Quantizer, judge: Judge | PairedJudge, limit: float, per_round: int) -> Trials:
         """Return the trials of one save. per_round: how many configurations are scored in one round."""
-        displacement = Displacement(quantizer.weights, self._restored, _shards_of(quantizer))
+        since_restore = Displacement(quantizer.weights, self._restored, _shards_of(quantizer))
         if self._fixed is not None:  # measured on all batches, whatever it is
             limit = math.inf
-        return Trials(quantizer, judge, displacement, limit, self._group, per_round)
+        return Trials(quantizer, judge, since_restore, limit, self._group, per_round)
 
     def _decide(
         self,
@@ -280,7 +280,7 @@ class ConfigurationManager:
         if found.good_enough is not None:
             kept = trials.trial(found.good_enough).progress
             on_grid = isinstance(found.good_enough, GridConfiguration)
-            least_kept = (displacement if on_grid else kmeans_method).LEAST_KEPT
+            least_kept = displacement.LEAST_KEPT if on_grid else kmeans_method.LEAST_KEPT
             stochastic = isinstance(found.good_enough, GridConfiguration) and found.good_enough.dithered
             if kept is not None and kept >= least_kept and not stochastic:
                 self._restored = {}  # weights are far enough from the restored ones

@@ -105,6 +105,18 @@ class Shard:
         positions = np.flatnonzero(held)
         return positions, local[positions]
 
+    def among_zeros(self, local: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return numbers of the elements that the rank holds, among zeros for those of other ranks.
+
+        local: flat, in the order of the local tensor. The result is as long as the whole tensor.
+        """
+        if self.is_whole:
+            return local
+        whole = np.zeros(self.shape.numel())
+        for at, first, length in self.runs:
+            whole[first : first + length] = local[at : at + length]
+        return whole
+
     def indices(self, dimension: int) -> NDArray[np.int64]:
         """Return the indices of a dimension that the rank holds, in the order of the local tensor."""
         parts = [np.arange(begin, end, dtype=np.int64) for begin, end in self.spans[dimension]]
