@@ -12,7 +12,7 @@ from commands import call
 from dynaquant.store.run import Run
 
 COMMAND = [sys.executable, "-m", "dynaquant.cli", "demo", "--quick"]
-RATIOS = {"transformer": {"weight": 71, "total": 41}, "convnet": {"weight": 17, "total": 17}}
+RATIOS = {"transformer": {"weight": 20, "total": 25}, "convnet": {"weight": 6.6, "total": 9.5}}
 """How many times smaller, as measured for ``--quick``. They vary a little with the moments of the crashes."""
 
 
