@@ -201,6 +201,7 @@ class Layers(nn.Module):
         self.none = nn.Parameter(torch.empty(0, 3))
         self.zero = nn.Parameter(torch.zeros(7, 5))
         self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.still = nn.Parameter(torch.arange(30, dtype=dtype))  # no gradient reaches it
         with torch.no_grad():
             self.even.weight[0, :2] = torch.tensor([60.0, -40.0])
 
@@ -216,7 +217,8 @@ class Layers(nn.Module):
         optimizer.zero_grad()
         self.zero_grad()
         gradients = self.gradients()
-        sum((p.float() * gradients[name].float()).sum() for name, p in self.named_parameters()).backward()
+        moved = [(name, p) for name, p in self.named_parameters() if name != "still"]
+        sum((p.float() * gradients[name].float()).sum() for name, p in moved).backward()
         optimizer.step()
 
 
@@ -230,7 +232,7 @@ class Masters(torch.optim.AdamW):
 
     def step(self):
         for copy, weight in zip(self.copies, self.weights, strict=True):
-            copy.grad = weight.grad.float()
+            copy.grad = None if weight.grad is None else weight.grad.float()
         super().step()
         with torch.no_grad():
             for copy, weight in zip(self.copies, self.weights, strict=True):

@@ -210,7 +210,7 @@ def test_roles_may_quantize_frozen_parameters(tmp_path):
     model, records = saved_run(tmp_path, roles={"*.base.weight": "weight"})
     assert records[-1].roles["weight"].raw > 1_000_000
     assert bits(dq.load(tmp_path)["model"]["0.base.weight"]) != bits(model[0].base.weight)
-    assert records[-1].roles["weight"].stored < 5_000  # a reference to the previous checkpoint
+    assert records[-1].roles["weight"].stored < 10_000  # the base is a reference to the previous checkpoint
 
 
 def test_omitted_parameters_are_not_stored_and_compared_when_restored(tmp_path):
