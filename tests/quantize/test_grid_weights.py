@@ -25,7 +25,6 @@ from dynaquant.quantize.step_limits import LOOSEST_LIMITS, StepLimits
 from dynaquant.search.distortion import distortion
 from dynaquant.tensors.codebook import HIGHEST_RUNG, LOWEST_RUNG, rung_value
 from dynaquant.tensors.dequantize import dequantize
-from dynaquant.training.shards import WHOLE
 
 
 def test_a_step_is_inversely_proportional_to_the_root_of_the_sensitivity():
@@ -177,7 +176,7 @@ def test_the_step_limit_keeps_levels_in_every_tensor_at_any_sensitivity():
     weights = weights_of("a", b=0.01, c=30.0)
     ready = grid_weights(weights, {"a": 1.0, "b": 1e-3, "c": 1e-9}, {}, 0, step_limits=StepLimits(1.5, 1.5))
     for name, quantized in ready.quantize(GridConfiguration(500)).items():
-        largest = 1.5 * magnitudes(weights, dict.fromkeys(weights, 100.0), WHOLE)[name].small
+        largest = 1.5 * magnitudes(weights)[name].small
         assert 2**-0.25 * largest < float(rung_value(quantized.codebook.rung)) < 2**0.25 * largest
         assert quantized.levels.any()
     finer = {n: q.codebook.rung for n, q in ready.quantize(GridConfiguration(-300)).items()}

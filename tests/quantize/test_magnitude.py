@@ -7,20 +7,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks_in_threads import on_ranks
 
 from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.grid_weights import grid_weights
 from dynaquant.quantize.magnitude import LARGEST_SHARE, SMALLEST_SHARE, magnitudes
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.shard import Shard
-from dynaquant.training.reduction import Numbers
-from dynaquant.training.shards import WHOLE, Shards
+from dynaquant.training.shards import Shards
 
 SEED = 3
 
 
 def magnitude_of(tensor):
-    return magnitudes({"w": tensor}, {"w": float(tensor.abs().max())}, WHOLE)["w"]
+    return magnitudes({"w": tensor})["w"]
 
 
 def normal(*shape):
@@ -104,17 +104,14 @@ def test_ranks_that_hold_parts_of_a_tensor_find_what_one_process_finds(dimension
     length = whole.shape[dimension] // 3
     spans[dimension] = [(i * length, (i + 1) * length) for i in range(3)]
     held = [Shard(whole.shape, ((spans[0][i],), (spans[1][i],))) for i in range(3)]
-    own = []
-    for part, shard in zip(parts, held, strict=True):  # what each rank gives
-        magnitudes({"w": part}, {"w": 1.0}, Shards({"w": shard}, reduce=lambda n: own.append(n.sums) or fake(n)))
-    together = Shards({"w": held[0]}, reduce=lambda _: Numbers(sums=sum(own)))
-    found = magnitudes({"w": parts[0]}, {"w": 1.0}, together)["w"]
+
+    def work(rank, reduce):
+        return magnitudes({"w": parts[rank]}, Shards({"w": held[rank]}, reduce=reduce))["w"]
+
+    (found, *others), _ = on_ranks(3, work)
+    assert others == [found, found]
     assert found.small == pytest.approx(expected.small, rel=1e-9)
     assert found.mean_square == pytest.approx(expected.mean_square, rel=1e-9)
-
-
-def fake(numbers):
-    return Numbers(sums=np.ones_like(numbers.sums))
 
 
 @pytest.mark.parametrize("kind", ["rows", "columns", "one value"])

@@ -314,17 +314,17 @@ def test_a_computation_holds_samples_only_while_it_waits():
 
 def bounded_on_shards(tensor, bound, shards):
     """Return the local bounded tensors; None where the tensor must be stored exactly."""
-    labels = {"field": Label("bound", bound=bound)}
+    bounds = {"field": bound}
 
     def work(rank, reduce):
         own = {"field": local(tensor, shards[rank])}
-        found = quantize_bounded(own, labels, {"field": shards[rank]}, reduce).get("field")
+        found = quantize_bounded(own, bounds, {"field": shards[rank]}, reduce).get("field")
         assert found is None or found.shape == own["field"].shape
         return found
 
     forms, reductions = on_ranks(len(shards), work)
     assert reductions <= 3  # sizes, extremes, and what must be exact
-    return forms, quantize_bounded({"field": tensor}, labels).get("field")
+    return forms, quantize_bounded({"field": tensor}, bounds).get("field")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -234,7 +234,9 @@ def test_patterns_are_case_sensitive():
 
 
 def test_an_unknown_role_is_an_error_that_lists_the_roles():
-    with pytest.raises(StateError, match=r"'lossless' is not a role; the roles are weight, first_moment, .*exact"):
+    with pytest.raises(
+        StateError, match=r"'lossless' is not a role; the roles are weight, average, first_moment, .*exact"
+    ):
         labels_of(two_layers(), {"model.*": "lossless"})
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 import dynaquant as dq
-from dynaquant.quantize import grid_weights, moments
+from dynaquant.quantize import magnitude, moments
 from dynaquant.search import distortion
 from dynaquant.store.run import Run
 
@@ -425,7 +425,7 @@ SCENARIOS = {
     "hooks": hooks,
     "omitted": omitted,
     "failing: mean squares": partial(failing, distortion, "_sum"),
-    "failing: weights": partial(failing, grid_weights, "_extremes_of"),
+    "failing: weights": partial(failing, magnitude, "_extremes_of"),
     "failing: moments": partial(failing, moments, "run_in_windows"),
 }
 

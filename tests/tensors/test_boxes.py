@@ -14,7 +14,6 @@ from dynaquant.quantize.bounds import quantize_bounded
 from dynaquant.quantize.grid import quantize
 from dynaquant.quantize.log_grid import quantize_to_log_grid
 from dynaquant.state.bound import Bound
-from dynaquant.state.roles import Label
 from dynaquant.tensors.box import Box, tile
 from dynaquant.tensors.boxes import cut, in_one, patchwork
 from dynaquant.tensors.codebook import Centres
@@ -36,7 +35,7 @@ def in_units(tensor):
 
 
 def with_a_bound(tensor):
-    return quantize_bounded({"field": tensor}, {"field": Label("bound", bound=Bound(absolute=1e-3))})["field"]
+    return quantize_bounded({"field": tensor}, {"field": Bound(absolute=1e-3)})["field"]
 
 
 def of_rank_one(tensor):

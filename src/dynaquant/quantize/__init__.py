@@ -14,6 +14,7 @@ In reading order:
 - ``moment_sample``: the elements by which the quantizers of moments are judged
 - ``second_moment``, ``first_moment``: one moment of an optimizer
 - ``moments``: all moments of a checkpoint
+- ``averages``: how precisely averages of weights are stored
 - ``bounds``: tensors with a bound on every value's error
 - ``knobs``: the configuration of either quantizer, and its JSON form
 """

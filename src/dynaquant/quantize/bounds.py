@@ -1,4 +1,4 @@
-"""Quantize tensors with a bound on every value's error (role ``bound``). No metric decides, and no gradient."""
+"""Quantize tensors with a bound on every value's error. No metric decides, and no gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant.state.bound import Bound
-from dynaquant.state.roles import Label
 from dynaquant.tensors.bounded import BoundedTensor, Integers, filled, level_dtype, nearest_levels, on_grid
 from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES, bytes_of
 from dynaquant.tensors.shard import Shard
@@ -27,19 +26,18 @@ bound is close to the precision of the dtype, and the whole tensor is stored exa
 
 def quantize_bounded(
     tensors: Mapping[str, Tensor],
-    labels: Mapping[str, Label],
+    bounds: Mapping[str, Bound],
     shards: Mapping[str, Shard] = MappingProxyType({}),
     reduce: Reduce | None = None,
 ) -> dict[str, BoundedTensor]:
-    """Return the tensors of role ``bound`` by name. Those that must be stored exactly are left out.
+    """Return the tensors that have a bound, by name. Those that must be stored exactly are left out.
 
-    shards, reduce: of a sharded training, as for ``quantize_moments``.
+    tensors: of more names than ``bounds``, perhaps. shards, reduce: of a sharded training, as for ``quantize_moments``.
     """
 
     def start(name: str) -> Reduction[BoundedTensor | None]:
         return within(tensors[name], bounds[name], shards.get(name))
 
-    bounds = {name: bound for name in tensors if (bound := labels[name].bound) is not None}
     found = run_in_windows(bounds, start, lambda name: tensors[name].numel(), reduce)
     return {name: quantized for name, quantized in found.items() if quantized is not None}
 

@@ -10,7 +10,6 @@ from functools import cached_property, partial
 
 from torch import Tensor
 
-from dynaquant import kernels
 from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration, RoundedToGrid
 from dynaquant.quantize.magnitude import magnitudes
 from dynaquant.quantize.step_limits import BALANCED_LIMITS, StepLimits
@@ -21,9 +20,6 @@ from dynaquant.training.shards import WHOLE, Shards
 
 RUNG_HYSTERESIS = 0.8
 """A tensor keeps its previous rung while the wanted one is at most this far away. (0.5 would mean plain rounding.)"""
-SMALLEST, LARGEST = 2.0**-126, 1e37
-"""A tensor whose largest magnitude is outside this range is stored exactly: float32 arithmetic would not preserve it.
-(Only float64 has values beyond 1e38.)"""
 SMALLEST_FISHER = 1e-6
 """Lower limit of a mean squared gradient, as a share of the mean over all tensors."""
 
@@ -160,35 +156,14 @@ def grid_weights(
     gradients, for some or all weights. previous_rungs, seed: see ``GridWeights``. shards: of the weights.
     step_limits: of the preset. displaced: how far each weight has moved since the training began, as far as known.
     """
-    extremes, nonfinites = {}, {}
-    for name, tensor in weights.items():
-        extremes[name], nonfinites[name] = _extremes_of(tensor)
-    extremes, nonfinites = shards.largest(extremes), shards.sums(nonfinites)
-    notes, kept = [], []
-    for name, (highest, minus_lowest) in extremes.items():
-        if nonfinite := round(nonfinites[name][0]):
-            notes.append(f"{name}: {nonfinite} infinite or NaN values, stored exactly")
-        elif -minus_lowest < highest and SMALLEST <= max(highest, minus_lowest) < LARGEST:
-            kept.append(name)
-    usable = LazyMapping(kept, weights.__getitem__)
-    sizes = {name: shards.size(name, weights[name]) for name in kept}
-    found = magnitudes(usable, {name: max(extremes[name]) for name in kept}, shards)
+    nonfinite: dict[str, int] = {}
+    found = magnitudes(weights, shards, nonfinite)
+    notes = [f"{name}: {count} infinite or NaN values, stored exactly" for name, count in nonfinite.items()]
+    usable = LazyMapping(list(found), weights.__getitem__)
+    sizes = {name: shards.size(name, weights[name]) for name in found}
     squares = {name: sizes[name] * magnitude.mean_square for name, magnitude in found.items()}
     displaced = displaced or {}
     largest_steps = {name: step_limits.largest_step(each, displaced.get(name)) for name, each in found.items()}
     previous = {name: rung for name, rung in previous_rungs.items() if name in usable}
     fishers = effective_fisher(sizes, squares, fisher)
     return GridWeights(usable, sizes, fishers, squares, largest_steps, previous, seed, notes, shards)
-
-
-def _extremes_of(tensor: Tensor) -> tuple[list[float], list[float]]:
-    """Return the highest value and minus the lowest one; the number of values that are not finite.
-
-    Without values, the first two are minus infinity. With values that are not finite, only their number counts.
-    """
-    if not tensor.numel():
-        return [-math.inf, -math.inf], [0.0]
-    lowest, highest = kernels.for_device(tensor.device).extremes(tensor)  # NaN if any value is NaN
-    if not (math.isfinite(lowest) and math.isfinite(highest)):
-        return [-math.inf, -math.inf], [float((~tensor.detach().isfinite()).sum())]
-    return [highest, -lowest], [0.0]

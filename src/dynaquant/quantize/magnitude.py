@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dynaquant import kernels
 from dynaquant.tensors.shard import Shard
-from dynaquant.training.shards import Shards
+from dynaquant.training.shards import WHOLE, Shards
 
 SMALL_ROWS = 0.1
 """The share of rows, and of columns, that may have smaller values than ``Magnitude.small``."""
@@ -30,6 +30,10 @@ NORMAL_MEDIAN = 0.6745
 """Median magnitude of normally distributed values, in standard deviations."""
 _SAFE = 1e-12, 1e15
 """The squares of float32 values between these neither overflow nor vanish."""
+
+SMALLEST, LARGEST = 2.0**-126, 1e37
+"""A tensor whose largest magnitude is outside this range is stored exactly: float32 arithmetic would not preserve it.
+(Only float64 has values beyond 1e38.)"""
 
 Axes = tuple[NDArray[np.float64], ...]
 """Sums of squares of the rows and of the columns of a tensor; or the values of a vector."""
@@ -48,16 +52,44 @@ class Magnitude:
     small: float
 
 
-def magnitudes(weights: Mapping[str, Tensor], largest: Mapping[str, float], shards: Shards) -> dict[str, Magnitude]:
-    """Return the magnitude of each tensor, by name. Collective with shards.
+def magnitudes(
+    tensors: Mapping[str, Tensor], shards: Shards = WHOLE, nonfinite: dict[str, int] | None = None
+) -> dict[str, Magnitude]:
+    """Return the magnitude of each tensor that a grid can hold, by name. Collective with shards.
 
-    weights: finite, with at least two different values each. largest: the largest absolute value of each.
+    Left out are empty and constant tensors, those with infinities or NaNs, and those of extreme values. tensors: of
+    ``QUANTIZABLE_DTYPES``; looked up again whenever they are needed. nonfinite: gets the number of infinite or NaN
+    values of each tensor that has any.
     """
-    own = {name: _axes(tensor, shards.of(name, tensor), largest[name]) for name, tensor in weights.items()}
+    extremes, counts = {}, {}
+    for name, tensor in tensors.items():
+        extremes[name], counts[name] = _extremes_of(tensor)
+    extremes, counts = shards.largest(extremes), shards.sums(counts)
+    largest = {}
+    for name, (highest, minus_lowest) in extremes.items():
+        if count := round(counts[name][0]):
+            if nonfinite is not None:
+                nonfinite[name] = count
+        elif -minus_lowest < highest and SMALLEST <= max(highest, minus_lowest) < LARGEST:
+            largest[name] = max(highest, minus_lowest)
+    own = {name: _axes(tensors[name], shards.of(name, tensors[name]), largest[name]) for name in largest}
     if shards.divided:
         sums = shards.sums({name: np.concatenate(axes).tolist() for name, axes in own.items()})
         own = {n: tuple(np.split(np.array(sums[n]), np.cumsum([len(a) for a in own[n]])[:-1])) for n in own}
     return {name: _of_vector(*axes) if len(axes) == 1 else _of_matrix(*axes) for name, axes in own.items()}
+
+
+def _extremes_of(tensor: Tensor) -> tuple[list[float], list[float]]:
+    """Return the highest value and minus the lowest one; the number of values that are not finite.
+
+    Without values, the first two are minus infinity. With values that are not finite, only their number counts.
+    """
+    if not tensor.numel():
+        return [-math.inf, -math.inf], [0.0]
+    lowest, highest = kernels.for_device(tensor.device).extremes(tensor)  # NaN if any value is NaN
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
+        return [-math.inf, -math.inf], [float((~tensor.detach().isfinite()).sum())]
+    return [highest, -lowest], [0.0]
 
 
 def _axes(tensor: Tensor, shard: Shard, largest: float) -> Axes:

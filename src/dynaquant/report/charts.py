@@ -11,6 +11,7 @@ from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.quantize.partition import Configuration
 from dynaquant.report.figures import (
     BLUE,
+    BROWN,
     CROWDED,
     GREEN,
     GREY,
@@ -39,6 +40,7 @@ ROLES = {
     "buffer": PURPLE,
     "exact": RED,
     "bound": TURQUOISE,
+    "average": BROWN,
 }
 STAGES = {"wait": GREY, "capture": ORANGE, "search": BLUE}
 MOST_TENSORS = 200

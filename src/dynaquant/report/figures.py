@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
     raise MissingPackageError("The report of a run", "plotly", "report") from error
 
 BLUE, ORANGE, GREEN, PURPLE, RED, GREY = "#3b82c4", "#d9822b", "#2e9e6b", "#9b6cd1", "#d9534f", "#8a8f98"
-TURQUOISE = "#2aa5b5"
+TURQUOISE, BROWN = "#2aa5b5", "#a0764f"
 """These colours are visible on white and on near-black."""
 CROWDED = 60
 """With more checkpoints than this, bars have no gaps and markers are small."""

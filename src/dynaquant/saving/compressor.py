@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynaquant.coding.encoder import Coder
+from dynaquant.quantize.averages import average_bounds
 from dynaquant.quantize.bounds import quantize_bounded
 from dynaquant.quantize.grid_weights import GridWeights
 from dynaquant.quantize.kmeans_weights import KMeansWeights
@@ -173,7 +174,7 @@ class Compressor:
             last = self._usable_last_weights(limit)
             run = self._group.run_reducing
             comparison = run(lambda: compare(weights, last, idle, self.hashes, captured.shards))
-            bounded = run(lambda: _bounded(tensors, captured))
+            bounded = run(lambda: self._bounded(tensors, captured))
             displaced = run(lambda: self._displacements.since_the_start(captured.shards)) if self._preset else {}
         with timed(seconds, "search"):
             self.manager.max_degradation, self.manager.last_resort = limit, self._largest
@@ -260,6 +261,24 @@ class Compressor:
         """Return the tensors whose values are not written: those in frozen files, and omitted ones."""
         omitted = self._group.run_on_all_ranks(lambda: omitted_tensors(captured, self.hashes))
         return {**in_frozen_files(captured, frozen), **omitted}
+
+    def _bounded(self, tensors: Mapping[str, Tensor], captured: Captured) -> dict[str, BoundedTensor]:
+        """Return the tensors of role ``bound`` and averages of weights, quantized. Collective.
+
+        Extras that are not divided may differ between ranks.
+        """
+        labels, shards = captured.labels, captured.shards
+
+        def quantized(names: Collection[str], shards: Shards) -> dict[str, BoundedTensor]:
+            bounds = {name: bound for name in names if (bound := labels[name].bound) is not None}
+            if self._preset is not None:
+                averages = {name: tensors[name] for name in names if labels[name].role == "average"}
+                bounds |= average_bounds(averages, self._preset.average_error, shards)
+            return quantize_bounded(tensors, bounds, shards.held, shards.reduce)
+
+        alone = [name for name in tensors if name.partition(".")[0] not in MAIN and name not in shards.held]
+        together = [name for name in tensors if name.partition(".")[0] in MAIN or name in shards.held]
+        return {**quantized(together, shards), **quantized(alone, WHOLE)}
 
     def _weights_to_quantize(
         self, tensors: Mapping[str, Tensor], labels: Mapping[str, Label], master_of: Mapping[str, str]
@@ -376,15 +395,6 @@ class Compressor:
             moments = self._group.run_on_all_ranks(lambda: moments_of(here, WHOLE))
             found = self._group.run_on_all_ranks(lambda: assembled(here, moments))
         return replace(found, seconds={name: second_of(stored) for name, stored in moments.items()})
-
-
-def _bounded(tensors: Mapping[str, Tensor], captured: Captured) -> dict[str, BoundedTensor]:
-    """Return the tensors of role ``bound``, quantized. Extras that are not divided may differ between ranks."""
-    labels, shards = captured.labels, captured.shards
-    alone = {name for name in tensors if name.partition(".")[0] not in MAIN and name not in shards.held}
-    together = {name: tensor for name, tensor in tensors.items() if name not in alone}
-    found = quantize_bounded({name: tensors[name] for name in tensors if name in alone}, labels)
-    return {**quantize_bounded(together, labels, shards.held, shards.reduce), **found}
 
 
 def _on_known_devices(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -24,7 +24,8 @@ class Preset:
     moments that are not stored exactly, except those of SGD and Muon (``saving/moment_tolerances.py``).
     first_tolerance: if those steps are not known, the relative error ``‖Δu‖/‖u‖`` of a tensor's next update that stored
     first moments may cause. second_tolerance: the relative error (root mean square) of ``1/sqrt(v)`` that stored second
-    moments may cause (``quantize/moments.py``).
+    moments may cause (``quantize/moments.py``). average_error: the largest error of an average of weights, as a share
+    of its small values (``quantize/averages.py``).
     """
 
     max_degradation: float
@@ -33,13 +34,14 @@ class Preset:
     lost_steps: float
     first_tolerance: float
     second_tolerance: float
+    average_error: float
 
 
-BALANCED = Preset(0.01, 0.005, BALANCED_LIMITS, 0.0125, DROPPED, 0.3)
+BALANCED = Preset(0.01, 0.005, BALANCED_LIMITS, 0.0125, DROPPED, 0.3, 1 / 64)
 PRESETS: dict[QualityName, Preset | None] = {
     "lossless": None,
-    "high": Preset(0.001, 0.0005, StepLimits(1 / 32, 1 / 4), 0.005, 0.5, 0.3),
+    "high": Preset(0.001, 0.0005, StepLimits(1 / 32, 1 / 4), 0.005, 0.5, 0.3, 1 / 128),
     "balanced": BALANCED,
-    "small": Preset(0.05, 0.025, StepLimits(1 / 4, 1.0), 0.2, DROPPED, 0.5),
+    "small": Preset(0.05, 0.025, StepLimits(1 / 4, 1.0), 0.2, DROPPED, 0.5, 1 / 16),
 }
 """By name of ``quality``. None: every tensor is stored exactly."""

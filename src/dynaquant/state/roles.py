@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from dynaquant.errors import StateError
+from dynaquant.state.averages import averages_in
 from dynaquant.state.bound import Bound
 from dynaquant.state.sharding import memory_of
 from dynaquant.state.wrappers import bare_paths, named_parameters
 from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES, dtype_name
 
-Role = Literal["weight", "first_moment", "second_moment", "buffer", "exact", "omit", "bound"]
-"""What a tensor is. Weights are quantized; so are moments, unless they must stay exact. An omitted tensor is not
-stored, only its hash. The values of a tensor of role ``bound`` keep to a ``Bound``. All others are stored exactly."""
+Role = Literal["weight", "average", "first_moment", "second_moment", "buffer", "exact", "omit", "bound"]
+"""What a tensor is. Weights are quantized; so are averages of weights, on fine grids, and moments, unless they must
+stay exact. An omitted tensor is not stored, only its hash. The values of a tensor of role ``bound`` keep to a
+``Bound``. All others are stored exactly."""
 _GIVEN = tuple(role for role in get_args(Role) if role != "bound")
 """The roles that a pattern may name."""
 
@@ -81,10 +83,11 @@ def labels(
     pattern says otherwise (``training/moment_uses.py``).
 
     Only parameters of models (``"model"``, ``"model.G"``) become weights, since only models are evaluated, and only if
-    they train. Other parameters are exact unless a pattern says otherwise. A pattern may use any name of a tied
-    parameter.
+    they train. Those of a known average of a model become averages (``state/averages.py``). Other parameters are exact
+    unless a pattern says otherwise. A pattern may use any name of a tied parameter. It gives its role to the matching
+    tensors that can have it.
 
-    Raises StateError for a pattern that matches no tensor, an unknown role, or a role that a tensor cannot have.
+    Raises StateError for a pattern that matches no tensor, an unknown role, or one that no matching tensor can have.
     """
     result = {name: Label("exact") for name in tensors}
     frozen = untrained(objects)
@@ -97,6 +100,9 @@ def labels(
             for name in tensors:
                 if name.startswith(f"{prefix}.state.") and prefix not in exact:
                     result[name] = Label(optimizer_role(name, tensors))
+        for name in averages_in(prefix, thing, tensors):
+            if quantizable(tensors[name], vectors):
+                result[name] = replace(result[name], role="average")
     named = {**{name: name for name in result}, **parameters}
     for pattern, role in (overrides or {}).items():
         # Most patterns that a program makes are names; there may be thousands.
@@ -208,18 +214,25 @@ def _override(
     if not matching:
         example = next(iter(result), "model.…")
         raise StateError(f"roles[{pattern!r}] matches no tensor; names look like {example!r}")
-    for name in matching:
-        if role == "weight" and name not in parameters:
-            raise StateError(f"roles[{pattern!r}]: {name} is not a parameter of a module, so it cannot be a weight")
-        if role == "omit" and not result[name].layer_type:
-            raise StateError(
-                f"roles[{pattern!r}]: {name} is not a parameter or buffer of a module, so it cannot be omitted"
-            )
-        if role == "weight" and tensors[name].dtype not in QUANTIZABLE_DTYPES:
-            raise StateError(
-                f"roles[{pattern!r}]: {name} is {dtype_name(tensors[name].dtype)}, which cannot be quantized"
-            )
+    refused = {name: why for name in matching if (why := _why_not(name, role, result[name], tensors, parameters))}
+    if len(refused) == len(matching):
+        name = min(refused)
+        raise StateError(f"roles[{pattern!r}]: {name} {refused[name]}")
+    for name in matching - refused.keys():
         if isinstance(role, Bound):
             result[name] = replace(result[name], role="bound", bound=role)
         else:
             result[name] = replace(result[name], role=cast(Role, role), bound=None)
+
+
+def _why_not(
+    name: str, role: str | Bound, label: Label, tensors: Mapping[str, Tensor], parameters: Mapping[str, str]
+) -> str | None:
+    """Return why a tensor cannot have a role; None if it can."""
+    if role == "weight" and name not in parameters:
+        return "is not a parameter of a module, so it cannot be a weight"
+    if role == "omit" and not label.layer_type:
+        return "is not a parameter or buffer of a module, so it cannot be omitted"
+    if role in ("weight", "average") and tensors[name].dtype not in QUANTIZABLE_DTYPES:
+        return f"is {dtype_name(tensors[name].dtype)}, which cannot be quantized"
+    return None
