@@ -13,9 +13,10 @@
 - ``capture.py``: the state as a tree and live tensors
 - ``division.py``: how the tensors are divided among the ranks, and which rank writes what
 - ``compressed.py``: a state as it is to be stored
-- ``compressor.py``: how each tensor is stored; the stages are the next eight files
+- ``compressor.py``: how each tensor is stored; the stages are the next nine files
 - ``frozen_and_omitted.py``: frozen and omitted tensors, whose values the checkpoint does not hold
 - ``unchanged_weights.py``: finds weights that have not changed since the last checkpoint; they keep their levels
+- ``bounded_tensors.py``: what no metric judges: tensors with a bound, averages of weights
 - ``exact_moments.py``: notes on moments that are stored exactly, as their optimizer is not known
 - ``gradient_statistics.py``: gradients recorded between two saves
 - ``prepare.py``: reads the weights once, before the search

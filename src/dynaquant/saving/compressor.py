@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from dynaquant.coding.encoder import Coder
-from dynaquant.quantize.averages import average_bounds
-from dynaquant.quantize.bounds import quantize_bounded
 from dynaquant.quantize.grid_weights import GridWeights
 from dynaquant.quantize.kmeans_weights import KMeansWeights
 from dynaquant.quantize.knobs import Knobs
@@ -21,6 +19,7 @@ from dynaquant.quantize.partition import Configuration
 from dynaquant.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.saving.allowance import Allowance, check_share
 from dynaquant.saving.assemble import Assembled, assemble
+from dynaquant.saving.bounded_tensors import bounded_tensors
 from dynaquant.saving.capture import Captured
 from dynaquant.saving.compressed import Compressed
 from dynaquant.saving.displacements import Displacements
@@ -50,12 +49,11 @@ from dynaquant.state.roles import Label, untrained
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.store.container import Header
 from dynaquant.store.sharded_writing import second_of
-from dynaquant.tensors.bounded import BoundedTensor
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.stored import External, Quantized, StoredTensor
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.master_weights import master_weights_of
-from dynaquant.training.objects import MAIN, models_of
+from dynaquant.training.objects import models_of
 from dynaquant.training.ranks import Group
 from dynaquant.training.shards import WHOLE, Shards
 
@@ -174,7 +172,7 @@ class Compressor:
             last = self._usable_last_weights(limit)
             run = self._group.run_reducing
             comparison = run(lambda: compare(weights, last, idle, self.hashes, captured.shards))
-            bounded = run(lambda: self._bounded(tensors, captured))
+            bounded = run(lambda: bounded_tensors(tensors, captured, self._preset))
             displaced = run(lambda: self._displacements.since_the_start(captured.shards)) if self._preset else {}
         with timed(seconds, "search"):
             self.manager.max_degradation, self.manager.last_resort = limit, self._largest
@@ -261,24 +259,6 @@ class Compressor:
         """Return the tensors whose values are not written: those in frozen files, and omitted ones."""
         omitted = self._group.run_on_all_ranks(lambda: omitted_tensors(captured, self.hashes))
         return {**in_frozen_files(captured, frozen), **omitted}
-
-    def _bounded(self, tensors: Mapping[str, Tensor], captured: Captured) -> dict[str, BoundedTensor]:
-        """Return the tensors of role ``bound`` and averages of weights, quantized. Collective.
-
-        Extras that are not divided may differ between ranks.
-        """
-        labels, shards = captured.labels, captured.shards
-
-        def quantized(names: Collection[str], shards: Shards) -> dict[str, BoundedTensor]:
-            bounds = {name: bound for name in names if (bound := labels[name].bound) is not None}
-            if self._preset is not None:
-                averages = {name: tensors[name] for name in names if labels[name].role == "average"}
-                bounds |= average_bounds(averages, self._preset.average_error, shards)
-            return quantize_bounded(tensors, bounds, shards.held, shards.reduce)
-
-        alone = [name for name in tensors if name.partition(".")[0] not in MAIN and name not in shards.held]
-        together = [name for name in tensors if name.partition(".")[0] in MAIN or name in shards.held]
-        return {**quantized(together, shards), **quantized(alone, WHOLE)}
 
     def _weights_to_quantize(
         self, tensors: Mapping[str, Tensor], labels: Mapping[str, Label], master_of: Mapping[str, str]

@@ -1,0 +1,39 @@
+"""Quantizes what no metric judges: tensors with a bound, and averages of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import Tensor
+
+from dynaquant.quantize.averages import average_bounds
+from dynaquant.quantize.bounds import quantize_bounded
+from dynaquant.saving.capture import Captured
+from dynaquant.saving.presets import Preset
+from dynaquant.tensors.bounded import BoundedTensor
+from dynaquant.training.objects import MAIN
+from dynaquant.training.shards import WHOLE, Shards
+
+
+def bounded_tensors(
+    tensors: Mapping[str, Tensor], captured: Captured, preset: Preset | None
+) -> dict[str, BoundedTensor]:
+    """Return the tensors of role ``bound`` and averages of weights, quantized, by name. Collective.
+
+    tensors: of the state, at least these. preset: None stores averages exactly. Extras that are not divided may differ
+    between ranks, so each rank quantizes its own.
+    """
+    labels, shards = captured.labels, captured.shards
+
+    def quantized(names: Collection[str], shards: Shards) -> dict[str, BoundedTensor]:
+        bounds = {name: bound for name in names if (bound := labels[name].bound) is not None}
+        if preset is not None:
+            averages = {name: tensors[name] for name in names if labels[name].role == "average"}
+            bounds |= average_bounds(averages, preset.average_error, shards)
+        return quantize_bounded(tensors, bounds, shards.held, shards.reduce)
+
+    def is_alone(name: str) -> bool:
+        return name.partition(".")[0] not in MAIN and name not in shards.held
+
+    together, alone = [n for n in tensors if not is_alone(n)], [n for n in tensors if is_alone(n)]
+    return {**quantized(together, shards), **quantized(alone, WHOLE)}
