@@ -13,9 +13,9 @@ from torch import Tensor
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.restore.dropped_moments import dropped_moments
 from dynaquant.restore.fitting import compare, raise_if_any, selected_objects
-from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, unchanged_tensors
+from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, unchanged_tensors, wanted_layouts
 from dynaquant.restore.shards import load_shards, sharded_targets
-from dynaquant.restore.stored_checkpoint import load_lossless_copy, state_from
+from dynaquant.restore.stored_checkpoint import built_from, load_lossless_copy
 from dynaquant.state.sharding import local_of, memory_of, reshard, with_local
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.memory import explain_out_of_memory
@@ -208,9 +208,13 @@ class Restorer:
         omitted = _omitted(source)
         unchanged = unchanged_tensors(now, stored, self.hashes)
         to_load = {name: tensor for name, tensor in stored.items() if name not in unchanged and name not in omitted}
-        in_place = fillable_tensors(now, source.header.tree, to_load, targets)
+        layouts = wanted_layouts(source.header.tree, to_load, self.objects, targets)
+        in_place = fillable_tensors(now, source.header.tree, to_load, targets, layouts)
         with explain_out_of_memory(source, *source.header.entries):
-            values = {n: in_place[n] if n in in_place else new_tensor(tensor) for n, tensor in to_load.items()}
+            values = {
+                name: in_place[name] if name in in_place else new_tensor(tensor, layouts.get(name))
+                for name, tensor in to_load.items()
+            }
             for name in targets.keys() & values.keys() - in_place.keys():
                 values[name] = with_local(targets[name], values[name].to(targets[name].device))
             for name in in_place:
@@ -220,7 +224,7 @@ class Restorer:
 
     def _state(self, source: CheckpointFile, values: dict[str, Tensor], now: Mapping[str, Any]) -> dict[str, Any]:
         """Return the stored state with these tensors. For omitted tensors it has the objects' own."""
-        state = state_from(source, values)
+        state = built_from(source, source.header.tree, values, stored_layouts=False)
         if not isinstance(state, dict):
             raise TypeError(f"its state is a {type(state).__name__}")
         fill_in_omitted(now, state, _omitted(source))

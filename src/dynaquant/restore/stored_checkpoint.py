@@ -232,10 +232,19 @@ def state_from(file: CheckpointFile, values: dict[str, Tensor]) -> Any:
     return built_from(file, file.header.tree, values)
 
 
-def built_from(file: CheckpointFile, node: Any, values: dict[str, Tensor], device: torch.device | None = None) -> Any:
-    """Return the state under a node of the tree. device: of its tensors, by default that of the values."""
+def built_from(
+    file: CheckpointFile,
+    node: Any,
+    values: dict[str, Tensor],
+    device: torch.device | None = None,
+    stored_layouts: bool = True,
+) -> Any:
+    """Return the state under a node of the tree. device, stored_layouts: as for ``unflatten``.
+
+    Raises CheckpointError if the tree is malformed.
+    """
     try:
-        return unflatten(node, values, device)
+        return unflatten(node, values, device, stored_layouts)
     except StateError as error:
         raise CheckpointError(f"{file.path}: {error}") from error
 

@@ -24,7 +24,6 @@ from dynaquant.saving.capture import Captured
 from dynaquant.saving.compressed import Compressed
 from dynaquant.saving.displacements import Displacements
 from dynaquant.saving.division import Division, divide
-from dynaquant.saving.exact_moments import notes_on_exact_moments
 from dynaquant.saving.frozen_and_omitted import (
     FrozenParameters,
     frozen_parameters,
@@ -34,6 +33,7 @@ from dynaquant.saving.frozen_and_omitted import (
 )
 from dynaquant.saving.gradient_statistics import GradientStatistics
 from dynaquant.saving.moment_tolerances import first_tolerances
+from dynaquant.saving.notes import notes_on_exact_moments, notes_on_gaps
 from dynaquant.saving.prepare import prepared_for_clusters, prepared_for_grid
 from dynaquant.saving.presets import PRESETS
 from dynaquant.saving.rank_zero import on_rank_zero
@@ -178,6 +178,7 @@ class Compressor:
         with timed(seconds, "search"):
             self.manager.max_degradation, self.manager.last_resort = limit, self._largest
             decision, notes = self._decide(comparison, captured, bounded, displaced)
+            notes += notes_on_gaps(captured, self._objects)
             if self._preset is not None:
                 notes += note_on_parameters_without_optimizer(self._model, frozen)
                 notes += notes_on_exact_moments(captured, self._objects, self._patterns)
