@@ -4,6 +4,7 @@
 - ``supported.py``: refuses objects that cannot be saved
 - ``collect.py``: collects the state of all objects, and splits it again
 - ``load_state.py``: loads a state into one object
+- ``undo.py``: what loading may change, and is put back if a restore fails
 - ``optimizers.py``: an optimizer's state by parameter name; fits a stored state to other parameter groups
 - ``expanded.py``: fills tensors whose elements share memory
 - ``rng.py``: state of the global random number generators
