@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from dynaquant.errors import StateError
+from dynaquant.restore.model_tensors import tied_problem
+from dynaquant.state.sharding import tied_keys
 from dynaquant.tensors.dtypes import dtype_name
+from dynaquant.tensors.hashing import tensor_hash
 from dynaquant.training import optimizers
 from dynaquant.training.collect import parts_of, stored_rng_state
 from dynaquant.training.expanded import can_hold
@@ -56,11 +59,13 @@ def compare(
     state: Mapping[str, Any],
     rank: int = 0,
     only: Collection[str] | None = None,
+    hash_of: Callable[[Tensor], str] = tensor_hash,
 ) -> Comparison:
     """Compare a stored state with the objects. Changes nothing.
 
     now: the objects' state (``collect_to_compare``). rank: the rank whose generators are restored. only: names of the
-    objects to restore; None: all. Raises ValueError, TypeError, KeyError or the like for a malformed state.
+    objects to restore; None: all. hash_of: returns the stored hash of a tensor in ``state``. Raises ValueError,
+    TypeError, KeyError or the like for a malformed state.
     """
     found = Comparison()
     stored = parts_of(state, objects)
@@ -100,7 +105,26 @@ def compare(
             found.parts[name] = part
         else:
             _fit_plain(found, name, thing, part)
+    modules = {name: present[name] for name in found.parts if isinstance(objects[name], nn.Module)}
+    _leave_out_other_values_of_tied(found, modules, hash_of)
     return found
+
+
+def _leave_out_other_values_of_tied(
+    found: Comparison, modules: Mapping[str, Any], hash_of: Callable[[Tensor], str]
+) -> None:
+    """Leave out stored tensors that differ from another one which fills the same tensor.
+
+    modules: their present states, by name.
+    """
+    own = {(name, key): state[key] for name, state in modules.items() for key in found.parts[name]}
+    for (name, key), *others in tied_keys(own):
+        first = found.parts[name][key]
+        for other, other_key in others:
+            tensor = found.parts[other][other_key]
+            if tensor is not first and hash_of(tensor) != hash_of(first):
+                found.problems.append(tied_problem(f"{name}.{key}", f"{other}.{other_key}"))
+                del found.parts[other][other_key]
 
 
 def raise_if_any(problems: list[str], what: str, advice: str) -> None:

@@ -172,7 +172,16 @@ class Restorer:
         try:
             values, in_place = self._values(source, stored, now, targets)
             state = self._state(source, values, now)
-            fit = compare(self.objects, now, state, self.group.rank, None if self.only is None else self._selected)
+            # Tensors that are filled in place do not have their values yet. Omitted ones are the present ones.
+            hashes = {memory_of(value): source.header.by_name[name].hash for name, value in values.items()}
+            fit = compare(
+                self.objects,
+                now,
+                state,
+                self.group.rank,
+                None if self.only is None else self._selected,
+                lambda tensor: hashes.get(memory_of(tensor), ""),
+            )
             fit.problems.extend(self._changed_omitted(source, values, targets))
             if self.strict:
                 raise_if_any(fit.problems, f"{file.path} (step {file.header.step})", _ADVICE)

@@ -18,6 +18,7 @@ from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import model_in, node_at, tensor_names_in
 from dynaquant.store.chain import chain_of, detect_run_changes, load_all, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile
+from dynaquant.store.files import user_path
 from dynaquant.store.lossless_copies import LOSSLESS_COPY
 from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.store.pointers import Pointer, found_at, run_at
@@ -50,7 +51,7 @@ class StoredCheckpoint:
         self._step = step
         self._in_memory: CheckpointFile | None = None
         if isinstance(path, str | os.PathLike):
-            self._path = Path(path)
+            self._path = user_path(path)
         else:
             self._in_memory = opened(path)
             self._path = self._in_memory.path
@@ -194,7 +195,7 @@ def opened(file: PathOrFile) -> CheckpointFile:
     Raises CheckpointError if it is not one, TypeError for anything but a path or a binary file object.
     """
     if isinstance(file, str | os.PathLike):
-        return CheckpointFile(Path(file))
+        return CheckpointFile(user_path(file))
     content = file.read() if hasattr(file, "read") else None
     if not isinstance(content, bytes):
         raise TypeError(f"give a path or a file object that is open for reading bytes, not {file!r}")
