@@ -10,6 +10,8 @@
 - ``rng.py``: state of the global random number generators
 - ``snapshot.py``: what ``evaluate`` may change and a save puts back
 - ``gradients.py``: records gradients before each optimizer step
+- ``accumulated.py``: ``dynaquant.Gradients``: gradients as an extra, for saves in the middle of an accumulation
+- ``updates.py``: which parameters the optimizers update between two saves
 - ``first_moments.py``: how each optimizer updates its first moments
 - ``moment_uses.py``: which optimizers' moments may be quantized
 - ``update_check.py``: what one step of an optimizer does with its moments
