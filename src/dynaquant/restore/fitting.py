@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dynaquant.errors import StateError
 from dynaquant.restore.model_tensors import tied_problem
+from dynaquant.state import wrappers
 from dynaquant.state.sharding import tied_keys
 from dynaquant.tensors.dtypes import dtype_name
 from dynaquant.tensors.hashing import tensor_hash
@@ -84,7 +85,7 @@ def compare(
             was = f"{name} was {before or 'something else'} and is {kind or type(thing).__qualname__}"
             found.problems.append(was)
         elif isinstance(thing, nn.Module):
-            _fit_module(found, name, present[name], part)
+            _fit_module(found, name, present[name], part, wrappers.own_loading(thing))
         elif isinstance(thing, torch.optim.Optimizer):
             own_keys, stored_keys = (optimizers.keys_of(of[PARAMETERS][name]) for of in (now, state))
             fit = optimizers.fit(name, thing, own_keys, part, stored_keys)
@@ -135,7 +136,10 @@ def raise_if_any(problems: list[str], what: str, advice: str) -> None:
         raise StateError(f"{what} does not fit the objects to restore:\n  {shown}\nNothing was changed. {advice}")
 
 
-def _fit_module(found: Comparison, name: str, own: Mapping[str, Any], stored: Any) -> None:
+def _fit_module(
+    found: Comparison, name: str, own: Mapping[str, Any], stored: Any, own_loading: Collection[str]
+) -> None:
+    """Compare the states of a module. own_loading: prefixes of keys that modules load by code of their own."""
     if not isinstance(stored, Mapping) or not isinstance(getattr(stored, "_metadata", {}), Mapping):
         raise TypeError(f"{name} has no state dict")
     now, before = ({key: _form(value) for key, value in of.items()} for of in (own, stored))
@@ -145,7 +149,9 @@ def _fit_module(found: Comparison, name: str, own: Mapping[str, Any], stored: An
     for key, form in now.items():
         if key not in before:
             continue
-        if before[key] != form:
+        if key.rpartition(".")[2] == "_extra_state" or key.rpartition(".")[0] in own_loading:
+            part[key] = stored[key]  # the module itself decides; if it fails, everything is put back
+        elif before[key] != form:
             found.problems.append(f"{name}.{key} was {before[key]} and is {form}")
         elif isinstance(own[key], Tensor) and not can_hold(own[key], stored[key]):
             found.problems.append(
