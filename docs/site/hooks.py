@@ -18,7 +18,7 @@ from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.util import ClassNotFound
 
 API = {
-    "A training": ["Checkpointer", "LossOn", "OnBatches", "Moved"],
+    "A training": ["Checkpointer", "LossOn", "OnBatches", "Moved", "Gradients"],
     "What is stored": ["Bound", "save", "load", "load_into", "follow"],
     "What a save reports": ["Record"],
     "Configurations": ["GridConfiguration", "Configuration"],

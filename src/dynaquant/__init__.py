@@ -15,6 +15,7 @@ __all__ = [
     "Configuration",
     "DynaquantError",
     "EvaluateError",
+    "Gradients",
     "GridConfiguration",
     "LossOn",
     "Moved",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from dynaquant.saving.record import Record
     from dynaquant.search.evaluation import LossOn, OnBatches
     from dynaquant.state.bound import Bound
+    from dynaquant.training.accumulated import Gradients
 
     __version__: str
 else:
@@ -46,6 +48,7 @@ else:
         "Bound": "state.bound",
         "Checkpointer": "checkpointer",
         "Configuration": "quantize.partition",
+        "Gradients": "training.accumulated",
         "GridConfiguration": "quantize.grid",
         "LossOn": "search.evaluation",
         "Moved": "saving.movement",

@@ -275,9 +275,10 @@ class Checkpointer:
         """Restore the newest checkpoint that verifies into the objects, and return its step.
 
         Returns None if the run has no checkpoints. Damaged checkpoints are skipped; ``skipped`` and logged warnings say
-        why. Everything is checked before anything is changed, and nothing is changed unless everything fits. If an
-        extra's own ``load_state_dict`` raises, all objects are put back. Tensors of the model and the optimizer are
-        filled in place if the stored ones fit.
+        why. Everything is checked before anything is changed, and nothing is changed unless everything fits. If loading
+        fails all the same, in the code of any object or by a signal, everything is put back; until then the host's
+        memory has a copy of the present values. Tensors of the model and the optimizer are filled in place if the
+        stored ones fit.
 
         step: the step or the tag of a checkpoint, instead of the newest.
         only: what to restore, e.g. ``"model"`` or ``("model", "optimizer")``: names of objects, and ``"rng"`` for the
@@ -286,8 +287,7 @@ class Checkpointer:
         warnings list it.
 
         Raises CheckpointError if no checkpoint verifies, or if the requested one does not exist or is damaged;
-        StateError if it does not fit the objects; ValueError for an unknown name in ``only``. If a signal interrupts
-        the restore, the objects may be restored in part: restore again.
+        StateError if it does not fit the objects; ValueError for an unknown name in ``only``.
         """
         return self._guarded("restore", lambda: self._restore(step, only, strict))
 

@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 import torch
 from small_runs import KMEANS, LOSSLESS, training_of
@@ -175,3 +176,50 @@ def test_a_closed_checkpointer_refuses_calls(tmp_path):
 def test_a_pattern_that_matches_nothing_is_an_error_before_training(tmp_path):
     with pytest.raises(dq.StateError, match="matches no tensor"):
         dq.Checkpointer(tmp_path, *training_of(), roles={"nope*": "exact"})
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.uint32, torch.tensor], ids=["int64", "uint32", "tensor"])
+@pytest.mark.parametrize("every", [2, "auto"])
+def test_steps_are_integers_of_any_kind(tmp_path, integer, every):
+    model = torch.nn.Linear(2, 2)
+    if every != "auto":
+        every = integer(every)
+    with dq.Checkpointer(tmp_path, model, quality="lossless", every=every) as ckpt:
+        due = [step for step in range(1, 3) if ckpt.due(integer(step))]
+        assert due == ([] if every == "auto" else [2])
+        for step in (2, 4):
+            ckpt.save(integer(step)).result()
+        ckpt.tag("first", integer(2))
+        assert ckpt.steps() == [2, 4]
+        assert ckpt.restore(integer(2)) == ckpt.restore("first") == 2
+    assert torch.equal(dq.load(tmp_path, integer(4))["model"]["weight"], model.weight)
+    assert dq.load_into(model, tmp_path, integer(4)) == []
+    with (
+        dq.Checkpointer(tmp_path, model, quality="lossless") as ckpt,
+        pytest.raises(dq.CheckpointError, match="an integer"),
+    ):
+        ckpt.restore(True)
+
+
+def test_the_home_folder_is_found_and_an_empty_path_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 2)
+    with dq.Checkpointer("~/runs/a", model, quality="lossless") as ckpt:
+        ckpt.save(1)
+    assert (tmp_path / "home" / "runs" / "a" / "step-000000000001.dqc").is_file()
+    dq.save({"x": torch.ones(3)}, "~/x.dqc")
+    assert dq.load("~/x.dqc")["x"].tolist() == [1, 1, 1]
+    assert dq.load_into(model, "~/runs/a") == []
+    assert dq.follow("~/runs/a", model).update() == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    for use in (
+        lambda: dq.Checkpointer("", model),
+        lambda: dq.save({}, ""),
+        lambda: dq.load(""),
+        lambda: dq.load_into(model, ""),
+        lambda: dq.follow("", model),
+    ):
+        with pytest.raises(ValueError, match="the path is empty"):
+            use()
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from format_decoder import KINDS as KINDS_OF_VERSION
-from format_decoder import decode, decode_exact
+from format_decoder import decode, decode_exact, decode_single
+from format_streams import check
 from make_golden import summary
 from torch import nn
 from training import bits
@@ -36,6 +37,17 @@ def tensor_of(dtype, shape, values):
     return torch.frombuffer(bytearray(values), dtype=kind).reshape(shape) if values else torch.empty(shape, dtype=kind)
 
 
+def laid_out(tensor, node):
+    """The tensor in the layout that its node says."""
+    if "strides" not in node:
+        return tensor
+    between = 1
+    for stride, size in sorted(zip(node["strides"], tensor.shape, strict=True)):
+        check(size == 1 or stride == between, "strides without gaps")
+        between *= size
+    return torch.empty_strided(tensor.shape, node["strides"], dtype=tensor.dtype).copy_(tensor)
+
+
 def state_of(node, tensors):
     """The state that a tree describes, according to docs/format.md."""
     if isinstance(node, list):
@@ -53,9 +65,9 @@ def state_of(node, tensors):
         build = {"tuple": tuple, "set": set, "frozenset": frozenset, "size": torch.Size}[kind]
         return build(state_of(content, tensors))
     return {
-        "tensor": lambda name: tensor_of(*tensors[name]),
-        "parameter": lambda name: nn.Parameter(tensor_of(*tensors[name])),
-        "ndarray": lambda name: tensor_of(*tensors[name]).numpy(),
+        "tensor": lambda name: laid_out(tensor_of(*tensors[name]), node),
+        "parameter": lambda name: nn.Parameter(laid_out(tensor_of(*tensors[name]), node)),
+        "ndarray": lambda name: laid_out(tensor_of(*tensors[name]), node).numpy(),
         "scalar": lambda pair: np.frombuffer(base64.b64decode(pair[1]), pair[0])[0],
         "float": float,
         "complex": lambda pair: complex(*map(float, pair)),
@@ -69,6 +81,13 @@ def assert_both_decode_alike(folder, step, known=None):
     header, tensors = decode(folder, step, known)
     assert_alike(state_of(header["tree"], tensors), dynaquant.load(folder, step))
     return header
+
+
+def strides_in(value):
+    if isinstance(value, torch.Tensor):
+        return value.stride()
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else []
+    return value.strides if isinstance(value, np.ndarray) else [strides_in(each) for each in inner]
 
 
 def assert_alike(second, first):
@@ -347,6 +366,23 @@ def test_both_agree_on_exact_values(tmp_path, monkeypatch, dtype):
     assert codings_in(tmp_path, 2) >= {f"exact {dtype}", f"exact {dtype}+"}
     by_previous_byte = set() if dtype == "float16" else {4}  # not worth it there: too few bits are exponent
     assert planes >= {0, 1, 2, 3} | by_previous_byte
+
+
+def test_both_agree_on_layouts(tmp_path):
+    images = torch.randn(2, 3, 4, 5)
+    state = {
+        "model": {"transposed": images.transpose(1, 3), "plain": images, "one": torch.randn(4, 1, 3).transpose(0, 2)},
+        "channels last": nn.Parameter(images.to(memory_format=torch.channels_last)),
+        "gaps": [images[:, :, ::2].transpose(0, 2), images[:, 0, :, 0]],
+        "array": np.asfortranarray(images[0].numpy()),
+    }
+    dynaquant.save(state, tmp_path / "state.dqc", quality="lossless")
+    header, tensors = decode_single(tmp_path / "state.dqc")
+    second, first = state_of(header["tree"], tensors), dynaquant.load(tmp_path / "state.dqc")
+    assert bits(second) == bits(first) == bits(state)
+    assert strides_in(second) == strides_in(first)
+    assert strides_in(first["model"]) == strides_in(state["model"])
+    assert json.dumps(header["tree"]).count("strides") == 5
 
 
 def test_both_agree_on_centres(tmp_path):

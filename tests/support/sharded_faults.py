@@ -312,7 +312,7 @@ RESTORES = {
     "reads": (1, partial(before, restorer, "load_shards", killed)),
     "rank 0 chooses": (0, partial(before, WritableRun, "summaries", killed)),
     "has read": (2, partial(after, restorer, "load_shards", killed)),
-    "fills": (1, partial(before, restorer, "load_modules_and_optimizers", killed)),
+    "fills": (1, partial(before, restorer, "load_objects", killed)),
 }
 EVALUATES = {"raises": raises, "nan": lambda _: float("nan"), "slow": slow}
 

@@ -14,7 +14,7 @@ from training import bits
 import dynaquant as dq
 from dynaquant.errors import StateError
 from dynaquant.restore.fitting import compare, raise_if_any
-from dynaquant.restore.restorer import load_extras, load_modules_and_optimizers
+from dynaquant.restore.restorer import load_objects
 from dynaquant.state.flatten import flatten
 from dynaquant.training import rng, supported
 from dynaquant.training.collect import collect, collect_to_compare, rank_rng_state, stored_rng_state
@@ -69,8 +69,7 @@ def check_fit(given, state, what):
 
 def restore(given, state, rank=0):
     parts = fit_of(given, state, rank).parts
-    load_extras(given, parts, [])
-    load_modules_and_optimizers(given, parts, [], stored_rng_state(state, rank))
+    load_objects(given, parts, [], stored_rng_state(state, rank))
 
 
 def training(width=4):

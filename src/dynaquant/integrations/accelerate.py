@@ -24,6 +24,7 @@ from dynaquant.checkpointer import Checkpointer
 from dynaquant.errors import CheckpointError, DynaquantError, MissingPackageError
 from dynaquant.state.wrappers import bare
 from dynaquant.store.atomic_files import atomic_folder
+from dynaquant.store.files import user_path
 from dynaquant.store.pointers import POINTER_FILE, Pointer, found_at, write_pointer
 from dynaquant.store.run import Run
 
@@ -74,7 +75,7 @@ def attach(accelerator: Any, folder: str | os.PathLike[str], **options: Any) -> 
     DeepSpeed and Megatron-LM, and if the installed Accelerate has changed in a way that matters here; all errors of
     ``Checkpointer``.
     """
-    return _Attached(accelerator, Path(folder), options).checkpointer
+    return _Attached(accelerator, user_path(folder), options).checkpointer
 
 
 class _Attached:

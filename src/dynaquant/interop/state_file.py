@@ -16,7 +16,7 @@ from dynaquant.saving.presets import QualityName
 from dynaquant.saving.record import Record, record_of
 from dynaquant.state.flatten import flatten_whole
 from dynaquant.store.container import Header
-from dynaquant.store.files import check_output
+from dynaquant.store.files import check_output, user_path
 from dynaquant.store.single_file import FIRST_SEQUENCE, as_parent, is_of_run, write_file, write_in_memory
 from dynaquant.store.writing import Base
 
@@ -62,7 +62,7 @@ def save(
     nor a file to write to, or ``parent`` neither a path nor a file to read; OSError if the file cannot be written. Then
     nothing is written, and a file that was there stays.
     """
-    out = Path(path) if isinstance(path, str | os.PathLike) else None
+    out = user_path(path) if isinstance(path, str | os.PathLike) else None
     if out is not None:
         check_output(out)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from dynaquant.errors import StateError
+from dynaquant.restore.model_tensors import tied_problem
+from dynaquant.state import wrappers
+from dynaquant.state.sharding import tied_keys
 from dynaquant.tensors.dtypes import dtype_name
+from dynaquant.tensors.hashing import tensor_hash
 from dynaquant.training import optimizers
 from dynaquant.training.collect import parts_of, stored_rng_state
 from dynaquant.training.expanded import can_hold
@@ -56,11 +60,13 @@ def compare(
     state: Mapping[str, Any],
     rank: int = 0,
     only: Collection[str] | None = None,
+    hash_of: Callable[[Tensor], str] = tensor_hash,
 ) -> Comparison:
     """Compare a stored state with the objects. Changes nothing.
 
     now: the objects' state (``collect_to_compare``). rank: the rank whose generators are restored. only: names of the
-    objects to restore; None: all. Raises ValueError, TypeError, KeyError or the like for a malformed state.
+    objects to restore; None: all. hash_of: returns the stored hash of a tensor in ``state``. Raises ValueError,
+    TypeError, KeyError or the like for a malformed state.
     """
     found = Comparison()
     stored = parts_of(state, objects)
@@ -79,7 +85,7 @@ def compare(
             was = f"{name} was {before or 'something else'} and is {kind or type(thing).__qualname__}"
             found.problems.append(was)
         elif isinstance(thing, nn.Module):
-            _fit_module(found, name, present[name], part)
+            _fit_module(found, name, present[name], part, wrappers.own_loading(thing))
         elif isinstance(thing, torch.optim.Optimizer):
             own_keys, stored_keys = (optimizers.keys_of(of[PARAMETERS][name]) for of in (now, state))
             fit = optimizers.fit(name, thing, own_keys, part, stored_keys)
@@ -100,7 +106,26 @@ def compare(
             found.parts[name] = part
         else:
             _fit_plain(found, name, thing, part)
+    modules = {name: present[name] for name in found.parts if isinstance(objects[name], nn.Module)}
+    _leave_out_other_values_of_tied(found, modules, hash_of)
     return found
+
+
+def _leave_out_other_values_of_tied(
+    found: Comparison, modules: Mapping[str, Any], hash_of: Callable[[Tensor], str]
+) -> None:
+    """Leave out stored tensors that differ from another one which fills the same tensor.
+
+    modules: their present states, by name.
+    """
+    own = {(name, key): state[key] for name, state in modules.items() for key in found.parts[name]}
+    for (name, key), *others in tied_keys(own):
+        first = found.parts[name][key]
+        for other, other_key in others:
+            tensor = found.parts[other][other_key]
+            if tensor is not first and hash_of(tensor) != hash_of(first):
+                found.problems.append(tied_problem(f"{name}.{key}", f"{other}.{other_key}"))
+                del found.parts[other][other_key]
 
 
 def raise_if_any(problems: list[str], what: str, advice: str) -> None:
@@ -111,7 +136,10 @@ def raise_if_any(problems: list[str], what: str, advice: str) -> None:
         raise StateError(f"{what} does not fit the objects to restore:\n  {shown}\nNothing was changed. {advice}")
 
 
-def _fit_module(found: Comparison, name: str, own: Mapping[str, Any], stored: Any) -> None:
+def _fit_module(
+    found: Comparison, name: str, own: Mapping[str, Any], stored: Any, own_loading: Collection[str]
+) -> None:
+    """Compare the states of a module. own_loading: prefixes of keys that modules load by code of their own."""
     if not isinstance(stored, Mapping) or not isinstance(getattr(stored, "_metadata", {}), Mapping):
         raise TypeError(f"{name} has no state dict")
     now, before = ({key: _form(value) for key, value in of.items()} for of in (own, stored))
@@ -121,7 +149,9 @@ def _fit_module(found: Comparison, name: str, own: Mapping[str, Any], stored: An
     for key, form in now.items():
         if key not in before:
             continue
-        if before[key] != form:
+        if key.rpartition(".")[2] == "_extra_state" or key.rpartition(".")[0] in own_loading:
+            part[key] = stored[key]  # the module itself decides; if it fails, everything is put back
+        elif before[key] != form:
             found.problems.append(f"{name}.{key} was {before[key]} and is {form}")
         elif isinstance(own[key], Tensor) and not can_hold(own[key], stored[key]):
             found.problems.append(

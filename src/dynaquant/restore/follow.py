@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.restore.model_tensors import Models, Targets, expanded_error, targets_in, tensors_of
 from dynaquant.store.chain import detect_run_changes, name_step_in_errors, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile
-from dynaquant.store.files import non_file_kind
+from dynaquant.store.files import non_file_kind, user_path
 from dynaquant.store.pointers import Pointer, found_at, run_at
 from dynaquant.store.reading import Tensors, load_tensors, needed_entries
 from dynaquant.tensors.dequantize import values_of
@@ -51,7 +50,7 @@ class Follower(Iterator[int]):
             raise ValueError(f"poll must be a positive number of seconds, not {poll}")
         if timeout is not None and not timeout >= 0:
             raise ValueError(f"timeout must be a number of seconds from 0 on, or None, not {timeout}")
-        self._path = Path(path)
+        self._path = user_path(path)
         kind = "a file" if self._path.is_file() else non_file_kind(self._path)
         if kind not in (None, "a folder") and not (kind == "a file" and isinstance(found_at(self._path), Pointer)):
             raise CheckpointError(f"{path} is {kind}; give the folder of a run")

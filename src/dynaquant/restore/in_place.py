@@ -6,30 +6,73 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynaquant import kernels
 from dynaquant.errors import StateError
 from dynaquant.state.flatten import flatten
 from dynaquant.state.sharding import is_sharded, local_of
-from dynaquant.state.tree import tensor_names_in
+from dynaquant.state.tree import layouts_in, tensor_names_in
+from dynaquant.state.wrappers import named_parameters
 from dynaquant.tensors.dequantize import dequantize_into, values_of
+from dynaquant.tensors.layouts import Layout, laid_out, layout_of
 from dynaquant.tensors.stored import External, StoredTensor
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.objects import MAIN
 
 _HYPERPARAMETER = re.compile(r"optimizer(\.[^.]+)?\.param_groups\.")
 """Names of tensors that are compared with the stored ones before a restore, so they cannot be filled early."""
+STATE = ".state."
+"""Stands between the name of an optimizer and that of a parameter, in the name of a tensor."""
+
+
+def parameters_of(objects: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the parameters of all modules by every name that they have in the state."""
+    # Not those in state dicts: hooks of a module may give other tensors there than its parameters.
+    return {
+        f"{name}.{path}": parameter
+        for name, thing in objects.items()
+        if isinstance(thing, nn.Module)
+        for path, parameter in named_parameters(thing, remove_duplicate=False)
+    }
+
+
+def wanted_layouts(
+    tree: Any, stored: Mapping[str, StoredTensor], objects: Mapping[str, Any], targets: Mapping[str, Tensor]
+) -> dict[str, Layout]:
+    """Return the layouts that restored tensors get, by stored name; without those in C order.
+
+    A tensor gets the layout that it had. State that had the shape and the layout of its parameter gets the layout that
+    the parameter has now: fused optimizers go through both in the order of memory. tree: of the stored state. targets:
+    the DTensors whose parts are stored.
+    """
+    before, parameters = layouts_in(tree), parameters_of(objects)
+    wanted = {name: layout for name, layout in before.items() if name not in targets}
+    for name, tensor in stored.items():
+        path = name.partition(STATE)[2].rpartition(".")[0]
+        parameter = parameters.get(path)
+        if parameter is None or before.get(name) != before.get(path):
+            continue
+        own = local_of(parameter)
+        if own.shape == tensor.shape and is_sharded(parameter) == (name in targets):
+            wanted.pop(name, None)
+            if (layout := layout_of(own)) is not None:
+                wanted[name] = layout
+    return wanted
 
 
 def fillable_tensors(
-    now: Mapping[str, Any], tree: Any, stored: Mapping[str, StoredTensor], targets: Mapping[str, Tensor]
+    now: Mapping[str, Any],
+    tree: Any,
+    stored: Mapping[str, StoredTensor],
+    targets: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout],
 ) -> dict[str, Tensor]:
     """Return the tensors of the model and the optimizer that can be filled in place, by their stored names.
 
     now: the present states of models and optimizers. tree: of the stored state. A tensor that also belongs to an extra
-    is left out, as extras are restored first. targets: the DTensors whose parts are stored. Raises KeyError, TypeError
-    or ValueError for a malformed tree.
+    is left out, as extras are restored first. targets: the DTensors whose parts are stored. layouts: of those that are
+    not to be in C order. Raises KeyError, TypeError or ValueError for a malformed tree.
     """
     elsewhere = {name for key, node in tree["dict"] if key not in MAIN for name in tensor_names_in(node)}
     try:
@@ -42,7 +85,7 @@ def fillable_tensors(
         same = (target.dtype, target.shape) == (tensor.dtype, tensor.shape)
         # A second copy of what a rank holds of a model may not fit on its device.
         here = name in targets if is_sharded(own[name]) else target.device == kernels.HOST
-        return same and here and target.is_contiguous()
+        return same and here and target.is_contiguous() and name not in layouts
 
     return {
         name: own[name]
@@ -84,8 +127,13 @@ def fill(fills: Iterable[tuple[Tensor, StoredTensor]]) -> None:
             dequantize_into(target, stored)
 
 
-def new_tensor(stored: StoredTensor) -> Tensor:
-    """Return the values in new memory. Training will change them, and the stored tensor must stay unchanged."""
+def new_tensor(stored: StoredTensor, layout: Layout | None = None) -> Tensor:
+    """Return the values in new memory. Training will change them, and the stored tensor must stay unchanged.
+
+    Raises ValueError for a layout that the tensor cannot have.
+    """
+    if layout is not None and (values := laid_out(values_of(stored), layout)) is not stored:
+        return values
     if isinstance(stored, Tensor):
         return kernels.empty(stored.shape, stored.dtype).copy_(stored)
     return values_of(stored)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dynaquant.errors import CheckpointError, StateError
-from dynaquant.state.sharding import is_sharded
+from dynaquant.state.sharding import is_sharded, tied_keys
 from dynaquant.state.tree import state_dict_in
 from dynaquant.state.wrappers import bare, state_dict
 from dynaquant.store.container import CheckpointFile
@@ -72,12 +72,24 @@ def targets_in(
             wrong[name] = f"{name} of the model is on the meta device; give it memory with model.to_empty(device=…)"
         elif own[name].shape != shape:
             wrong[name] = f"{name} is {list(shape)} in the checkpoint and {list(own[name].shape)} in the model"
+    for first, *others in tied_keys({name: own[name] for name in own if name in names and name not in wrong}):
+        by_name = file.header.by_name
+        different = [name for name in others if by_name[names[name]].hash != by_name[names[first]].hash]
+        wrong |= {name: tied_problem(first, name) for name in different}
     problems = sorted(wrong.values())
     fitting = {name: target for name, target in own.items() if name in names and name not in wrong}
     if problems and (strict or not fitting):
         shown = "\n  ".join(problems[:10] + ([f"… and {len(problems) - 10} more"] if problems[10:] else []))
         raise StateError(f"{file.path} does not fit the model:\n  {shown}\nNothing was changed.")
     return {(names[name], target.data_ptr()): target for name, target in fitting.items()}, problems
+
+
+def tied_problem(first: str, other: str) -> str:
+    """Return the problem with two stored tensors of different values that are one tensor in the model."""
+    return (
+        f"{other} and {first} are one tensor in the model (tied), but the checkpoint has different values for them: "
+        "load into a model that does not tie them"
+    )
 
 
 def expanded_error(name: str) -> StateError:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from dynaquant.errors import CheckpointError, StateError
+from dynaquant.errors import CheckpointError
 from dynaquant.restore.dropped_moments import dropped_moments
 from dynaquant.restore.fitting import compare, raise_if_any, selected_objects
-from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, unchanged_tensors
+from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, unchanged_tensors, wanted_layouts
 from dynaquant.restore.shards import load_shards, sharded_targets
-from dynaquant.restore.stored_checkpoint import load_lossless_copy, state_from
+from dynaquant.restore.stored_checkpoint import built_from, load_lossless_copy
 from dynaquant.state.sharding import local_of, memory_of, reshard, with_local
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.memory import explain_out_of_memory
@@ -26,10 +26,11 @@ from dynaquant.tensors.stored import External, StoredTensor
 from dynaquant.training import rng
 from dynaquant.training.collect import collect_to_compare, stored_rng_state
 from dynaquant.training.hash_cache import HashCache
-from dynaquant.training.load_state import fill_in_omitted, load_state, undo_of
+from dynaquant.training.load_state import fill_in_omitted, load_state
 from dynaquant.training.moment_correction import MomentCorrections
 from dynaquant.training.objects import CHECKED, MAIN, RESERVED, models_of
 from dynaquant.training.ranks import Group
+from dynaquant.training.undo import Undo
 
 log = logging.getLogger("dynaquant")
 
@@ -171,7 +172,16 @@ class Restorer:
         try:
             values, in_place = self._values(source, stored, now, targets)
             state = self._state(source, values, now)
-            fit = compare(self.objects, now, state, self.group.rank, None if self.only is None else self._selected)
+            # Tensors that are filled in place do not have their values yet. Omitted ones are the present ones.
+            hashes = {memory_of(value): source.header.by_name[name].hash for name, value in values.items()}
+            fit = compare(
+                self.objects,
+                now,
+                state,
+                self.group.rank,
+                None if self.only is None else self._selected,
+                lambda tensor: hashes.get(memory_of(tensor), ""),
+            )
             fit.problems.extend(self._changed_omitted(source, values, targets))
             if self.strict:
                 raise_if_any(fit.problems, f"{file.path} (step {file.header.step})", _ADVICE)
@@ -208,9 +218,13 @@ class Restorer:
         omitted = _omitted(source)
         unchanged = unchanged_tensors(now, stored, self.hashes)
         to_load = {name: tensor for name, tensor in stored.items() if name not in unchanged and name not in omitted}
-        in_place = fillable_tensors(now, source.header.tree, to_load, targets)
+        layouts = wanted_layouts(source.header.tree, to_load, self.objects, targets)
+        in_place = fillable_tensors(now, source.header.tree, to_load, targets, layouts)
         with explain_out_of_memory(source, *source.header.entries):
-            values = {n: in_place[n] if n in in_place else new_tensor(tensor) for n, tensor in to_load.items()}
+            values = {
+                name: in_place[name] if name in in_place else new_tensor(tensor, layouts.get(name))
+                for name, tensor in to_load.items()
+            }
             for name in targets.keys() & values.keys() - in_place.keys():
                 values[name] = with_local(targets[name], values[name].to(targets[name].device))
             for name in in_place:
@@ -220,7 +234,7 @@ class Restorer:
 
     def _state(self, source: CheckpointFile, values: dict[str, Tensor], now: Mapping[str, Any]) -> dict[str, Any]:
         """Return the stored state with these tensors. For omitted tensors it has the objects' own."""
-        state = state_from(source, values)
+        state = built_from(source, source.header.tree, values, stored_layouts=False)
         if not isinstance(state, dict):
             raise TypeError(f"its state is a {type(state).__name__}")
         fill_in_omitted(now, state, _omitted(source))
@@ -253,22 +267,15 @@ class Restorer:
                 log.warning("step %d: %s", file.header.step, note)
 
     def _load_into_objects(self, loaded: Loaded) -> None:
-        """Load extras first: their code may fail, and they can be put back. Then load what was checked before."""
-        undo: list[Callable[[], None]] = []
+        """Load everything, or put everything back: the code of any object may fail, or a signal interrupt it."""
+        undo = self.group.run_on_all_ranks(lambda: Undo(self.objects[name] for name in loaded.parts))
         try:
-            self.group.run_on_all_ranks(lambda: load_extras(self.objects, loaded.parts, undo))
+            self.group.run_on_all_ranks(
+                lambda: load_objects(self.objects, loaded.parts, loaded.fills, loaded.rng_state)
+            )
         except BaseException:
-            for put_back in reversed(undo):
-                try:
-                    put_back()
-                except Exception as error:  # still put back the others
-                    log.warning(
-                        "the restore failed, and an extra could not be set back to its state from before: %r", error
-                    )
+            undo.put_back()
             raise
-        self.group.run_on_all_ranks(
-            lambda: load_modules_and_optimizers(self.objects, loaded.parts, loaded.fills, loaded.rng_state)
-        )
 
     def _correct_moments(self, loaded: Loaded) -> None:
         """Let the next steps correct the first moments that the checkpoint does not keep."""
@@ -292,35 +299,24 @@ def _omitted(source: CheckpointFile) -> set[str]:
     return {entry.name for entry in source.header.entries if entry.omitted}
 
 
-def load_extras(objects: Mapping[str, Any], parts: Mapping[str, Any], undo: list[Callable[[], None]]) -> None:
-    """Load the objects other than modules and optimizers. Add a function to ``undo`` for each that puts it back."""
-    for name, thing in objects.items():
-        if name in parts and not isinstance(thing, CHECKED):
-            try:
-                undo.append(undo_of(thing))
-            except StateError:  # the present state cannot be saved, but the stored one may still be restored
-                log.debug("%s cannot be put back if the restore fails", name)
-            load_state(thing, parts[name])
-
-
-def load_modules_and_optimizers(
+def load_objects(
     objects: Mapping[str, Any],
     parts: Mapping[str, Any],
     fills: Sequence[tuple[Tensor, StoredTensor]],
     rng_state: Mapping[str, Any] | None,
 ) -> None:
-    """Load modules and optimizers, the model and the optimizer last, then the global generators if given.
+    """Load the objects that have a part, the model and the optimizer last, then the global generators if given.
 
     fills: tensors of the model and the optimizer that are filled in place before these load.
     """
-    checked = [name for name, thing in objects.items() if name in parts and isinstance(thing, CHECKED)]
-    last = [name for name in checked if name.partition(".")[0] in MAIN]
-    for name in checked:
-        if name not in last:
-            load_state(objects[name], parts[name])
+    last = [name for name, thing in objects.items() if isinstance(thing, CHECKED) and name.partition(".")[0] in MAIN]
+    for name, thing in objects.items():
+        if name in parts and name not in last:
+            load_state(thing, parts[name])
     fill(fills)
     for name in last:
-        load_state(objects[name], parts[name])
+        if name in parts:
+            load_state(objects[name], parts[name])
     if rng_state is not None:
         rng.set_state(dict(rng_state))
 

@@ -7,12 +7,12 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dynaquant.errors import StateError
+from dynaquant.restore.in_place import STATE, parameters_of
 from dynaquant.state.flatten import flatten
 from dynaquant.state.sharding import is_sharded, shard_of
-from dynaquant.state.wrappers import named_parameters
 from dynaquant.store.container import CheckpointFile, Header
 from dynaquant.store.frozen_files import external_tensor
 from dynaquant.store.reading import Tensors
@@ -24,9 +24,6 @@ from dynaquant.tensors.shard import Shard
 from dynaquant.tensors.stored import StoredTensor
 from dynaquant.training.collect import collect
 from dynaquant.training.objects import CHECKED
-
-_STATE = ".state."
-"""Stands between the name of an optimizer and that of a parameter."""
 
 
 def sharded_targets(now: Mapping[str, Any], objects: Mapping[str, Any], header: Header) -> dict[str, Tensor]:
@@ -44,18 +41,12 @@ def sharded_targets(now: Mapping[str, Any], objects: Mapping[str, Any], header: 
         if not isinstance(thing, CHECKED):
             with suppress(Exception):
                 own.update(flatten(collect({name: thing}))[1])
-    # Not those in state dicts: hooks of a module may give other tensors there than its parameters.
-    parameters = {
-        f"{name}.{path}": parameter
-        for name, thing in objects.items()
-        if isinstance(thing, nn.Module)
-        for path, parameter in named_parameters(thing, remove_duplicate=False)
-    }
+    parameters = parameters_of(objects)
     found: dict[str, Tensor] = {}
     for entry in header.entries:
         target = own.get(entry.name)
-        if target is None and _STATE in entry.name:
-            target = parameters.get(entry.name.partition(_STATE)[2].rpartition(".")[0])
+        if target is None and STATE in entry.name:
+            target = parameters.get(entry.name.partition(STATE)[2].rpartition(".")[0])
         if target is not None and is_sharded(target) and target.shape == entry.shape:
             found[entry.name] = target
     return found

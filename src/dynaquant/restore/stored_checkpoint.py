@@ -18,6 +18,7 @@ from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import model_in, node_at, tensor_names_in
 from dynaquant.store.chain import chain_of, detect_run_changes, load_all, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile
+from dynaquant.store.files import user_path
 from dynaquant.store.lossless_copies import LOSSLESS_COPY
 from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.store.pointers import Pointer, found_at, run_at
@@ -50,7 +51,7 @@ class StoredCheckpoint:
         self._step = step
         self._in_memory: CheckpointFile | None = None
         if isinstance(path, str | os.PathLike):
-            self._path = Path(path)
+            self._path = user_path(path)
         else:
             self._in_memory = opened(path)
             self._path = self._in_memory.path
@@ -194,7 +195,7 @@ def opened(file: PathOrFile) -> CheckpointFile:
     Raises CheckpointError if it is not one, TypeError for anything but a path or a binary file object.
     """
     if isinstance(file, str | os.PathLike):
-        return CheckpointFile(Path(file))
+        return CheckpointFile(user_path(file))
     content = file.read() if hasattr(file, "read") else None
     if not isinstance(content, bytes):
         raise TypeError(f"give a path or a file object that is open for reading bytes, not {file!r}")
@@ -232,10 +233,19 @@ def state_from(file: CheckpointFile, values: dict[str, Tensor]) -> Any:
     return built_from(file, file.header.tree, values)
 
 
-def built_from(file: CheckpointFile, node: Any, values: dict[str, Tensor], device: torch.device | None = None) -> Any:
-    """Return the state under a node of the tree. device: of its tensors, by default that of the values."""
+def built_from(
+    file: CheckpointFile,
+    node: Any,
+    values: dict[str, Tensor],
+    device: torch.device | None = None,
+    stored_layouts: bool = True,
+) -> Any:
+    """Return the state under a node of the tree. device, stored_layouts: as for ``unflatten``.
+
+    Raises CheckpointError if the tree is malformed.
+    """
     try:
-        return unflatten(node, values, device)
+        return unflatten(node, values, device, stored_layouts)
     except StateError as error:
         raise CheckpointError(f"{file.path}: {error}") from error
 

@@ -17,7 +17,7 @@
 - ``frozen_and_omitted.py``: frozen and omitted tensors, whose values the checkpoint does not hold
 - ``unchanged_weights.py``: finds weights that have not changed since the last checkpoint; they keep their levels
 - ``bounded_tensors.py``: what no metric judges: tensors with a bound, averages of weights
-- ``exact_moments.py``: notes on moments that are stored exactly, as their optimizer is not known
+- ``notes.py``: notes on what a checkpoint holds otherwise than its user might expect
 - ``gradient_statistics.py``: gradients recorded between two saves
 - ``prepare.py``: reads the weights once, before the search
 - ``moment_tolerances.py``: how coarse first moments may be

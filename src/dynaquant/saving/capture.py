@@ -34,7 +34,7 @@ class Captured:
     that are divided. last_hashes: hashes of the tensors of the last checkpoint. last_external: its tensors that were
     omitted, or that lie in a usable file of frozen parameters. Both are empty if there is no last checkpoint. division:
     of the tensors among the ranks; None if every rank holds all of them. exact_optimizers: names of those whose moments
-    are stored exactly, each with the reason.
+    are stored exactly, each with the reason. updated: names of parameters that train whatever their ``requires_grad``.
     """
 
     tree: Any
@@ -44,6 +44,7 @@ class Captured:
     last_external: Mapping[str, External]
     division: Division | None = None
     exact_optimizers: Mapping[str, str] = field(default_factory=dict)
+    updated: frozenset[str] = frozenset()
 
     @property
     def shards(self) -> Shards:
@@ -63,11 +64,14 @@ def capture(
     run: Run,
     base: Base | None,
     group: Group,
+    updated: frozenset[str],
 ) -> Captured:
     """Capture the state of the objects. Collective.
 
     roles: overrides by glob pattern. vectors: whether parameters of one dimension are weights. base: the last
-    checkpoint. Raises StateError for a state that cannot be stored.
+    checkpoint. updated: names of parameters that an optimizer has updated lately.
+
+    Raises StateError for a state that cannot be stored.
     """
     other_ranks = rng_states_of_other_ranks(objects, group)
 
@@ -77,11 +81,12 @@ def capture(
     local = division.local if division is not None else {name: local_of(tensor) for name, tensor in tensors.items()}
     # Ranks must come to the same roles; the steps that find them out are made on all, as they may communicate.
     exact = group.from_rank_0(exact_optimizers(objects))
-    label_of = group.run_on_all_ranks(lambda: labels(local, objects, roles, vectors, exact))
+    updated = group.from_rank_0(updated)
+    label_of = group.run_on_all_ranks(lambda: labels(local, objects, roles, vectors, exact, updated))
     omitted = _omitted(label_of)
     if division is not None:
         _refuse_omitted(omitted)
-        return Captured(tree, local, label_of, {}, {}, division, exact)
+        return Captured(tree, local, label_of, {}, {}, division, exact, updated)
     return Captured(
         without_tensors(tree, omitted) if omitted else tree,
         local,
@@ -89,6 +94,7 @@ def capture(
         last_hashes={} if base is None else base.hashes,
         last_external={} if base is None else run.frozen_files.available(base.tensors),
         exact_optimizers=exact,
+        updated=updated,
     )
 
 

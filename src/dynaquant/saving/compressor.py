@@ -24,7 +24,6 @@ from dynaquant.saving.capture import Captured
 from dynaquant.saving.compressed import Compressed
 from dynaquant.saving.displacements import Displacements
 from dynaquant.saving.division import Division, divide
-from dynaquant.saving.exact_moments import notes_on_exact_moments
 from dynaquant.saving.frozen_and_omitted import (
     FrozenParameters,
     frozen_parameters,
@@ -34,6 +33,7 @@ from dynaquant.saving.frozen_and_omitted import (
 )
 from dynaquant.saving.gradient_statistics import GradientStatistics
 from dynaquant.saving.moment_tolerances import first_tolerances
+from dynaquant.saving.notes import notes_on_exact_moments, notes_on_gaps
 from dynaquant.saving.prepare import prepared_for_clusters, prepared_for_grid
 from dynaquant.saving.presets import PRESETS
 from dynaquant.saving.rank_zero import on_rank_zero
@@ -56,6 +56,7 @@ from dynaquant.training.master_weights import master_weights_of
 from dynaquant.training.objects import models_of
 from dynaquant.training.ranks import Group
 from dynaquant.training.shards import WHOLE, Shards
+from dynaquant.training.updates import Updates
 
 
 class Compressor:
@@ -108,6 +109,8 @@ class Compressor:
                 "evaluate, higher_is_better, max_degradation, training_budget, quality, method and configuration must "
                 "agree on all ranks"
             )
+        self.updates = Updates(objects)
+        """What the optimizers do between two saves."""
         self.hashes = HashCache()
         """Hashes of tensors that do not train."""
         self._displacements = Displacements(self._model)
@@ -160,7 +163,7 @@ class Compressor:
         Changes nothing that the next call depends on. Call ``saved`` once it is certain that the result is written.
         """
         with timed(seconds, "capture"):
-            idle = untrained(self._objects)
+            idle = untrained(self._objects, captured.updated)
             frozen = frozen_parameters(captured, idle, self.hashes)
             external = self._external(captured, frozen)
             tensors = _on_known_devices({n: t for n, t in captured.tensors.items() if n not in external})
@@ -177,6 +180,7 @@ class Compressor:
         with timed(seconds, "search"):
             self.manager.max_degradation, self.manager.last_resort = limit, self._largest
             decision, notes = self._decide(comparison, captured, bounded, displaced)
+            notes += notes_on_gaps(captured, self._objects) + self.updates.notes()
             if self._preset is not None:
                 notes += note_on_parameters_without_optimizer(self._model, frozen)
                 notes += notes_on_exact_moments(captured, self._objects, self._patterns)
@@ -215,6 +219,7 @@ class Compressor:
         if self._budget is not None:
             self._budget = compressed.budget
         self._gradients.start_anew()
+        self.updates.saved()
         self.expect(interval)
 
     def resume(self, header: Header, tensors: Mapping[str, StoredTensor], from_lossless_copy: bool) -> None:
@@ -254,6 +259,7 @@ class Compressor:
     def close(self) -> None:
         """Remove the hooks from the optimizers. May be called again, also after an interrupt."""
         self._gradients.close()
+        self.updates.close()
 
     def _external(self, captured: Captured, frozen: FrozenParameters) -> dict[str, External]:
         """Return the tensors whose values are not written: those in frozen files, and omitted ones."""

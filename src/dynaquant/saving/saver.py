@@ -77,7 +77,13 @@ class Saver:
             self._group.run_on_all_ranks(self._wait_for_last_write)
         with timed(seconds, "capture"):
             captured = capture(
-                self._objects, self._roles, self._compressor.vectors, self._run, self._writer.base, self._group
+                self._objects,
+                self._roles,
+                self._compressor.vectors,
+                self._run,
+                self._writer.base,
+                self._group,
+                self._compressor.updates.updated,
             )
         compressed = self._compressed(step, captured, schedule.steps_between, seconds)
         cost = _cost(compressed.decision)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable
 from typing import Literal
@@ -58,7 +59,7 @@ class Schedule:
         self._max_overhead, self._mean_time_between_failures = max_overhead, mean_time_between_failures
         self._clock = clock
         self.movement = movement
-        self.interval: int | None = FIRST if every == "auto" else steps
+        self.interval: int | None = FIRST if every == "auto" else None if steps is None else operator.index(steps)
         """Steps from one checkpoint to the next, as known now. With ``Moved``, the length of the last interval."""
         self._last_step: int | None = None
         self._save: tuple[int, float] | None = None
@@ -83,6 +84,7 @@ class Schedule:
 
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due at ``step``. Raises ValueError without ``every``."""
+        step = operator.index(step)
         if self.interval is None and self.movement is None:
             raise ValueError("due() needs Checkpointer(…, every=steps), every='auto' or every=dq.Moved(…)")
         if self._last_step is None and (self._automatic or self.movement is not None):

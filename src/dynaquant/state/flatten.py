@@ -21,6 +21,7 @@ from dynaquant.errors import StateError
 from dynaquant.state.sharding import is_sharded, memory_of, part_problem
 from dynaquant.state.tree import CONTAINERS, MAX_DEPTH
 from dynaquant.tensors.dtypes import DTYPES, dtype_name
+from dynaquant.tensors.layouts import laid_out, layout_of
 
 ALONE = "tensor"
 """The name of a tensor that is the whole state."""
@@ -103,7 +104,7 @@ class _Flattener:
             self.parts[path] = part
         kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
         plain = tensor.detach() if is_sharded(tensor) else tensor.detach().resolve_conj().resolve_neg()
-        node: dict[str, Any] = {kind: self._name(plain, path)}
+        node = self._node_of(kind, plain, path)
         if tensor.requires_grad != (kind == "parameter"):
             node["requires_grad"] = tensor.requires_grad
         return node
@@ -112,7 +113,13 @@ class _Flattener:
         if array.dtype.kind not in _NUMPY_KINDS or not hasattr(torch, array.dtype.name):
             raise StateError(f"{path}: a NumPy array of {array.dtype} has no tensor type to store it as")
         native = np.array(array, dtype=array.dtype.newbyteorder("="))
-        return {"ndarray": self._name(torch.from_numpy(native), path)}
+        return self._node_of("ndarray", torch.from_numpy(native), path)
+
+    def _node_of(self, kind: str, tensor: Tensor, path: str) -> dict[str, Any]:
+        node: dict[str, Any] = {kind: self._name(tensor, path)}
+        if not is_sharded(tensor) and (layout := layout_of(tensor)) is not None:
+            node["strides"] = list(layout)
+        return node
 
     def _container(self, value: Any, path: str) -> Any:
         if id(value) in self._inside:
@@ -190,20 +197,30 @@ def _tensor_problem(tensor: Tensor) -> str | None:
     return None
 
 
-def unflatten(tree: Any, tensors: dict[str, Tensor], device: torch.device | None = None) -> Any:
+def unflatten(
+    tree: Any, tensors: dict[str, Tensor], device: torch.device | None = None, stored_layouts: bool = True
+) -> Any:
     """Build a state from its JSON tree and its tensors. The inverse of ``flatten``.
 
-    device: of the state's tensors, by default that of the given ones. Arrays stay where they are.
+    device: of the state's tensors, by default that of the given ones. Arrays stay where they are. stored_layouts:
+    whether tensors get the layouts that the tree says; otherwise they are taken as they are.
 
     Raises StateError if the tree is malformed or names a tensor that is missing.
     """
     built: dict[tuple[str, str, bool], Tensor] = {}
     placed: dict[str, Tensor] = {}
 
-    def tensor(kind: str, name: str, requires_grad: bool) -> Tensor:
+    def in_place(name: str, node: dict[str, Any], device: torch.device | None) -> Tensor:
+        if name not in placed:
+            values = tensors[name] if device is None else tensors[name].to(device)
+            placed[name] = laid_out(values, node["strides"]) if "strides" in node and stored_layouts else values
+        return placed[name]
+
+    def tensor(kind: str, node: dict[str, Any], requires_grad: bool) -> Tensor:
+        name = node[kind]
         key = (kind, name, requires_grad)  # tied tensors must become one object again
         if key not in built:
-            values = placed.setdefault(name, tensors[name] if device is None else tensors[name].to(device))
+            values = in_place(name, node, device)
             if kind == "parameter":
                 built[key] = torch.nn.Parameter(values, requires_grad=requires_grad)
             else:
@@ -217,7 +234,6 @@ def unflatten(tree: Any, tensors: dict[str, Tensor], device: torch.device | None
         return [value(v) for v in content]
 
     builders: dict[str, Callable[[Any], Any]] = {
-        "ndarray": lambda name: tensors[name].numpy(),
         "scalar": lambda content: np.frombuffer(base64.b64decode(content[1]), dtype=np.dtype(content[0]))[0],
         "float": float,
         "complex": lambda content: complex(*map(float, content)),
@@ -240,7 +256,9 @@ def unflatten(tree: Any, tensors: dict[str, Tensor], device: torch.device | None
             return node
         kind = next(iter(node))
         if kind in ("tensor", "parameter"):
-            return tensor(kind, node[kind], node.get("requires_grad", kind == "parameter"))
+            return tensor(kind, node, node.get("requires_grad", kind == "parameter"))
+        if kind == "ndarray":
+            return in_place(node[kind], node, None).numpy()
         result = builders[kind](node[kind])
         if "metadata" in node:
             result._metadata = value(node["metadata"])

@@ -73,6 +73,7 @@ def labels(
     overrides: Mapping[str, str | Bound] | None = None,
     vectors: bool = False,
     exact: Collection[str] = (),
+    updated: Collection[str] = (),
 ) -> dict[str, Label]:
     """Return the label of every tensor of a state.
 
@@ -80,7 +81,7 @@ def labels(
     tensors begin with its name. overrides: role or bound by glob pattern over tensor names, e.g.
     ``{"*.lm_head.weight": "exact"}``; the last pattern that matches counts. vectors: whether parameters of one
     dimension (biases, norms) are weights. exact: names of the optimizers whose moments are stored exactly unless a
-    pattern says otherwise (``training/moment_uses.py``).
+    pattern says otherwise (``training/moment_uses.py``). updated: as for ``untrained``.
 
     Only parameters of models (``"model"``, ``"model.G"``) become weights, since only models are evaluated, and only if
     they train. Those of a known average of a model become averages (``state/averages.py``). Other parameters are exact
@@ -90,7 +91,7 @@ def labels(
     Raises StateError for a pattern that matches no tensor, an unknown role, or one that no matching tensor can have.
     """
     result = {name: Label("exact") for name in tensors}
-    frozen = untrained(objects)
+    frozen = untrained(objects, updated)
     parameters: dict[str, str] = {}  # each name of a parameter, and its first name, which is among the tensors
     for prefix, thing in objects.items():
         if isinstance(thing, nn.Module):
@@ -128,12 +129,14 @@ def matches(name: str, pattern: str, objects: Mapping[str, Any]) -> bool:
     return fnmatchcase(name, pattern) and (first not in optimizers or pattern.startswith(f"{first}."))
 
 
-def untrained(objects: Mapping[str, Any]) -> frozenset[str]:
+def untrained(objects: Mapping[str, Any], updated: Collection[str] = ()) -> frozenset[str]:
     """Return the names of the parameters that do not train; the first name of tied ones.
 
-    These are parameters without ``requires_grad``. If optimizers update some parameters of the models, all parameters
-    of the models that no optimizer updates count as well. Half-precision parameters count as trained if an optimizer
-    updates tensors outside the models, since these may be their master weights.
+    These are parameters without ``requires_grad``, except those that an optimizer has ``updated`` lately: a training
+    loop may freeze them for a moment, such as the critic of a GAN while the generator trains. If optimizers update
+    some parameters of the models, all parameters of the models that no optimizer updates count as well. Half-precision
+    parameters count as trained if an optimizer updates tensors outside the models, since these may be their master
+    weights.
     """
     optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
     trained = {memory_of(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
@@ -147,7 +150,9 @@ def untrained(objects: Mapping[str, Any]) -> frozenset[str]:
         return bool(known) and not may_have_master and memory_of(parameter) not in known
 
     idle = {name for name, parameter in of_models.items() if is_idle(parameter)}
-    return frozenset(name for name, parameter in own.items() if name in idle or not parameter.requires_grad)
+    return frozenset(
+        name for name, parameter in own.items() if name in idle or not (parameter.requires_grad or name in updated)
+    )
 
 
 def _is_of_model(name: str) -> bool:

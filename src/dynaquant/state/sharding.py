@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from dynaquant.tensors.shard import Shard, Span, spans_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+K = TypeVar("K")
 
 _CHECKPOINTABLE_TENSOR = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 """The attributes by which DCP knows a plain tensor that holds parts of a larger one (since PyTorch 2.14)."""
@@ -149,6 +151,15 @@ def memory_of(tensor: Tensor) -> tuple[Any, ...]:
         return tensor.data_ptr(), tensor.shape
     local = _part(tensor)
     return (local.data_ptr() if local.numel() else ("nothing", id(tensor))), tensor.shape
+
+
+def tied_keys(tensors: Mapping[K, Any]) -> list[list[K]]:
+    """Return the keys whose values are one tensor, for each such tensor. Other values are skipped."""
+    groups: dict[tuple[Any, ...], list[K]] = {}
+    for key, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and not tensor.is_nested and not tensor.is_meta and tensor.numel():
+            groups.setdefault((memory_of(tensor), tensor.stride(), tensor.dtype), []).append(key)
+    return [keys for keys in groups.values() if len(keys) > 1]
 
 
 def abandon_forward(module: nn.Module) -> None:

@@ -115,6 +115,15 @@ def tensor_name(node: Any) -> str | None:
 
 def tensor_names_in(node: Any) -> Iterator[str]:
     """Yield the names of all tensors and arrays below a node, in the order of the tree."""
+    return (name for name, _ in _tensor_nodes(node))
+
+
+def layouts_in(node: Any) -> dict[str, Any]:
+    """Return the strides of the tensors and arrays below a node that are not in C order, by name."""
+    return {name: each["strides"] for name, each in _tensor_nodes(node) if "strides" in each}
+
+
+def _tensor_nodes(node: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     waiting = [node]  # no recursion: a damaged file may have a tree of any depth
     while waiting:
         node = waiting.pop()
@@ -123,7 +132,7 @@ def tensor_names_in(node: Any) -> Iterator[str]:
         elif isinstance(node, dict):
             name = node.get("ndarray") if tensor_name(node) is None else tensor_name(node)
             if isinstance(name, str):
-                yield name
+                yield name, node
             else:
                 waiting.extend(reversed(node.values()))
 

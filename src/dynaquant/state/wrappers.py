@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
@@ -42,6 +43,22 @@ def bare_paths(module: nn.Module) -> dict[str, str]:
             inside = paths[outer]
             paths[path] = inside if _attribute(modules[outer]) == name else _joined(inside, name)
     return paths
+
+
+def own_loading(module: nn.Module) -> frozenset[str]:
+    """Return the paths in the bare model of the modules that load their tensors by code that is not PyTorch's layers'.
+
+    Such code may accept a state of other shapes than the present one, as that of observers of quantization does.
+    """
+    paths = bare_paths(module)
+    return frozenset(
+        paths[path]
+        for path, child in module.named_modules(remove_duplicate=False)
+        if any(
+            "_load_from_state_dict" in vars(kind) and not f"{kind.__module__}.".startswith("torch.nn.")
+            for kind in type(child).__mro__
+        )
+    )
 
 
 def state_dict(module: nn.Module, **options: Any) -> Any:
@@ -93,7 +110,7 @@ def _attribute(module: nn.Module) -> str | None:
 
     None if the module is not a wrapper, or has parameters, buffers or modules of its own.
     """
-    if len(module._modules) != 1 or module._parameters or module._buffers:
+    if isinstance(module, torch.jit.ScriptModule) or len(module._modules) != 1 or module._parameters or module._buffers:
         return None
     (name,) = module._modules
     wraps = name in _WRAPPED or (name == "module" and isinstance(module, DistributedDataParallel | DataParallel))

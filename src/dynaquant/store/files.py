@@ -20,6 +20,17 @@ _DISK_FULL = {
 }
 
 
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path that a user gave, with the home folder in place of ``~``.
+
+    Raises ValueError for an empty text, which would mean the working directory.
+    """
+    text = os.fspath(path)
+    if not text:
+        raise ValueError("the path is empty (a variable that is not set?); give '.' for the working directory")
+    return Path(os.path.expanduser(text))
+
+
 def underlying_os_error(error: BaseException) -> OSError | None:
     """Return the OSError that caused an error, or None. PyTorch raises RuntimeErrors in place of OSErrors."""
     found: BaseException | None = error

@@ -5,6 +5,7 @@ Reading takes no lock. ``commit.py`` writes.
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -21,7 +22,7 @@ from dynaquant.store.container import (
     is_missing,
     is_step,
 )
-from dynaquant.store.files import non_file_kind
+from dynaquant.store.files import non_file_kind, user_path
 from dynaquant.store.frozen_files import FrozenFiles
 from dynaquant.store.listing import STEP, SUFFIX, read_each_step
 from dynaquant.store.reading import Tensors
@@ -35,7 +36,7 @@ class Run:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder = user_path(folder)
         self.frozen_files = FrozenFiles(self.folder)
         self._summaries: dict[FileVersion, Summary] = {}
         self._newest = 0  # highest sequence number in the last listing
@@ -86,6 +87,8 @@ class Run:
 
     def file(self, step: int) -> CheckpointFile:
         """Open the checkpoint of a step. Raises CheckpointError if it is missing or its header is damaged."""
+        if hasattr(step, "__index__") and not isinstance(step, bool):  # an integer of NumPy
+            step = operator.index(step)
         if not is_step(step):
             raise CheckpointError(f"{self.folder}: a step is an integer from 0 to 2**63 - 1")
         path = self.path(step)

@@ -3,6 +3,7 @@
 In reading order:
 
 - ``dtypes``: the element types, and the bytes of a tensor
+- ``layouts``: the order in which the values of a tensor lie in memory
 - ``codebook``: centres, grids and logarithmic grids, which turn levels into values
 - ``bounded``: the form of a tensor with a bound on every value's error
 - ``stored``: the forms in which a checkpoint stores a tensor, such as levels with a codebook

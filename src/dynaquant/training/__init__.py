@@ -4,11 +4,14 @@
 - ``supported.py``: refuses objects that cannot be saved
 - ``collect.py``: collects the state of all objects, and splits it again
 - ``load_state.py``: loads a state into one object
+- ``undo.py``: what loading may change, and is put back if a restore fails
 - ``optimizers.py``: an optimizer's state by parameter name; fits a stored state to other parameter groups
 - ``expanded.py``: fills tensors whose elements share memory
 - ``rng.py``: state of the global random number generators
 - ``snapshot.py``: what ``evaluate`` may change and a save puts back
 - ``gradients.py``: records gradients before each optimizer step
+- ``accumulated.py``: ``dynaquant.Gradients``: gradients as an extra, for saves in the middle of an accumulation
+- ``updates.py``: which parameters the optimizers update between two saves
 - ``first_moments.py``: how each optimizer updates its first moments
 - ``moment_uses.py``: which optimizers' moments may be quantized
 - ``update_check.py``: what one step of an optimizer does with its moments

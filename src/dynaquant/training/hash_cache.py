@@ -53,7 +53,7 @@ class HashCache:
     def of(self, name: str, tensor: Tensor, always_read: bool = False) -> str:
         """Return ``tensor_hash(tensor)``. always_read: hash all values, even if they seem unchanged."""
         memory = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        version, sample = _version_of(tensor), sample_of(tensor)
+        version, sample = version_of(tensor), sample_of(tensor)
         known = self._hashed.get(name)
         alike = known is not None and (known.memory, known.version, known.sample) == (memory, version, sample)
         if known is not None and alike and not always_read and known.used < HASH_AFTER and name not in self._unreliable:
@@ -75,6 +75,6 @@ class HashCache:
         return digest
 
 
-def _version_of(tensor: Tensor) -> int | None:
+def version_of(tensor: Tensor) -> int | None:
     """Return PyTorch's count of writes to a tensor; None for tensors of inference mode, which have no counter."""
     return None if tensor.is_inference() else tensor._version

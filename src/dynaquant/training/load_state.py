@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dynaquant.state import wrappers
-from dynaquant.state.flatten import flatten, unflatten
+from dynaquant.state.flatten import flatten
 from dynaquant.state.tree import dict_items, tensor_name
-from dynaquant.training.collect import state_of
 from dynaquant.training.expanded import can_hold, copy_into, is_expanded
 from dynaquant.training.objects import GENERATOR, set_generator_state
 
@@ -22,11 +22,7 @@ def load_state(thing: Any, state: Any) -> None:
     if isinstance(thing, nn.Module):
         _load_module(thing, state)
     elif isinstance(thing, torch.optim.Optimizer):
-        thing.load_state_dict(state)
-        # PyTorch casts an optimizer's tensors to the dtype of their parameter: float32 moments of a bfloat16 parameter,
-        # and even bytes of a float32 one. state_dict() shares its tensors and dictionaries with the optimizer, so
-        # changing it changes the optimizer. If the optimizer's own methods convert both ways, dtypes are right already.
-        _undo_casts(thing.state_dict(), state)
+        _load_optimizer(thing, state)
     elif isinstance(thing, GENERATOR):
         set_generator_state(thing, state)
     elif hasattr(thing, "load_state_dict"):
@@ -36,16 +32,6 @@ def load_state(thing: Any, state: Any) -> None:
     else:
         for name, value in state.items():
             setattr(thing, name, _updated(getattr(thing, name, None), value))
-
-
-def undo_of(thing: Any) -> Callable[[], None]:
-    """Copy an object's present state. Return a function that loads it again.
-
-    Raises StateError if the state cannot be stored.
-    """
-    tree, tensors = flatten(state_of(thing))
-    state = unflatten(tree, {name: tensor.clone() for name, tensor in tensors.items()})
-    return lambda: load_state(thing, state)
 
 
 def fill_in_omitted(now: Mapping[str, Any], state: dict[str, Any], omitted: Collection[str]) -> None:
@@ -110,19 +96,54 @@ def _update(own: Any, stored: Any) -> None:
         own[:] = [_updated(own[i] if i < len(own) else None, value) for i, value in enumerate(stored)]
 
 
-def _undo_casts(loaded: Any, stored: Any) -> Any:
-    """Return what was loaded, with every tensor that was cast replaced by the stored one, on the same device.
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    of_parameters = state.get("state") if isinstance(state, dict) else None
+    optimizer.load_state_dict(state if of_parameters is None else {**state, "state": _castable(of_parameters)})
+    # PyTorch casts an optimizer's tensors to the dtype of their parameter: float32 moments of a bfloat16 parameter,
+    # and even bytes of a float32 one. It damages texts, and makes plain dictionaries of subclasses.
+    # state_dict() shares its tensors and dictionaries with the optimizer, so changing it changes the optimizer. If the
+    # optimizer's own methods convert both ways, dtypes are right already.
+    loaded = optimizer.state_dict()
+    before = dict(loaded["state"]) if isinstance(loaded.get("state"), dict) else {}
+    _as_stored(loaded, state)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number in (n for n, own in before.items() if loaded["state"][n] is not own):
+        optimizer.state[parameters[number] if isinstance(number, int) else number] = loaded["state"][number]
 
-    Dictionaries and lists are changed in place.
+
+def _castable(value: Any) -> Any:
+    """Return the states of parameters with tensors in place of arrays, which PyTorch's cast cannot build."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    if type(value) in (dict, list, tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        found = {key: _castable(inner) for key, inner in items}
+        if any(inner is not value[key] for key, inner in found.items()):
+            return found if isinstance(value, dict) else type(value)(found.values())
+    return value
+
+
+def _as_stored(loaded: Any, stored: Any) -> Any:
+    """Return what was loaded, with the stored value wherever PyTorch has cast it; tensors on the same device.
+
+    Dictionaries and lists are changed in place. What an optimizer itself has converted, such as a number to a tensor,
+    stays.
     """
     if isinstance(loaded, Tensor) and isinstance(stored, Tensor):
         cast = loaded.dtype != stored.dtype and loaded.shape == stored.shape
         return stored.to(loaded.device) if cast else loaded
+    if isinstance(stored, np.ndarray):
+        return stored if isinstance(loaded, Tensor | np.ndarray) else loaded
     if isinstance(loaded, dict) and isinstance(stored, dict):
-        loaded.update({key: _undo_casts(value, stored[key]) for key, value in loaded.items() if key in stored})
-    elif isinstance(loaded, list | tuple) and type(loaded) is type(stored) and len(loaded) == len(stored):
-        values = [_undo_casts(*both) for both in zip(loaded, stored, strict=True)]
+        values = {key: _as_stored(value, stored[key]) if key in stored else value for key, value in loaded.items()}
+        result = loaded if type(stored) is dict or type(loaded) is not dict else type(stored)()
+        for key, value in values.items():  # update() of a Counter would add
+            result[key] = value
+        return result
+    if isinstance(loaded, list | tuple) and type(loaded) is type(stored) and len(loaded) == len(stored):
+        items = [_as_stored(*both) for both in zip(loaded, stored, strict=True)]
         if isinstance(loaded, tuple):
-            return type(loaded)(values)
-        loaded[:] = values
-    return loaded
+            return type(loaded)(items)
+        loaded[:] = items
+        return loaded
+    return stored if isinstance(stored, str | bytes | set | frozenset) and type(loaded) is type(stored) else loaded

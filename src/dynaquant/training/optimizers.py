@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -218,8 +219,10 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _interchangeable(own: Any, stored: Any) -> bool:
-    """Whether one value of a hyperparameter can replace another: both numbers, or sequences of the same length."""
+    """Whether one value of a hyperparameter can replace another: numbers, tensors of a shape, or sequences of these."""
     if own is None or stored is None:
+        return True
+    if isinstance(own, Tensor) and isinstance(stored, Tensor) and own.shape == stored.shape:
         return True
     if isinstance(own, list | tuple):
         return isinstance(stored, list | tuple) and len(own) == len(stored) and all(map(_interchangeable, own, stored))
@@ -232,4 +235,6 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         a, b = torch.as_tensor(a), torch.as_tensor(b)
         return a.shape == b.shape and bool((a.cpu() == b.cpu()).all())
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return bool(np.array_equal(a, b))
     return bool(a == b)

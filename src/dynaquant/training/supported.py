@@ -133,6 +133,11 @@ def check_after_first_step(objects: Mapping[str, Any]) -> Callable[[], None]:
 
 def _check_module(name: str, module: nn.Module) -> None:
     for path, child in module.named_modules():
+        if isinstance(child, torch.jit.ScriptModule):
+            raise StateError(
+                f"{f'{name}.{path}' if path else name} is a module of torch.jit; give the module that was scripted, "
+                "whose parameters are the same tensors, or compile it with torch.compile instead"
+            )
         _refuse(f"{name}.{path}" if path else name, child)
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         _refuse(f"{name}.{path}", tensor)

@@ -1,12 +1,15 @@
-"""Notes on moments that are stored exactly because their optimizer may not use them as Adam does."""
+"""Notes for the record on what a checkpoint holds otherwise than its user might expect."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from torch import nn
+
 from dynaquant.saving.capture import Captured
 from dynaquant.state.roles import matches, optimizer_role
+from dynaquant.tensors.layouts import has_gaps
 from dynaquant.training.objects import class_of
 
 
@@ -27,6 +30,19 @@ def notes_on_exact_moments(captured: Captured, objects: Mapping[str, Any], patte
                 f"Adam does: {reason}; roles={{{pattern!r}: {roles[moments[0]]!r}}} would quantize them"
             )
     return notes
+
+
+def notes_on_gaps(captured: Captured, objects: Mapping[str, Any]) -> list[str]:
+    """Return a note if tensors cannot come back in the layout that they have. Modules keep their own memory."""
+    modules = tuple(f"{name}." for name, thing in objects.items() if isinstance(thing, nn.Module))
+    found = [name for name, tensor in captured.tensors.items() if not name.startswith(modules) and has_gaps(tensor)]
+    if not found:
+        return []
+    more = f" and {len(found) - 1} other tensors" if len(found) > 1 else ""
+    return [
+        f"{found[0]}{more} have gaps in memory, or elements that share it (views of other tensors): a restore gives "
+        "them the same values in memory of their own, without gaps"
+    ]
 
 
 def _decided(name: str, patterns: Collection[str], objects: Mapping[str, Any]) -> bool:

@@ -1,0 +1,142 @@
+"""Remembers what loading states may change in the objects of a training, to put it back if a restore fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynaquant.errors import StateError
+from dynaquant.state.flatten import flatten, unflatten
+from dynaquant.state.sharding import is_sharded, local_of
+from dynaquant.training import rng
+from dynaquant.training.collect import state_of
+from dynaquant.training.expanded import copy_into
+from dynaquant.training.load_state import load_state
+from dynaquant.training.objects import CHECKED, GENERATOR
+
+log = logging.getLogger("dynaquant")
+
+_LOADING = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+"""Methods of a module that load a state. A module with its own may change anything."""
+_MUTABLE = (Tensor, nn.Module, torch.optim.Optimizer, dict, list, set, tuple)
+"""What may change, or contain what may change."""
+
+
+class Undo:
+    """The state of objects before a restore. ``put_back`` runs no code of modules and optimizers.
+
+    Tensors are copied to host memory; containers keep their identity. Extras with a ``load_state_dict`` are put back by
+    it. The global random number generators are put back last.
+    """
+
+    def __init__(self, things: Iterable[Any]) -> None:
+        self._put_back: list[Callable[[], None]] = []
+        self._seen: dict[int, Any] = {}  # by id; this keeps the objects alive, so that no other gets their ids
+        self._global = rng.get_state()
+        for thing in things:
+            if isinstance(thing, CHECKED | dict | list):
+                self._remember(thing)
+            else:
+                self._remember_extra(thing)
+
+    def put_back(self) -> None:
+        """Put everything back. What fails is logged as a warning, and does not keep the rest from being put back."""
+        with torch.no_grad():
+            for put_back in self._put_back:
+                try:
+                    put_back()
+                except Exception as error:
+                    log.warning(
+                        "the restore failed, and an object could not be set back to its state from before: %r", error
+                    )
+        rng.set_state(self._global)
+
+    def _remember_extra(self, thing: Any) -> None:
+        if not isinstance(thing, GENERATOR):
+            self._remember_attributes(thing, deep=not hasattr(thing, "load_state_dict"))
+        try:
+            tree, tensors = flatten(state_of(thing))
+        except StateError:  # the present state cannot be saved, but the stored one may still be restored
+            log.debug("a %s cannot be put back as a whole if the restore fails", type(thing).__qualname__)
+            return
+        state = unflatten(tree, {name: tensor.clone() for name, tensor in tensors.items()})
+        self._put_back.append(lambda: load_state(thing, state))
+
+    def _remember(self, value: Any) -> None:
+        """Remember the content of a value, if it can have any that loading a state changes."""
+        if not isinstance(value, _MUTABLE) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor):
+            self._remember_tensor(value)
+        elif isinstance(value, nn.Module):
+            deep = any(map(_loads_itself, value.modules()))
+            for module in value.modules():
+                self._seen[id(module)] = module
+                self._remember_attributes(module, deep)
+        elif isinstance(value, torch.optim.Optimizer):
+            self._remember_attributes(value, deep=True)
+        elif isinstance(value, dict):
+            self._remember_dictionary(value)
+            for content in dict.values(value):
+                self._remember(content)
+        else:
+            before = list(value)
+            if not isinstance(value, tuple):
+                self._put_back.append(lambda: _refill(value, before))
+            for content in before:
+                self._remember(content)
+
+    def _remember_attributes(self, thing: Any, deep: bool) -> None:
+        """Remember the attributes of an object. deep: also what they contain; otherwise a module's tensors only."""
+        attributes = getattr(thing, "__dict__", None)
+        if not isinstance(attributes, dict):
+            return
+        self._remember_dictionary(attributes)
+        own = [attributes["_parameters"], attributes["_buffers"]] if isinstance(thing, nn.Module) else []
+        for content in attributes.values() if deep else own:
+            self._remember(content)
+
+    def _remember_dictionary(self, value: dict[Any, Any]) -> None:
+        before = dict(value)
+
+        def put_back() -> None:
+            if list(value) != list(before):
+                dict.clear(value)
+            for key, content in before.items():
+                dict.__setitem__(value, key, content)
+
+        self._put_back.append(put_back)
+
+    def _remember_tensor(self, tensor: Tensor) -> None:
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested:
+            return
+        memory, required = local_of(tensor), tensor.requires_grad
+        values = memory.to("cpu", copy=True)
+
+        def put_back() -> None:
+            with torch.inference_mode(memory.is_inference()):
+                copy_into(memory, values)
+            if not is_sharded(tensor) and (tensor.data_ptr(), tensor.shape) != (memory.data_ptr(), memory.shape):
+                tensor.data = memory
+            if tensor.is_leaf:
+                tensor.requires_grad_(required)
+
+        self._put_back.append(put_back)
+
+
+def _loads_itself(module: nn.Module) -> bool:
+    """Whether code that is not PyTorch's takes part when the module loads a state."""
+    if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+        return True
+    kinds = [kind for kind in type(module).__mro__ if not f"{kind.__module__}.".startswith("torch.nn.")]
+    return any(name in vars(kind) for kind in kinds for name in _LOADING)
+
+
+def _refill(value: list[Any] | set[Any], content: list[Any]) -> None:
+    value.clear()
+    (value.extend if isinstance(value, list) else value.update)(content)

@@ -1,0 +1,95 @@
+"""Watches what optimizers do between two saves: which parameters they update, and whether gradients were not used."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dynaquant.state.sharding import local_of
+from dynaquant.state.wrappers import named_parameters
+from dynaquant.training.accumulated import Gradients
+from dynaquant.training.hash_cache import version_of
+
+
+class Updates:
+    """Watches the steps of the optimizers among the objects of a training, by hooks. A step costs next to nothing.
+
+    objects: of the training, by name.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._optimizers = [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
+        self._stores_gradients = any(isinstance(thing, Gradients) for thing in objects.values())
+        self._names = {
+            id(parameter): f"{name}.{path}"
+            for name, thing in reversed(list(objects.items()))
+            if isinstance(thing, nn.Module)
+            for path, parameter in named_parameters(thing)
+        }
+        self._updated: frozenset[str] = frozenset()
+        self._updated_before: frozenset[str] = frozenset()
+        self._waiting: dict[int, list[Tensor]] = {}  # parameters of each optimizer that it has not updated yet
+        self._used: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}  # gradients in the last step, by parameter
+        self._begin()
+        self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers]
+
+    def _begin(self) -> None:
+        self._waiting = {id(o): [p for group in o.param_groups for p in group["params"]] for o in self._optimizers}
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if waiting := self._waiting.get(id(optimizer)):
+            updated = {self._names[id(p)] for p in waiting if p.grad is not None and id(p) in self._names}
+            self._waiting[id(optimizer)] = [p for p in waiting if p.grad is None]
+            self._updated |= updated
+        for parameter, gradient in _first_gradients(optimizer):
+            self._used[id(parameter)] = weakref.ref(gradient), version_of(gradient)
+
+    @property
+    def updated(self) -> frozenset[str]:
+        """The names of the modules' parameters that an optimizer has updated since the save before the last one."""
+        return self._updated | self._updated_before
+
+    def saved(self) -> None:
+        """Note that a checkpoint was saved."""
+        self._updated_before, self._updated = self._updated, frozenset()
+        self._begin()
+
+    def notes(self) -> list[str]:
+        """Return a note if gradients are being accumulated, and are not stored.
+
+        That is so if every optimizer has gradients that its last step has not used. Those of a single one of several
+        may be left over from the backward pass for another one.
+        """
+        if self._stores_gradients or not self._optimizers or not all(map(self._has_unused, self._optimizers)):
+            return []
+        return [
+            "this save is in the middle of an accumulation: gradients that no step has used yet are not stored, so a "
+            "restore loses them; save after a step, or give extras={'gradients': dq.Gradients(model)}"
+        ]
+
+    def _has_unused(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(self._is_unused(parameter, gradient) for parameter, gradient in _first_gradients(optimizer))
+
+    def _is_unused(self, parameter: Tensor, gradient: Tensor) -> bool:
+        used, version = self._used.get(id(parameter), (None, None))
+        if used is not None and used() is gradient and version_of(gradient) == version:
+            return False
+        return gradient.layout != torch.strided or bool(local_of(gradient).any())
+
+    def close(self) -> None:
+        """Remove the hooks. May be called again."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+
+def _first_gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the first parameter of each group that has a gradient, and that. A backward pass reaches most of them."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                yield parameter, parameter.grad
+                break
