@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +27,7 @@ from dynaquant.store.tags import tags_of
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
 pytest.importorskip("accelerate", reason="Accelerate is not installed")
 
+from transformers import default_data_collator  # noqa: E402
 from transformers_training import STEPS, Counter, arguments, hash_of, history_of, model_of, sequences  # noqa: E402
 
 from dynaquant.integrations.transformers import CheckpointMixin, Options, Trainer, get_last_checkpoint  # noqa: E402
@@ -522,6 +525,77 @@ def test_a_loss_function_that_logs_does_so_in_evaluations_only(tmp_path):
     trainer = trainer_of(tmp_path, Logging, dynaquant={}, **BEST)
     trainer.train()
     assert sum("seen" in entry for entry in trainer.state.log_history) == 4 * 4  # batches of each evaluation
+
+
+class Collecting(transformers.Trainer):
+    """A subclass of one's own whose loss collects numbers of all kinds, and depends on one of them."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.count, self.total, self.drawn = 0, torch.zeros(2), torch.Generator()
+        self.seen = {"eval": defaultdict(list), "nested": ([], {1})}
+        self.last, self.held = deque(maxlen=3), Held()
+
+    def compute_loss(self, model, inputs, **kwargs):
+        loss = super().compute_loss(model, inputs, **kwargs)
+        if not model.training:
+            self.count += 1
+            self.total += 1
+            self.seen["eval"]["loss"].append(self.count)
+            self.seen["nested"][0].append(float(torch.rand((), generator=self.drawn)))
+            self.seen["nested"][1].add(self.count)
+            self.last.append(self.count)
+            self.held.numbers[self.count] = True
+            self.held.most = self.new = self.count
+        return loss
+
+    def collected(self) -> tuple:
+        held = self.held.numbers, self.held.most, self.new
+        return self.count, self.total.tolist(), self.seen, list(self.last), held, self.drawn.initial_seed()
+
+
+@dataclass
+class Held:
+    numbers: dict = field(default_factory=dict)
+    most: int = 0
+
+
+class CollectingInARun(CheckpointMixin, Collecting):
+    """The same with checkpoints in a run."""
+
+
+@pytest.mark.parametrize("metric", ["default", "loss", "own", "own batches"])
+def test_a_metric_leaves_no_trace_in_what_a_trainer_holds(tmp_path, metric):
+    alone = trainer_of(tmp_path / "a", Collecting, dynaquant=None)
+    alone.train()
+    options = {"evaluate": "loss"} if metric == "loss" else {}
+    own = trainer_of(tmp_path / "b", CollectingInARun, dynaquant=options)
+    batches = [default_data_collator(sequences(4, first)) for first in (96, 100)]
+    if metric == "own":
+        options["evaluate"] = lambda _: own.evaluate()["eval_loss"]
+    elif metric == "own batches":
+        options["evaluate"] = dq.LossOn(batches, own.compute_loss)
+    own.train()
+    assert own.collected() == alone.collected()
+    assert torch.rand((), generator=own.drawn) == torch.rand((), generator=alone.drawn)
+    assert history_of(own) == history_of(alone)
+    assert hash_of(own.model) == hash_of(alone.model)
+    assert {record.judged_by for record in records_of(tmp_path / "b")} == {"evaluate"}
+
+
+def test_the_metric_may_be_a_number_of_the_evaluation(tmp_path):
+    def accuracy(found):
+        hits = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
+        return {"accuracy": float(hits.mean())}
+
+    trainer = trainer_of(tmp_path, dynaquant={"evaluate": "accuracy", "quality": "high"})
+    trainer.compute_metrics = accuracy
+    trainer.train()
+    logged = [entry["eval_accuracy"] for entry in trainer.state.log_history if "eval_accuracy" in entry]
+    assert [record.quality.original for record in records_of(tmp_path)] == pytest.approx(logged)
+    again = trainer_of(tmp_path / "b", dynaquant={"evaluate": "acuracy"})
+    with pytest.raises(dq.EvaluateError, match=r"returns no 'eval_acuracy'.*'loss'"):
+        again.train()
 
 
 def test_data_without_labels_needs_a_metric(tmp_path):

@@ -15,7 +15,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from dynaquant.checkpointer import Checkpointer
 from dynaquant.errors import DynaquantError
-from dynaquant.integrations.transformers.metric import loss_on_evaluation_set
+from dynaquant.integrations.transformers.metric import (
+    higher_is_better,
+    loss_on_evaluation_set,
+    number_of_evaluation,
+    without_traces,
+)
 from dynaquant.integrations.transformers.options import Options
 from dynaquant.integrations.transformers.progress import NAME, Progress
 from dynaquant.integrations.transformers.resume import Asked, has_checkpoints, trainer_state
@@ -195,6 +200,11 @@ class Checkpoints:
                 extras["scaler"] = trainer.accelerator.scaler
         if "evaluate" not in options:
             options["evaluate"] = loss_on_evaluation_set(trainer, self._loss)
+        elif isinstance(name := options["evaluate"], str):
+            options["evaluate"] = number_of_evaluation(trainer, name)
+            options.setdefault("higher_is_better", higher_is_better(trainer, name))
+        if callable(metric := options["evaluate"]):
+            options["evaluate"] = without_traces(trainer, metric)
         limit = trainer.args.save_total_limit
         self._checkpointer = Checkpointer(
             self._run,

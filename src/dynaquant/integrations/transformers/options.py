@@ -15,13 +15,15 @@ from dynaquant.state.bound import Bound
 class Options(TypedDict, total=False):
     """Arguments of ``Checkpointer``, as a dictionary; all may be left out.
 
-    ``evaluate`` is by default the loss on the first batches of the evaluation set. None: no metric. What is missing
-    here follows from ``TrainingArguments``: the folder is ``dynaquant`` in ``output_dir``, ``save_strategy`` and
-    ``save_steps`` say when to save, ``save_total_limit`` how many checkpoints to keep.
+    ``evaluate`` is by default the loss on the first batches of the evaluation set. A name means what
+    ``trainer.evaluate()`` returns under it, such as ``metric_for_best_model``, and ``higher_is_better`` is then as
+    Transformers has it. None: no metric. What is missing here follows from ``TrainingArguments``: the folder is
+    ``dynaquant`` in ``output_dir``, ``save_strategy`` and ``save_steps`` say when to save, ``save_total_limit`` how
+    many checkpoints to keep.
     """
 
     quality: QualityName
-    evaluate: Evaluate | None
+    evaluate: Evaluate | str | None
     higher_is_better: bool
     max_degradation: float | None
     training_budget: float | None
