@@ -430,12 +430,56 @@ def test_of_a_peft_model_only_the_adapter_is_saved(tmp_path):
     undisturbed.train()
     saved = set(dq.load(run_of(tmp_path))["model"])
     trained = {name for name, parameter in undisturbed.model.named_parameters() if parameter.requires_grad}
-    assert saved == trained
+    assert saved == {*trained, "base_model.model.lm_head.original_module.weight"}
     again = trainer_of(tmp_path, model=adapted())
     again.train(resume_from_checkpoint=10)
     assert hash_of(again.model) == hash_of(undisturbed.model)
     with pytest.raises(dq.StateError, match="up_proj"):
         trainer_of(tmp_path, model=adapted(seed=1)).train(resume_from_checkpoint=True)
+
+
+@old_name
+def test_a_new_head_beside_an_adapter_resumes(tmp_path):
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    base = model_of().model.state_dict()
+
+    def with_new_head(seed):
+        torch.manual_seed(seed)  # another one in every process, as nobody has set it
+        model = transformers.LlamaForSequenceClassification(model_of().config)
+        torch.nn.init.normal_(model.score.weight)
+        model.model.load_state_dict(base)  # the pretrained model
+        model.config.pad_token_id = 0
+        return peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj"]))
+
+    def trained(seed, resumed):
+        data = [{"input_ids": entry["input_ids"], "labels": i % 2} for i, entry in enumerate(sequences(96))]
+        without = {"evaluation": False, "eval_strategy": "no"}
+        trainer = trainer_of(tmp_path, model=with_new_head(seed), **without)
+        trainer.train_dataset = data
+        trainer.train(resume_from_checkpoint=resumed)
+        return hash_of(trainer.model)
+
+    undisturbed = trained(1, resumed=None)
+    assert trained(2, resumed=10) == undisturbed  # with the unused original of the head
+
+
+def test_what_does_not_fit_can_be_left_out(tmp_path, caplog):
+    def other():
+        model = model_of()
+        model.lm_head = torch.nn.Linear(32, 64)  # with a bias
+        return model
+
+    trainer_of(tmp_path).train()
+    with pytest.raises(dq.StateError, match=r"lm_head") as raised:
+        trainer_of(tmp_path, model=other()).train(resume_from_checkpoint=10)
+    assert "dynaquant={'strict': False}" in " ".join(raised.value.__notes__)
+    again = trainer_of(tmp_path, model=other(), dynaquant={**LOSSLESS, "strict": False})
+    again.train(resume_from_checkpoint=10)
+    assert again.state.global_step == 20
+    assert "left out what does not fit" in caplog.text
+    weights_only = trainer_of(tmp_path, dynaquant={**LOSSLESS, "only": "model"}, max_steps=12)
+    weights_only.train(resume_from_checkpoint=10)
+    assert weights_only.state.global_step == 12
 
 
 @old_name
@@ -488,7 +532,8 @@ def test_the_example_goes_on_after_a_kill(tmp_path):
 
 def test_the_options_are_the_arguments_of_a_checkpointer_that_the_trainer_does_not_decide():
     decided = {"folder", "model", "optimizer", "every", "keep_last", "max_overhead", "mean_time_between_failures"}
-    assert set(Options.__annotations__) == set(inspect.signature(dq.Checkpointer).parameters) - decided
+    of_restore = set(inspect.signature(dq.Checkpointer.restore).parameters) - {"self", "step"}
+    assert set(Options.__annotations__) == set(inspect.signature(dq.Checkpointer).parameters) - decided | of_restore
 
 
 def test_without_an_evaluation_set_there_is_no_metric(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,14 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from dynaquant.checkpointer import Checkpointer
-from dynaquant.errors import DynaquantError
+from dynaquant.errors import DynaquantError, StateError
 from dynaquant.integrations.transformers.metric import (
     higher_is_better,
     loss_on_evaluation_set,
     number_of_evaluation,
     without_traces,
 )
-from dynaquant.integrations.transformers.options import Options
+from dynaquant.integrations.transformers.options import OF_RESTORE, Options
 from dynaquant.integrations.transformers.progress import NAME, Progress
 from dynaquant.integrations.transformers.resume import Asked, has_checkpoints, trainer_state
 from dynaquant.state.tree import dict_items
@@ -34,6 +34,8 @@ from dynaquant.training import rng
 log = logging.getLogger("dynaquant")
 BEST = "best"
 """The tag of the best checkpoint."""
+_ORIGINAL = "original_module"
+"""What PEFT calls the module that a copy of it replaces."""
 
 
 class OlderCheckpointError(Exception):
@@ -124,7 +126,14 @@ class Checkpoints:
         asked, expected, _ = self._resumed
         checkpointer = self._make_checkpointer()
         before = rng.get_state()
-        step = checkpointer.restore(asked.step, only=self._both_have(expected))
+        try:
+            step = checkpointer.restore(asked.step, only=self._to_restore(expected), strict=self._strict)
+        except StateError as error:
+            error.add_note(
+                "Of a Trainer, strict and only are options: dynaquant={'strict': False} restores what fits, and "
+                "dynaquant={'only': 'model'} the weights without the optimizer"
+            )
+            raise
         self._rng = rng.get_state()
         rng.set_state(before)  # Transformers skips batches first
         if step is not None and step != expected:
@@ -150,7 +159,7 @@ class Checkpoints:
         checkpointer = self._made()
         checkpointer.wait()
         self._tag_best()
-        checkpointer.restore(BEST, only="model")
+        checkpointer.restore(BEST, only="model", strict=self._strict)
 
     def save(self) -> None:
         """Save, or ask the training loop to save at the end of the step if it is not the loop that calls this.
@@ -192,7 +201,7 @@ class Checkpoints:
     def _make_checkpointer(self) -> Checkpointer:
         self._open.close()  # of a training that began again with smaller batches
         trainer = self._trainer
-        options: dict[str, Any] = {**self._options}
+        options: dict[str, Any] = {name: value for name, value in self._options.items() if name not in OF_RESTORE}
         extras = {NAME: self._progress, **(options.pop("extras", None) or {})}
         if not trainer.args.save_only_model:
             extras["scheduler"] = trainer.lr_scheduler
@@ -232,8 +241,17 @@ class Checkpoints:
             )
         return loss
 
-    def _both_have(self, step: int) -> tuple[str, ...] | None:
-        """Return which objects to restore if only the model was saved, or is to be; None for all."""
+    @property
+    def _strict(self) -> bool:
+        return self._options.get("strict", True)
+
+    def _to_restore(self, step: int) -> str | Collection[str] | None:
+        """Return which objects to restore: as asked for, or what both have if only the model was or is saved.
+
+        None for all.
+        """
+        if (asked := self._options.get("only")) is not None:
+            return asked
         stored = dict(dict_items(Run(self._run).file(step).header.tree))
         if ("optimizer" in stored) != self._trainer.args.save_only_model:
             return None
@@ -278,7 +296,9 @@ class StepBoundaries(TrainerCallback):  # type: ignore[misc]  # Transformers is 
 def _roles(trainer: Any) -> dict[str, str]:
     """Return roles that leave out the frozen base of a PEFT model, which everybody has.
 
-    Adapters that do not train now are stored. Their parameters have the name of the adapter in their own.
+    Adapters that do not train now are stored. Their parameters have the name of the adapter in their own. So is the
+    original of a module that trains as a whole (``modules_to_save``): that of a new head has random values, which
+    nobody else has.
     """
     adapters = set(getattr(trainer.model, "peft_config", ()))
     if not adapters:
@@ -286,7 +306,7 @@ def _roles(trainer: Any) -> dict[str, str]:
     return {
         f"model.{name}": "omit"
         for name, parameter in named_parameters(trainer.model_wrapped)
-        if not parameter.requires_grad and not adapters & set(name.split("."))
+        if not parameter.requires_grad and not {*adapters, _ORIGINAL} & set(name.split("."))
     }
 
 

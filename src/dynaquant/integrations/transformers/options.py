@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypedDict
 
 from dynaquant.quantize.knobs import Knobs, Method
@@ -13,13 +13,13 @@ from dynaquant.state.bound import Bound
 
 
 class Options(TypedDict, total=False):
-    """Arguments of ``Checkpointer``, as a dictionary; all may be left out.
+    """Arguments of ``Checkpointer`` and its ``restore``, as a dictionary; all may be left out.
 
     ``evaluate`` is by default the loss on the first batches of the evaluation set. A name means what
     ``trainer.evaluate()`` returns under it, such as ``metric_for_best_model``, and ``higher_is_better`` is then as
     Transformers has it. None: no metric. What is missing here follows from ``TrainingArguments``: the folder is
     ``dynaquant`` in ``output_dir``, ``save_strategy`` and ``save_steps`` say when to save, ``save_total_limit`` how
-    many checkpoints to keep.
+    many checkpoints to keep. ``strict`` and ``only`` are arguments of ``Checkpointer.restore``.
     """
 
     quality: QualityName
@@ -38,6 +38,12 @@ class Options(TypedDict, total=False):
     keep_best: int | None
     keyframe_every: int
     log_to: LogTo | None
+    strict: bool
+    only: str | Collection[str] | None
+
+
+OF_RESTORE = ("strict", "only")
+"""Options for ``Checkpointer.restore``, where a training is resumed."""
 
 
 def checked(options: Options | None) -> Options:
