@@ -350,6 +350,40 @@ def test_the_best_checkpoint_is_tagged_kept_and_loaded_at_the_end(tmp_path, qual
         assert torch.equal(trainer.model.state_dict()[name], weight), name
 
 
+class Hashes(transformers.TrainerCallback):
+    """Hashes the weights that are evaluated."""
+
+    def __init__(self):
+        self.of = {}
+
+    def on_evaluate(self, _args, state, _control, model, **_):
+        self.of[state.global_step] = hash_of(model)
+
+
+def test_the_best_model_is_the_one_that_was_evaluated(tmp_path, caplog):
+    hashes = Hashes()
+    trainer = trainer_of(tmp_path, Scored, dynaquant={}, callbacks=[hashes], **BEST)
+    trainer.train()
+    assert hash_of(trainer.model) == hashes.of[10]
+    copies = [path.name for path in run_of(tmp_path).glob("exact-*")]
+    assert len(copies) == 1  # step 5, the best before, has none any more
+    finished = trainer_of(tmp_path, Scored, dynaquant={}, **BEST)
+    finished.train(resume_from_checkpoint=True)
+    assert hash_of(finished.model) == hashes.of[10]
+    fresh = model_of()
+    dq.load_into(fresh, run_of(tmp_path), step="best")
+    assert hash_of(fresh) == hashes.of[10]
+    assert "quantized" not in caplog.text
+
+
+def test_the_best_model_may_be_quantized_and_a_warning_says_so(tmp_path, caplog):
+    hashes = Hashes()
+    trainer = trainer_of(tmp_path, Scored, dynaquant={"exact": None}, callbacks=[hashes], **BEST)
+    trainer.train()
+    assert hash_of(trainer.model) != hashes.of[10]
+    assert "the best checkpoint, step 10, come back quantized" in caplog.text
+
+
 def test_the_best_checkpoint_survives_a_resume(tmp_path):
     class Stopped(transformers.TrainerCallback):
         def on_step_end(self, _args, state, control, **_):

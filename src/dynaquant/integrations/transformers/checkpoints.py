@@ -24,11 +24,12 @@ from dynaquant.integrations.transformers.metric import (
 from dynaquant.integrations.transformers.options import OF_RESTORE, Options
 from dynaquant.integrations.transformers.progress import NAME, Progress
 from dynaquant.integrations.transformers.resume import Asked, has_checkpoints, trainer_state
+from dynaquant.saving.record import record_of
 from dynaquant.state.tree import dict_items
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.store.pointers import RUN_FOLDER
 from dynaquant.store.run import Run
-from dynaquant.store.tags import set_tag
+from dynaquant.store.tags import open_step_or_tag, set_tag
 from dynaquant.training import rng
 
 log = logging.getLogger("dynaquant")
@@ -160,6 +161,7 @@ class Checkpoints:
         checkpointer.wait()
         self._tag_best()
         checkpointer.restore(BEST, only="model", strict=self._strict)
+        self._warn_if_quantized()
 
     def save(self) -> None:
         """Save, or ask the training loop to save at the end of the step if it is not the loop that calls this.
@@ -175,11 +177,12 @@ class Checkpoints:
         trainer.store_flos()
         state = trainer.state
         self._tag_best()
-        if state.best_global_step == state.global_step:
+        is_best = state.best_global_step == state.global_step
+        if is_best:
             state.best_model_checkpoint = str(self._run)
         self._progress.update()
-        checkpointer.save(state.global_step)
-        if state.best_global_step == state.global_step:
+        checkpointer.save(state.global_step, exact_weights=is_best and self._keeps_best)
+        if is_best:
             self._best = state.global_step
 
     def agree_on_saving(self) -> None:
@@ -207,6 +210,8 @@ class Checkpoints:
             extras["scheduler"] = trainer.lr_scheduler
             if getattr(trainer.accelerator, "scaler", None) is not None:
                 extras["scaler"] = trainer.accelerator.scaler
+        if self._keeps_best:
+            options.pop("exact", None)
         if "evaluate" not in options:
             options["evaluate"] = loss_on_evaluation_set(trainer, self._loss)
         elif isinstance(name := options["evaluate"], str):
@@ -240,6 +245,23 @@ class Checkpoints:
                 "Trainer(…, dynaquant={'evaluate': …}), or none: {'evaluate': None}"
             )
         return loss
+
+    def _warn_if_quantized(self) -> None:
+        """Warn if the weights of the best checkpoint are not those whose metric is the best."""
+        run = Run(self._run)
+        file = open_step_or_tag(run, BEST)
+        if record_of(file).configuration is not None and run.lossless_copy(file) is None:
+            log.warning(
+                "the weights of the best checkpoint, step %d, come back quantized, so their metric differs a little "
+                "from best_metric; dynaquant={'exact': 'best'}, the default, keeps them exactly, but not of a sharded "
+                "model",
+                file.header.step,
+            )
+
+    @property
+    def _keeps_best(self) -> bool:
+        """Whether the weights of the best checkpoint are kept exactly."""
+        return self._options.get("exact", BEST) == BEST
 
     @property
     def _strict(self) -> bool:

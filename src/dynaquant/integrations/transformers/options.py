@@ -17,9 +17,12 @@ class Options(TypedDict, total=False):
 
     ``evaluate`` is by default the loss on the first batches of the evaluation set. A name means what
     ``trainer.evaluate()`` returns under it, such as ``metric_for_best_model``, and ``higher_is_better`` is then as
-    Transformers has it. None: no metric. What is missing here follows from ``TrainingArguments``: the folder is
-    ``dynaquant`` in ``output_dir``, ``save_strategy`` and ``save_steps`` say when to save, ``save_total_limit`` how
-    many checkpoints to keep. ``strict`` and ``only`` are arguments of ``Checkpointer.restore``.
+    Transformers has it. None: no metric. ``exact`` is by default ``"best"``: the weights of the best checkpoint are kept
+    exactly, so that ``load_best_model_at_end`` returns what was evaluated. ``strict`` and ``only`` are arguments of
+    ``Checkpointer.restore``.
+
+    What is missing here follows from ``TrainingArguments``: the folder is ``dynaquant`` in ``output_dir``,
+    ``save_strategy`` and ``save_steps`` say when to save, ``save_total_limit`` how many checkpoints to keep.
     """
 
     quality: QualityName
@@ -30,7 +33,7 @@ class Options(TypedDict, total=False):
     expected_restores: int | None
     method: Method | None
     configuration: Knobs | None
-    exact: Literal["latest"] | None
+    exact: Literal["latest", "best"] | None
     correct_moments: bool
     roles: Mapping[str, str | Bound] | None
     extras: Mapping[str, Any] | None
