@@ -570,9 +570,15 @@ def test_the_options_are_the_arguments_of_a_checkpointer_that_the_trainer_does_n
     assert set(Options.__annotations__) == set(inspect.signature(dq.Checkpointer).parameters) - decided | of_restore
 
 
-def test_without_an_evaluation_set_there_is_no_metric(tmp_path):
+def test_the_page_names_all_options():
+    page = (Path(__file__).parents[2] / "docs" / "integrations" / "transformers.md").read_text()
+    assert [name for name in Options.__annotations__ if f"`{name}`" not in page] == []
+
+
+def test_without_an_evaluation_set_there_is_no_metric(tmp_path, caplog):
     trainer_of(tmp_path, evaluation=False, eval_strategy="no", dynaquant={}).train()
     assert {record.judged_by for record in records_of(tmp_path)} == {"fisher distortion"}
+    assert "without a metric, as the Trainer has no eval_dataset" in caplog.text
 
 
 def test_the_metric_is_the_loss_of_the_evaluation(tmp_path):
@@ -721,11 +727,30 @@ def test_a_training_that_begins_again_with_smaller_batches_saves(tmp_path):
     [
         ({"qualty": "high"}, "dynaquant has no option 'qualty'; the options are quality, evaluate"),
         ("high", "dictionary"),
+        ({"quality": "hihg"}, "hihg"),
+        ({"max_degradation": -1}, "max_degradation"),
+        ({"exact": "worst"}, "exact must be"),
+        ({"keep_best": 2, "evaluate": None}, "keep_best needs a metric"),
+        ({"keep_every": 0}, "keep_every"),
+        ({"evaluate": 3}, "evaluate must be a function"),
+        ({"log_to": 3}, "log_to"),
     ],
 )
 def test_wrong_options_are_an_error_of_the_constructor(tmp_path, options, message):
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         trainer_of(tmp_path, dynaquant=options)
+
+
+def test_a_mixin_that_comes_last_is_refused():
+    with pytest.raises(TypeError, match=r"CheckpointMixin must come first, class Wrong\(CheckpointMixin"):
+
+        class Wrong(Scores, CheckpointMixin):
+            pass
+
+    class Right(Scored):  # a subclass of one that is right
+        pass
+
+    assert issubclass(Right, CheckpointMixin)
 
 
 def test_uploads_of_checkpoint_folders_are_refused(tmp_path, monkeypatch):

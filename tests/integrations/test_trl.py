@@ -144,7 +144,6 @@ def test_a_training_with_sampled_answers_goes_on(tmp_path, kind):
 
 
 def test_the_log_says_why_sampled_answers_are_no_metric(tmp_path, caplog):
-    caplog.set_level("INFO", logger="dynaquant")
     trainer_of("grpo", tmp_path, {}, max_steps=3).train()
     assert "the loss of Exploring depends on answers that it samples" in caplog.text
     assert "dynaquant={'evaluate': 'reward'}" in caplog.text

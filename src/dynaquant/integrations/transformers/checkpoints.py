@@ -212,7 +212,9 @@ class Checkpoints:
                 extras["scaler"] = trainer.accelerator.scaler
         if self._keeps_best:
             options.pop("exact", None)
-        if "evaluate" not in options:
+        if "evaluate" not in options and options.get("quality") == "lossless":
+            options["evaluate"] = None  # nothing is lost that a metric could see
+        elif "evaluate" not in options:
             options["evaluate"] = loss_on_evaluation_set(trainer, self._loss)
         elif isinstance(name := options["evaluate"], str):
             options["evaluate"] = number_of_evaluation(trainer, name)

@@ -63,7 +63,7 @@ class _WithoutTraces:
 def loss_on_evaluation_set(trainer: Any, loss_of: Callable[[Any, Any], Any]) -> LossOn | None:
     """Return the mean loss on the first batches of the evaluation set.
 
-    None, and a line in the log, if the Trainer has no evaluation set, or if its loss says nothing about the model. All
+    None, and a warning, if the Trainer has no evaluation set, or if its loss says nothing about the model. All
     ranks must call this. Changes no random numbers.
 
     loss_of: returns the loss of a model on a batch.
@@ -77,7 +77,12 @@ def loss_on_evaluation_set(trainer: Any, loss_of: Callable[[Any, Any], Any]) -> 
     else:
         batches = [batch for part in _batches(trainer).values() for batch in part]
         return LossOn(batches, loss_of) if batches else None
-    log.info("checkpoints are saved without a metric, as %s; %s", reason, advice)
+    log.warning(
+        "checkpoints are saved without a metric, as %s: an estimate from the weights' changes decides; %s, or "
+        "{'evaluate': None} if this is meant",
+        reason,
+        advice,
+    )
     return None
 
 
