@@ -191,7 +191,8 @@ class Compressor:
         with timed(seconds, "capture"):
             quantized = {} if decision.configuration is None else {**decision.quantized, **comparison.unchanged}
             tolerances = first_tolerances(self._objects, self._preset, interval, corrected) if self._preset else {}
-            copied_exactly = self._copied_exactly(tensors, captured, master_of, exact_weights)
+            exactly = {*weights, *master_of.values()} if weights and exact_weights and not captured.division else set()
+            copied_exactly = tensors.keys() if self._keep_lossless_copy else exactly
             others = bool(external or master_of or frozen.unchanged or copied_exactly)
             division = captured.division or self._shared(tensors, captured, others)
             assembled = self._assembled(
@@ -346,16 +347,6 @@ class Compressor:
             return None
         return share_writing(tensors, captured.labels, self._group)
 
-    def _copied_exactly(
-        self, tensors: Mapping[str, Tensor], captured: Captured, master_of: Mapping[str, str], exact_weights: bool
-    ) -> Collection[str]:
-        """Return the names of the tensors that a lossless copy has exactly; none if no copy is kept."""
-        if self._keep_lossless_copy:
-            return tensors.keys()
-        if not exact_weights or self._preset is None or captured.division is not None:
-            return ()
-        return self._weights_to_quantize(tensors, captured.labels, master_of).keys() | set(master_of.values())
-
     def _assembled(
         self,
         captured: Captured,
@@ -383,8 +374,7 @@ class Compressor:
             return quantize_moments(own, captured.labels, first, second, tolerances, shards.held, shards.reduce)
 
         if division is None:
-            whole = on_rank_zero(lambda: assembled(tensors, moments_of(tensors, WHOLE)), self._group)
-            return whole or Assembled()
+            return on_rank_zero(lambda: assembled(tensors, moments_of(tensors, WHOLE)), self._group) or Assembled()
         here = {name: tensor for name, tensor in tensors.items() if division.writes(name)}
         if division.shards.divided:
             own, shards = division.without_copies(tensors)

@@ -19,6 +19,15 @@ from torch import Tensor
 
 from dynaquant.errors import CheckpointError
 from dynaquant.integrations.lightning import seams
+from dynaquant.integrations.lightning.paths import (
+    base_for,
+    begins_with,
+    delete_unnamed,
+    free_step,
+    is_of,
+    local_path,
+    paths_beside,
+)
 from dynaquant.integrations.lightning.training import Training
 from dynaquant.interop.going_on import GoingOn
 from dynaquant.interop.model_file import ModelFile
@@ -39,10 +48,8 @@ from dynaquant.store.container import MAGIC
 from dynaquant.store.files import make_folder
 from dynaquant.store.lossless_copies import EXACT_WEIGHTS
 from dynaquant.store.pointers import FIRST_BYTES, RUN_FOLDER, Pointer, read_pointer, write_pointer
-from dynaquant.store.retention import KEYFRAME_EVERY, recode_dependents
-from dynaquant.store.run import Run
-from dynaquant.store.tags import set_tag, tags_of
-from dynaquant.store.writing import Base, Checkpoint
+from dynaquant.store.tags import set_tag
+from dynaquant.store.writing import Checkpoint
 from dynaquant.tensors.lazy_mapping import LazyMapping
 from dynaquant.tensors.stored import StoredTensor
 
@@ -128,7 +135,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if storage_options is not None:
             raise TypeError("CheckpointIO of dynaquant takes no storage_options")
         metric = self._usable_metric()
-        place = _local(path)
+        place = local_path(path)
         make_folder(place.parent)
         with self._alone:
             run = self._run(place.parent)
@@ -149,12 +156,12 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         map_location: of a checkpoint of a run, a device; anything else means the CPU. Raises FileNotFoundError if there
         is no file, CheckpointError if the checkpoint is missing or damaged.
         """
-        place = _local(path)
+        place = local_path(path)
         if not place.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         dropped: frozenset[str] = frozenset()
         self._loaded = None
-        if place.is_file() and (_begins_with(place, MAGIC) or _begins_with(place, FIRST_BYTES)):
+        if place.is_file() and (begins_with(place, MAGIC) or begins_with(place, FIRST_BYTES)):
             device = map_location if isinstance(map_location, str | torch.device) else None
             stored, found = self._opened(place, None if device is None else torch.device(device))
             dropped, self._loaded = names_of_dropped(stored.chain), stored
@@ -167,7 +174,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the pointer at a path, and the checkpoint, unless another pointer beside it or a tag names it."""
-        place = _local(path)
+        place = local_path(path)
         with self._alone:
             pointer = self._pointer_at(place)
             if pointer is None:
@@ -178,9 +185,9 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
                 return
             place.unlink()
             run = self._run(place.parent)
-            if _is_of(pointer, run):
+            if is_of(pointer, run):
                 with run.locked():
-                    _delete(run, pointer.step)
+                    delete_unnamed(run, pointer.step)
 
     # What they are made of.
 
@@ -189,7 +196,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         try:
             return _decoded(place, device)
         except CheckpointError as error:
-            others = _paths_beside(place)
+            others = paths_beside(place)
             if not place.name.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST):
                 names = ", ".join(path.name for path in others)
                 error.add_note(f"newest first, these are beside it: {names}" if names else "no other file is beside it")
@@ -203,17 +210,17 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
 
     def _save(self, checkpoint: dict[str, Any], place: Path, run: WritableRun, metric: Metric | None) -> None:
         replaced = self._pointer_at(place)
-        if replaced is not None and not _is_of(replaced, run):
+        if replaced is not None and not is_of(replaced, run):
             replaced = None
         tree, tensors = self._flat(checkpoint)
-        base = _base(run, place, replaced)
+        base = base_for(run, place, replaced)
         self._advance(checkpoint)
         packer = self._packer(metric)
         if base is not None:
             packer.continue_from(run.file(base.parent.step).header, base.tensors)
         details = {"name": place.name}
         file = ModelFile("torch", tree, tensors, details, self._weights(tree))
-        packed = packer.checkpoint(file, _free_step(run, checkpoint))
+        packed = packer.checkpoint(file, free_step(run, checkpoint))
         tag = _tag_of_best(checkpoint, place)
         if tag is not None and self._exact is not None and packed.record["configuration"] is not None:
             packed = _with_exact_weights(packed, tensors)
@@ -225,7 +232,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         write_pointer(place, committed)
         log.info(in_one_line(record_of(committed, seconds)))
         if replaced is not None:
-            _delete(run, replaced.step)
+            delete_unnamed(run, replaced.step)
 
     def _advance(self, checkpoint: Mapping[str, Any]) -> None:
         """Tell what is to be saved, and what the training went on from, as a ``Checkpointer`` knows it."""
@@ -316,32 +323,10 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             return None
 
 
-def _local(path: str | os.PathLike[str]) -> Path:
-    """Return a path. Raises CheckpointError for an address of another file system."""
-    if "://" in str(path):
-        raise CheckpointError(
-            f"{path}: runs are written to local and shared folders only; give ModelCheckpoint a dirpath"
-        )
-    return Path(path)
-
-
 def _decoded(place: Path, device: torch.device | None) -> tuple[StoredCheckpoint, dict[str, Any]]:
     stored = StoredCheckpoint(place)
     state: dict[str, Any] = stored.with_retries(lambda: stored.state(device=device))
     return stored, state
-
-
-def _paths_beside(place: Path) -> list[Path]:
-    """Return the other files in a folder that stand for checkpoints of its run, newest first."""
-    run = Run(place.parent.resolve() / RUN_FOLDER)
-    age = {summary.step: -number for number, summary in enumerate(run.summaries()[0])}
-    found: dict[int, Path] = {}
-    for path in sorted(place.parent.iterdir()):
-        with suppress(CheckpointError):
-            pointer = read_pointer(path) if path.is_file() and path.name != place.name else None
-            if pointer is not None and _is_of(pointer, run) and pointer.step in age:
-                found.setdefault(pointer.step, path)
-    return [found[step] for step in sorted(found, key=age.__getitem__)]
 
 
 def _tag_of_best(checkpoint: Mapping[str, Any], place: Path) -> str | None:
@@ -364,66 +349,3 @@ def _with_exact_weights(packed: Checkpoint, tensors: Mapping[str, Tensor]) -> Ch
     return replace(
         packed, lossless_copy=LazyMapping(packed.tensors, form), record={**packed.record, EXACT_WEIGHTS: True}
     )
-
-
-def _begins_with(path: Path, start: bytes) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(start)) == start
-
-
-def _is_of(pointer: Pointer, run: Run) -> bool:
-    return pointer.run.resolve() == run.folder
-
-
-def _free_step(run: WritableRun, checkpoint: dict[str, Any]) -> int:
-    """Return the checkpoint's own step, or the next one that the run does not have."""
-    step = checkpoint.get("global_step", 0)
-    while run.path(step).exists():
-        step += 1
-    return int(step)
-
-
-def _base(run: WritableRun, place: Path, replaced: Pointer | None) -> Base | None:
-    """Return the newest checkpoint with a short chain, to condition the next one on. None if there is none.
-
-    replaced: what is about to be deleted. Its delta would have to be re-coded.
-    """
-    deleted = replaced.step if replaced is not None and not _is_named(run, replaced.step, place) else None
-    lengths = {known.step: length for known, length in run.chain_lengths().items()}
-    steps = [step for step in run.steps() if step != deleted]
-    if not steps or lengths.get(steps[-1], KEYFRAME_EVERY) >= KEYFRAME_EVERY:
-        return None
-    file = run.file(steps[-1])
-    try:
-        return Base.from_loaded(file.header, run.load(file))
-    except CheckpointError as error:
-        log.warning("the next checkpoint is a keyframe, as the last one cannot be read: %s", error)
-        return None
-
-
-def _delete(run: WritableRun, step: int) -> None:
-    """Delete a checkpoint unless a pointer or a tag names it, and re-code what depends on it."""
-    if _is_named(run, step) or not run.path(step).exists():
-        return
-    needed, notes = recode_dependents(run, {step})
-    if step not in needed:
-        run.delete(step)
-    run.delete_unneeded_frozen()
-    for note in notes:
-        log.warning("%s: %s", run.folder, note)
-
-
-def _is_named(run: WritableRun, step: int, but: Path | None = None) -> bool:
-    """Whether a tag or a pointer beside the run names a step. but: a pointer that does not count."""
-    if any(tag.step == step for tag in tags_of(run)):
-        return True
-    for path in run.folder.parent.iterdir():
-        if not path.is_file() or (but is not None and path.name == but.name):
-            continue
-        try:
-            pointer = read_pointer(path)
-        except CheckpointError:
-            continue
-        if pointer is not None and pointer.step == step and _is_of(pointer, run):
-            return True
-    return False
