@@ -2,10 +2,11 @@
 
     pip install 'PATH/TO/THE/CLONE[accelerate]'
     python examples/accelerate_loop.py [SECONDS]
-    accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
+    torchrun --nproc-per-node 2 examples/accelerate_loop.py
 
 Trains a small network for 300 steps. It needs no GPU and downloads nothing. SECONDS make every step longer, so that
-there is time to kill it. Start it again, and it goes on.
+there is time to kill it. Start it again, and it goes on. (On CPUs, ``accelerate launch --num_processes 2`` starts one
+process, so torchrun starts several.)
 """
 
 import sys

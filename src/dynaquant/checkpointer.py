@@ -186,8 +186,7 @@ class Checkpointer:
         self.not_restored: list[str] = []
         """What the last ``restore(strict=False)`` left out, and why."""
         self._damaged: set[int] = set()  # steps whose files a restore found damaged
-        self._turn = Turn()
-        self._closed = False
+        self._turn, self._closed, self._keeps_copies = Turn(), False, exact == "latest"
         self._run = WritableRun(folder)
         with ExitStack() as undo:
             undo.callback(self._group.close)
@@ -209,7 +208,6 @@ class Checkpointer:
             check_same_on_all_ranks("correct_moments", correct_moments, self._group)
             self._corrections = MomentCorrections(correct_moments)
             check_first_state(self._objects, roles, self._compressor.vectors, self._group)
-            learn_size = self._compressor.manager.learn_size
             self._writer = stage_for(
                 self._group.size,
                 self._run,
@@ -217,7 +215,7 @@ class Checkpointer:
                 keyframe_every=keyframe_every,
                 damaged=self._damaged,
                 log_to=log_record,
-                learn_size=learn_size,
+                learn_size=self._compressor.manager.learn_size,
                 at_end=lock,
             )
             self._saver = Saver(
@@ -307,12 +305,15 @@ class Checkpointer:
         self._saver.resume(loaded.file.header, loaded.tensors, loaded.restored_names, loaded.from_lossless_copy)
         return loaded.step
 
-    def save(self, step: int) -> Future[Record]:
+    def save(self, step: int, *, exact_weights: bool = False) -> Future[Record]:
         """Save the state as the checkpoint of ``step``, an integer from 0 to 2**63 - 1.
 
         Returns once the state is captured and its configuration is found. Encoding, writing and verifying run in the
         background. ``result()`` of the returned future waits for them and returns the record of the save. A checkpoint
         of the same step is replaced.
+
+        exact_weights: also keep the weights exactly, for all readers: until the next save, or as long as the checkpoint
+        has a tag. No effect with ``exact="latest"``, or for a sharded model.
 
         Raises the error of the previous save's background write, if it failed; ValueError for a step out of range;
         StateError for a state that cannot be stored. If ``evaluate`` raises or returns no number: raises EvaluateError
@@ -323,13 +324,12 @@ class Checkpointer:
         Whatever is raised, also by a signal handler (Ctrl-C), the training is unchanged, and the checkpoint is saved
         completely or not at all.
         """
-        return self._guarded("save", lambda: self._save(step))
+        return self._guarded("save", lambda: self._save(step, exact_weights))
 
-    def _save(self, step: int) -> Future[Record]:
+    def _save(self, step: int, exact_weights: bool) -> Future[Record]:
         self._check_open()
-        step = checked_step(step)
         check_sharded_before(self._sharded, self._objects, self._group)
-        return self._saver.save(step)
+        return self._saver.save(checked_step(step), exact_weights and not self._keeps_copies)
 
     def wait(self) -> None:
         """Wait for the background write, if any, and raise its error, once.

@@ -412,6 +412,26 @@ def test_a_folder_that_accelerate_wrote_is_loaded_by_accelerate(tmp_path):
     assert hash_of(other) == hash_of(model)
 
 
+def test_a_training_that_changes_over_goes_on_counting(tmp_path):
+    accelerator = accelerator_of(tmp_path, limit=None)
+    objects = prepared(accelerator)
+    for _ in range(3):
+        step(accelerator, *objects)
+        accelerator.save_state()
+    for given in (None, tmp_path / "checkpoints" / "checkpoint_2"):
+        again, objects, ckpt = attached(tmp_path, automatic=True)
+        with pytest.raises(ValueError, match="checkpoint_0 exists already"):
+            again.save_state()
+        again.load_state(given)
+        step(again, *objects)
+        assert Path(again.save_state()).name == ("checkpoint_3" if given is None else "checkpoint_4")
+        assert max(ckpt.steps()) == (4 if given is None else 5)
+        ckpt.close()
+    last, _, _ = attached(tmp_path, automatic=True)
+    last.load_state()
+    assert last.save_iteration == 5
+
+
 def test_hooks_of_the_user_are_called(tmp_path):
     accelerator, _, _ = attached(tmp_path)
 

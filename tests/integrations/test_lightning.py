@@ -18,12 +18,16 @@ import pytest
 import torch
 
 import dynaquant as dq
+from dynaquant.store.pointers import read_pointer
 from dynaquant.store.run import Run
+from dynaquant.store.tags import tags_of
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
 
+from launched import launch
 from lightning.fabric import plugins
 from lightning.pytorch import Callback, strategies
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_training import (
     EPOCHS,
     STEPS_PER_EPOCH,
@@ -216,6 +220,103 @@ def test_the_best_file_is_used_for_validation(tmp_path):
     assert torch.equal(module.net[0].weight, best["net.0.weight"])
 
 
+class Hashes(Callback):
+    """Hashes the weights that are validated."""
+
+    def __init__(self):
+        self.by_step, self.last = {}, None
+
+    def on_validation_end(self, trainer, pl_module):
+        self.last = self.by_step[trainer.global_step] = hash_of(pl_module)
+
+
+def test_the_best_file_has_the_weights_that_were_validated(tmp_path):
+    hashes = Hashes()
+    trainer = trainer_of(tmp_path, "balanced", callbacks=(hashes,), save_top_k=2)
+    module = fit(trainer)
+    best = trainer.checkpoint_callback
+    step = dq.load(best.best_model_path)["global_step"]
+    trainer.validate(module, torch.utils.data.DataLoader(data(128, 2), batch_size=32), ckpt_path="best", verbose=False)
+    assert hashes.last == hashes.by_step[step]
+    assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(float(best.best_model_score), rel=1e-6)
+    assert len(run_of(tmp_path).lossless_copy_paths()) == 1
+    assert {tag.name: tag.step for tag in tags_of(run_of(tmp_path))} == {"best": step}
+
+
+def test_with_several_monitors_each_best_file_is_exact(tmp_path):
+    hashes = Hashes()
+    other = ModelCheckpoint(tmp_path / "checkpoints", "noisy-{step}", monitor="noise", mode="max")
+    trainer = trainer_of(tmp_path, "balanced", callbacks=(hashes, other))
+    module = fit(trainer)
+    for callback in (trainer.checkpoint_callback, other):
+        stored = dq.load(callback.best_model_path)
+        module.load_state_dict(stored["state_dict"])
+        assert hash_of(module) == hashes.by_step[stored["global_step"]]
+    assert [tag.name for tag in tags_of(run_of(tmp_path))] == ["best-noise", "best-val_loss"]
+
+
+def test_the_best_file_may_be_quantized(tmp_path):
+    trainer = trainer_of(tmp_path, "balanced", epochs=2, io={"exact": None})
+    fit(trainer)
+    assert run_of(tmp_path).lossless_copy_paths() == []
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 4] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damaged", ["checkpoint", "header", "pointer"])
+def test_in_place_of_a_damaged_last_file_a_sound_one_beside_it_is_loaded(tmp_path, caplog, damaged):
+    fit(trainer_of(tmp_path, "lossless", epochs=3, save_top_k=-1))
+    newest = run_of(tmp_path).newest()
+    if damaged == "pointer":
+        last = checkpoints(tmp_path) / "last.ckpt"
+        last.write_bytes(last.read_bytes()[:40])
+    elif damaged == "header":
+        newest.path.write_bytes(newest.path.read_bytes()[:-10])
+    else:
+        damage(newest.path)
+    trainer = trainer_of(tmp_path, "lossless", save_top_k=-1)
+    fit(trainer)
+    assert trainer.current_epoch == EPOCHS
+    assert "is loaded in place of" in caplog.text
+
+
+def test_a_damaged_file_that_was_asked_for_is_an_error_that_names_others(tmp_path):
+    fit(trainer_of(tmp_path, "lossless", epochs=2, save_top_k=-1))
+    pointer = read_pointer(checkpoints(tmp_path) / "epoch=0-step=8.ckpt")
+    damage(run_of(tmp_path).path(pointer.step))
+    with pytest.raises(dq.CheckpointError) as raised:
+        fit(trainer_of(tmp_path, "lossless"), resume=str(checkpoints(tmp_path) / "epoch=0-step=8.ckpt"))
+    assert "newest first, these are beside it: last.ckpt" in " ".join(raised.value.__notes__)
+
+
+def test_saves_and_loads_are_in_the_log_and_warnings_only_once(tmp_path, caplog):
+    caplog.set_level("INFO", logger="dynaquant")
+    module = Module(16, optimizer=torch.optim.Adam)
+    fit(trainer_of(tmp_path, "balanced", epochs=3, io={"skip_objects": True}), module)
+    assert caplog.text.count("saved step 24: ") == 1
+    assert caplog.text.count("left out of checkpoints") == 1
+    fit(trainer_of(tmp_path, "balanced", epochs=4, io={"skip_objects": True}), Module(16))
+    assert caplog.text.count("loaded step ") == 1
+
+
+def test_ddp_saves_and_resumes_exactly(tmp_path):
+    def ranks(folder, **changes) -> str:
+        settings = json.dumps(
+            {"folder": str(folder), "quality": "lossless", "devices": 2, "module": {"dropout": 0.0}, **changes}
+        )
+        status, output = launch(SCRIPT, 2, 300, settings)
+        assert status == 0, output
+        return next(line for line in output.splitlines() if line.startswith("result"))
+
+    undisturbed = ranks(tmp_path / "a", epochs=3)
+    ranks(tmp_path / "b", epochs=2)
+    assert ranks(tmp_path / "b", epochs=3) == undisturbed
+
+
 def test_files_of_lightning_are_read_and_replaced(tmp_path):
     fit(trainer_of(tmp_path, None, epochs=1))
     trainer = trainer_of(tmp_path, "lossless", epochs=2)
@@ -385,8 +486,10 @@ def test_plain_hyperparameters_come_back(tmp_path):
 
 
 def test_a_class_among_hyperparameters_is_an_error_that_says_what_to_do(tmp_path):
+    module = Module(16, optimizer=torch.optim.Adam)
     with pytest.raises(dq.StateError, match=r"hyper_parameters\.optimizer.*save_hyperparameters\(ignore.*skip_objects"):
-        fit(trainer_of(tmp_path, "lossless", epochs=1), Module(16, optimizer=torch.optim.Adam))
+        fit(trainer_of(tmp_path, "lossless", epochs=1), module)
+    assert module.validated <= 2  # before the first step of training; there is a sanity check
     assert files_in(tmp_path) == []
 
 

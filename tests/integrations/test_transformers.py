@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +27,7 @@ from dynaquant.store.tags import tags_of
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
 pytest.importorskip("accelerate", reason="Accelerate is not installed")
 
+from transformers import default_data_collator  # noqa: E402
 from transformers_training import STEPS, Counter, arguments, hash_of, history_of, model_of, sequences  # noqa: E402
 
 from dynaquant.integrations.transformers import CheckpointMixin, Options, Trainer, get_last_checkpoint  # noqa: E402
@@ -347,6 +350,40 @@ def test_the_best_checkpoint_is_tagged_kept_and_loaded_at_the_end(tmp_path, qual
         assert torch.equal(trainer.model.state_dict()[name], weight), name
 
 
+class Hashes(transformers.TrainerCallback):
+    """Hashes the weights that are evaluated."""
+
+    def __init__(self):
+        self.of = {}
+
+    def on_evaluate(self, _args, state, _control, model, **_):
+        self.of[state.global_step] = hash_of(model)
+
+
+def test_the_best_model_is_the_one_that_was_evaluated(tmp_path, caplog):
+    hashes = Hashes()
+    trainer = trainer_of(tmp_path, Scored, dynaquant={}, callbacks=[hashes], **BEST)
+    trainer.train()
+    assert hash_of(trainer.model) == hashes.of[10]
+    copies = [path.name for path in run_of(tmp_path).glob("exact-*")]
+    assert len(copies) == 1  # step 5, the best before, has none any more
+    finished = trainer_of(tmp_path, Scored, dynaquant={}, **BEST)
+    finished.train(resume_from_checkpoint=True)
+    assert hash_of(finished.model) == hashes.of[10]
+    fresh = model_of()
+    dq.load_into(fresh, run_of(tmp_path), step="best")
+    assert hash_of(fresh) == hashes.of[10]
+    assert "quantized" not in caplog.text
+
+
+def test_the_best_model_may_be_quantized_and_a_warning_says_so(tmp_path, caplog):
+    hashes = Hashes()
+    trainer = trainer_of(tmp_path, Scored, dynaquant={"exact": None}, callbacks=[hashes], **BEST)
+    trainer.train()
+    assert hash_of(trainer.model) != hashes.of[10]
+    assert "the best checkpoint, step 10, come back quantized" in caplog.text
+
+
 def test_the_best_checkpoint_survives_a_resume(tmp_path):
     class Stopped(transformers.TrainerCallback):
         def on_step_end(self, _args, state, control, **_):
@@ -427,12 +464,56 @@ def test_of_a_peft_model_only_the_adapter_is_saved(tmp_path):
     undisturbed.train()
     saved = set(dq.load(run_of(tmp_path))["model"])
     trained = {name for name, parameter in undisturbed.model.named_parameters() if parameter.requires_grad}
-    assert saved == trained
+    assert saved == {*trained, "base_model.model.lm_head.original_module.weight"}
     again = trainer_of(tmp_path, model=adapted())
     again.train(resume_from_checkpoint=10)
     assert hash_of(again.model) == hash_of(undisturbed.model)
     with pytest.raises(dq.StateError, match="up_proj"):
         trainer_of(tmp_path, model=adapted(seed=1)).train(resume_from_checkpoint=True)
+
+
+@old_name
+def test_a_new_head_beside_an_adapter_resumes(tmp_path):
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    base = model_of().model.state_dict()
+
+    def with_new_head(seed):
+        torch.manual_seed(seed)  # another one in every process, as nobody has set it
+        model = transformers.LlamaForSequenceClassification(model_of().config)
+        torch.nn.init.normal_(model.score.weight)
+        model.model.load_state_dict(base)  # the pretrained model
+        model.config.pad_token_id = 0
+        return peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj"]))
+
+    def trained(seed, resumed):
+        data = [{"input_ids": entry["input_ids"], "labels": i % 2} for i, entry in enumerate(sequences(96))]
+        without = {"evaluation": False, "eval_strategy": "no"}
+        trainer = trainer_of(tmp_path, model=with_new_head(seed), **without)
+        trainer.train_dataset = data
+        trainer.train(resume_from_checkpoint=resumed)
+        return hash_of(trainer.model)
+
+    undisturbed = trained(1, resumed=None)
+    assert trained(2, resumed=10) == undisturbed  # with the unused original of the head
+
+
+def test_what_does_not_fit_can_be_left_out(tmp_path, caplog):
+    def other():
+        model = model_of()
+        model.lm_head = torch.nn.Linear(32, 64)  # with a bias
+        return model
+
+    trainer_of(tmp_path).train()
+    with pytest.raises(dq.StateError, match=r"lm_head") as raised:
+        trainer_of(tmp_path, model=other()).train(resume_from_checkpoint=10)
+    assert "dynaquant={'strict': False}" in " ".join(raised.value.__notes__)
+    again = trainer_of(tmp_path, model=other(), dynaquant={**LOSSLESS, "strict": False})
+    again.train(resume_from_checkpoint=10)
+    assert again.state.global_step == 20
+    assert "left out what does not fit" in caplog.text
+    weights_only = trainer_of(tmp_path, dynaquant={**LOSSLESS, "only": "model"}, max_steps=12)
+    weights_only.train(resume_from_checkpoint=10)
+    assert weights_only.state.global_step == 12
 
 
 @old_name
@@ -485,12 +566,19 @@ def test_the_example_goes_on_after_a_kill(tmp_path):
 
 def test_the_options_are_the_arguments_of_a_checkpointer_that_the_trainer_does_not_decide():
     decided = {"folder", "model", "optimizer", "every", "keep_last", "max_overhead", "mean_time_between_failures"}
-    assert set(Options.__annotations__) == set(inspect.signature(dq.Checkpointer).parameters) - decided
+    of_restore = set(inspect.signature(dq.Checkpointer.restore).parameters) - {"self", "step"}
+    assert set(Options.__annotations__) == set(inspect.signature(dq.Checkpointer).parameters) - decided | of_restore
 
 
-def test_without_an_evaluation_set_there_is_no_metric(tmp_path):
+def test_the_page_names_all_options():
+    page = (Path(__file__).parents[2] / "docs" / "integrations" / "transformers.md").read_text()
+    assert [name for name in Options.__annotations__ if f"`{name}`" not in page] == []
+
+
+def test_without_an_evaluation_set_there_is_no_metric(tmp_path, caplog):
     trainer_of(tmp_path, evaluation=False, eval_strategy="no", dynaquant={}).train()
     assert {record.judged_by for record in records_of(tmp_path)} == {"fisher distortion"}
+    assert "without a metric, as the Trainer has no eval_dataset" in caplog.text
 
 
 def test_the_metric_is_the_loss_of_the_evaluation(tmp_path):
@@ -522,6 +610,77 @@ def test_a_loss_function_that_logs_does_so_in_evaluations_only(tmp_path):
     trainer = trainer_of(tmp_path, Logging, dynaquant={}, **BEST)
     trainer.train()
     assert sum("seen" in entry for entry in trainer.state.log_history) == 4 * 4  # batches of each evaluation
+
+
+class Collecting(transformers.Trainer):
+    """A subclass of one's own whose loss collects numbers of all kinds, and depends on one of them."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.count, self.total, self.drawn = 0, torch.zeros(2), torch.Generator()
+        self.seen = {"eval": defaultdict(list), "nested": ([], {1})}
+        self.last, self.held = deque(maxlen=3), Held()
+
+    def compute_loss(self, model, inputs, **kwargs):
+        loss = super().compute_loss(model, inputs, **kwargs)
+        if not model.training:
+            self.count += 1
+            self.total += 1
+            self.seen["eval"]["loss"].append(self.count)
+            self.seen["nested"][0].append(float(torch.rand((), generator=self.drawn)))
+            self.seen["nested"][1].add(self.count)
+            self.last.append(self.count)
+            self.held.numbers[self.count] = True
+            self.held.most = self.new = self.count
+        return loss
+
+    def collected(self) -> tuple:
+        held = self.held.numbers, self.held.most, self.new
+        return self.count, self.total.tolist(), self.seen, list(self.last), held, self.drawn.initial_seed()
+
+
+@dataclass
+class Held:
+    numbers: dict = field(default_factory=dict)
+    most: int = 0
+
+
+class CollectingInARun(CheckpointMixin, Collecting):
+    """The same with checkpoints in a run."""
+
+
+@pytest.mark.parametrize("metric", ["default", "loss", "own", "own batches"])
+def test_a_metric_leaves_no_trace_in_what_a_trainer_holds(tmp_path, metric):
+    alone = trainer_of(tmp_path / "a", Collecting, dynaquant=None)
+    alone.train()
+    options = {"evaluate": "loss"} if metric == "loss" else {}
+    own = trainer_of(tmp_path / "b", CollectingInARun, dynaquant=options)
+    batches = [default_data_collator(sequences(4, first)) for first in (96, 100)]
+    if metric == "own":
+        options["evaluate"] = lambda _: own.evaluate()["eval_loss"]
+    elif metric == "own batches":
+        options["evaluate"] = dq.LossOn(batches, own.compute_loss)
+    own.train()
+    assert own.collected() == alone.collected()
+    assert torch.rand((), generator=own.drawn) == torch.rand((), generator=alone.drawn)
+    assert history_of(own) == history_of(alone)
+    assert hash_of(own.model) == hash_of(alone.model)
+    assert {record.judged_by for record in records_of(tmp_path / "b")} == {"evaluate"}
+
+
+def test_the_metric_may_be_a_number_of_the_evaluation(tmp_path):
+    def accuracy(found):
+        hits = found.predictions[:, :-1].argmax(-1) == found.label_ids[:, 1:]
+        return {"accuracy": float(hits.mean())}
+
+    trainer = trainer_of(tmp_path, dynaquant={"evaluate": "accuracy", "quality": "high"})
+    trainer.compute_metrics = accuracy
+    trainer.train()
+    logged = [entry["eval_accuracy"] for entry in trainer.state.log_history if "eval_accuracy" in entry]
+    assert [record.quality.original for record in records_of(tmp_path)] == pytest.approx(logged)
+    again = trainer_of(tmp_path / "b", dynaquant={"evaluate": "acuracy"})
+    with pytest.raises(dq.EvaluateError, match=r"returns no 'eval_acuracy'.*'loss'"):
+        again.train()
 
 
 def test_data_without_labels_needs_a_metric(tmp_path):
@@ -568,11 +727,30 @@ def test_a_training_that_begins_again_with_smaller_batches_saves(tmp_path):
     [
         ({"qualty": "high"}, "dynaquant has no option 'qualty'; the options are quality, evaluate"),
         ("high", "dictionary"),
+        ({"quality": "hihg"}, "hihg"),
+        ({"max_degradation": -1}, "max_degradation"),
+        ({"exact": "worst"}, "exact must be"),
+        ({"keep_best": 2, "evaluate": None}, "keep_best needs a metric"),
+        ({"keep_every": 0}, "keep_every"),
+        ({"evaluate": 3}, "evaluate must be a function"),
+        ({"log_to": 3}, "log_to"),
     ],
 )
 def test_wrong_options_are_an_error_of_the_constructor(tmp_path, options, message):
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         trainer_of(tmp_path, dynaquant=options)
+
+
+def test_a_mixin_that_comes_last_is_refused():
+    with pytest.raises(TypeError, match=r"CheckpointMixin must come first, class Wrong\(CheckpointMixin"):
+
+        class Wrong(Scores, CheckpointMixin):
+            pass
+
+    class Right(Scored):  # a subclass of one that is right
+        pass
+
+    assert issubclass(Right, CheckpointMixin)
 
 
 def test_uploads_of_checkpoint_folders_are_refused(tmp_path, monkeypatch):

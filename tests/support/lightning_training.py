@@ -1,7 +1,8 @@
 """A training with Lightning that a test may kill. Also a process that starts such trainings.
 
 The process forks one training for every line of input, as importing Lightning takes seconds. A line is a JSON
-dictionary of arguments for ``train``.
+dictionary of arguments for ``train``. With such a dictionary on the command line, it trains once, as one of several
+ranks.
 """
 
 import json
@@ -46,12 +47,11 @@ WARNINGS = (
 class Module(LightningModule):
     """A small classifier. Its dropout depends on random numbers. Its first layer can be frozen."""
 
-    def __init__(self, width: int = 32, frozen: bool = False, **others: Any) -> None:  # noqa: ARG002, save_hyperparameters takes them
+    def __init__(self, width: int = 32, frozen: bool = False, **others: Any) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.net = nn.Sequential(
-            nn.Linear(16, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 64), nn.Linear(64, 2)
-        )
+        dropout = nn.Dropout(others.get("dropout", 0.2))
+        self.net = nn.Sequential(nn.Linear(16, width), nn.ReLU(), dropout, nn.Linear(width, 64), nn.Linear(64, 2))
         self.register_buffer("scale", torch.rand(16) + 0.5)
         self.net[0].requires_grad_(not frozen)
         self.validated = 0
@@ -98,6 +98,7 @@ def trainer_of(
     metric: str | None = None,
     callbacks: tuple[Callback, ...] = (),
     epochs: int = EPOCHS,
+    devices: int = 1,
     io: dict[str, Any] | None = None,
     **changes: Any,
 ) -> Trainer:
@@ -111,6 +112,8 @@ def trainer_of(
     return Trainer(
         accelerator="cpu",
         max_epochs=epochs,
+        devices=devices,
+        strategy="ddp" if devices > 1 else "auto",
         plugins=[plugin] if plugin else None,
         callbacks=[training, ModelCheckpoint(Path(folder) / "checkpoints", **settings), *callbacks],
         logger=CSVLogger(folder, name="logs", flush_logs_every_n_steps=1),
@@ -120,10 +123,10 @@ def trainer_of(
     )
 
 
-def fit(trainer: Trainer, module: Module | None = None, resume: str | None = "last") -> Module:
-    """Train to the end."""
+def fit(trainer: Trainer, module: Module | None = None, resume: str | None = "last", **others: Any) -> Module:
+    """Train to the end. others: for a new module."""
     lightning.seed_everything(1, verbose=False)
-    module = module or Module()
+    module = module or Module(**others)
     loaders = DataLoader(data(256, 1), batch_size=32, shuffle=True), DataLoader(data(128, 2), batch_size=32)
     trainer.fit(module, *loaders, ckpt_path=resume)
     return module
@@ -143,16 +146,25 @@ def say(word: str, value: Any) -> None:
     print(word, json.dumps(value), flush=True)
 
 
-def train(folder: str, pause: float = 0.0, **changes: Any) -> dict[str, Any]:
-    """Train to the end, from the last checkpoint if there is one. pause: seconds that each step takes longer."""
+def train(folder: str, pause: float = 0.0, module: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """Train to the end, from the last checkpoint if there is one.
+
+    pause: seconds that each step takes longer. module: arguments of the module.
+    """
     trainer = trainer_of(folder, callbacks=(Speaker(pause),), **changes)
-    module = fit(trainer)
-    return {"weights": hash_of(module), "steps": trainer.global_step, "epochs": trainer.current_epoch}
+    found = fit(trainer, **(module or {}))
+    return {"weights": hash_of(found), "steps": trainer.global_step, "epochs": trainer.current_epoch}
 
 
 def main() -> None:
     torch.set_num_threads(1)
     silence()
+    if len(sys.argv) > 1:  # under a launcher of ranks
+        warnings.simplefilter("ignore")
+        result = train(**json.loads(sys.argv[1]))
+        if int(os.environ["RANK"]) == 0:
+            say("result", result)
+        return
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

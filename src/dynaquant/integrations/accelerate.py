@@ -157,7 +157,7 @@ class _Attached:
                 raise ValueError("save_state needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)")
             return Path(output_dir).expanduser()
         folder = Path(accelerator.project_dir) / CHECKPOINTS / f"checkpoint_{accelerator.save_iteration}"
-        if (folder / POINTER_FILE).exists():
+        if folder.is_dir() and any(folder.iterdir()):
             raise ValueError(
                 f"{folder} exists already; call accelerator.load_state() to go on from the last checkpoint, or delete "
                 f"{folder.parent} and {self._run.folder} to begin anew"
@@ -180,7 +180,7 @@ class _Attached:
 
         Files of others stay, and then their folder.
         """
-        for folder in _numbered_folders(checkpoints) if deleted else []:
+        for folder in _numbered_folders(checkpoints, POINTER_FILE) if deleted else []:
             with suppress(CheckpointError, OSError):  # a damaged pointer, or a folder that is not empty
                 pointer = _pointer_in(folder)
                 if (pointer.step, pointer.identity) in deleted and self._is_of_run(pointer):
@@ -202,16 +202,15 @@ class _Attached:
         checkpoints = Path(self._accelerator.project_dir) / CHECKPOINTS if automatic else Path()
         if input_dir is not None:
             folder = Path(input_dir).expanduser()
-            if not (folder / POINTER_FILE).exists():
+            if (folder / POINTER_FILE).exists():
+                self._restore(folder)
+            else:
                 self._load_foreign(folder, *args, **options)
-                return
-            self._restore(folder)
-        else:
-            folders = _numbered_folders(checkpoints) if automatic else []
-            if not folders:
-                self._original_load(None, *args, **options)  # Accelerate's own files, or its own error
-                return
+        elif folders := _numbered_folders(checkpoints, POINTER_FILE) if automatic else []:
             self._restore_newest(folders)
+        else:
+            self._original_load(None, *args, **options)  # Accelerate's own files, or its own error
+            self._progress.recount()
         if automatic and (folders := _numbered_folders(checkpoints)):
             configuration.iteration = _number(folders[-1]) + 1
 
@@ -222,6 +221,7 @@ class _Attached:
                 "its files were deleted; load another folder"
             )
         self._original_load(os.fspath(folder), *args, **options)
+        self._progress.recount()
 
     def _restore_newest(self, folders: list[Path]) -> None:
         """Restore from the last folder whose checkpoint verifies. A warning names the others."""
@@ -279,6 +279,12 @@ class _Progress:
     def steps(self) -> int:
         """The number of optimizer steps."""
         return max(self._counts)
+
+    def recount(self) -> None:
+        """Count the steps in the states of the optimizers, which Accelerate has just loaded from its own files."""
+        for number, optimizer in enumerate(self._accelerator._optimizers):
+            steps = [int(state["step"]) for state in bare(optimizer).state.values() if "step" in state]
+            self._counts[number] = max([self._counts[number], *steps])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was counted, as plain values."""
@@ -376,9 +382,9 @@ def _pointer_in(folder: Path) -> Pointer:
     return found
 
 
-def _numbered_folders(checkpoints: Path) -> list[Path]:
-    """Return the folders with automatic names that stand for a checkpoint, in the order of their numbers."""
-    found = [path.parent for path in checkpoints.glob(f"*/{POINTER_FILE}") if _NUMBERED.fullmatch(path.parent.name)]
+def _numbered_folders(checkpoints: Path, file: str = "*") -> list[Path]:
+    """Return the folders with automatic names in which there is such a file, in the order of their numbers."""
+    found = {path.parent for path in checkpoints.glob(f"*/{file}") if _NUMBERED.fullmatch(path.parent.name)}
     return sorted(found, key=_number)
 
 

@@ -47,8 +47,8 @@ class Loaded:
     tensors: as its file stores them. parts: the state that each object loads. Where a tensor of the model or the
     optimizer is filled in place, it holds that tensor itself. fills: these tensors, each with its stored form.
     rng_state: of the global random number generators, None if they are not restored. restored_names: names of the
-    tensors that models and optimizers get. from_lossless_copy: whether the values come from the lossless copy.
-    problems: what does not fit and is left out.
+    tensors that models and optimizers get. from_lossless_copy: whether the weights come from a lossless copy.
+    moments: the tensors of the file that the values come from. problems: what does not fit and is left out.
     """
 
     file: CheckpointFile
@@ -58,6 +58,7 @@ class Loaded:
     rng_state: Mapping[str, Any] | None
     restored_names: frozenset[str]
     from_lossless_copy: bool
+    moments: Mapping[str, StoredTensor]
     problems: Sequence[str]
 
     @property
@@ -201,6 +202,7 @@ class Restorer:
             rng_state if self._with_rng_state else None,
             restored,
             source is not file,
+            stored,
             fit.problems,
         )
 
@@ -279,8 +281,7 @@ class Restorer:
 
     def _correct_moments(self, loaded: Loaded) -> None:
         """Let the next steps correct the first moments that the checkpoint does not keep."""
-        stored = {} if loaded.from_lossless_copy else loaded.tensors
-        dropped = dropped_moments(self.objects, stored, loaded.restored_names, self.group)
+        dropped = dropped_moments(self.objects, loaded.moments, loaded.restored_names, self.group)
         restored = [name for name in dropped if name in loaded.parts]
         for name in restored:
             self.corrections.begin(name, self.objects[name], dropped[name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,7 @@ from dynaquant.tensors.stored import External, Quantized, QuantizedTensor, Round
 
 @dataclass(frozen=True)
 class Assembled:
-    """Tensors as a checkpoint stores them, by name. lossless_copy: the same without quantization, if it is kept.
+    """Tensors as a checkpoint stores them, by name. lossless_copy: the same, with some exactly, if it is kept.
 
     seconds: of a state that is divided, the names of the tensors that others are stored in units of. On all ranks.
     """
@@ -30,14 +30,15 @@ def assemble(
     master_of: Mapping[str, str],
     external: Mapping[str, External],
     names: Iterable[str],
-    keep_lossless_copy: bool,
+    copied_exactly: Collection[str],
 ) -> Assembled:
     """Return the stored form of every tensor of a state. Live tensors are copied, so training may continue.
 
     live: the tensors whose values are stored. quantized: the quantized forms of some of them; all others are stored
     exactly. master_of: the names of master weights, by the names of their half-precision weights; a quantized
     half-precision weight is stored under the name of its master weight. external: tensors whose values are not stored.
-    names: of all tensors, in the order of the state.
+    names: of all tensors, in the order of the state. copied_exactly: of those that a lossless copy has exactly; it has
+    the others as they are stored. Without any, there is no copy.
     """
     quantized = dict(quantized)
     quantized.update({master: quantized.pop(name) for name, master in master_of.items() if name in quantized})
@@ -49,9 +50,12 @@ def assemble(
         return {name: together[name] for name in names if name in together}
 
     tensors = {name: quantized[name] if name in quantized else copied(live[name]) for name in own}
-    if not keep_lossless_copy:
+    if not copied_exactly:
         return Assembled(completed(tensors))
-    exact = {name: form if isinstance(form, Tensor) else copied(live[name]) for name, form in tensors.items()}
+    exact = {
+        name: copied(live[name]) if name in copied_exactly and not isinstance(form, Tensor) else form
+        for name, form in tensors.items()
+    }
     return Assembled(completed(tensors), completed(exact))
 
 

@@ -154,11 +154,18 @@ class Compressor:
         return "rearranged" if self.method == "published" else "conditional"
 
     def compress(
-        self, captured: Captured, step: int, interval: int | None, corrected: bool, seconds: dict[str, float]
+        self,
+        captured: Captured,
+        step: int,
+        interval: int | None,
+        corrected: bool,
+        exact_weights: bool,
+        seconds: dict[str, float],
     ) -> Compressed:
         """Compress the state of a step. Adds the time of each stage to ``seconds``.
 
         interval: steps between two checkpoints, if known. corrected: whether a restore corrects moments of zero.
+        exact_weights: whether to return the weights exactly, too; not of a sharded model.
 
         Changes nothing that the next call depends on. Call ``saved`` once it is certain that the result is written.
         """
@@ -187,11 +194,12 @@ class Compressor:
         with timed(seconds, "capture"):
             quantized = {} if decision.configuration is None else {**decision.quantized, **comparison.unchanged}
             tolerances = first_tolerances(self._objects, self._preset, interval, corrected) if self._preset else {}
-            division = captured.division or self._shared(
-                tensors, captured, bool(external or master_of or frozen.unchanged)
-            )
+            exactly = {*weights, *master_of.values()} if weights and exact_weights and not captured.division else set()
+            copied_exactly = tensors.keys() if self._keep_lossless_copy else exactly
+            others = bool(external or master_of or frozen.unchanged or copied_exactly)
+            division = captured.division or self._shared(tensors, captured, others)
             assembled = self._assembled(
-                captured, division, tensors, {**quantized, **bounded}, tolerances, master_of, external
+                captured, division, tensors, {**quantized, **bounded}, tolerances, master_of, external, copied_exactly
             )
             # A master weight is stored instead of its half-precision weight, and gets that weight's label.
             labels = {**captured.labels, **{master: captured.labels[name] for name, master in master_of.items()}}
@@ -339,7 +347,7 @@ class Compressor:
         has_others: whether there are tensors that are not stored by themselves, or will not be: frozen parameters get a
         file of their own. Collective.
         """
-        alone = has_others or self._keep_lossless_copy or self.method != "grid"
+        alone = has_others or self.method != "grid"
         if self._group.size == 1 or any(self._group.all_gather(alone)):
             return None
         return share_writing(tensors, captured.labels, self._group)
@@ -353,15 +361,16 @@ class Compressor:
         tolerances: Mapping[str, float],
         master_of: Mapping[str, str],
         external: Mapping[str, External],
+        copied_exactly: Collection[str],
     ) -> Assembled:
         """Return what this rank writes: rank 0 everything if there is no division, or each rank its part.
 
-        quantized: all but moments. Collective.
+        quantized: all but moments. copied_exactly: as for ``assemble``. Collective.
         """
 
         def assembled(live: Mapping[str, Tensor], moments: Mapping[str, Quantized]) -> Assembled:
             forms = {**quantized, **moments}
-            return assemble(live, forms, master_of, external, captured.labels, self._keep_lossless_copy)
+            return assemble(live, forms, master_of, external, captured.labels, copied_exactly)
 
         def moments_of(own: Mapping[str, Tensor], shards: Shards) -> dict[str, Quantized]:
             if self._preset is None or self.method != "grid":
@@ -370,8 +379,7 @@ class Compressor:
             return quantize_moments(own, captured.labels, first, second, tolerances, shards.held, shards.reduce)
 
         if division is None:
-            whole = on_rank_zero(lambda: assembled(tensors, moments_of(tensors, WHOLE)), self._group)
-            return whole or Assembled()
+            return on_rank_zero(lambda: assembled(tensors, moments_of(tensors, WHOLE)), self._group) or Assembled()
         here = {name: tensor for name, tensor in tensors.items() if division.writes(name)}
         if division.shards.divided:
             own, shards = division.without_copies(tensors)

@@ -24,6 +24,7 @@ from dynaquant.saving.turn import Turn
 from dynaquant.search.decision import Decision
 from dynaquant.state.bound import Bound
 from dynaquant.store.container import Header
+from dynaquant.store.lossless_copies import EXACT_WEIGHTS
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Base, Checkpoint
 from dynaquant.tensors.stored import StoredTensor
@@ -65,8 +66,10 @@ class Saver:
         self._costs = deque([TYPICAL_EQUIVALENTS], maxlen=SEARCHES_REMEMBERED)  # of the last searches
         self._has_checkpoint = False  # whether this training has saved or restored one
 
-    def save(self, step: int) -> Future[Record]:
+    def save(self, step: int, exact_weights: bool = False) -> Future[Record]:
         """Capture and compress the state, and hand it over to the writing thread.
+
+        exact_weights: whether to keep the weights exactly, too, as long as the checkpoint has a tag.
 
         Changes nothing in this object before the hand-over, so a save that fails or is interrupted has no effect.
         """
@@ -85,13 +88,13 @@ class Saver:
                 self._group,
                 self._compressor.updates.updated,
             )
-        compressed = self._compressed(step, captured, schedule.steps_between, seconds)
+        compressed = self._compressed(step, captured, schedule.steps_between, exact_weights, seconds)
         cost = _cost(compressed.decision)
         typical = statistics.median_low([*self._costs, cost])
         schedule.saved(_typical_seconds(seconds, compressed.decision, typical))
         schedule.interval = self._group.from_rank_0(schedule.interval)
         self._measure_movement_from_here(schedule)
-        future = self._handed_over(step, captured, compressed, schedule.interval, seconds)
+        future = self._handed_over(step, captured, compressed, schedule.interval, exact_weights, seconds)
         self.schedule = schedule
         self._costs.append(cost)
         self._has_checkpoint = True
@@ -128,11 +131,15 @@ class Saver:
         if not self._has_checkpoint:
             warn_of_other_checkpoints(self._run, self._group)
 
-    def _compressed(self, step: int, captured: Captured, interval: int | None, seconds: dict[str, float]) -> Compressed:
+    def _compressed(
+        self, step: int, captured: Captured, interval: int | None, exact_weights: bool, seconds: dict[str, float]
+    ) -> Compressed:
         """Compress the state. Puts back what ``evaluate`` has changed, also if interrupted."""
         before = Snapshot(models_of(self._objects), self._objects)
         try:
-            compressed = self._compressor.compress(captured, step, interval, self._corrections.enabled, seconds)
+            compressed = self._compressor.compress(
+                captured, step, interval, self._corrections.enabled, exact_weights, seconds
+            )
             self._group.run_on_all_ranks(self._turn.check)
         finally:
             try:
@@ -143,7 +150,13 @@ class Saver:
         return compressed
 
     def _handed_over(
-        self, step: int, captured: Captured, compressed: Compressed, interval: int | None, seconds: dict[str, float]
+        self,
+        step: int,
+        captured: Captured,
+        compressed: Compressed,
+        interval: int | None,
+        exact_weights: bool,
+        seconds: dict[str, float],
     ) -> Future[Record]:
         decision = compressed.decision
         notes = [*compressed.notes, *self._corrections.notes]
@@ -151,6 +164,8 @@ class Saver:
         record = json_of(decision, history, interval, seconds, notes)
         record["moments_corrected"] = self._corrections.count
         record["displaced"] = displacements.to_json(compressed.displaced)
+        if exact_weights and compressed.assembled.lossless_copy is not None:
+            record[EXACT_WEIGHTS] = True
         if compressed.budget is not None:
             record["training_budget"] = compressed.budget.to_json()
         if (division := compressed.division) is not None:

@@ -22,15 +22,16 @@ from dynaquant.errors import CheckpointError
 from dynaquant.state.roles import Label
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store import frozen_files, parts
-from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent, file_version
+from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary, file_version
 from dynaquant.store.files import add_disk_full_note, make_folder, sync, sync_parent
 from dynaquant.store.layout import FOLDER as PARTS
 from dynaquant.store.layout import part_name
 from dynaquant.store.listing import SUFFIX, checkpoint_paths
-from dynaquant.store.lossless_copies import LOSSLESS_COPY, copy_path
+from dynaquant.store.lossless_copies import EXACT_WEIGHTS, LOSSLESS_COPY, copy_path
 from dynaquant.store.reading import Tensors
 from dynaquant.store.run import Run
 from dynaquant.store.sharded_writing import boxes_in_part, boxes_of, plan_of, sharded_header, write_part
+from dynaquant.store.tags import tags_of
 from dynaquant.store.writer_lock import WriterLock, lock_for_writing
 from dynaquant.store.writing import Base, Checkpoint, coder_of, verify_written, write_checkpoint
 from dynaquant.tensors.stored import External, StoredTensor
@@ -78,7 +79,7 @@ class WritableRun(Run):
         """Write a checkpoint, conditioned on ``base`` (None: as a keyframe), verify it, and add it to the run.
 
         With a lossless copy, both files are written and verified first. Then the copy is renamed to its final name, and
-        then the checkpoint, which completes the commit. Last, the copy of the previous checkpoint is deleted.
+        then the checkpoint, which completes the commit. Last, copies that are not needed any more are deleted.
 
         Replaces a checkpoint of the same step; the caller has made sure that no other depends on it. Returns the file
         and the base for the next commit. On any error the run is as before. One exception: if syncing the folder fails,
@@ -123,9 +124,7 @@ class WritableRun(Run):
         self._summaries[file_version(path.stat())] = file.header.summary
         self._newest = self._highest = draft.sequence
         try:
-            for other in self.lossless_copy_paths():
-                if copy is None or other != path_of_copy:
-                    other.unlink()
+            self._delete_unneeded_copies()
             self.delete_unneeded_frozen()
             self.delete_unneeded_parts()
         except OSError as error:
@@ -147,6 +146,20 @@ class WritableRun(Run):
         file = self._rename(written, path.with_name(frozen_files.file_name(written.header.identity)))
         self.frozen_files.mark_sound(file)
         return {entry.name: frozen_files.tensor_in(file, entry) for entry in file.header.entries}
+
+    def _delete_unneeded_copies(self) -> None:
+        """Delete the lossless copies but that of the newest checkpoint, and those of the weights of tagged ones."""
+        summaries, _ = self.summaries()
+        tagged = {(tag.step, tag.identity) for tag in tags_of(self)}
+        of_weights = [each for each in summaries if (each.step, each.identity) in tagged and self._has_weights(each)]
+        kept = {copy_path(self.folder, each) for each in [*summaries[-1:], *of_weights]}
+        for path in self.lossless_copy_paths():
+            if path not in kept:
+                path.unlink()
+
+    def _has_weights(self, summary: Summary) -> bool:
+        """Whether a checkpoint has a copy of its weights."""
+        return bool(self.file(summary.step).header.record.get(EXACT_WEIGHTS))
 
     def delete_unneeded_frozen(self) -> None:
         """Delete files of frozen parameters that no checkpoint needs any more.
@@ -360,6 +373,7 @@ class WritableRun(Run):
         self._check_lock()
         self.path(step).unlink()
         sync(self.folder)
+        self._delete_unneeded_copies()
         self.delete_unneeded_parts()
 
 

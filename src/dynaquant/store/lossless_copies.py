@@ -1,6 +1,8 @@
 """Names and opens lossless copies. A copy is a file with a checkpoint's tensors before quantization.
 
-A commit writes the copy beside its checkpoint, and deletes the copy of the previous checkpoint (``commit.py``).
+A commit writes the copy beside its checkpoint, and deletes the copy of the previous checkpoint (``commit.py``). A copy
+may be exact in its weights only, and have all other tensors as in the checkpoint. Such a copy stays as long as its
+checkpoint has a tag.
 """
 
 from __future__ import annotations
@@ -9,11 +11,13 @@ import re
 from pathlib import Path
 
 from dynaquant.errors import CheckpointError
-from dynaquant.store.container import CheckpointFile, Header, open_if_exists
+from dynaquant.store.container import CheckpointFile, Header, Summary, open_if_exists
 from dynaquant.store.listing import SUFFIX, checkpoint_paths
 
 LOSSLESS_COPY = "exact"
 """Key of a record: the identity of the lossless copy, or None. Version 0.1 did not write this key."""
+EXACT_WEIGHTS = "exact_weights"
+"""Key of a record: true if the copy is exact in its weights only."""
 _NAME = re.compile(r"exact-\d{12,}(-\d{12,})?\.dqc")
 
 
@@ -22,7 +26,7 @@ def copy_paths(folder: Path) -> list[Path]:
     return [path for path in checkpoint_paths(folder, "exact-") if _NAME.fullmatch(path.name)]
 
 
-def copy_path(folder: Path, header: Header) -> Path:
+def copy_path(folder: Path, header: Header | Summary) -> Path:
     """Return the path of a checkpoint's lossless copy. The sequence number makes it different for every commit."""
     return folder / f"exact-{header.step:012d}-{header.sequence:012d}{SUFFIX}"
 

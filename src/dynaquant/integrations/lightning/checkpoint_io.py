@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.fabric import plugins
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError
 from dynaquant.integrations.lightning import seams
+from dynaquant.integrations.lightning.paths import (
+    base_for,
+    begins_with,
+    delete_unnamed,
+    free_step,
+    is_of,
+    local_path,
+    paths_beside,
+)
 from dynaquant.integrations.lightning.training import Training
 from dynaquant.interop.going_on import GoingOn
 from dynaquant.interop.model_file import ModelFile
@@ -23,7 +35,10 @@ from dynaquant.interop.packing import Metric, Packer
 from dynaquant.restore.dropped_moments import names_of_dropped
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.saving.allowance import Allowance
+from dynaquant.saving.log_to import in_one_line
 from dynaquant.saving.presets import PRESETS, QualityName
+from dynaquant.saving.record import record_of
+from dynaquant.saving.timing import timed
 from dynaquant.saving.training_budget import TrainingBudget, has_schedule, mean_learning_rate
 from dynaquant.state.flatten import flatten_whole
 from dynaquant.state.plain import plain_part
@@ -31,12 +46,16 @@ from dynaquant.state.tree import dict_items, tensor_name
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import MAGIC
 from dynaquant.store.files import make_folder
-from dynaquant.store.pointers import RUN_FOLDER, Pointer, read_pointer, write_pointer
-from dynaquant.store.retention import KEYFRAME_EVERY, recode_dependents
-from dynaquant.store.tags import tags_of
-from dynaquant.store.writing import Base
+from dynaquant.store.lossless_copies import EXACT_WEIGHTS
+from dynaquant.store.pointers import FIRST_BYTES, RUN_FOLDER, Pointer, read_pointer, write_pointer
+from dynaquant.store.tags import set_tag
+from dynaquant.store.writing import Checkpoint
+from dynaquant.tensors.lazy_mapping import LazyMapping
+from dynaquant.tensors.stored import StoredTensor
 
 log = logging.getLogger("dynaquant")
+BEST = "best"
+"""The tag of the best checkpoint."""
 _ADVICE = (
     ". Hyperparameters: self.save_hyperparameters(ignore=[…]) leaves some out. CheckpointIO(skip_objects=True) "
     "leaves out whatever cannot be stored"
@@ -59,6 +78,10 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
     - ``training``: a callback that the Trainer has, too (``Training``). Without one, all floating-point tensors of the
       state dict are quantized but running statistics, and random numbers are not saved.
     - ``skip_objects``: leaves out what cannot be stored without pickle, with a warning. By default that is an error.
+      With ``training``, ``fit`` raises it for hyperparameters before it trains.
+    - ``exact``: ``"best"`` keeps the weights of the best file of a ``ModelCheckpoint`` exactly, so ``ckpt_path="best"``
+      is what was validated. In the run, the checkpoint has the tag ``best``; with several that monitor something,
+      ``best-val_loss`` and so on. None: they are quantized as all others.
 
     Raises ValueError for arguments that are out of range or exclude each other, DynaquantError if Lightning is not as
     in the version that was tested.
@@ -73,6 +96,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         max_degradation: float | None = None,
         training: Training | None = None,
         skip_objects: bool = False,
+        exact: Literal["best"] | None = "best",
     ) -> None:
         seams.check()
         if isinstance(metric, str) and training is None:
@@ -80,6 +104,9 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
                 f"the metric {metric!r} is computed by validation_step: give CheckpointIO(…, training=training) and "
                 "Trainer(callbacks=[training, …]) the same Training()"
             )
+        if exact not in ("best", None):
+            raise ValueError(f'exact must be "best" or None, not {exact!r}; to store all exactly, use "lossless"')
+        self._exact = exact
         self._quality, self._max_degradation, self._higher_is_better = quality, max_degradation, higher_is_better
         self._metric, self._training, self._skip_objects = metric, training, skip_objects
         self._going_on = GoingOn()
@@ -90,6 +117,9 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         self._loaded: StoredCheckpoint | None = None  # what the training goes on from, until the next save
         self._torch = plugins.TorchCheckpointIO()
         self._runs: dict[Path, WritableRun] = {}
+        self._warned: set[str] = set()  # texts of warnings, which no other save repeats
+        if training is not None:
+            training.check_at_start = self._check_hyperparameters
         self._alone = threading.Lock()  # AsyncCheckpointIO saves in a thread, and removes in another
 
     # What Lightning calls.
@@ -105,7 +135,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if storage_options is not None:
             raise TypeError("CheckpointIO of dynaquant takes no storage_options")
         metric = self._usable_metric()
-        place = _local(path)
+        place = local_path(path)
         make_folder(place.parent)
         with self._alone:
             run = self._run(place.parent)
@@ -120,20 +150,22 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Return the checkpoint at a path. Files of Lightning itself are loaded as Lightning does.
 
+        In place of a damaged ``last.ckpt``, the newest checkpoint is returned that a file beside it stands for and that
+        verifies. A warning says so.
+
         map_location: of a checkpoint of a run, a device; anything else means the CPU. Raises FileNotFoundError if there
         is no file, CheckpointError if the checkpoint is missing or damaged.
         """
-        place = _local(path)
+        place = local_path(path)
         if not place.exists():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         dropped: frozenset[str] = frozenset()
         self._loaded = None
-        if place.is_file() and (_begins_with(place, MAGIC) or read_pointer(place) is not None):
+        if place.is_file() and (begins_with(place, MAGIC) or begins_with(place, FIRST_BYTES)):
             device = map_location if isinstance(map_location, str | torch.device) else None
-            stored = StoredCheckpoint(place)
-            on = None if device is None else torch.device(device)
-            found: dict[str, Any] = stored.with_retries(lambda: stored.state(device=on))
+            stored, found = self._opened(place, None if device is None else torch.device(device))
             dropped, self._loaded = names_of_dropped(stored.chain), stored
+            log.info("loaded step %d from %s", stored.file.header.step, stored.file.path)
         else:
             found = self._torch.load_checkpoint(path, map_location or (lambda storage, _: storage), weights_only)
         if self._training is not None:
@@ -142,7 +174,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the pointer at a path, and the checkpoint, unless another pointer beside it or a tag names it."""
-        place = _local(path)
+        place = local_path(path)
         with self._alone:
             pointer = self._pointer_at(place)
             if pointer is None:
@@ -153,28 +185,54 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
                 return
             place.unlink()
             run = self._run(place.parent)
-            if _is_of(pointer, run):
+            if is_of(pointer, run):
                 with run.locked():
-                    _delete(run, pointer.step)
+                    delete_unnamed(run, pointer.step)
 
     # What they are made of.
 
+    def _opened(self, place: Path, device: torch.device | None) -> tuple[StoredCheckpoint, dict[str, Any]]:
+        """Return the checkpoint at a path and its state. For a damaged ``last.ckpt``, a sound file beside it counts."""
+        try:
+            return _decoded(place, device)
+        except CheckpointError as error:
+            others = paths_beside(place)
+            if not place.name.startswith(ModelCheckpoint.CHECKPOINT_NAME_LAST):
+                names = ", ".join(path.name for path in others)
+                error.add_note(f"newest first, these are beside it: {names}" if names else "no other file is beside it")
+                raise
+            for other in others:
+                with suppress(CheckpointError):
+                    found = _decoded(other, device)
+                    log.warning("%s is loaded in place of %s, which is damaged: %s", other, place, error)
+                    return found
+            raise
+
     def _save(self, checkpoint: dict[str, Any], place: Path, run: WritableRun, metric: Metric | None) -> None:
         replaced = self._pointer_at(place)
-        if replaced is not None and not _is_of(replaced, run):
+        if replaced is not None and not is_of(replaced, run):
             replaced = None
         tree, tensors = self._flat(checkpoint)
-        base = _base(run, place, replaced)
+        base = base_for(run, place, replaced)
         self._advance(checkpoint)
         packer = self._packer(metric)
         if base is not None:
             packer.continue_from(run.file(base.parent.step).header, base.tensors)
         details = {"name": place.name}
         file = ModelFile("torch", tree, tensors, details, self._weights(tree))
-        committed, _ = run.commit(packer.checkpoint(file, _free_step(run, checkpoint)), base)
+        packed = packer.checkpoint(file, free_step(run, checkpoint))
+        tag = _tag_of_best(checkpoint, place)
+        if tag is not None and self._exact is not None and packed.record["configuration"] is not None:
+            packed = _with_exact_weights(packed, tensors)
+        seconds: dict[str, float] = {}
+        with timed(seconds, "write"):
+            committed, _ = run.commit(packed, base)
+        if tag is not None:
+            set_tag(run, tag, committed, force=True)
         write_pointer(place, committed)
+        log.info(in_one_line(record_of(committed, seconds)))
         if replaced is not None:
-            _delete(run, replaced.step)
+            delete_unnamed(run, replaced.step)
 
     def _advance(self, checkpoint: Mapping[str, Any]) -> None:
         """Tell what is to be saved, and what the training went on from, as a ``Checkpointer`` knows it."""
@@ -216,7 +274,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
                 "it in AsyncCheckpointIO"
             )
         if isinstance(self._metric, str) and self._training is not None and not self._training.can_validate:
-            log.warning("nothing was validated yet, so this checkpoint is saved without the metric %s", self._metric)
+            self._warn(f"nothing was validated yet, so checkpoints are saved without the metric {self._metric}")
             return None
         return self._function()
 
@@ -228,8 +286,19 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if self._skip_objects:
             checkpoint, left_out = plain_part(checkpoint)
             if left_out:
-                log.warning("left out of the checkpoint, as they cannot be stored: %s", ", ".join(left_out))
+                self._warn(f"left out of checkpoints, as they cannot be stored: {', '.join(left_out)}")
         return flatten_whole(checkpoint, _ADVICE)
+
+    def _warn(self, text: str) -> None:
+        """Log a warning, but the same one only once."""
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning("%s", text)
+
+    def _check_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Raise StateError if hyperparameters cannot be stored, and are not to be left out."""
+        if not self._skip_objects:
+            flatten_whole({"hyper_parameters": dict(hyperparameters)}, _ADVICE)
 
     def _weights(self, tree: Any) -> frozenset[str]:
         """Return the names of the tensors that may be quantized as weights."""
@@ -254,73 +323,29 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             return None
 
 
-def _local(path: str | os.PathLike[str]) -> Path:
-    """Return a path. Raises CheckpointError for an address of another file system."""
-    if "://" in str(path):
-        raise CheckpointError(
-            f"{path}: runs are written to local and shared folders only; give ModelCheckpoint a dirpath"
-        )
-    return Path(path)
+def _decoded(place: Path, device: torch.device | None) -> tuple[StoredCheckpoint, dict[str, Any]]:
+    stored = StoredCheckpoint(place)
+    state: dict[str, Any] = stored.with_retries(lambda: stored.state(device=device))
+    return stored, state
 
 
-def _begins_with(path: Path, start: bytes) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(start)) == start
+def _tag_of_best(checkpoint: Mapping[str, Any], place: Path) -> str | None:
+    """Return the tag for a path that is the best of a ``ModelCheckpoint``; None if it is not."""
+    states = [each for each in (checkpoint.get("callbacks") or {}).values() if isinstance(each, Mapping)]
+    monitors = [each for each in states if each.get("monitor") is not None and "best_model_path" in each]
+    for each in monitors:
+        if each["best_model_path"] and Path(each["best_model_path"]).resolve() == place.resolve():
+            name = re.sub(r"[^A-Za-z0-9_.+-]", "-", each["monitor"])[:80]
+            return BEST if len(monitors) == 1 else f"{BEST}-{name}"
+    return None
 
 
-def _is_of(pointer: Pointer, run: WritableRun) -> bool:
-    return pointer.run.resolve() == run.folder
+def _with_exact_weights(packed: Checkpoint, tensors: Mapping[str, Tensor]) -> Checkpoint:
+    """Return a checkpoint with a copy that has its weights exactly. tensors: of the state."""
 
+    def form(name: str) -> StoredTensor:
+        return tensors[name] if packed.labels[name].role == "weight" else packed.tensors[name]
 
-def _free_step(run: WritableRun, checkpoint: dict[str, Any]) -> int:
-    """Return the checkpoint's own step, or the next one that the run does not have."""
-    step = checkpoint.get("global_step", 0)
-    while run.path(step).exists():
-        step += 1
-    return int(step)
-
-
-def _base(run: WritableRun, place: Path, replaced: Pointer | None) -> Base | None:
-    """Return the newest checkpoint with a short chain, to condition the next one on. None if there is none.
-
-    replaced: what is about to be deleted. Its delta would have to be re-coded.
-    """
-    deleted = replaced.step if replaced is not None and not _is_named(run, replaced.step, place) else None
-    lengths = {known.step: length for known, length in run.chain_lengths().items()}
-    steps = [step for step in run.steps() if step != deleted]
-    if not steps or lengths.get(steps[-1], KEYFRAME_EVERY) >= KEYFRAME_EVERY:
-        return None
-    file = run.file(steps[-1])
-    try:
-        return Base.from_loaded(file.header, run.load(file))
-    except CheckpointError as error:
-        log.warning("the next checkpoint is a keyframe, as the last one cannot be read: %s", error)
-        return None
-
-
-def _delete(run: WritableRun, step: int) -> None:
-    """Delete a checkpoint unless a pointer or a tag names it, and re-code what depends on it."""
-    if _is_named(run, step) or not run.path(step).exists():
-        return
-    needed, notes = recode_dependents(run, {step})
-    if step not in needed:
-        run.delete(step)
-    run.delete_unneeded_frozen()
-    for note in notes:
-        log.warning("%s: %s", run.folder, note)
-
-
-def _is_named(run: WritableRun, step: int, but: Path | None = None) -> bool:
-    """Whether a tag or a pointer beside the run names a step. but: a pointer that does not count."""
-    if any(tag.step == step for tag in tags_of(run)):
-        return True
-    for path in run.folder.parent.iterdir():
-        if not path.is_file() or (but is not None and path.name == but.name):
-            continue
-        try:
-            pointer = read_pointer(path)
-        except CheckpointError:
-            continue
-        if pointer is not None and pointer.step == step and _is_of(pointer, run):
-            return True
-    return False
+    return replace(
+        packed, lossless_copy=LazyMapping(packed.tensors, form), record={**packed.record, EXACT_WEIGHTS: True}
+    )

@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,8 @@ class Training(Callback):  # type: ignore[misc]
         self._resumed = False
         self._dropped: Collection[str] = ()  # names of the first moments that the loaded checkpoint does not keep
         self._corrections = MomentCorrections(advice="CheckpointIO('lossless') keeps them")
+        self.check_at_start: Callable[[Mapping[str, Any]], None] = lambda _: None
+        """Called with the hyperparameters of the module and of the data before the training begins."""
 
     @property
     def trained(self) -> frozenset[str]:
@@ -171,8 +173,10 @@ class Training(Callback):  # type: ignore[misc]
         kind, keys, *rest = state_dict["numpy"]
         self._restored = {**state_dict, "numpy": (kind, keys.cpu().numpy().astype(np.uint32), *rest)}
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        """Restore random numbers. The Trainer makes the iterator of the data next, which draws some."""
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check hyperparameters, and restore random numbers: the Trainer makes the iterator of the data next."""
+        for holder in (pl_module, trainer.datamodule):
+            self.check_at_start(getattr(holder, "hparams", {}))
         self._restore_random_numbers(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002

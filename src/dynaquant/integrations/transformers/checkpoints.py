@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,29 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from dynaquant.checkpointer import Checkpointer
-from dynaquant.errors import DynaquantError
-from dynaquant.integrations.transformers.metric import loss_on_evaluation_set
-from dynaquant.integrations.transformers.options import Options
+from dynaquant.errors import DynaquantError, StateError
+from dynaquant.integrations.transformers.metric import (
+    higher_is_better,
+    loss_on_evaluation_set,
+    number_of_evaluation,
+    without_traces,
+)
+from dynaquant.integrations.transformers.options import OF_RESTORE, Options
 from dynaquant.integrations.transformers.progress import NAME, Progress
 from dynaquant.integrations.transformers.resume import Asked, has_checkpoints, trainer_state
+from dynaquant.saving.record import record_of
 from dynaquant.state.tree import dict_items
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.store.pointers import RUN_FOLDER
 from dynaquant.store.run import Run
-from dynaquant.store.tags import set_tag
+from dynaquant.store.tags import open_step_or_tag, set_tag
 from dynaquant.training import rng
 
 log = logging.getLogger("dynaquant")
 BEST = "best"
 """The tag of the best checkpoint."""
+_ORIGINAL = "original_module"
+"""What PEFT calls the module that a copy of it replaces."""
 
 
 class OlderCheckpointError(Exception):
@@ -119,7 +127,14 @@ class Checkpoints:
         asked, expected, _ = self._resumed
         checkpointer = self._make_checkpointer()
         before = rng.get_state()
-        step = checkpointer.restore(asked.step, only=self._both_have(expected))
+        try:
+            step = checkpointer.restore(asked.step, only=self._to_restore(expected), strict=self._strict)
+        except StateError as error:
+            error.add_note(
+                "Of a Trainer, strict and only are options: dynaquant={'strict': False} restores what fits, and "
+                "dynaquant={'only': 'model'} the weights without the optimizer"
+            )
+            raise
         self._rng = rng.get_state()
         rng.set_state(before)  # Transformers skips batches first
         if step is not None and step != expected:
@@ -145,7 +160,8 @@ class Checkpoints:
         checkpointer = self._made()
         checkpointer.wait()
         self._tag_best()
-        checkpointer.restore(BEST, only="model")
+        checkpointer.restore(BEST, only="model", strict=self._strict)
+        self._warn_if_quantized()
 
     def save(self) -> None:
         """Save, or ask the training loop to save at the end of the step if it is not the loop that calls this.
@@ -161,11 +177,12 @@ class Checkpoints:
         trainer.store_flos()
         state = trainer.state
         self._tag_best()
-        if state.best_global_step == state.global_step:
+        is_best = state.best_global_step == state.global_step
+        if is_best:
             state.best_model_checkpoint = str(self._run)
         self._progress.update()
-        checkpointer.save(state.global_step)
-        if state.best_global_step == state.global_step:
+        checkpointer.save(state.global_step, exact_weights=is_best and self._keeps_best)
+        if is_best:
             self._best = state.global_step
 
     def agree_on_saving(self) -> None:
@@ -187,14 +204,23 @@ class Checkpoints:
     def _make_checkpointer(self) -> Checkpointer:
         self._open.close()  # of a training that began again with smaller batches
         trainer = self._trainer
-        options: dict[str, Any] = {**self._options}
+        options: dict[str, Any] = {name: value for name, value in self._options.items() if name not in OF_RESTORE}
         extras = {NAME: self._progress, **(options.pop("extras", None) or {})}
         if not trainer.args.save_only_model:
             extras["scheduler"] = trainer.lr_scheduler
             if getattr(trainer.accelerator, "scaler", None) is not None:
                 extras["scaler"] = trainer.accelerator.scaler
-        if "evaluate" not in options:
+        if self._keeps_best:
+            options.pop("exact", None)
+        if "evaluate" not in options and options.get("quality") == "lossless":
+            options["evaluate"] = None  # nothing is lost that a metric could see
+        elif "evaluate" not in options:
             options["evaluate"] = loss_on_evaluation_set(trainer, self._loss)
+        elif isinstance(name := options["evaluate"], str):
+            options["evaluate"] = number_of_evaluation(trainer, name)
+            options.setdefault("higher_is_better", higher_is_better(trainer, name))
+        if callable(metric := options["evaluate"]):
+            options["evaluate"] = without_traces(trainer, metric)
         limit = trainer.args.save_total_limit
         self._checkpointer = Checkpointer(
             self._run,
@@ -222,8 +248,34 @@ class Checkpoints:
             )
         return loss
 
-    def _both_have(self, step: int) -> tuple[str, ...] | None:
-        """Return which objects to restore if only the model was saved, or is to be; None for all."""
+    def _warn_if_quantized(self) -> None:
+        """Warn if the weights of the best checkpoint are not those whose metric is the best."""
+        run = Run(self._run)
+        file = open_step_or_tag(run, BEST)
+        if record_of(file).configuration is not None and run.lossless_copy(file) is None:
+            log.warning(
+                "the weights of the best checkpoint, step %d, come back quantized, so their metric differs a little "
+                "from best_metric; dynaquant={'exact': 'best'}, the default, keeps them exactly, but not of a sharded "
+                "model",
+                file.header.step,
+            )
+
+    @property
+    def _keeps_best(self) -> bool:
+        """Whether the weights of the best checkpoint are kept exactly."""
+        return self._options.get("exact", BEST) == BEST
+
+    @property
+    def _strict(self) -> bool:
+        return self._options.get("strict", True)
+
+    def _to_restore(self, step: int) -> str | Collection[str] | None:
+        """Return which objects to restore: as asked for, or what both have if only the model was or is saved.
+
+        None for all.
+        """
+        if (asked := self._options.get("only")) is not None:
+            return asked
         stored = dict(dict_items(Run(self._run).file(step).header.tree))
         if ("optimizer" in stored) != self._trainer.args.save_only_model:
             return None
@@ -268,7 +320,9 @@ class StepBoundaries(TrainerCallback):  # type: ignore[misc]  # Transformers is 
 def _roles(trainer: Any) -> dict[str, str]:
     """Return roles that leave out the frozen base of a PEFT model, which everybody has.
 
-    Adapters that do not train now are stored. Their parameters have the name of the adapter in their own.
+    Adapters that do not train now are stored. Their parameters have the name of the adapter in their own. So is the
+    original of a module that trains as a whole (``modules_to_save``): that of a new head has random values, which
+    nobody else has.
     """
     adapters = set(getattr(trainer.model, "peft_config", ()))
     if not adapters:
@@ -276,7 +330,7 @@ def _roles(trainer: Any) -> dict[str, str]:
     return {
         f"model.{name}": "omit"
         for name, parameter in named_parameters(trainer.model_wrapped)
-        if not parameter.requires_grad and not adapters & set(name.split("."))
+        if not parameter.requires_grad and not {*adapters, _ORIGINAL} & set(name.split("."))
     }
 
 

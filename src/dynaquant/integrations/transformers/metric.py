@@ -1,40 +1,142 @@
-"""The default metric, the loss on a part of the evaluation set."""
+"""What measures a checkpoint: the loss on a part of the evaluation set, or another number of an evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
+from copy import copy
 from itertools import islice
 from typing import Any
 
 from accelerate.utils import broadcast_object_list, send_to_device
 
-from dynaquant.search.evaluation import LossOn
+from dynaquant.integrations.transformers.untouched import untouched
+from dynaquant.search.evaluation import Evaluate, LossOn, OnBatches, on_batches
 from dynaquant.training import rng
 
+log = logging.getLogger("dynaquant")
 BATCHES = 16
 """How many batches of the evaluation set the metric uses."""
+_PREFIX = "eval_"
+
+
+def without_traces(trainer: Any, evaluate: Evaluate) -> Evaluate:
+    """Return the same metric, but what it changes in a Trainer is put back (``untouched``)."""
+    batched = on_batches(evaluate)
+    if batched is None:
+
+        def number(model: Any) -> float:
+            with untouched(trainer):
+                return evaluate(model)
+
+        return number
+    if not isinstance(evaluate, LossOn):
+        return _WithoutTraces(trainer, batched)
+    mean_loss, losses = copy(evaluate), evaluate.losses
+
+    def losses_of(model: Any, batches: Sequence[int]) -> list[float]:
+        with untouched(trainer):
+            return losses(model, batches)
+
+    mean_loss.losses = losses_of  # type: ignore[method-assign]
+    return mean_loss
+
+
+class _WithoutTraces:
+    """A metric on batches, which is no ``LossOn``, for ``without_traces``."""
+
+    def __init__(self, trainer: Any, evaluate: OnBatches) -> None:
+        self._trainer, self._evaluate = trainer, evaluate
+
+    def __call__(self, model: Any) -> float:
+        with untouched(self._trainer):
+            return self._evaluate(model)
+
+    def __len__(self) -> int:
+        return len(self._evaluate)
+
+    def losses(self, model: Any, batches: Sequence[int]) -> list[float]:
+        with untouched(self._trainer):
+            return self._evaluate.losses(model, batches)
 
 
 def loss_on_evaluation_set(trainer: Any, loss_of: Callable[[Any, Any], Any]) -> LossOn | None:
-    """Return the mean loss on the first batches of the evaluation set; None if the Trainer has none.
+    """Return the mean loss on the first batches of the evaluation set.
 
-    Several evaluation sets have an equal share of the batches. All ranks get those of rank 0, so that all judge by the
-    same data: all ranks must call this. Changes no random numbers.
+    None, and a warning, if the Trainer has no evaluation set, or if its loss says nothing about the model. All
+    ranks must call this. Changes no random numbers.
 
     loss_of: returns the loss of a model on a batch.
     """
+    if hasattr(trainer, "reward_funcs"):
+        reason = f"the loss of {type(trainer).__name__} depends on answers that it samples, not on how good they are"
+        advice = "dynaquant={'evaluate': 'reward'} measures them by the reward in evaluations"
+    elif trainer.eval_dataset is None:
+        reason = "the Trainer has no eval_dataset"
+        advice = "give one, or a metric, dynaquant={'evaluate': …}"
+    else:
+        batches = [batch for part in _batches(trainer).values() for batch in part]
+        return LossOn(batches, loss_of) if batches else None
+    log.warning(
+        "checkpoints are saved without a metric, as %s: an estimate from the weights' changes decides; %s, or "
+        "{'evaluate': None} if this is meant",
+        reason,
+        advice,
+    )
+    return None
+
+
+def number_of_evaluation(trainer: Any, name: str) -> Evaluate:
+    """Return a metric: what ``trainer.evaluate()`` returns under a name, with or without ``eval_``.
+
+    It is computed on the first batches of the evaluation set. All ranks must call this. Changes no random numbers.
+
+    Raises ValueError if the Trainer has no evaluation set.
+    """
+    if trainer.eval_dataset is None:
+        raise ValueError(f"dynaquant={{'evaluate': {name!r}}} needs an evaluation set: Trainer(…, eval_dataset=…)")
+    key, batches = f"{_PREFIX}{name.removeprefix(_PREFIX)}", _batches(trainer)
+
+    def evaluate(model: Any) -> float:  # noqa: ARG001  # the Trainer's own, which has the weights to be measured
+        trainer.get_eval_dataloader = lambda dataset=None: batches[dataset if isinstance(dataset, str) else None]
+        try:
+            found = trainer.evaluate()
+        finally:
+            del trainer.get_eval_dataloader
+        if key not in found:
+            known = sorted(each.removeprefix(_PREFIX) for each in found)
+            raise ValueError(
+                f"trainer.evaluate() returns no {key!r}; dynaquant={{'evaluate': …}} may be one of {known}"
+            )
+        return float(found[key])
+
+    return evaluate
+
+
+def higher_is_better(trainer: Any, name: str) -> bool:
+    """Whether a number of the evaluation is better if it is higher, as Transformers decides it."""
+    best = trainer.args.metric_for_best_model
+    if best is not None and best.removeprefix(_PREFIX) == name.removeprefix(_PREFIX):
+        return bool(trainer.args.greater_is_better)
+    return not name.endswith("loss")
+
+
+def _batches(trainer: Any) -> dict[str | None, list[Any]]:
+    """Return the first batches of each evaluation set by its name; None for the only one.
+
+    Several sets have an equal share of the batches. All ranks get those of rank 0, so that all judge by the same data.
+    """
     datasets = trainer.eval_dataset
-    if datasets is None:
-        return None
     names = list(datasets) if isinstance(datasets, dict) else [None]
     before = rng.get_state()
     try:
-        batches = [batch for name in names for batch in _first(trainer, name, max(1, BATCHES // len(names)))]
+        batches = {name: _first(trainer, name, max(1, BATCHES // len(names))) for name in names}
     finally:
         rng.set_state(before)
     if trainer.args.world_size > 1:
-        batches = broadcast_object_list([batches])[0]
-    return LossOn(batches, loss_of) if batches else None
+        found: dict[str | None, list[Any]] = broadcast_object_list([batches])[0]
+        return found
+    return batches
 
 
 def _first(trainer: Any, name: str | None, number: int) -> list[Any]:

@@ -29,8 +29,18 @@ class CheckpointMixin(_Base):  # type: ignore[misc]  # Transformers is not type-
     dynaquant: options of the ``Checkpointer``, e.g. ``{"quality": "high"}``. All other arguments go to the base class.
 
     Raises DynaquantError if the installed Transformers has changed in a way that matters here, or for DeepSpeed;
-    ValueError if checkpoints are to be uploaded; TypeError for unknown options.
+    ValueError if checkpoints are to be uploaded; TypeError and ValueError for options that are unknown or out of range;
+    TypeError for a subclass whose bases do not begin with the mixin.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(CheckpointMixin)]
+        if any(issubclass(base, transformers.Trainer) and not issubclass(base, CheckpointMixin) for base in before):
+            raise TypeError(
+                f"{cls.__name__} would write checkpoints as Transformers does: CheckpointMixin must come first, "
+                f"class {cls.__name__}(CheckpointMixin, …)"
+            )
 
     def __init__(self, *args: Any, dynaquant: Options | None = None, **kwargs: Any) -> None:
         seams.check()

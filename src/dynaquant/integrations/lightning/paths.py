@@ -1,0 +1,106 @@
+"""The paths that Lightning names, and the checkpoints of the run that they stand for."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dynaquant.errors import CheckpointError
+from dynaquant.store.commit import WritableRun
+from dynaquant.store.pointers import RUN_FOLDER, Pointer, read_pointer
+from dynaquant.store.retention import KEYFRAME_EVERY, recode_dependents
+from dynaquant.store.run import Run
+from dynaquant.store.tags import tags_of
+from dynaquant.store.writing import Base
+
+log = logging.getLogger("dynaquant")
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return a path. Raises CheckpointError for an address of another file system."""
+    if "://" in str(path):
+        raise CheckpointError(
+            f"{path}: runs are written to local and shared folders only; give ModelCheckpoint a dirpath"
+        )
+    return Path(path)
+
+
+def begins_with(path: Path, start: bytes) -> bool:
+    """Whether a file begins with these bytes."""
+    with path.open("rb") as file:
+        return file.read(len(start)) == start
+
+
+def is_of(pointer: Pointer, run: Run) -> bool:
+    """Whether a pointer stands for a checkpoint of a run."""
+    return pointer.run.resolve() == run.folder
+
+
+def free_step(run: WritableRun, checkpoint: dict[str, Any]) -> int:
+    """Return the checkpoint's own step, or the next one that the run does not have."""
+    step = checkpoint.get("global_step", 0)
+    while run.path(step).exists():
+        step += 1
+    return int(step)
+
+
+def paths_beside(place: Path) -> list[Path]:
+    """Return the other files in a folder that stand for checkpoints of its run, newest first."""
+    run = Run(place.parent.resolve() / RUN_FOLDER)
+    age = {summary.step: -number for number, summary in enumerate(run.summaries()[0])}
+    found: dict[int, Path] = {}
+    for path in sorted(place.parent.iterdir()):
+        with suppress(CheckpointError):
+            pointer = read_pointer(path) if path.is_file() and path.name != place.name else None
+            if pointer is not None and is_of(pointer, run) and pointer.step in age:
+                found.setdefault(pointer.step, path)
+    return [found[step] for step in sorted(found, key=age.__getitem__)]
+
+
+def base_for(run: WritableRun, place: Path, replaced: Pointer | None) -> Base | None:
+    """Return the newest checkpoint with a short chain, to condition the next one on. None if there is none.
+
+    replaced: what is about to be deleted. Its delta would have to be re-coded.
+    """
+    deleted = replaced.step if replaced is not None and not is_named(run, replaced.step, place) else None
+    lengths = {known.step: length for known, length in run.chain_lengths().items()}
+    steps = [step for step in run.steps() if step != deleted]
+    if not steps or lengths.get(steps[-1], KEYFRAME_EVERY) >= KEYFRAME_EVERY:
+        return None
+    file = run.file(steps[-1])
+    try:
+        return Base.from_loaded(file.header, run.load(file))
+    except CheckpointError as error:
+        log.warning("the next checkpoint is a keyframe, as the last one cannot be read: %s", error)
+        return None
+
+
+def delete_unnamed(run: WritableRun, step: int) -> None:
+    """Delete a checkpoint unless a pointer or a tag names it, and re-code what depends on it."""
+    if is_named(run, step) or not run.path(step).exists():
+        return
+    needed, notes = recode_dependents(run, {step})
+    if step not in needed:
+        run.delete(step)
+    run.delete_unneeded_frozen()
+    for note in notes:
+        log.warning("%s: %s", run.folder, note)
+
+
+def is_named(run: WritableRun, step: int, but: Path | None = None) -> bool:
+    """Whether a tag or a pointer beside the run names a step. but: a pointer that does not count."""
+    if any(tag.step == step for tag in tags_of(run)):
+        return True
+    for path in run.folder.parent.iterdir():
+        if not path.is_file() or (but is not None and path.name == but.name):
+            continue
+        try:
+            pointer = read_pointer(path)
+        except CheckpointError:
+            continue
+        if pointer is not None and pointer.step == step and is_of(pointer, run):
+            return True
+    return False
