@@ -134,8 +134,8 @@ class Checkpointer:
     or because ``evaluate`` made the call), and in the writing thread. In a forked child, ``save`` and ``restore`` raise
     it, too.
 
-    Raises StateError for objects that cannot be saved, CheckpointError if another process writes to the folder,
-    ValueError for arguments that are out of range or exclude each other, TypeError for arguments of a wrong type.
+    Raises StateError for objects that cannot be saved, CheckpointError if another process writes to the folder
+    or the ranks do not share it, ValueError and TypeError for arguments that are wrong or exclude each other.
     """
 
     def __init__(

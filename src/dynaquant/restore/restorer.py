@@ -109,10 +109,12 @@ class Restorer:
     def _choose(self, step: int | str | None) -> Loaded | None:
         """Decode the requested checkpoint, or the newest that verifies on all ranks. Returns None for an empty run."""
         for candidate in self._candidates(step):
-            loaded, error = self.group.run_on_all_ranks(partial(self._try, candidate))
+            file, missing = self.group.run_on_all_ranks(partial(self._open, candidate))
+            self._check_same_on_all_ranks(file)
+            loaded, error = self.group.run_on_all_ranks(partial(self._try, file, missing))
             if len(set(self.group.all_gather(loaded is not None and loaded.from_lossless_copy))) > 1:
                 self._with_copy = False  # one rank cannot read it, so none does
-                loaded, error = self.group.run_on_all_ranks(partial(self._try, candidate))
+                loaded, error = self.group.run_on_all_ranks(partial(self._try, file, missing))
             texts = self.group.all_gather(None if error is None else str(error))
             if not any(text is not None for text in texts):
                 assert loaded is not None
@@ -147,10 +149,35 @@ class Restorer:
         rank_zero = self.group.rank == 0
         return self.group.from_rank_0(self.group.run_on_all_ranks(lambda: found() if rank_zero else []))
 
-    def _try(self, step: int) -> tuple[Loaded | None, CheckpointError | None]:
-        """Decode a checkpoint. Returns the error if it is damaged."""
+    def _open(self, step: int) -> tuple[CheckpointFile | None, CheckpointError | None]:
+        """Open a checkpoint. Returns the error if it is missing or its header is damaged."""
         try:
-            return self._decode(self.run.file(step)), None
+            return self.run.file(step), None
+        except CheckpointError as error:
+            return None, error
+
+    def _check_same_on_all_ranks(self, file: CheckpointFile | None) -> None:
+        """Raise CheckpointError if ranks have opened different checkpoints of one step. Collective.
+
+        file: what this rank has opened, if it could.
+        """
+        identities = self.group.all_gather(None if file is None else file.header.identity)
+        opened = {identity: rank for rank, identity in reversed(list(enumerate(identities))) if identity is not None}
+        if len(opened) > 1:
+            first, other, *_ = sorted(opened.values())
+            raise CheckpointError(
+                f"{self.run.folder}: rank {other} has opened another checkpoint than rank {first}: the ranks do not "
+                "see the same folder. Nothing was changed. Give all ranks one folder on a file system that they share"
+            )
+
+    def _try(
+        self, file: CheckpointFile | None, missing: CheckpointError | None
+    ) -> tuple[Loaded | None, CheckpointError | None]:
+        """Decode a checkpoint. Returns the error if it is damaged. missing: why it could not be opened."""
+        if file is None:
+            return None, missing
+        try:
+            return self._decode(file), None
         except CheckpointError as error:
             return None, error
 
