@@ -14,8 +14,9 @@ from dynaquant.errors import CheckpointError, StateError
 from dynaquant.restore.dropped_moments import dropped_moments
 from dynaquant.restore.fitting import compare, raise_if_any, selected_objects
 from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, unchanged_tensors
+from dynaquant.restore.seen_by_rank import SeenByRank
 from dynaquant.restore.shards import load_shards, sharded_targets
-from dynaquant.restore.stored_checkpoint import load_lossless_copy, state_from
+from dynaquant.restore.stored_checkpoint import built_from, load_lossless_copy
 from dynaquant.state.sharding import local_of, memory_of, reshard, with_local
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.memory import explain_out_of_memory
@@ -43,7 +44,8 @@ _ADVICE = (
 class Loaded:
     """A checkpoint that was decoded and fits the objects.
 
-    tensors: as its file stores them. parts: the state that each object loads. Where a tensor of the model or the
+    stored: what was decoded of its tensors, by stored name. tensors: those of this rank's state, by name, as its file
+    stores them. parts: the state that each object loads. Where a tensor of the model or the
     optimizer is filled in place, it holds that tensor itself. fills: these tensors, each with its stored form.
     rng_state: of the global random number generators, None if they are not restored. restored_names: names of the
     tensors that models and optimizers get. from_lossless_copy: whether the values come from the lossless copy.
@@ -51,6 +53,7 @@ class Loaded:
     """
 
     file: CheckpointFile
+    stored: Mapping[str, StoredTensor]
     tensors: Mapping[str, StoredTensor]
     parts: Mapping[str, Any]
     fills: Sequence[tuple[Tensor, StoredTensor]]
@@ -189,19 +192,26 @@ class Restorer:
         now = collect_to_compare(self.objects)  # outside the try: if an object fails, the file is not damaged
         targets = sharded_targets(now, self.objects, file.header)
 
-        def load(wanted: CheckpointFile) -> Tensors:
-            return load_shards(self.run, wanted, targets)
-
-        tensors = load(file)
-        copy = load_lossless_copy(self.run, file, self.skipped, load) if self._with_copy else None
-        source, stored = copy or (file, tensors)
         try:
-            values, in_place = self._values(source, stored, now, targets)
-            state = self._state(source, values, now)
+            own = SeenByRank(file.header, self.group.rank, self.group.size, self.objects)
+        except TypeError as error:
+            raise CheckpointError(f"{file.path}: it holds no state of a training ({error!r})") from error
+
+        def load(wanted: CheckpointFile) -> Tensors:
+            return load_shards(self.run, wanted, targets, own.left_out)
+
+        decoded = load(file)
+        copy = load_lossless_copy(self.run, file, self.skipped, load) if self._with_copy else None
+        source, decoded_here = copy or (file, decoded)
+        stored = own.tensors(decoded_here)
+        try:
+            values, in_place = self._values(source, stored, own.tree, now, targets)
+            state = self._state(source, values, own.tree, now)
             fit = compare(self.objects, now, state, self.group.rank, None if self.only is None else self._selected)
             fit.problems.extend(self._changed_omitted(source, values, targets))
+            own.fit_number_of_ranks(fit, self._selected, state, decoded_here)
             if self.strict:
-                raise_if_any(fit.problems, f"{file.path} (step {file.header.step})", _ADVICE)
+                raise_if_any(fit.problems, f"{file.path} (step {file.header.step})", own.advice + _ADVICE)
             rng_state = stored_rng_state(state, self.group.rank)
             if rng_state is not None and self._with_rng_state:
                 rng.check(rng_state)
@@ -212,7 +222,8 @@ class Restorer:
         restored = frozenset(name for name, value in values.items() if memory_of(value) in used)
         return Loaded(
             file,
-            tensors,
+            decoded,
+            own.tensors(decoded),
             fit.parts,
             [(local_of(target), stored[name]) for name, target in in_place.items() if name in restored],
             rng_state if self._with_rng_state else None,
@@ -225,6 +236,7 @@ class Restorer:
         self,
         source: CheckpointFile,
         stored: Mapping[str, StoredTensor],
+        tree: Any,
         now: Mapping[str, Any],
         targets: Mapping[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -235,7 +247,7 @@ class Restorer:
         omitted = _omitted(source)
         unchanged = unchanged_tensors(now, stored, self.hashes)
         to_load = {name: tensor for name, tensor in stored.items() if name not in unchanged and name not in omitted}
-        in_place = fillable_tensors(now, source.header.tree, to_load, targets)
+        in_place = fillable_tensors(now, tree, to_load, targets)
         with explain_out_of_memory(source, *source.header.entries):
             values = {n: in_place[n] if n in in_place else new_tensor(tensor) for n, tensor in to_load.items()}
             for name in targets.keys() & values.keys() - in_place.keys():
@@ -245,9 +257,11 @@ class Restorer:
                     tensor.values()  # raises while nothing has been changed
         return {**values, **unchanged}, in_place
 
-    def _state(self, source: CheckpointFile, values: dict[str, Tensor], now: Mapping[str, Any]) -> dict[str, Any]:
+    def _state(
+        self, source: CheckpointFile, values: dict[str, Tensor], tree: Any, now: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return the stored state with these tensors. For omitted tensors it has the objects' own."""
-        state = state_from(source, values)
+        state = built_from(source, tree, values)
         if not isinstance(state, dict):
             raise TypeError(f"its state is a {type(state).__name__}")
         fill_in_omitted(now, state, _omitted(source))

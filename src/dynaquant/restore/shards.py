@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from dynaquant.errors import StateError
 from dynaquant.state.flatten import flatten
+from dynaquant.state.of_ranks import is_of_a_rank
 from dynaquant.state.sharding import is_sharded, shard_of
 from dynaquant.state.wrappers import named_parameters
+from dynaquant.store.chain import load_all
 from dynaquant.store.container import CheckpointFile, Header
 from dynaquant.store.frozen_files import external_tensor
 from dynaquant.store.reading import Tensors
@@ -53,6 +55,8 @@ def sharded_targets(now: Mapping[str, Any], objects: Mapping[str, Any], header: 
     }
     found: dict[str, Tensor] = {}
     for entry in header.entries:
+        if is_of_a_rank(entry.name):  # of a plain tensor
+            continue
         target = own.get(entry.name)
         if target is None and _STATE in entry.name:
             target = parameters.get(entry.name.partition(_STATE)[2].rpartition(".")[0])
@@ -61,15 +65,17 @@ def sharded_targets(now: Mapping[str, Any], objects: Mapping[str, Any], header: 
     return found
 
 
-def load_shards(run: Run, file: CheckpointFile, targets: Mapping[str, Tensor]) -> Tensors:
+def load_shards(
+    run: Run, file: CheckpointFile, targets: Mapping[str, Tensor], leave_out: Collection[str] = ()
+) -> Tensors:
     """Decode what this rank holds of a checkpoint's tensors, each checked against its hash.
 
-    targets: DTensors of the stored shapes, by stored name; other tensors are decoded as a whole. Raises
-    CheckpointError if a tensor is damaged.
+    targets: DTensors of the stored shapes, by stored name; other tensors are decoded as a whole. leave_out: names of
+    tensors that are not decoded. Raises CheckpointError if a tensor is damaged.
     """
     if not targets:
-        return run.load(file)
-    entries = [entry for entry in file.header.entries if not entry.omitted]
+        return load_all(run.chain(file), [e.name for e in file.header.entries if e.name not in leave_out])
+    entries = [entry for entry in file.header.entries if not entry.omitted and entry.name not in leave_out]
     shards = {
         entry.name: shard_of(targets[entry.name]) if entry.name in targets else Shard.whole(entry.shape)
         for entry in entries

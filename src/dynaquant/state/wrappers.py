@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
@@ -30,6 +31,20 @@ def named_parameters(module: nn.Module, remove_duplicate: bool = True) -> Iterat
     paths = bare_paths(module)
     for name, parameter in module.named_parameters(remove_duplicate=remove_duplicate):
         yield _bare_name(name, paths), parameter
+
+
+def broadcast_buffers(module: nn.Module) -> set[str]:
+    """Return the names, in the bare model, of the buffers that DistributedDataParallel copies from rank 0 to all."""
+    found: set[int] = set()
+    for child in module.modules():
+        if not isinstance(child, DistributedDataParallel) or not child.broadcast_buffers:
+            continue
+        if child.process_group.size() == torch.distributed.get_world_size():
+            ignored = child.parameters_to_ignore
+            found |= {id(buffer) for name, buffer in child.module.named_buffers() if name not in ignored}
+    inside = bare(module)
+    paths = bare_paths(inside)
+    return {_bare_name(name, paths) for name, buffer in inside.named_buffers() if id(buffer) in found}
 
 
 def bare_paths(module: nn.Module) -> dict[str, str]:
