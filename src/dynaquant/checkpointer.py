@@ -390,4 +390,5 @@ class Checkpointer:
             raise RuntimeError(
                 f"{name} was called in the writing thread (by log_to?): call it in the thread that trains"
             )
-        return self._turn.run(name, action)
+        with self._group.doing(name):
+            return self._turn.run(name, action)

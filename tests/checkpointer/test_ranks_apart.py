@@ -132,3 +132,26 @@ def test_a_loaded_state_tells_what_differs(saved_by_two):
     assert first == {}
     assert not torch.equal(second["tensors"]["model.expert.weight"], state["model"]["expert.weight"])
     assert second["objects"]["loader"]["next"] == state["loader"]["next"] + 5
+
+
+# Ranks wait for one that does something else
+
+
+@pytest.mark.parametrize(
+    ("case", "rank", "what", "advice"),
+    [
+        ("forward", 1, "rank 1 waited in save for rank 0, ", "do the same there on all ranks"),
+        ("long", 1, "rank 1 waited in save for rank 0, still in evaluate", "init_process_group(timeout=…)"),
+        ("save", 0, "rank 0 waited in save for rank 1, not in save", "Call save on all ranks, at the same steps"),
+    ],
+)
+def test_a_rank_that_waits_in_vain_says_for_whom_and_what_to_do(tmp_path, case, rank, what, advice):
+    status, output = launch(SCRIPT, len(RANKS), TIMEOUT, tmp_path, "waiting", case)
+    assert status == 0, output
+    found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+    assert what in found
+    assert advice in found
+    other = json.loads((tmp_path / f"rank-{1 - rank}.json").read_text())
+    if case == "forward":
+        assert "Timed out" in other
+        assert advice in other

@@ -1,15 +1,18 @@
 """Trainings on two ranks that do not see, hold or do the same. Run by ``launched``.
 
 ranks_apart.py FOLDER [SCENARIO…]: writes what each scenario has found into ``rank-<rank>.json``.
+ranks_apart.py FOLDER waiting CASE: the same of one case in which ranks wait in vain.
 """
 
 import json
+import os
 import sys
+import time
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from sharded_training import begin, end, folder, model_of, state_of, train
+from sharded_training import batches_of, begin, end, folder, loss_of, model_of, state_of, train
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -209,6 +212,33 @@ def broadcast_buffers(run):
     return [name for name in Run(run).file(1).header.by_name if name.startswith("ranks.")]
 
 
+# Ranks wait for one that does something else.
+
+SECONDS = 5
+"""The timeout of the process group where a rank waits in vain."""
+
+
+def waiting(case, run):
+    """case: what only rank 0 does: a forward pass in evaluate, an evaluate that takes long, or the save."""
+    model = model_of("fsdp" if case == "forward" else "plain")
+    optimizer = adam(model)
+    train(model, optimizer, 1)
+
+    def evaluate(judged):
+        if dist.get_rank() > 0:
+            return 1.0
+        if case == "forward":
+            return float(loss_of(judged, batches_of(5, 1)[0]))
+        time.sleep(2 * SECONDS)
+        return 1.0
+
+    ckpt = dq.Checkpointer(run, model, optimizer, evaluate=evaluate if case != "save" else None)
+    if case == "save" and dist.get_rank() > 0:
+        time.sleep(2 * SECONDS)
+        return None
+    return text_of(lambda: ckpt.save(1).result())
+
+
 SCENARIOS = {
     "apart: small": partial(apart, 3, {}),
     "apart: lossless": partial(apart, 3, {"quality": "lossless"}),
@@ -225,6 +255,11 @@ SCENARIOS = {
 
 
 def main(*names):
+    if names and names[0] == "waiting":
+        begin(SECONDS)
+        found = waiting(names[1], folder() / "run")
+        (folder() / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
+        os._exit(0)  # the other rank does not answer any more
     begin()
     found = {}
     for name in names or SCENARIOS:
