@@ -41,7 +41,7 @@ from dynaquant.store.retention import KEYFRAME_EVERY, Retention
 from dynaquant.store.tags import set_tag
 from dynaquant.training import supported
 from dynaquant.training.moment_correction import MomentCorrections
-from dynaquant.training.objects import models_of, objects_of
+from dynaquant.training.objects import buffers_of_rank_0, models_of, objects_of
 from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
@@ -128,14 +128,15 @@ class Checkpointer:
     calls ``save``, ``restore`` and ``close`` at the same steps. Replicas share the work of the search, and of writing
     a large state. If the model is sharded (FSDP2, tensor parallel), the ranks score each candidate together, and each
     writes what it holds. A checkpoint can be restored on any number of ranks, and without ``torch.distributed``.
-    Random number generators are saved for each rank, and all else that is not a DTensor as on rank 0.
+    What differs between ranks, such as random number generators, experts or the position of a loader, is saved for
+    each of them, and needs as many ranks to be restored.
 
     Threads: ``save``, ``restore`` and ``close`` raise RuntimeError while another of them is running (in another thread,
     or because ``evaluate`` made the call), and in the writing thread. In a forked child, ``save`` and ``restore`` raise
     it, too.
 
-    Raises StateError for objects that cannot be saved, CheckpointError if another process writes to the folder,
-    ValueError for arguments that are out of range or exclude each other, TypeError for arguments of a wrong type.
+    Raises StateError for objects that cannot be saved, CheckpointError if another process writes to the folder
+    or the ranks do not share it, ValueError and TypeError for arguments that are wrong or exclude each other.
     """
 
     def __init__(
@@ -218,17 +219,8 @@ class Checkpointer:
                 learn_size=self._compressor.manager.learn_size,
                 at_end=lock,
             )
-            self._saver = Saver(
-                self._run,
-                self._objects,
-                roles,
-                schedule,
-                self._compressor,
-                self._writer,
-                self._turn,
-                self._group,
-                self._corrections,
-            )
+            stages = self._compressor, self._writer, self._turn, self._group, self._corrections
+            self._saver = Saver(self._run, self._objects, roles, schedule, *stages, buffers_of_rank_0(model))
             undo.pop_all()
 
     @property
@@ -302,7 +294,8 @@ class Checkpointer:
         if loaded is None:
             return None
         self.not_restored = list(loaded.problems)
-        self._saver.resume(loaded.file.header, loaded.tensors, loaded.restored_names, loaded.from_lossless_copy)
+        header, names, exact = loaded.file.header, loaded.restored_names, loaded.from_lossless_copy
+        self._saver.resume(header, loaded.stored, loaded.tensors, names, exact)
         return loaded.step
 
     def save(self, step: int, *, exact_weights: bool = False) -> Future[Record]:
@@ -397,4 +390,5 @@ class Checkpointer:
             raise RuntimeError(
                 f"{name} was called in the writing thread (by log_to?): call it in the thread that trains"
             )
-        return self._turn.run(name, action)
+        with self._group.doing(name):
+            return self._turn.run(name, action)

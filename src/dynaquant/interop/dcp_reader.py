@@ -93,8 +93,9 @@ class StorageReader(_StorageReader):
         if len(opened) > 1:
             steps = " and ".join(str(step) for step, _ in sorted(opened))
             raise CheckpointError(
-                f"{self._run.folder}: a checkpoint was saved while processes opened the newest one: they have opened "
-                f"steps {steps}; load again, or give StorageReader a step"
+                f"{self._run.folder}: processes have opened different checkpoints, of steps {steps}. If one was saved "
+                "meanwhile, load again, or give StorageReader a step; if the folder lies on local disks, use one that "
+                "all processes share"
             )
         return plans
 

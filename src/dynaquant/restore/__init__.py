@@ -3,6 +3,7 @@
 - ``restorer.py``: the stages of a restore, in order
 - ``fitting.py``: which parts of a stored state fit the objects
 - ``shards.py``: decodes what this rank holds of each tensor
+- ``seen_by_rank.py``: which of the tensors that differ between ranks this rank gets
 - ``dropped_moments.py``: first moments that the checkpoint does not keep
 - ``in_place.py``: fills the tensors of the model and the optimizer in place
 - ``stored_checkpoint.py``: a checkpoint opened without its training; decodes tensors on access

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from dynaquant.errors import CheckpointError, StateError
+from dynaquant.state.of_ranks import ranks_in
 from dynaquant.state.sharding import is_sharded, tied_keys
 from dynaquant.state.tree import state_dict_in
 from dynaquant.state.wrappers import bare, state_dict
 from dynaquant.store.container import CheckpointFile
 from dynaquant.training.hash_cache import HashCache
+
+log = logging.getLogger("dynaquant")
 
 Models = nn.Module | Mapping[str, nn.Module]
 """A model, which may be wrapped, or several by name."""
@@ -24,12 +28,22 @@ Targets = dict[tuple[str, int], Tensor]
 def stored_names(file: CheckpointFile) -> dict[str, str]:
     """Return the stored name of each tensor of the model's state dict.
 
-    Raises CheckpointError unless the checkpoint holds exactly one state dict of a model.
+    Logs a warning if tensors differ between the ranks that saved it, as only those of rank 0 are named. Raises
+    CheckpointError unless the checkpoint holds exactly one state dict of a model.
     """
     try:
         found = state_dict_in(file.header.tree)
-    except StateError as error:
+        ranks = ranks_in(file.header.tree)
+    except (StateError, TypeError) as error:
         raise CheckpointError(f"{file.path}: {error}") from None
+    if differing := {name for each in ranks for name in each.tensors} & set(found.values()):
+        log.warning(
+            "%s: %d tensors of the model, such as %s, differ between the ranks that saved it; only those of rank 0 are "
+            "read here. load() has the others under 'ranks'",
+            file.path,
+            len(differing),
+            min(differing),
+        )
     known = file.header.by_name
     if missing := [name for name in found.values() if name not in known or known[name].omitted]:
         raise CheckpointError(

@@ -14,6 +14,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.restore.dropped_moments import dropped_moments
 from dynaquant.restore.fitting import compare, raise_if_any, selected_objects
 from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, unchanged_tensors, wanted_layouts
+from dynaquant.restore.seen_by_rank import SeenByRank
 from dynaquant.restore.shards import load_shards, sharded_targets
 from dynaquant.restore.stored_checkpoint import built_from, load_lossless_copy
 from dynaquant.state.sharding import local_of, memory_of, reshard, with_local
@@ -44,7 +45,8 @@ _ADVICE = (
 class Loaded:
     """A checkpoint that was decoded and fits the objects.
 
-    tensors: as its file stores them. parts: the state that each object loads. Where a tensor of the model or the
+    stored: what was decoded of its tensors, by stored name. tensors: those of this rank's state, by name, as its file
+    stores them. parts: the state that each object loads. Where a tensor of the model or the
     optimizer is filled in place, it holds that tensor itself. fills: these tensors, each with its stored form.
     rng_state: of the global random number generators, None if they are not restored. restored_names: names of the
     tensors that models and optimizers get. from_lossless_copy: whether the weights come from a lossless copy.
@@ -52,6 +54,7 @@ class Loaded:
     """
 
     file: CheckpointFile
+    stored: Mapping[str, StoredTensor]
     tensors: Mapping[str, StoredTensor]
     parts: Mapping[str, Any]
     fills: Sequence[tuple[Tensor, StoredTensor]]
@@ -111,10 +114,12 @@ class Restorer:
     def _choose(self, step: int | str | None) -> Loaded | None:
         """Decode the requested checkpoint, or the newest that verifies on all ranks. Returns None for an empty run."""
         for candidate in self._candidates(step):
-            loaded, error = self.group.run_on_all_ranks(partial(self._try, candidate))
+            file, missing = self.group.run_on_all_ranks(partial(self._open, candidate))
+            self._check_same_on_all_ranks(file)
+            loaded, error = self.group.run_on_all_ranks(partial(self._try, file, missing))
             if len(set(self.group.all_gather(loaded is not None and loaded.from_lossless_copy))) > 1:
                 self._with_copy = False  # one rank cannot read it, so none does
-                loaded, error = self.group.run_on_all_ranks(partial(self._try, candidate))
+                loaded, error = self.group.run_on_all_ranks(partial(self._try, file, missing))
             texts = self.group.all_gather(None if error is None else str(error))
             if not any(text is not None for text in texts):
                 assert loaded is not None
@@ -149,10 +154,35 @@ class Restorer:
         rank_zero = self.group.rank == 0
         return self.group.from_rank_0(self.group.run_on_all_ranks(lambda: found() if rank_zero else []))
 
-    def _try(self, step: int) -> tuple[Loaded | None, CheckpointError | None]:
-        """Decode a checkpoint. Returns the error if it is damaged."""
+    def _open(self, step: int) -> tuple[CheckpointFile | None, CheckpointError | None]:
+        """Open a checkpoint. Returns the error if it is missing or its header is damaged."""
         try:
-            return self._decode(self.run.file(step)), None
+            return self.run.file(step), None
+        except CheckpointError as error:
+            return None, error
+
+    def _check_same_on_all_ranks(self, file: CheckpointFile | None) -> None:
+        """Raise CheckpointError if ranks have opened different checkpoints of one step. Collective.
+
+        file: what this rank has opened, if it could.
+        """
+        identities = self.group.all_gather(None if file is None else file.header.identity)
+        opened = {identity: rank for rank, identity in reversed(list(enumerate(identities))) if identity is not None}
+        if len(opened) > 1:
+            first, other, *_ = sorted(opened.values())
+            raise CheckpointError(
+                f"{self.run.folder}: rank {other} has opened another checkpoint than rank {first}: the ranks do not "
+                "see the same folder. Nothing was changed. Give all ranks one folder on a file system that they share"
+            )
+
+    def _try(
+        self, file: CheckpointFile | None, missing: CheckpointError | None
+    ) -> tuple[Loaded | None, CheckpointError | None]:
+        """Decode a checkpoint. Returns the error if it is damaged. missing: why it could not be opened."""
+        if file is None:
+            return None, missing
+        try:
+            return self._decode(file), None
         except CheckpointError as error:
             return None, error
 
@@ -164,17 +194,23 @@ class Restorer:
         now = collect_to_compare(self.objects)  # outside the try: if an object fails, the file is not damaged
         targets = sharded_targets(now, self.objects, file.header)
 
-        def load(wanted: CheckpointFile) -> Tensors:
-            return load_shards(self.run, wanted, targets)
-
-        tensors = load(file)
-        copy = load_lossless_copy(self.run, file, self.skipped, load) if self._with_copy else None
-        source, stored = copy or (file, tensors)
         try:
-            values, in_place = self._values(source, stored, now, targets)
-            state = self._state(source, values, now)
+            own = SeenByRank(file.header, self.group.rank, self.group.size, self.objects)
+        except TypeError as error:
+            raise CheckpointError(f"{file.path}: it holds no state of a training ({error!r})") from error
+
+        def load(wanted: CheckpointFile) -> Tensors:
+            return load_shards(self.run, wanted, targets, own.left_out)
+
+        decoded = load(file)
+        copy = load_lossless_copy(self.run, file, self.skipped, load) if self._with_copy else None
+        source, decoded_here = copy or (file, decoded)
+        stored = own.tensors(decoded_here)
+        try:
+            values, in_place = self._values(source, stored, own.tree, now, targets)
+            state = self._state(source, values, own.tree, now)
             # Tensors that are filled in place do not have their values yet. Omitted ones are the present ones.
-            hashes = {memory_of(value): source.header.by_name[name].hash for name, value in values.items()}
+            hashes = {memory_of(value): own.hash_of(name, source.header) for name, value in values.items()}
             fit = compare(
                 self.objects,
                 now,
@@ -184,8 +220,9 @@ class Restorer:
                 lambda tensor: hashes.get(memory_of(tensor), ""),
             )
             fit.problems.extend(self._changed_omitted(source, values, targets))
+            own.fit_number_of_ranks(fit, self._selected, state, decoded_here)
             if self.strict:
-                raise_if_any(fit.problems, f"{file.path} (step {file.header.step})", _ADVICE)
+                raise_if_any(fit.problems, f"{file.path} (step {file.header.step})", own.advice + _ADVICE)
             rng_state = stored_rng_state(state, self.group.rank)
             if rng_state is not None and self._with_rng_state:
                 rng.check(rng_state)
@@ -196,7 +233,8 @@ class Restorer:
         restored = frozenset(name for name, value in values.items() if memory_of(value) in used)
         return Loaded(
             file,
-            tensors,
+            decoded,
+            own.tensors(decoded),
             fit.parts,
             [(local_of(target), stored[name]) for name, target in in_place.items() if name in restored],
             rng_state if self._with_rng_state else None,
@@ -210,6 +248,7 @@ class Restorer:
         self,
         source: CheckpointFile,
         stored: Mapping[str, StoredTensor],
+        tree: Any,
         now: Mapping[str, Any],
         targets: Mapping[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -220,8 +259,8 @@ class Restorer:
         omitted = _omitted(source)
         unchanged = unchanged_tensors(now, stored, self.hashes)
         to_load = {name: tensor for name, tensor in stored.items() if name not in unchanged and name not in omitted}
-        layouts = wanted_layouts(source.header.tree, to_load, self.objects, targets)
-        in_place = fillable_tensors(now, source.header.tree, to_load, targets, layouts)
+        layouts = wanted_layouts(tree, to_load, self.objects, targets)
+        in_place = fillable_tensors(now, tree, to_load, targets, layouts)
         with explain_out_of_memory(source, *source.header.entries):
             values = {
                 name: in_place[name] if name in in_place else new_tensor(tensor, layouts.get(name))
@@ -234,9 +273,11 @@ class Restorer:
                     tensor.values()  # raises while nothing has been changed
         return {**values, **unchanged}, in_place
 
-    def _state(self, source: CheckpointFile, values: dict[str, Tensor], now: Mapping[str, Any]) -> dict[str, Any]:
+    def _state(
+        self, source: CheckpointFile, values: dict[str, Tensor], tree: Any, now: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return the stored state with these tensors. For omitted tensors it has the objects' own."""
-        state = built_from(source, source.header.tree, values, stored_layouts=False)
+        state = built_from(source, tree, values, stored_layouts=False)
         if not isinstance(state, dict):
             raise TypeError(f"its state is a {type(state).__name__}")
         fill_in_omitted(now, state, _omitted(source))

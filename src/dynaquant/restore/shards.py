@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +12,9 @@ from torch import Tensor
 from dynaquant.errors import StateError
 from dynaquant.restore.in_place import STATE, parameters_of
 from dynaquant.state.flatten import flatten
+from dynaquant.state.of_ranks import is_of_a_rank
 from dynaquant.state.sharding import is_sharded, shard_of
+from dynaquant.store.chain import load_all
 from dynaquant.store.container import CheckpointFile, Header
 from dynaquant.store.frozen_files import external_tensor
 from dynaquant.store.reading import Tensors
@@ -44,6 +46,8 @@ def sharded_targets(now: Mapping[str, Any], objects: Mapping[str, Any], header: 
     parameters = parameters_of(objects)
     found: dict[str, Tensor] = {}
     for entry in header.entries:
+        if is_of_a_rank(entry.name):  # of a plain tensor
+            continue
         target = own.get(entry.name)
         if target is None and STATE in entry.name:
             target = parameters.get(entry.name.partition(STATE)[2].rpartition(".")[0])
@@ -52,15 +56,17 @@ def sharded_targets(now: Mapping[str, Any], objects: Mapping[str, Any], header: 
     return found
 
 
-def load_shards(run: Run, file: CheckpointFile, targets: Mapping[str, Tensor]) -> Tensors:
+def load_shards(
+    run: Run, file: CheckpointFile, targets: Mapping[str, Tensor], leave_out: Collection[str] = ()
+) -> Tensors:
     """Decode what this rank holds of a checkpoint's tensors, each checked against its hash.
 
-    targets: DTensors of the stored shapes, by stored name; other tensors are decoded as a whole. Raises
-    CheckpointError if a tensor is damaged.
+    targets: DTensors of the stored shapes, by stored name; other tensors are decoded as a whole. leave_out: names of
+    tensors that are not decoded. Raises CheckpointError if a tensor is damaged.
     """
     if not targets:
-        return run.load(file)
-    entries = [entry for entry in file.header.entries if not entry.omitted]
+        return load_all(run.chain(file), [e.name for e in file.header.entries if e.name not in leave_out])
+    entries = [entry for entry in file.header.entries if not entry.omitted and entry.name not in leave_out]
     shards = {
         entry.name: shard_of(targets[entry.name]) if entry.name in targets else Shard.whole(entry.shape)
         for entry in entries

@@ -11,6 +11,7 @@
 - ``saver.py``: the stages of a save, in order
 - ``rank_zero.py``: what only rank 0 does
 - ``capture.py``: the state as a tree and live tensors
+- ``differences.py``: what differs between the ranks, and is stored for each of them
 - ``division.py``: how the tensors are divided among the ranks, and which rank writes what
 - ``compressed.py``: a state as it is to be stored
 - ``compressor.py``: how each tensor is stored; the stages are the next nine files

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from dynaquant.errors import StateError
+from dynaquant.saving.differences import Differences, find_differences
 from dynaquant.saving.division import Division, divide
 from dynaquant.saving.rank_zero import rng_states_of_other_ranks
 from dynaquant.state.bound import Bound
 from dynaquant.state.flatten import flatten
+from dynaquant.state.of_ranks import with_ranks
 from dynaquant.state.roles import Label, labels
 from dynaquant.state.sharding import local_of, reshard
 from dynaquant.state.tree import without_tensors
@@ -25,6 +28,8 @@ from dynaquant.training.objects import models_of
 from dynaquant.training.ranks import Group
 from dynaquant.training.shards import WHOLE, Shards
 
+log = logging.getLogger("dynaquant")
+
 
 @dataclass(frozen=True)
 class Captured:
@@ -35,6 +40,7 @@ class Captured:
     omitted, or that lie in a usable file of frozen parameters. Both are empty if there is no last checkpoint. division:
     of the tensors among the ranks; None if every rank holds all of them. exact_optimizers: names of those whose moments
     are stored exactly, each with the reason. updated: names of parameters that train whatever their ``requires_grad``.
+    differences: what differs between ranks. notes: for the record.
     """
 
     tree: Any
@@ -45,6 +51,8 @@ class Captured:
     division: Division | None = None
     exact_optimizers: Mapping[str, str] = field(default_factory=dict)
     updated: frozenset[str] = frozenset()
+    differences: Differences = field(default_factory=Differences)
+    notes: Sequence[str] = ()
 
     @property
     def shards(self) -> Shards:
@@ -63,13 +71,17 @@ def capture(
     vectors: bool,
     run: Run,
     base: Base | None,
+    rank_0_only: Collection[str],
+    differed: Collection[str] | None,
     group: Group,
     updated: frozenset[str],
 ) -> Captured:
     """Capture the state of the objects. Collective.
 
     roles: overrides by glob pattern. vectors: whether parameters of one dimension are weights. base: the last
-    checkpoint. updated: names of parameters that an optimizer has updated lately.
+    checkpoint. rank_0_only: names of tensors of which rank 0's values count, although ranks may hold others. differed:
+    names of tensors that differed between ranks at the last save; None: compare all. updated: names of parameters that
+    an optimizer has updated lately.
 
     Raises StateError for a state that cannot be stored.
     """
@@ -86,15 +98,28 @@ def capture(
     omitted = _omitted(label_of)
     if division is not None:
         _refuse_omitted(omitted)
-        return Captured(tree, local, label_of, {}, {}, division, exact, updated)
+    tree = without_tensors(tree, omitted) if omitted else tree
+    left_out = {*omitted, *rank_0_only, *(division.shards.held if division is not None else ())}
+    here = {name: local_of(tensor) for name, tensor in tensors.items()}  # a rank may hold more than rank 0 does
+    differences = find_differences(tree, here, left_out, objects, differed, group)
+    notes = differences.note(label_of)
+    for note in notes if group.rank == 0 and set(differences.names) != set(differed or ()) else ():
+        log.warning(note)
+    label_of = differences.exact(label_of)
+    if differences.ranks:
+        tree = with_ranks(tree, differences.ranks)
+    if division is not None:
+        return Captured(tree, local, label_of, {}, {}, division, exact, updated, differences, notes)
     return Captured(
-        without_tensors(tree, omitted) if omitted else tree,
+        tree,
         local,
         label_of,
         last_hashes={} if base is None else base.hashes,
         last_external={} if base is None else run.frozen_files.available(base.tensors),
         exact_optimizers=exact,
         updated=updated,
+        differences=differences,
+        notes=notes,
     )
 
 

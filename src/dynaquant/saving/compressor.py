@@ -203,13 +203,14 @@ class Compressor:
             )
             # A master weight is stored instead of its half-precision weight, and gets that weight's label.
             labels = {**captured.labels, **{master: captured.labels[name] for name, master in master_of.items()}}
+            assembled, division, labels = captured.differences.add(assembled, division, labels, self._group)
         return Compressed(
             assembled,
             division,
             frozen.unchanged,
             labels,
             decision,
-            notes,
+            [*captured.notes, *notes],
             comparison.last_weights(quantized),
             limit if not comparison.unchanged else self._last_limit,
             budget,
@@ -350,7 +351,7 @@ class Compressor:
         alone = has_others or self.method != "grid"
         if self._group.size == 1 or any(self._group.all_gather(alone)):
             return None
-        return share_writing(tensors, captured.labels, self._group)
+        return share_writing(tensors, captured.labels, captured.differences.names, self._group)
 
     def _assembled(
         self,

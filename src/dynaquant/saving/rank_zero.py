@@ -8,14 +8,18 @@ other ranks contribute the states of their random number generators.
 from __future__ import annotations
 
 import logging
+import socket
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from dynaquant.errors import CheckpointError
 from dynaquant.saving.record import Record, record_without_file
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.run import Run
@@ -25,6 +29,9 @@ from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
 T = TypeVar("T")
+
+SECONDS_TO_APPEAR = 3.0
+"""How long a rank looks for a file that rank 0 has just written."""
 
 
 def on_rank_zero(action: Callable[[], T], group: Group) -> T | None:
@@ -38,9 +45,44 @@ def on_rank_zero(action: Callable[[], T], group: Group) -> T | None:
 def hold_for_writing(run: WritableRun, lock: ExitStack, group: Group) -> None:
     """Take the run's lock on rank 0. Closing ``lock`` releases it. Collective.
 
-    Raises CheckpointError if another process or Checkpointer holds the run.
+    Raises CheckpointError if another process or Checkpointer holds the run, or a rank does not see its folder.
     """
     on_rank_zero(lambda: lock.enter_context(run.locked()), group)
+    _check_shared(run, group)
+
+
+def _check_shared(run: WritableRun, group: Group) -> None:
+    """Raise CheckpointError unless all ranks see the folder that rank 0 has locked. Collective.
+
+    Rank 0 writes a file with a random name there, which the others look for.
+    """
+    if group.size == 1:
+        return
+    token = group.from_rank_0(on_rank_zero(run.leave_token, group))
+    try:
+        sees = group.run_on_all_ranks(lambda: _appears(run.folder / str(token)))
+        found = group.all_gather((sees, socket.gethostname(), str(run.folder.absolute())))
+    finally:
+        on_rank_zero(lambda: (run.folder / str(token)).unlink(missing_ok=True), group)
+    blind = [(rank, host, folder) for rank, (sees, host, folder) in enumerate(found) if not sees]
+    if blind:
+        rank, host, folder = blind[0]
+        more = f" (nor do {len(blind) - 1} other ranks)" if len(blind) > 1 else ""
+        raise CheckpointError(
+            f"{folder} on {host} is not the folder that rank 0 writes to, which is {found[0][2]} on {found[0][1]}: "
+            f"rank {rank} does not see what rank 0 has written there{more}. Give all ranks one folder on a file system "
+            "that they share (such as NFS or Lustre)"
+        )
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there, or is soon: a network file system may show it a little later."""
+    end = time.monotonic() + SECONDS_TO_APPEAR
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def warn_of_other_checkpoints(run: Run, group: Group) -> None:

@@ -44,7 +44,8 @@ class Saver:
     """Saves the states of one training. All ranks call ``save`` together, with the same step.
 
     objects: the objects of the training, by name. roles: overrides by glob pattern. turn: raises the errors of
-    forbidden calls from inside ``evaluate``. corrections: of first moments after a restore.
+    forbidden calls from inside ``evaluate``. corrections: of first moments after a restore. rank_0_only: names of
+    tensors that are stored as on rank 0, although ranks may hold others.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class Saver:
         turn: Turn,
         group: Group,
         corrections: MomentCorrections,
+        rank_0_only: Collection[str],
     ) -> None:
         self._run, self._objects, self._roles, self._group = run, objects, roles, group
         self._compressor, self._writer, self._turn = compressor, writer, turn
-        self._corrections = corrections
+        self._corrections, self._rank_0_only = corrections, rank_0_only
+        self._differed: Collection[str] | None = None  # names of tensors that differed between ranks; None: unknown
         self.schedule = schedule
         self._costs = deque([TYPICAL_EQUIVALENTS], maxlen=SEARCHES_REMEMBERED)  # of the last searches
         self._has_checkpoint = False  # whether this training has saved or restored one
@@ -85,6 +88,8 @@ class Saver:
                 self._compressor.vectors,
                 self._run,
                 self._writer.base,
+                self._rank_0_only,
+                self._differed,
                 self._group,
                 self._compressor.updates.updated,
             )
@@ -98,6 +103,7 @@ class Saver:
         self.schedule = schedule
         self._costs.append(cost)
         self._has_checkpoint = True
+        self._differed = captured.differences.names
         self._compressor.saved(compressed, schedule.soonest)
         self._corrections.saved()
         return future
@@ -105,17 +111,19 @@ class Saver:
     def resume(
         self,
         header: Header,
+        stored: Mapping[str, StoredTensor],
         tensors: Mapping[str, StoredTensor],
         restored: Collection[str],
         from_lossless_copy: bool,
     ) -> None:
         """Continue from a restored checkpoint.
 
-        tensors: the checkpoint's stored tensors by name. restored: names of the tensors that models and optimizers got.
-        from_lossless_copy: whether they got the values of the lossless copy instead.
+        stored: the checkpoint's tensors by their stored names, as far as this rank has decoded them. tensors: those of
+        this rank's state, by name. restored: names of the tensors that models and optimizers got. from_lossless_copy:
+        whether they got the values of the lossless copy instead.
         """
-        self._writer.base = Base.from_loaded(header, tensors)
-        self._has_checkpoint = True
+        self._writer.base = Base.from_loaded(header, stored)
+        self._has_checkpoint, self._differed = True, None
         self._compressor.resume(header, {n: t for n, t in tensors.items() if n in restored}, from_lossless_copy)
         self.schedule.begin(header.step, header.record.get("interval"))
         self._measure_movement_from_here(self.schedule)

@@ -3,6 +3,7 @@
 - ``flatten.py``: converts a state to a JSON tree and named tensors, and back
 - ``plain.py``: the part of a state that can be stored
 - ``tree.py``: queries on such a JSON tree: the model in it, the tensors that a node names
+- ``of_ranks.py``: what differs between the ranks of a training, in such a tree
 - ``wrappers.py``: unwraps models and optimizers; names of tensors in the bare model
 - ``bound.py``: a role with a number, the largest error of a value
 - ``sharding.py``: DTensors: what this rank holds of a sharded tensor

@@ -7,7 +7,7 @@ functions skip nodes that they do not understand.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -178,3 +178,13 @@ def without_tensors(tree: Any, names: Collection[str]) -> Any:
         else without_tensors(value, names)
         for key, value in tree.items()
     }
+
+
+def renamed(node: Any, names: Mapping[str, str]) -> Any:
+    """Return a node with other names of tensors and arrays. names: the new names by the old ones."""
+    if isinstance(node, list):
+        return [renamed(value, names) for value in node]
+    if not isinstance(node, dict):
+        return node
+    kinds = ("tensor", "parameter", "ndarray")
+    return {k: names.get(v, v) if k in kinds and isinstance(v, str) else renamed(v, names) for k, v in node.items()}

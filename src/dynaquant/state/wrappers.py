@@ -33,6 +33,20 @@ def named_parameters(module: nn.Module, remove_duplicate: bool = True) -> Iterat
         yield _bare_name(name, paths), parameter
 
 
+def broadcast_buffers(module: nn.Module) -> set[str]:
+    """Return the names, in the bare model, of the buffers that DistributedDataParallel copies from rank 0 to all."""
+    found: set[int] = set()
+    for child in module.modules():
+        if not isinstance(child, DistributedDataParallel) or not child.broadcast_buffers:
+            continue
+        if child.process_group.size() == torch.distributed.get_world_size():
+            ignored = child.parameters_to_ignore
+            found |= {id(buffer) for name, buffer in child.module.named_buffers() if name not in ignored}
+    inside = bare(module)
+    paths = bare_paths(inside)
+    return {_bare_name(name, paths) for name, buffer in inside.named_buffers() if id(buffer) in found}
+
+
 def bare_paths(module: nn.Module) -> dict[str, str]:
     """Map the path of the module and of every module inside it to the path in the bare model."""
     modules = dict(module.named_modules(remove_duplicate=False))

@@ -70,6 +70,15 @@ class WritableRun(Run):
             finally:
                 self._lock = None
 
+    def leave_token(self) -> str:
+        """Create an empty file with a random name in the folder, and return the name.
+
+        Whoever sees the file sees this folder. The caller deletes it; if it is killed, the next writer does.
+        """
+        name = f"token-{secrets.token_hex(8)}{SUFFIX}{_TEMPORARY}"
+        (self.folder / name).touch(exist_ok=False)
+        return name
+
     def _check_lock(self) -> None:
         """Raise CheckpointError if the run was locked, and another folder has taken its place since."""
         if self._lock is not None:

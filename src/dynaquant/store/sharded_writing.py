@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dynaquant.coding.encoder import Coder
 from dynaquant.coding.schemes import Sharded
+from dynaquant.errors import CheckpointError
 from dynaquant.state.roles import Label
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import CheckpointFile, Header
@@ -150,6 +151,11 @@ def write_part(
     the last checkpoint, by their name in a part. Returns what the checkpoint has to know, and the next part's base.
     again: the part is re-coded, and others may depend on its levels. If this fails, a file may be left at the path.
     """
+    if not path.parent.is_dir():
+        raise CheckpointError(
+            f"{path.parent}: this process does not see the folder for the parts of the checkpoint, which another one "
+            "has made there: all processes need one folder on a file system that they share"
+        )
     tensors: dict[str, StoredTensor] = {}
     labels: dict[str, Label] = {}
     for tensor, box in own:

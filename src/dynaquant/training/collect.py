@@ -25,7 +25,7 @@ from dynaquant.training.objects import (
     generator_state,
     generator_states,
 )
-from dynaquant.training.packed import unpacked
+from dynaquant.training.packed import count, unpacked
 from dynaquant.training.supported import LOADER_ADVICE
 
 
@@ -87,6 +87,12 @@ def stored_rng_state(state: Mapping[str, Any], rank: int) -> dict[str, Any] | No
     if isinstance(ranks, torch.Tensor):
         return unpacked(ranks, rank - 1)  # type: ignore[no-any-return]
     return ranks[rank - 1] if rank <= len(ranks) else None  # checkpoints of early versions hold a list
+
+
+def number_of_ranks(state: Mapping[str, Any]) -> int:
+    """Return how many ranks have saved a state. Raises ValueError if it is damaged."""
+    ranks = state[RNG].get("ranks", [])
+    return 1 + (count(ranks) if isinstance(ranks, torch.Tensor) else len(ranks))
 
 
 def state_of(thing: Any, parameters: Sequence[Sequence[str]] | None = None) -> Any:

@@ -17,9 +17,20 @@ from dynaquant.training.expanded import can_hold, copy_into, is_expanded
 from dynaquant.training.objects import GENERATOR, set_generator_state
 
 
+class StatesOfRanks(tuple[Any, ...]):
+    """The states of an extra on all ranks that saved it, for ``load_state_of_ranks``, a method of the extra."""
+
+
+def divides_its_state(thing: Any) -> bool:
+    """Whether an object can load the states of another number of ranks."""
+    return callable(getattr(thing, "load_state_of_ranks", None))
+
+
 def load_state(thing: Any, state: Any) -> None:
     """Load a state into an object. The state must fit it (``restore/fitting.py``)."""
-    if isinstance(thing, nn.Module):
+    if isinstance(state, StatesOfRanks):
+        thing.load_state_of_ranks(list(state))
+    elif isinstance(thing, nn.Module):
         _load_module(thing, state)
     elif isinstance(thing, torch.optim.Optimizer):
         _load_optimizer(thing, state)

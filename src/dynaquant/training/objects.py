@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from dynaquant.errors import StateError
-from dynaquant.state.wrappers import bare
+from dynaquant.state.of_ranks import RANKS
+from dynaquant.state.wrappers import bare, broadcast_buffers
 
 MAIN = ("model", "optimizer")
 """Objects that are not extras. They are restored last. Several models are named ``"model.<name>"``; in the
@@ -46,10 +47,19 @@ def objects_of(model: Any, optimizer: Any, extras: Mapping[str, Any]) -> dict[st
             if not hasattr(each, "param_groups"):
                 raise StateError(f"{name} must be an optimizer, not a {type(each).__qualname__}; give it as an extra")
         objects.update(optimizers)
-    taken = {name for name in extras if name in RESERVED or str(name).partition(".")[0] in MAIN}
+    taken = {name for name in extras if name in RESERVED or str(name).partition(".")[0] in (*MAIN, RANKS)}
     if taken:
         raise ValueError(f"extras cannot be called {' or '.join(sorted(taken))}; those names are taken")
     return {name: bare(thing) for name, thing in {**objects, **extras}.items()}
+
+
+def buffers_of_rank_0(model: Any) -> frozenset[str]:
+    """Return the names, in the state, of the buffers that every forward pass sets to those of rank 0 on all ranks.
+
+    model: one module, or several by name, with their wrappers.
+    """
+    named = _one_or_several("model", model).items()
+    return frozenset(f"{name}.{path}" for name, module in named for path in broadcast_buffers(module))
 
 
 def models_of(objects: Mapping[str, Any]) -> nn.Module:

@@ -36,6 +36,14 @@ def joined(states: Sequence[bytes]) -> Tensor:
     return torch.from_numpy(np.frombuffer(b"".join(pieces), dtype=np.uint8).copy())
 
 
+def count(joined: Tensor) -> int:
+    """Return how many states ``joined`` has packed. Raises ValueError if it is damaged."""
+    rest, found = memoryview(joined.numpy().tobytes()), 0
+    while rest:
+        found, rest = found + 1, _cut(rest)[1]
+    return found
+
+
 def unpacked(joined: Tensor, number: int) -> Any:
     """Return one of the states that ``joined`` has packed; None if there are fewer. Raises ValueError if damaged."""
     rest = memoryview(joined.numpy().tobytes())

@@ -18,6 +18,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+EVALUATE = "evaluate"
+"""What a rank does while it evaluates."""
+_FAILED = " failed"
+_MOST_LISTED = 8
+"""Ranks that a message lists."""
+_SAME_IN_EVALUATE = (
+    "Operations of torch.distributed in evaluate, and forward passes of a sharded model, wait for all ranks: do the "
+    "same there on all ranks"
+)
+
+
 class _OtherRankFailedError(Exception):
     """Another rank has failed in ``Group.run_reducing``."""
 
@@ -33,8 +44,11 @@ class Group:
     alone: a group of this process only, whatever other processes there are. Nothing is collective then.
     """
 
+    _created = 0  # groups of several ranks, in this process; all ranks create as many
+
     def __init__(self, alone: bool = False) -> None:
         self._group: dist.ProcessGroup | None = None
+        self._board: _Board | None = None
         self._saw_communication = False
         self._untold: Exception | None = None
         self.rank, self.size = 0, 1
@@ -47,6 +61,8 @@ class Group:
                 # The default group may use NCCL, which moves only CUDA tensors. By itself, a new group waits as long as
                 # PyTorch's default, whatever the timeout of the training is.
                 self._group = dist.new_group(backend="gloo", timeout=_timeout())
+            Group._created += 1
+            self._board = _Board(Group._created, self.rank, self.size)
         # Unlike ``weakref.finalize``, this does nothing in forks of this process, which do not have the threads.
         self._end = Finalize(self, _destroy, (self._group,), exitpriority=0)
 
@@ -57,7 +73,7 @@ class Group:
         interpreter ends, the process aborts (https://github.com/pytorch/pytorch/issues/190489). So this is also called
         when the group is garbage-collected, or the process ends.
         """
-        self._group = None
+        self._group = self._board = None
         self._end()
 
     def all_gather(self, value: T) -> list[T]:
@@ -102,19 +118,54 @@ class Group:
         return Numbers(*found)
 
     @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Let the other ranks know what this rank does, in case they wait for it in vain. Not collective."""
+        if (board := self._board) is None:
+            yield
+            return
+        before = board.own
+        board.write(what)
+        try:
+            yield
+        except BaseException:
+            board.write(before, f"{what}{_FAILED}")
+            raise
+        board.write(before)
+
+    @contextmanager
     def _others_must_answer(self) -> Iterator[None]:
         """Explain an error of Gloo, which names no rank and says nothing about the run."""
         try:
             yield
         except RuntimeError as error:
-            others = [str(rank) for rank in range(self.size) if rank != self.rank]
-            which = f"rank {others[0]}" if len(others) == 1 else "another rank"
             first = "" if self._untold is None else f"rank {self.rank} failed: {_in_words(self._untold)}; then "
             raise DynaquantError(
-                f"{first}rank {self.rank} waited for {which}, which has stopped, or has not answered within the "
-                "timeout of the process group; look at the output of all ranks for the first error. The run keeps its "
-                "last commit: start the training again, and restore() continues from there"
+                f"{first}rank {self.rank} waited{self._for_whom()}. The run keeps its last commit: start the training "
+                "again, and restore() continues from there"
             ) from (self._untold or error)
+
+    def _for_whom(self) -> str:
+        """Return which ranks have not answered, as far as they have said what they do, and what to do about it."""
+        own, others = ("", {}) if self._board is None else (self._board.own, self._board.read())
+        where = f" in {own}" if own else ""
+        late = "when the timeout of the process group (init_process_group(timeout=…)) ended"
+
+        def which(*doing: str) -> str:
+            return _in_list([rank for rank, what in others.items() if what in doing])
+
+        if self._untold is not None and "timed out" in str(self._untold).lower():
+            return f"{where}. {_SAME_IN_EVALUATE}"
+        if ranks := which(EVALUATE):
+            return f"{where} for {ranks}, still in evaluate {late}. {_SAME_IN_EVALUATE}, or allow more time"
+        if ranks := which(EVALUATE + _FAILED):
+            return f"{where} for {ranks}, where evaluate failed: look at the output there. {_SAME_IN_EVALUATE}"
+        if own and (ranks := which("")):
+            return f"{where} for {ranks}, not in {own} {late}. Call {own} on all ranks, at the same steps"
+        ranks = which(own + _FAILED) or (f"rank {1 - self.rank}" if self.size == 2 else "another rank")
+        return (
+            f"{where} for {ranks}, which has stopped, or has not answered within the timeout of the process group; "
+            "look at the output of all ranks for the first error"
+        )
 
     def will_tell(self, error: Exception | None) -> Exception | None:
         """Remember an error of this rank until the other ranks are told of it, in case they cannot be reached."""
@@ -185,7 +236,8 @@ class Group:
         def watched(*args: P.args, **kwargs: P.kwargs) -> T:
             before = _operations(own)
             try:
-                return function(*args, **kwargs)
+                with self.doing(EVALUATE):
+                    return function(*args, **kwargs)
             finally:
                 self._saw_communication |= before is None or _operations(own) != before
 
@@ -244,6 +296,44 @@ class Lockstep:
         answers = self._group.all_gather((wanted, failed))
         self._ended = any(failed for _, failed in answers) or not any(wanted for wanted, _ in answers)
         return not self._ended
+
+
+class _Board:
+    """Tells the ranks what each of them does, through the store of the training's process group.
+
+    If the store cannot be reached, nothing is known. number: of the group, the same on all ranks.
+    """
+
+    def __init__(self, number: int, rank: int, size: int) -> None:
+        self._keys = [f"dynaquant/{number}/{each}" for each in range(size)]
+        self._rank, self.own = rank, ""
+        with suppress(AttributeError, RuntimeError, ValueError):  # PyTorch has no public function for this
+            self._store: Any = dist.distributed_c10d._get_default_store()
+        self.write("")
+
+    def write(self, what: str, told: str | None = None) -> None:
+        """Tell what this rank does. told: what the others read instead."""
+        self.own = what
+        with suppress(AttributeError, RuntimeError, ValueError):
+            self._store.set(self._keys[self._rank], what if told is None else told)
+
+    def read(self) -> dict[int, str]:
+        """Return what the other ranks do, as far as they have told, by rank."""
+        found = {}
+        with suppress(AttributeError, RuntimeError, ValueError):
+            for rank, key in enumerate(self._keys):
+                if rank != self._rank and self._store.check([key]):
+                    found[rank] = self._store.get(key).decode()
+        return found
+
+
+def _in_list(numbers: Sequence[int]) -> str:
+    """Return ranks in words; an empty text for none."""
+    if not numbers:
+        return ""
+    shown = [str(number) for number in numbers[:_MOST_LISTED]]
+    more = f" and {len(numbers) - len(shown)} others" if len(numbers) > len(shown) else ""
+    return f"rank {shown[0]}" if len(numbers) == 1 else f"ranks {', '.join(shown)}{more}"
 
 
 def _destroy(group: dist.ProcessGroup | None) -> None:

@@ -1,0 +1,277 @@
+"""Trainings on two ranks that do not see, hold or do the same. Run by ``launched``.
+
+ranks_apart.py FOLDER [SCENARIO…]: writes what each scenario has found into ``rank-<rank>.json``.
+ranks_apart.py FOLDER waiting CASE: the same of one case in which ranks wait in vain.
+"""
+
+import json
+import os
+import sys
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from sharded_training import batches_of, begin, end, folder, loss_of, model_of, state_of, train
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import dynaquant as dq
+from dynaquant.store.run import Run
+
+
+def adam(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def text_of(action):
+    """Return the error that an action raises, as text, or its result."""
+    try:
+        return action()
+    except dq.DynaquantError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+# Ranks do not see the same folder.
+
+
+def own_folders(layout, run):
+    model = model_of(layout)
+    return text_of(lambda: dq.Checkpointer(run / f"rank-{dist.get_rank()}", model, adam(model)))
+
+
+def other_checkpoints(layout, run):
+    """Rank 1 sees another run of the same steps from the moment on at which the Checkpointer is open."""
+    for seed in (1, 2):
+        model = model_of(layout)
+        optimizer = adam(model)
+        train(model, optimizer, seed)
+        with dq.Checkpointer(run / f"run-{seed}", model, optimizer) as ckpt:
+            ckpt.save(10).result()
+    link = run / f"seen-by-{dist.get_rank()}"
+    link.symlink_to(run / "run-1")
+    before = state_of(model, optimizer)
+    with dq.Checkpointer(link, model, optimizer) as ckpt:
+        if dist.get_rank() == 1:
+            link.unlink()
+            link.symlink_to(run / "run-2")
+        found = text_of(ckpt.restore)
+    after = state_of(model, optimizer)
+    return {"restored": found, "unchanged": all(torch.equal(after[name], before[name]) for name in before)}
+
+
+# Ranks hold different values.
+
+
+class Position:
+    """The position of a loader: its state differs between ranks, also in its form."""
+
+    def __init__(self, rank):
+        self.next, self.order = 5 * rank + 2, torch.arange(3 + rank)
+
+    def state_dict(self):
+        return {"next": self.next, "order": self.order, **({"late": [1.5]} if self.next > 5 else {})}
+
+    def load_state_dict(self, state):
+        self.next, self.order = state["next"], state["order"]
+
+
+class Divided(Position):
+    """The same, of a loader that can divide its position among another number of ranks."""
+
+    def load_state_of_ranks(self, states):
+        self.next, self.order = sum(each["next"] for each in states), torch.cat([each["order"] for each in states])
+
+
+class Experts(nn.Module):
+    """A layer that all ranks hold alike, and an expert of each rank."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.shared, self.expert = nn.Linear(width, width), nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x):
+        return self.norm(self.shared(x)) + self.expert(x)
+
+
+class Apart:
+    """A training whose ranks share one layer only. All else differs: expert, momentum, statistics, extras."""
+
+    def __init__(self, width=16, sharded=False, apart=True, **options):
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        torch.manual_seed(7)
+        self.model = Experts(width)
+        self.apart = apart
+        if apart:
+            torch.manual_seed(rank)
+            nn.init.normal_(self.model.expert.weight)
+        if sharded:
+            fully_shard(self.model, ignored_params=set(self.model.expert.parameters()))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.extras = {"loader": Position(rank), "divided": Divided(rank), "memory": {"seen": torch.ones(2) * rank}}
+        self.options = options
+
+    def open(self, run):
+        return dq.Checkpointer(run, self.model, self.optimizer, extras=self.extras, **self.options)
+
+    def step(self, number):
+        rank = dist.get_rank() if dist.is_initialized() and self.apart else 0
+        torch.manual_seed(10 * number + rank)
+        self.model(torch.randn(8, self.model.norm.num_features)).square().mean().backward()
+        if dist.is_initialized():
+            for parameter in self.model.shared.parameters():
+                if not isinstance(parameter, DTensor):
+                    dist.all_reduce(parameter.grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for extra in self.extras.values():
+            if isinstance(extra, dict):
+                extra["seen"] += 1
+            else:
+                extra.next += 1
+
+    def state(self):
+        """Return all that this rank holds."""
+        found = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in self.model.state_dict().items()}
+        for name, parameter in self.model.named_parameters():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                found[f"{name}.{key}"] = value.full_tensor() if isinstance(value, DTensor) else value
+        for name, extra in self.extras.items():
+            state = extra if isinstance(extra, dict) else extra.state_dict()
+            found |= {f"{name}.{key}": torch.as_tensor(value) for key, value in state.items()}
+        return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def apart(saves, options, run):
+    """Save, restore into a fresh training, and go on with both."""
+    training = Apart(**options)
+    with training.open(run) as ckpt:
+        for number in range(saves):
+            training.step(number)
+            record = ckpt.save(number).result()
+    wanted = training.state()
+    fresh = Apart(**options)
+    with fresh.open(run) as ckpt:
+        step, found = ckpt.restore(), fresh.state()
+        exact = options.get("quality") == "lossless" or options.get("exact") == "latest"
+        alike = ("shared", "norm.weight", "norm.bias") if options.get("sharded") else ("shared",)
+        differing = [name for name in wanted if exact or not name.startswith(alike)]
+        wrong = [n for n in differing if n not in found or not torch.equal(found[n], wanted[n])]
+        for number in range(saves, saves + 2):
+            fresh.step(number)
+            ckpt.save(number).result()
+    if exact:
+        for number in range(saves, saves + 2):
+            training.step(number)
+        last, goes_on = training.state(), fresh.state()
+        wrong += [f"then {name}" for name in last if not torch.equal(goes_on[name], last[name])]
+    header = Run(run).files()[0][-1].header
+    return {
+        "step": step,
+        "wrong": wrong,
+        "differs": sorted(entry.name for entry in header.entries if entry.name.startswith("ranks.")),
+        "sharded": header.parts is not None,
+        "noted": any("differ between ranks" in note for note in record.notes),
+    }
+
+
+def later(run):
+    """The ranks hold the same at first, then not, then the same again."""
+    training = Apart(apart=False, quality="lossless")
+    training.extras = {}
+    found = []
+    with training.open(run) as ckpt:
+        for number in range(5):
+            training.step(number)
+            with torch.no_grad():
+                training.model.expert.weight += dist.get_rank() * (number in (2, 3))
+                if number == 4:
+                    dist.broadcast(training.model.expert.weight, 0)
+            ckpt.save(number).result()
+            dist.barrier()
+            names = Run(run).file(number).header.by_name
+            found.append([name for name in names if name.startswith("ranks.")])
+            dist.barrier()
+    return found
+
+
+def broadcast_buffers(run):
+    """DDP sets buffers to those of rank 0, so others are not stored."""
+    training = Apart(apart=False)
+    training.extras = {}
+    training.model = DistributedDataParallel(training.model)
+    with training.open(run) as ckpt:
+        torch.manual_seed(dist.get_rank())
+        training.model(torch.randn(8, 16)).square().mean().backward()
+        training.optimizer.step()
+        ckpt.save(1).result()
+    dist.barrier()
+    return [name for name in Run(run).file(1).header.by_name if name.startswith("ranks.")]
+
+
+# Ranks wait for one that does something else.
+
+SECONDS = 5
+"""The timeout of the process group where a rank waits in vain."""
+
+
+def waiting(case, run):
+    """case: what only rank 0 does: a forward pass in evaluate, an evaluate that takes long, or the save."""
+    model = model_of("fsdp" if case == "forward" else "plain")
+    optimizer = adam(model)
+    train(model, optimizer, 1)
+
+    def evaluate(judged):
+        if dist.get_rank() > 0:
+            return 1.0
+        if case == "forward":
+            return float(loss_of(judged, batches_of(5, 1)[0]))
+        time.sleep(2 * SECONDS)
+        return 1.0
+
+    ckpt = dq.Checkpointer(run, model, optimizer, evaluate=evaluate if case != "save" else None)
+    if case == "save" and dist.get_rank() > 0:
+        time.sleep(2 * SECONDS)
+        return None
+    return text_of(lambda: ckpt.save(1).result())
+
+
+SCENARIOS = {
+    "apart: small": partial(apart, 3, {}),
+    "apart: lossless": partial(apart, 3, {"quality": "lossless"}),
+    "apart: copy": partial(apart, 2, {"exact": "latest"}),
+    "apart: published": partial(apart, 2, {"method": "published"}),
+    "apart: shared writing": partial(apart, 3, {"width": 640, "quality": "lossless"}),
+    "apart: sharded": partial(apart, 3, {"sharded": True, "quality": "lossless"}),
+    "apart: sharded, quantized": partial(apart, 3, {"sharded": True}),
+    "later": later,
+    "broadcast buffers": broadcast_buffers,
+    **{f"own folders: {layout}": partial(own_folders, layout) for layout in ("plain", "fsdp")},
+    **{f"other checkpoints: {layout}": partial(other_checkpoints, layout) for layout in ("plain", "fsdp")},
+}
+
+
+def main(*names):
+    if names and names[0] == "waiting":
+        begin(SECONDS)
+        found = waiting(names[1], folder() / "run")
+        (folder() / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
+        os._exit(0)  # the other rank does not answer any more
+    begin()
+    found = {}
+    for name in names or SCENARIOS:
+        run = folder() / name.replace(": ", "-").replace(" ", "-")
+        run.mkdir(exist_ok=True)
+        try:
+            found[name] = SCENARIOS[name](run)
+        except Exception as error:
+            found[name] = {"raised": f"{type(error).__name__}: {error}"}
+        (folder() / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
+    end()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[2:])
