@@ -312,7 +312,7 @@ class Checkpointer:
 
         Returns once the state is captured and its configuration is found. Encoding, writing and verifying run in the
         background. ``result()`` of the returned future waits for them and returns the record of the save. A checkpoint
-        of the same step is replaced.
+        of the same step is replaced. If it has a tag, or is among the ``keep_best`` best, it stays, under its tag.
 
         Raises the error of the previous save's background write, if it failed; ValueError for a step out of range;
         StateError for a state that cannot be stored. If ``evaluate`` raises or returns no number: raises EvaluateError

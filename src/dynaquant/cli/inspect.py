@@ -30,14 +30,21 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
     from dynaquant.store.container import open_if_exists
     from dynaquant.store.frozen_files import PREFIX
     from dynaquant.store.listing import checkpoint_paths
-    from dynaquant.store.tags import tags_of
+    from dynaquant.store.tags import is_tagged, tags_of
 
     run, files = open_run(folder)
+    replaced = [file for file in run.replaced()[0] if is_tagged(run, file)]
+    files = sorted([*files, *replaced], key=lambda file: file.header.sequence)
     records = [record_of(file) for file in files]
     known = tags_of(run)
-    tags = {file.header.step: [tag.name for tag in known if tag.refers_to(file)] for file in files}
+    tags = [[tag.name for tag in known if tag.refers_to(file)] for file in files]
     if as_json:
-        output.print_json([{**record.to_json(), "tags": tags[record.step]} for record in records])
+        output.print_json(
+            [
+                {**record.to_json(), "tags": names, "replaced": file in replaced}
+                for file, record, names in zip(files, records, tags, strict=True)
+            ]
+        )
         return
     table = output.table(
         "step", "tags", "parent", "size", "ratio", "weights", "degradation", "limit", "configuration", "found by"
@@ -291,7 +298,11 @@ def verify(folder: RunOrFile, as_json: AsJson = False) -> None:
     found = dict(output.with_progress(verify_run(run), "verifying", len(summaries)))
     damaged = [str(error) for error in broken]
     damaged += [str(error) for summary in summaries if (error := found.get(summary.step)) is not None]
-    _print_verified(sum(error is None for error in found.values()), damaged, as_json)
+    replaced, broken = run.replaced()
+    errors = [*broken, *filter(None, (damage_of_file(file.path) for file in replaced))]
+    damaged += map(str, errors)
+    sound = sum(error is None for error in found.values()) + len(replaced) + len(broken) - len(errors)
+    _print_verified(sound, damaged, as_json)
 
 
 def _print_verified(sound: int, damaged: list[str], as_json: bool) -> None:

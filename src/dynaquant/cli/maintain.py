@@ -35,7 +35,7 @@ def tag(
 
     Commands accept a tag wherever they accept a step. prune never deletes a checkpoint that has a tag.
     """
-    from dynaquant.store.tags import remove_tag, set_tag, tags_of
+    from dynaquant.store.tags import is_tagged, remove_tag, set_tag, tags_of
 
     run, _ = open_run(folder)
     if delete and name is None:
@@ -45,10 +45,15 @@ def tag(
         if as_json:
             output.print_json([asdict(found) for found in known])
         else:
-            output.print_("\n".join(f"{found.name}: step {found.step}" for found in known) or "no tags")
+            replaced = {found for found in known for file in run.replaced()[0] if found.refers_to(file)}
+            again = dict.fromkeys(replaced, ", the checkpoint before the step was saved again")
+            lines = [f"{found.name}: step {found.step}{again.get(found, '')}" for found in known]
+            output.print_("\n".join(lines) or "no tags")
     elif delete:
         remove_tag(run, name)
-        output.print_result(as_json, f"deleted the tag {name}; its checkpoint stays", deleted=name)
+        unneeded = any(not is_tagged(run, file) for file in run.replaced()[0])
+        kept = "the next save or prune deletes its checkpoint, whose step was saved again" if unneeded else None
+        output.print_result(as_json, f"deleted the tag {name}; {kept or 'its checkpoint stays'}", deleted=name)
     else:
         made = set_tag(run, name, checkpoint(folder, step), force)
         output.print_result(as_json, f"{made.name}: step {made.step}", **asdict(made))

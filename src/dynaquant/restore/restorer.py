@@ -17,7 +17,7 @@ from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, uncha
 from dynaquant.restore.shards import load_shards, sharded_targets
 from dynaquant.restore.stored_checkpoint import load_lossless_copy, state_from
 from dynaquant.state.sharding import local_of, memory_of, reshard, with_local
-from dynaquant.store.container import CheckpointFile
+from dynaquant.store.container import CheckpointFile, Parent
 from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.store.reading import Tensors
 from dynaquant.store.run import Run
@@ -125,7 +125,7 @@ class Restorer:
             if step is not None:
                 raise error
             self.skipped.append(error)
-            self.damaged.add(candidate)
+            self.damaged.add(candidate.step)
         if not any(self.group.all_gather(bool(self.skipped))):
             return None
         reasons = self.group.from_rank_0("\n  ".join(str(error) for error in self.skipped))
@@ -134,23 +134,24 @@ class Restorer:
             "Nothing was changed. To train from the beginning, use an empty folder."
         )
 
-    def _candidates(self, step: int | str | None) -> list[int]:
-        """Return the steps to try, best first, as rank 0 finds them."""
+    def _candidates(self, step: int | str | None) -> list[Parent]:
+        """Return the checkpoints to try, best first, as rank 0 finds them."""
 
-        def found() -> list[int]:
+        def found() -> list[Parent]:
             if step is not None:
-                return [open_step_or_tag(self.run, step).header.step]
+                header = open_step_or_tag(self.run, step).header
+                return [Parent(header.step, header.identity)]
             summaries, broken = self.run.summaries()
             self.skipped += broken
-            return [summary.step for summary in reversed(summaries)]
+            return [Parent(summary.step, summary.identity) for summary in reversed(summaries)]
 
         rank_zero = self.group.rank == 0
         return self.group.from_rank_0(self.group.run_on_all_ranks(lambda: found() if rank_zero else []))
 
-    def _try(self, step: int) -> tuple[Loaded | None, CheckpointError | None]:
+    def _try(self, checkpoint: Parent) -> tuple[Loaded | None, CheckpointError | None]:
         """Decode a checkpoint. Returns the error if it is damaged."""
         try:
-            return self._decode(self.run.file(step)), None
+            return self._decode(self.run.holding(checkpoint.step, checkpoint.identity)), None
         except CheckpointError as error:
             return None, error
 
