@@ -50,6 +50,7 @@ def test_a_tagged_checkpoint_stays_when_its_step_is_saved_again(tmp_path, caplog
     model, optimizer = training_of(1)
     with dq.Checkpointer(run, model, optimizer, **options) as ckpt:
         assert ckpt.restore("best") == 400
+        assert f"restored step 400 of {run}" in caplog.messages
         if options == LOSSLESS:
             assert bits(model.state_dict()) == bits(dq.load(run, "best")["model"])
         ckpt.save(401).result()  # goes on from the earlier one

@@ -100,6 +100,8 @@ class Restorer:
         if loaded is None:
             return None
         self._load_into_objects(loaded)
+        if self.group.rank == 0:
+            log.info("restored step %d of %s", loaded.step, self.run.folder)
         self._correct_moments(loaded)
         if self.group.rank == 0:
             for problem in loaded.problems:
@@ -283,7 +285,7 @@ class Restorer:
                 log.warning("step %d: %s", loaded.step, note)
             if self.corrections.count:
                 log.info(
-                    "restored step %d without first moments: the next steps correct the bias of %d of them",
+                    "step %d holds no first moments of %d parameters: the next steps correct their bias",
                     loaded.step,
                     self.corrections.count,
                 )

@@ -68,6 +68,8 @@ class Record:
       budget, and in records of earlier versions.
     - ``restores_felt``: what restores have left until now, as predicted. A checkpoint may lose so much less. None
       without a budget, and in records of earlier versions.
+    - ``committed``: when the checkpoint was committed, in seconds since 1970. None in records of earlier versions, and
+      on ranks other than 0.
     - ``notes``: texts about anything unusual.
 
     Ranks other than 0 write no file and do not know its size. Their records have an empty identity, no roles, no bytes
@@ -96,6 +98,7 @@ class Record:
     budget_spent: float | None = None
     restores_felt: float | None = None
     budget_assumes: str | None = None
+    committed: float | None = None
 
     @property
     def evaluations(self) -> int:
@@ -220,6 +223,7 @@ def _record(
         budget_spent=float(budget["spent"]) if (budget := record.get("training_budget")) else None,
         restores_felt=float(budget["felt"]) if budget and "felt" in budget else None,
         budget_assumes=str(budget["assumed"]) if budget and "assumed" in budget else None,
+        committed=None if record.get("committed") is None else float(record["committed"]),
     )
 
 
