@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -68,8 +69,8 @@ class Record:
       budget, and in records of earlier versions.
     - ``restores_felt``: what restores have left until now, as predicted. A checkpoint may lose so much less. None
       without a budget, and in records of earlier versions.
-    - ``committed``: when the checkpoint was committed, in seconds since 1970. None in records of earlier versions, and
-      on ranks other than 0.
+    - ``saved_at``: when the state was captured and ready to be written, in seconds since 1970. Re-coding keeps it. None
+      in records of earlier versions, and of ``torch.distributed.checkpoint``.
     - ``notes``: texts about anything unusual.
 
     Ranks other than 0 write no file and do not know its size. Their records have an empty identity, no roles, no bytes
@@ -98,7 +99,7 @@ class Record:
     budget_spent: float | None = None
     restores_felt: float | None = None
     budget_assumes: str | None = None
-    committed: float | None = None
+    saved_at: float | None = None
 
     @property
     def evaluations(self) -> int:
@@ -149,6 +150,7 @@ def json_of(
             "noise": decision.noise,
         },
         "interval": interval,
+        "saved_at": time.time(),
         "seconds": seconds,
         "notes": [*notes, *decision.notes],
     }
@@ -223,7 +225,7 @@ def _record(
         budget_spent=float(budget["spent"]) if (budget := record.get("training_budget")) else None,
         restores_felt=float(budget["felt"]) if budget and "felt" in budget else None,
         budget_assumes=str(budget["assumed"]) if budget and "assumed" in budget else None,
-        committed=None if record.get("committed") is None else float(record["committed"]),
+        saved_at=None if record.get("saved_at") is None else float(record["saved_at"]),
     )
 
 

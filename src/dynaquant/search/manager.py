@@ -249,7 +249,7 @@ class ConfigurationManager:
             )
             self._warn(warning)
             notes.append(warning)
-            return Decision("lossless", None, {}, None, max(limit, 0.0), judge.judged_by, trials.done, notes)
+            return Decision("lossless", None, {}, None, limit, judge.judged_by, trials.done, notes)
         quantized, quality = trials.result(chosen)
         if judge.judged_by != "evaluate":
             quality = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -45,8 +44,6 @@ from dynaquant.tensors.stored import External, StoredTensor
 
 log = logging.getLogger("dynaquant")
 
-COMMITTED = "committed"
-"""Key of a record: when the checkpoint was committed, in seconds since 1970. Re-coding does not change it."""
 _TEMPORARY = ".tmp"
 MIN_FROZEN_BYTES = 1 << 20
 """Frozen parameters get a file of their own from this size on. Smaller ones are stored in each checkpoint."""
@@ -102,7 +99,7 @@ class WritableRun(Run):
             parent=base.parent if base else None,
             tree=checkpoint.tree,
             entries=(),
-            record={**checkpoint.record, COMMITTED: time.time(), LOSSLESS_COPY: None},
+            record={**checkpoint.record, LOSSLESS_COPY: None},
         )
         path, path_of_copy = self.path(checkpoint.step), copy_path(self.folder, draft)
         labels, frozen_tensors = checkpoint.labels, self._write_frozen(checkpoint)
@@ -207,7 +204,6 @@ class WritableRun(Run):
         Replaces a checkpoint of the same step, as ``commit`` does. On any error the run is as before.
         """
         replaces = self.path(header.step).exists()
-        header = replace(header, record={**header.record, COMMITTED: time.time()})
         file = self._publish(header, self.path(header.step))
         if replaces:
             log.info("replaced step %d", header.step)
