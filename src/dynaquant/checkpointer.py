@@ -303,7 +303,7 @@ class Checkpointer:
 
         Returns once the state is captured and its configuration is found. Encoding, writing and verifying run in the
         background. ``result()`` of the returned future waits for them and returns the record of the save. A checkpoint
-        of the same step is replaced.
+        of the same step is replaced. If it has a tag, or is among the ``keep_best`` best, it stays, under its tag.
 
         exact_weights: also keep the weights exactly, for all readers: until the next save, or as long as the checkpoint
         has a tag. No effect with ``exact="latest"``, or for a sharded model.

@@ -61,7 +61,8 @@ def test_a_file_is_compressed_beside_itself_and_decompressed(model, tmp_path):
 def test_objects_among_hyperparameters_are_left_out_on_request(fails, tmp_path):
     path = tmp_path / "epoch=3-step=400.ckpt"
     torch.save({"state_dict": {"w": torch.randn(8, 8)}, "hyper_parameters": {"loss": torch.nn.MSELoss, "d": 3}}, path)
-    fails("--skip-objects", "compress", path)
+    for command in (["compress", path], ["pack", path, "-o", tmp_path / "run"]):
+        fails("or leave it out: --skip-objects", *command)
     note = "left out, as they are not tensors or plain values: hyper_parameters.loss (torch.nn.modules.loss.MSELoss)"
     assert note in call("compress", path, "--skip-objects")
     assert dq.load(f"{path}.dqc")["hyper_parameters"] == {"d": 3}
@@ -177,6 +178,7 @@ def test_bad_input_gives_one_message_and_changes_no_file(model, tmp_path, fails)
     fails("use unpack or export", "decompress", tmp_path / "folder", "-o", new)
     fails("not an empty folder", "decompress", tmp_path / "m.dqc", "-o", text, "--to", "hf", "--force")
     fails("no number in its name", "pack", nameless, "-o", new)
+    fails("nowhere.pt does not exist", "pack", tmp_path / "nowhere.pt", "-o", new)
     fails("is a file", "unpack", tmp_path / "m.dqc", "-o", new)
     fails("is one checkpoint", "show", tmp_path / "m.dqc", "3")
     with files_of_at_most(1000):

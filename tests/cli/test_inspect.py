@@ -13,7 +13,6 @@ import pytest
 import torch
 from commands import STEPS, call, data, failed, make_run
 from full_disk import files_of_at_most
-from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -55,7 +54,7 @@ def test_log_has_the_records_of_all_checkpoints(run):
     assert [record["step"] for record in records] == STEPS
     assert [record["parent"] for record in records] == [None, 20, 40, None]
     with dq.Checkpointer(run, model_of(32)) as ckpt:
-        own = [json.loads(json.dumps({**record.to_json(), "tags": []})) for record in ckpt.records()]
+        own = [json.loads(json.dumps({**record.to_json(), "tags": [], "replaced": False})) for record in ckpt.records()]
     assert records == own
     shown = call("log", run)
     assert all(f" {step} " in shown for step in STEPS)
@@ -72,29 +71,64 @@ def test_log_lists_a_lossless_copy(tmp_path):
     assert said in call("log", tmp_path)
 
 
-@pytest.mark.parametrize("environment", [{}, {"COLUMNS": "80"}, {"COLUMNS": "80", "FORCE_COLOR": "1"}], ids=str)
-def test_a_pipe_gets_tables_of_any_width(tmp_path, environment):
-    with dq.Checkpointer(tmp_path, nn.Linear(4, 4)) as ckpt:
+@pytest.fixture(scope="module")
+def run_with_long_names(tmp_path_factory):
+    """A run of one checkpoint, with a high step, long names of tensors, and many long tags."""
+    folder = tmp_path_factory.mktemp("long")
+    inner = nn.ModuleDict({"attention_output_projection": nn.Linear(4, 4)})
+    model = nn.ModuleDict({"a_rather_long_name_of_a_module": inner})
+    with dq.Checkpointer(folder, model, torch.optim.AdamW(model.parameters()), quality="high") as ckpt:
         ckpt.save(10**9).result()
-    names = [f"a-rather-long-name-of-a-checkpoint-{i}" for i in range(9)]
-    for name in names:
-        set_tag(Run(tmp_path), name, Run(tmp_path).file(10**9))
-    lines = CliRunner().invoke(app, ["log", str(tmp_path)], env=environment).stdout.splitlines()
-    assert any(", ".join(names) in line and "1000000000" in line and "keyframe" in line for line in lines)
-    assert not any("…" in line for line in lines)
+    for i in range(9):
+        set_tag(Run(folder), f"a-rather-long-name-of-a-checkpoint-{i}", Run(folder).file(10**9))
+    return folder
 
 
-def test_a_narrow_terminal_folds_long_cells():
-    shown = io.StringIO()
-    table = output.table("tensor", "bytes")
-    output.add(table, "model.layers.0.attention.weight", "1000000000")
-    Console(file=shown, width=24).print(table)
-    assert "…" not in shown.getvalue()
-    cells = [line.split("│")[1:3] for line in shown.getvalue().splitlines() if line.startswith("│")]
-    assert ["".join(parts).replace(" ", "") for parts in zip(*cells, strict=True)] == [
-        "model.layers.0.attention.weight",
-        "1000000000",
-    ]
+TABLES = ["log", "show", "du", "watch --once", "show --tensor model.0.weight", "diff"]
+
+
+@pytest.mark.parametrize("command", TABLES)
+@pytest.mark.parametrize("environment", [{"COLUMNS": "80"}, {"COLUMNS": "60", "FORCE_COLOR": "1"}], ids=str)
+def test_tables_fit_the_columns_that_there_are_without_folding(run, run_with_long_names, command, environment):
+    name, *options = command.split()
+    for folder in (run,) if "--tensor" in options or name == "diff" else (run, run_with_long_names):
+        arguments = [name, str(folder), *(["20", "40"] if name == "diff" else []), *options]
+        done = CliRunner().invoke(app, arguments, env=environment)
+        assert done.exit_code == 0, done.output
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+        lines = [line for line in plain.splitlines() if line[:1] in set("┏┃┡│└")]
+        assert len(lines) >= 5
+        assert all(len(line) <= int(environment["COLUMNS"]) for line in lines)
+        assert sum(line.startswith("┃") for line in lines) == sum(line.startswith("└") for line in lines)
+
+
+def test_a_pipe_without_columns_gets_whole_names(run_with_long_names, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    shown = call("show", run_with_long_names)
+    name = "model.a_rather_long_name_of_a_module.attention_output_projection.weight"
+    assert f"│ {name} │" in shown
+    assert max(map(len, shown.splitlines())) < 140
+    assert ", ".join(f"a-rather-long-name-of-a-checkpoint-{i}" for i in range(9)) in call("log", run_with_long_names)
+
+
+def test_a_wide_output_gets_all_columns(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert all(title in call("log", run) for title in ("limit", "configuration", "found by"))
+    assert all(title in call("show", run) for title in ("dtype", "coded as", "bins"))
+
+
+def test_what_is_too_wide_is_cut_in_the_middle():
+    name = "model.layers.0.attention.weight"
+    assert output.shortened(name, 31) == name
+    assert len(output.shortened(name, 30)) == 30
+    assert output.shortened(name, 9) == "mo…weight"
+
+
+def test_help_shows_a_flag_without_a_type():
+    for name in get_command(app).commands:
+        assert "<bool>" not in call(name, "--help")
+    assert "<bool>" not in call("--help")
+    assert "--force" in call("export", "--help")
 
 
 def test_every_command_has_a_valid_example():
@@ -135,9 +169,9 @@ def test_show_names_the_parent_of_a_file_that_was_written_alone(tmp_path):
         (delta, f"../a.dqc (from the folder of this file), identity {identity}"),
         (of_memory, f"a file object, which load must be given, identity {identity}"),
     ):
-        lines = call("show", path).splitlines()
-        assert f"  parent        {said}" in lines
-        assert not any(line.startswith("  step ") for line in lines)
+        shown = call("show", path)
+        assert f" parent {said} " in " ".join(shown.split())
+        assert "  step " not in shown
 
 
 def test_show_folds_the_step_counts_of_an_optimizer_into_one_line(run):
@@ -230,6 +264,17 @@ def test_export_holds_the_values_that_a_restore_returns(run, tmp_path, to):
     assert list(tmp_path.iterdir()) == [out]
 
 
+def test_export_chooses_the_format_by_the_suffix_and_refuses_others(run, tmp_path, fails):
+    for name in ("m.pt", "m.pth", "m.bin", "m.ckpt"):
+        call("export", run, "-o", tmp_path / name)
+        assert bits(torch.load(tmp_path / name)) == bits(dq.load(run)["model"])
+    call("export", run, "-o", tmp_path / "m.safetensors")
+    assert load_file(tmp_path / "m.safetensors")
+    for name in ("m", "m.onnx", "m.pt.gz"):
+        fails("the name does not tell the format", "export", run, "-o", tmp_path / name)
+        assert not (tmp_path / name).exists()
+
+
 def test_export_replaces_a_file_only_with_force(run, tmp_path, fails):
     out = tmp_path / "model.safetensors"
     out.write_bytes(b"precious")
@@ -253,7 +298,9 @@ def test_a_failed_export_leaves_no_file(tmp_path, fails):
 def test_prune_deletes_old_checkpoints_and_changes_no_value_of_the_others(tmp_path):
     make_run(tmp_path)
     before = {step: bits(dq.load(tmp_path, step)) for step in (60, 80)}
-    assert "would delete 2 (20, 40), keep 2 (60, 80)" in call("prune", tmp_path, "--keep-last", 2, "--dry-run")
+    assert "would delete 2 (20, 40), keep 2 (60, 80: among the newest)" in call(
+        "prune", tmp_path, "--keep-last", 2, "--dry-run"
+    )
     assert len(data("log", tmp_path)) == 4
     assert "deleted 2 (20, 40)" in call("prune", tmp_path, "--keep-last", 2)
     assert [record["step"] for record in data("log", tmp_path)] == [60, 80]
@@ -319,9 +366,11 @@ def test_export_to_a_full_disk_leaves_no_file(run, tmp_path, fails, to):
 def test_prune_keeps_an_older_checkpoint_if_the_newest_is_damaged(tmp_path):
     make_run(tmp_path)
     damage(tmp_path, 80, "model.1.weight")  # a keyframe, so no other checkpoint is damaged
-    assert "keep 2 (60, 80)" in call("prune", tmp_path, "--keep-last", 1, "--dry-run")
+    assert "keep 2 (60: among the newest; 80: damaged, but newer)" in call(
+        "prune", tmp_path, "--keep-last", 1, "--dry-run"
+    )
     before = bits(dq.load(tmp_path, 60))
-    assert "kept 2 (60, 80)" in call("prune", tmp_path, "--keep-last", 1)
+    assert "kept 2 (60: among the newest; 80: damaged, but newer)" in call("prune", tmp_path, "--keep-last", 1)
     assert bits(dq.load(tmp_path, 60)) == before
 
 
@@ -329,9 +378,9 @@ def test_export_changes_no_other_file(run, tmp_path, fails):
     others = {"model.out.tmp", f"taken.{os.getpid()}.tmp"}
     for name in others:
         (tmp_path / name).write_text("precious")
-    call("export", run, "-o", tmp_path / "model.out")
-    call("export", run, "-o", tmp_path / "taken")
-    fails("is a folder", "export", run, "-o", tmp_path, "--force")
+    call("export", run, "-o", tmp_path / "model.out", "--to", "torch")
+    call("export", run, "-o", tmp_path / "taken", "--to", "safetensors")
+    fails("is a folder", "export", run, "-o", tmp_path, "--force", "--to", "torch")
     assert {path.name for path in tmp_path.iterdir()} == {"model.out", "taken", *others}
     assert all((tmp_path / name).read_text() == "precious" for name in others)
 

@@ -46,7 +46,11 @@ def test_a_tag_is_accepted_wherever_a_step_is(run, tmp_path, fails):
     fails("is the tag of step 200", "tag", run, "best", "300")
     fails("cannot be a tag", "tag", run, "../best", "300")
     fails("there is no tag 'worst' (tags: best, last)", "show", run, "worst")
-    call("prune", run, "--keep-last", "1")
+    shown = call("prune", run, "--keep-last", "1", "--keep-every", "100", "--dry-run")
+    assert "keep 3 (100: a multiple of 100; 200: tag best; 300: tag last)" in shown
+    call("tag", run, "last", "--delete")
+    assert "kept 2 (200: tag best; 300: among the newest), " in call("prune", run, "--keep-last", "1")
+    call("tag", run, "last")
     assert [record["step"] for record in data("log", run)] == [200, 300]
     call("tag", run, "best", "--delete")
     call("tag", run, "--delete", code=2)

@@ -34,7 +34,8 @@ def cells(shown: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in shown.splitlines() if line[:1] == "│"]
 
 
-def test_once_prints_a_row_for_each_checkpoint_and_totals(run):
+def test_once_prints_a_row_for_each_checkpoint_and_totals(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     shown = call("watch", run, "--once")
     rows = cells(shown)
     records = data("log", run)
@@ -49,11 +50,22 @@ def test_once_prints_a_row_for_each_checkpoint_and_totals(run):
 
 def test_json_is_the_log_with_times(run):
     seen = data("watch", run)
-    assert [{k: v for k, v in each.items() if k != "committed"} for each in seen] == data("log", run)
-    assert [each["committed"] for each in seen] == [os.stat(Run(run).path(step)).st_mtime for step in STEPS]
+    expected = [each | {"committed": each["saved_at"]} for each in data("log", run)]
+    assert [each | {"replaced": False} for each in seen] == expected
 
 
-def test_quality_is_shown(tmp_path):
+def test_ages_go_by_the_commit_not_by_the_file(tmp_path):
+    make_run(tmp_path)
+    before = [each["committed"] for each in data("watch", tmp_path)]
+    assert before == sorted(before)
+    call("compact", tmp_path, "--keyframe-every", "1")
+    for step in STEPS:
+        os.utime(Run(tmp_path).path(step), (0, 0))
+    assert [each["committed"] for each in data("watch", tmp_path)] == before
+
+
+def test_quality_is_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     with dq.Checkpointer(tmp_path, nn.Linear(30, 30), evaluate=lambda m: float(m.weight.square().sum())) as ckpt:
         quality = ckpt.save(1).result().quality
     with dq.Checkpointer(tmp_path, nn.Linear(30, 30), quality="lossless") as ckpt:

@@ -7,8 +7,13 @@ import sys
 import time
 
 import pytest
+import torch
 from commands import call
+from torch import nn
 
+import dynaquant as dq
+from dynaquant.demo.comparison import Result, table_of
+from dynaquant.demo.crashes import Outcome
 from dynaquant.store.run import Run
 
 COMMAND = [sys.executable, "-m", "dynaquant.cli", "demo", "--quick"]
@@ -80,6 +85,18 @@ def _children(parent: int) -> list[int]:
 def _is_alive(pid: int) -> bool:
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
     return bool(state.strip()) and not state.startswith("Z")
+
+
+def test_a_role_that_takes_next_to_nothing_is_no_row(tmp_path):
+    model = nn.Linear(200, 200)
+    model.register_buffer("counts", torch.arange(8))
+    with dq.Checkpointer(tmp_path, model, quality="lossless") as ckpt:
+        record = ckpt.save(1).result()
+    assert {"weight", "buffer"} <= record.roles.keys()
+    table = table_of(Result("small", "loss", 1, Outcome(), Outcome(), [record]))
+    assert next(iter(table.columns[0].cells)) == "weight"
+    assert "buffer" not in table.columns[0].cells
+    assert "0.00 MB" not in table.columns[2].cells
 
 
 def test_full_and_quick_exclude_each_other(tmp_path):

@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 import struct
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,34 @@ def test_objects_in_a_torch_file_are_left_out_on_request_without_running_their_c
     (note,) = file.notes
     for part in ("hyper_parameters.optimizer (torch.optim.adam.Adam)", "hyper_parameters.layers.0 (", "nested.act ("):
         assert part in note
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_the_arguments_of_a_training_script_are_kept_as_a_dictionary(tmp_path, zipped):
+    arguments = Namespace(lr=0.1, data="imagenet", dist=None, sizes=(1, [2]), inner=Namespace(depth=3))
+    state = {"model": {"w": torch.randn(4, 4)}, "args": arguments, "all": [arguments, (arguments,)]}
+    torch.save(state, tmp_path / "m.pth", _use_new_zipfile_serialization=zipped)
+    plain = {"lr": 0.1, "data": "imagenet", "dist": None, "sizes": (1, [2]), "inner": {"depth": 3}}
+    for skip_objects in (False, True) if zipped else (False,):
+        file = any_format.read(tmp_path / "m.pth", skip_objects)
+        found = unflatten(file.tree, dict(file.tensors))
+        assert found["args"] == plain
+        assert found["all"] == [plain, (plain,)]
+        assert file.notes[0].startswith(
+            "an argparse.Namespace is stored as the dictionary of its values: args, args.in"
+        )
+
+
+def test_objects_among_the_arguments_of_a_training_script_run_no_code(tmp_path):
+    arguments = Namespace(lr=0.1, x=Code(tmp_path / "made"))
+    torch.save({"w": torch.ones(2), "args": arguments}, tmp_path / "m.pth")
+    refuses(tmp_path / "m.pth", "refused", "posix.system")
+    itself = {"w": torch.ones(2), "args": Namespace(lr=0.1)}
+    itself["args"].itself = itself
+    torch.save(itself, tmp_path / "m.pth")
+    with pytest.raises(dq.StateError, match="contains itself"):
+        any_format.read(tmp_path / "m.pth")
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_torch_file_that_names_a_command_is_refused_even_if_objects_may_be_left_out(tmp_path):

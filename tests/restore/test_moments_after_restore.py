@@ -41,7 +41,7 @@ def test_dropped_moments_are_corrected_and_the_record_says_so(tmp_path, quality,
     with dq.Checkpointer(tmp_path, model, optimizer, quality=quality) as checkpointer:
         with caplog.at_level(logging.INFO, "dynaquant"):
             checkpointer.restore()
-        assert "restored step 12 without first moments: the next steps correct the bias of 7 of them" in caplog.text
+        assert "step 12 holds no first moments of 7 parameters: the next steps correct their bias" in caplog.text
         sums = {p: torch.zeros_like(p).double() for p in model.parameters()}
         for k in range(1, 8):
             train(model, optimizer)

@@ -1,8 +1,13 @@
 """What a save writes to the log: one line once it is committed, and some while a search takes long."""
 
+import itertools
 import logging
+import os
+import pty
 import re
+import sys
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -124,6 +129,30 @@ def test_the_first_save_says_after_one_evaluation_how_long_it_will_take(tmp_path
     assert re.fullmatch(r"the first save evaluates the model up to 6 times, about \d+ s; later .* three times", said)
     first = 5 if batched else 1
     assert said_before[: first + 1] == [*first * [0], 1]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
+def test_a_terminal_gets_a_bar_that_is_gone_when_the_search_ends(tmp_path, monkeypatch, fails):
+    monkeypatch.setattr(progress, "LONG", 0.0)
+    model, optimizer = training_of()
+    terminal, inside = pty.openpty()
+    count = itertools.count()
+
+    def evaluate(model) -> float:
+        if fails and next(count) == 2:
+            raise KeyboardInterrupt
+        return loss_of(model)
+
+    with os.fdopen(inside, "w") as stderr, dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate) as ckpt:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
+            ckpt.save(1).result()
+        shown = os.read(terminal, 100_000).decode()
+    os.close(terminal)
+    drawn = re.findall(r"dynaquant .*?(\d+)/\d+ evaluations", shown)
+    assert drawn[0] == "1"
+    assert fails or drawn[1] == "2"
+    assert shown.endswith("\r\x1b[K")
 
 
 def test_a_short_search_is_silent(tmp_path, caplog):

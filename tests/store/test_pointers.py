@@ -36,7 +36,7 @@ def test_a_pointer_is_read_like_its_checkpoint_also_after_its_folder_has_moved(p
 def test_a_pointer_to_a_step_that_was_saved_again_is_an_error(pointer):
     with dq.Checkpointer(pointer.parent / "run", nn.Linear(4, 4), quality="lossless") as ckpt:
         ckpt.save(1)
-    with pytest.raises(dq.CheckpointError, match="another checkpoint as step 1"):
+    with pytest.raises(dq.CheckpointError, match="step 1 was saved again"):
         dq.load(pointer)
 
 

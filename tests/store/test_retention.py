@@ -249,7 +249,7 @@ def test_a_child_that_decodes_survives_the_replacement_of_its_damaged_parent(run
     made = chain_with(run, 1)
     for checkpoint in made[1:]:
         assert_holds(run, checkpoint)
-    assert prepare_replacement(run, 2) == []
+    assert prepare_replacement(run, 2, Retention()) == []
     assert parents(run) == {1: None, 2: 1, 3: None, 4: 3}
     run.commit(checkpoint_of(2, {"w": randn(80, 50)}), None)
     for checkpoint in made[2:]:
@@ -258,14 +258,14 @@ def test_a_child_that_decodes_survives_the_replacement_of_its_damaged_parent(run
 
 def test_a_grandchild_that_decodes_survives_a_damaged_child_and_the_replacement(run):
     made = chain_with(run, 3)
-    notes = prepare_replacement(run, 2)
+    notes = prepare_replacement(run, 2, Retention())
     assert len(notes) == 1
     assert notes[0].startswith("step 3 was damaged, and step 2, which it depended on, was replaced: ")
     assert parents(run) == {1: None, 2: 1, 3: 2, 4: 1}
     run.commit(checkpoint_of(2, {"w": randn(80, 50)}), None)
     for checkpoint in (made[0], made[3]):
         assert_holds(run, checkpoint)
-    assert prepare_replacement(run, 2) == []  # no checkpoint depends on the replaced one any more
+    assert prepare_replacement(run, 2, Retention()) == []  # no checkpoint depends on the replaced one any more
     assert prune(run, Retention(keep_last=1)) == []
 
 
@@ -279,6 +279,6 @@ def test_a_step_is_not_replaced_if_a_sound_child_cannot_be_recoded(run, monkeypa
     with pytest.raises(
         CheckpointError, match="step 2 was not replaced, because step 3 depends on it and could not be re-"
     ):
-        prepare_replacement(run, 2)
+        prepare_replacement(run, 2, Retention())
     for checkpoint in made:
         assert_holds(run, checkpoint)

@@ -145,7 +145,7 @@ def test_parts_that_nothing_refers_to_are_deleted(run, tmp_path):
     abandoned, folder = run.begin_parts(20)
     (folder / "part-00000.dqc").write_bytes(b"half a part")
     assert abandoned.sequence == 2
-    run.delete_unneeded_parts()
+    run.delete_unneeded()
     assert folder.exists()  # it is being written
     run.abandon_parts(folder)
     assert not folder.exists()
@@ -175,7 +175,7 @@ def test_no_parts_are_deleted_while_a_checkpoint_cannot_be_read(run, tmp_path):
     path = run.path(10)
     content = path.read_bytes()
     path.write_bytes(content[:-3])
-    run.delete_unneeded_parts()
+    run.delete_unneeded()
     path.write_bytes(content)
     same(Run(tmp_path).load(Run(tmp_path).file(10)), random_state())
 
@@ -289,7 +289,7 @@ def test_what_depends_on_a_deleted_sharded_checkpoint_is_recoded(run, tmp_path):
 
 def test_a_sharded_step_can_be_saved_again(run):
     chain_of_three(run)
-    assert prepare_replacement(run, 2) == []
+    assert prepare_replacement(run, 2, Retention()) == []
     commit_sharded(run, 2, random_state(9), parts=3, parent=run.file(1))
     same(run.load(run.file(2)), random_state(9))
     same(run.load(run.file(3)), random_state(3))

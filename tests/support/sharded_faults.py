@@ -305,7 +305,7 @@ PRUNING = {  # the same while step 4 is saved, and retention re-codes a delta an
     "re-codes": (0, partial(before, commit, "write_part", killed)),
     "re-codes its second part": (0, partial(before, commit, "write_part", killed, 2)),
     "has re-coded": (0, partial(after, WritableRun, "recode_parts", killed)),
-    "deletes": (0, partial(before, WritableRun, "delete_unneeded_parts", killed, 3)),
+    "deletes": (0, partial(before, WritableRun, "delete_unneeded", killed, 3)),
     "waits for retention": (1, partial(after, sharded_commit, "write_part", killed)),
 }
 RESTORES = {

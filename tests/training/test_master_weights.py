@@ -121,6 +121,16 @@ def test_master_weights_that_are_not_saved_cause_a_warning(tmp_path, caplog):
     with dq.Checkpointer(tmp_path / "without", model, optimizer):
         (said,) = caplog.messages
     assert said.startswith("optimizer updates tensors that are not saved")
+    assert "master weights" in said
+
+
+def test_an_optimizer_of_another_model_is_not_taken_for_one_of_master_weights(tmp_path, caplog):
+    for model, other in ((nn.Linear(4, 4), nn.Linear(4, 4)), (half_model(), nn.Linear(5, 3))):
+        caplog.clear()
+        with dq.Checkpointer(tmp_path, model, optim.AdamW(other.parameters())):
+            (said,) = caplog.messages
+        assert "if they belong to another model, give that too" in said
+        assert "master" not in said
 
 
 class Doubled(nn.Linear):

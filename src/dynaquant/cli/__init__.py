@@ -16,15 +16,38 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from dynaquant.cli import convert, demo, inspect, maintain, report, watch
 from dynaquant.errors import DynaquantError
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
-app.command(epilog="Example: dynaquant demo --quick")(demo.demo)
+
+class _Command(typer.core.TyperCommand):
+    """A command whose help shows a flag as ``--force``, not as ``--force <bool>``."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_type(super().get_params(ctx))
+
+
+class _Group(typer.core.TyperGroup):
+    """The same for the options of the whole program."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _without_type(super().get_params(ctx))
+
+
+def _without_type(params: list[Any]) -> list[Any]:
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
+    return params
+
+
+app = typer.Typer(cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+app.command(cls=_Command, epilog="Example: dynaquant demo --quick")(demo.demo)
 _PANELS: dict[str, dict[Callable[..., None], str]] = {
     "Files of other programs": {
         convert.compress: "compress model.safetensors -o model.dqc",
@@ -50,7 +73,7 @@ _PANELS: dict[str, dict[Callable[..., None], str]] = {
 """The commands in the order of the help, each with an example."""
 for panel, commands in _PANELS.items():
     for command, example in commands.items():
-        app.command(rich_help_panel=panel, epilog=f"Example: dynaquant {example}")(command)
+        app.command(cls=_Command, rich_help_panel=panel, epilog=f"Example: dynaquant {example}")(command)
 
 
 def _show_version(wanted: bool) -> None:

@@ -150,6 +150,8 @@ def pack(
 
     by_step: dict[int, Path] = {}
     for file in files:
+        if not file.exists():
+            raise CheckpointError(f"{file} does not exist")
         step = step_of(file)
         if step is None:
             raise CheckpointError(f"{file}: no number in its name or its folder's name gives the step; rename it")
@@ -191,18 +193,21 @@ def export(
     folder: RunOrFile,
     out: Annotated[Path, typer.Option("--out", "-o", help="File or folder to write.", show_default=False)],
     step: Step = None,
-    to: Annotated[Target, typer.Option(help="Format to write.")] = Target.SAFETENSORS,
+    to: Annotated[Target | None, typer.Option(help="Format to write.", show_default="by the suffix of OUT")] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint in a format that other programs read.
 
-    The model's state dict: safetensors, hf (a Hugging Face folder) or torch (as torch.save writes it). The whole
+    The model's state dict: safetensors, hf (a Hugging Face folder) or torch (as torch.save writes it). The suffix of
+    OUT chooses between safetensors (.safetensors) and torch (.pt, .pth, .bin, .ckpt); others need --to. The whole
     training state: torch-state (for torch.load with weights_only=False) or dcp (a folder of
     torch.distributed.checkpoint).
     """
     from dynaquant.interop.export import export as export_checkpoint
+    from dynaquant.interop.export import model_target
 
+    to = to or model_target(out)
     must_not_exist(out, force)
     stored = open_stored(folder, step)
     with output.status_line() as tell:
@@ -312,7 +317,7 @@ def _print_quality(record: Record) -> None:
     elif quality is not None:
         output.print_(
             f"metric: {quality.original:.6g} before, {quality.restored:.6g} after; "
-            f"degradation {quality.degradation:+.2%} (limit {record.limit:.2%})"
+            f"degradation {quality.degradation:+.2%} (limit {max(record.limit or 0, 0):.2%})"
         )
     else:
         output.print_("quality: estimated from how far the weights move; use --metric to measure it")

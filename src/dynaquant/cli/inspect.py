@@ -30,30 +30,37 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
     from dynaquant.store.container import open_if_exists
     from dynaquant.store.frozen_files import PREFIX
     from dynaquant.store.listing import checkpoint_paths
-    from dynaquant.store.tags import tags_of
+    from dynaquant.store.tags import is_tagged, tags_of
 
     run, files = open_run(folder)
+    replaced = [file for file in run.replaced()[0] if is_tagged(run, file)]
+    files = sorted([*files, *replaced], key=lambda file: file.header.sequence)
     records = [record_of(file) for file in files]
     known = tags_of(run)
-    tags = {file.header.step: [tag.name for tag in known if tag.refers_to(file)] for file in files}
+    tags = [[tag.name for tag in known if tag.refers_to(file)] for file in files]
     if as_json:
-        output.print_json([{**record.to_json(), "tags": tags[record.step]} for record in records])
+        output.print_json(
+            [
+                {**record.to_json(), "tags": names, "replaced": file in replaced}
+                for file, record, names in zip(files, records, tags, strict=True)
+            ]
+        )
         return
-    table = output.table(
-        "step", "tags", "parent", "size", "ratio", "weights", "degradation", "limit", "configuration", "found by"
+    table = output.Table(
+        *("step", "tags", "parent", "size", "ratio", "weights", "degradation", "limit", "configuration", "found by"),
+        optional=("found by", "configuration", "limit", "weights", "ratio"),
     )
-    for record in records:
+    for file, record, names in zip(files, records, tags, strict=True):
         quality, chosen = record.quality, record.configuration
-        output.add(
-            table,
+        table.add(
             str(record.step),
-            ", ".join(tags[record.step]),
-            "keyframe" if record.parent is None else str(record.parent),
+            ", ".join(names),
+            "replaced" if file in replaced else "keyframe" if record.parent is None else str(record.parent),
             in_bytes(record.total.stored),
             f"{record.ratio:.2f}×",
             _ratio(record.roles["weight"]) if "weight" in record.roles else "–",
             f"{quality.degradation:+.2%}" if quality else "–",
-            f"{record.limit:.2%}" if record.limit is not None else "–",
+            f"{max(record.limit, 0):.2%}" if record.limit is not None else "–",
             in_short(chosen) if chosen else "exact",
             record.search or "–",
         )
@@ -91,14 +98,15 @@ def show(
         output.print_json({**record.to_json(), "tensors": [info.to_json() for info in tensors]})
         return
     output.print_(f"{file.path}")
-    for label, text in (*_place(file), *_facts(record)):
-        output.print_(f"  {label:<14}{text}")
+    output.print_facts([*_place(file), *_facts(record)])
     for title, key in (("By role", lambda info: info.role), ("Weights by layer type", _layer_type_of_weight)):
         groups: dict[str, list[TensorInfo]] = {}
         for info in tensors:
             if (group := key(info)) is not None:
                 groups.setdefault(group, []).append(info)
-        table = output.table(title, "tensors", "values", "raw", "stored", "ratio", "bits per value")
+        table = output.Table(
+            *(title, "tensors", "values", "raw", "stored", "ratio", "bits per value"), optional=("values", "tensors")
+        )
         for group, members in groups.items():
             size, elements = sum((info.size for info in members), Size()), sum(info.elements for info in members)
             bits = f"{8 * size.stored / elements:.3f}" if elements else "–"
@@ -109,14 +117,16 @@ def show(
                 in_bytes(size.stored),
                 _ratio(size),
             ]
-            output.add(table, group, *cells, bits)
+            table.add(group, *cells, bits)
         if groups:
             output.print_(table)
-    table = output.table("Tensor", "dtype", "shape", "coded as", "bins", "stored", "ratio", "bits per value")
+    table = output.Table(
+        *("Tensor", "dtype", "shape", "coded as", "bins", "stored", "ratio", "bits per value"),
+        optional=("bins", "dtype", "coded as", "ratio", "bits per value"),
+    )
     for members in scalars_folded(tensors):
         info, size = members[0], sum((member.size for member in members), Size())
-        output.add(
-            table,
+        table.add(
             folded_name(members),
             info.dtype,
             _shape(info),
@@ -172,7 +182,7 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
         yield (
             "quality",
             f"{quality.original:.6g} in training, {quality.restored:.6g} as restored: degradation "
-            f"{quality.degradation:+.2%}" + ("" if record.limit is None else f" (limit {record.limit:.2%})"),
+            f"{quality.degradation:+.2%}" + ("" if record.limit is None else f" (limit {max(record.limit, 0):.2%})"),
         )
     if record.budget_spent is not None:
         felt = "" if record.restores_felt is None else f"{record.restores_felt:.3%} now, "
@@ -230,13 +240,12 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
             where = f"in {len(boxes)} boxes, each with a codebook of its own"
         output.print_(f"its values are {where}; it has no levels")
         return
-    table = output.table("level", "value", "count", "share", "")
+    table = output.Table("level", "value", "count", "share", "")
     most = max((found.count for found in counts), default=0)
     for found in counts:
         value = "–" if found.value is None else f"{found.value:+.6g}"
         share = found.count / max(info.elements, 1)
-        output.add(table, found.level, value, f"{found.count:,}", f"{share:.2%}", "█" * round(40 * found.count / most))
-    table.columns[-1].justify = "left"
+        table.add(found.level, value, f"{found.count:,}", f"{share:.2%}", "█" * round(20 * found.count / most))
     output.print_(table)
 
 
@@ -264,15 +273,15 @@ def diff(
     if as_json:
         output.print_json([asdict(change) for change in found])
         return
-    table = output.table("tensor", "", "moved by", "values changed", "levels changed")
+    table = output.Table("tensor", "", "moved by", "values changed", "levels changed")
     for change in found:
         if change.kind != "same":
             shares = [change.moved, change.changed, change.migrated]
-            output.add(table, change.name, change.kind, *("–" if share is None else f"{share:.2%}" for share in shares))
+            table.add(change.name, change.kind, *("–" if share is None else f"{share:.2%}" for share in shares))
     same = sum(change.kind == "same" for change in found)
-    if table.row_count:
+    if table:
         output.print_(table)
-    output.print_(f"{plural(table.row_count, 'tensor')} changed, {same:,} identical")
+    output.print_(f"{plural(len(table), 'tensor')} changed, {same:,} identical")
 
 
 def verify(folder: RunOrFile, as_json: AsJson = False) -> None:
@@ -291,7 +300,11 @@ def verify(folder: RunOrFile, as_json: AsJson = False) -> None:
     found = dict(output.with_progress(verify_run(run), "verifying", len(summaries)))
     damaged = [str(error) for error in broken]
     damaged += [str(error) for summary in summaries if (error := found.get(summary.step)) is not None]
-    _print_verified(sum(error is None for error in found.values()), damaged, as_json)
+    replaced, broken = run.replaced()
+    errors = [*broken, *filter(None, (damage_of_file(file.path) for file in replaced))]
+    damaged += map(str, errors)
+    sound = sum(error is None for error in found.values()) + len(replaced) + len(broken) - len(errors)
+    _print_verified(sound, damaged, as_json)
 
 
 def _print_verified(sound: int, damaged: list[str], as_json: bool) -> None:
@@ -314,12 +327,12 @@ def du(folder: RunFolder, as_json: AsJson = False) -> None:
     if as_json:
         output.print_json([asdict(part) for part in use])
         return
-    table = output.table("", "files", "on disk", "as tensors", "ratio")
+    table = output.Table("", "files", "on disk", "as tensors", "ratio")
     for part in use:
         raw = in_bytes(part.size.raw) if part.size.raw else "–"
         count = str(part.files) if part.files is not None else ""
         ratio = _ratio(part.size) if part.size.raw else "–"
-        output.add(table, part.what, count, in_bytes(part.size.stored), raw, ratio)
+        table.add(part.what, count, in_bytes(part.size.stored), raw, ratio)
     output.print_(table)
 
 

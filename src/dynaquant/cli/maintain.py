@@ -35,7 +35,7 @@ def tag(
 
     Commands accept a tag wherever they accept a step. prune never deletes a checkpoint that has a tag.
     """
-    from dynaquant.store.tags import remove_tag, set_tag, tags_of
+    from dynaquant.store.tags import is_tagged, remove_tag, set_tag, tags_of
 
     run, _ = open_run(folder)
     if delete and name is None:
@@ -45,10 +45,15 @@ def tag(
         if as_json:
             output.print_json([asdict(found) for found in known])
         else:
-            output.print_("\n".join(f"{found.name}: step {found.step}" for found in known) or "no tags")
+            replaced = {found for found in known for file in run.replaced()[0] if found.refers_to(file)}
+            again = dict.fromkeys(replaced, ", the checkpoint before the step was saved again")
+            lines = [f"{found.name}: step {found.step}{again.get(found, '')}" for found in known]
+            output.print_("\n".join(lines) or "no tags")
     elif delete:
         remove_tag(run, name)
-        output.print_result(as_json, f"deleted the tag {name}; its checkpoint stays", deleted=name)
+        unneeded = any(not is_tagged(run, file) for file in run.replaced()[0])
+        kept = "the next save or prune deletes its checkpoint, whose step was saved again" if unneeded else None
+        output.print_result(as_json, f"deleted the tag {name}; {kept or 'its checkpoint stays'}", deleted=name)
     else:
         made = set_tag(run, name, checkpoint(folder, step), force)
         output.print_result(as_json, f"{made.name}: step {made.step}", **asdict(made))
@@ -122,24 +127,51 @@ def prune(
     before = sum(file.size for file in files)
     known = run.steps()
     if dry_run:
-        steps = steps_to_delete(run, retention, _damaged(run, retention))
+        damaged = _damaged(run, retention)
+        steps = steps_to_delete(run, retention, damaged)
         left = [step for step in known if step not in steps]
-        text = f"would delete {output.list_of(steps)}, keep {output.list_of(left)}"
+        text = f"would delete {output.list_of(steps)}, keep {_kept(run, left, retention, damaged)}"
         output.print_result(as_json, text, deleted=steps, kept=left, dry_run=True)
         return
     with (writable := WritableRun(run.folder)).locked():
-        notes = prune_run(writable, retention, _damaged(run, retention))
+        damaged = _damaged(run, retention)
+        notes = prune_run(writable, retention, damaged)
     files = run.files()[0]
     left = [file.header.step for file in files]
     deleted = [step for step in known if step not in left]
     after = sum(file.size for file in files)
-    text = f"deleted {output.list_of(deleted)}; kept {output.list_of(left)}, "
+    text = f"deleted {output.list_of(deleted)}; kept {_kept(run, left, retention, damaged)}, "
     text += f"{in_bytes(after)} instead of {in_bytes(before)}"
     output.print_result(as_json, text, deleted=deleted, kept=left, bytes=after, before=before, notes=notes)
     for note in notes:
         print(f"dynaquant: {note}", file=sys.stderr)
     if notes:
         raise typer.Exit(1)
+
+
+def _kept(run: Run, steps: list[int], retention: Retention, damaged: set[int]) -> str:
+    """Format which steps are kept, and why: ``3 (100, 200: a multiple of 100; 250: tag best)``."""
+    from dynaquant.store.tags import tags_of
+
+    summaries, known = run.summaries()[0], tags_of(run)
+    tags = {s.step: [t.name for t in known if (t.step, t.identity) == (s.step, s.identity)] for s in summaries}
+    usable = [summary.step for summary in summaries if summary.step not in damaged]
+    newest = usable[-(retention.keep_last or 1) :]
+
+    def why(step: int) -> str:
+        if tags.get(step):
+            return f"tag {', '.join(tags[step])}"
+        if retention.keep_every and step % retention.keep_every == 0:
+            return f"a multiple of {retention.keep_every}"
+        if step in newest:
+            return "among the newest"
+        return "damaged, but newer" if step in damaged else "another one needs it"
+
+    by_reason: dict[str, list[str]] = {}
+    for step in sorted(steps):
+        by_reason.setdefault(why(step), []).append(str(step))
+    listed = "; ".join(f"{', '.join(found)}: {reason}" for reason, found in by_reason.items())
+    return f"{len(steps)} ({listed})" if steps else "none"
 
 
 def _damaged(run: Run, retention: Retention) -> set[int]:

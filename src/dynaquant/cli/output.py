@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.console import Console
+import rich.table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import track
-from rich.table import Table
 from rich.text import Text
 
 from dynaquant.formatting import in_bytes
@@ -22,25 +25,87 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def table(*columns: str) -> Table:
-    """Return an empty table whose first column is text and whose other columns are numbers."""
-    empty = Table(header_style="bold")
-    for i, column in enumerate(columns):
-        empty.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
-    return empty
+WIDTH = 80
+"""Columns of an output that has no width of its own, such as a pipe."""
 
 
-def add(to: Table, *cells: str) -> None:
-    """Add a row to a table."""
-    to.add_row(*(Text(cell) for cell in cells))  # as Text, so that rich does not interpret names as markup
+class Table:
+    """A table that fits the width that there is. The first column is text, the others are numbers.
+
+    columns: their titles. optional: titles of columns that are left out of a narrow table, the first ones first. If
+    that is not enough, the widest column is cut in the middle.
+    """
+
+    def __init__(self, *columns: str, optional: Sequence[str] = ()) -> None:
+        self._columns, self._optional = columns, [columns.index(title) for title in optional]
+        self._rows: list[tuple[str, ...]] = []
+
+    def add(self, *cells: str) -> None:
+        """Add a row."""
+        self._rows.append(cells)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def narrowest(self) -> int:
+        """The width without the optional columns."""
+        return sum(self._width(i) for i in range(len(self._columns)) if i not in self._optional) + 1
+
+    def _width(self, column: int) -> int:
+        """Return the width of a column with its padding and one border."""
+        return 3 + max(cell_len(row[column]) for row in (self._columns, *self._rows))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths = {column: self._width(column) for column in range(len(self._columns))}
+        for column in self._optional:
+            if sum(widths.values()) >= options.max_width:
+                del widths[column]
+        excess = sum(widths.values()) + 1 - options.max_width
+        widest = max(widths, key=widths.__getitem__)
+        most = max(widths[widest] - 3 - max(excess, 0), 5)
+        shown = rich.table.Table(header_style="bold")
+        for column in widths:
+            right = column > 0 and self._columns[column]  # a column without a title is text
+            shown.add_column(self._columns[column], justify="right" if right else "left", no_wrap=True)
+        for row in self._rows:
+            # As Text, so that rich does not interpret names as markup.
+            shown.add_row(*(Text(shortened(row[i], most) if i == widest else row[i]) for i in widths))
+        yield shown
 
 
-def print_(what: Any) -> None:
-    """Print text or a table."""
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most so many characters: names differ at their ends, so the middle is left out."""
+    if cell_len(text) <= most:
+        return text
+    begin = (most - 1) // 3
+    return f"{text[:begin]}…{text[begin + 1 - most :]}"
+
+
+def width() -> int:
+    """Return the width of the output: of the terminal, or what COLUMNS says; 80 for other pipes."""
+    if sys.stdout.isatty():
+        return Console().width
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) > 0 else WIDTH
+
+
+def print_(what: str | Table) -> None:
+    """Print text or a table. A table in a pipe without COLUMNS has whole names, however long."""
     console = Console(highlight=False, markup=False)
     if not sys.stdout.isatty():  # even if FORCE_COLOR makes rich take the output for a terminal
-        console.width = 1_000_000  # a pipe has no width, so no table is folded or cut
+        console.width = width()
+        if isinstance(what, Table) and "COLUMNS" not in os.environ:
+            console.width = max(console.width, what.narrowest)
     console.print(what, soft_wrap=isinstance(what, str))
+
+
+def print_facts(facts: Iterable[tuple[str, str]]) -> None:
+    """Print labels and texts side by side. Long texts continue below their beginning."""
+    for label, text in facts:
+        lines = textwrap.wrap(text, max(width() - 16, 20), break_long_words=False, break_on_hyphens=False)
+        for number, line in enumerate(lines or [""]):
+            print_(f"  {'' if number else label:<14}{line}")
 
 
 def print_json(value: Any) -> None:

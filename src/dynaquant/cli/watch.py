@@ -20,8 +20,6 @@ from dynaquant.errors import CheckpointError, DynaquantError
 from dynaquant.formatting import NONE, duration, in_bytes, in_seconds, percent, plural, times
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from dynaquant.report.watched import Seen, WatchedRun
     from dynaquant.saving.record import Record
 
@@ -85,12 +83,14 @@ def shown_of(watched: WatchedRun, folder: Path, rows: int, now: float) -> list[A
     ]
 
 
-def _table(seen: list[Seen], now: float) -> Table:
-    table = output.table("step", "age", "kind", "size", "ratio", "degradation", "seconds", "tags")
+def _table(seen: list[Seen], now: float) -> output.Table:
+    table = output.Table(
+        *("step", "age", "kind", "size", "ratio", "degradation", "seconds", "tags"),
+        optional=("seconds", "kind", "ratio"),
+    )
     for each in seen:
         record = each.record
-        output.add(
-            table,
+        table.add(
             str(record.step),
             duration(now - each.committed),
             "keyframe" if record.parent is None else f"delta of {record.parent}",

@@ -31,6 +31,8 @@ FULL = Plan({"transformer": 800, "convnet": 800}, {"transformer": 50, "convnet":
 SHORT = Plan({"transformer": 500, "convnet": 500}, {"transformer": 50, "convnet": 50}, crashes=6)
 QUICK = Plan({"transformer": 40, "convnet": 120}, {"transformer": 10, "convnet": 20}, crashes=2)
 
+TOLD_EVERY = 10.0
+"""Seconds between two lines about the progress, if there is no terminal."""
 AT_ONCE = 2
 """Trainings that run at the same time, each with an equal share of the processors."""
 
@@ -97,7 +99,26 @@ def run_demo(out: Path, plan: Plan, max_degradation: float | None, seed: int, co
     with Progress(
         TextColumn("{task.description:48}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
     ) as progress:
-        return asyncio.run(_run_all(out, plan, max_degradation, seed, progress))
+        return asyncio.run(_run_and_tell(out, plan, max_degradation, seed, progress))
+
+
+async def _run_and_tell(
+    out: Path, plan: Plan, max_degradation: float | None, seed: int, progress: Progress
+) -> list[Result]:
+    """Do what ``_run_all`` does. Without a terminal for its bars, print a line every ten seconds."""
+
+    async def tell() -> None:
+        while not progress.console.is_terminal:
+            await asyncio.sleep(TOLD_EVERY)
+            running = [task for task in progress.tasks if task.started and not task.finished]
+            done = ", ".join(f"{task.description} {task.completed:.0f}/{task.total:.0f}" for task in running)
+            progress.console.print(f"training: {done}" if done else "finishing", soft_wrap=True)
+
+    telling = asyncio.create_task(tell())
+    try:
+        return await _run_all(out, plan, max_degradation, seed, progress)
+    finally:
+        telling.cancel()
 
 
 async def _run_all(out: Path, plan: Plan, max_degradation: float | None, seed: int, progress: Progress) -> list[Result]:
@@ -147,6 +168,8 @@ def table_of(result: Result) -> Table:
     for column in ("role", "raw", "stored", "ratio"):
         table.add_column(column, justify="left" if column == "role" else "right")
     for role, size in result.roles.items():
+        if _megabytes(size.stored) == _megabytes(0):  # such as counters of steps: their ratio says nothing
+            continue
         table.add_row(role, _megabytes(size.raw), _megabytes(size.stored), f"{size.ratio:.1f}×")
     table.add_section()
     table.add_row("total", _megabytes(result.total.raw), _megabytes(result.total.stored), f"{result.total.ratio:.1f}×")

@@ -150,7 +150,7 @@ class StorageWriter(_StorageWriter):
             self._held.enter_context(self._run.locked())
             step = self._step()
             if self._run.path(step).exists():
-                self._warn(prepare_replacement(self._run, step))
+                self._warn(prepare_replacement(self._run, step, self._retention))
             draft, folder = self._run.begin_parts(step)
             self._held.callback(self._run.abandon_parts, folder)
             self._commit = self._begun(draft, folder)

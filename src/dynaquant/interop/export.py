@@ -29,6 +29,21 @@ _OF_FORMAT = {
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 
+def model_target(out: Path) -> Target:
+    """Return the target for an output path that is to hold a model, from its suffix.
+
+    Raises CheckpointError if the suffix does not tell.
+    """
+    if out.suffix == ".safetensors":
+        return Target.SAFETENSORS
+    if out.suffix in _TORCH_SUFFIXES:
+        return Target.TORCH
+    raise CheckpointError(
+        f"{out}: the name does not tell the format; let it end in .safetensors, {', '.join(_TORCH_SUFFIXES)}, or give "
+        f"--to {', '.join(Target)}"
+    )
+
+
 def target_for(stored: StoredCheckpoint, out: Path) -> Target:
     """Return the target for an output path: from its suffix, else from the original format, else safetensors."""
     if out.suffix == ".safetensors":

@@ -6,8 +6,7 @@ import pickle
 import re
 import struct
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, BinaryIO
 from zipfile import BadZipFile, is_zipfile
@@ -48,27 +47,39 @@ def read(path: Path, skip_objects: bool = False) -> ModelFile:
     Raises CheckpointError if it is damaged or holds objects other than tensors and plain values, StateError if a
     checkpoint cannot store one of the values.
     """
-    state = load(path, skip_objects, "" if skip_objects else "; or leave it out: dynaquant compress --skip-objects")
+    namespaces: list[str] = []
+    state = load(path, skip_objects, "" if skip_objects else "; or leave it out: --skip-objects", namespaces)
     left_out: list[str] = []
     if skip_objects:
         state, left_out = plain_part(state)
     tree, tensors = flatten_file(path, state)
-    notes = (f"left out, as they are not tensors or plain values: {', '.join(left_out)}",) if left_out else ()
-    return ModelFile("torch", tree, tensors, {}, notes=notes)
+    notes = []
+    if namespaces:
+        notes.append(f"an argparse.Namespace is stored as the dictionary of its values: {', '.join(namespaces)}")
+    if left_out:
+        notes.append(f"left out, as they are not tensors or plain values: {', '.join(left_out)}")
+    return ModelFile("torch", tree, tensors, {}, notes=tuple(notes))
 
 
-def load(path: Path, skip_objects: bool = False, advice: str = "") -> dict[Any, Any]:
+def load(
+    path: Path, skip_objects: bool = False, advice: str = "", namespaces: list[str] | None = None
+) -> dict[Any, Any]:
     """Return the dictionary in a file, with memory-mapped tensors. Raises CheckpointError as ``read`` does.
 
+    An ``argparse.Namespace``, the arguments of many training scripts, comes back as the dictionary of its values.
+
     skip_objects: objects come back as instances of empty classes that have the same names. advice: added to an
-    error about such an object.
+    error about such an object. namespaces: the places of Namespaces are added to it.
     """
     check_version(path)
     try:
-        with warnings.catch_warnings(), _placeholders(path) if skip_objects else nullcontext():
+        # Unpickling a Namespace sets its attributes and runs no code of its own.
+        known = [] if not skip_objects else _placeholders(path)
+        with warnings.catch_warnings(), safe_globals([Namespace, *known]):
             # PyTorch warns of other pickle protocols; reading shows whether it can read them.
             warnings.simplefilter("ignore")
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        state = _without_namespaces(state, "", [] if namespaces is None else namespaces, set())
     except UNPICKLING_ERRORS as error:
         why = why_unreadable(error, "a complete file of torch.save")
         raise CheckpointError(f"{path}: {why}{advice if _names_code(error) else ''}") from None
@@ -91,15 +102,35 @@ class _Placeholder:
         """Ignore the object's state."""
 
 
-@contextmanager
-def _placeholders(path: Path) -> Iterator[None]:
-    """Let PyTorch make placeholders, for the block, of whatever a file names and weights_only does not know."""
+def _placeholders(path: Path) -> list[Any]:
+    """Return placeholders, for ``safe_globals``, of whatever a file names and weights_only does not know."""
     classes: list[Any] = []
     for name in get_unsafe_globals_in_checkpoint(path):
         module, _, own = name.rpartition(".")
-        classes.append((type(own, (_Placeholder,), {"__module__": module}), name))
-    with safe_globals(classes):
-        yield
+        if name != "argparse.Namespace":
+            classes.append((type(own, (_Placeholder,), {"__module__": module}), name))
+    return classes
+
+
+def _without_namespaces(value: Any, place: str, found: list[str], inside: set[int]) -> Any:
+    """Return a value with dictionaries in place of Namespaces, and add the places of these to ``found``.
+
+    Changes dictionaries and lists in place. inside: the ids of the containers around the value.
+    """
+    if id(value) in inside:  # it contains itself, which ``flatten`` refuses
+        return value
+    if isinstance(value, Namespace):
+        found.append(place)
+        value = vars(value)
+    around = inside | {id(value)}
+    if isinstance(value, dict):
+        for key, item in value.items():
+            value[key] = _without_namespaces(item, f"{place}.{key}" if place else str(key), found, around)
+    elif isinstance(value, list):
+        value[:] = [_without_namespaces(item, f"{place}.{i}", found, around) for i, item in enumerate(value)]
+    elif type(value) is tuple:
+        return tuple(_without_namespaces(item, f"{place}.{i}", found, around) for i, item in enumerate(value))
+    return value
 
 
 def flatten_file(path: Path, state: Any) -> tuple[Any, dict[str, Tensor]]:

@@ -239,11 +239,14 @@ def disk_use(run: Run, files: list[CheckpointFile]) -> list[DiskUse]:
     shared = [
         file for path in checkpoint_paths(run.folder, frozen_files.PREFIX) if (file := _readable(path)) is not None
     ]
-    known = {file.path for file in [*files, *copies, *shared]} | {path for file in files for path in part_paths(file)}
+    replaced = run.replaced()[0]
+    own = [*files, *replaced]
+    known = {file.path for file in [*own, *copies, *shared]} | {path for file in own for path in part_paths(file)}
     others = [size for path in run.folder.rglob("*") if path not in known and (size := _size_of(path)) is not None]
     kinds = [
         _use("keyframes", [file for file in files if file.header.parent is None]),
         _use("deltas", [file for file in files if file.header.parent is not None]),
+        _use("replaced, but tagged", replaced),
         _use("lossless copies", copies),
         _use("frozen parameters", shared),
         DiskUse("other files", len(others), Size(0, sum(others))),

@@ -15,7 +15,7 @@ from dynaquant.store.tags import tags_of
 
 @dataclass(frozen=True)
 class Seen:
-    """A checkpoint of a run. committed: when its file was written, in seconds since 1970. tags: its names."""
+    """A checkpoint of a run. committed: when it was saved, in seconds since 1970. tags: its names."""
 
     record: Record
     committed: float
@@ -59,6 +59,8 @@ class WatchedRun:
                 continue
             records[version] = record
             own = tuple(t.name for t in tags if (t.step, t.identity) == (record.step, record.identity))
-            found.append(Seen(record, status.st_mtime, own))
+            # Re-coding writes the file again, and copying may change its time.
+            committed = status.st_mtime if record.saved_at is None else record.saved_at
+            found.append(Seen(record, committed, own))
         self._records = records
         return found, broken

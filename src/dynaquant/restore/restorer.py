@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from dynaquant.restore.seen_by_rank import SeenByRank
 from dynaquant.restore.shards import load_shards, sharded_targets
 from dynaquant.restore.stored_checkpoint import built_from, load_lossless_copy
 from dynaquant.state.sharding import local_of, memory_of, reshard, with_local
-from dynaquant.store.container import CheckpointFile
+from dynaquant.store.container import CheckpointFile, Parent
 from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.store.reading import Tensors
 from dynaquant.store.run import Run
@@ -105,6 +106,8 @@ class Restorer:
         if loaded is None:
             return None
         self._load_into_objects(loaded)
+        if self.group.rank == 0:
+            log.info("restored step %d of %s", loaded.step, self.run.folder)
         self._correct_moments(loaded)
         if self.group.rank == 0:
             for problem in loaded.problems:
@@ -132,7 +135,7 @@ class Restorer:
             if step is not None:
                 raise error
             self.skipped.append(error)
-            self.damaged.add(candidate)
+            self.damaged.add(candidate.step)
         if not any(self.group.all_gather(bool(self.skipped))):
             return None
         reasons = self.group.from_rank_0("\n  ".join(str(error) for error in self.skipped))
@@ -141,24 +144,27 @@ class Restorer:
             "Nothing was changed. To train from the beginning, use an empty folder."
         )
 
-    def _candidates(self, step: int | str | None) -> list[int]:
-        """Return the steps to try, best first, as rank 0 finds them."""
+    def _candidates(self, step: int | str | None) -> list[Parent]:
+        """Return the checkpoints to try, best first, as rank 0 finds them."""
 
-        def found() -> list[int]:
+        def found() -> list[Parent]:
             if step is not None:
-                return [open_step_or_tag(self.run, step).header.step]
+                header = open_step_or_tag(self.run, step).header
+                return [Parent(header.step, header.identity)]
             summaries, broken = self.run.summaries()
             self.skipped += broken
-            return [summary.step for summary in reversed(summaries)]
+            return [Parent(summary.step, summary.identity) for summary in reversed(summaries)]
 
         rank_zero = self.group.rank == 0
         return self.group.from_rank_0(self.group.run_on_all_ranks(lambda: found() if rank_zero else []))
 
-    def _open(self, step: int) -> tuple[CheckpointFile | None, CheckpointError | None]:
-        """Open a checkpoint. Returns the error if it is missing or its header is damaged."""
+    def _open(self, candidate: Parent) -> tuple[CheckpointFile | None, CheckpointError | None]:
+        """Open a checkpoint. Returns the error if it is missing or its header is damaged, and what is in its place."""
         try:
-            return self.run.file(step), None
+            return self.run.holding(candidate.step, candidate.identity), None
         except CheckpointError as error:
+            with suppress(CheckpointError):
+                return self.run.file(candidate.step), error
             return None, error
 
     def _check_same_on_all_ranks(self, file: CheckpointFile | None) -> None:
@@ -179,7 +185,7 @@ class Restorer:
         self, file: CheckpointFile | None, missing: CheckpointError | None
     ) -> tuple[Loaded | None, CheckpointError | None]:
         """Decode a checkpoint. Returns the error if it is damaged. missing: why it could not be opened."""
-        if file is None:
+        if file is None or missing is not None:
             return None, missing
         try:
             return self._decode(file), None
@@ -331,7 +337,7 @@ class Restorer:
                 log.warning("step %d: %s", loaded.step, note)
             if self.corrections.count:
                 log.info(
-                    "restored step %d without first moments: the next steps correct the bias of %d of them",
+                    "step %d holds no first moments of %d parameters: the next steps correct their bias",
                     loaded.step,
                     self.corrections.count,
                 )

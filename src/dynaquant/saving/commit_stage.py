@@ -79,8 +79,8 @@ class CommitStage:
         return record_of(file, seconds, notes)
 
     def _make_room(self, step: int) -> list[str]:
-        """Re-code what depends on a checkpoint that is to be replaced. Returns notes for the record."""
-        return prepare_replacement(self._run, step) if self._run.path(step).exists() else []
+        """Re-code what depends on a checkpoint that is to be replaced, and keep it if it is named. Returns notes."""
+        return prepare_replacement(self._run, step, self._retention) if self._run.path(step).exists() else []
 
     def _parent_for(self, step: int) -> Base | None:
         """Return the last checkpoint if it can be the parent; None if the next checkpoint must be a keyframe."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -68,6 +69,8 @@ class Record:
       budget, and in records of earlier versions.
     - ``restores_felt``: what restores have left until now, as predicted. A checkpoint may lose so much less. None
       without a budget, and in records of earlier versions.
+    - ``saved_at``: when the state was captured and ready to be written, in seconds since 1970. Re-coding keeps it. None
+      in records of earlier versions, and of ``torch.distributed.checkpoint``.
     - ``notes``: texts about anything unusual.
 
     Ranks other than 0 write no file and do not know its size. Their records have an empty identity, no roles, no bytes
@@ -96,6 +99,7 @@ class Record:
     budget_spent: float | None = None
     restores_felt: float | None = None
     budget_assumes: str | None = None
+    saved_at: float | None = None
 
     @property
     def evaluations(self) -> int:
@@ -146,6 +150,7 @@ def json_of(
             "noise": decision.noise,
         },
         "interval": interval,
+        "saved_at": time.time(),
         "seconds": seconds,
         "notes": [*notes, *decision.notes],
     }
@@ -220,6 +225,7 @@ def _record(
         budget_spent=float(budget["spent"]) if (budget := record.get("training_budget")) else None,
         restores_felt=float(budget["felt"]) if budget and "felt" in budget else None,
         budget_assumes=str(budget["assumed"]) if budget and "assumed" in budget else None,
+        saved_at=None if record.get("saved_at") is None else float(record["saved_at"]),
     )
 
 

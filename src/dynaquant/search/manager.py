@@ -25,6 +25,7 @@ from dynaquant.search.judge import DistortionJudge, Judge, JudgedBy, PairedJudge
 from dynaquant.search.kmeans_method import KMeansQuantizer, search_kmeans
 from dynaquant.search.metric import UserMetric
 from dynaquant.search.noise import Noise
+from dynaquant.search.progress import bar_removed
 from dynaquant.search.sight import Sight, is_suspicious, note_on, sight_of
 from dynaquant.search.size import SizeModel
 from dynaquant.search.trials import MixedScoresError, Quantizer, Trials, why_none_is_good_enough
@@ -125,11 +126,12 @@ class ConfigurationManager:
         quantizer: Quantizer = weights if isinstance(weights, GridWeights) else self._kmeans_quantizer(weights)
         estimate = _distortion_judge(weights, fisher)
         if self._metric is not None:
-            try:
-                return self._decide_by_metric(self._metric, quantizer, decided, allowed, estimate)
-            except MixedScoresError:  # from now on, all ranks score the same candidate
-                self._warn("evaluate communicates between ranks, but did not at first: all candidates are scored again")
-                return self._decide_by_metric(self._metric, quantizer, decided, allowed, estimate)
+            with bar_removed():
+                try:
+                    return self._decide_by_metric(self._metric, quantizer, decided, allowed, estimate)
+                except MixedScoresError:  # from now on, all ranks score the same candidate
+                    self._warn("evaluate communicates between ranks, but did not at first: all are scored again")
+                    return self._decide_by_metric(self._metric, quantizer, decided, allowed, estimate)
         if self._fixed is not None:
             return Decision("fixed", self._fixed, quantizer.quantize(self._fixed))
         return self._decide_by_estimate(quantizer, estimate, allowed)
@@ -259,7 +261,7 @@ class ConfigurationManager:
         if best is None or not (lost := trials.finished(best)) <= largest:
             return None, None
         return best, (
-            f"no candidate stayed within {limit:.3g}, all that the training's budget allows now: the best of "
+            f"no candidate stayed within {max(limit, 0):.3g}, all that the training's budget allows now: the best of "
             f"{len(trials.done)} was taken, which loses {lost:.3g} of at most {largest:.3g}"
         )
 

@@ -23,8 +23,9 @@ The files, in reading order:
 - ``lossless_copies.py``: names and opens lossless copies
 - ``run.py``: ``Run`` lists, opens and decodes the checkpoints in a folder
 - ``writer_lock.py``: one writer per run
-- ``commit.py``: ``WritableRun`` commits checkpoints atomically, re-codes and deletes them
 - ``tags.py``: names for checkpoints
+- ``unneeded.py``: finds files that no checkpoint needs any more
+- ``commit.py``: ``WritableRun`` commits checkpoints atomically, re-codes and deletes them
 - ``pointers.py``: files outside of a run that stand for its checkpoints
 - ``verifying.py``: finds damage in a checkpoint or a run
 - ``retention.py``: decides which checkpoints to keep; deletes the others

@@ -6,8 +6,8 @@ process that is killed at any point leaves the run unchanged.
 
 from __future__ import annotations
 
+import logging
 import os
-import re
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,22 +22,23 @@ from dynaquant.errors import CheckpointError
 from dynaquant.state.roles import Label
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store import frozen_files, parts
-from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent, Summary, file_version
+from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent, file_version
 from dynaquant.store.files import add_disk_full_note, make_folder, sync, sync_parent
 from dynaquant.store.layout import FOLDER as PARTS
 from dynaquant.store.layout import part_name
-from dynaquant.store.listing import SUFFIX, checkpoint_paths
-from dynaquant.store.lossless_copies import EXACT_WEIGHTS, LOSSLESS_COPY, copy_path
+from dynaquant.store.listing import SUFFIX
+from dynaquant.store.lossless_copies import LOSSLESS_COPY, copy_path
 from dynaquant.store.reading import Tensors
 from dynaquant.store.run import Run
 from dynaquant.store.sharded_writing import boxes_in_part, boxes_of, plan_of, sharded_header, write_part
-from dynaquant.store.tags import tags_of
+from dynaquant.store.unneeded import unneeded
 from dynaquant.store.writer_lock import WriterLock, lock_for_writing
 from dynaquant.store.writing import Base, Checkpoint, coder_of, verify_written, write_checkpoint
 from dynaquant.tensors.stored import External, StoredTensor
 
+log = logging.getLogger("dynaquant")
+
 _TEMPORARY = ".tmp"
-_PARTS_NAME = re.compile(rf"{PARTS}\d{{12,}}-\d{{12,}}-[0-9a-f]{{8}}")
 MIN_FROZEN_BYTES = 1 << 20
 """Frozen parameters get a file of their own from this size on. Smaller ones are stored in each checkpoint."""
 _UNKNOWN_COMMITS = 2**32
@@ -65,7 +66,7 @@ class WritableRun(Run):
                     leftover.unlink()
             self._lock = lock
             try:
-                self.delete_unneeded_parts()
+                self.delete_unneeded()
                 yield
             finally:
                 self._lock = None
@@ -90,9 +91,10 @@ class WritableRun(Run):
         With a lossless copy, both files are written and verified first. Then the copy is renamed to its final name, and
         then the checkpoint, which completes the commit. Last, copies that are not needed any more are deleted.
 
-        Replaces a checkpoint of the same step; the caller has made sure that no other depends on it. Returns the file
-        and the base for the next commit. On any error the run is as before. One exception: if syncing the folder fails,
-        the checkpoint is in place, and a note of the error says so.
+        Replaces a checkpoint of the same step. The caller has made sure that no other depends on it, and that it is
+        kept if it is named (``retention.prepare_replacement``). Returns the file and the base for the next commit. On
+        any error the run is as before. One exception: if syncing the folder fails, the checkpoint is in place, and a
+        note of the error says so.
         """
         draft = Header(
             step=checkpoint.step,
@@ -128,14 +130,15 @@ class WritableRun(Run):
                 # place nevertheless.
                 undo.callback(lambda: None if written.is_at(path) else self._delete_uncommitted(path_of_copy))
                 self._rename(copy, path_of_copy)
+            replaces = path.exists()
             file = self._rename(written, path)
             undo.pop_all()
+        if replaces:
+            log.info("replaced step %d", checkpoint.step)
         self._summaries[file_version(path.stat())] = file.header.summary
         self._newest = self._highest = draft.sequence
         try:
-            self._delete_unneeded_copies()
-            self.delete_unneeded_frozen()
-            self.delete_unneeded_parts()
+            self.delete_unneeded()
         except OSError as error:
             error.add_note(f"step {checkpoint.step} is saved; deleting files that only older checkpoints needed failed")
             raise
@@ -156,30 +159,13 @@ class WritableRun(Run):
         self.frozen_files.mark_sound(file)
         return {entry.name: frozen_files.tensor_in(file, entry) for entry in file.header.entries}
 
-    def _delete_unneeded_copies(self) -> None:
-        """Delete the lossless copies but that of the newest checkpoint, and those of the weights of tagged ones."""
-        summaries, _ = self.summaries()
-        tagged = {(tag.step, tag.identity) for tag in tags_of(self)}
-        of_weights = [each for each in summaries if (each.step, each.identity) in tagged and self._has_weights(each)]
-        kept = {copy_path(self.folder, each) for each in [*summaries[-1:], *of_weights]}
-        for path in self.lossless_copy_paths():
-            if path not in kept:
-                path.unlink()
-
-    def _has_weights(self, summary: Summary) -> bool:
-        """Whether a checkpoint has a copy of its weights."""
-        return bool(self.file(summary.step).header.record.get(EXACT_WEIGHTS))
-
-    def delete_unneeded_frozen(self) -> None:
-        """Delete files of frozen parameters that no checkpoint needs any more.
-
-        Deletes none while a checkpoint cannot be read, because it may need any of them.
-        """
-        summaries, broken = self.summaries()
-        needed = {frozen_files.file_name(identity) for summary in summaries for identity in summary.frozen}
-        for path in checkpoint_paths(self.folder, frozen_files.PREFIX):
-            if not broken and frozen_files.is_frozen_name(path.name) and path.name not in needed:
-                self._check_lock()
+    def delete_unneeded(self) -> None:
+        """Delete what no checkpoint needs any more, such as frozen parameters, and replaced ones without a tag."""
+        for path in unneeded(self, self._unfinished):
+            self._check_lock()
+            if path.is_dir():
+                _delete_folder(path)
+            else:
                 path.unlink()
 
     def begin_parts(self, step: int) -> tuple[Header, Path]:
@@ -217,8 +203,20 @@ class WritableRun(Run):
 
         Replaces a checkpoint of the same step, as ``commit`` does. On any error the run is as before.
         """
+        replaces = self.path(header.step).exists()
+        file = self._publish(header, self.path(header.step))
+        if replaces:
+            log.info("replaced step %d", header.step)
+        try:
+            self.delete_unneeded()
+        except OSError as error:
+            error.add_note(f"step {header.step} is saved; deleting parts that no checkpoint needs failed")
+            raise
+        return file
+
+    def _publish(self, header: Header, path: Path) -> CheckpointFile:
+        """Write the file of a checkpoint whose parts are all written. path: its name."""
         assert header.parts is not None
-        path = self.path(header.step)
         temporary = path.with_name(path.name + _TEMPORARY)
         with self._deleted_on_error(temporary, path):
             with temporary.open("wb") as out:
@@ -232,29 +230,7 @@ class WritableRun(Run):
         finally:
             if written.is_at(path):  # also if the file is in place, and only syncing its folder failed
                 self._unfinished.discard(header.parts.folder)
-        self._summaries[file_version(path.stat())] = header.summary
-        self._newest = self._highest = header.sequence
-        try:
-            self.delete_unneeded_parts()
-        except OSError as error:
-            error.add_note(f"step {header.step} is saved; deleting parts that no checkpoint needs failed")
-            raise
         return file
-
-    def delete_unneeded_parts(self) -> None:
-        """Delete folders of parts that no checkpoint refers to.
-
-        Deletes none while a checkpoint cannot be read, because it may need any of them.
-        """
-        folders = [path for path in self.folder.glob(f"{PARTS}*") if path.is_dir() and not path.is_symlink()]
-        if not folders:
-            return
-        summaries, broken = self.summaries()
-        needed = {summary.parts for summary in summaries} | self._unfinished
-        for folder in folders:
-            if not broken and folder.name not in needed and _PARTS_NAME.fullmatch(folder.name):
-                self._check_lock()
-                _delete_folder(folder)
 
     def _next_sequence(self) -> int:
         """Return a higher sequence number than the run has ever had, also in files that cannot be read now.
@@ -334,29 +310,37 @@ class WritableRun(Run):
         return written.renamed(path)
 
     def recode(
-        self, file: CheckpointFile, tensors: Tensors, base: Base | None, record: dict[str, Any] | None = None
+        self,
+        file: CheckpointFile,
+        tensors: Tensors,
+        base: Base | None,
+        record: dict[str, Any] | None = None,
+        path: Path | None = None,
     ) -> CheckpointFile:
         """Re-code a checkpoint of this run or another one: the same values, conditioned on ``base``.
 
-        tensors: as loaded from its file. record: replaces the record of the file. A sharded checkpoint keeps its boxes.
+        tensors: as loaded from its file. record: replaces the record of the file. path: of the new file, by default the
+        name of the present one. A sharded checkpoint keeps its boxes.
         """
+        path = path or self.folder / file.path.name
         if file.header.parts is not None:
             above = None if base is None else self.chain(self.file(base.parent.step))
-            return self.recode_parts(Run(file.path.parent).chain(file), above, record)
+            return self.recode_parts(Run(file.path.parent).chain(file), above, record, path)
         labels = {entry.name: entry.label for entry in file.header.entries}
         draft = replace(file.header, parent=base.parent if base else None, record=record or file.header.record)
-        return self.write(draft, tensors, labels, base, coder_of(file), self.folder / file.path.name)
+        return self.write(draft, tensors, labels, base, coder_of(file), path)
 
     def recode_parts(
         self,
         chain: list[CheckpointFile],
         base: list[CheckpointFile] | None,
         record: dict[str, Any] | None = None,
+        path: Path | None = None,
     ) -> CheckpointFile:
         """Re-code the parts of a sharded checkpoint into a new folder, one by one, then the file that refers to them.
 
         chain: ``Run.chain`` of the checkpoint. base: that of the checkpoint that it is to be conditioned on; None for a
-        keyframe. record: as for ``recode``. Holds one part at a time.
+        keyframe. record, path: as for ``recode``. Holds one part at a time.
         """
         file, above = chain[0], None if base is None else base[0].header
         plan = plan_of(file.header)
@@ -372,7 +356,10 @@ class WritableRun(Run):
             header = sharded_header(draft, folder.name, plan, written)
             if header.identity != file.header.identity:
                 raise CheckpointError(f"{folder}: re-coding would change the values of {file.path.name}")
-            return self.publish(header)
+            again = self._publish(header, path or self.folder / file.path.name)
+            if path is None:
+                self.delete_unneeded()
+            return again
         except BaseException:
             self.abandon_parts(folder)
             raise
@@ -382,8 +369,16 @@ class WritableRun(Run):
         self._check_lock()
         self.path(step).unlink()
         sync(self.folder)
-        self._delete_unneeded_copies()
-        self.delete_unneeded_parts()
+        self.delete_unneeded()
+
+    def keep_replaced(self, file: CheckpointFile) -> None:
+        """Keep a checkpoint whose step is to be saved again, as a keyframe that no other file of the run must wait for.
+
+        It lasts as long as a tag names it. Raises CheckpointError if it cannot be decoded.
+        """
+        path = self.replaced_path(file.header.step, file.header.identity)
+        if not path.exists():
+            self.recode(file, {} if file.header.parts else self.load(file), None, path=path)
 
 
 def _delete_folder(folder: Path) -> None:

@@ -14,6 +14,8 @@ from dynaquant.store.container import is_missing
 SUFFIX = ".dqc"
 STEP = "step-"
 """What the name of a step's file begins with."""
+REPLACED = "replaced-"
+"""What the name of a checkpoint begins with that was replaced, but is kept for its tags."""
 T = TypeVar("T")
 
 
@@ -31,8 +33,9 @@ def checkpoint_paths(folder: Path, prefix: str) -> list[Path]:
     return [folder / name for name in sorted(names) if name.startswith(prefix) and name.endswith(SUFFIX)]
 
 
-def read_each_step(folder: Path, read: Callable[[Path], T]) -> tuple[list[T], list[CheckpointError]]:
-    """Call ``read`` with the file of each step. Returns its results, and the errors of the files that cannot be read.
+def read_each(folder: Path, prefix: str, read: Callable[[Path], T]) -> tuple[list[T], list[CheckpointError]]:
+    """Call ``read`` with each file whose name begins with ``prefix``. Returns its results, and the errors of the files
+    that cannot be read.
 
     Lists the folder again if a listed file was deleted before it was read.
     """
@@ -40,7 +43,7 @@ def read_each_step(folder: Path, read: Callable[[Path], T]) -> tuple[list[T], li
         found: list[T] = []
         broken: list[CheckpointError] = []
         missing: list[Path] = []
-        for path in checkpoint_paths(folder, STEP):
+        for path in checkpoint_paths(folder, prefix):
             try:
                 found.append(read(path))
             except (OSError, CheckpointError) as error:
@@ -48,7 +51,7 @@ def read_each_step(folder: Path, read: Callable[[Path], T]) -> tuple[list[T], li
                     missing.append(path)
                 broken.append(error if isinstance(error, CheckpointError) else _unreadable(path, error))
         # A missing file that is still listed is a dangling link. It was not deleted, so a retry would not help.
-        if not missing or set(missing) & set(checkpoint_paths(folder, STEP)):
+        if not missing or set(missing) & set(checkpoint_paths(folder, prefix)):
             break
     return found, broken
 

@@ -44,14 +44,11 @@ class Pointer:
         pointer stands for another checkpoint by now.
         """
         try:
-            file = Run(self.run).file(self.step)
-            if file.header.identity != self.identity:
-                raise CheckpointError(f"{self.path}: {self.run} has another checkpoint as step {self.step} by now")
+            return Run(self.run).holding(self.step, self.identity)
         except CheckpointError as error:
             if read_pointer(self.path) != self:
                 raise RunChangedError(str(error)) from error
             raise
-        return file
 
 
 def found_at(path: Path) -> Path | Pointer:

@@ -43,8 +43,9 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
             if copy is not None:
                 undo.callback((folder / copy.path.name).unlink, missing_ok=True)
                 new.recode(copy, run.load(copy), None)
-            undo.callback((folder / file.path.name).unlink, missing_ok=True)
-            written = new.recode(file, tensors, None, record)
+            path = new.path(file.header.step)
+            undo.callback(path.unlink, missing_ok=True)
+            written = new.recode(file, tensors, None, record, path)
         except BaseException as error:
             error.add_note(f"nothing of the branch is left in {folder}")
             raise

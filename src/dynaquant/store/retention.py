@@ -5,6 +5,7 @@ Re-coding changes no values, so it changes no identity. References to a re-coded
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -12,9 +13,11 @@ from dynaquant.errors import CheckpointError
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile, Summary
 from dynaquant.store.run import Run
-from dynaquant.store.tags import tags_of
+from dynaquant.store.tags import set_tag, tags_of
 from dynaquant.store.verifying import damage
 from dynaquant.store.writing import Base
+
+log = logging.getLogger("dynaquant")
 
 KEYFRAME_EVERY = 16
 """By default, the maximum number of checkpoints in a chain of a training."""
@@ -51,11 +54,12 @@ class Retention:
         newest = [step for step in steps if step in usable][-(self.keep_last or 1) :]
         if not newest or all(limit is None for limit in self._limits):
             return []
-        best = self._best([step for step in steps if step in usable], metrics or {})
+        best = self.best([step for step in steps if step in usable], metrics or {})
         older = steps[: steps.index(newest[0])]
         return [step for step in older if not (self.keep_every and step % self.keep_every == 0) and step not in best]
 
-    def _best(self, steps: list[int], metrics: Mapping[int, float]) -> list[int]:
+    def best(self, steps: list[int], metrics: Mapping[int, float]) -> list[int]:
+        """Return the ``keep_best`` steps with the best metric. steps: in the order of their commits."""
         scored = [step for step in reversed(steps) if step in metrics]
         return sorted(scored, key=metrics.__getitem__, reverse=self.higher_is_better)[: self.keep_best or 0]
 
@@ -88,12 +92,15 @@ def recode_dependents(run: WritableRun, steps: Collection[int]) -> tuple[set[int
     return needed, notes
 
 
-def prepare_replacement(run: WritableRun, step: int) -> list[str]:
+def prepare_replacement(run: WritableRun, step: int, retention: Retention) -> list[str]:
     """Re-code what depends on a step, so that another checkpoint can be committed in its place.
+
+    If a tag names the checkpoint of the step, a copy is kept beside the run's steps as long as the tag does. If it is
+    among the best that the retention keeps, it gets a tag first.
 
     A damaged checkpoint that depends on the step can be neither re-coded nor restored. It does not prevent the
     replacement; otherwise a training could not continue after a file is damaged. Its own dependents are re-coded, too,
-    if they decode. Returns a note for each damaged checkpoint.
+    if they decode. Returns a note for each damaged checkpoint, and for one that is kept.
 
     Raises CheckpointError if a checkpoint that decodes could not be re-coded, or if a file cannot be read now. The step
     must not be replaced then.
@@ -118,7 +125,32 @@ def prepare_replacement(run: WritableRun, step: int) -> list[str]:
             notes.append(
                 f"step {summary.step} was damaged, and step {step}, which it depended on, was replaced: {error}"
             )
-    return notes
+    return notes + _keep_named(run, step, retention)
+
+
+def _keep_named(run: WritableRun, step: int, retention: Retention) -> list[str]:
+    """Keep the checkpoint of a step that is to be replaced if it has a tag or is among the best. Returns notes."""
+    try:
+        file = run.file(step)
+        names = [tag.name for tag in tags_of(run) if tag.refers_to(file)]
+        if not names and step not in _best_steps(run, retention):
+            return []
+        run.keep_replaced(file)
+        if not names:
+            names = [set_tag(run, f"replaced-{step}-{file.header.identity[:8]}", file).name]
+    except CheckpointError as error:
+        _raise_if_unreadable(error)
+        tagged = any(tag.step == step for tag in tags_of(run))
+        return [f"step {step} was damaged, so it was replaced in spite of its tag: {error}"] if tagged else []
+    note = f"the earlier checkpoint of step {step} is kept; its tag is {' and '.join(names)}"
+    log.info(note)
+    return [note]
+
+
+def _best_steps(run: Run, retention: Retention) -> list[int]:
+    usable = {checkpoint.step for checkpoint in run.chain_lengths()}
+    summaries = run.summaries()[0]
+    return retention.best([summary.step for summary in summaries if summary.step in usable], _metrics(summaries))
 
 
 def _readable_summaries(run: Run) -> list[Summary]:
@@ -184,8 +216,9 @@ def steps_to_delete(run: Run, retention: Retention, damaged: Collection[int] = (
     damaged: steps whose files are known not to decode. They and their dependent deltas do not count as kept.
     """
     usable = {checkpoint.step for checkpoint in run.chain_lengths(damaged)}
-    tagged = {tag.step for tag in tags_of(run)}
     summaries = run.summaries()[0]
+    named = {(tag.step, tag.identity) for tag in tags_of(run)}
+    tagged = {summary.step for summary in summaries if (summary.step, summary.identity) in named}
     steps = retention.steps_to_delete([summary.step for summary in summaries], usable, _metrics(summaries))
     return [step for step in steps if step not in tagged]
 
@@ -237,8 +270,9 @@ def prune(run: WritableRun, retention: Retention, damaged: Collection[int] = ())
         needed, notes = recode_dependents(run, steps)
     except CheckpointError as error:
         return [f"nothing was deleted: {error}"]
-    for step in reversed(steps):  # children first, so that the others can be loaded after a crash in between
-        if step not in needed:
-            run.delete(step)
-    run.delete_unneeded_frozen()
+    deleted = [step for step in steps if step not in needed]
+    for step in reversed(deleted):  # children first, so that the others can be loaded after a crash in between
+        run.delete(step)
+    if deleted:
+        log.info("deleted %s %s", "steps" if len(deleted) > 1 else "step", ", ".join(map(str, deleted)))
     return notes

@@ -21,10 +21,11 @@ from dynaquant.store.container import (
     file_version,
     is_missing,
     is_step,
+    open_if_exists,
 )
 from dynaquant.store.files import non_file_kind, user_path
 from dynaquant.store.frozen_files import FrozenFiles
-from dynaquant.store.listing import STEP, SUFFIX, read_each_step
+from dynaquant.store.listing import REPLACED, STEP, SUFFIX, read_each
 from dynaquant.store.reading import Tensors
 
 
@@ -57,7 +58,7 @@ class Run:
             self._check_name(path, summary.step)
             return version, summary
 
-        found, broken = read_each_step(self.folder, read)
+        found, broken = read_each(self.folder, STEP, read)
         self._summaries = dict(found)
         self._seen.update(summary.step for _, summary in found)
         self._newest = max((summary.sequence for _, summary in found), default=0)
@@ -73,9 +74,39 @@ class Run:
             file.close()
             return file
 
-        found, broken = read_each_step(self.folder, read)
+        found, broken = read_each(self.folder, STEP, read)
         self._seen.update(file.header.step for file in found)
         return sorted(found, key=lambda file: (file.header.sequence, file.header.step)), broken
+
+    def replaced_path(self, step: int, identity: str) -> Path:
+        """Return the path of a checkpoint that was replaced, but is kept for its tags."""
+        return self.folder / f"{REPLACED}{step:012d}-{identity[:16]}{SUFFIX}"
+
+    def replaced(self) -> tuple[list[CheckpointFile], list[CheckpointError]]:
+        """Return the replaced checkpoints that are kept, closed, lowest step first, and the errors of unreadable ones.
+
+        All are keyframes. They are no steps of the run: ``summaries`` and ``files`` leave them out.
+        """
+
+        def read(path: Path) -> CheckpointFile:
+            file = CheckpointFile(path)
+            file.close()
+            return file
+
+        return read_each(self.folder, REPLACED, read)
+
+    def holding(self, step: int, identity: str) -> CheckpointFile:
+        """Open the checkpoint of a step that has this identity, also if it was replaced and is kept for its tags.
+
+        Raises CheckpointError if it is missing, or was replaced and is not kept.
+        """
+        file = open_if_exists(self.replaced_path(step, identity)) or self.file(step)
+        if (file.header.step, file.header.identity) != (step, identity):
+            raise CheckpointError(
+                f"{self.folder}: step {step} was saved again, and the earlier checkpoint ({identity[:8]}…) is gone; "
+                "give the step for the present one"
+            )
+        return file
 
     def _check_name(self, path: Path, step: int) -> None:
         if self.path(step) != path:

@@ -1,4 +1,4 @@
-"""Names for checkpoints of a run. Retention keeps tagged checkpoints.
+"""Names for checkpoints of a run. A tagged checkpoint is neither deleted nor lost when its step is saved again.
 
 Each tag is a small file in a folder of the run, so that a tag can be set while a training writes to the run.
 """
@@ -32,7 +32,7 @@ class Tag:
     identity: str
 
     def refers_to(self, file: CheckpointFile) -> bool:
-        """Whether the tag refers to this checkpoint; False if its step was saved again since."""
+        """Whether the tag refers to this checkpoint, and not to another one of the same step."""
         return (self.step, self.identity) == (file.header.step, file.header.identity)
 
 
@@ -110,18 +110,17 @@ def remove_tag(run: Run, name: str) -> None:
 
 
 def tagged_file(run: Run, name: str) -> CheckpointFile:
-    """Open the tagged checkpoint. Raises CheckpointError if there is none, or if its step was saved again since."""
+    """Open the tagged checkpoint, also if its step was saved again since. Raises CheckpointError if there is none."""
     known = tags_of(run)
     tag = next((tag for tag in known if tag.name == name), None)
     if tag is None:
         raise CheckpointError(f"{run.folder}: there is no tag {name!r} ({_listed(known)})")
-    file = run.file(tag.step)
-    if not tag.refers_to(file):
-        raise CheckpointError(
-            f"{run.folder}: step {tag.step} was saved again since it was tagged {name}; give the step, or set the tag "
-            "again"
-        )
-    return file
+    return run.holding(tag.step, tag.identity)
+
+
+def is_tagged(run: Run, file: CheckpointFile) -> bool:
+    """Whether a tag refers to a checkpoint."""
+    return any(tag.refers_to(file) for tag in tags_of(run))
 
 
 def open_step_or_tag(run: Run, step: int | str) -> CheckpointFile:

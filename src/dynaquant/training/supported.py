@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -72,6 +72,17 @@ def check_replicas(tensors: Mapping[str, Tensor], group: Group) -> None:
         )
 
 
+def _advice_on(unknown: Sequence[Tensor], saved: Sequence[Tensor]) -> str:
+    """Return what to do about tensors that an optimizer updates: master weights, or the weights of another model."""
+    halves = {tensor.shape for tensor in saved if tensor.is_floating_point() and tensor.itemsize < 4}
+    if all(local_of(each).itemsize == 4 and local_of(each).shape in halves for each in unknown):
+        return "they seem to be master weights: give them as an extra, extras={'masters': torch.nn.ParameterList(…)}"
+    return (
+        "if they belong to another model, give that too, model={'a': …, 'b': …}; otherwise give an object that holds "
+        "them as an extra, e.g. extras={'others': torch.nn.ParameterList(…)}"
+    )
+
+
 def warn_of_unsaved(objects: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Log a warning for every optimizer that updates a tensor that is not saved, or not as itself.
 
@@ -88,11 +99,11 @@ def warn_of_unsaved(objects: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
         groups = thing.param_groups if isinstance(thing, Optimizer) else []
         updated = [parameter for group in groups for parameter in group["params"]]
         unsaved = [each for each in updated if (own := local_of(each)).numel() and own.data_ptr() not in saved]
-        if any(id(each) not in of_models for each in unsaved):
+        if unknown := [each for each in unsaved if id(each) not in of_models]:
             log.warning(
-                "%s updates tensors that are not saved, so a restore would not restore them; give an object that "
-                "holds them as an extra, e.g. extras={'masters': torch.nn.ParameterList(masters)}",
+                "%s updates tensors that are not saved, so a restore would not restore them; %s",
                 name,
+                _advice_on(unknown, [local_of(tensor) for tensor in tensors.values()]),
             )
         if hidden := [of_models[id(each)] for each in unsaved if id(each) in of_models]:
             log.warning(

@@ -85,7 +85,6 @@ def delete_unnamed(run: WritableRun, step: int) -> None:
     needed, notes = recode_dependents(run, {step})
     if step not in needed:
         run.delete(step)
-    run.delete_unneeded_frozen()
     for note in notes:
         log.warning("%s: %s", run.folder, note)
 
