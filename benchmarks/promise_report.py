@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from crashes import spread, times
+from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, StrMethodFormatter
 from promise_runs import CENTRE, DISTURBANCE, VARIANTS, Sweep, equivalents
@@ -214,6 +215,8 @@ def plot(found: Results, path: Path) -> None:
     for unused in panels[len(found.alone) :]:
         unused.set_axis_off()
     methods = list(dict.fromkeys(variant.method for variant in VARIANTS.values()))
+    states = [row.state for row in found.rows]
+    legend: dict[str, Artist] = {}
     for axes, (training, alone) in zip(panels, found.alone.items(), strict=False):
         apart = 100 * spread(alone)
         axes.axhspan(-apart, apart, color="gray", alpha=0.15, label="undisturbed seeds apart")
@@ -240,15 +243,18 @@ def plot(found: Results, path: Path) -> None:
                     ha="right",
                 )
         axes.set(title=training, xscale="log", xlabel="whole state, times smaller")
+        axes.set_xlim(min(states) / 1.5, 1.5 * max(states))
         axes.set_yscale("symlog", linthresh=1)
         axes.yaxis.set_major_locator(FixedLocator([s * x for x in (0.5, 1, 2, 5, 10, 20, 50) for s in (-1, 1)] + [0]))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         plain_ticks(axes.xaxis)
         axes.tick_params(axis="x", labelrotation=45)
         axes.grid(alpha=0.3)
+        handles, labels = axes.get_legend_handles_labels()
+        legend |= dict(zip(labels, handles, strict=True))
     for axes in panels[::columns]:
         axes.set_ylabel("worse at the end, %")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=9, fontsize=8)
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=9, fontsize=8)
     figure.savefig(path, dpi=130)
 
 
