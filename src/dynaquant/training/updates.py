@@ -34,6 +34,8 @@ class Updates:
         self._updated_before: frozenset[str] = frozenset()
         self._waiting: dict[int, list[Tensor]] = {}  # parameters of each optimizer that it has not updated yet
         self._used: dict[int, tuple[weakref.ref[Tensor], int | None]] = {}  # gradients in the last step, by parameter
+        for optimizer in self._optimizers:  # what earlier steps have used cannot be told, so it is not noted
+            self._use_gradients(optimizer)
         self._begin()
         self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers]
 
@@ -45,17 +47,23 @@ class Updates:
             updated = {self._names[id(p)] for p in waiting if p.grad is not None and id(p) in self._names}
             self._waiting[id(optimizer)] = [p for p in waiting if p.grad is None]
             self._updated |= updated
+        self._use_gradients(optimizer)
+
+    def _use_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter, gradient in _first_gradients(optimizer):
             self._used[id(parameter)] = weakref.ref(gradient), version_of(gradient)
 
     @property
     def updated(self) -> frozenset[str]:
-        """The names of the modules' parameters that an optimizer has updated since the save before the last one."""
-        return self._updated | self._updated_before
+        """The names of the modules' parameters that an optimizer has updated since the last save.
+
+        If no step came after that one, since the save before it.
+        """
+        return self._updated or self._updated_before
 
     def saved(self) -> None:
         """Note that a checkpoint was saved."""
-        self._updated_before, self._updated = self._updated, frozenset()
+        self._updated_before, self._updated = self.updated, frozenset()
         self._begin()
 
     def notes(self) -> list[str]:
