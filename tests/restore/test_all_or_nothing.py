@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from training import bits
 
 import dynaquant as dq
+from dynaquant.restore import restorer
 
 
 class FailureError(Exception):
@@ -193,3 +194,29 @@ def test_a_plain_model_is_put_back_too(tmp_path, quality):
         ckpt.restore()
     assert (bits(model.state_dict()), weight.data_ptr(), weight.stride(), weight.requires_grad) == before
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_an_interrupt_where_only_pytorch_loads_comes_after_a_whole_restore(tmp_path, monkeypatch):
+    """Nothing can fail there, and a copy of all tensors would double the memory of a restore."""
+
+    def training(seed):
+        torch.manual_seed(seed)
+        model = nn.Linear(30, 30)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(seed):
+            model(torch.randn(4, 30)).square().mean().backward()
+            optimizer.step()
+        return model, optimizer
+
+    def interrupted(fills):
+        monkeypatch.undo()
+        restorer.fill(fills[:1])
+        raise KeyboardInterrupt
+
+    saved, trained = training(1), training(2)
+    with dq.Checkpointer(tmp_path, *saved, quality="lossless") as ckpt:
+        ckpt.save(1)
+    monkeypatch.setattr(restorer, "fill", interrupted)
+    with dq.Checkpointer(tmp_path, *trained, quality="lossless") as ckpt, pytest.raises(KeyboardInterrupt):
+        ckpt.restore()
+    assert [bits(thing.state_dict()) for thing in trained] == [bits(thing.state_dict()) for thing in saved]

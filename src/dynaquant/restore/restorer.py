@@ -32,7 +32,7 @@ from dynaquant.training.load_state import fill_in_omitted, load_state
 from dynaquant.training.moment_correction import MomentCorrections
 from dynaquant.training.objects import CHECKED, MAIN, RESERVED, models_of
 from dynaquant.training.ranks import Group
-from dynaquant.training.undo import Undo
+from dynaquant.training.undo import Undo, loads_as_pytorch_does
 
 log = logging.getLogger("dynaquant")
 
@@ -316,14 +316,26 @@ class Restorer:
                 log.warning("step %d: %s", file.header.step, note)
 
     def _load_into_objects(self, loaded: Loaded) -> None:
-        """Load everything, or put everything back: the code of any object may fail, or a signal interrupt it."""
-        undo = self.group.run_on_all_ranks(lambda: Undo(self.objects[name] for name in loaded.parts))
+        """Load everything, or put everything back: the code of any object may fail, or a signal interrupt it.
+
+        Where only PyTorch's own code loads models and optimizers, what fits does not fail, and a copy of their tensors
+        would double the memory. So after an interrupt there, the restore is completed before the interrupt goes on.
+        """
+        objects = {name: self.objects[name] for name in self.objects if name in loaded.parts}
+        last = {n: thing for n, thing in objects.items() if isinstance(thing, CHECKED) and n.partition(".")[0] in MAIN}
+        completes = all(loads_as_pytorch_does(thing) for thing in last.values())
+        filled = [memory_of(target) for target, _ in loaded.fills] if completes else []
+        undo = self.group.run_on_all_ranks(lambda: Undo(objects.values(), filled))
         try:
-            self.group.run_on_all_ranks(
-                lambda: load_objects(self.objects, loaded.parts, loaded.fills, loaded.rng_state)
-            )
+            self.group.run_on_all_ranks(lambda: load_extras(objects.keys() - last.keys(), objects, loaded.parts))
         except BaseException:
             undo.put_back()
+            raise
+        load = partial(load_objects, last, loaded.parts, loaded.fills, loaded.rng_state)
+        try:
+            self.group.run_on_all_ranks(load)
+        except BaseException:
+            load() if completes else undo.put_back()
             raise
 
     def _correct_moments(self, loaded: Loaded) -> None:
@@ -347,24 +359,26 @@ def _omitted(source: CheckpointFile) -> set[str]:
     return {entry.name for entry in source.header.entries if entry.omitted}
 
 
+def load_extras(names: Collection[str], objects: Mapping[str, Any], parts: Mapping[str, Any]) -> None:
+    """Load the extras of these names, in the order of the objects."""
+    for name, thing in objects.items():
+        if name in names:
+            load_state(thing, parts[name])
+
+
 def load_objects(
     objects: Mapping[str, Any],
     parts: Mapping[str, Any],
     fills: Sequence[tuple[Tensor, StoredTensor]],
     rng_state: Mapping[str, Any] | None,
 ) -> None:
-    """Load the objects that have a part, the model and the optimizer last, then the global generators if given.
+    """Load models and optimizers, then the global generators if given.
 
-    fills: tensors of the model and the optimizer that are filled in place before these load.
+    fills: tensors of the models and optimizers that are filled in place before these load.
     """
-    last = [name for name, thing in objects.items() if isinstance(thing, CHECKED) and name.partition(".")[0] in MAIN]
-    for name, thing in objects.items():
-        if name in parts and name not in last:
-            load_state(thing, parts[name])
     fill(fills)
-    for name in last:
-        if name in parts:
-            load_state(objects[name], parts[name])
+    for name, thing in objects.items():
+        load_state(thing, parts[name])
     if rng_state is not None:
         rng.set_state(dict(rng_state))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dynaquant.errors import StateError
 from dynaquant.state.flatten import flatten, unflatten
-from dynaquant.state.sharding import is_sharded, local_of
+from dynaquant.state.sharding import is_sharded, local_of, memory_of
 from dynaquant.training import rng
 from dynaquant.training.collect import state_of
 from dynaquant.training.expanded import copy_into
@@ -31,9 +31,12 @@ class Undo:
 
     Tensors are copied to host memory; containers keep their identity. Extras with a ``load_state_dict`` are put back by
     it. The global random number generators are put back last.
+
+    without: tensors that are not put back, as ``memory_of`` identifies what this rank holds of them.
     """
 
-    def __init__(self, things: Iterable[Any]) -> None:
+    def __init__(self, things: Iterable[Any], without: Collection[Any] = ()) -> None:
+        self._without = frozenset(without)
         self._put_back: list[Callable[[], None]] = []
         self._seen: dict[int, Any] = {}  # by id; this keeps the objects alive, so that no other gets their ids
         self._global = rng.get_state()
@@ -115,6 +118,8 @@ class Undo:
     def _remember_tensor(self, tensor: Tensor) -> None:
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested:
             return
+        if self._without and memory_of(local_of(tensor)) in self._without:
+            return
         memory, required = local_of(tensor), tensor.requires_grad
         values = memory.to("cpu", copy=True)
 
@@ -129,9 +134,24 @@ class Undo:
         self._put_back.append(put_back)
 
 
+def loads_as_pytorch_does(thing: nn.Module | torch.optim.Optimizer) -> bool:
+    """Whether nothing but PyTorch's own code takes part when a module or an optimizer loads a state."""
+    if isinstance(thing, nn.Module):
+        return not any(map(_loads_itself, thing.modules()))
+    hooks = (thing._optimizer_load_state_dict_pre_hooks, thing._optimizer_load_state_dict_post_hooks)
+    methods = (type(thing).load_state_dict, type(thing).__setstate__)
+    return all(map(_is_pytorchs, [*methods, *hooks[0].values(), *hooks[1].values()]))
+
+
+def _is_pytorchs(function: Any) -> bool:
+    function = getattr(function, "hook", function)  # modules wrap their hooks
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "torch"
+
+
 def _loads_itself(module: nn.Module) -> bool:
     """Whether code that is not PyTorch's takes part when the module loads a state."""
-    if module._load_state_dict_pre_hooks or module._load_state_dict_post_hooks:
+    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    if not all(map(_is_pytorchs, hooks)):
         return True
     kinds = [kind for kind in type(module).__mro__ if not f"{kind.__module__}.".startswith("torch.nn.")]
     return any(name in vars(kind) for kind in kinds for name in _LOADING)
