@@ -163,7 +163,7 @@ def test_the_hook_that_checks_the_first_step_is_removed_on_close(tmp_path):
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless"):
-        assert len(optimizer._optimizer_step_post_hooks) == 1
+        assert len(optimizer._optimizer_step_post_hooks) > 0
         train(model, optimizer)
     assert len(optimizer._optimizer_step_post_hooks) == 0
 

@@ -10,7 +10,7 @@ from torch import nn
 from dynaquant.saving.capture import Captured
 from dynaquant.state.roles import matches, optimizer_role
 from dynaquant.tensors.layouts import has_gaps
-from dynaquant.training.objects import class_of
+from dynaquant.training.objects import RNG, class_of
 
 
 def notes_on_exact_moments(captured: Captured, objects: Mapping[str, Any], patterns: Collection[str]) -> list[str]:
@@ -34,8 +34,8 @@ def notes_on_exact_moments(captured: Captured, objects: Mapping[str, Any], patte
 
 def notes_on_gaps(captured: Captured, objects: Mapping[str, Any]) -> list[str]:
     """Return a note if tensors cannot come back in the layout that they have. Modules keep their own memory."""
-    modules = tuple(f"{name}." for name, thing in objects.items() if isinstance(thing, nn.Module))
-    found = [name for name, tensor in captured.tensors.items() if not name.startswith(modules) and has_gaps(tensor)]
+    left_out = (f"{RNG}.", *(f"{name}." for name, thing in objects.items() if isinstance(thing, nn.Module)))
+    found = [name for name, tensor in captured.tensors.items() if not name.startswith(left_out) and has_gaps(tensor)]
     if not found:
         return []
     more = f" and {len(found) - 1} other tensors" if len(found) > 1 else ""
