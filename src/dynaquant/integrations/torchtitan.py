@@ -193,10 +193,10 @@ class _Position:
         self._positions: dict[str, Any] = {}
 
     def gather(self) -> None:
-        """Collect the present positions of all ranks on rank 0. Collective."""
+        """Collect the present positions of all ranks. Every rank gets all, so that they are stored once. Collective."""
         self._group = self._group or Group()
         found: dict[str, Any] = {}
-        for rank, position in enumerate(self._group.gather_to_rank_0(self._loader.state_dict())):
+        for rank, position in enumerate(self._group.all_gather(self._loader.state_dict())):
             for key, value in position.items():
                 if found.setdefault(key, value) != value and not key.startswith("dp_rank_"):
                     raise StateError(
