@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launched import launch
+from launched import findings_of, launch
 from ranks_apart import Apart
 
 import dynaquant as dq
@@ -20,10 +20,7 @@ RANKS = range(2)
 def findings(tmp_path_factory):
     """Return by scenario what each rank has found."""
     folder = tmp_path_factory.mktemp("apart")
-    status, output = launch(SCRIPT, len(RANKS), TIMEOUT, folder)
-    assert status == 0, output
-    first, second = (json.loads((folder / f"rank-{rank}.json").read_text()) for rank in RANKS)
-    return {"folder": folder, **{name: [first[name], second[name]] for name in first}}
+    return {"folder": folder, **findings_of(SCRIPT, folder)}
 
 
 # Ranks do not see the same folder

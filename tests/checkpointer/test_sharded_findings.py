@@ -1,15 +1,12 @@
 """Trainings on two ranks that were once saved, restored or continued wrongly: see ``support/sharded_findings.py``."""
 
-import json
 from pathlib import Path
 
 import pytest
-from launched import launch
+from launched import findings_of
 from torch.distributed.fsdp import FSDPModule
 
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded_findings.py"
-TIMEOUT = 300
-"""Seconds. Much more than the launch needs."""
 RANKS = range(2)
 
 
@@ -17,10 +14,7 @@ RANKS = range(2)
 def findings(tmp_path_factory):
     """Return by scenario what each rank has found."""
     folder = tmp_path_factory.mktemp("findings")
-    status, output = launch(SCRIPT, len(RANKS), TIMEOUT, folder)
-    assert status == 0, output
-    first, second = (json.loads((folder / f"rank-{rank}.json").read_text()) for rank in RANKS)
-    return {name: [first[name], second[name]] for name in first}
+    return findings_of(SCRIPT, folder)
 
 
 def test_a_stored_tensor_with_the_shape_of_a_shard_of_a_larger_model_is_refused(findings):
