@@ -7,7 +7,6 @@ from launched import findings_of
 from torch.distributed.fsdp import FSDPModule
 
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded_findings.py"
-RANKS = range(2)
 
 
 @pytest.fixture(scope="module")
