@@ -69,7 +69,8 @@ def check_fit(given, state, what):
 
 def restore(given, state, rank=0):
     parts = fit_of(given, state, rank).parts
-    load_objects(given, parts, [], stored_rng_state(state, rank))
+    stored = {name: thing for name, thing in given.items() if name in parts}
+    load_objects(stored, parts, [], stored_rng_state(state, rank))
 
 
 def training(width=4):
