@@ -7,13 +7,16 @@ data order, the initial weights and so the whole training follow from the seed, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, StepLR
+from torch.overrides import TorchFunctionMode
 from workloads import PADDING, TRIAL_STEPS, ResNet, Workload, augmented, cifar10, normalized, shakespeare
 
 from dynaquant import LossOn
@@ -296,12 +299,39 @@ class Mixer(nn.Module):
         return logits
 
 
+class _ProductsInFloat32(TorchFunctionMode):
+    """Computes products of bfloat16 matrices in float32 and rounds the result, as hardware with bfloat16 does.
+
+    A CPU without such instructions takes fourteen times longer for a step of Muon.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function in _PRODUCTS and args[0].dtype == torch.bfloat16:
+            return function(*(matrix.float() for matrix in args), **(kwargs or {})).bfloat16()
+        return function(*args, **(kwargs or {}))
+
+
+_PRODUCTS = {torch.addmm, torch.mm, torch.matmul, Tensor.matmul, Tensor.__matmul__}
+
+
 def _muon_and_adamw(model: nn.Module) -> Optimizers:
     """Return Muon for the matrices of the blocks, and AdamW for everything else."""
     named = dict(model.named_parameters())
     matrices = [name for name, p in named.items() if p.ndim == 2 and name.startswith("blocks")]
     rest = [p for name, p in named.items() if name not in matrices]
     muon = torch.optim.Muon([named[name] for name in matrices], lr=0.02, weight_decay=0.01)
+    step = ExitStack()
+
+    def begin(*_: Any) -> None:
+        step.enter_context(_ProductsInFloat32())
+
+    def end(*_: Any) -> None:
+        step.close()
+
+    muon.register_step_pre_hook(begin)
+    muon.register_step_post_hook(end)
     return muon, torch.optim.AdamW(rest, lr=2e-3, weight_decay=0.01)
 
 
