@@ -42,10 +42,10 @@ _OF_ACCELERATE = re.compile(r"(scheduler|loader|registered)(_[0-9]+)?")
 
 def framework_of(stored: StoredCheckpoint) -> Target | None:
     """Return the framework whose training saved a checkpoint; None if it was a loop of its own."""
-    nodes = _nodes(stored)
-    if {"state", "unlogged"} <= dict(dict_items(nodes.get("trainer"))).keys():
+    nodes = _nodes(stored.file.header.tree)
+    if {"state", "unlogged"} <= _nodes(nodes.get("trainer")).keys():
         return Target.TRANSFORMERS
-    if {"counts", "step", "loaders"} <= dict(dict_items(nodes.get("accelerator"))).keys():
+    if {"counts", "step", "loaders"} <= _nodes(nodes.get("accelerator")).keys():
         return Target.ACCELERATE
     return Target.LIGHTNING if "pytorch-lightning_version" in nodes else None
 
@@ -87,9 +87,9 @@ def _check(stored: StoredCheckpoint, target: Target) -> None:
     raise CheckpointError(f"{stored.file.path} cannot become a checkpoint of {_TITLES[target]}; {advice}")
 
 
-def _nodes(stored: StoredCheckpoint) -> dict[str, Any]:
-    """Return the parts of the tree by name."""
-    return {key: node for key, node in dict_items(stored.file.header.tree) if isinstance(key, str)}
+def _nodes(node: Any) -> dict[str, Any]:
+    """Return the nodes in a dictionary's node by name."""
+    return {key: inner for key, inner in dict_items(node) if isinstance(key, str)}
 
 
 def _of_dropped(stored: StoredCheckpoint) -> list[str]:
@@ -122,7 +122,7 @@ def _rng_states(stored: StoredCheckpoint) -> list[dict[str, Any]]:
 
 
 def _write_transformers(stored: StoredCheckpoint, folder: Path, out: Path, tell: Tell) -> list[str]:
-    nodes, notes = _nodes(stored), []
+    nodes, notes = _nodes(stored.file.header.tree), []
     files = stored.file.path.parent / FRAMEWORK_FOLDER
     adapters = _adapters(files)
     if files.is_dir():
@@ -226,7 +226,7 @@ def _of_extras(stored: StoredCheckpoint, names: set[str]) -> list[str]:
 
 
 def _write_accelerate(stored: StoredCheckpoint, folder: Path, tell: Tell) -> list[str]:
-    nodes, known = _nodes(stored), stored.state_dict
+    nodes, known = _nodes(stored.file.header.tree), stored.state_dict
     for number, prefix in enumerate(_prefixes(nodes["model"])):
         names = untied({key.removeprefix(prefix): name for key, name in known.items() if key.startswith(prefix)})[0]
         with (folder / f"{_numbered('model', number)}.safetensors").open("xb") as file:
@@ -281,14 +281,14 @@ def _numbered(name: str, number: int) -> str:
 
 
 def _of_lightning(stored: StoredCheckpoint, out: Path) -> list[str]:
-    callbacks = {key: dict(dict_items(node)) for key, node in dict_items(_nodes(stored).get("callbacks"))}
+    callbacks = _nodes(_nodes(stored.file.header.tree).get("callbacks"))
     notes = []
     if "Training" in callbacks:
         notes.append(
             "Lightning itself does not restore random number generators; their states are those of the callback "
             "dynaquant.integrations.lightning.Training, which also works alone"
         )
-    best = {path for state in callbacks.values() if isinstance(path := state.get("best_model_path"), str)}
+    best = {path for node in callbacks.values() if isinstance(path := _nodes(node).get("best_model_path"), str)}
     for path in map(Path, sorted(best)):
         if path.absolute() != out.absolute() and _is_pointer(path):
             notes.append(
