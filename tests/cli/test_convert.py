@@ -68,6 +68,8 @@ def test_objects_among_hyperparameters_are_left_out_on_request(fails, tmp_path):
     assert dq.load(f"{path}.dqc")["hyper_parameters"] == {"d": 3}
     assert note in call("pack", path, "-o", tmp_path / "run", "--skip-objects")
     assert dq.load(tmp_path / "run", 400)["hyper_parameters"] == {"d": 3}
+    assert f"note: {note}" in call("unpack", tmp_path / "run", "-o", tmp_path / "all")
+    assert data("decompress", f"{path}.dqc", "-o", tmp_path / "one")["notes"] == [note]
 
 
 def test_lossless_compression_restores_the_file_byte_for_byte(model, tmp_path):

@@ -12,9 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import call
 from launched import launch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from training import bits
 
 import dynaquant as dq
 
@@ -430,6 +432,40 @@ def test_a_training_that_changes_over_goes_on_counting(tmp_path):
     last, _, _ = attached(tmp_path, automatic=True)
     last.load_state()
     assert last.save_iteration == 5
+
+
+@pytest.mark.parametrize("models", [1, 2])
+def test_an_exported_checkpoint_is_continued_without_dynaquant(tmp_path, models):
+    def objects():
+        accelerator = accelerator_of(tmp_path, automatic=False)
+        own = [prepared(accelerator) for _ in range(models)]
+        counter = torch.optim.swa_utils.AveragedModel(own[0][0])
+        accelerator.register_for_checkpointing(counter)
+        return accelerator, own, counter
+
+    def train(accelerator, own, counter):
+        for model, optimizer, _, scheduler in own * 3:
+            step(accelerator, model, optimizer)
+            scheduler.step()
+            counter.update_parameters(own[0][0])
+
+    trained = objects()
+    attach(trained[0], tmp_path / "run", quality="lossless", extras={"mine": {"epoch": 1}})
+    train(*trained)
+    trained[0].save_state(tmp_path / "saved")
+    said = " ".join(call("export", tmp_path / "saved", "--to", "accelerate", "-o", tmp_path / "out").split())
+    assert "does not load them: mine" in said
+    assert "epoch 0, seed" in said
+    train(*trained)
+    torch.manual_seed(7)
+    again = objects()
+    again[0].load_state(tmp_path / "out")
+    train(*again)
+    for (model, optimizer, _, scheduler), (other, same, _, also) in zip(trained[1], again[1], strict=True):
+        assert hash_of(model) == hash_of(other)
+        assert bits(optimizer.state_dict()) == bits(same.state_dict())
+        assert scheduler.state_dict() == also.state_dict()
+    assert hash_of(trained[2]) == hash_of(again[2])
 
 
 def test_hooks_of_the_user_are_called(tmp_path):

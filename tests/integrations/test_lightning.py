@@ -24,6 +24,8 @@ from dynaquant.store.tags import tags_of
 
 pytest.importorskip("lightning", reason="Lightning is not installed")
 
+import lightning
+from commands import call
 from launched import launch
 from lightning.fabric import plugins
 from lightning.pytorch import Callback, strategies
@@ -342,6 +344,34 @@ def test_decompress_makes_a_file_that_lightning_loads_alone(tmp_path):
     command = [sys.executable, "-m", "dynaquant.cli", "decompress", str(checkpoints(tmp_path) / "last.ckpt")]
     subprocess.run([*command, "-o", str(out)], check=True, capture_output=True)
     assert hash_of(Module.load_from_checkpoint(out)) == hash_of(module)
+
+
+def test_an_exported_file_is_continued_without_dynaquant(tmp_path):
+    def train(trainer, resume=None):
+        lightning.seed_everything(1, verbose=False)
+        module = Module(dropout=0.0)  # Lightning itself does not restore random numbers
+        loaders = [torch.utils.data.DataLoader(data(number, seed), 32) for number, seed in ((256, 1), (128, 2))]
+        trainer.fit(module, *loaders, ckpt_path=resume)
+        return hash_of(module), float(trainer.callback_metrics["loss"])
+
+    undisturbed = train(trainer_of(tmp_path, "lossless", epochs=3, save_top_k=-1))
+    first = checkpoints(tmp_path) / f"epoch=0-step={STEPS_PER_EPOCH}.ckpt"
+    said = " ".join(call("export", first, "--to", "lightning", "-o", tmp_path / "out.ckpt").split())
+    assert "does not restore random number generators" in said
+    plain = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ModelCheckpoint(checkpoints(tmp_path), monitor="val_loss", save_top_k=0)],
+    )
+    with pytest.warns(UserWarning, match="callbacks used to create the checkpoint need to be provided"):
+        assert train(plain, tmp_path / "out.ckpt") == undisturbed
+    assert plain.global_step == 3 * STEPS_PER_EPOCH
+    failing = call("export", first, "--to", "transformers", "-o", tmp_path / "x", code=1)
+    assert not failing
+    assert not (tmp_path / "x").exists()
 
 
 # What is quantized

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +17,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from commands import call
 from launched import launch
+from training import bits
 
 import dynaquant as dq
 from dynaquant.errors import DynaquantError
+from dynaquant.interop.export import export
+from dynaquant.interop.targets import Target
+from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.saving.record import record_of
 from dynaquant.store.run import Run
 from dynaquant.store.tags import tags_of
@@ -27,6 +33,7 @@ from dynaquant.store.tags import tags_of
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
 pytest.importorskip("accelerate", reason="Accelerate is not installed")
 
+import tokenizers  # noqa: E402
 from transformers import default_data_collator  # noqa: E402
 from transformers_training import STEPS, Counter, arguments, hash_of, history_of, model_of, sequences  # noqa: E402
 
@@ -317,6 +324,69 @@ def test_a_training_that_begins_anew_in_a_used_folder_is_warned_about(tmp_path, 
     assert "begins anew" in caplog.text
 
 
+# The way back to Transformers
+
+
+def plain_trainer(folder, **changes) -> transformers.Trainer:
+    return trainer_of(folder, transformers.Trainer, dynaquant=None, **changes)
+
+
+def same_training(one, other) -> None:
+    assert hash_of(one.model) == hash_of(other.model)
+    assert history_of(one)[:-1] == history_of(other)[:-1]  # the last entry is about one call of ``train``
+
+
+def tokenizer_of() -> transformers.PreTrainedTokenizerFast:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(64)}, "0"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0")
+
+
+def test_an_exported_checkpoint_is_continued_without_dynaquant(tmp_path):
+    settings = {"logging_steps": 5, "metric_for_best_model": "loss", "load_best_model_at_end": True}
+    undisturbed = trainer_of(tmp_path, **settings)
+    undisturbed.processing_class = tokenizer_of()
+    undisturbed.train()
+    out = tmp_path / "plain" / "checkpoint-10"
+    out.parent.mkdir()
+    assert "note:" not in call("export", tmp_path, 10, "--to", "transformers", "-o", out)
+    again = plain_trainer(out.parent, **settings)
+    again.train(resume_from_checkpoint=True)
+    same_training(again, undisturbed)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert bits(dict(model.state_dict())) == bits(dict(dq.load(run_of(tmp_path), 10)["model"]))
+    assert transformers.AutoTokenizer.from_pretrained(out)("7").input_ids == [7]
+    assert torch.load(out / "training_args.bin", weights_only=False).max_steps == 20
+    call("branch", run_of(tmp_path), 10, tmp_path / "branch")  # takes what does not belong to a step along
+    call("export", tmp_path / "branch", "--to", "transformers", "-o", tmp_path / "again")
+    assert sorted(os.listdir(tmp_path / "again")) == sorted(os.listdir(out))
+
+
+def test_an_exported_checkpoint_says_what_it_leaves_out(tmp_path):
+    changes = {"metric_for_best_model": "loss", "greater_is_better": True, "save_only_model": True}
+    trainer_of(tmp_path, dynaquant={**LOSSLESS, "extras": {"mine": {"a": 1}}}, max_steps=10, **changes).train()
+    shutil.rmtree(run_of(tmp_path) / "framework")  # as in a run of an earlier version
+    said = " ".join(call("export", tmp_path, 10, "--to", "transformers", "-o", tmp_path / "out").split())
+    for part in ("config.json", "save_only_model was set", "best checkpoint is step 5", "does not load them: mine"):
+        assert part in said
+    assert json.loads((tmp_path / "out/trainer_state.json").read_text())["best_model_checkpoint"] is None
+    with pytest.raises(dq.CheckpointError, match="saved with Transformers: give --to transformers"):
+        export(StoredCheckpoint(tmp_path), Target.LIGHTNING, tmp_path / "x.ckpt")
+
+
+def test_a_newer_checkpoint_of_transformers_beside_the_run_is_not_passed_over(tmp_path):
+    trainer_of(tmp_path, max_steps=10, lr_scheduler_type="constant").train()
+    call("export", tmp_path, 10, "--to", "transformers", "-o", tmp_path / "checkpoint-10")
+    assert get_last_checkpoint(tmp_path) == str(run_of(tmp_path))
+    plain_trainer(tmp_path, max_steps=15, lr_scheduler_type="constant").train(resume_from_checkpoint=True)
+    trainer = trainer_of(tmp_path, lr_scheduler_type="constant")
+    for ask in (lambda: get_last_checkpoint(tmp_path), lambda: trainer.train(resume_from_checkpoint=True)):
+        with pytest.raises(ValueError, match=r"checkpoint-15.* has a higher step than .* step 10\. Choose one: "):
+            ask()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-15"))
+    assert steps_of(tmp_path) == [5, 10, 20]
+    assert get_last_checkpoint(tmp_path) == str(run_of(tmp_path))
+
+
 # Which checkpoints are kept
 
 
@@ -470,6 +540,23 @@ def test_of_a_peft_model_only_the_adapter_is_saved(tmp_path):
     assert hash_of(again.model) == hash_of(undisturbed.model)
     with pytest.raises(dq.StateError, match="up_proj"):
         trainer_of(tmp_path, model=adapted(seed=1)).train(resume_from_checkpoint=True)
+
+
+@old_name
+def test_an_exported_adapter_is_one_of_peft_and_is_continued_without_dynaquant(tmp_path):
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    undisturbed = trainer_of(tmp_path, model=adapted(), logging_steps=5)
+    undisturbed.train()
+    call("export", tmp_path, 10, "--to", "transformers", "-o", out := tmp_path / "out")
+    again = plain_trainer(tmp_path / "again", model=adapted(), logging_steps=5)
+    again.train(resume_from_checkpoint=str(out))
+    same_training(again, undisturbed)
+    loaded = dict(peft.PeftModel.from_pretrained(model_of(), out).state_dict())
+    stored = dq.load(run_of(tmp_path), 10)["model"]
+    assert bits({name: loaded[name] for name in stored}) == bits(dict(stored))
+    shutil.rmtree(run_of(tmp_path) / "framework")
+    with pytest.raises(dq.CheckpointError, match="Resume the training once"):
+        export(StoredCheckpoint(tmp_path), Target.TRANSFORMERS, tmp_path / "x")
 
 
 @old_name

@@ -145,6 +145,8 @@ def test_compress_pack_and_log_report_the_same_sizes_of_the_stored_files(tmp_pat
     assert f"({raw / stored:.2f}×)" in said
     assert f"({raw / stored:.2f}×)" in call("log", tmp_path / "run")
     assert all(f"note: {note} (3 of 3 checkpoints)" in said for note in left_out)
+    said = call("unpack", tmp_path / "run", "-o", tmp_path / "back")
+    assert all(f"note: {note} (3 of 3 checkpoints)" in said for note in left_out)
 
 
 def test_a_series_of_folders_is_unpacked_as_folders_and_unchanged_files_cost_nothing(tmp_path):

@@ -121,9 +121,10 @@ def decompress(
         )
     stored = StoredCheckpoint(source)
     with output.status_line() as tell:
-        export_checkpoint(stored, to or target_for(stored, out), out, tell)
+        notes = export_checkpoint(stored, to or target_for(stored, out), out, tell)
     size = output.size_of(out)
-    output.print_result(as_json, f"{out}: {in_bytes(size)}", out=str(out), bytes=size)
+    output.print_result(as_json, f"{out}: {in_bytes(size)}", out=str(out), bytes=size, notes=notes)
+    _print_notes([] if as_json else notes)
 
 
 def pack(
@@ -181,7 +182,7 @@ def pack(
     if there:
         text += f", {there} skipped (already in the run)"
     output.print_(f"{text}; {output.reduction(sum((record_of(file).total for file in files_of_run), Size()))}")
-    _print_notes(records)
+    _print_notes([note for record in records for note in record.notes], len(records))
     order = Run(out).steps()
     if order[-1] != max(order):
         output.print_(
@@ -202,7 +203,9 @@ def export(
     The model's state dict: safetensors, hf (a Hugging Face folder) or torch (as torch.save writes it). The suffix of
     OUT chooses between safetensors (.safetensors) and torch (.pt, .pth, .bin, .ckpt); others need --to. The whole
     training state: torch-state (for torch.load with weights_only=False) or dcp (a folder of
-    torch.distributed.checkpoint).
+    torch.distributed.checkpoint). What a training without dynaquant resumes from: transformers (a folder for
+    resume_from_checkpoint and from_pretrained), accelerate (a folder for load_state) or lightning (a file for
+    ckpt_path), each for a run of that framework. Notes say what the output leaves out.
     """
     from dynaquant.interop.export import export as export_checkpoint
     from dynaquant.interop.export import model_target
@@ -211,8 +214,8 @@ def export(
     must_not_exist(out, force)
     stored = open_stored(folder, step)
     with output.status_line() as tell:
-        export_checkpoint(stored, to, out, tell)
-    _say_written(stored, out, as_json)
+        notes = export_checkpoint(stored, to, out, tell)
+    _say_written(stored, out, notes, as_json)
 
 
 def unpack(
@@ -225,7 +228,10 @@ def unpack(
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write the checkpoints of a packed run in their original format: all of them into a folder, or one to a file."""
+    """Write the checkpoints of a packed run in their original format: all of them into a folder, or one to a file.
+
+    Notes say what the output leaves out.
+    """
     from dynaquant.interop.export import export as export_checkpoint
     from dynaquant.interop.export import target_for
     from dynaquant.restore.stored_checkpoint import StoredCheckpoint
@@ -235,8 +241,8 @@ def unpack(
         must_not_exist(out, force)
         stored = open_stored(folder, step)
         with output.status_line() as tell:
-            export_checkpoint(stored, to or target_for(stored, out), out, tell)
-        _say_written(stored, out, as_json)
+            left_out = export_checkpoint(stored, to or target_for(stored, out), out, tell)
+        _say_written(stored, out, left_out, as_json)
         return
     out.mkdir(parents=True, exist_ok=True)
     paths = {file.header.step: out / _name_of(file.header.record, file.header.step) for file in files}
@@ -244,17 +250,24 @@ def unpack(
         paths = {step: out / f"step-{step}" for step in paths}
     for path in paths.values():
         must_not_exist(path, force)
+    notes: dict[int, list[str]] = {}
     for number, path in output.with_progress(paths.items(), "unpacking", len(paths)):
         stored = StoredCheckpoint(folder, number)
-        export_checkpoint(stored, to or target_for(stored, path), path)
-    written = {step: {"out": str(path), "bytes": output.size_of(path)} for step, path in paths.items()}
+        notes[number] = export_checkpoint(stored, to or target_for(stored, path), path)
+    written = {
+        step: {"out": str(path), "bytes": output.size_of(path), "notes": notes[step]} for step, path in paths.items()
+    }
     text = f"{out}: {plural(len(paths), 'checkpoint')}, {in_bytes(output.size_of(out))}"
     output.print_result(as_json, text, out=str(out), checkpoints=written)
+    if not as_json:
+        _print_notes([note for each in notes.values() for note in each], len(paths))
 
 
-def _say_written(stored: StoredCheckpoint, out: Path, as_json: bool) -> None:
+def _say_written(stored: StoredCheckpoint, out: Path, notes: list[str], as_json: bool) -> None:
     step, size = stored.file.header.step, output.size_of(out)
-    output.print_result(as_json, f"{out}: step {step}, {in_bytes(size)}", out=str(out), step=step, bytes=size)
+    text = f"{out}: step {step}, {in_bytes(size)}"
+    output.print_result(as_json, text, out=str(out), step=step, bytes=size, notes=notes)
+    _print_notes([] if as_json else notes)
 
 
 def _name_of(record: dict[str, Any], step: int) -> str:
@@ -304,10 +317,10 @@ def _print_raw_files(file: CheckpointFile) -> None:
         output.print_(f"stored byte for byte: {plural(len(files), 'file')}, {in_bytes(size)} ({', '.join(files)})")
 
 
-def _print_notes(records: list[Record]) -> None:
-    notes = Counter(note for record in records for note in record.notes)
-    for note, count in notes.items():
-        output.print_(f"note: {note}" + (f" ({count} of {len(records)} checkpoints)" if len(records) > 1 else ""))
+def _print_notes(notes: list[str], checkpoints: int = 1) -> None:
+    """Print each different note once. checkpoints: how many the notes are about."""
+    for note, count in Counter(notes).items():
+        output.print_(f"note: {note}" + (f" ({count} of {checkpoints} checkpoints)" if checkpoints > 1 else ""))
 
 
 def _print_quality(record: Record) -> None:
@@ -321,4 +334,4 @@ def _print_quality(record: Record) -> None:
         )
     else:
         output.print_("quality: estimated from how far the weights move; use --metric to measure it")
-    _print_notes([record])
+    _print_notes(record.notes)

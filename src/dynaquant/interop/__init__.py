@@ -14,5 +14,7 @@
 - ``packing.py``: compresses files into checkpoints
 - ``state_file.py``: saves a state of this process to one file
 - ``targets.py``: the formats that a checkpoint is exported to
+- ``weights.py``: writes a model's state dict as safetensors
+- ``frameworks.py``: writes what a framework's own trainer resumes from
 - ``export.py``: writes a checkpoint as a file or folder of another program
 """

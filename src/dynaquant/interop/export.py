@@ -1,24 +1,26 @@
-"""Writes a checkpoint's model, or its whole state, as files that other programs read."""
+"""Writes a checkpoint's model, or its whole state, as files that other programs read; says what these leave out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dynaquant.errors import CheckpointError
-from dynaquant.interop import safetensors, torchfile
-from dynaquant.interop.targets import Target
+from dynaquant.errors import CheckpointError, StateError
+from dynaquant.formatting import plural
+from dynaquant.interop import frameworks, torchfile
+from dynaquant.interop.targets import OF_FRAMEWORKS, Target
+from dynaquant.interop.weights import Tell, strings_in, untied, with_progress, write_safetensors, write_shards
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint, state_from
-from dynaquant.state.tree import dict_items, tensor_name, tensor_names_in
+from dynaquant.state.tree import dict_items, model_in, tensor_name, tensor_names_in
 from dynaquant.store.atomic_files import atomic_file, atomic_folder
 from dynaquant.store.files import is_file_name
 from dynaquant.tensors.dtypes import bytes_of
 from dynaquant.tensors.lazy_mapping import LazyMapping
+from dynaquant.training.objects import CLASSES, PARAMETERS
 
 _OF_FORMAT = {
     "safetensors": Target.SAFETENSORS,
@@ -53,23 +55,24 @@ def target_for(stored: StoredCheckpoint, out: Path) -> Target:
     return _OF_FORMAT.get(str(_source(stored).get("format")), Target.SAFETENSORS)
 
 
-def export(
-    stored: StoredCheckpoint, target: Target, out: Path, tell: Callable[[str], None] = lambda _text: None
-) -> None:
-    """Write a checkpoint to ``out``, a file or a folder. Atomic: after an error there is no output.
+def export(stored: StoredCheckpoint, target: Target, out: Path, tell: Tell = lambda _text: None) -> list[str]:
+    """Write a checkpoint to ``out``, a file or a folder. Returns notes for the user: what the output leaves out.
 
-    Only one tensor of a model is in memory at a time, except for ``torch.save``. safetensors has no shared tensors: a
-    tensor with several names is written under the first one, and the file's metadata maps the other names to it, as
-    ``safetensors.torch.save_model`` does. If the checkpoint's lossless copy is damaged, everything is written again
-    from the quantized checkpoint. tell: called with a text that reports progress.
+    Atomic: after an error there is no output. Only one tensor of a model is in memory at a time, except for
+    ``torch.save``. safetensors has no shared tensors: a tensor with several names is written under the first one, and
+    the file's metadata maps the other names to it, as ``safetensors.torch.save_model`` does. If the checkpoint's
+    lossless copy is damaged, everything is written again from the quantized checkpoint. tell: called with a text that
+    reports progress.
 
-    Raises CheckpointError if the checkpoint cannot be decoded or the format cannot hold it, OSError if ``out`` cannot
-    be written.
+    Raises CheckpointError if the checkpoint cannot be decoded, or the format cannot hold it, or is that of another
+    framework than the one that saved it; OSError if ``out`` cannot be written.
     """
-    stored.with_retries(lambda: _write(stored, target, out, tell))
+    return stored.with_retries(lambda: _write(stored, target, out, tell))
 
 
-def _write(stored: StoredCheckpoint, target: Target, out: Path, tell: Callable[[str], None]) -> None:
+def _write(stored: StoredCheckpoint, target: Target, out: Path, tell: Tell) -> list[str]:
+    if target in OF_FRAMEWORKS:
+        return frameworks.write(stored, target, out, tell)
     if target in (Target.HF, Target.DCP):
         with atomic_folder(out) as folder:
             if target is Target.HF:
@@ -81,25 +84,61 @@ def _write(stored: StoredCheckpoint, target: Target, out: Path, tell: Callable[[
                 dcp_folder.write(folder, _state(stored, tell))
                 if _source(stored).get("format") == "dcp":
                     _write_raw_files(stored, folder, other_files)
-        return
-    with atomic_file(out) as file:
-        if target is Target.SAFETENSORS:
-            names, ties = _untied(stored.state_dict)
-            _write_safetensors(stored, file, names, _metadata(stored) | ties, tell)
-        elif target is Target.TORCH:
-            torchfile.write(file, stored.model_state(_with_progress(stored.tensors, tell)))
-        else:
-            torchfile.write(file, _state(stored, tell))
+    else:
+        with atomic_file(out) as file:
+            if target is Target.SAFETENSORS:
+                names, ties = untied(stored.state_dict)
+                write_safetensors(stored, file, names, _metadata(stored) | ties, tell)
+            elif target is Target.TORCH:
+                torchfile.write(file, stored.model_state(with_progress(stored.tensors, tell)))
+            else:
+                torchfile.write(file, _state(stored, tell))
+    return _left_out(stored, target)
 
 
-def _state(stored: StoredCheckpoint, tell: Callable[[str], None]) -> Any:
+def _left_out(stored: StoredCheckpoint, target: Target) -> list[str]:
+    """Return notes on what a checkpoint has, or what it was made from had, and an output of this format has not."""
+    header, source = stored.file.header, _source(stored)
+    more, states, files = (_dict(source.get(key)) for key in ("more", "torch", "files"))  # the record may be malformed
+    notes = header.record.get("notes")
+    notes = [note for note in notes if str(note).startswith("left out")] if isinstance(notes, list) else []
+    omitted = [entry.name for entry in header.entries if entry.omitted]
+    if omitted:
+        notes.append(
+            f"left out, as the run does not store them (role omit): {plural(len(omitted), 'tensor')}, such as "
+            f"{omitted[0]}"
+        )
+    parts: list[str] = []
+    if target not in (Target.TORCH_STATE, Target.DCP):
+        written = [*more, *states.values()] if target is Target.HF else []
+        parts = [str(key) for key, node in _beside_the_model(header.tree) if key not in written]
+    if target is not Target.HF and (target, source.get("format")) != (Target.DCP, "dcp"):
+        parts += files
+    return [*notes, *([f"left out: {', '.join(parts)}"] if parts else [])]
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _beside_the_model(tree: Any) -> list[tuple[Any, Any]]:
+    """Return the parts of a state that are not the model, by key."""
+    try:
+        model = model_in(tree)
+    except StateError:
+        return []
+    own = (CLASSES, PARAMETERS)  # about the objects of a training, none of them
+    return [(key, node) for key, node in dict_items(tree) if node is not model and key not in own and model is not tree]
+
+
+def _state(stored: StoredCheckpoint, tell: Tell) -> Any:
     return state_from(stored.file, _tensors_of(stored, stored.file.header.tree, tell))
 
 
-def _tensors_of(stored: StoredCheckpoint, node: Any, tell: Callable[[str], None]) -> dict[str, Tensor]:
+def _tensors_of(stored: StoredCheckpoint, node: Any, tell: Tell) -> dict[str, Tensor]:
     """Return the decoded tensors that a node of the tree names."""
     names = [name for name in dict.fromkeys(tensor_names_in(node)) if name in stored.tensors]
-    return dict(_with_progress(LazyMapping(names, stored.tensors.__getitem__), tell))
+    return dict(with_progress(LazyMapping(names, stored.tensors.__getitem__), tell))
 
 
 def _source(stored: StoredCheckpoint) -> dict[str, Any]:
@@ -111,37 +150,8 @@ def _metadata(stored: StoredCheckpoint) -> dict[str, str]:
     """Return the metadata for a safetensors file: the original's if that was safetensors, else what readers expect."""
     source = _source(stored)
     if source.get("format") == "safetensors":
-        return _strings_in(source.get("metadata"))
+        return strings_in(source.get("metadata"))
     return {"format": "pt"} if source else {"format": "pt", "step": str(stored.file.header.step)}
-
-
-def _strings_in(metadata: Any) -> dict[str, str]:
-    """Return the entries that can be metadata of a safetensors file: strings by string."""
-    pairs = metadata.items() if isinstance(metadata, dict) else ()
-    return {key: value for key, value in pairs if isinstance(value, str)}
-
-
-def _untied(state_dict: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the tensors of a state dict by their first key, and metadata that maps their other keys to it."""
-    first_names: dict[str, str] = {}
-    names: dict[str, str] = {}
-    metadata: dict[str, str] = {}
-    for key, name in state_dict.items():
-        first = first_names.setdefault(name, key)
-        if first == key:
-            names[key] = name
-        else:
-            metadata[key] = first
-    return names, metadata
-
-
-def _write_safetensors(
-    stored: StoredCheckpoint, file: BinaryIO, names: Mapping[str, str], metadata: Any, tell: Callable[[str], None]
-) -> None:
-    shapes = stored.shapes
-    tensors = LazyMapping(names, lambda key: stored.tensors[names[key]])
-    like = {key: shapes[name] for key, name in names.items()}
-    safetensors.write(file, _with_progress(tensors, tell), like, metadata or None)
 
 
 @dataclass(frozen=True)
@@ -183,14 +193,14 @@ def _other_files(stored: StoredCheckpoint) -> _OtherFiles:
     return _OtherFiles(bool(nodes.keys() - more.keys() - set(files.values())), models, states, raw_files)
 
 
-def _write_folder(stored: StoredCheckpoint, folder: Path, tell: Callable[[str], None]) -> None:
+def _write_folder(stored: StoredCheckpoint, folder: Path, tell: Tell) -> None:
     """Write the model as a Hugging Face folder, and all other files if a folder was compressed."""
     other_files = _other_files(stored)
     try:
         if other_files.model:
-            _write_shards(stored, stored.state_dict, _source(stored), folder, tell)
+            write_shards(stored, stored.state_dict, _source(stored), folder, tell)
         for state_dict, source in other_files.models:
-            _write_shards(stored, state_dict, source, folder, tell)
+            write_shards(stored, state_dict, source, folder, tell)
         for file, node in other_files.states.items():
             with (folder / file).open("xb") as out:
                 torchfile.write(out, stored.state_part(node, _tensors_of(stored, node, tell)))
@@ -206,52 +216,3 @@ def _write_raw_files(stored: StoredCheckpoint, folder: Path, other_files: _Other
                 out.write(bytes_of(stored.tensors[name]).data)
         except FileExistsError:
             raise CheckpointError(f"{stored.file.path}: its record names the file {file} twice") from None
-
-
-def _write_shards(
-    stored: StoredCheckpoint,
-    state_dict: Mapping[str, str],
-    source: Mapping[str, Any],
-    folder: Path,
-    tell: Callable[[str], None],
-) -> None:
-    """Write a state dict into files like those that it was read from. source: the record's entry on these."""
-    names, ties = _untied(state_dict)
-    shapes = stored.shapes
-    index = source.get("index")
-    try:
-        known = {file: (list(shard["tensors"]), shard["metadata"]) for file, shard in source.get("shards", {}).items()}
-    except (AttributeError, KeyError, TypeError):
-        known = {}
-    # The record may be malformed. Its files must lie in this folder and hold each tensor once.
-    listed = [key for keys, _ in known.values() for key in keys]
-    files = [*known, index] if index is not None else list(known)
-    if (
-        all(type(key) is str for key in listed)
-        and sorted(listed) == sorted(names)
-        and all(map(is_file_name, files))
-        and len(set(files)) == len(files)
-    ):
-        shards = {file: keys for file, (keys, _) in known.items()}
-        metadata = {file: _strings_in(entries) for file, (_, entries) in known.items()}
-    else:
-        shards = safetensors.divide_into_shards({key: shapes[name] for key, name in names.items()})
-        metadata = {file: {"format": "pt", **ties} for file in shards}
-        index = safetensors.INDEX if len(shards) > 1 else None
-    for file, keys in shards.items():
-        with (folder / file).open("xb") as out:
-            _write_safetensors(stored, out, {key: names[key] for key in keys}, metadata[file], tell)
-    if index is not None:
-        total = sum(shapes[name].numel() * shapes[name].dtype.itemsize for name in names.values())
-        (folder / index).write_text(safetensors.index_text(shards, source.get("metadata"), total))
-
-
-def _with_progress(tensors: Mapping[str, Tensor], tell: Callable[[str], None]) -> Mapping[str, Tensor]:
-    """Return the tensors; each access is reported."""
-    order = {name: i for i, name in enumerate(tensors, 1)}
-
-    def tensor(name: str) -> Tensor:
-        tell(f"decoding and writing: tensor {order[name]} of {len(order)}")
-        return tensors[name]
-
-    return LazyMapping(tensors, tensor)

@@ -23,6 +23,8 @@ RUN_FOLDER = "dynaquant"
 """The folder of a run in the folder where a framework keeps its checkpoints."""
 POINTER_FILE = "dynaquant.json"
 """The pointer in a folder that stands for a checkpoint."""
+FRAMEWORK_FOLDER = "framework"
+"""The folder in a run with a framework's files that do not change while it trains: configuration, tokenizer."""
 FIRST_BYTES = b'{"dynaquant": "pointer"'
 _LARGEST = 10_000
 """Maximum bytes of a pointer."""

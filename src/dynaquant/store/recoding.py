@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile, Parent
 from dynaquant.store.files import removing_empty_folders
 from dynaquant.store.lossless_copies import LOSSLESS_COPY
+from dynaquant.store.pointers import FRAMEWORK_FOLDER
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Base
 
@@ -19,9 +21,9 @@ from dynaquant.store.writing import Base
 def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
     """Create a new run that begins with a checkpoint of another run. Returns the checkpoint in the new run.
 
-    A training can continue there, and the old run stays. The lossless copy of the checkpoint, if there is one, is
-    copied, too. Raises CheckpointError if the folder has checkpoints already, or if the checkpoint cannot be decoded.
-    On any error the folder is as before.
+    A training can continue there, and the old run stays. The lossless copy of the checkpoint and the files of a
+    framework (``FRAMEWORK_FOLDER``) are copied, too, if there are any. Raises CheckpointError if the folder has
+    checkpoints already, or if the checkpoint cannot be decoded. On any error the folder is as before.
     """
     new = WritableRun(folder)
     tensors = run.load(file)
@@ -43,6 +45,9 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
             if copy is not None:
                 undo.callback((folder / copy.path.name).unlink, missing_ok=True)
                 new.recode(copy, run.load(copy), None)
+            if (files := run.folder / FRAMEWORK_FOLDER).is_dir():
+                undo.callback(shutil.rmtree, folder / FRAMEWORK_FOLDER, ignore_errors=True)
+                shutil.copytree(files, folder / FRAMEWORK_FOLDER)
             path = new.path(file.header.step)
             undo.callback(path.unlink, missing_ok=True)
             written = new.recode(file, tensors, None, record, path)

@@ -54,6 +54,24 @@ def by_name(state: Any, keys: Keys) -> Any:
     }
 
 
+def by_number(state: Any) -> Any:
+    """Return a state that ``by_name`` has made with the parameters' numbers, as ``state_dict()`` has them.
+
+    A state that does not have the form of ``torch.optim`` is returned unchanged.
+    """
+    keys = _numbers(state)
+    if keys is None:
+        return state
+    positions = itertools.count()
+    numbers = [[next(positions) for _ in group] for group in keys]
+    number_of = dict(zip(_flat(keys), _flat(numbers), strict=True))
+    return {
+        **state,
+        "state": {number_of.get(key, key): slots for key, slots in state["state"].items()},
+        "param_groups": [{**g, "params": own} for g, own in zip(state["param_groups"], numbers, strict=True)],
+    }
+
+
 @dataclass(frozen=True)
 class Fit:
     """state: for ``load_state_dict``, None if nothing fits. problems: what does not fit. notes: for the user."""

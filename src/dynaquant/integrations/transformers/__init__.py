@@ -13,6 +13,7 @@ The files, in reading order:
 - ``untouched.py``: puts back what the metric of a checkpoint has changed in a Trainer
 - ``metric.py``: what measures a checkpoint: the loss on a part of the evaluation set, or another number
 - ``resume.py``: finds the checkpoint that ``resume_from_checkpoint`` asks for
+- ``framework_files.py``: keeps configuration and tokenizer in the run, for an export
 - ``checkpoints.py``: the ``Checkpointer`` of a Trainer, while it trains
 - ``trainer.py``: ``CheckpointMixin`` and ``Trainer``
 """

@@ -15,6 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
 from dynaquant.checkpointer import Checkpointer
 from dynaquant.errors import DynaquantError, StateError
+from dynaquant.integrations.transformers import framework_files
 from dynaquant.integrations.transformers.metric import (
     higher_is_better,
     loss_on_evaluation_set,
@@ -63,6 +64,7 @@ class Checkpoints:
         self._best: int | None = None  # the step of a checkpoint that is to be tagged
         self._rng: dict[str, Any] | None = None
         self._save_requested = False
+        self._has_files = False  # whether this training has written framework_files
         self.is_measuring = False
         """Whether the metric is being evaluated. Its loss function must not log then."""
 
@@ -73,6 +75,7 @@ class Checkpoints:
         """Yield the folder of the run. At the end, wait for the last write and release the run."""
         output_dir = Path(self._trainer._get_output_dir(trial))
         self._run, self._best, self._save_requested = output_dir / RUN_FOLDER, None, False
+        self._has_files = False
         try:
             with self._open:
                 yield self._run
@@ -184,6 +187,9 @@ class Checkpoints:
         checkpointer.save(state.global_step, exact_weights=is_best and self._keeps_best)
         if is_best:
             self._best = state.global_step
+        if not self._has_files:
+            self._has_files = True
+            self._write_files()
 
     def agree_on_saving(self) -> None:
         """Save and stop on all ranks if one was told to stop: a signal does not reach all of them in the same step."""
@@ -233,6 +239,17 @@ class Checkpoints:
             **options,
         )
         return self._open.enter_context(self._checkpointer)
+
+    def _write_files(self) -> None:
+        try:
+            framework_files.write(self._trainer, self._run)
+        except Exception as error:  # of Transformers, PEFT and other people's models; the checkpoint is sound
+            log.warning(
+                "%s: configuration and tokenizer are not kept, so 'dynaquant export --to transformers' will lack them: "
+                "%s",
+                self._run,
+                error,
+            )
 
     def _loss(self, model: Any, inputs: Any) -> Any:
         """Return the loss of a batch, as an evaluation computes it, without the logs."""

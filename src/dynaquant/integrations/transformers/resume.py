@@ -32,9 +32,12 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
     None if there is nothing yet. A script that calls ``trainer.train(resume_from_checkpoint=get_last_checkpoint(out))``
     can be started again and again.
+
+    Raises ValueError if there are both, and the one of Transformers has the higher step.
     """
     run = Path(folder) / RUN_FOLDER
     if has_checkpoints(run):
+        _refuse_newer_beside(run)
         return str(run)
     found: str | None = trainer_utils.get_last_checkpoint(folder) if os.path.isdir(folder) else None
     return found
@@ -52,13 +55,17 @@ def asked_for(resume_from_checkpoint: Any, run: Path) -> Asked | None:
     resume_from_checkpoint: True or the run's folder for the newest, a step, or a tag. Anything else that is there is
     left to Transformers.
 
-    Raises ValueError for another run, CheckpointError if there is no such step or tag.
+    Raises ValueError for another run, or for True beside a checkpoint of Transformers with a higher step;
+    CheckpointError if there is no such step or tag.
     """
     given = resume_from_checkpoint
     if given is None or given is False:
         return None
     if given is True:
-        return Asked(None) if has_checkpoints(run) else None
+        if not has_checkpoints(run):
+            return None
+        _refuse_newer_beside(run)
+        return Asked(None)
     if isinstance(given, int):
         return Asked(given)
     path = Path(given)
@@ -74,6 +81,28 @@ def asked_for(resume_from_checkpoint: Any, run: Path) -> Asked | None:
     if path.exists() or path.name != os.fspath(given):
         return None
     return Asked(int(given) if given.isdecimal() else given)
+
+
+def ordinary_checkpoint(folder: Path) -> tuple[int, Path] | None:
+    """Return the step and the folder of the last checkpoint that Transformers wrote in a folder; None without one."""
+    prefix = f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-"
+    found = [path.parent for path in folder.glob(f"{prefix}*/{TRAINER_STATE_NAME}")]
+    steps = {int(number): path for path in found if (number := path.name.removeprefix(prefix)).isdecimal()}
+    return max(steps.items(), default=None)
+
+
+def _refuse_newer_beside(run: Path) -> None:
+    """Raise ValueError if a checkpoint that Transformers wrote beside a run has a higher step than the run's newest.
+
+    Nobody but the user knows which training is to go on.
+    """
+    order, ordinary = Run(run).steps(), ordinary_checkpoint(run.parent)
+    if order and ordinary is not None and ordinary[0] > order[-1]:
+        raise ValueError(
+            f"{ordinary[1]}, which Transformers wrote, has a higher step than the newest checkpoint of the run {run}, "
+            f"step {order[-1]}. Choose one: resume_from_checkpoint={str(ordinary[1])!r} or {str(run)!r}; or move the "
+            "other away"
+        )
 
 
 @contextmanager

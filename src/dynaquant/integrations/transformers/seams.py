@@ -21,6 +21,7 @@ METHODS = {
     "get_batch_samples": ("epoch_iterator", "num_batches", "device"),
     "_get_output_dir": ("trial",),
     "_save_checkpoint": ("model", "trial"),
+    "_save": ("output_dir", "state_dict"),
     "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
     "_load_optimizer_and_scheduler": ("checkpoint",),
     "_load_rng_state": ("checkpoint",),

@@ -1,0 +1,71 @@
+"""Keeps in the run what a Trainer needs besides a checkpoint's state, for ``dynaquant export --to transformers``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers.utils import logging
+
+from dynaquant.interop.frameworks import ADAPTER_WEIGHTS, ADAPTERS
+from dynaquant.store.atomic_files import atomic_folder
+from dynaquant.store.pointers import FRAMEWORK_FOLDER
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
+
+
+def write(trainer: Any, run: Path) -> None:
+    """Write configuration, tokenizer and training arguments into a run, as Transformers writes them. Collective.
+
+    Of adapters, PEFT's configuration, and the names that PEFT gives their weights. Raises what Transformers raises.
+    """
+    # The state dict that is saved has numbers in place of weights. They tell which name became which key.
+    names = list(trainer.model.state_dict()) if hasattr(trainer.model, "peft_config") else []
+    with TemporaryDirectory() as temporary, _without_progress_bars():
+        made = Path(temporary)
+        trainer._save(temporary, state_dict={name: torch.tensor([i]) for i, name in enumerate(names)})
+        if not trainer.is_world_process_zero():
+            return
+        if names:
+            adapters = {_place(path, made): _names_in(path, names) for path in made.rglob(ADAPTER_WEIGHTS)}
+            (made / ADAPTERS).write_text(json.dumps(adapters, indent=1))
+        for path in [path for pattern in _WEIGHTS for path in made.rglob(pattern)]:
+            path.unlink()
+        shutil.rmtree(run / FRAMEWORK_FOLDER, ignore_errors=True)
+        with atomic_folder(run / FRAMEWORK_FOLDER) as folder:
+            shutil.copytree(made, folder, dirs_exist_ok=True)
+
+
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Keep Transformers from drawing bars of weights, as none are written."""
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
+
+
+def _place(path: Path, folder: Path) -> str:
+    """Return the sub-folder of a file; empty if it is in the folder itself."""
+    return path.parent.relative_to(folder).as_posix().removeprefix(".")
+
+
+def _names_in(path: Path, names: list[str]) -> dict[str, str]:
+    """Return the name for each key of a file whose tensors are the numbers of names.
+
+    Raises ValueError for a tensor that PEFT has computed.
+    """
+    found = load_file(path)
+    if computed := [key for key, tensor in found.items() if tensor.dtype != torch.int64 or tensor.numel() != 1]:
+        raise ValueError(f"PEFT computes {computed[0]} when it saves an adapter")
+    return {key: names[int(tensor)] for key, tensor in found.items()}
