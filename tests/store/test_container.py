@@ -30,9 +30,9 @@ from dynaquant.coding.schemes import (
 )
 from dynaquant.errors import CheckpointError
 from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
-from dynaquant.quantize.partition import Configuration
+from dynaquant.quantize.knobs import Configuration
 from dynaquant.state.flatten import flatten, unflatten
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import FORMAT_VERSION, CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.store.entry import Entry
@@ -84,7 +84,7 @@ def test_a_header_survives_a_round_trip(tmp_path):
         SecondMomentUnits(part, "a.7"): 30,
     }
     entries = tuple(
-        Entry(f"a.{i}", labels[i % 3], torch.bfloat16, torch.Size([2, 3]), HASH, size, scheme)
+        Entry(f"a.{i}", labels[i % 3], "bfloat16", (2, 3), HASH, size, scheme)
         for i, (scheme, size) in enumerate(schemes.items())
     )
     streams = [bytes([i]) * size for i, size in enumerate(schemes.values())]
