@@ -96,14 +96,16 @@ def test_commands_that_read_headers_do_not_need_torch(runs, tmp_path, monkeypatc
     commands += [["show", str(published), "best"], ["show", str(grid), "first"]]
     commands += [["show", str(tmp_path / name)] for name in ("alone.dqc", "pointer", "grid/step-000000000002.dqc")]
     wanted = [CliRunner().invoke(app, command) for command in commands]
-    last = [["tag", str(published), "other", "80"], ["verify", str(grid)]]
+    report = ["report", str(published), "-o", str(tmp_path / "report.html")]
+    last = [report, ["tag", str(published), "other", "80"], ["verify", str(grid)]]
     done = python(WITHOUT.format(package="torch") + ALL_OF, json.dumps([*commands, *last]))
     assert done.returncode == 0, done.stderr
-    *found, tagged, verified = json.loads(done.stdout)
+    *found, reported, tagged, verified = json.loads(done.stdout)
     for command, (code, shown, raised), with_torch in zip(commands, found, wanted, strict=True):
         same = _without_ages if command[0] == "watch" else str
         assert (code, same(shown)) == (with_torch.exit_code, same(with_torch.output)), (command, raised)
     assert [with_torch.exit_code for with_torch in wanted].count(1) == 1  # one run has no step 1
+    assert reported[0] == 0, reported
     assert tagged[:2] == [0, "other: step 80\n"]
     assert [tag.name for tag in tags_of(Run(published))] == ["best", "other"]
     assert verified[2] == repr(ModuleNotFoundError("No module named 'torch'"))  # it was really hidden
