@@ -22,19 +22,19 @@ from torch import Tensor
 from workloads import Workload, key_of
 
 from dynaquant.coding.encoder import Coder, encode
-from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.grid_weights import grid_weights
 from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
-from dynaquant.quantize.partition import Configuration
+from dynaquant.quantize.knobs import Configuration, GridConfiguration
 from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.search.evaluation import degradation, score
 from dynaquant.search.grid_method import LEAST_DISTORTION, MOST_DISTORTION
 from dynaquant.search.judge import DISTORTION_SCALE
 from dynaquant.search.scale_search import scale_search
 from dynaquant.state.roles import labels
+from dynaquant.tensors.codebook import MAX_BINS
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.hashing import tensor_hash
-from dynaquant.tensors.stored import MAX_BINS, QuantizedTensor
+from dynaquant.tensors.stored import QuantizedTensor
 
 LIMITS = (0.05, 0.01, 0.001)
 """Degradations that are allowed, from loose to strict."""

@@ -45,9 +45,10 @@ from workloads import gpt_snapshots, new_gpt
 from zipnn import ZipNN
 
 from dynaquant.coding import conditional, rearrange
+from dynaquant.coding.schemes import Arrangement
 from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
-from dynaquant.quantize.partition import Configuration
-from dynaquant.state.roles import Label
+from dynaquant.quantize.knobs import Configuration
+from dynaquant.state.label import Label
 from dynaquant.tensors.stored import QuantizedTensor
 
 REPEATS, ENOUGH = 7, 2.0
@@ -140,7 +141,7 @@ def conditional_method() -> Method:
 
 
 def published_method() -> Method:
-    def arguments(pair: Pair) -> tuple[rearrange.Arrangement, Any]:
+    def arguments(pair: Pair) -> tuple[Arrangement, Any]:
         return ("rearranged", pair.parent.parent_levels) if pair.parent else ("alone", None)
 
     def encode(pair: Pair) -> list[bytes]:

@@ -28,15 +28,18 @@ from workloads import gpt_validation, new_gpt, shakespeare, snapshots
 from dynaquant.coding import conditional, rearrange
 from dynaquant.coding.decoder import decode
 from dynaquant.coding.encoder import encode
+from dynaquant.coding.schemes import Arrangement
 from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
-from dynaquant.quantize.partition import Configuration
+from dynaquant.quantize.knobs import Configuration
 from dynaquant.search.evaluation import score
-from dynaquant.state.roles import Label, labels
+from dynaquant.state.label import Label
+from dynaquant.state.roles import labels
 from dynaquant.store.entry import Entry
 from dynaquant.tensors.dequantize import dequantize, values_of
+from dynaquant.tensors.dtypes import dtype_name
 from dynaquant.tensors.stored import Levels, QuantizedTensor
 
-CODINGS: dict[str, tuple[rearrange.Arrangement, bool]] = {
+CODINGS: dict[str, tuple[Arrangement, bool]] = {
     "Huffman": ("alone", False),
     "run length + Huffman": ("alone", True),
     "delta + Huffman": ("delta", False),
@@ -105,8 +108,8 @@ def coded_sizes(tensor: QuantizedTensor, before: QuantizedTensor | None) -> dict
 def stored_size(name: str, tensor: QuantizedTensor, parent: QuantizedTensor | None) -> int:
     """Return the bytes of a tensor in a checkpoint file. Decodes them and compares."""
     scheme, coded = encode(tensor, parent, "rearranged")
-    entry = Entry(name, Label("weight"), tensor.dtype, tensor.shape, "", len(coded), scheme)
-    restored = values_of(decode(entry.scheme, entry.dtype, entry.shape, coded, parent))
+    entry = Entry(name, Label("weight"), dtype_name(tensor.dtype), tensor.shape, "", len(coded), scheme)
+    restored = values_of(decode(entry.scheme, tensor.dtype, tensor.shape, coded, parent))
     assert torch.equal(restored, dequantize(tensor)), f"{name} does not decode"
     return len(coded)
 

@@ -20,7 +20,7 @@ from rich.progress import track
 
 from dynaquant.demo.workloads import WORKLOADS
 from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
-from dynaquant.quantize.partition import Configuration
+from dynaquant.quantize.knobs import Configuration
 from dynaquant.search.distortion import distortion, mean_squared_gradients
 from dynaquant.search.evaluation import score
 from dynaquant.search.judge import DISTORTION_SCALE, MetricJudge

@@ -31,7 +31,7 @@ from dynaquant.coding.schemes import Reference
 from dynaquant.quantize.moments import quantize_moments
 from dynaquant.saving.division import Division, divide
 from dynaquant.saving.sharded_commit import ShardedCheckpoint
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.state.sharding import shard_of
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent
@@ -39,6 +39,7 @@ from dynaquant.store.entry import Entry
 from dynaquant.store.layout import PartFile, box_name
 from dynaquant.store.sharded_writing import Plan, WrittenPart, sharded_header
 from dynaquant.tensors.box import Box
+from dynaquant.tensors.dtypes import dtype_name
 from dynaquant.tensors.shard import Shard
 from dynaquant.training import rng
 from dynaquant.training.packed import joined, packed
@@ -154,7 +155,7 @@ def written_part(plan: Plan, number: int, generator: np.random.Generator) -> Wri
 def header_of_part(plan: Plan, written: WrittenPart, number: int) -> int:
     """Return the bytes of the header of a part."""
     entries = [
-        Entry(box_name(t.name, box), t.label, t.dtype, torch.Size(box.sizes), digest.tobytes().hex(), 0, Reference())
+        Entry(box_name(t.name, box), t.label, dtype_name(t.dtype), box.sizes, digest.tobytes().hex(), 0, Reference())
         for (t, box), digest in zip(plan.boxes_of(number), written.hashes, strict=True)
     ]
     tree = state_dict_tree([entry.name for entry in entries])
@@ -198,7 +199,7 @@ def measure(model: str, layout: Layout, ranks: int) -> Row:
     states = joined([packed(rng.get_state())] * (ranks - 1))
     if ranks == 1:  # a single process writes one file, and gathers nothing
         entries = tuple(
-            Entry(n, Label("weight", ""), torch.float32, torch.Size(s), generator.bytes(32).hex(), 0, Reference())
+            Entry(n, Label("weight", ""), "float32", tuple(s), generator.bytes(32).hex(), 0, Reference())
             for n, (s, _) in tensors.items()
         )
         sizes = stored(Header(2, 2, Parent(1, "0" * 64), state_dict_tree(tensors), entries, {}))

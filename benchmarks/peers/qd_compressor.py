@@ -34,8 +34,9 @@ from peers.body import described, exact, flat, from_exact, join, matrices, split
 from peers.peer import Checkpoint, Encoded, Known, Peer
 from torch import Tensor
 
-from dynaquant.coding.rearrange import Arrangement, encode_as
 from dynaquant.coding.rearrange import decode as decode_levels
+from dynaquant.coding.rearrange import encode_as
+from dynaquant.coding.schemes import Arrangement
 from dynaquant.tensors.stored import Levels
 
 HISTOGRAM = 256

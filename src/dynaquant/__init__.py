@@ -31,8 +31,7 @@ __all__ = [
 if TYPE_CHECKING:
     from dynaquant.checkpointer import Checkpointer
     from dynaquant.interop.state_file import save
-    from dynaquant.quantize.grid import GridConfiguration
-    from dynaquant.quantize.partition import Configuration
+    from dynaquant.quantize.knobs import Configuration, GridConfiguration
     from dynaquant.restore.follow import follow
     from dynaquant.restore.load import load
     from dynaquant.restore.load_into import load_into
@@ -47,9 +46,9 @@ else:
     _MODULES = {
         "Bound": "state.bound",
         "Checkpointer": "checkpointer",
-        "Configuration": "quantize.partition",
+        "Configuration": "quantize.knobs",
         "Gradients": "training.accumulated",
-        "GridConfiguration": "quantize.grid",
+        "GridConfiguration": "quantize.knobs",
         "LossOn": "search.evaluation",
         "Moved": "saving.movement",
         "OnBatches": "search.evaluation",

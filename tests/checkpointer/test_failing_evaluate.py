@@ -12,7 +12,7 @@ import dynaquant as dq
 from dynaquant.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.saving.presets import BALANCED, PRESETS
 from dynaquant.saving.record import record_of
-from dynaquant.search.evaluation import Quality
+from dynaquant.search.scores import Quality
 from dynaquant.store.run import Run
 from dynaquant.training.collect import collect
 

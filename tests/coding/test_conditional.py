@@ -11,9 +11,9 @@ from dynaquant.coding import conditional
 from dynaquant.coding.decoder import decode
 from dynaquant.coding.encoder import encode
 from dynaquant.quantize.grid import quantize
-from dynaquant.tensors.codebook import Centres, Grid, LogGrid, rung_value
+from dynaquant.tensors.codebook import FIRST_BIN, PROTECTED, Centres, Grid, LogGrid, rung_value
 from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.stored import FIRST_BIN, PROTECTED, QuantizedTensor
+from dynaquant.tensors.stored import QuantizedTensor
 
 NOTHING = np.zeros(0, dtype=np.uint16)
 

@@ -15,10 +15,10 @@ from training import bits
 from dynaquant.coding.decoder import decode
 from dynaquant.coding.encoder import Coder, encode
 from dynaquant.coding.schemes import Rearranged
-from dynaquant.tensors.codebook import Centres
+from dynaquant.tensors.codebook import PROTECTED, Centres
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
-from dynaquant.tensors.stored import PROTECTED, QuantizedTensor, StoredTensor
+from dynaquant.tensors.stored import QuantizedTensor, StoredTensor
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

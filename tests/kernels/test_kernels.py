@@ -16,10 +16,10 @@ from dynaquant.kernels import device, host
 from dynaquant.quantize.grid import begin_quantize, quantize
 from dynaquant.quantize.log_grid import quantize_to_log_grid
 from dynaquant.store.run import Run
-from dynaquant.tensors.codebook import rung_value
+from dynaquant.tensors.codebook import PROTECTED, rung_value
 from dynaquant.tensors.dequantize import dequantize, protected_values
 from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
-from dynaquant.tensors.stored import PROTECTED, QuantizedTensor, RankOne, ScaledMoment
+from dynaquant.tensors.stored import QuantizedTensor, RankOne, ScaledMoment
 
 DEVICES = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
 SHAPES = [(), (0,), (1,), (5,), (3, 0), (7, 9), (2, 3, 4, 5), (401, 101)]

@@ -14,7 +14,7 @@ from dynaquant.coding.encoder import encode
 from dynaquant.quantize.first_moment import FIRST_RUNGS, LARGEST_SHIFT
 from dynaquant.quantize.grid import quantize
 from dynaquant.quantize.moments import quantize_moments
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.tensors.codebook import rung_value
 from dynaquant.tensors.dequantize import dequantize, piece_length
 

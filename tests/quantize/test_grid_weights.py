@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from on_grid import assert_near
 from training import bits
 
-from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.quantize.grid_weights import (
     RUNG_HYSTERESIS,
     SMALLEST_FISHER,
@@ -20,6 +19,7 @@ from dynaquant.quantize.grid_weights import (
     effective_fisher,
     grid_weights,
 )
+from dynaquant.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.quantize.magnitude import magnitudes
 from dynaquant.quantize.step_limits import LOOSEST_LIMITS, StepLimits
 from dynaquant.search.distortion import distortion

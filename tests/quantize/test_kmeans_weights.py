@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
-from dynaquant.quantize.partition import Configuration
+from dynaquant.quantize.knobs import Configuration
 from dynaquant.state.flatten import flatten
-from dynaquant.state.roles import Label, labels
+from dynaquant.state.label import Label
+from dynaquant.state.roles import labels
+from dynaquant.tensors.codebook import PROTECTED, PRUNED
 from dynaquant.tensors.dequantize import dequantize
-from dynaquant.tensors.stored import PROTECTED, PRUNED, QuantizedTensor
+from dynaquant.tensors.stored import QuantizedTensor
 
 LINEAR, CONV = Label("weight", "linear"), Label("weight", "conv")
 MAGNITUDE = Configuration(pruned=0.2, protected=0.02, protection_metric="magnitude")

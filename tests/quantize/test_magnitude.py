@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks_in_threads import on_ranks
 
-from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.grid_weights import grid_weights
+from dynaquant.quantize.knobs import GridConfiguration
 from dynaquant.quantize.magnitude import LARGEST_SHARE, SMALLEST_SHARE, magnitudes
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.shard import Shard

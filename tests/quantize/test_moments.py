@@ -13,11 +13,11 @@ from dynaquant.coding.decoder import decode
 from dynaquant.coding.encoder import encode
 from dynaquant.coding.schemes import RankOneFactors, SecondMomentUnits
 from dynaquant.quantize.moments import quantize_moments
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.store.entry import Entry
 from dynaquant.tensors.codebook import Grid
 from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
+from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES, dtype_name
 from dynaquant.tensors.hashing import tensor_hash
 from dynaquant.tensors.stored import RankOne, ScaledMoment
 
@@ -61,7 +61,7 @@ def round_trip(stored, parent, name="m"):
     scheme, coded = encode(stored, parent)
     values = values_of(stored)
     role = Label("first_moment" if isinstance(stored, ScaledMoment) else "second_moment")
-    entry = Entry(name, role, values.dtype, values.shape, tensor_hash(values), len(coded), scheme)
+    entry = Entry(name, role, dtype_name(values.dtype), values.shape, tensor_hash(values), len(coded), scheme)
     entry = Entry.from_json(entry.to_json())
     found = decode(entry.scheme, stored.dtype, stored.shape, coded, parent, getattr(stored, "second", None))
     assert type(found) is type(stored)

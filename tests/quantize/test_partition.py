@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynaquant.quantize.kmeans import quantize
-from dynaquant.quantize.partition import Configuration, Thresholds, thresholds
+from dynaquant.quantize.knobs import Configuration
+from dynaquant.quantize.partition import Thresholds, thresholds
+from dynaquant.tensors.codebook import PROTECTED, PRUNED
 from dynaquant.tensors.log_histogram import LogHistogram
-from dynaquant.tensors.stored import PROTECTED, PRUNED
 
 
 def shares(tensor, pruned, protected):

@@ -12,7 +12,7 @@ from whole_tensors import quantize_second_moment as second_moment_of
 from dynaquant.quantize.log_grid import quantize_to_log_grid
 from dynaquant.quantize.moments import quantize_moments
 from dynaquant.quantize.second_moment import SECOND_PACES
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
 from dynaquant.tensors.stored import QuantizedTensor

@@ -22,7 +22,7 @@ from dynaquant.quantize.moment_sample import SAMPLE_SIZE, sample, sample_stored
 from dynaquant.quantize.moments import quantize_moments
 from dynaquant.quantize.second_moment import quantize_second_moment as second_moment_reduction
 from dynaquant.state.bound import Bound
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.tensors.codebook import LogGrid
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES

@@ -9,10 +9,10 @@ from whole_tensors import quantize_rank_one
 import dynaquant as dq
 from dynaquant import kernels
 from dynaquant.quantize.log_grid import quantize_to_log_grid
-from dynaquant.tensors.codebook import Grid
+from dynaquant.tensors.codebook import FIRST_BIN, PROTECTED, Grid
 from dynaquant.tensors.dequantize import dequantize, dequantize_into
 from dynaquant.tensors.hashing import stored_hash, tensor_hash
-from dynaquant.tensors.stored import FIRST_BIN, PROTECTED, QuantizedTensor, RoundedWeight, ScaledMoment
+from dynaquant.tensors.stored import QuantizedTensor, RoundedWeight, ScaledMoment
 
 ROWS, COLUMNS = 700, 900  # more than one piece on up to four cores
 

@@ -7,7 +7,7 @@ from training import bits, model_of, train
 
 import dynaquant as dq
 from dynaquant.state.flatten import flatten
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.writing import Checkpoint
 from dynaquant.training.collect import collect

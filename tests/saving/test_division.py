@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dynaquant.errors import StateError
 from dynaquant.saving.division import divide
 from dynaquant.saving.sharded_commit import ShardedCheckpoint
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.state.sharding import shard_of
 from dynaquant.tensors.box import tile
 

@@ -13,7 +13,7 @@ import dynaquant as dq
 from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.search import displacement, kmeans_method
 from dynaquant.search.displacement import Displacement
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.tensors.boxes import cut
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.training.shards import Shards

@@ -16,9 +16,9 @@ from torch import nn
 from training import train
 
 import dynaquant as dq
-from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.grid_weights import GridWeights, grid_weights
 from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights
+from dynaquant.quantize.knobs import GridConfiguration
 from dynaquant.search.decision import Decision
 from dynaquant.search.history import History
 from dynaquant.search.manager import ConfigurationManager

@@ -8,9 +8,9 @@ from torch import nn, optim
 from training import bits, model_of, train
 
 import dynaquant as dq
-from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.grid_weights import grid_weights
 from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
+from dynaquant.quantize.knobs import GridConfiguration
 from dynaquant.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.search.distortion import distortion, mean_squared_gradients
 from dynaquant.search.judge import DISTORTION_SCALE, DistortionJudge, MetricJudge

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dynaquant as dq
-from dynaquant.search.evaluation import Quality
+from dynaquant.search.scores import Quality
 from dynaquant.search.sight import is_suspicious, sight_of
 
 loss, accuracy = loss_on(INPUTS, TARGETS), accuracy_on(INPUTS, TARGETS)

@@ -20,6 +20,7 @@ from torch.optim import lr_scheduler, swa_utils
 from dynaquant.errors import StateError
 from dynaquant.state.flatten import flatten, unflatten
 from dynaquant.tensors.dtypes import DTYPES, dtype_name
+from dynaquant.tensors.element_types import ITEM_SIZES
 from dynaquant.training import rng
 
 
@@ -151,7 +152,7 @@ def test_plain_values_survive_a_round_trip(value):
 @pytest.mark.parametrize("name", DTYPES)
 def test_tensors_of_every_dtype_survive_a_round_trip(name):
     dtype = DTYPES[name]
-    assert dtype_name(dtype) == name
+    assert (dtype_name(dtype), dtype.itemsize) == (name, ITEM_SIZES[name])
     tensor = torch.arange(6 * dtype.itemsize).to(torch.uint8).view(dtype).reshape(2, 3)
     tensor = tensor if dtype != torch.bool else tensor.to(torch.uint8) > 2
     assert same(round_trip({"t": tensor}), {"t": tensor})

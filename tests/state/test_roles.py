@@ -6,7 +6,8 @@ from torch import nn, optim
 
 from dynaquant.errors import StateError
 from dynaquant.state.flatten import flatten
-from dynaquant.state.roles import Label, labels, layer_type
+from dynaquant.state.label import Label
+from dynaquant.state.roles import labels, layer_type
 from dynaquant.training.collect import collect
 
 

@@ -30,14 +30,17 @@ from dynaquant.coding.schemes import (
 )
 from dynaquant.errors import CheckpointError
 from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
-from dynaquant.quantize.partition import Configuration
+from dynaquant.quantize.knobs import Configuration
+from dynaquant.report.inspection import tensors_of
 from dynaquant.state.flatten import flatten, unflatten
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import FORMAT_VERSION, CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.store.entry import Entry
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Checkpoint
+from dynaquant.tensors.dtypes import DTYPES
+from dynaquant.tensors.element_types import ITEM_SIZES
 
 HASH = "0123456789abcdef" * 4
 TRAILER = 40
@@ -84,7 +87,7 @@ def test_a_header_survives_a_round_trip(tmp_path):
         SecondMomentUnits(part, "a.7"): 30,
     }
     entries = tuple(
-        Entry(f"a.{i}", labels[i % 3], torch.bfloat16, torch.Size([2, 3]), HASH, size, scheme)
+        Entry(f"a.{i}", labels[i % 3], "bfloat16", (2, 3), HASH, size, scheme)
         for i, (scheme, size) in enumerate(schemes.items())
     )
     streams = [bytes([i]) * size for i, size in enumerate(schemes.values())]
@@ -551,6 +554,15 @@ def test_values_that_do_not_match_their_hash_are_refused(tmp_path):
 def test_a_bool_other_than_zero_or_one_is_refused(tmp_path):
     said = load_error(tmp_path, entry(data=b"\x02", dtype="bool", shape=[1]), streams=b"\x02")
     assert said.endswith("tensor w is damaged (a bool is neither 0 nor 1)")
+
+
+@pytest.mark.parametrize("name", sorted(ITEM_SIZES.keys() - DTYPES))
+def test_a_dtype_that_this_pytorch_lacks_is_shown_and_named_when_it_is_decoded(tmp_path, name):
+    write(tmp_path, header(entry("w", b"\0" * ITEM_SIZES[name], name, [1])), b"\0" * ITEM_SIZES[name])
+    run = Run(tmp_path)
+    assert [(info.dtype, info.size.raw) for info in tensors_of(run.file(1))] == [(name, ITEM_SIZES[name])]
+    with pytest.raises(CheckpointError, match=f"has no element type {name}; install a newer one"):
+        run.load(run.file(1))
 
 
 def test_byte_planes_that_do_not_fit_are_refused(tmp_path):

@@ -19,8 +19,9 @@ import dynaquant as dq
 from dynaquant.cli import app
 from dynaquant.errors import CheckpointError
 from dynaquant.quantize.grid import quantize
-from dynaquant.report.inspection import disk_use, level_counts
-from dynaquant.state.roles import Label
+from dynaquant.report.decoded import level_counts
+from dynaquant.report.inspection import disk_use
+from dynaquant.state.label import Label
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store import commit
 from dynaquant.store.commit import WritableRun

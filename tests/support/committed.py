@@ -6,9 +6,9 @@ from training import bits
 
 from dynaquant.coding.encoder import Coder
 from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
-from dynaquant.quantize.partition import Configuration
+from dynaquant.quantize.knobs import Configuration
 from dynaquant.state.flatten import flatten
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.run import Run

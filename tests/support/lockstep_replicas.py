@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.quantize.grid import SCALES_PER_OCTAVE
 from dynaquant.quantize.grid_weights import GridWeights, grid_weights
-from dynaquant.quantize.knobs import GridConfiguration
+from dynaquant.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.search.displacement import LEAST_KEPT, Displacement
 from dynaquant.search.judge import PairedJudge
 from dynaquant.search.trials import Trials

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dynaquant as dq
-from dynaquant.quantize.grid import GridConfiguration
+from dynaquant.quantize.knobs import GridConfiguration
 from dynaquant.store import commit
 from dynaquant.store.commit import WritableRun
 from dynaquant.tensors.stored import External

@@ -2,9 +2,8 @@
 
 import torch
 
-from dynaquant.tensors.codebook import rung_value
+from dynaquant.tensors.codebook import PROTECTED, rung_value
 from dynaquant.tensors.dequantize import dequantize
-from dynaquant.tensors.stored import PROTECTED
 
 FAR = 127.0
 """Values more than this many grid steps from zero are outliers."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import Parent
 from dynaquant.store.layout import Place, part_name

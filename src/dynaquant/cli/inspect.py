@@ -17,7 +17,8 @@ from dynaquant.cli.arguments import AsJson, RunFolder, RunOrFile, Step, checkpoi
 from dynaquant.formatting import in_bytes, plural
 
 if TYPE_CHECKING:
-    from dynaquant.report.inspection import Change, TensorInfo
+    from dynaquant.report.decoded import Change
+    from dynaquant.report.inspection import TensorInfo
     from dynaquant.saving.record import Record, Size
     from dynaquant.store.container import CheckpointFile
     from dynaquant.tensors.stored import StoredTensor
@@ -144,7 +145,7 @@ def _layer_type_of_weight(info: TensorInfo) -> str | None:
 
 
 def _place(file: CheckpointFile) -> Iterator[tuple[str, str]]:
-    from dynaquant.store.single_file import is_of_run
+    from dynaquant.store.run import is_of_run
 
     header, of_run = file.header, is_of_run(file)
     if of_run:  # a file that was written alone has no step
@@ -160,8 +161,7 @@ def _place(file: CheckpointFile) -> Iterator[tuple[str, str]]:
 
 
 def _facts(record: Record) -> Iterator[tuple[str, str]]:
-    from dynaquant.quantize.grid import GridConfiguration
-    from dynaquant.quantize.knobs import in_short
+    from dynaquant.quantize.knobs import GridConfiguration, in_short
 
     yield "size", output.reduction(record.total)
     chosen = record.configuration
@@ -197,7 +197,8 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
 def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> None:
     from torch import Tensor
 
-    from dynaquant.report.inspection import level_counts, tensors_of
+    from dynaquant.report.decoded import level_counts
+    from dynaquant.report.inspection import tensors_of
     from dynaquant.store.chain import detect_run_changes, retry_if_run_changed
     from dynaquant.store.reading import load_tensor
     from dynaquant.store.run import Run
@@ -259,7 +260,7 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Compare two checkpoints: which tensors changed, how far they moved, how many values changed level."""
-    from dynaquant.report.inspection import changes
+    from dynaquant.report.decoded import changes
     from dynaquant.store.chain import retry_if_run_changed
 
     run, _ = open_run(folder)

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynaquant import _native
-from dynaquant.tensors.codebook import Centres, Codebook, Grid, LogGrid
-from dynaquant.tensors.stored import FIRST_BIN, PROTECTED, QuantizedTensor
+from dynaquant.tensors.codebook import FIRST_BIN, PROTECTED, Centres, Codebook, Grid, LogGrid
+from dynaquant.tensors.stored import QuantizedTensor
 
 _BLOCK = 131_072
 _MAX_RUNG_DIFFERENCE = 80

@@ -27,9 +27,9 @@ from dynaquant.coding.schemes import (
     SecondMomentUnits,
     Sharded,
 )
-from dynaquant.tensors.codebook import Centres, Codebook, Grid, LogGrid
+from dynaquant.tensors.codebook import FIRST_BIN, Centres, Codebook, Grid, LogGrid
 from dynaquant.tensors.dtypes import bytes_of
-from dynaquant.tensors.stored import FIRST_BIN, QuantizedTensor, RankOne, RoundedWeight, ScaledMoment, StoredTensor
+from dynaquant.tensors.stored import QuantizedTensor, RankOne, RoundedWeight, ScaledMoment, StoredTensor
 
 
 def decode(

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
 from dynaquant import _native
+from dynaquant.coding.schemes import Arrangement
 from dynaquant.tensors.stored import Levels
-
-Arrangement = Literal["alone", "delta", "rearranged"]
-"""How levels are coded: without the parent; as deltas in the order of elements; as deltas grouped by parent level."""
 
 _TRY_ALL_BELOW = 65_536
 _BLOCK = 65_536

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
 
-from dynaquant.coding.rearrange import Arrangement
-from dynaquant.tensors.codebook import HIGHEST_RUNG, LOWEST_RUNG
-from dynaquant.tensors.stored import MAX_BINS
+from dynaquant.tensors.codebook import HIGHEST_RUNG, LOWEST_RUNG, MAX_BINS
 
+Arrangement = Literal["alone", "delta", "rearranged"]
+"""How levels are coded: without the parent; as deltas in the order of elements; as deltas grouped by parent level."""
 CodebookKind = Literal["centres", "grid", "log_grid"]
 MAX_PACE = 64
 MAX_EXPANSION = 131_072

@@ -37,6 +37,7 @@ from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag
 from dynaquant.tensors.box import Box
 from dynaquant.tensors.dequantize import values_of
+from dynaquant.tensors.dtypes import dtype_named
 
 
 class StorageReader(_StorageReader):
@@ -73,7 +74,8 @@ class StorageReader(_StorageReader):
             sharded = isinstance(entry.scheme, Sharded)
             boxes = [place.box for place in places_of(file, entry)] if sharded else [Box.whole(entry.shape)]
             chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
-            found[key] = TensorStorageMetadata(TensorProperties(dtype=entry.dtype), entry.shape, chunks)
+            properties = TensorProperties(dtype=dtype_named(entry.dtype))
+            found[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
         return Metadata(found, planner_data=paths)
 
     def _open(self) -> list[CheckpointFile]:

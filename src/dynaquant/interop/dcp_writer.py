@@ -42,7 +42,7 @@ from dynaquant.interop.unmeasured import quantize_state
 from dynaquant.saving.assemble import copied
 from dynaquant.saving.presets import PRESETS, QualityName
 from dynaquant.state.flatten import flatten
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import Header, Parent, is_step
 from dynaquant.store.layout import Layout, PartFile, Place, box_name, part_name
@@ -74,7 +74,7 @@ class _Commit:
     folder: Path
     part: int = 0
     parts: frozenset[str] = frozenset()
-    shapes: Mapping[str, torch.Size] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

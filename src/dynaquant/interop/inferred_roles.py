@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from dynaquant import kernels
-from dynaquant.state.roles import Label, optimizer_role, quantizable
+from dynaquant.state.label import Label
+from dynaquant.state.roles import optimizer_role, quantizable
 from dynaquant.state.tree import dict_items, tensor_name, tensor_names_in
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "inv_freq")

@@ -17,8 +17,8 @@ from dynaquant.errors import CheckpointError, EvaluateError
 from dynaquant.interop import any_format, inferred_roles
 from dynaquant.interop.going_on import GoingOn
 from dynaquant.interop.model_file import ModelFile
-from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.grid_weights import GridWeights, effective_fisher, grid_weights
+from dynaquant.quantize.knobs import GridConfiguration
 from dynaquant.quantize.moments import quantize_moments
 from dynaquant.saving.allowance import Allowance
 from dynaquant.saving.presets import PRESETS, QualityName
@@ -31,7 +31,7 @@ from dynaquant.search.manager import ConfigurationManager
 from dynaquant.search.noise import Noise
 from dynaquant.search.sensitivity import measure_sensitivity
 from dynaquant.state.flatten import unflatten
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.state.tree import tensor_names_in
 from dynaquant.store import retention
 from dynaquant.store.commit import WritableRun

@@ -17,7 +17,8 @@ from dynaquant.saving.record import Record, record_of
 from dynaquant.state.flatten import flatten_whole
 from dynaquant.store.container import Header
 from dynaquant.store.files import check_output, user_path
-from dynaquant.store.single_file import FIRST_SEQUENCE, as_parent, is_of_run, write_file, write_in_memory
+from dynaquant.store.run import is_of_run
+from dynaquant.store.single_file import FIRST_SEQUENCE, as_parent, write_file, write_in_memory
 from dynaquant.store.writing import Base
 
 

@@ -2,12 +2,13 @@
 
 In reading order:
 
+- ``knobs``: the configuration of either quantizer, and its JSON form
 - ``grid``: one tensor on a uniform grid
 - ``candidate``: the weights as one configuration would store them, to be scored
 - ``magnitude``: how large the values of a tensor are, without outliers
 - ``step_limits``: how large a grid step may be
 - ``grid_weights``: all weights of a checkpoint on grids
-- ``partition``: which weights are pruned, protected or quantized; the configuration of k-means
+- ``partition``: which weights are pruned, protected or quantized
 - ``kmeans``: one tensor by k-means
 - ``kmeans_weights``: all weights of a checkpoint by k-means
 - ``log_grid``: one tensor on a logarithmic grid
@@ -16,5 +17,4 @@ In reading order:
 - ``moments``: all moments of a checkpoint
 - ``averages``: how precisely averages of weights are stored
 - ``bounds``: tensors with a bound on every value's error
-- ``knobs``: the configuration of either quantizer, and its JSON form
 """

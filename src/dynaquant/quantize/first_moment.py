@@ -18,10 +18,10 @@ from torch import Tensor
 from dynaquant import _native, kernels
 from dynaquant.quantize.grid import quantize
 from dynaquant.quantize.moment_sample import sample, sample_stored
-from dynaquant.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE, Grid, rung_value
+from dynaquant.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, PRUNED, RUNGS_PER_OCTAVE, Grid, rung_value
 from dynaquant.tensors.dequantize import dequantize, pieces, saturating_cast
 from dynaquant.tensors.shard import Shard
-from dynaquant.tensors.stored import PRUNED, QuantizedTensor, RankOne, ScaledMoment
+from dynaquant.tensors.stored import QuantizedTensor, RankOne, ScaledMoment
 from dynaquant.training.reduction import Reduction, total
 
 FIRST_RUNGS = tuple(range(12, -25, -1))

@@ -10,37 +10,10 @@ import torch
 from torch import Tensor
 
 from dynaquant import kernels
-from dynaquant.tensors.codebook import Grid, rung_value
+from dynaquant.tensors.codebook import FIRST_BIN, MAX_BINS, Grid, rung_value
 from dynaquant.tensors.dequantize import dequantize, piece_length, pieces, protected_values
 from dynaquant.tensors.shard import Shard
-from dynaquant.tensors.stored import FIRST_BIN, MAX_BINS, QuantizedTensor
-
-SCALES_PER_OCTAVE = 16
-"""Scale exponents per octave. There are more of them than rungs, so the next scale changes the step of some tensors
-only."""
-MAX_SCALE = 10_000
-"""Limit of the scale exponent. ``2^(scale/16)`` stays a normal float64."""
-
-
-@dataclass(frozen=True)
-class GridConfiguration:
-    """The configuration of the grid quantizer for one checkpoint.
-
-    scale: an exponent. The grid step of a tensor is ``2^(scale/16) / sqrt(F)``, where F is the mean squared gradient of
-    the tensor. Without gradients, F is the inverse of the mean squared weight.
-    dithered: use stochastic rounding instead of rounding to the nearest level. Stochastic rounding is right on average.
-
-    Raises TypeError or ValueError if a field has the wrong type or is out of range.
-    """
-
-    scale: int
-    dithered: bool = False
-
-    def __post_init__(self) -> None:
-        if type(self.scale) is not int or type(self.dithered) is not bool:
-            raise TypeError(f"scale must be an integer and dithered a bool: {self}")
-        if abs(self.scale) > MAX_SCALE:
-            raise ValueError(f"scale must lie between -{MAX_SCALE} and {MAX_SCALE}: {self}")
+from dynaquant.tensors.stored import QuantizedTensor
 
 
 def quantize(tensor: Tensor, rung: int, seed: int | None = None, shard: Shard | None = None) -> QuantizedTensor:

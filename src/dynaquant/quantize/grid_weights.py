@@ -10,7 +10,8 @@ from functools import cached_property, partial
 
 from torch import Tensor
 
-from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration, RoundedToGrid
+from dynaquant.quantize.grid import RoundedToGrid
+from dynaquant.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.quantize.magnitude import magnitudes
 from dynaquant.quantize.step_limits import BALANCED_LIMITS, StepLimits
 from dynaquant.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE

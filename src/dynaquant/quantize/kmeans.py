@@ -9,10 +9,10 @@ from torch import Tensor
 
 from dynaquant import kernels
 from dynaquant.quantize.partition import NO_THRESHOLDS, Thresholds, magnitude_table, sensitivity_table
-from dynaquant.tensors.codebook import Centres
+from dynaquant.tensors.codebook import FIRST_BIN, PRUNED, Centres
 from dynaquant.tensors.dequantize import protected_values
 from dynaquant.tensors.log_histogram import BUCKETS, LogHistogram, bucket_values, table_for
-from dynaquant.tensors.stored import FIRST_BIN, PRUNED, QuantizedTensor
+from dynaquant.tensors.stored import QuantizedTensor
 
 SIGMA = 0.2
 """Share of a bucket's sample weight that comes from its frequency. The rest comes from its magnitude (method 1.3)."""

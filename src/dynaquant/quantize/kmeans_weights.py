@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from dynaquant.quantize.kmeans import quantize
-from dynaquant.quantize.partition import Configuration, Thresholds, thresholds
-from dynaquant.state.roles import Label
+from dynaquant.quantize.knobs import Configuration
+from dynaquant.quantize.partition import Thresholds, thresholds
+from dynaquant.state.label import Label
 from dynaquant.tensors.log_histogram import LogHistogram
 from dynaquant.tensors.stored import QuantizedTensor
 

@@ -12,10 +12,19 @@ from torch import Tensor
 
 from dynaquant import kernels
 from dynaquant.kernels.host import bits_of
-from dynaquant.tensors.codebook import HIGHEST_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE, LogGrid, rung_value
+from dynaquant.tensors.codebook import (
+    FIRST_BIN,
+    HIGHEST_RUNG,
+    LOWEST_RUNG,
+    MAX_BINS,
+    PRUNED,
+    RUNGS_PER_OCTAVE,
+    LogGrid,
+    rung_value,
+)
 from dynaquant.tensors.dequantize import saturating_cast
 from dynaquant.tensors.log_histogram import MAGNITUDES, bucket_values, table_for
-from dynaquant.tensors.stored import FIRST_BIN, MAX_BINS, PRUNED, QuantizedTensor
+from dynaquant.tensors.stored import QuantizedTensor
 
 SMALLEST = 2.0**-133
 """The smallest value outside the bucket of zero."""

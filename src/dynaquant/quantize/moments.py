@@ -12,7 +12,7 @@ from torch import Tensor
 from dynaquant import kernels
 from dynaquant.quantize.first_moment import quantize_first_moment, quantize_momentum
 from dynaquant.quantize.second_moment import quantize_second_moment
-from dynaquant.state.roles import Label, Role
+from dynaquant.state.label import Label, Role
 from dynaquant.tensors.shard import Shard
 from dynaquant.tensors.stored import Quantized, QuantizedTensor, RankOne, ScaledMoment
 from dynaquant.training.reduction import Reduce, Reduction, run_in_windows, total

@@ -3,57 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynaquant import _native
+from dynaquant.tensors.codebook import PROTECTED, PRUNED
 from dynaquant.tensors.log_histogram import MAGNITUDES, LogHistogram
-from dynaquant.tensors.stored import MAX_BINS, PROTECTED, PRUNED
-
-Metric = Literal["magnitude", "sensitivity"]
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """The configuration of the k-means quantizer for one checkpoint.
-
-    bins: clusters per tensor, 1 to 254. embedding_bins: the same for embedding layers.
-    pruned: fraction of the weights of a layer type that become zero, in [0, 1).
-    pruning_metric: prune the weights of the lowest magnitude, or of the lowest sensitivity ``|gradient · weight|``.
-    protected: fraction of the weights of a layer type that stay in 16 bits, in [0, 1).
-    protection_metric: protect the weights of the highest magnitude, or of the highest sensitivity. ``"both"`` gives
-    half of the fraction to each.
-
-    Gradients are recorded only if one of the metrics is sensitivity. docs/decisions.md says why the default is 32 bins.
-
-    Raises ValueError if a field is out of range.
-    """
-
-    bins: int = 32
-    embedding_bins: int = 32
-    pruned: float = 0.1
-    pruning_metric: Metric = "magnitude"
-    protected: float = 0.005
-    protection_metric: Metric | Literal["both"] = "both"
-
-    def __post_init__(self) -> None:
-        if not (1 <= self.bins <= MAX_BINS and 1 <= self.embedding_bins <= MAX_BINS):
-            raise ValueError(f"bins must be 1 to {MAX_BINS}: {self}")
-        if not (0 <= self.pruned < 1 and 0 <= self.protected < 1):
-            raise ValueError(f"pruned and protected are fractions from 0 to below 1: {self}")
-        if self.pruning_metric not in ("magnitude", "sensitivity"):
-            raise ValueError(f"pruning_metric must be 'magnitude' or 'sensitivity', not {self.pruning_metric!r}")
-        if self.protection_metric not in ("magnitude", "sensitivity", "both"):
-            raise ValueError(
-                f"protection_metric must be 'magnitude', 'sensitivity' or 'both', not {self.protection_metric!r}"
-            )
-
-    @property
-    def uses_sensitivity(self) -> bool:
-        """Whether the configuration needs gradients."""
-        return self.pruning_metric == "sensitivity" or self.protection_metric != "magnitude"
 
 
 @dataclass(frozen=True)

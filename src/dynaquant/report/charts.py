@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dynaquant.formatting import dollars, in_bytes, in_seconds, percent, plural, times, unit_of
-from dynaquant.quantize.grid import SCALES_PER_OCTAVE, GridConfiguration
-from dynaquant.quantize.partition import Configuration
+from dynaquant.quantize.knobs import SCALES_PER_OCTAVE, Configuration, GridConfiguration
 from dynaquant.report.figures import (
     BLUE,
     BROWN,

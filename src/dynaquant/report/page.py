@@ -18,7 +18,7 @@ from dynaquant.report.figures import javascript
 from dynaquant.report.prices import S3_STANDARD
 from dynaquant.report.statistics import Statistics, statistics_of
 from dynaquant.saving.record import Record
-from dynaquant.search.trials import number_to_json
+from dynaquant.search.scores import number_to_json
 from dynaquant.store.atomic_files import atomic_file
 from dynaquant.store.chain import retry_if_run_changed
 from dynaquant.store.container import CheckpointFile

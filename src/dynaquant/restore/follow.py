@@ -14,11 +14,11 @@ from torch import Tensor
 
 from dynaquant.errors import CheckpointError
 from dynaquant.restore.model_tensors import Models, Targets, expanded_error, targets_in, tensors_of
-from dynaquant.store.chain import detect_run_changes, name_step_in_errors, retry_if_run_changed
+from dynaquant.store.chain import detect_run_changes, name_step_in_errors, needed_entries, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.files import non_file_kind, user_path
 from dynaquant.store.pointers import Pointer, found_at, run_at
-from dynaquant.store.reading import Tensors, load_tensors, needed_entries
+from dynaquant.store.reading import Tensors, load_tensors
 from dynaquant.tensors.dequantize import values_of
 from dynaquant.tensors.stored import External
 from dynaquant.training.expanded import can_hold, copy_into

@@ -14,14 +14,14 @@ from dynaquant.restore.in_place import STATE, parameters_of
 from dynaquant.state.flatten import flatten
 from dynaquant.state.of_ranks import is_of_a_rank
 from dynaquant.state.sharding import is_sharded, shard_of
-from dynaquant.store.chain import load_all
 from dynaquant.store.container import CheckpointFile, Header
-from dynaquant.store.frozen_files import external_tensor
-from dynaquant.store.reading import Tensors
+from dynaquant.store.frozen_tensors import external_tensor
+from dynaquant.store.reading import Tensors, load_all
 from dynaquant.store.regions import load_boxes
 from dynaquant.store.run import Run
 from dynaquant.tensors.box import Box
 from dynaquant.tensors.boxes import in_one, patchwork
+from dynaquant.tensors.dtypes import dtype_named
 from dynaquant.tensors.shard import Shard
 from dynaquant.tensors.stored import StoredTensor
 from dynaquant.training.collect import collect
@@ -77,7 +77,7 @@ def load_shards(
         entry.name: external_tensor(file, entry) for entry in file.header.entries if entry.omitted
     }
     for name, stored in load_boxes(run.chain(file), wanted.items()):
-        shard, dtype = shards[name], file.header.by_name[name].dtype
+        shard, dtype = shards[name], dtype_named(file.header.by_name[name].dtype)
         if not stored:
             found[name] = torch.empty(shard.local_shape, dtype=dtype)
         elif shard.is_whole:

@@ -16,16 +16,17 @@ from dynaquant.errors import CheckpointError, RunChangedError, StateError
 from dynaquant.restore.model_tensors import stored_names
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import model_in, node_at, tensor_names_in
-from dynaquant.store.chain import chain_of, detect_run_changes, load_all, retry_if_run_changed
+from dynaquant.store.chain import chain_of, detect_run_changes, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.files import user_path
 from dynaquant.store.lossless_copies import LOSSLESS_COPY
 from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.store.pointers import Pointer, found_at, run_at
-from dynaquant.store.reading import Tensors, load_tensor
+from dynaquant.store.reading import Tensors, load_all, load_tensor
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag
 from dynaquant.tensors.dequantize import values_of
+from dynaquant.tensors.dtypes import dtype_named
 from dynaquant.tensors.lazy_mapping import LazyMapping
 
 log = logging.getLogger("dynaquant")
@@ -169,7 +170,9 @@ class StoredCheckpoint:
     def shapes(self) -> dict[str, Tensor]:
         """Tensors on the meta device, without values, with the dtypes and shapes of the stored ones, by name."""
         entries = self.file.header.entries
-        return {entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in entries}
+        return {
+            entry.name: torch.empty(entry.shape, dtype=dtype_named(entry.dtype), device="meta") for entry in entries
+        }
 
     @property
     def state_dict(self) -> dict[str, str]:

@@ -15,11 +15,12 @@ from dynaquant.saving.division import Division, divide
 from dynaquant.saving.rank_zero import rng_states_of_other_ranks
 from dynaquant.state.bound import Bound
 from dynaquant.state.flatten import flatten
+from dynaquant.state.label import Label
 from dynaquant.state.of_ranks import with_ranks
-from dynaquant.state.roles import Label, labels
+from dynaquant.state.roles import labels
 from dynaquant.state.sharding import local_of, reshard
 from dynaquant.state.tree import without_tensors
-from dynaquant.store.run import Run
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.writing import Base
 from dynaquant.tensors.stored import External
 from dynaquant.training.collect import collect
@@ -69,7 +70,7 @@ def capture(
     objects: Mapping[str, Any],
     roles: Mapping[str, str | Bound],
     vectors: bool,
-    run: Run,
+    run: WritableRun,
     base: Base | None,
     rank_0_only: Collection[str],
     differed: Collection[str] | None,

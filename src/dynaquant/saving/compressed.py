@@ -10,7 +10,7 @@ from dynaquant.saving.division import Division
 from dynaquant.saving.training_budget import TrainingBudget
 from dynaquant.saving.unchanged_weights import LastWeight
 from dynaquant.search.decision import Decision
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from torch import Tensor
 from dynaquant.coding.encoder import Coder
 from dynaquant.quantize.grid_weights import GridWeights
 from dynaquant.quantize.kmeans_weights import KMeansWeights
-from dynaquant.quantize.knobs import Knobs
+from dynaquant.quantize.knobs import Configuration, Knobs
 from dynaquant.quantize.moments import quantize_moments
-from dynaquant.quantize.partition import Configuration
 from dynaquant.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.saving.allowance import Allowance, check_share
 from dynaquant.saving.assemble import Assembled, assemble
@@ -45,7 +44,8 @@ from dynaquant.saving.unchanged_weights import Comparison, LastWeight, compare, 
 from dynaquant.search.decision import Decision
 from dynaquant.search.evaluation import Evaluate
 from dynaquant.search.manager import ConfigurationManager
-from dynaquant.state.roles import Label, untrained
+from dynaquant.state.label import Label
+from dynaquant.state.roles import untrained
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.store.container import Header
 from dynaquant.store.sharded_writing import second_of

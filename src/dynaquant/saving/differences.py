@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dynaquant.saving.assemble import Assembled, copied
 from dynaquant.saving.division import Division, Writers
+from dynaquant.state.label import Label
 from dynaquant.state.of_ranks import OfRank, stored_name
-from dynaquant.state.roles import Label
 from dynaquant.state.tree import dict_items, renamed, tensor_names_in
 from dynaquant.tensors.dtypes import dtype_name
 from dynaquant.tensors.hashing import tensor_hash

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from dynaquant.formatting import in_bytes, in_seconds, percent, times
-from dynaquant.quantize.grid import GridConfiguration
+from dynaquant.quantize.knobs import GridConfiguration
 from dynaquant.saving.record import Record
 
 

@@ -11,7 +11,7 @@ from dynaquant.quantize.grid_weights import GridWeights, grid_weights
 from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights
 from dynaquant.quantize.step_limits import StepLimits
 from dynaquant.saving.unchanged_weights import LastWeight
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.tensors.codebook import Grid
 from dynaquant.training.ranks import Group
 from dynaquant.training.shards import Shards

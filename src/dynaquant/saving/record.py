@@ -6,16 +6,17 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dynaquant.errors import CheckpointError
 from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
-from dynaquant.search.decision import Decision
-from dynaquant.search.evaluation import Quality
 from dynaquant.search.history import History
-from dynaquant.search.trials import Trial, number_to_json
+from dynaquant.search.scores import Quality, Trial, number_to_json
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
+
+if TYPE_CHECKING:  # it imports PyTorch, and reading a record does not need it
+    from dynaquant.search.decision import Decision
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from dynaquant.saving.division import Division, Writers
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.tensors.shard import Shard
 from dynaquant.training.objects import MAIN
 from dynaquant.training.ranks import Group

@@ -23,9 +23,9 @@ from dynaquant.saving.timing import timed
 from dynaquant.saving.turn import Turn
 from dynaquant.search.decision import Decision
 from dynaquant.state.bound import Bound
+from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import Header
 from dynaquant.store.lossless_copies import EXACT_WEIGHTS
-from dynaquant.store.run import Run
 from dynaquant.store.writing import Base, Checkpoint
 from dynaquant.tensors.stored import StoredTensor
 from dynaquant.training.moment_correction import MomentCorrections
@@ -50,7 +50,7 @@ class Saver:
 
     def __init__(
         self,
-        run: Run,
+        run: WritableRun,
         objects: Mapping[str, Any],
         roles: Mapping[str, str | Bound],
         schedule: Schedule,

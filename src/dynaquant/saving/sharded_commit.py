@@ -17,7 +17,7 @@ from dynaquant.saving.commit_stage import CommitStage
 from dynaquant.saving.division import Division, boxes_of
 from dynaquant.saving.rank_zero import on_rank_zero
 from dynaquant.saving.record import Record, record_of
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile, Header, Parent
 from dynaquant.store.layout import box_name, part_name

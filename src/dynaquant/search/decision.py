@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dynaquant.quantize.knobs import Knobs
-from dynaquant.search.evaluation import Quality
 from dynaquant.search.history import History
 from dynaquant.search.judge import JudgedBy
+from dynaquant.search.scores import Quality, Trial
 from dynaquant.search.sight import Sight
-from dynaquant.search.trials import Trial
 from dynaquant.tensors.stored import QuantizedTensor
 
 Search = Literal["fixed", "scale", "exhaustive", "neighbourhood", "more bins", "lossless"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -191,18 +190,6 @@ class _OfSeveralOnBatches:
 def uses_batch_statistics_of(evaluate: Evaluate, model: nn.Module) -> bool:
     """Whether a metric evaluates batch norms of the model by the statistics of its batches."""
     return isinstance(evaluate, LossOn | _OfSeveralOnBatches) and evaluate.uses_batch_statistics(model)
-
-
-@dataclass(frozen=True)
-class Quality:
-    """The metric of the weights in training (``original``) and of the weights that a restore would return.
-
-    degradation: how much worse the second is, see ``degradation``.
-    """
-
-    original: float
-    restored: float
-    degradation: float
 
 
 def degradation(original: float, restored: float, higher_is_better: bool) -> float:

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dynaquant.quantize.grid import GridConfiguration
-from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
-from dynaquant.quantize.partition import Configuration
+from dynaquant.quantize.knobs import Configuration, GridConfiguration, Knobs, knobs_from_json, knobs_to_json
 from dynaquant.search.scale_search import LONGEST_MOVE, level_of
 
 LEVELS = 4

@@ -15,16 +15,8 @@ from dynaquant.kernels.reused import ReusedMemory
 from dynaquant.quantize import candidate as candidates
 from dynaquant.quantize.candidate import CandidateWeights
 from dynaquant.search.distortion import distortion
-from dynaquant.search.evaluation import (
-    Evaluate,
-    OnBatches,
-    ParameterValues,
-    Quality,
-    degradation,
-    losses_on,
-    mean,
-    score,
-)
+from dynaquant.search.evaluation import Evaluate, OnBatches, ParameterValues, degradation, losses_on, mean, score
+from dynaquant.search.scores import Quality
 from dynaquant.search.sequential_test import looks, verdict
 from dynaquant.state.sharding import is_sharded
 from dynaquant.state.wrappers import named_parameters

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dynaquant.quantize.candidate import CandidateWeights
 from dynaquant.quantize.kmeans_weights import KMeansWeights, quantize_weights
-from dynaquant.quantize.knobs import Knobs, in_short
-from dynaquant.quantize.partition import Configuration
+from dynaquant.quantize.knobs import Configuration, Knobs, in_short
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Found, Search
 from dynaquant.search.exhaustive import guided_exhaustive
 from dynaquant.search.neighbourhood import delta_neighbourhood

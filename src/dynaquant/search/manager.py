@@ -10,11 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.grid_weights import GridWeights
 from dynaquant.quantize.kmeans_weights import KMeansWeights
-from dynaquant.quantize.knobs import Knobs
-from dynaquant.quantize.partition import Configuration
+from dynaquant.quantize.knobs import Configuration, GridConfiguration, Knobs
 from dynaquant.search import displacement, kmeans_method
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found
 from dynaquant.search.displacement import Displacement

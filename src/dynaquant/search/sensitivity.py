@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from dynaquant.quantize.grid import GridConfiguration
 from dynaquant.quantize.grid_weights import GridWeights
+from dynaquant.quantize.knobs import GridConfiguration
 from dynaquant.search.failures import attempt
 from dynaquant.tensors.dequantize import dequantize
 from dynaquant.tensors.stored import QuantizedTensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from dynaquant.search.evaluation import Quality
+from dynaquant.search.scores import Quality
 
 Sight = Literal["sees", "blind", "upside down"]
 """What a metric tells of weights.

@@ -7,9 +7,10 @@ from numpy.typing import NDArray
 
 from dynaquant.quantize.kmeans import bins_table, codebook
 from dynaquant.quantize.kmeans_weights import KMeansWeights
-from dynaquant.quantize.partition import Configuration, Thresholds, thresholds
+from dynaquant.quantize.knobs import Configuration
+from dynaquant.quantize.partition import Thresholds, thresholds
+from dynaquant.tensors.codebook import PROTECTED, PRUNED
 from dynaquant.tensors.log_histogram import MAGNITUDES
-from dynaquant.tensors.stored import PROTECTED, PRUNED
 
 
 class SizeModel:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from dynaquant.quantize.candidate import CandidateWeights, all_zero, with_levels
-from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
+from dynaquant.quantize.knobs import Knobs
 from dynaquant.search.displacement import Displacement, keeps_enough
-from dynaquant.search.evaluation import Quality
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import Bounds, Judge, JudgedBy, PairedJudge
 from dynaquant.search.progress import SearchProgress
+from dynaquant.search.scores import Quality, Trial
 from dynaquant.search.sequential_test import ERROR_RATE, ERROR_RATE_OF_MORE
 from dynaquant.tensors.stored import QuantizedTensor
 from dynaquant.training.ranks import Group, Lockstep
@@ -41,60 +40,6 @@ class Quantizer(Protocol):
     def predict(self, configuration: Any) -> float | None:
         """Return the bytes that they would take, or None if that cannot be predicted without quantizing."""
         ...
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One configuration that was tried at a checkpoint.
-
-    predicted: bytes of the coded weights; None if nothing predicts them. degradation: relative; NaN if the metric was
-    not finite or failed, None if it was not evaluated because too little displacement is kept. progress: the share of
-    the displacement since the last restore that is kept; None if nothing was restored. seconds: to quantize and to
-    score. error: what ``evaluate`` raised. share: of the metric's batches that were evaluated. Below 1, a few of them
-    told enough, and the degradation is an estimate.
-    """
-
-    configuration: Knobs
-    predicted: float | None
-    degradation: float | None
-    progress: float | None
-    seconds: float
-    error: str | None = None
-    share: float = 1.0
-
-    def keeps(self, least_kept: float) -> bool:
-        """Return whether at least this share of the displacement is kept, or nothing was restored."""
-        return self.progress is None or self.progress >= least_kept
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the trial as it is stored in a record."""
-        return {
-            "configuration": knobs_to_json(self.configuration),
-            "predicted": None if self.predicted is None else round(self.predicted),
-            "degradation": number_to_json(self.degradation),
-            "progress": number_to_json(self.progress),
-            "seconds": round(self.seconds, 6),
-            "error": self.error,
-            "share": round(self.share, 6),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Trial:
-        """Reverse ``to_json``. Raises KeyError, TypeError or ValueError for anything else."""
-        return cls(
-            knobs_from_json(data["configuration"]),
-            None if data["predicted"] is None else float(data["predicted"]),
-            None if data["degradation"] is None else float(data["degradation"]),
-            None if data["progress"] is None else float(data["progress"]),
-            float(data["seconds"]),
-            data["error"],
-            float(data.get("share", 1.0)),  # records of earlier versions have none
-        )
-
-
-def number_to_json(value: float | None) -> float | str | None:
-    """Return the value, or its name as text if JSON does not have it: NaN and the infinities."""
-    return value if value is None or math.isfinite(value) else repr(value)
 
 
 class MixedScoresError(Exception):

@@ -8,5 +8,6 @@
 - ``bound.py``: a role with a number, the largest error of a value
 - ``sharding.py``: DTensors: what this rank holds of a sharded tensor
 - ``averages.py``: averages of a model's weights, by the class of the object that holds them
-- ``roles.py``: role and layer type of every tensor, and the user's patterns
+- ``label.py``: the label of a tensor: its role and layer type
+- ``roles.py``: finds the label of every tensor, and applies the user's patterns
 """

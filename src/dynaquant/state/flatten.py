@@ -19,10 +19,12 @@ from torch import Tensor
 
 from dynaquant.errors import StateError
 from dynaquant.state.sharding import is_sharded, memory_of, part_problem
-from dynaquant.state.tree import CONTAINERS, MAX_DEPTH
+from dynaquant.state.tree import MAX_DEPTH, PYTHON_CONTAINERS, SIZE
 from dynaquant.tensors.dtypes import DTYPES, dtype_name
 from dynaquant.tensors.layouts import laid_out, layout_of
 
+CONTAINERS: dict[type, str] = {**PYTHON_CONTAINERS, torch.Size: SIZE}
+"""The key in the node of each container type."""
 ALONE = "tensor"
 """The name of a tensor that is the whole state."""
 _NUMPY_KINDS = "biufc"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dynaquant.errors import StateError
-from dynaquant.state.flatten import flatten
-from dynaquant.state.tree import CONTAINERS
+from dynaquant.state.flatten import CONTAINERS, flatten
 
 
 def plain_part(state: Any) -> tuple[Any, list[str]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,11 @@ from torch import Tensor, nn
 from dynaquant.errors import StateError
 from dynaquant.state.averages import averages_in
 from dynaquant.state.bound import Bound
+from dynaquant.state.label import Label, Role
 from dynaquant.state.sharding import memory_of
 from dynaquant.state.wrappers import bare_paths, named_parameters
 from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES, dtype_name
 
-Role = Literal["weight", "average", "first_moment", "second_moment", "buffer", "exact", "omit", "bound"]
-"""What a tensor is. Weights are quantized; so are averages of weights, on fine grids, and moments, unless they must
-stay exact. An omitted tensor is not stored, only its hash. The values of a tensor of role ``bound`` keep to a
-``Bound``. All others are stored exactly."""
 _GIVEN = tuple(role for role in get_args(Role) if role != "bound")
 """The roles that a pattern may name."""
 
@@ -48,18 +45,6 @@ _LAYER_TYPES: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], .
         "norm",
     ),
 )
-
-
-@dataclass(frozen=True)
-class Label:
-    """Role and layer type. Tensors of one layer type share thresholds; outside modules the layer type is ``""``.
-
-    bound: the user's, of a live tensor of role ``bound``. Files do not have it.
-    """
-
-    role: Role
-    layer_type: str = ""
-    bound: Bound | None = None
 
 
 def layer_type(module: nn.Module) -> str:

@@ -10,14 +10,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
-
 from dynaquant.errors import StateError
 
 MAX_DEPTH = 100
 """How many containers of a state may be nested (docs/format.md, "Tree")."""
 
-CONTAINERS: dict[type, str] = {
+PYTHON_CONTAINERS: dict[type, str] = {
     dict: "dict",
     OrderedDict: "ordered_dict",
     Counter: "counter",
@@ -25,9 +23,10 @@ CONTAINERS: dict[type, str] = {
     tuple: "tuple",
     set: "set",
     frozenset: "frozenset",
-    torch.Size: "size",
 }
-"""The key in the node of each container type."""
+"""The key in the node of each container type of Python."""
+SIZE = "size"
+"""The key in the node of a ``torch.Size``."""
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "model_state")
 """Keys under which checkpoints of other programs keep the model's state dict."""
@@ -153,7 +152,7 @@ def _children(node: Any) -> list[Any] | None:
     """Return the nodes directly inside a container's node; None for any other node."""
     if isinstance(node, list):
         return node
-    kinds = node.keys() & set(CONTAINERS.values()) if isinstance(node, dict) else set()
+    kinds = node.keys() & {*PYTHON_CONTAINERS.values(), SIZE} if isinstance(node, dict) else set()
     if not kinds:
         return None
     inner = [node["metadata"]] if "metadata" in node else []

@@ -10,10 +10,11 @@ The files, in reading order:
 - ``content.py``: reads any part of an open file, on a disk or in memory
 - ``container.py``: one checkpoint file
 - ``memory.py``: an error that says how much memory a tensor needs
-- ``frozen_files.py``: files of frozen parameters, which all checkpoints of a run share
+- ``frozen_files.py``: files of frozen parameters, which all checkpoints of a run share: their names, and opening them
+- ``chain.py``: opens all files of a checkpoint (parents, parts), and retries if the writer changes the run meanwhile
+- ``frozen_tensors.py``: decodes frozen parameters; checks and copies their files
 - ``parts.py``: reads tensors from the parts of a sharded checkpoint
 - ``reading.py``: decodes tensors from a file and its parents
-- ``chain.py``: opens a checkpoint and its parents, and retries if the writer changes the run meanwhile
 - ``regions.py``: reads boxes of tensors, whether a checkpoint is one file or sharded
 - ``in_order.py``: several tensors at a time, in their order
 - ``writing.py``: encodes a checkpoint to a file, and verifies the file

@@ -8,15 +8,17 @@ retries if the writer changed the run in between.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from dynaquant.coding.schemes import depends_on
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.store import frozen_files
 from dynaquant.store.container import CheckpointFile, Parent, is_missing
-from dynaquant.store.reading import Tensors, load_tensors
+from dynaquant.store.entry import Entry
+from dynaquant.store.layout import Parts
 
 _MOST_OPEN = 64
 """How many files of one chain are kept open. The others are opened each time they are read."""
@@ -134,18 +136,6 @@ def chain_of(
             chain.append(parent)
 
 
-def load_all(chain: list[CheckpointFile], names: Collection[str] | None = None) -> Tensors:
-    """Decode the tensors of the first file of a chain and check each against its hash.
-
-    names: of the tensors to decode, by default all.
-
-    Raises CheckpointError, naming file and tensor, if a tensor cannot be decoded or has other values than were stored.
-    """
-    file = chain[0]
-    with name_step_in_errors(file), detect_run_changes(chain):
-        return load_tensors(chain, [entry.name for entry in file.header.entries] if names is None else names)
-
-
 @contextmanager
 def name_step_in_errors(file: CheckpointFile) -> Iterator[None]:
     """Add the name of the checkpoint to errors of other files in its chain."""
@@ -158,3 +148,63 @@ def name_step_in_errors(file: CheckpointFile) -> Iterator[None]:
         if str(error).startswith((itself, f"{file.path}: ")):
             raise
         raise CheckpointError(f"{itself}{error}") from error
+
+
+def part_paths(file: CheckpointFile) -> list[Path]:
+    """Return the paths of the parts of a checkpoint; none if it is not sharded."""
+    parts = file.header.parts
+    return [] if parts is None else [_part_path(file, parts, number) for number in range(len(parts.files))]
+
+
+def _part_path(file: CheckpointFile, parts: Parts, number: int) -> Path:
+    return file.path.parent / parts.file_name(number)
+
+
+def open_part(file: CheckpointFile, number: int) -> CheckpointFile:
+    """Return a part of a sharded checkpoint. Reads its header once for each checkpoint.
+
+    Raises CheckpointError if it is not there, is damaged, or is another part.
+    """
+    if number not in file.parts:
+        parts = file.header.parts
+        assert parts is not None
+        path = _part_path(file, parts, number)
+        try:
+            part = CheckpointFile(path)
+        except CheckpointError as error:
+            if not is_missing(error):
+                raise
+            raise CheckpointError(f"{file.path}: its part {path.name} is not in {path.parent.name}") from error
+        if (part.header.identity, part.size) != (parts.files[number].identity, parts.files[number].size):
+            raise CheckpointError(f"{path}: is not the part that {file.path.name} refers to")
+        part.close()  # a checkpoint may have more parts than a process may have open files
+        file.parts[number] = part
+    return file.parts[number]
+
+
+def dependent_last(entries: Iterable[Entry]) -> list[Entry]:
+    """Return the entries; those that depend on other tensors of the same checkpoint come last."""
+    return sorted(entries, key=lambda entry: depends_on(entry.scheme) is not None)
+
+
+def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[list[Entry]]:
+    """Return, for each file of a chain, the entries to decode so that ``names`` can be decoded in the first file.
+
+    An entry that depends on another one of its file comes after it.
+    """
+    needed = []
+    wanted = dict.fromkeys(names)
+    for i, file in enumerate(chain):
+        known = file.header.by_name
+        if missing := sorted(wanted.keys() - known.keys()):
+            raise CheckpointError(f"{chain[i - 1].path}: tensor {missing[0]} is not in its parent, {file.path.name}")
+        entries = [known[name] for name in wanted]
+        others = {other for entry in entries if (other := depends_on(entry.scheme)) is not None}
+        if missing := sorted(others - known.keys()):
+            raise CheckpointError(f"{file.path}: a tensor depends on {missing[0]}, which is not in the file")
+        entries += [known[name] for name in others - wanted.keys()]
+        needed.append(dependent_last(entries))
+        wanted = dict.fromkeys(entry.name for entry in entries if entry.needs_parent)
+        if not wanted:
+            break
+    return needed

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from dynaquant.coding.encoder import Coder
 from dynaquant.errors import CheckpointError
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.state.tree import state_dict_tree
-from dynaquant.store import frozen_files, parts
+from dynaquant.store import frozen_files
+from dynaquant.store.chain import open_part
 from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent, file_version
 from dynaquant.store.files import add_disk_full_note, make_folder, sync, sync_parent
+from dynaquant.store.frozen_tensors import FrozenFiles, tensor_in
 from dynaquant.store.layout import FOLDER as PARTS
 from dynaquant.store.layout import part_name
 from dynaquant.store.listing import SUFFIX
@@ -51,6 +53,7 @@ class WritableRun(Run):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         super().__init__(folder)
+        self.frozen_files = FrozenFiles(self.folder)
         self._lock: WriterLock | None = None
         self._unfinished: set[str] = set()  # names of folders whose parts are being written
 
@@ -157,7 +160,7 @@ class WritableRun(Run):
         written = self._write_temporary(draft, new, checkpoint.labels, None, "conditional", path)
         file = self._rename(written, path.with_name(frozen_files.file_name(written.header.identity)))
         self.frozen_files.mark_sound(file)
-        return {entry.name: frozen_files.tensor_in(file, entry) for entry in file.header.entries}
+        return {entry.name: tensor_in(file, entry) for entry in file.header.entries}
 
     def delete_unneeded(self) -> None:
         """Delete what no checkpoint needs any more, such as frozen parameters, and replaced ones without a tag."""
@@ -223,7 +226,7 @@ class WritableRun(Run):
                 CheckpointWriter(out).finish(header)
             written = CheckpointFile(temporary)
             for number in range(len(header.parts.files)):
-                parts.open_part(written, number)
+                open_part(written, number)
             self.parent_of(written)
         try:
             file = self._rename(written, path)

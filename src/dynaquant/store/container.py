@@ -203,9 +203,9 @@ class CheckpointFile:
     def __init__(self, path: Path, content: bytes | None = None) -> None:
         self.path = path
         self.frozen: dict[str, CheckpointFile] = {}
-        """The opened files of frozen parameters that it needs, by identity (``frozen.open_frozen``)."""
+        """The opened files of frozen parameters that it needs, by identity (``frozen_files.open_frozen``)."""
         self.parts: dict[int, CheckpointFile] = {}
-        """The opened parts of a sharded checkpoint, by number (``parts.open_part``)."""
+        """The opened parts of a sharded checkpoint, by number (``chain.open_part``)."""
         self._version: FileVersion | None = None
         self._open: OnDisk | InMemory | None
         if content is not None:

@@ -7,8 +7,6 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, cast, get_args
 
-import torch
-
 from dynaquant.coding import schemes
 from dynaquant.coding.schemes import (
     EXTERNAL,
@@ -23,8 +21,8 @@ from dynaquant.coding.schemes import (
     Sharded,
 )
 from dynaquant.errors import CheckpointError
-from dynaquant.state.roles import Label, Role
-from dynaquant.tensors.dtypes import DTYPES, QUANTIZABLE_DTYPES, dtype_name
+from dynaquant.state.label import Label, Role
+from dynaquant.tensors.element_types import ITEM_SIZES, QUANTIZABLE
 
 # Computed once: a header has hundreds of entries, and a restore reads several headers.
 _ROLES = frozenset(get_args(Role))
@@ -35,12 +33,15 @@ _DECODED_FROM_OTHERS = (RoundedFromMaster, Sharded, *EXTERNAL)
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a checkpoint: name, role, dtype, shape, hash of its values, bytes of its stream, and scheme."""
+    """One tensor of a checkpoint: name, role, dtype, shape, hash of its values, bytes of its stream, and scheme.
+
+    dtype: by its name (``element_types``), because plain data can be read without PyTorch.
+    """
 
     name: str
     label: Label
-    dtype: torch.dtype
-    shape: torch.Size
+    dtype: str
+    shape: tuple[int, ...]
     hash: str
     size: int
     scheme: Scheme
@@ -53,7 +54,7 @@ class Entry:
     @property
     def raw_size(self) -> int:
         """Bytes of the decoded tensor."""
-        return self.elements * self.dtype.itemsize
+        return self.elements * ITEM_SIZES[self.dtype]
 
     @property
     def stored_size(self) -> int:
@@ -81,7 +82,7 @@ class Entry:
             "name": self.name,
             "role": self.label.role,
             "layer_type": self.label.layer_type,
-            "dtype": dtype_name(self.dtype),
+            "dtype": self.dtype,
             "shape": list(self.shape),
             "hash": self.hash,
             "size": self.size,
@@ -116,8 +117,8 @@ def _parse(data: Any) -> Entry:
     return Entry(
         name=_typed(data, "name", str),
         label=Label(cast(Role, _typed(data, "role", str)), _typed(data, "layer_type", str)),
-        dtype=DTYPES[_typed(data, "dtype", str)],
-        shape=torch.Size(shape),
+        dtype=_typed(data, "dtype", str),
+        shape=tuple(shape),
         hash=_typed(data, "hash", str),
         size=_typed(data, "size", int),
         scheme=schemes.parse(_typed(data, "coding", dict)),
@@ -127,7 +128,7 @@ def _parse(data: Any) -> Entry:
 def _check(entry: Entry) -> None:
     scheme = entry.scheme
     elements = entry.elements
-    raw_size = elements * entry.dtype.itemsize
+    raw_size = entry.raw_size
     if entry.label.role not in _ROLES:
         raise ValueError(f"its role is {entry.label.role!r}")
     if not _HASH.fullmatch(entry.hash):
@@ -138,8 +139,8 @@ def _check(entry: Entry) -> None:
         raise ValueError(f"its size is {entry.size}")
     if isinstance(scheme, Raw) and entry.size != raw_size:
         raise ValueError("its stream and its values differ in size")
-    if not isinstance(scheme, _OF_ANY_DTYPE) and entry.dtype not in QUANTIZABLE_DTYPES:
-        raise ValueError(f"{dtype_name(entry.dtype)} cannot be quantized")
+    if not isinstance(scheme, _OF_ANY_DTYPE) and entry.dtype not in QUANTIZABLE:
+        raise ValueError(f"{entry.dtype} cannot be quantized")
     schemes.check(scheme, entry.shape, elements, entry.size)
     if math.prod(max(n, 1) for n in entry.shape) >= 2**62 or len(entry.shape) > 64:
         raise ValueError("it has a shape that no tensor has")

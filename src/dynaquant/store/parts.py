@@ -4,51 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
+
+import torch
 
 from dynaquant.coding.schemes import Sharded, depends_on
 from dynaquant.errors import CheckpointError
-from dynaquant.store.container import CheckpointFile, is_missing
+from dynaquant.store.chain import open_part
+from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
-from dynaquant.store.layout import Layout, Parts, Place, box_name, sharded_hash
+from dynaquant.store.layout import Layout, Place, box_name, sharded_hash
 from dynaquant.tensors.boxes import cut, patchwork
+from dynaquant.tensors.dtypes import dtype_named
 from dynaquant.tensors.hashing import stored_hash
 from dynaquant.tensors.stored import RoundedWeight, ScaledMoment, StoredTensor
 
 DecodeEntry = Callable[[CheckpointFile, Entry, StoredTensor | None, Mapping[str, StoredTensor]], StoredTensor]
 """``reading.decode_entry``, for entries that are not sharded themselves."""
-
-
-def part_paths(file: CheckpointFile) -> list[Path]:
-    """Return the paths of the parts of a checkpoint; none if it is not sharded."""
-    parts = file.header.parts
-    return [] if parts is None else [_part_path(file, parts, number) for number in range(len(parts.files))]
-
-
-def _part_path(file: CheckpointFile, parts: Parts, number: int) -> Path:
-    return file.path.parent / parts.file_name(number)
-
-
-def open_part(file: CheckpointFile, number: int) -> CheckpointFile:
-    """Return a part of a sharded checkpoint. Reads its header once for each checkpoint.
-
-    Raises CheckpointError if it is not there, is damaged, or is another part.
-    """
-    if number not in file.parts:
-        parts = file.header.parts
-        assert parts is not None
-        path = _part_path(file, parts, number)
-        try:
-            part = CheckpointFile(path)
-        except CheckpointError as error:
-            if not is_missing(error):
-                raise
-            raise CheckpointError(f"{file.path}: its part {path.name} is not in {path.parent.name}") from error
-        if (part.header.identity, part.size) != (parts.files[number].identity, parts.files[number].size):
-            raise CheckpointError(f"{path}: is not the part that {file.path.name} refers to")
-        part.close()  # a checkpoint may have more parts than a process may have open files
-        file.parts[number] = part
-    return file.parts[number]
 
 
 def decode_sharded(
@@ -68,7 +39,7 @@ def decode_sharded(
         for place in places_of(file, entry):
             before, beside = (None if tensor is None else cut(tensor, place.box) for tensor in (parent, other))
             boxes.append((place.box, decode_box(file, entry, place, before, beside, decode_entry)))
-        return patchwork(entry.dtype, entry.shape, boxes)
+        return patchwork(dtype_named(entry.dtype), torch.Size(entry.shape), boxes)
     except ValueError as error:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
 
@@ -110,7 +81,7 @@ def entry_of_box(file: CheckpointFile, entry: Entry, place: Place) -> Entry:
     """Return the entry of a box in its part. Raises CheckpointError if it is not there, or is not of that tensor."""
     part = open_part(file, place.part)
     own = part.header.by_name.get(box_name(entry.name, place.box))
-    if own is None or own.dtype != entry.dtype or tuple(own.shape) != place.box.sizes:
+    if own is None or own.dtype != entry.dtype or own.shape != place.box.sizes:
         raise CheckpointError(f"{part.path}: {box_name(entry.name, place.box)} is not there, or has another shape")
     if isinstance(own.scheme, Sharded) or own.external:
         raise CheckpointError(f"{part.path}: the values of {own.name} are not in the part")

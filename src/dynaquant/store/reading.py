@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from dynaquant.coding.decoder import decode, decodes_to
 from dynaquant.coding.schemes import Lossless, Reference, Sharded, depends_on
 from dynaquant.errors import CheckpointError
-from dynaquant.store import frozen_files, parts
+from dynaquant.store import frozen_tensors, parts
+from dynaquant.store.chain import detect_run_changes, name_step_in_errors, needed_entries
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.tensors.boxes import in_one
+from dynaquant.tensors.dtypes import dtype_name, dtype_named
 from dynaquant.tensors.hashing import stored_hash
 from dynaquant.tensors.stored import StoredTensor, stored_equal
 
@@ -38,32 +41,16 @@ def error_with_step(step: int, path: Path, text: str) -> CheckpointError:
     return CheckpointError(text if text.startswith((itself, f"{path}: ")) else f"{itself}{text}")
 
 
-def dependent_last(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries; those that depend on other tensors of the same checkpoint come last."""
-    return sorted(entries, key=lambda entry: depends_on(entry.scheme) is not None)
+def load_all(chain: list[CheckpointFile], names: Collection[str] | None = None) -> Tensors:
+    """Decode the tensors of the first file of a chain and check each against its hash.
 
+    names: of the tensors to decode, by default all.
 
-def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[list[Entry]]:
-    """Return, for each file of a chain, the entries to decode so that ``names`` can be decoded in the first file.
-
-    An entry that depends on another one of its file comes after it.
+    Raises CheckpointError, naming file and tensor, if a tensor cannot be decoded or has other values than were stored.
     """
-    needed = []
-    wanted = dict.fromkeys(names)
-    for i, file in enumerate(chain):
-        known = file.header.by_name
-        if missing := sorted(wanted.keys() - known.keys()):
-            raise CheckpointError(f"{chain[i - 1].path}: tensor {missing[0]} is not in its parent, {file.path.name}")
-        entries = [known[name] for name in wanted]
-        others = {other for entry in entries if (other := depends_on(entry.scheme)) is not None}
-        if missing := sorted(others - known.keys()):
-            raise CheckpointError(f"{file.path}: a tensor depends on {missing[0]}, which is not in the file")
-        entries += [known[name] for name in others - wanted.keys()]
-        needed.append(dependent_last(entries))
-        wanted = dict.fromkeys(entry.name for entry in entries if entry.needs_parent)
-        if not wanted:
-            break
-    return needed
+    file = chain[0]
+    with name_step_in_errors(file), detect_run_changes(chain):
+        return load_tensors(chain, [entry.name for entry in file.header.entries] if names is None else names)
 
 
 def load_tensors(
@@ -118,11 +105,12 @@ def decode_entry(
     if isinstance(entry.scheme, Sharded):
         return parts.decode_sharded(file, entry, parent, others, decode_entry)
     if entry.external:
-        return frozen_files.external_tensor(file, entry)
+        return frozen_tensors.external_tensor(file, entry)
     try:
         with explain_out_of_memory(file, entry):
             other = others.get(depends_on(entry.scheme) or "")
-            return decode(entry.scheme, entry.dtype, entry.shape, file.read(entry), in_one(parent), other)
+            dtype, shape = dtype_named(entry.dtype), torch.Size(entry.shape)
+            return decode(entry.scheme, dtype, shape, file.read(entry), in_one(parent), other)
     except ValueError as error:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
 
@@ -140,7 +128,7 @@ def holds(
     """
     if not isinstance(entry.scheme, Lossless) or not isinstance(wanted, Tensor):
         return stored_equal(decode_entry(file, entry, parent, others), wanted)
-    if (entry.dtype, entry.shape) != (wanted.dtype, wanted.shape):
+    if (entry.dtype, entry.shape) != (dtype_name(wanted.dtype), wanted.shape):
         return False
     try:
         return decodes_to(entry.scheme, wanted, file.read(entry), in_one(parent))

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from dynaquant.errors import CheckpointError
-from dynaquant.store import frozen_files
+from dynaquant.store import frozen_files, frozen_tensors
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile, Parent
 from dynaquant.store.files import removing_empty_folders
@@ -41,7 +41,7 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
             for identity in file.header.frozen:
                 holder = frozen_files.open_frozen(file, identity)
                 undo.callback((folder / holder.path.name).unlink, missing_ok=True)
-                frozen_files.copy_to(holder, folder)
+                frozen_tensors.copy_to(holder, folder)
             if copy is not None:
                 undo.callback((folder / copy.path.name).unlink, missing_ok=True)
                 new.recode(copy, run.load(copy), None)

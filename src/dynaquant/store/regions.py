@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
+
 from dynaquant.coding.schemes import Sharded, depends_on
 from dynaquant.errors import CheckpointError
-from dynaquant.store.chain import detect_run_changes, name_step_in_errors
+from dynaquant.store.chain import detect_run_changes, name_step_in_errors, open_part
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.layout import Place
-from dynaquant.store.parts import decode_box, entry_of_box, open_part, places_of
+from dynaquant.store.parts import decode_box, entry_of_box, places_of
 from dynaquant.store.reading import decode_entry, decoded_hash, load_tensor
 from dynaquant.tensors.box import Box
 from dynaquant.tensors.boxes import cut
+from dynaquant.tensors.dtypes import dtype_named
 from dynaquant.tensors.stored import Patchwork, StoredTensor
 
 
@@ -63,7 +66,7 @@ class _TensorReader:
             needed = [place for place in places_of(file, entry) if place.box == box or place.box.overlap(box)]
             self._needed[key] = needed
         boxes = tuple((place.box, self._at(level, entry, place)) for place in needed)
-        return cut(Patchwork(entry.dtype, entry.shape, boxes), box)
+        return cut(Patchwork(dtype_named(entry.dtype), torch.Size(entry.shape), boxes), box)
 
     def _at(self, level: int, entry: Entry, place: Place) -> StoredTensor:
         """Return a stored box of a sharded tensor."""

@@ -9,10 +9,11 @@ import operator
 import os
 from collections.abc import Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.store import lossless_copies
-from dynaquant.store.chain import chain_of, load_all, name_step_in_errors, parent_of
+from dynaquant.store.chain import chain_of, name_step_in_errors, parent_of
 from dynaquant.store.container import (
     CheckpointFile,
     FileVersion,
@@ -24,9 +25,10 @@ from dynaquant.store.container import (
     open_if_exists,
 )
 from dynaquant.store.files import non_file_kind, user_path
-from dynaquant.store.frozen_files import FrozenFiles
 from dynaquant.store.listing import REPLACED, STEP, SUFFIX, read_each
-from dynaquant.store.reading import Tensors
+
+if TYPE_CHECKING:
+    from dynaquant.store.reading import Tensors
 
 
 class Run:
@@ -38,7 +40,6 @@ class Run:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = user_path(folder)
-        self.frozen_files = FrozenFiles(self.folder)
         self._summaries: dict[FileVersion, Summary] = {}
         self._newest = 0  # highest sequence number in the last listing
         self._highest = 0  # highest sequence number ever seen here
@@ -164,7 +165,10 @@ class Run:
         return chain_of(file, self.path, decoded=decoded)
 
     def load(self, file: CheckpointFile) -> Tensors:
-        """Decode the tensors of a checkpoint and check each against its hash (``chain.load_all``)."""
+        """Decode the tensors of a checkpoint and check each against its hash (``reading.load_all``)."""
+        # Decoding needs PyTorch, which takes seconds to import. All else here reads headers, and does without.
+        from dynaquant.store.reading import load_all  # noqa: PLC0415
+
         with name_step_in_errors(file):
             return load_all(self.chain(file))
 
@@ -203,3 +207,12 @@ class Run:
             f"checkpoint step {header.step}: its lossless copy, {name}, is not in {self.folder} (was it "
             "deleted by hand?)"
         )
+
+
+def is_of_run(file: CheckpointFile) -> bool:
+    """Whether a file was written to a run, by a training or from files, and not alone."""
+    header = file.header
+    if "source" not in header.record or (header.parent is not None and header.parent.file is None):
+        return True
+    place = file.path.resolve()  # only its name tells a keyframe from a file that was written alone
+    return not file.in_memory and place == Run(place.parent).path(header.step)

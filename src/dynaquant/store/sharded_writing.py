@@ -19,7 +19,7 @@ from torch import Tensor
 from dynaquant.coding.encoder import Coder
 from dynaquant.coding.schemes import Sharded
 from dynaquant.errors import CheckpointError
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import CheckpointFile, Header
 from dynaquant.store.entry import Entry
@@ -28,6 +28,7 @@ from dynaquant.store.layout import HashOfBoxes, Layout, PartFile, Parts, box_nam
 from dynaquant.store.regions import load_boxes
 from dynaquant.store.writing import Base, verify_written, write_checkpoint
 from dynaquant.tensors.box import Box
+from dynaquant.tensors.dtypes import dtype_name, dtype_named
 from dynaquant.tensors.stored import (
     QuantizedTensor,
     RankOne,
@@ -98,7 +99,14 @@ def plan_of(header: Header) -> Plan:
     """Return the plan by which a sharded checkpoint was written."""
     assert header.parts is not None
     tensors = tuple(
-        ShardedTensor(entry.name, entry.label, entry.dtype, entry.shape, entry.scheme.layout, entry.scheme.second)
+        ShardedTensor(
+            entry.name,
+            entry.label,
+            dtype_named(entry.dtype),
+            torch.Size(entry.shape),
+            entry.scheme.layout,
+            entry.scheme.second,
+        )
         for entry in header.entries
         if isinstance(entry.scheme, Sharded)
     )
@@ -217,5 +225,5 @@ def sharded_header(draft: Header, folder: str, plan: Plan, written: Sequence[Wri
         stored = sum([sizes[part][i] for part, i in held])
         needs_parent = any(depends[part] and bool(written[part].needs_parent[i]) for part, i in held)
         scheme = Sharded(tensor.layout, stored, tensor.second, needs_parent)
-        entries.append(Entry(tensor.name, tensor.label, tensor.dtype, tensor.shape, digest, 0, scheme))
+        entries.append(Entry(tensor.name, tensor.label, dtype_name(tensor.dtype), tensor.shape, digest, 0, scheme))
     return replace(draft, entries=tuple(entries), parts=parts)

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dynaquant.errors import CheckpointError
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.store.atomic_files import atomic_file
 from dynaquant.store.container import CheckpointFile, Header, Parent
 from dynaquant.store.files import is_reference, syncing
-from dynaquant.store.run import Run
 from dynaquant.store.writing import Base, verify_written, write_checkpoint
 from dynaquant.tensors.stored import StoredTensor
 
@@ -55,15 +54,6 @@ def write_in_memory(
     written = CheckpointFile(Path("the file in memory"), out.getvalue())
     verify_written(written, tensors, base, threads)
     return written
-
-
-def is_of_run(file: CheckpointFile) -> bool:
-    """Whether a file was written to a run, by a training or from files, and not alone."""
-    header = file.header
-    if "source" not in header.record or (header.parent is not None and header.parent.file is None):
-        return True
-    place = file.path.resolve()  # only its name tells a keyframe from a file that was written alone
-    return not file.in_memory and place == Run(place.parent).path(header.step)
 
 
 def as_parent(parent: CheckpointFile, out: Path | None) -> Parent:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from dynaquant.coding.schemes import Reference, depends_on
 from dynaquant.errors import CheckpointError
-from dynaquant.store import frozen_files
-from dynaquant.store.chain import retry_if_run_changed
+from dynaquant.store import frozen_files, frozen_tensors
+from dynaquant.store.chain import dependent_last, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile, Summary
 from dynaquant.store.entry import Entry
 from dynaquant.store.reading import (
@@ -18,7 +18,6 @@ from dynaquant.store.reading import (
     check_reference,
     decode_entry,
     decoded_hash,
-    dependent_last,
     error_with_step,
 )
 from dynaquant.store.run import Run
@@ -52,7 +51,7 @@ def damage_of_file(path: Path) -> CheckpointError | None:
 def _decode_whole(run: Run, file: CheckpointFile) -> None:
     run.load(file)
     for identity in file.header.frozen:
-        frozen_files.verify(frozen_files.open_frozen(file, identity))
+        frozen_tensors.verify(frozen_files.open_frozen(file, identity))
 
 
 def _damage_of_copy(run: Run, step: int) -> CheckpointError | None:
@@ -160,7 +159,7 @@ def _with_frozen(found: _Decoded, sound: set[str]) -> _Decoded:
     """Return ``found`` with the damage of the files of frozen parameters that it needs. sound: as for ``_decode``."""
     for identity in found.file.header.frozen - sound:
         try:
-            frozen_files.verify(frozen_files.open_frozen(found.file, identity))
+            frozen_tensors.verify(frozen_files.open_frozen(found.file, identity))
             sound.add(identity)
         except CheckpointError as error:
             found.wrong[identity] = str(error)

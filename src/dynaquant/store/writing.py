@@ -6,19 +6,19 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
-import torch
 from torch import Tensor
 
 from dynaquant.coding.encoder import Coder, encode
 from dynaquant.coding.schemes import BytePlanes, Frozen, Lossless, Omitted, Raw, Rearranged, Reference
 from dynaquant.errors import CheckpointError
-from dynaquant.state.roles import Label
+from dynaquant.state.label import Label
 from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.store.entry import Entry
 from dynaquant.store.in_order import in_order
 from dynaquant.store.reading import holds
 from dynaquant.tensors.boxes import in_one
 from dynaquant.tensors.dequantize import values_of
+from dynaquant.tensors.dtypes import dtype_name
 from dynaquant.tensors.hashing import stored_hash
 from dynaquant.tensors.stored import External, RoundedWeight, ScaledMoment, StoredTensor, stored_equal
 
@@ -51,7 +51,7 @@ class Base:
     parent: Parent
     hashes: Mapping[str, str]
     tensors: Mapping[str, StoredTensor]
-    shapes: Mapping[str, torch.Size] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def from_loaded(cls, header: Header, tensors: Mapping[str, StoredTensor]) -> Base:
@@ -101,16 +101,16 @@ def encode_entry(
     digest = stored_hash(stored)
     if isinstance(stored, External):
         where = Omitted() if stored.file is None else Frozen(stored.file)
-        return Entry(name, label, stored.dtype, stored.shape, digest, 0, where), b""
+        return Entry(name, label, dtype_name(stored.dtype), stored.shape, digest, 0, where), b""
     parent = in_one(base.tensors.get(name)) if base else None
     if base is not None and base.hashes.get(name) == digest and _can_stand_for(parent, stored, again):
-        return Entry(name, label, stored.dtype, stored.shape, digest, 0, Reference()), b""
+        return Entry(name, label, dtype_name(stored.dtype), stored.shape, digest, 0, Reference()), b""
     if isinstance(stored, ScaledMoment) and tensors.get(stored.second_name) is not stored.second:
         stored = values_of(stored)  # in units of a second moment that has changed since
     elif isinstance(stored, RoundedWeight) and tensors.get(stored.master_name) is not stored.master:
         stored = values_of(stored)
     scheme, coded = encode(stored, parent, coder)
-    return Entry(name, label, stored.dtype, stored.shape, digest, len(coded), scheme), coded
+    return Entry(name, label, dtype_name(stored.dtype), stored.shape, digest, len(coded), scheme), coded
 
 
 def write_checkpoint(

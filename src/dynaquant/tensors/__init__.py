@@ -2,9 +2,10 @@
 
 In reading order:
 
-- ``dtypes``: the element types, and the bytes of a tensor
+- ``element_types``: names and sizes of the element types
+- ``dtypes``: the element types of PyTorch, and the bytes of a tensor
 - ``layouts``: the order in which the values of a tensor lie in memory
-- ``codebook``: centres, grids and logarithmic grids, which turn levels into values
+- ``codebook``: levels, and the centres, grids and logarithmic grids that turn them into values
 - ``bounded``: the form of a tensor with a bound on every value's error
 - ``stored``: the forms in which a checkpoint stores a tensor, such as levels with a codebook
 - ``dequantize``: stored form to values

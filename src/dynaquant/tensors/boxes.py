@@ -14,18 +14,9 @@ from torch import Tensor
 
 from dynaquant.tensors.bounded import BoundedTensor
 from dynaquant.tensors.box import Box, tile
-from dynaquant.tensors.codebook import Centres, Codebook, Grid, LogGrid
+from dynaquant.tensors.codebook import FIRST_BIN, PROTECTED, Centres, Codebook, Grid, LogGrid
 from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.stored import (
-    FIRST_BIN,
-    PROTECTED,
-    Patchwork,
-    QuantizedTensor,
-    RankOne,
-    RoundedWeight,
-    ScaledMoment,
-    StoredTensor,
-)
+from dynaquant.tensors.stored import Patchwork, QuantizedTensor, RankOne, RoundedWeight, ScaledMoment, StoredTensor
 
 S = TypeVar("S", bound=StoredTensor)
 

@@ -13,6 +13,17 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from dynaquant import _native
+
+PRUNED = _native.LEVEL_PRUNED
+PROTECTED = _native.LEVEL_PROTECTED
+FIRST_BIN = 2
+"""Level 0 is *pruned* (zero), level 1 is *protected* (an outlier in 16 bits), level ``FIRST_BIN + i`` is bin ``i``.
+
+The two extra levels come first, so that they stay the same if the number of bins changes.
+"""
+MAX_BINS = 256 - FIRST_BIN
+
 RUNGS_PER_OCTAVE = 4
 LOWEST_RUNG, HIGHEST_RUNG = -126 * RUNGS_PER_OCTAVE, 127 * RUNGS_PER_OCTAVE
 """The rungs that are normal float32 numbers."""

@@ -13,11 +13,8 @@ from torch import Tensor
 
 from dynaquant import kernels
 from dynaquant.tensors.bounded import BoundedTensor
-from dynaquant.tensors.codebook import Codebook
+from dynaquant.tensors.codebook import FIRST_BIN, PROTECTED, PRUNED, Codebook
 from dynaquant.tensors.stored import (
-    FIRST_BIN,
-    PROTECTED,
-    PRUNED,
     External,
     Patchwork,
     Quantized,

@@ -1,25 +1,26 @@
-"""Element types that can be stored or quantized, and the bytes of a tensor's values."""
+"""PyTorch's element types by their names in files, and the bytes of a tensor's values."""
 
 from __future__ import annotations
-
-import re
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-DTYPES: dict[str, torch.dtype] = {
-    name: dtype
-    for name, dtype in vars(torch).items()
-    if isinstance(dtype, torch.dtype) and f"torch.{name}" == str(dtype) and not re.match(r"q|bits|u?int[1-7]$", name)
-}
-"""Every element type that can be stored, by the name it has in files.
+from dynaquant.errors import CheckpointError
+from dynaquant.tensors.element_types import ITEM_SIZES, QUANTIZABLE
 
-Left out: PyTorch's old quantized types, and types of less than a byte, which PyTorch cannot copy.
-"""
-QUANTIZABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)}
+"""Every element type that can be stored and that this PyTorch has, by the name it has in files."""
+QUANTIZABLE_DTYPES = tuple(DTYPES[name] for name in QUANTIZABLE)
 """Element types that can be quantized. float64 values are rounded to float32 first."""
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return an element type by its name in files. Raises CheckpointError if this PyTorch does not have it."""
+    if name not in DTYPES:
+        raise CheckpointError(f"PyTorch {torch.__version__} has no element type {name}; install a newer one")
+    return DTYPES[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

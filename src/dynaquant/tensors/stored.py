@@ -10,21 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant import _native
 from dynaquant.errors import CheckpointError
 from dynaquant.tensors.bounded import BoundedTensor
 from dynaquant.tensors.box import Box
-from dynaquant.tensors.codebook import Codebook
+from dynaquant.tensors.codebook import FIRST_BIN, Codebook
 from dynaquant.tensors.dtypes import bytes_of
-
-PRUNED = _native.LEVEL_PRUNED
-PROTECTED = _native.LEVEL_PROTECTED
-FIRST_BIN = 2
-"""Level 0 is *pruned* (zero), level 1 is *protected* (an outlier in 16 bits), level ``FIRST_BIN + i`` is bin ``i``.
-
-The two extra levels come first, so that they stay the same if the number of bins changes.
-"""
-MAX_BINS = 256 - FIRST_BIN
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaquant.state.roles import HALVES, Label, matches
+from dynaquant.state.label import Label
+from dynaquant.state.roles import HALVES, matches
 
 _FIRST = 1024
 """Number of values that are compared first. They distinguish most tensors."""

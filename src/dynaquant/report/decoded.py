@@ -1,0 +1,105 @@
+"""Facts about decoded tensors: how often levels occur, and how tensors of two checkpoints differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dynaquant.store.chain import detect_run_changes
+from dynaquant.store.container import CheckpointFile
+from dynaquant.store.memory import explain_out_of_memory
+from dynaquant.store.reading import load_tensor
+from dynaquant.store.run import Run
+from dynaquant.tensors.boxes import in_one
+from dynaquant.tensors.codebook import FIRST_BIN, PROTECTED, PRUNED
+from dynaquant.tensors.dequantize import values_of
+from dynaquant.tensors.stored import QuantizedTensor, StoredTensor
+
+
+@dataclass(frozen=True)
+class LevelCount:
+    """A level of a quantized tensor and how often it occurs. value: None for outliers, because each has its own."""
+
+    level: str
+    value: float | None
+    count: int
+
+
+def level_counts(quantized: QuantizedTensor) -> list[LevelCount]:
+    """Count the levels of a tensor that occur: pruned, protected (outliers), then the bins from the lowest value up."""
+    counts = np.bincount(quantized.levels, minlength=FIRST_BIN + len(quantized.centres))
+    special = [LevelCount("pruned", 0.0, int(counts[PRUNED])), LevelCount("protected", None, int(counts[PROTECTED]))]
+    bins = [
+        LevelCount(f"bin {i}", float(quantized.centres[i]), int(counts[FIRST_BIN + i]))
+        for i in np.argsort(quantized.centres, kind="stable")
+    ]
+    return [found for found in (*special, *bins) if found.count]
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a tensor differs between two checkpoints.
+
+    kind: ``same``, ``changed``, ``added``, ``removed`` or ``reshaped`` (another shape or dtype). moved: norm of the
+    difference relative to the norm of the first. changed: share of the values that differ. migrated: share of the
+    values on another level, if both tensors are quantized to the same number of bins. Each is None if it is not
+    defined: a change from zero, or from or to infinities and NaNs, has no relative size.
+    """
+
+    name: str
+    kind: str
+    moved: float | None = None
+    changed: float | None = None
+    migrated: float | None = None
+
+
+def changes(run: Run, before: CheckpointFile, after: CheckpointFile) -> Iterator[Change]:
+    """Compare the tensors of two checkpoints of a run, in the order of ``after``; removed tensors come last.
+
+    Raises CheckpointError if a tensor that differs cannot be decoded, RunChangedError if a writer has deleted a file
+    that it depends on.
+    """
+    old, new = before.header.by_name, after.header.by_name
+    chains: list[list[CheckpointFile]] = []  # opened at the first tensor that differs
+    for name, entry in new.items():
+        known = old.get(name)
+        if known is None:
+            yield Change(name, "added")
+        elif known.hash == entry.hash:
+            yield Change(name, "same", 0.0, 0.0)
+        elif known.omitted or entry.omitted:
+            yield Change(name, "changed")  # there are no values to compare
+        elif (known.shape, known.dtype) != (entry.shape, entry.dtype):
+            yield Change(name, "reshaped")
+        else:
+            chains = chains or [run.chain(before), run.chain(after)]
+            with detect_run_changes([file for chain in chains for file in chain]):
+                before_it, after_it = (in_one(load_tensor(chain, name)) for chain in chains)
+            with explain_out_of_memory(after, entry):
+                change = _change(name, before_it, after_it)
+            yield change
+    yield from (Change(name, "removed") for name in old if name not in new)
+
+
+def _change(name: str, before: StoredTensor, after: StoredTensor) -> Change:
+    one, other = values_of(before), values_of(after)
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    try:
+        a, b = one.to(wide).reshape(-1), other.to(wide).reshape(-1)
+        changed = float((one != other).double().mean())
+    except NotImplementedError:  # PyTorch has no arithmetic for this dtype
+        return Change(name, "changed")
+    distance, norm = float(torch.linalg.vector_norm(b - a)), float(torch.linalg.vector_norm(a))
+    moved = distance / norm if norm else (0.0 if distance == 0 else math.inf)
+    migrated = None
+    if (
+        isinstance(before, QuantizedTensor)
+        and isinstance(after, QuantizedTensor)
+        and before.codebook.bins == after.codebook.bins
+    ):
+        migrated = float(np.mean(before.levels != after.levels))
+    return Change(name, "changed", moved if math.isfinite(moved) else None, changed, migrated)
