@@ -22,7 +22,8 @@ class ModelFile:
     Tensors that the tree does not name are files that are stored byte for byte. details: what else is needed to write
     the same file again, as JSON values.
 
-    weights: names of the tensors that can be weights, None for all. in_order: whether weights are in the order of the
+    weights: names of the tensors that can be weights, None for all. averages: of those that are averages of weights, and
+    of nothing else. in_order: whether weights are in the order of the
     model; safetensors sorts them by name. notes: files of a folder that were left out or could not be read.
     """
 
@@ -31,6 +32,7 @@ class ModelFile:
     tensors: Mapping[str, Tensor]
     details: dict[str, Any]
     weights: frozenset[str] | None = None
+    averages: frozenset[str] = frozenset()
     in_order: bool = True
     notes: tuple[str, ...] = ()
 
