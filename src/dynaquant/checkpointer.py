@@ -86,6 +86,9 @@ class Checkpointer:
       ``LossOn(batches, loss_fn)`` makes such a function. It does not affect training: parameters, buffers, training
       modes and random number generators are put back. Without ``evaluate``, an estimate from the weights' changes
       decides. (``metric`` of ``dynaquant.save`` is a function of the stored state instead, as it knows no model.)
+    - ``evaluate_average``: metrics of averages of weights among the extras, by the extra's name, e.g.
+      ``{"ema": validation_loss}``. Each is called with the extra, a module. Its average is stored more finely where it
+      would lose more than the weights may. Not for a sharded model.
     - ``higher_is_better``: whether a higher metric is better. By default, lower is better.
     - ``max_degradation``: how much worse the metric may be with the stored weights than with the weights in training,
       as a fraction: 0.01 is 1 %.
@@ -147,6 +150,7 @@ class Checkpointer:
         *,
         extras: Mapping[str, Any] | None = None,
         evaluate: Evaluate | None = None,
+        evaluate_average: Mapping[str, Evaluate] | None = None,
         higher_is_better: bool = False,
         max_degradation: float | None = None,
         training_budget: float | None = None,
@@ -177,7 +181,7 @@ class Checkpointer:
         self._group = Group()
         self._sharded = holds_shards(self._objects, self._group)
         if self._sharded:
-            check_arguments(allowance.chosen_method, exact)
+            check_arguments(allowance.chosen_method, exact, evaluate_average)
             self._group.replicas = replicas_of(self._objects, self._group)
         reduce = self._group.reduce if self._sharded else None
         movement = Movement(every, self._objects, reduce=reduce) if isinstance(every, Moved) else None
@@ -193,16 +197,10 @@ class Checkpointer:
             undo.callback(self._group.close)
             lock = undo.enter_context(ExitStack())  # of the run; the writing thread releases it
             hold_for_writing(self._run, lock, self._group)
-            self._compressor = Compressor(
-                self._objects,
-                roles,
-                evaluate if evaluate is None or isinstance(model, nn.Module) else of_several(evaluate),
-                higher_is_better,
-                allowance,
-                exact == "latest",
-                self._group,
-                schedule.interval,
-            )
+            metric = evaluate if evaluate is None or isinstance(model, nn.Module) else of_several(evaluate)
+            options = metric, higher_is_better, allowance, exact == "latest"
+            others = self._group, schedule.interval, evaluate_average or {}
+            self._compressor = Compressor(self._objects, roles, *options, *others)
             undo.callback(self._compressor.close)
             self._end_first_step_check = supported.check_after_first_step(self._objects)
             undo.callback(self._end_first_step_check)

@@ -119,6 +119,81 @@ def test_a_pattern_applies_to_what_can_have_the_role(tmp_path):
     assert records[-1].roles["weight"].raw >= 2 * 4 * 2 * 48 * 96
 
 
+def feeling(weight, calls):
+    """A metric that is the worse the further the first layer is from what it was when the save began."""
+    exact = []
+
+    def metric(average):
+        calls.append(1)
+        values = average.module[0].weight.detach().clone()
+        if not exact:
+            exact.append(values)
+        return 1 + weight * float((values - exact[0]).square().mean().sqrt() / exact[0].square().mean().sqrt())
+
+    return metric
+
+
+def judged(folder, metric, **options):
+    model = network()
+    average = averaged(model)
+    average.update_parameters(model)
+    with dq.Checkpointer(folder, model, extras={"ema": average}, evaluate_average={"ema": metric}, **options) as ckpt:
+        record = ckpt.save(1).result()
+    return average.module[0].weight, dq.load(folder)["ema"]["module.0.weight"], record
+
+
+@pytest.mark.parametrize(("weight", "halvings"), [(0.01, 0), (4.0, 2), (1e6, None)])
+def test_an_average_is_as_fine_as_its_own_metric_needs(tmp_path, weight, halvings):
+    calls = []
+    weights, found, record = judged(tmp_path, feeling(weight, calls), max_degradation=0.01)
+    error, allowed = (found - weights).abs().max(), magnitudes({"w": weights})["w"].small / 64
+    assert record.equivalents == len(calls) == (6 if halvings is None else 2 + halvings)
+    if halvings is None:
+        assert error == 0
+        assert record.averages == {}
+    else:
+        assert allowed / 2 ** (halvings + 1) < error <= allowed / 2**halvings
+        assert record.averages["ema"].degradation <= 0.01
+    assert bool(record.notes) == (halvings != 0)
+    assert weights.grad is None
+
+
+def test_an_average_whose_metric_fails_is_exact_and_the_record_says_so(tmp_path):
+    def metric(_):
+        raise ValueError("no data")
+
+    weights, found, record = judged(tmp_path, metric)
+    assert torch.equal(found, weights)
+    assert "the average 'ema' is stored exactly: ValueError: no data" in record.notes
+
+
+def test_a_loss_on_batches_judges_an_average_and_training_goes_on_undisturbed(tmp_path):
+    def loss(average, batch):
+        return average(batch).square().mean()
+
+    batches = list(torch.randn(3, 32, 48, generator=torch.Generator().manual_seed(1)))
+    average, records = trained(tmp_path / "a", evaluate_average={"ema": dq.LossOn(batches, loss)})
+    assert 0 < abs(records[-1].averages["ema"].degradation) < 0.01
+    assert average.training
+    undisturbed, _ = trained(tmp_path / "b")
+    assert all(torch.equal(a, b) for a, b in zip(average.parameters(), undisturbed.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"model": print}, ValueError, "'model', which is no extra that is a module"),
+        ({"other": print}, ValueError, r"'other', which is no extra .* extras=\{'other': …\}"),
+        (print, TypeError, "must be a dictionary of metrics by the name of the extra"),
+        ({"ema": 3}, TypeError, r"evaluate_average\['ema'\] must be a function"),
+    ],
+)
+def test_a_metric_of_what_is_no_average_is_refused(tmp_path, given, error, message):
+    model = network()
+    with pytest.raises(error, match=message):
+        dq.Checkpointer(tmp_path, model, extras={"ema": averaged(model)}, evaluate_average=given)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, 1e38])
 def test_an_average_that_no_grid_can_hold_is_exact(tmp_path, value):
     def odd(model):

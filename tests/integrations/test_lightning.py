@@ -29,7 +29,7 @@ from commands import call
 from launched import launch
 from lightning.fabric import plugins
 from lightning.pytorch import Callback, strategies
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning_training import (
     EPOCHS,
     STEPS_PER_EPOCH,
@@ -43,6 +43,8 @@ from lightning_training import (
 )
 
 from dynaquant.integrations.lightning import CheckpointIO, Training
+from dynaquant.quantize.averages import average_bounds
+from dynaquant.saving.presets import PRESETS
 from dynaquant.saving.record import record_of
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in WARNINGS]
@@ -387,6 +389,58 @@ def test_frozen_parameters_and_buffers_are_exact_and_moments_are_small(tmp_path)
     roles = record_of(run_of(tmp_path).newest()).roles
     assert roles["weight"].ratio > 3
     assert roles["second_moment"].ratio > 8
+
+
+class KeepsAverage(EMAWeightAveraging):
+    """Keeps what its average was at the last save. Lightning copies it into the module when the training ends."""
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        self.saved = {name: tensor.clone() for name, tensor in checkpoint["state_dict"].items()}
+
+
+def test_an_average_of_weights_is_stored_on_fine_grids_and_the_metric_judges_the_weights(tmp_path):
+    average = KeepsAverage(decay=0.9)
+    settings = {"metric": "val_loss", "epochs": 4, "save_last": False, "io": {"exact": None}}
+    fit(trainer_of(tmp_path, "balanced", callbacks=(average,), **settings), width=256)
+    found = dq.load(next(checkpoints(tmp_path).glob("*.ckpt")))["state_dict"]
+    record = record_of(run_of(tmp_path).newest())
+    weights = {name: tensor for name, tensor in average.saved.items() if name != "scale"}
+    assert record.roles["average"].raw == sum(4 * tensor.numel() for tensor in weights.values())
+    assert torch.equal(found["scale"], average.saved["scale"])
+    for name, allowed in average_bounds(weights, PRESETS["balanced"].average_error).items():
+        assert 0 < (found[name] - weights[name]).abs().max() <= allowed.absolute
+    # Stored exactly, the average would take more than half of the file.
+    assert record.roles["average"].ratio > 3.5
+    assert record.ratio > 6
+    assert record.quality is not None
+    assert record.notes == []
+
+
+def test_a_training_with_an_average_goes_on_exactly(tmp_path):
+    def ended(folder, epochs):
+        return hash_of(fit(trainer_of(folder, "lossless", epochs=epochs, callbacks=(EMAWeightAveraging(decay=0.9),))))
+
+    expected = ended(tmp_path / "a", 3)
+    ended(tmp_path / "b", 2)
+    assert ended(tmp_path / "b", 3) == expected
+
+
+def test_the_best_file_has_the_average_that_was_validated(tmp_path):
+    class During(Hashes):
+        def on_validation_batch_end(self, trainer, pl_module, *_):
+            self.by_step[trainer.global_step] = hash_of(pl_module)
+
+        def on_validation_end(self, *_):
+            pass
+
+    hashes = During()
+    trainer = trainer_of(tmp_path, "balanced", epochs=3, callbacks=(EMAWeightAveraging(decay=0.9), hashes))
+    fit(trainer)
+    stored = dq.load(trainer.checkpoint_callback.best_model_path)
+    module = Module()
+    module.load_state_dict(stored["state_dict"])
+    assert hash_of(module) == hashes.by_step[stored["global_step"]]
 
 
 class Moments(Callback):

@@ -37,7 +37,12 @@ class _Found:
     optimizers: list[dict[str, Any]] = field(default_factory=list)
 
 
-def labels(tree: Any, tensors: Mapping[str, Tensor], weights: Collection[str] | None = None) -> dict[str, Label]:
+def labels(
+    tree: Any,
+    tensors: Mapping[str, Tensor],
+    weights: Collection[str] | None = None,
+    averages: Collection[str] = (),
+) -> dict[str, Label]:
     """Return the label of every tensor of a state.
 
     Floating-point tensors in dictionaries that hold only tensors are weights, unless their name is in ``BUFFERS``.
@@ -45,19 +50,21 @@ def labels(tree: Any, tensors: Mapping[str, Tensor], weights: Collection[str] | 
     it has only what optimizers of ``torch.optim`` have. Everything else is exact.
 
     tree, tensors: as ``flatten`` returns them. weights: names of the tensors that can be weights, None for all.
+    averages: of those that can be averages of weights.
     """
     found = _search(tree)
     result = {name: Label("exact") for name in tensors}
     for state_dict in found.state_dicts:
         for name in state_dict.values():
-            if weights is not None and name not in weights:
+            is_average = name in averages
+            if weights is not None and name not in weights and not is_average:
                 continue
             tensor = tensors[name]
             kind = _layer_type(name, tensor, tensors)
             if name.rpartition(".")[2] in BUFFERS:
                 result[name] = Label("buffer", kind)
             elif quantizable(tensor, vectors=True):
-                result[name] = Label("weight", kind)
+                result[name] = Label("average" if is_average else "weight", kind)
             else:
                 result[name] = Label("exact", kind)
     for optimizer in found.optimizers:

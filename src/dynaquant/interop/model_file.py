@@ -22,8 +22,9 @@ class ModelFile:
     Tensors that the tree does not name are files that are stored byte for byte. details: what else is needed to write
     the same file again, as JSON values.
 
-    weights: names of the tensors that can be weights, None for all. in_order: whether weights are in the order of the
-    model; safetensors sorts them by name. notes: files of a folder that were left out or could not be read.
+    weights: names of the tensors that can be weights, None for all. averages: names of those that can be averages of
+    weights. in_order: whether weights are in the order of the model; safetensors sorts them by name. notes: files of a
+    folder that were left out or could not be read.
     """
 
     format: Format
@@ -31,6 +32,7 @@ class ModelFile:
     tensors: Mapping[str, Tensor]
     details: dict[str, Any]
     weights: frozenset[str] | None = None
+    averages: frozenset[str] = frozenset()
     in_order: bool = True
     notes: tuple[str, ...] = ()
 

@@ -17,6 +17,8 @@ from dynaquant.errors import CheckpointError, EvaluateError
 from dynaquant.interop import any_format, inferred_roles
 from dynaquant.interop.going_on import GoingOn
 from dynaquant.interop.model_file import ModelFile
+from dynaquant.quantize.averages import average_bounds
+from dynaquant.quantize.bounds import quantize_bounded
 from dynaquant.quantize.grid_weights import GridWeights, effective_fisher, grid_weights
 from dynaquant.quantize.knobs import GridConfiguration
 from dynaquant.quantize.moments import quantize_moments
@@ -127,10 +129,10 @@ class Packer:
         Raises EvaluateError if the metric fails on the original state.
         """
         start = time.perf_counter()
-        labels = inferred_roles.labels(file.tree, file.tensors, file.weights)
+        labels = inferred_roles.labels(file.tree, file.tensors, file.weights, file.averages)
         labels |= {name: Label("exact") for name in labels if self._training.keeps_exactly(name)}
         decision = Decision("lossless", None)
-        moments: Mapping[str, Quantized] = {}
+        others: Mapping[str, Quantized] = {}
         notes: list[str] = []
         if self._preset is not None:
             decision, notes = self._decide(file, labels)
@@ -141,6 +143,9 @@ class Packer:
             self._tell("quantizing the optimizer's state")
             first, second = self._preset.first_tolerance, self._preset.second_tolerance
             moments = quantize_moments(file.tensors, labels, first, second, self._training.first_tolerances)
+            averages = {name: file.tensors[name] for name, label in labels.items() if label.role == "average"}
+            bounds = average_bounds(averages, self._preset.average_error)
+            others = {**moments, **quantize_bounded(averages, bounds)}
         seconds = {"search": time.perf_counter() - start}
         weights = decision.quantized if decision.configuration is not None else {}
         count = itertools.count(1)
@@ -148,7 +153,7 @@ class Packer:
         def stored(name: str) -> StoredTensor:
             self._tell(f"writing and reading back: {min(next(count), 2 * len(labels)) * 50 // len(labels)} %")
             inside = _PREFIX + name
-            return weights[inside] if inside in weights else moments.get(name) or file.tensors[name]
+            return weights[inside] if inside in weights else others.get(name) or file.tensors[name]
 
         record = {
             **json_of(decision, self._history, self._training.interval, seconds, [*file.notes, *notes]),

@@ -14,6 +14,7 @@ from dynaquant.errors import StateError
 from dynaquant.restore.model_tensors import tied_problem
 from dynaquant.state import wrappers
 from dynaquant.state.sharding import tied_keys
+from dynaquant.state.subclasses import description_problem, descriptions_in, owner_of
 from dynaquant.tensors.dtypes import dtype_name
 from dynaquant.tensors.hashing import tensor_hash
 from dynaquant.training import optimizers
@@ -146,10 +147,20 @@ def _fit_module(
     found.problems += [f"{name}.{key} is not in the checkpoint" for key in now if key not in before]
     found.problems += [f"{name}.{key} is in the checkpoint, but not in the model" for key in before if key not in now]
     part: OrderedDict[str, Any] = OrderedDict()
+    described, earlier = (descriptions_in(getattr(of, "_metadata", None)) for of in (own, stored))
+    wrong = {
+        path: problem
+        for path in sorted(described.keys() & earlier.keys())
+        if (problem := description_problem(f"{name}.{path}", described[path], earlier[path]))
+    }
+    found.problems += wrong.values()
     for key, form in now.items():
         if key not in before:
             continue
-        if key.rpartition(".")[2] == "_extra_state" or key.rpartition(".")[0] in own_loading:
+        owner = owner_of(key, described)
+        # A packed parameter gets the rest of its state whatever its shapes.
+        decides = key.rpartition(".")[0] in own_loading or (owner in own and owner in before)
+        if key.rpartition(".")[2] == "_extra_state" or decides:
             part[key] = stored[key]  # the module itself decides; if it fails, everything is put back
         elif before[key] != form:
             found.problems.append(f"{name}.{key} was {before[key]} and is {form}")
@@ -159,6 +170,10 @@ def _fit_module(
             )
         else:
             part[key] = stored[key]
+    # What belongs to one tensor is restored together or not at all.
+    whole = {key: key if key in described else owner_of(key, described) for key in (*now, *before)}
+    incomplete = ({whole[key] for key in whole if key not in part} | wrong.keys()) - {None}
+    part = OrderedDict((key, value) for key, value in part.items() if whole[key] not in incomplete)
     if hasattr(stored, "_metadata"):
         part._metadata = stored._metadata  # type: ignore[attr-defined]
     found.parts[name] = part

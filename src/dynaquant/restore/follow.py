@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError
-from dynaquant.restore.model_tensors import Models, Targets, expanded_error, targets_in, tensors_of
+from dynaquant.restore.model_tensors import Models, Targets, expanded_error, targets_in
 from dynaquant.store.chain import detect_run_changes, name_step_in_errors, needed_entries, retry_if_run_changed
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.files import non_file_kind, user_path
@@ -96,7 +96,7 @@ class Follower(Iterator[int]):
 
     def _load_newest(self) -> int:
         file = self._run.newest()
-        targets, _ = targets_in(tensors_of(self._model), file, True, self._hashes)
+        targets, _ = targets_in(self._model, file, True, self._hashes)
         tensors = self._decoded(file, list(dict.fromkeys(name for name, _ in targets)), self._held)
         changed = {key: target for key, target in targets.items() if not self._is_there(file, key, target, tensors)}
         # Frozen parameters are read from their file only now. An error must come before the first write.

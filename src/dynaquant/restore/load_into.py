@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 from dynaquant.errors import CheckpointError
-from dynaquant.restore.model_tensors import Models, expanded_error, targets_in, tensors_of
+from dynaquant.restore.model_tensors import Models, expanded_error, targets_in
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.training.expanded import can_hold, copy_into
 from dynaquant.training.hash_cache import HashCache
@@ -35,12 +33,11 @@ def load_into(
     were loaded.
     """
     stored = StoredCheckpoint(path, step)
-    own = tensors_of(model)
-    return stored.with_retries(lambda: _fill_model(stored, own, strict))
+    return stored.with_retries(lambda: _fill_model(stored, model, strict))
 
 
-def _fill_model(stored: StoredCheckpoint, own: Mapping[str, Any], strict: bool) -> list[str]:
-    targets, problems = targets_in(own, stored.file, strict, HashCache())
+def _fill_model(stored: StoredCheckpoint, model: Models, strict: bool) -> list[str]:
+    targets, problems = targets_in(model, stored.file, strict, HashCache())
     stored.check(dict.fromkeys(name for name, _ in targets))
     for (name, _), target in targets.items():
         if not target.is_contiguous() and not can_hold(target, stored.tensors[name]):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.state.of_ranks import ranks_in
 from dynaquant.state.sharding import is_sharded, tied_keys
-from dynaquant.state.tree import state_dict_in
+from dynaquant.state.subclasses import description_problem, descriptions_in, owner_of
+from dynaquant.state.tree import metadata_in, state_dict_in
 from dynaquant.state.wrappers import bare, state_dict
 from dynaquant.store.container import CheckpointFile
 from dynaquant.training.hash_cache import HashCache
@@ -52,27 +53,31 @@ def stored_names(file: CheckpointFile) -> dict[str, str]:
     return found
 
 
-def tensors_of(model: Models) -> dict[str, Any]:
-    """Return the model's own tensors by their names in the bare model, or models."""
+def _tensors_of(model: Models) -> tuple[dict[str, Any], dict[str, Mapping[str, str]]]:
+    """Return the model's own tensors by their names in the bare model, or models; and ``descriptions_in`` its state."""
     if isinstance(model, nn.Module):
-        return dict(state_dict(bare(model), keep_vars=True))
-    return {f"{key}.{name}": tensor for key, each in model.items() for name, tensor in tensors_of(each).items()}
+        state = state_dict(bare(model), keep_vars=True)
+        return dict(state), descriptions_in(getattr(state, "_metadata", None))
+    found = {key: _tensors_of(each) for key, each in model.items()}
+    tensors, described = (
+        {f"{key}.{name}": value for key, each in found.items() for name, value in each[i].items()} for i in (0, 1)
+    )
+    return tensors, described
 
 
-def targets_in(
-    own: Mapping[str, Any], file: CheckpointFile, strict: bool, hashes: HashCache
-) -> tuple[Targets, list[str]]:
+def targets_in(model: Models, file: CheckpointFile, strict: bool, hashes: HashCache) -> tuple[Targets, list[str]]:
     """Return the tensors of a model that a checkpoint can fill, and what does not fit.
 
-    own: ``tensors_of`` the model. hashes: of tensors that the checkpoint does not store (role ``"omit"``).
+    hashes: of tensors that the checkpoint does not store (role ``"omit"``), or that cannot be filled in place.
 
     Raises StateError, with a list of differences, if something does not fit; unless ``strict``, only if nothing fits.
     """
-    names = stored_names(file)
+    own, described = _tensors_of(model)
+    names, by_name = stored_names(file), file.header.by_name
     wrong = {name: what for name in own if name not in names and (what := _missing(file, name, own[name], hashes))}
     wrong |= {name: f"{name} is in the checkpoint, but not in the model" for name in names if name not in own}
     for name in own.keys() & names.keys():
-        shape = file.header.by_name[names[name]].shape
+        shape = by_name[names[name]].shape
         if not isinstance(own[name], Tensor):
             wrong[name] = f"{name} of the model is a {type(own[name]).__name__}, not a tensor"
         elif is_sharded(own[name]):
@@ -86,11 +91,16 @@ def targets_in(
             wrong[name] = f"{name} of the model is on the meta device; give it memory with model.to_empty(device=…)"
         elif own[name].shape != shape:
             wrong[name] = f"{name} is {list(shape)} in the checkpoint and {list(own[name].shape)} in the model"
+        elif (owner := owner_of(name, described)) in own and hashes.of(name, own[name]) != by_name[names[name]].hash:
+            wrong[name] = f"{name} belongs to {owner}, whose packed values differ; load the same base model first"
+    earlier = descriptions_in(metadata_in(file.header.tree)) if described else {}
+    for owner in described.keys() & earlier.keys():
+        if problem := description_problem(owner, described[owner], earlier[owner]):
+            wrong |= dict.fromkeys((name for name in own if owner_of(name, described) == owner), problem)
     for first, *others in tied_keys({name: own[name] for name in own if name in names and name not in wrong}):
-        by_name = file.header.by_name
         different = [name for name in others if by_name[names[name]].hash != by_name[names[first]].hash]
         wrong |= {name: tied_problem(first, name) for name in different}
-    problems = sorted(wrong.values())
+    problems = sorted(set(wrong.values()))
     fitting = {name: target for name, target in own.items() if name in names and name not in wrong}
     if problems and (strict or not fitting):
         shown = "\n  ".join(problems[:10] + ([f"… and {len(problems) - 10} more"] if problems[10:] else []))

@@ -31,6 +31,7 @@ from dynaquant.saving.frozen_and_omitted import (
     omitted_tensors,
 )
 from dynaquant.saving.gradient_statistics import GradientStatistics
+from dynaquant.saving.judged_averages import AverageJudge
 from dynaquant.saving.moment_tolerances import first_tolerances
 from dynaquant.saving.notes import notes_on_exact_moments, notes_on_gaps
 from dynaquant.saving.prepare import prepared_for_clusters, prepared_for_grid
@@ -64,7 +65,8 @@ class Compressor:
 
     objects: the objects of the training, by name. patterns: the user's patterns over names of tensors; a tensor that
     matches one never counts as master weights. keep_lossless_copy: whether to return the exact tensors, too. interval:
-    steps to the first save, if known. Raises ValueError if the arguments differ between ranks.
+    steps to the first save, if known. evaluate_average: metrics of averages, by the names of extras. Raises ValueError
+    if the arguments differ between ranks.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Compressor:
         keep_lossless_copy: bool,
         group: Group,
         interval: int | None,
+        evaluate_average: Mapping[str, Evaluate],
     ) -> None:
         self._objects, self._patterns, self._group = objects, patterns, group
         self._keep_lossless_copy = keep_lossless_copy
@@ -87,14 +90,9 @@ class Compressor:
         self.vectors = self.method == "grid"
         """Whether parameters of one dimension are quantized, too. Their share is large once all others are small."""
         self._largest = self._preset.max_degradation if self._preset else 0.0
-        self.manager = ConfigurationManager(
-            self._model,
-            evaluate,
-            higher_is_better,
-            self._largest,
-            allowance.configuration,
-            group,
-        )
+        fixed = allowance.configuration
+        self.manager = ConfigurationManager(self._model, evaluate, higher_is_better, self._largest, fixed, group)
+        self._averages = AverageJudge(evaluate_average, objects, higher_is_better, group)
         self._optimizers = [source for source in objects.values() if isinstance(source, torch.optim.Optimizer)]
         self._budget: TrainingBudget | None = None
         if allowance.max_degradation is not None:
@@ -103,11 +101,11 @@ class Compressor:
             scaled = scaled_by_rate(self._optimizers)
             self._budget = TrainingBudget(float(total), self.max_degradation, allowance.expected_restores, scaled)
         self._budget_is_explicit = allowance.training_budget is not None
-        arguments = evaluate is None, higher_is_better, allowance
+        arguments = evaluate is None, higher_is_better, allowance, sorted(evaluate_average)
         if any(other != arguments for other in group.all_gather(arguments)):
             raise ValueError(
-                "evaluate, higher_is_better, max_degradation, training_budget, quality, method and configuration must "
-                "agree on all ranks"
+                "evaluate, evaluate_average, higher_is_better, max_degradation, training_budget, quality, method and "
+                "configuration must agree on all ranks"
             )
         self.updates = Updates(objects)
         """What the optimizers do between two saves."""
@@ -118,12 +116,7 @@ class Compressor:
         self._last_limit = self.max_degradation
         self._restored_step = 0
         self._gradients = GradientStatistics(
-            self._model,
-            self._optimizers,
-            self.method,
-            self.vectors,
-            self._uses_gradients(allowance.configuration),
-            interval,
+            self._model, self._optimizers, self.method, self.vectors, self._uses_gradients(fixed), interval
         )
 
     def _uses_gradients(self, configuration: Knobs | None) -> bool:
@@ -187,6 +180,9 @@ class Compressor:
         with timed(seconds, "search"):
             self.manager.max_degradation, self.manager.last_resort = limit, self._largest
             decision, notes = self._decide(comparison, captured, bounded, displaced)
+            if self._preset is not None:
+                error = self._preset.average_error
+                bounded, decision = self._averages.judge(decision, bounded, tensors, captured.labels, error, limit)
             notes += notes_on_gaps(captured, self._objects) + self.updates.notes()
             if self._preset is not None:
                 notes += note_on_parameters_without_optimizer(self._model, frozen)

@@ -233,11 +233,15 @@ def check_sharded_before(sharded: bool, objects: Mapping[str, Any], group: Group
         )
 
 
-def check_arguments(method: Method, exact: str | None) -> None:
+def check_arguments(method: Method, exact: str | None, evaluate_average: Any) -> None:
     """Raise ValueError for arguments of a Checkpointer that sharded training does not support."""
     if method != "grid":
         raise ValueError(f'method="{method}" needs whole tensors; sharded training supports method="grid"')
     if exact is not None:
         raise ValueError(
             'exact="latest" is not supported for sharded training; quality="lossless" stores all checkpoints exactly'
+        )
+    if evaluate_average:
+        raise ValueError(
+            "evaluate_average is not supported for sharded training; without it, averages are stored as the preset says"
         )

@@ -9,6 +9,7 @@ from torch import nn
 
 from dynaquant.errors import StateError
 from dynaquant.saving.capture import Captured
+from dynaquant.state.subclasses import owner_of
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.tensors.stored import External, omitted
 from dynaquant.training.hash_cache import HashCache
@@ -26,12 +27,15 @@ class FrozenParameters:
 
 
 def frozen_parameters(captured: Captured, untrained: Collection[str], hashes: HashCache) -> FrozenParameters:
-    """Return the frozen parameters of a state. untrained: names of parameters that do not train.
+    """Return the frozen parameters of a state, with all that belongs to them.
+
+    untrained: names of the parameters that do not train.
 
     A parameter that changes although it does not train, such as an average of weights, may change again. So it is not
     among the unchanged.
     """
-    names = {name for name in untrained if name in captured.tensors and captured.labels[name].role == "exact"}
+    exact = (name for name in captured.tensors if captured.labels[name].role == "exact")
+    names = {name for name in exact if name in untrained or owner_of(name, untrained)}
     last = captured.last_hashes
     changed = {name for name in names if name in last and hashes.of(name, captured.tensors[name]) != last[name]}
     return FrozenParameters(frozenset(names), frozenset(names - changed))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dynaquant.quantize.grid_weights import effective_fisher
 from dynaquant.state.roles import untrained
 from dynaquant.state.sharding import local_of, reshard
+from dynaquant.state.subclasses import is_strided
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.objects import models_of
 from dynaquant.training.reduction import Numbers, Reduce
@@ -176,14 +177,14 @@ class Movement:
         found: dict[str, tuple[nn.Module, str, Tensor]] = {}
         for module in model.modules():
             for key, p in module._parameters.items():
-                if p is not None and p.is_floating_point() and p.layout == torch.strided and p.numel():
+                if p is not None and p.is_floating_point() and is_strided(p) and p.numel():
                     found.setdefault(names[id(p)], (module, key, p))
         return {name: place for name, place in found.items() if name not in fixed}
 
 
 def sampled_values(parameters: Mapping[str, Tensor], size: int) -> dict[str, NDArray[np.float64]]:
     """Return up to ``size`` evenly spaced values of each parameter that is strided and not empty."""
-    strided = {name: p for name, p in parameters.items() if p.layout == torch.strided and p.numel()}
+    strided = {name: p for name, p in parameters.items() if is_strided(p) and p.numel()}
     lengths = [len(_sample(parameter, size)) for parameter in strided.values()]
     ends = np.cumsum(lengths, dtype=np.int64).tolist()
     parts = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]

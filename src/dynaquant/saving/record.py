@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from dynaquant.errors import CheckpointError
@@ -72,6 +72,7 @@ class Record:
       without a budget, and in records of earlier versions.
     - ``saved_at``: when the state was captured and ready to be written, in seconds since 1970. Re-coding keeps it. None
       in records of earlier versions, and of ``torch.distributed.checkpoint``.
+    - ``averages``: the quality of averages of weights, by the name of the extra, with ``evaluate_average``.
     - ``notes``: texts about anything unusual.
 
     Ranks other than 0 write no file and do not know its size. Their records have an empty identity, no roles, no bytes
@@ -101,6 +102,7 @@ class Record:
     restores_felt: float | None = None
     budget_assumes: str | None = None
     saved_at: float | None = None
+    averages: dict[str, Quality] = field(default_factory=dict)
 
     @property
     def evaluations(self) -> int:
@@ -139,6 +141,7 @@ def json_of(
     return {
         "configuration": knobs_to_json(decision.configuration),
         "quality": decision.quality and _plain(asdict(decision.quality)),
+        "averages": {name: _plain(asdict(quality)) for name, quality in decision.averages.items()},
         "search": {
             "kind": decision.search,
             "judged_by": decision.judged_by,
@@ -214,7 +217,7 @@ def _record(
         search=search.get("kind"),
         judged_by=search.get("judged_by"),
         limit=None if search.get("limit") is None else float(search["limit"]),
-        quality=Quality(**{field.name: float(quality[field.name]) for field in fields(Quality)}) if quality else None,
+        quality=_quality(quality) if quality else None,
         progress=None if search.get("progress") is None else float(search["progress"]),
         predicted=search.get("predicted"),
         trials=[Trial.from_json(trial) for trial in search.get("trials", [])],
@@ -227,7 +230,12 @@ def _record(
         restores_felt=float(budget["felt"]) if budget and "felt" in budget else None,
         budget_assumes=str(budget["assumed"]) if budget and "assumed" in budget else None,
         saved_at=None if record.get("saved_at") is None else float(record["saved_at"]),
+        averages={name: _quality(found) for name, found in record.get("averages", {}).items()},
     )
+
+
+def _quality(found: Mapping[str, Any]) -> Quality:
+    return Quality(**{each.name: float(found[each.name]) for each in fields(Quality)})
 
 
 def degradation_of(record: Mapping[str, Any]) -> float:

@@ -14,6 +14,7 @@ from dynaquant.errors import EvaluateError
 from dynaquant.search.batch_norm import evaluation_mode, uses_batch_statistics
 from dynaquant.search.in_place import InPlace
 from dynaquant.state.sharding import abandon_forward, is_sharded, local_of, memory_of
+from dynaquant.state.subclasses import is_packed, is_wrapper, parts_of
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.hash_cache import sample_of
 from dynaquant.training.snapshot import Snapshot
@@ -253,7 +254,8 @@ def _check_frozen(model: nn.Module, before: Mapping[str, Any], cause: Exception 
 def _substitute(model: nn.Module, values: Mapping[str, ParameterValues], in_place: InPlace) -> None:
     """Give the model other parameters and copies of its buffers. Frozen parameters are large, and not copied.
 
-    Sharded parameters stay, and get other values.
+    Sharded parameters stay, and get other values. Frozen ones of a class of their own stay, as layers may
+    need that class.
     """
     named = dict(named_parameters(model))
     in_place.write({id(named[name]): value for name, value in values.items()})
@@ -270,11 +272,15 @@ def _substitute(model: nn.Module, values: Mapping[str, ParameterValues], in_plac
             copied = value.to(parameter.device, parameter.dtype, copy=True)
         else:
             copied = value().to(parameter.device, parameter.dtype)
-        return nn.Parameter(copied, requires_grad=False)
+        return _of_class(parameter, copied)
+
+    def stays(parameter: nn.Parameter) -> bool:
+        own_class = type(parameter) is not nn.Parameter and id(parameter) in shared
+        return is_sharded(parameter) or (own_class and _memory(parameter) not in given)
 
     shared = {id(named[name]) for name in _frozen(model)}
     replacements: dict[int, Any] = {
-        id(parameter): parameter if is_sharded(parameter) else replacement(parameter) for parameter in named.values()
+        id(parameter): parameter if stays(parameter) else replacement(parameter) for parameter in named.values()
     }
     copies: dict[int, Tensor] = {}
     for module in model.modules():
@@ -286,16 +292,31 @@ def _substitute(model: nn.Module, values: Mapping[str, ParameterValues], in_plac
                 module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
 
 
-def _frozen(model: nn.Module) -> dict[str, tuple[int, bytes]]:
-    """Return by name how often PyTorch has written to each frozen parameter, and a sample of its values.
+def _of_class(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """Return values as a parameter that does not train, of the same class and with the same attributes."""
+    if type(parameter) is nn.Parameter or not issubclass(type(parameter), nn.Parameter):
+        return nn.Parameter(values, requires_grad=False)
+    found: nn.Parameter = Tensor._make_subclass(type(parameter), values, False)
+    vars(found).update(vars(parameter))
+    return found
+
+
+def _frozen(model: nn.Module) -> dict[str, tuple[int, list[bytes]]]:
+    """Return by name how often PyTorch has written to each frozen parameter, and samples of its values.
 
     The sample is needed because PyTorch does not count writes through ``.data``. Parameters that their own layer
-    writes to are left out.
+    writes to are left out: those with a largest norm, and packed ones, which a layer may pack otherwise to evaluate.
     """
     writing = [m for m in model.modules() if getattr(m, "max_norm", None) is not None]
     written = {id(parameter) for module in writing for parameter in module._parameters.values()}
+    written |= {id(parameter) for parameter in model.parameters() if is_packed(parameter)}
+
+    def samples(parameter: Tensor) -> list[bytes]:
+        parts = list(parts_of(parameter).values()) if is_wrapper(parameter) else [local_of(parameter)]
+        return [sample_of(part) for part in parts]
+
     return {
-        name: (0 if is_sharded(parameter) else parameter._version, sample_of(local_of(parameter)))
+        name: (0 if is_sharded(parameter) else parameter._version, samples(parameter))
         for name, parameter in named_parameters(model)
         if not parameter.requires_grad and not parameter.is_inference() and id(parameter) not in written
     }

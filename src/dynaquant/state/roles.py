@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, cast, get_args
@@ -15,6 +15,7 @@ from dynaquant.state.averages import averages_in
 from dynaquant.state.bound import Bound
 from dynaquant.state.label import Label, Role
 from dynaquant.state.sharding import memory_of
+from dynaquant.state.subclasses import is_wrapper, owner_of, parts_of
 from dynaquant.state.wrappers import bare_paths, named_parameters
 from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES, dtype_name
 
@@ -90,12 +91,17 @@ def labels(
             if quantizable(tensors[name], vectors):
                 result[name] = replace(result[name], role="average")
     named = {**{name: name for name in result}, **parameters}
+    first_names = set(parameters.values())
+    owners = {name: owner for name in result if (owner := owner_of(name, first_names)) is not None}
     for pattern, role in (overrides or {}).items():
         # Most patterns that a program makes are names; there may be thousands.
         names = [pattern] if pattern in named else [name for name in named if matches(name, pattern, objects)]
-        _override(result, tensors, parameters, pattern, role, names)
+        chosen = {parameters.get(name, name) for name in names}
+        # A wrapper is not among the tensors, but its parts are.
+        wrapped = {name for name, owner in owners.items() if owner in chosen and owner not in result}
+        _override(result, tensors, parameters, pattern, role, (chosen & result.keys()) | wrapped)
     omitted = (name for name, label in result.items() if label.role == "omit")
-    if changing := sorted(name for name in omitted if name in parameters and name not in frozen):
+    if changing := sorted(name for name in omitted if (owners.get(name, name) in parameters.keys() - frozen)):
         raise StateError(
             f"{changing[0]} has role 'omit', but it trains, so a restore would lose its values; freeze it with "
             f"requires_grad_(False), or add a pattern after the one that omits it, e.g. {{{changing[0]!r}: 'weight'}}"
@@ -155,7 +161,9 @@ def optimizer_role(name: str, tensors: Mapping[str, Tensor]) -> Role:
 
 def quantizable(parameter: Tensor, vectors: bool = False) -> bool:
     """Whether a parameter is quantized unless a pattern says otherwise. vectors: as for ``labels``."""
-    return parameter.ndim >= (1 if vectors else 2) and parameter.dtype in QUANTIZABLE_DTYPES
+    return (
+        not is_wrapper(parameter) and parameter.ndim >= (1 if vectors else 2) and parameter.dtype in QUANTIZABLE_DTYPES
+    )
 
 
 def _parameter_names(prefix: str, module: nn.Module) -> dict[str, str]:
@@ -175,13 +183,16 @@ def _module_labels(
     for path, child in module.named_modules():
         prefix = f"{object_name}.{paths[path]}." if paths[path] else f"{object_name}."
         kind = layer_type(child)
-        for name in child._parameters:
+        for name, parameter in child._parameters.items():
             tensor = tensors.get(prefix + name)
             # Only the first name of a tied tensor is among the tensors; its module gives the layer type.
             if tensor is not None:
                 trains = _is_of_model(object_name) and prefix + name not in frozen
                 role: Role = "weight" if trains and quantizable(tensor, vectors) else "exact"
                 found[prefix + name] = Label(role, kind)
+            elif is_wrapper(parameter):
+                parts = (f"{prefix}{name}.{part}" for part in parts_of(parameter))
+                found.update({part: Label("exact", kind) for part in parts if part in tensors})
         for name in child._buffers:
             if prefix + name in tensors:
                 found[prefix + name] = Label("buffer", kind)
@@ -194,13 +205,12 @@ def _override(
     parameters: Mapping[str, str],
     pattern: str,
     role: str | Bound,
-    names: Iterable[str],
+    matching: Collection[str],
 ) -> None:
     if not isinstance(role, Bound) and role not in _GIVEN:
         raise StateError(
             f"roles[{pattern!r}]: {role!r} is not a role; the roles are {', '.join(_GIVEN)}, or a dq.Bound(…)"
         )
-    matching = {first for name in names if (first := parameters.get(name, name)) in result}
     if not matching:
         example = next(iter(result), "model.…")
         raise StateError(f"roles[{pattern!r}] matches no tensor; names look like {example!r}")
@@ -208,7 +218,7 @@ def _override(
     if len(refused) == len(matching):
         name = min(refused)
         raise StateError(f"roles[{pattern!r}]: {name} {refused[name]}")
-    for name in matching - refused.keys():
+    for name in set(matching) - refused.keys():
         if isinstance(role, Bound):
             result[name] = replace(result[name], role="bound", bound=role)
         else:

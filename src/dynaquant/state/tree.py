@@ -66,6 +66,21 @@ def state_dict_in(tree: Any) -> dict[str, str]:
     return {key: name for key, name in found.items() if name is not None}
 
 
+def metadata_in(tree: Any) -> dict[str, dict[str, Any]]:
+    """Return the metadata of the model's state dict, by path in it. If there are several, a path is ``<model>.<path>``.
+
+    Raises StateError if the tree has no model.
+    """
+    node = model_in(tree)
+    nodes = [("", node), *((f"{key}.", inner) for key, inner in dict_items(node))]
+    entries = [(f"{begin}{path}", entry) for begin, each in nodes for path, entry in dict_items(_metadata_of(each))]
+    return {path: {key: value for key, value in dict_items(entry) if isinstance(key, str)} for path, entry in entries}
+
+
+def _metadata_of(node: Any) -> Any:
+    return node.get("metadata") if isinstance(node, dict) else None
+
+
 def dict_items(node: Any) -> list[tuple[Any, Any]]:
     """Return the keys and values of a dictionary's node; an empty list for any other node."""
     if not isinstance(node, dict):

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
+from dynaquant.state.subclasses import plain_state
+
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")
 """Attributes in which ``torch.compile`` and PyTorch's activation checkpointing keep the wrapped module."""
 
@@ -76,8 +78,11 @@ def own_loading(module: nn.Module) -> frozenset[str]:
 
 
 def state_dict(module: nn.Module, **options: Any) -> Any:
-    """Return ``module.state_dict(**options)`` with the names of the bare model, also in its metadata."""
-    state, paths = module.state_dict(**options), bare_paths(module)
+    """Return ``module.state_dict(**options)`` with the names of the bare model, also in its metadata.
+
+    Wrappers of tensors are replaced by their parts (``state/subclasses.py``).
+    """
+    state, paths = plain_state(module, module.state_dict(**options)), bare_paths(module)
     if all(path == inside for path, inside in paths.items()):
         return state
     renamed = OrderedDict((_bare_name(name, paths), value) for name, value in state.items())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dynaquant.state import wrappers
 from dynaquant.state.flatten import flatten
+from dynaquant.state.subclasses import descriptions_in, owner_of, set_packed
 from dynaquant.state.tree import dict_items, tensor_name
 from dynaquant.training.expanded import can_hold, copy_into, is_expanded
 from dynaquant.training.objects import GENERATOR, set_generator_state
@@ -65,12 +66,22 @@ def _fill_in(node: Any, now: Any, state: Any, omitted: Collection[str]) -> None:
 
 def _load_module(module: nn.Module, state: Any) -> None:
     own = wrappers.state_dict(module)
-    expanded = {n: t for n, t in own.items() if n in state and isinstance(t, Tensor) and is_expanded(t)}
-    for name, tensor in expanded.items():  # PyTorch refuses to fill these
-        copy_into(tensor, state[name])
-    if expanded:
-        state = _with_content(state, {name: value for name, value in state.items() if name not in expanded})
+    described = descriptions_in(getattr(own, "_metadata", None))
+    packed: dict[str, dict[str, Tensor]] = {}
+    alone = set()  # what PyTorch refuses to fill, or does not know
+    for name, tensor in own.items():
+        owner = owner_of(name, described)
+        if name not in state or not (owner or (isinstance(tensor, Tensor) and is_expanded(tensor))):
+            continue
+        alone.add(name)
+        if owner is not None and owner in own:
+            packed.setdefault(owner, {})[name.removeprefix(f"{owner}.")] = state[name]
+        else:
+            copy_into(tensor, state[name])
+    if alone:
+        state = _with_content(state, {name: value for name, value in state.items() if name not in alone})
     wrappers.load_state_dict(module, state, strict=state.keys() == own.keys())
+    set_packed(module, packed, wrappers.bare_paths(module))
 
 
 def _with_content(state: Any, content: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from dynaquant.errors import StateError
 from dynaquant.state import wrappers
 from dynaquant.state.flatten import flatten
 from dynaquant.state.sharding import is_sharded, local_of, named_shard, part_problem
+from dynaquant.state.subclasses import check_subclasses, is_wrapper
 from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
@@ -153,9 +154,15 @@ def _check_module(name: str, module: nn.Module) -> None:
     for path, tensor in (*module.named_parameters(), *module.named_buffers()):
         _refuse(f"{name}.{path}", tensor)
         if is_sharded(tensor):
+            if is_wrapper(local := local_of(tensor)):
+                raise StateError(
+                    f"{name}.{path} is divided among ranks, and each holds a {type(local).__qualname__} of it, which "
+                    "cannot be stored; keep what does not train on every rank, or shard plain tensors"
+                )
             named_shard(f"{name}.{path}", tensor)  # raises StateError if it cannot be stored
         elif (problem := part_problem(tensor)) is not None:
             raise StateError(f"{name}.{path}: {problem}; {_DTENSORS}")
+    check_subclasses(name, module, wrappers.own_loading(module))
 
 
 def _check_optimizer(name: str, optimizer: Optimizer) -> None:

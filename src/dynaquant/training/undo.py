@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dynaquant.errors import StateError
 from dynaquant.state.flatten import flatten, unflatten
 from dynaquant.state.sharding import is_sharded, local_of, memory_of
+from dynaquant.state.subclasses import PACKED, is_wrapper, parts_of
 from dynaquant.training import rng
 from dynaquant.training.collect import state_of
 from dynaquant.training.expanded import copy_into
@@ -104,6 +105,13 @@ class Undo:
         for content in attributes.values() if deep else own:
             self._remember(content)
 
+    def _remember_beside(self, thing: Any) -> None:
+        """Remember the attributes of a tensor of a class of its own, and what a packed one keeps beside its values."""
+        self._remember_attributes(thing, deep=True)
+        for name in PACKED:
+            if hasattr(state := vars(thing).get(name), "__dict__"):
+                self._remember_beside(state)
+
     def _remember_dictionary(self, value: dict[Any, Any]) -> None:
         before = dict(value)
 
@@ -118,6 +126,12 @@ class Undo:
     def _remember_tensor(self, tensor: Tensor) -> None:
         if tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested:
             return
+        if is_wrapper(tensor):
+            for part in parts_of(tensor).values():
+                self._remember(part)
+            return
+        if type(tensor) not in (Tensor, nn.Parameter) and not is_sharded(tensor):
+            self._remember_beside(tensor)
         if self._without and memory_of(local_of(tensor)) in self._without:
             return
         memory, required = local_of(tensor), tensor.requires_grad

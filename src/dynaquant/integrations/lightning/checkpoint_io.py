@@ -54,6 +54,8 @@ from dynaquant.tensors.lazy_mapping import LazyMapping
 from dynaquant.tensors.stored import StoredTensor
 
 log = logging.getLogger("dynaquant")
+_IN_TRAINING = "current_model_state"
+"""Where the callback ``WeightAveraging`` keeps the state dict of the weights in training."""
 BEST = "best"
 """The tag of the best checkpoint."""
 _ADVICE = (
@@ -215,11 +217,12 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         tree, tensors = self._flat(checkpoint)
         base = base_for(run, place, replaced)
         self._advance(checkpoint)
-        packer = self._packer(metric)
+        weights, averages = self._weights_and_averages(tree)
+        packer = self._packer(_of_weights_in_training(metric) if metric is not None and averages else metric)
         if base is not None:
             packer.continue_from(run.file(base.parent.step).header, base.tensors)
         details = {"name": place.name}
-        file = ModelFile("torch", tree, tensors, details, self._weights(tree))
+        file = ModelFile("torch", tree, tensors, details, weights, averages)
         packed = packer.checkpoint(file, free_step(run, checkpoint))
         tag = _tag_of_best(checkpoint, place)
         if tag is not None and self._exact is not None and packed.record["configuration"] is not None:
@@ -300,12 +303,22 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if not self._skip_objects:
             flatten_whole({"hyper_parameters": dict(hyperparameters)}, _ADVICE)
 
-    def _weights(self, tree: Any) -> frozenset[str]:
-        """Return the names of the tensors that may be quantized as weights."""
+    def _weights_and_averages(self, tree: Any) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the names of the tensors that may be quantized as weights, and of those that are averages of weights.
+
+        Lightning's callback ``WeightAveraging`` puts the averages in the place of the weights.
+        """
         trained = None if self._training is None else self._training.trained
-        pairs = dict_items(dict(dict_items(tree)).get("state_dict"))
-        names = (tensor_name(node) for key, node in pairs if trained is None or key in trained)
-        return frozenset(name for name in names if name is not None)
+        parts = dict(dict_items(tree))
+
+        def names(part: str) -> frozenset[str]:
+            pairs = dict_items(parts.get(part))
+            found = (tensor_name(node) for key, node in pairs if trained is None or key in trained)
+            return frozenset(name for name in found if name is not None)
+
+        if _IN_TRAINING not in parts or "averaging_state" not in parts:
+            return names("state_dict"), frozenset()
+        return names(_IN_TRAINING), names("state_dict")
 
     def _run(self, folder: Path) -> WritableRun:
         folder = folder.resolve() / RUN_FOLDER
@@ -340,11 +353,16 @@ def _tag_of_best(checkpoint: Mapping[str, Any], place: Path) -> str | None:
     return None
 
 
+def _of_weights_in_training(metric: Metric) -> Metric:
+    """Return a metric that sees the weights in training where checkpoints have their average."""
+    return lambda checkpoint: metric({**checkpoint, "state_dict": checkpoint[_IN_TRAINING]})
+
+
 def _with_exact_weights(packed: Checkpoint, tensors: Mapping[str, Tensor]) -> Checkpoint:
-    """Return a checkpoint with a copy that has its weights exactly. tensors: of the state."""
+    """Return a checkpoint with a copy that has its weights, and averages of them, exactly. tensors: of the state."""
 
     def form(name: str) -> StoredTensor:
-        return tensors[name] if packed.labels[name].role == "weight" else packed.tensors[name]
+        return tensors[name] if packed.labels[name].role in ("weight", "average") else packed.tensors[name]
 
     return replace(
         packed, lossless_copy=LazyMapping(packed.tensors, form), record={**packed.record, EXACT_WEIGHTS: True}

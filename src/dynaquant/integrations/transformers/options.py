@@ -30,6 +30,7 @@ class Options(TypedDict, total=False):
 
     quality: QualityName
     evaluate: Evaluate | str | None
+    evaluate_average: Mapping[str, Evaluate] | None
     higher_is_better: bool
     max_degradation: float | None
     training_budget: float | None
