@@ -14,7 +14,7 @@ from dynaquant.errors import CheckpointError
 from dynaquant.interop import safetensors, torchfile
 from dynaquant.interop.targets import Target
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint, state_from
-from dynaquant.state.tree import dict_items, tensor_name, tensor_names_in
+from dynaquant.state.tree import dict_items, objects_in, tensor_name, tensor_names_in
 from dynaquant.store.atomic_files import atomic_file, atomic_folder
 from dynaquant.store.files import is_file_name
 from dynaquant.tensors.dtypes import bytes_of
@@ -93,6 +93,12 @@ def _write(stored: StoredCheckpoint, target: Target, out: Path, tell: Callable[[
 
 
 def _state(stored: StoredCheckpoint, tell: Callable[[str], None]) -> Any:
+    if (found := next(objects_in(stored.file.header.tree), None)) is not None:
+        kind = found["object"] if "object" in found else found["enum"][0]
+        raise CheckpointError(
+            f"{stored.file.path}: its optimizer keeps an object of the class {kind}, which only a Checkpointer "
+            "restores; export the model alone (--to torch, or --to safetensors)"
+        )
     return state_from(stored.file, _tensors_of(stored, stored.file.header.tree, tell))
 
 
