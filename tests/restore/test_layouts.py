@@ -118,6 +118,31 @@ def test_a_lossless_resume_goes_on_bit_for_bit(tmp_path, name, arguments, layout
     assert_same(resumed, whole)
 
 
+@pytest.mark.parametrize("layout", [contiguous, transposed])
+def test_a_lossless_resume_with_sparse_gradients_goes_on_bit_for_bit(tmp_path, layout):
+    def training():
+        torch.manual_seed(0)
+        model = nn.Embedding(9, 4, sparse=True)
+        layout(model)
+        return model, torch.optim.SparseAdam(model.parameters(), lr=0.1)
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            model(torch.tensor([step, 2 * step])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    whole, resumed = training(), training()
+    train(*whole, range(2))
+    with dq.Checkpointer(tmp_path, *whole, quality="lossless") as ckpt:
+        ckpt.save(2)
+    train(*whole, range(2, 5))
+    with dq.Checkpointer(tmp_path, *resumed, quality="lossless") as ckpt:
+        ckpt.restore()
+    train(*resumed, range(2, 5))
+    assert_same(resumed, whole)
+
+
 @pytest.mark.parametrize("present", [False, True], ids=["new state", "present state"])
 @pytest.mark.parametrize("quality", ["lossless", "balanced"])
 @pytest.mark.parametrize("before", LAYOUTS)

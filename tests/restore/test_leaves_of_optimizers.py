@@ -1,15 +1,42 @@
 """Values of every kind in an optimizer's state come back as they were, whatever ``Optimizer.load_state_dict`` makes of
 them."""
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
+from enum import Enum, IntEnum
 
 import numpy as np
 import pytest
 import torch
+from commands import failed
 from torch import nn
 from training import bits
 
 import dynaquant as dq
+from dynaquant.state.plain_objects import PlainObject
+
+
+class Norm(IntEnum):
+    SPECTRAL = 2
+
+
+class Projector:
+    """An object as optimizers keep them in their state, such as GaLore's."""
+
+    class Side(Enum):
+        LEFT = "l"
+
+    def __init__(self):
+        self.side, self.scale, self.inner = self.Side.LEFT, 0.5, [deque([1.5], maxlen=3)]
+        self.basis = torch.eye(3, dtype=torch.float64).T[:, [1, 0, 2]]
+
+    def __getattr__(self, name):
+        raise AttributeError(name)
+
+
+class Deeper:
+    def __init__(self):
+        self.projectors = {"a": Projector(), "b": [Projector()]}
+
 
 ONES = torch.ones(2, dtype=torch.float64)
 LEAVES = {
@@ -39,6 +66,13 @@ LEAVES = {
     "dictionary": {"text": "x", "ordered": OrderedDict(z=torch.ones(1, dtype=torch.int64))},
     "integers": torch.arange(3),
     "flags": torch.tensor([True]),
+    "complex numbers": torch.tensor([1 + 2j]),
+    "as large as its parameter": torch.ones(2, 3, dtype=torch.float64),
+    "queue": deque([ONES, "x"], maxlen=2),
+    "queue without a limit": deque(),
+    "member of an enumeration": Norm.SPECTRAL,
+    "object": Projector(),
+    "objects in objects": Deeper(),
     "parameter": nn.Parameter(torch.ones(2)),
     "tensor with gradient": torch.ones(2, requires_grad=True),
 }
@@ -105,3 +139,85 @@ def test_a_divided_group_takes_an_array_on_which_the_groups_agree(tmp_path):
     with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless") as ckpt:
         ckpt.restore()
     assert [group["bounds"].tolist() for group in optimizer.param_groups] == [[1.0, 2.0]] * 2
+
+
+def with_leaf(leaf, folder):
+    """Save an optimizer with such a state."""
+    model, optimizer = training(Plain)
+    optimizer.state[model.weight] = {"leaf": leaf}
+    with dq.Checkpointer(folder, model, optimizer, quality="lossless") as ckpt:
+        ckpt.save(1)
+    return model, optimizer
+
+
+def test_a_loaded_state_tells_what_an_object_was(tmp_path):
+    with_leaf(Projector(), tmp_path)
+    (state,) = dq.load(tmp_path)["optimizer"]["state"].values()
+    assert state["leaf"].kind.endswith(":Projector")
+    assert torch.equal(state["leaf"].content["basis"], Projector().basis)
+
+
+def test_objects_that_are_there_before_a_restore_stay_as_they_are(tmp_path):
+    model, optimizer = with_leaf(Projector(), tmp_path)
+    before = optimizer.state[model.weight]["leaf"]
+    before.basis *= 2
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless") as ckpt:
+        ckpt.restore()
+    after = optimizer.state[model.weight]["leaf"]
+    assert after is not before
+    assert torch.equal(after.basis * 2, before.basis)
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+
+class OfItsOwnMaking:
+    def __reduce__(self):
+        return OfItsOwnMaking, ()
+
+
+def local_object():
+    class Local:
+        pass
+
+    return Local()
+
+
+@pytest.mark.parametrize("leaf", [Slotted(), OfItsOwnMaking(), local_object(), [Projector()] * 2, {"f": training}])
+def test_an_object_that_would_not_come_back_is_refused_at_the_save(tmp_path, leaf):
+    with pytest.raises(dq.StateError, match=r"optimizer.state.model.weight.leaf.*cannot be stored"):
+        with_leaf(leaf, tmp_path)
+
+
+def test_tensors_as_keys_are_refused_at_the_save(tmp_path):
+    with pytest.raises(dq.StateError, match=r"state.model.weight.leaf: a dictionary with tensors as keys"):
+        with_leaf({torch.ones(1): 1}, tmp_path)
+
+
+@pytest.mark.parametrize("gone", [Projector, Norm])
+def test_an_object_whose_class_is_gone_is_an_error_that_names_it(tmp_path, monkeypatch, gone):
+    with_leaf(Norm.SPECTRAL if gone is Norm else Projector(), tmp_path)
+    model, optimizer = training(Plain)
+    monkeypatch.delitem(globals(), gone.__name__)
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless") as ckpt:
+        with pytest.raises(dq.StateError, match=f"cannot take its state: it has an object .*:{gone.__name__}"):
+            ckpt.restore()
+        ckpt.restore(strict=False)
+
+
+def test_a_class_of_another_package_is_not_looked_up(tmp_path):
+    """A file cannot have an optimizer make objects of any class."""
+    model, optimizer = training(Plain)
+    optimizer.state[model.weight] = {"leaf": PlainObject("subprocess:Popen", {"pid": 1})}
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless") as ckpt:
+        ckpt.save(1)
+        with pytest.raises(dq.StateError, match="subprocess:Popen, which cannot be found"):
+            ckpt.restore()
+
+
+def test_an_export_says_that_it_cannot_hold_an_object(tmp_path, monkeypatch, capsys):
+    with_leaf(Projector(), tmp_path / "run")
+    arguments = ("export", tmp_path / "run", "--to", "torch-state", "-o", tmp_path / "state.pt")
+    failed(monkeypatch, capsys, "its optimizer keeps an object of the class", *arguments)
+    assert not (tmp_path / "state.pt").exists()

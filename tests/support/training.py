@@ -1,5 +1,6 @@
 """Small trainings and bit-exact comparison, for the tests that need a whole state."""
 
+from collections import deque
 from collections.abc import Mapping
 
 import numpy as np
@@ -47,6 +48,8 @@ def bits(value):
         return ("array", str(value.dtype), value.shape, value.tobytes())
     if isinstance(value, Mapping):
         return (type(value).__name__, [(key, bits(v)) for key, v in value.items()])
-    if isinstance(value, list | tuple | set):
-        return (type(value).__name__, [bits(v) for v in value])
+    if isinstance(value, list | tuple | set | deque):
+        return (type(value).__name__, getattr(value, "maxlen", None), [bits(v) for v in value])
+    if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__"):
+        return (type(value).__name__, bits(vars(value)))
     return (type(value).__name__, repr(value))

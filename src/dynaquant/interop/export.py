@@ -15,7 +15,7 @@ from dynaquant.interop import frameworks, torchfile
 from dynaquant.interop.targets import OF_FRAMEWORKS, Target
 from dynaquant.interop.weights import Tell, strings_in, untied, with_progress, write_safetensors, write_shards
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint, state_from
-from dynaquant.state.tree import dict_items, model_in, tensor_name, tensor_names_in
+from dynaquant.state.tree import dict_items, model_in, objects_in, tensor_name, tensor_names_in
 from dynaquant.store.atomic_files import atomic_file, atomic_folder
 from dynaquant.store.files import is_file_name
 from dynaquant.tensors.dtypes import bytes_of
@@ -71,6 +71,8 @@ def export(stored: StoredCheckpoint, target: Target, out: Path, tell: Tell = lam
 
 
 def _write(stored: StoredCheckpoint, target: Target, out: Path, tell: Tell) -> list[str]:
+    if target in (Target.TORCH_STATE, Target.DCP, *OF_FRAMEWORKS):
+        _check_objects(stored)
     if target in OF_FRAMEWORKS:
         return frameworks.write(stored, target, out, tell)
     if target in (Target.HF, Target.DCP):
@@ -129,6 +131,16 @@ def _beside_the_model(tree: Any) -> list[tuple[Any, Any]]:
         return []
     own = (CLASSES, PARAMETERS)  # about the objects of a training, none of them
     return [(key, node) for key, node in dict_items(tree) if node is not model and key not in own and model is not tree]
+
+
+def _check_objects(stored: StoredCheckpoint) -> None:
+    """Raise CheckpointError if the state holds an object that only a Checkpointer puts together."""
+    if (found := next(objects_in(stored.file.header.tree), None)) is not None:
+        kind = found["object"] if "object" in found else found["enum"][0]
+        raise CheckpointError(
+            f"{stored.file.path}: its optimizer keeps an object of the class {kind}, which only a Checkpointer "
+            "restores; export the model alone (--to torch, or --to safetensors)"
+        )
 
 
 def _state(stored: StoredCheckpoint, tell: Tell) -> Any:

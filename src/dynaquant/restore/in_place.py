@@ -12,7 +12,7 @@ from dynaquant import kernels
 from dynaquant.errors import StateError
 from dynaquant.state.flatten import flatten
 from dynaquant.state.sharding import is_sharded, local_of
-from dynaquant.state.tree import layouts_in, tensor_names_in
+from dynaquant.state.tree import layouts_in, objects_in, tensor_names_in
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.tensors.dequantize import dequantize_into, values_of
 from dynaquant.tensors.layouts import Layout, laid_out, layout_of
@@ -75,6 +75,8 @@ def fillable_tensors(
     not to be in C order. Raises KeyError, TypeError or ValueError for a malformed tree.
     """
     elsewhere = {name for key, node in tree["dict"] if key not in MAIN for name in tensor_names_in(node)}
+    # A restore makes new objects, and leaves the present ones alone.
+    elsewhere.update(name for node in objects_in(tree) for name in tensor_names_in(node))
     try:
         own = flatten({name: now[name] for name in MAIN if name in now})[1]
     except StateError:  # the present state cannot be saved, but the stored one may still be restored

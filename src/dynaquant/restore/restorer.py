@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -389,6 +390,8 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         for content in value.values():
             yield from _tensors_in(content)
-    elif isinstance(value, list | tuple | set | frozenset):
+    elif isinstance(value, list | tuple | set | frozenset | deque):
         for content in value:
             yield from _tensors_in(content)
+    elif isinstance(attributes := getattr(value, "__dict__", None), dict):  # an object in an optimizer's state
+        yield from _tensors_in(attributes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dynaquant.errors import StateError
+from dynaquant.state.plain_objects import PlainObject
 from dynaquant.state.sharding import is_sharded, memory_of, part_problem
 from dynaquant.state.tree import MAX_DEPTH, PYTHON_CONTAINERS, SIZE
 from dynaquant.tensors.dtypes import DTYPES, dtype_name
@@ -85,6 +86,8 @@ class _Flattener:
             return self._array(value, path)
         if kind in CONTAINERS:
             return self._container(value, path)
+        if kind is PlainObject:
+            return self._object(value, path)
         return _node_of_plain_value(value, path)
 
     def _name(self, tensor: Tensor, path: str) -> str:
@@ -131,7 +134,7 @@ class _Flattener:
         self._inside.add(id(value))
         kind = CONTAINERS[type(value)]
         if isinstance(value, dict):
-            pairs = [[self.node(k, f"{path} (a key)"), self.node(v, _join(path, k))] for k, v in value.items()]
+            pairs = [[self._key(k, path), self.node(v, _join(path, k))] for k, v in value.items()]
             node: Any = {kind: pairs}
             # The state dict of a module carries version numbers in this attribute.
             metadata = getattr(value, "_metadata", None)
@@ -141,8 +144,22 @@ class _Flattener:
             items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
             content = [self.node(v, _join(path, i)) for i, v in enumerate(items)]
             node = content if kind == "list" else {kind: content}
+            if isinstance(value, deque):
+                node["maxlen"] = value.maxlen
         self._inside.remove(id(value))
         return node
+
+    def _key(self, key: Any, path: str) -> Any:
+        if isinstance(key, Tensor):  # only the tensor itself finds the entry, and a restore makes another one
+            raise StateError(
+                f"{path}: a dictionary with tensors as keys cannot be restored; use names or numbers as keys"
+            )
+        return self.node(key, f"{path} (a key)")
+
+    def _object(self, value: PlainObject, path: str) -> Any:
+        if isinstance(value.content, str):
+            return {"enum": [value.kind, value.content]}
+        return {"object": value.kind, **self._container(value.content, path)}
 
 
 def _node_of_plain_value(value: Any, path: str) -> Any:
@@ -249,6 +266,7 @@ def unflatten(
         "set": lambda content: set(values(content)),
         "frozenset": lambda content: frozenset(values(content)),
         "size": lambda content: torch.Size(values(content)),
+        "enum": lambda content: PlainObject(*content),
     }
 
     def value(node: Any) -> Any:
@@ -261,6 +279,10 @@ def unflatten(
             return tensor(kind, node, node.get("requires_grad", kind == "parameter"))
         if kind == "ndarray":
             return in_place(node[kind], node, None).numpy()
+        if kind == "object":
+            return PlainObject(node[kind], dict(pairs(node["dict"])))
+        if kind == "deque":
+            return deque(values(node[kind]), node["maxlen"])
         result = builders[kind](node[kind])
         if "metadata" in node:
             result._metadata = value(node["metadata"])

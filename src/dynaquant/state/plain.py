@@ -6,6 +6,7 @@ from typing import Any
 
 from dynaquant.errors import StateError
 from dynaquant.state.flatten import CONTAINERS, flatten
+from dynaquant.state.tree import with_items
 
 
 def plain_part(state: Any) -> tuple[Any, list[str]]:
@@ -45,7 +46,7 @@ def _plain(value: Any, path: str, left_out: list[str]) -> Any:
     inside: list[str] = []
     items = [_plain(item, f"{path}.{number}", inside) for number, item in enumerate(value)]
     left_out += inside
-    return type(value)(items) if not inside else _NOTHING
+    return with_items(value, items) if not inside else _NOTHING
 
 
 def _can_be_stored(value: Any) -> bool:

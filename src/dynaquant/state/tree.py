@@ -6,7 +6,7 @@ functions skip nodes that they do not understand.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +23,7 @@ PYTHON_CONTAINERS: dict[type, str] = {
     tuple: "tuple",
     set: "set",
     frozenset: "frozenset",
+    deque: "deque",
 }
 """The key in the node of each container type of Python."""
 SIZE = "size"
@@ -30,6 +31,11 @@ SIZE = "size"
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "model_state")
 """Keys under which checkpoints of other programs keep the model's state dict."""
+
+
+def with_items(container: Any, items: Iterable[Any]) -> Any:
+    """Return a list, tuple, set or deque of the same kind with other items."""
+    return deque(items, container.maxlen) if type(container) is deque else type(container)(items)
 
 
 def state_dict_tree(names: Iterable[str]) -> Any:
@@ -130,6 +136,17 @@ def tensor_name(node: Any) -> str | None:
 def tensor_names_in(node: Any) -> Iterator[str]:
     """Yield the names of all tensors and arrays below a node, in the order of the tree."""
     return (name for name, _ in _tensor_nodes(node))
+
+
+def objects_in(node: Any) -> Iterator[dict[str, Any]]:
+    """Yield the outermost nodes of objects and of members of enumerations, at or below a node."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict) and not node.keys().isdisjoint(("object", "enum")):
+            yield node
+        elif isinstance(node, dict | list):
+            waiting.extend(node.values() if isinstance(node, dict) else node)
 
 
 def layouts_in(node: Any) -> dict[str, Any]:

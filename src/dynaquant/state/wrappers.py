@@ -21,7 +21,8 @@ def bare(thing: Any) -> Any:
     """Return the module or optimizer inside all wrappers; any other object unchanged.
 
     Wrappers of modules are DistributedDataParallel, DataParallel, ``torch.compile`` and activation checkpointing. A
-    wrapper of an optimizer has the attribute ``optimizer`` and shares its groups and state, as Accelerate's does.
+    wrapper of an optimizer has the attribute ``optimizer`` and shares its groups and state, as Accelerate's does. An
+    optimizer that changes the steps of another one, such as Lookahead, is no wrapper.
     """
     while (inner := _inside(thing)) is not None:
         thing = inner
@@ -114,6 +115,8 @@ def _inside(thing: Any) -> Any:
         name = _attribute(thing)
         return None if name is None else thing._modules[name]
     inner = getattr(thing, "optimizer", None)
+    if isinstance(thing, Optimizer) and type(thing).__module__.partition(".")[0] != "accelerate":
+        return None  # its own step, and perhaps its own state, is not that of the optimizer inside
     if (
         isinstance(inner, Optimizer)
         and getattr(thing, "param_groups", None) is inner.param_groups

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from dynaquant.errors import StateError
 from dynaquant.state import wrappers
+from dynaquant.state.plain_objects import packages_of, taken_apart
 from dynaquant.training import optimizers, rng
 from dynaquant.training.objects import (
     CHECKED,
@@ -106,6 +107,8 @@ def state_of(thing: Any, parameters: Sequence[Sequence[str]] | None = None) -> A
         return wrappers.state_dict(thing)
     if hasattr(thing, "state_dict"):
         state = thing.state_dict()
+        if isinstance(thing, torch.optim.Optimizer):
+            state = taken_apart(state, packages_of(thing))
         return state if parameters is None else optimizers.by_name(state, optimizers.keys_of(parameters))
     if isinstance(thing, dict | list):
         return thing

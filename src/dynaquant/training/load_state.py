@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import warnings
+from collections import OrderedDict, deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from dynaquant.state import wrappers
 from dynaquant.state.flatten import flatten
 from dynaquant.state.subclasses import descriptions_in, owner_of, set_packed
-from dynaquant.state.tree import dict_items, tensor_name
+from dynaquant.state.tree import dict_items, tensor_name, with_items
 from dynaquant.training.expanded import can_hold, copy_into, is_expanded
 from dynaquant.training.objects import GENERATOR, set_generator_state
 
@@ -95,10 +96,10 @@ def _with_content(state: Any, content: dict[str, Any]) -> Any:
 def _updated(own: Any, stored: Any) -> Any:
     """Return the stored value.
 
-    Dictionaries, lists and tensors of the training are updated in place: other objects may hold references to them. A
-    tensor that cannot be filled is replaced by one on the same device.
+    Dictionaries, lists, deques and tensors of the training are updated in place: other objects may hold references to
+    them. A tensor that cannot be filled is replaced by one on the same device.
     """
-    if type(own) is type(stored) and isinstance(own, dict | list):
+    if type(own) is type(stored) and isinstance(own, dict | list | deque):
         _update(own, stored)
         return own
     if isinstance(own, Tensor) and isinstance(stored, Tensor):
@@ -111,16 +112,20 @@ def _updated(own: Any, stored: Any) -> Any:
 
 def _update(own: Any, stored: Any) -> None:
     if isinstance(own, dict):
-        values = {key: _updated(own.get(key), value) for key, value in stored.items()}
+        items = {key: _updated(own.get(key), value) for key, value in stored.items()}
         own.clear()
-        own.update(values)
+        own.update(items)
     else:
-        own[:] = [_updated(own[i] if i < len(own) else None, value) for i, value in enumerate(stored)]
+        values = [_updated(own[i] if i < len(own) else None, value) for i, value in enumerate(stored)]
+        own.clear()
+        own.extend(values)
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
     of_parameters = state.get("state") if isinstance(state, dict) else None
-    optimizer.load_state_dict(state if of_parameters is None else {**state, "state": _castable(of_parameters)})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Casting complex values to real")  # by the cast, which is undone below
+        optimizer.load_state_dict(state if of_parameters is None else {**state, "state": _castable(of_parameters)})
     # PyTorch casts an optimizer's tensors to the dtype of their parameter: float32 moments of a bfloat16 parameter,
     # and even bytes of a float32 one. It damages texts, and makes plain dictionaries of subclasses.
     # state_dict() shares its tensors and dictionaries with the optimizer, so changing it changes the optimizer. If the
@@ -137,11 +142,11 @@ def _castable(value: Any) -> Any:
     """Return the states of parameters with tensors in place of arrays, which PyTorch's cast cannot build."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value)
-    if type(value) in (dict, list, tuple):
+    if type(value) in (dict, list, tuple, deque):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         found = {key: _castable(inner) for key, inner in items}
         if any(inner is not value[key] for key, inner in found.items()):
-            return found if isinstance(value, dict) else type(value)(found.values())
+            return found if isinstance(value, dict) else with_items(value, found.values())
     return value
 
 
@@ -162,10 +167,10 @@ def _as_stored(loaded: Any, stored: Any) -> Any:
         for key, value in values.items():  # update() of a Counter would add
             result[key] = value
         return result
-    if isinstance(loaded, list | tuple) and type(loaded) is type(stored) and len(loaded) == len(stored):
+    if isinstance(loaded, list | tuple | deque) and type(loaded) is type(stored) and len(loaded) == len(stored):
         items = [_as_stored(*both) for both in zip(loaded, stored, strict=True)]
-        if isinstance(loaded, tuple):
-            return type(loaded)(items)
+        if not isinstance(loaded, list):
+            return with_items(stored, items)
         loaded[:] = items
         return loaded
     return stored if isinstance(stored, str | bytes | set | frozenset) and type(loaded) is type(stored) else loaded

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dynaquant.errors import StateError
+from dynaquant.state.plain_objects import packages_of, put_together
+
 Key = str | int
 """Identifies an optimizer's parameter: its name, or its position if no saved module has it."""
 Keys = Sequence[Sequence[Key]]
@@ -92,6 +95,10 @@ def fit(name: str, optimizer: Optimizer, own_keys: Keys, stored: Any, stored_key
     """
     own = optimizer.state_dict()
     numbers = _numbers(own)
+    try:
+        stored = put_together(stored, packages_of(optimizer), _device_of(optimizer))
+    except StateError as error:
+        return Fit(None, [f"{name} cannot take its state: {error}"], [])
     if numbers is None or [len(group) for group in numbers] != [len(group) for group in own_keys]:
         if stored_keys != own_keys:
             return Fit(None, [f"the parameters of {name} are in another order than in the checkpoint"], [])
@@ -142,6 +149,10 @@ def fit(name: str, optimizer: Optimizer, own_keys: Keys, stored: Any, stored_key
             for key in kept
         ]
     return Fit({**stored, "state": state, "param_groups": groups}, problems, list(dict.fromkeys(notes)))
+
+
+def _device_of(optimizer: Optimizer) -> torch.device | None:
+    return next((parameter.device for group in optimizer.param_groups for parameter in group["params"]), None)
 
 
 def _on_own_devices(own: Mapping[str, Any], merged: Mapping[str, Any]) -> dict[str, Any]:

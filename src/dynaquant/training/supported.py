@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from dynaquant.errors import StateError
 from dynaquant.state import wrappers
 from dynaquant.state.flatten import flatten
+from dynaquant.state.plain_objects import packages_of, taken_apart
 from dynaquant.state.sharding import is_sharded, local_of, named_shard, part_problem
 from dynaquant.state.subclasses import check_subclasses, is_wrapper
 from dynaquant.training.ranks import Group
@@ -128,7 +129,9 @@ def check_after_first_step(objects: Mapping[str, Any]) -> Callable[[], None]:
             if optimizer.state and name not in checked:
                 # The hook itself stays: PyTorch goes through the hooks just now, and they must not change meanwhile.
                 checked.add(name)
-                flatten({name: optimizer.state_dict()})  # raises StateError, with advice
+                flatten(
+                    {name: taken_apart(optimizer.state_dict(), packages_of(optimizer))}
+                )  # raises StateError, with advice
 
         return after_step
 

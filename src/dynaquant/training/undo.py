@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -23,7 +24,7 @@ log = logging.getLogger("dynaquant")
 
 _LOADING = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
 """Methods of a module that load a state. A module with its own may change anything."""
-_MUTABLE = (Tensor, nn.Module, torch.optim.Optimizer, dict, list, set, tuple)
+_MUTABLE = (Tensor, nn.Module, torch.optim.Optimizer, dict, list, set, tuple, deque)
 """What may change, or contain what may change."""
 
 
@@ -152,9 +153,10 @@ def loads_as_pytorch_does(thing: nn.Module | torch.optim.Optimizer) -> bool:
     """Whether nothing but PyTorch's own code takes part when a module or an optimizer loads a state."""
     if isinstance(thing, nn.Module):
         return not any(map(_loads_itself, thing.modules()))
-    hooks = (thing._optimizer_load_state_dict_pre_hooks, thing._optimizer_load_state_dict_post_hooks)
+    # An optimizer that wraps another one may never have called the constructor of Optimizer.
+    hooks = [getattr(thing, f"_optimizer_load_state_dict_{when}_hooks", {}).values() for when in ("pre", "post")]
     methods = (type(thing).load_state_dict, type(thing).__setstate__)
-    return all(map(_is_pytorchs, [*methods, *hooks[0].values(), *hooks[1].values()]))
+    return all(map(_is_pytorchs, [*methods, *hooks[0], *hooks[1]]))
 
 
 def _is_pytorchs(function: Any) -> bool:
@@ -171,6 +173,6 @@ def _loads_itself(module: nn.Module) -> bool:
     return any(name in vars(kind) for kind in kinds for name in _LOADING)
 
 
-def _refill(value: list[Any] | set[Any], content: list[Any]) -> None:
+def _refill(value: list[Any] | set[Any] | deque[Any], content: list[Any]) -> None:
     value.clear()
-    (value.extend if isinstance(value, list) else value.update)(content)
+    (value.update if isinstance(value, set) else value.extend)(content)
