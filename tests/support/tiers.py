@@ -1,0 +1,82 @@
+"""Two tiers of tests, and the CPU seconds of each test. A plugin of pytest.
+
+``--tier quick`` runs every test function once, with its first parameters, without those marked ``slow``. Hypothesis
+tries few examples there. Without it, everything runs. Each run ends with its slowest tests, by the CPU seconds that they
+and their finished subprocesses took.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+SHOWN = 10
+BEGAN = pytest.StashKey[float]()
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of its subprocesses that have ended."""
+    return sum(os.times()[:4])
+
+
+def pytest_addoption(parser):
+    parser.addoption("--tier", choices=("quick", "all"), default="all", help="quick: each test function once")
+    parser.addoption("--cpu-seconds", metavar="FILE", help="write the CPU seconds of each test to this file, as JSON")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: not in the quick tier")
+    settings.load_profile(config.getoption("--tier"))
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Report(config))
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave only the quick tier, if that is asked for."""
+    if config.getoption("--tier") == "all":
+        return
+    first = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            first.setdefault(item.nodeid.partition("[")[0], item)
+    chosen = set(first.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    item.stash[BEGAN] = cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if call.when == "teardown":
+        report.cpu_seconds = cpu_seconds() - item.stash[BEGAN]  # xdist passes attributes on
+    return report
+
+
+class Report:
+    """Gathers the CPU seconds of all tests, shows the slowest."""
+
+    def __init__(self, config):
+        self.file = config.getoption("--cpu-seconds")
+        self.seconds = {}
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "teardown":
+            self.seconds[report.nodeid] = report.cpu_seconds
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if self.file:
+            Path(self.file).write_text(json.dumps(self.seconds, indent=1) + "\n")
+        if not self.seconds:
+            return
+        total = sum(self.seconds.values())
+        terminalreporter.section(f"{len(self.seconds)} tests took {total:.0f} CPU seconds, the slowest")
+        for name in sorted(self.seconds, key=self.seconds.__getitem__, reverse=True)[:SHOWN]:
+            terminalreporter.line(f"{self.seconds[name]:7.1f} s  {name}")
