@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 NATIVE_TESTS := tests/kernels/test_native.py tests/kernels/test_native_lossless.py tests/kernels/test_native_conditional.py \
   tests/kernels/test_native_threads.py tests/kernels/test_kernels.py
 
-.PHONY: help demo test test-torchtitan lint docs wheel sanitize native-variants has-clang no-clang benchmark-setup bench clean force
+.PHONY: help demo test test-all test-torchtitan lint docs wheel sanitize native-variants has-clang no-clang benchmark-setup bench clean force
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -14,8 +14,11 @@ help:  ## list the targets
 demo: .venv/ready  ## train, crash, restore, compare (FULL=1: longer, with ten crashes each)
 	$(BIN)/dynaquant demo --out build/demo $(if $(FULL),--full)
 
-test: .venv/ready  ## run the tests
-	$(BIN)/pytest -n 2
+test: .venv/ready  ## run every test once, with its first parameters
+	$(BIN)/pytest -n 2 --tier quick
+
+test-all: test  ## run every test with all parameters, too
+	$(BIN)/pytest -n 2 --tier rest
 
 test-torchtitan: build/torchtitan/ready  ## run the tests of torchtitan, in an environment of their own
 	build/torchtitan/bin/python -m pytest tests/integrations/test_torchtitan.py

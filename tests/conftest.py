@@ -19,8 +19,8 @@ if path := os.environ.get("DYNAQUANT_NATIVE"):
 import torch
 import torch.distributed as dist
 
-settings.register_profile("all", deadline=None, derandomize=True)  # machines are shared and noisy
-settings.register_profile("quick", settings.get_profile("all"), max_examples=10)
+settings.register_profile("thorough", deadline=None, derandomize=True)  # machines are shared and noisy
+settings.register_profile("quick", settings.get_profile("thorough"), max_examples=10)
 
 pytest_plugins = ["tiers"]
 

@@ -1,8 +1,8 @@
 """Two tiers of tests, and the CPU seconds of each test. A plugin of pytest.
 
 ``--tier quick`` runs every test function once, with its first parameters, without those marked ``slow``. Hypothesis
-tries few examples there. Without it, everything runs. Each run ends with its slowest tests, by the CPU seconds that they
-and their finished subprocesses took.
+tries few examples there. ``--tier rest`` runs the others, and those with Hypothesis again. By default, all run.
+Each run ends with its slowest tests, by the CPU seconds that they and their finished subprocesses took.
 """
 
 import json
@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
 SHOWN = 10
 BEGAN = pytest.StashKey[float]()
@@ -22,28 +22,34 @@ def cpu_seconds() -> float:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--tier", choices=("quick", "all"), default="all", help="quick: each test function once")
+    parser.addoption("--tier", choices=("quick", "rest", "all"), default="all", help="quick: each test once")
     parser.addoption("--cpu-seconds", metavar="FILE", help="write the CPU seconds of each test to this file, as JSON")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: not in the quick tier")
-    settings.load_profile(config.getoption("--tier"))
+    settings.load_profile("quick" if config.getoption("--tier") == "quick" else "thorough")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Report(config))
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave only the quick tier, if that is asked for."""
-    if config.getoption("--tier") == "all":
+    """Leave only the tests of the tier that is asked for."""
+    if (tier := config.getoption("--tier")) == "all":
         return
     first = {}
     for item in items:
         if item.get_closest_marker("slow") is None:
             first.setdefault(item.nodeid.partition("[")[0], item)
-    chosen = set(first.values())
+    quick = set(first.values())
+    chosen = quick if tier == "quick" else {item for item in items if item not in quick or by_example(item)}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
+
+
+def by_example(item):
+    """Whether Hypothesis chooses the examples of a test."""
+    return is_hypothesis_test(item.obj)
 
 
 @pytest.hookimpl(wrapper=True)
