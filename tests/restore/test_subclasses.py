@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed.tensor
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -268,6 +269,42 @@ def with_weight(weight):
 def test_what_could_not_be_restored_is_refused_at_once(tmp_path, layer, message):
     with pytest.raises(dq.StateError, match=message):
         dq.Checkpointer(tmp_path, nn.Sequential(layer()))
+
+
+def test_a_divided_weight_of_such_a_class_is_refused_at_once(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+        local = TwoTensor(torch.ones(4, 4), torch.ones(4, 4))
+        layer = with_weight(torch.distributed.tensor.DTensor.from_local(local, mesh, run_check=False))
+        with pytest.raises(dq.StateError, match=r"model\.0\.weight is divided .*, and each holds a TwoTensor of it"):
+            dq.Checkpointer(tmp_path / "run", nn.Sequential(layer))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_wrapped_weight_that_trains_is_stored_exactly(tmp_path, caplog):
+    def model_of(seed):
+        torch.manual_seed(seed)
+        layer = wrapped(nn.Linear(64, 4))
+        layer.weight.requires_grad_()
+        return layer
+
+    model, fresh = model_of(0), model_of(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.a.clone()
+    with dq.Checkpointer(tmp_path, model, optimizer, every=dq.Moved(0.001)) as ckpt:
+        for step in (1, 2):
+            model(INPUTS).square().mean().backward()
+            optimizer.step()
+            ckpt.due(step)
+            ckpt.save(step)
+    assert not torch.equal(model.weight.a, before)
+    with dq.Checkpointer(tmp_path, fresh, torch.optim.SGD(fresh.parameters(), lr=0.1)) as ckpt:
+        ckpt.restore()
+    assert torch.equal(fresh.weight.a, model.weight.a)
+    assert torch.equal(fresh.weight.b, model.weight.b)
+    assert "state_dict() does not have" not in caplog.text
 
 
 def test_a_state_in_memory_with_a_subclass_is_refused(tmp_path):

@@ -100,6 +100,7 @@ def warn_of_unsaved(objects: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     for name, thing in objects.items():
         groups = thing.param_groups if isinstance(thing, Optimizer) else []
         updated = [parameter for group in groups for parameter in group["params"]]
+        updated = [each for each in updated if not is_wrapper(each)]  # their parts are saved
         unsaved = [each for each in updated if (own := local_of(each)).numel() and own.data_ptr() not in saved]
         if unknown := [each for each in unsaved if id(each) not in of_models]:
             log.warning(
