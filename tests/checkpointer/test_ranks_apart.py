@@ -142,7 +142,7 @@ def test_a_loaded_state_tells_what_differs(saved_by_two):
             1,
             "rank 0",
             "do the same there on all ranks",
-        ),  # which of two errors comes depends on who waits longer
+        ),  # in either of two errors
         ("long", 1, "rank 1 waited in save for rank 0, still in evaluate", "init_process_group(timeout=…)"),
         ("constructor", 0, "rank 0 waited for rank 1 to make its Checkpointer", "Make it on all ranks"),
         ("save", 0, "rank 0 waited in save for rank 1, not in save", "Call save on all ranks, at the same steps"),
