@@ -11,7 +11,9 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 import dynaquant as dq
+from dynaquant.errors import EvaluateError
 from dynaquant.search.evaluation import degradation, score
+from dynaquant.search.failures import raise_on_every_rank
 
 
 def model_of():
@@ -324,3 +326,11 @@ def test_loss_on_needs_a_batch():
 def test_loss_on_refuses_batches_that_can_be_used_only_once(make):
     with pytest.raises(TypeError, match="give a list"):
         dq.LossOn(make(), cross_entropy)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_rank_that_has_waited_in_vain_in_evaluate_is_told_what_to_do(ranks):
+    errors = ["RuntimeError: Timed out waiting 8000ms for recv operation to complete", None][:ranks]
+    with pytest.raises(EvaluateError, match="rank 0: RuntimeError: Timed out") as raised:
+        raise_on_every_rank(errors, None)
+    assert ("do the same there on all ranks" in str(raised.value)) == (ranks == 2)

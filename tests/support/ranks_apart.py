@@ -219,7 +219,10 @@ SECONDS = 5
 
 
 def waiting(case, run):
-    """case: what only rank 0 does: a forward pass in evaluate, an evaluate that takes long, or the save."""
+    """case: what only rank 0 does: a Checkpointer, a forward pass in evaluate, an evaluate that takes long, a save."""
+    if case == "constructor" and dist.get_rank() > 0:
+        time.sleep(2 * SECONDS)
+        return None
     model = model_of("fsdp" if case == "forward" else "plain")
     optimizer = adam(model)
     train(model, optimizer, 1)
@@ -232,7 +235,9 @@ def waiting(case, run):
         time.sleep(2 * SECONDS)
         return 1.0
 
-    ckpt = dq.Checkpointer(run, model, optimizer, evaluate=evaluate if case != "save" else None)
+    ckpt = text_of(lambda: dq.Checkpointer(run, model, optimizer, evaluate=evaluate if case != "save" else None))
+    if case == "constructor":
+        return ckpt
     if case == "save" and dist.get_rank() > 0:
         time.sleep(2 * SECONDS)
         return None

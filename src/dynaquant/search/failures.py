@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from dynaquant.errors import EvaluateError
+from dynaquant.training.ranks import SAME_IN_EVALUATE, has_timed_out
 
 T = TypeVar("T")
 
@@ -55,4 +56,6 @@ def raise_on_every_rank(errors: Sequence[str | None], own: Exception | None) -> 
     """
     failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
     if failed:
-        raise EvaluateError("evaluate failed, so nothing was saved; " + "; ".join(failed)) from own
+        waited = len(errors) > 1 and any(map(has_timed_out, failed))
+        advice = f". {SAME_IN_EVALUATE}" if waited else ""
+        raise EvaluateError("evaluate failed, so nothing was saved; " + "; ".join(failed) + advice) from own

@@ -23,10 +23,11 @@ EVALUATE = "evaluate"
 _FAILED = " failed"
 _MOST_LISTED = 8
 """Ranks that a message lists."""
-_SAME_IN_EVALUATE = (
+SAME_IN_EVALUATE = (
     "Operations of torch.distributed in evaluate, and forward passes of a sharded model, wait for all ranks: do the "
     "same there on all ranks"
 )
+"""What to do about a rank that has waited in vain in evaluate."""
 
 
 class _OtherRankFailedError(Exception):
@@ -127,8 +128,8 @@ class Group:
         board.write(what)
         try:
             yield
-        except BaseException:
-            board.write(before, f"{what}{_FAILED}")
+        except BaseException as error:
+            board.write(before, f"{_failed_in(error, what)}{_FAILED}")
             raise
         board.write(before)
 
@@ -146,22 +147,25 @@ class Group:
 
     def _for_whom(self) -> str:
         """Return which ranks have not answered, as far as they have said what they do, and what to do about it."""
-        own, others = ("", {}) if self._board is None else (self._board.own, self._board.read())
-        where = f" in {own}" if own else ""
         late = "when the timeout of the process group (init_process_group(timeout=…)) ended"
+        other = "another rank" if self.size > 2 else f"rank {1 - self.rank}"
+        if self._board is None:
+            return f" for {other} to make its Checkpointer {late}. Make it on all ranks, at the same time"
+        own, others = self._board.own, self._board.read()
+        where = f" in {own}" if own else ""
 
         def which(*doing: str) -> str:
             return _in_list([rank for rank, what in others.items() if what in doing])
 
-        if self._untold is not None and "timed out" in str(self._untold).lower():
-            return f"{where}. {_SAME_IN_EVALUATE}"
+        if self._untold is not None and has_timed_out(str(self._untold)):
+            return f"{where}. {SAME_IN_EVALUATE}"
         if ranks := which(EVALUATE):
-            return f"{where} for {ranks}, still in evaluate {late}. {_SAME_IN_EVALUATE}, or allow more time"
+            return f"{where} for {ranks}, still in evaluate {late}. {SAME_IN_EVALUATE}, or allow more time"
         if ranks := which(EVALUATE + _FAILED):
-            return f"{where} for {ranks}, where evaluate failed: look at the output there. {_SAME_IN_EVALUATE}"
+            return f"{where} for {ranks}, where evaluate failed: look at the output there. {SAME_IN_EVALUATE}"
         if own and (ranks := which("")):
             return f"{where} for {ranks}, not in {own} {late}. Call {own} on all ranks, at the same steps"
-        ranks = which(own + _FAILED) or (f"rank {1 - self.rank}" if self.size == 2 else "another rank")
+        ranks = which(own + _FAILED) or other
         return (
             f"{where} for {ranks}, which has stopped, or has not answered within the timeout of the process group; "
             "look at the output of all ranks for the first error"
@@ -325,6 +329,19 @@ class _Board:
                 if rank != self._rank and self._store.check([key]):
                     found[rank] = self._store.get(key).decode()
         return found
+
+
+def has_timed_out(text: str) -> bool:
+    """Whether an error is that of a rank which other ranks have not answered, by its text."""
+    return "timed out" in text.lower()
+
+
+def _failed_in(error: BaseException, what: str) -> str:
+    """Return in what an error was raised first. what: that which it ends now."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    first: str = vars(error).setdefault("_dynaquant_failed_in", what)
+    return first
 
 
 def _in_list(numbers: Sequence[int]) -> str:
