@@ -198,9 +198,17 @@ class Checkpointer:
             lock = undo.enter_context(ExitStack())  # of the run; the writing thread releases it
             hold_for_writing(self._run, lock, self._group)
             metric = evaluate if evaluate is None or isinstance(model, nn.Module) else of_several(evaluate)
-            options = metric, higher_is_better, allowance, exact == "latest"
-            others = self._group, schedule.interval, evaluate_average or {}
-            self._compressor = Compressor(self._objects, roles, *options, *others)
+            self._compressor = Compressor(
+                self._objects,
+                roles,
+                evaluate=metric,
+                higher_is_better=higher_is_better,
+                allowance=allowance,
+                keep_lossless_copy=exact == "latest",
+                group=self._group,
+                interval=schedule.interval,
+                evaluate_average={} if evaluate_average is None else evaluate_average,
+            )
             undo.callback(self._compressor.close)
             self._end_first_step_check = supported.check_after_first_step(self._objects)
             undo.callback(self._end_first_step_check)

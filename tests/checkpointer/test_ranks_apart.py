@@ -79,6 +79,12 @@ def test_buffers_that_ddp_sets_to_those_of_rank_0_are_stored_once(findings):
     assert findings["broadcast buffers"] == [[], []]
 
 
+def test_an_average_is_exact_if_its_metric_fails_on_one_rank(findings):
+    for found in findings["average"]:
+        assert found["averages"] == []
+        assert any("'ema' is stored exactly" in note and "no metric here" in note for note in found["notes"])
+
+
 @pytest.fixture
 def saved_by_two(findings):
     return findings["folder"] / "apart-lossless"

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import dynaquant as dq
 from dynaquant.store.run import Run
@@ -244,7 +245,25 @@ def waiting(case, run):
     return text_of(lambda: ckpt.save(1).result())
 
 
+def average_whose_metric_fails_on_one_rank(run):
+    """Rank 1 cannot evaluate the candidate of an average. Returns what the record says."""
+    model = model_of("plain")
+    average, calls = AveragedModel(model), []
+
+    def metric(module):
+        calls.append(module)
+        if dist.get_rank() == 1 and len(calls) > 1:
+            raise ValueError("no metric here")
+        return 1.0
+
+    extras, metrics = {"ema": average}, {"ema": metric}
+    with dq.Checkpointer(run / "run", model, adam(model), extras=extras, evaluate_average=metrics) as ckpt:
+        record = ckpt.save(10).result()
+    return {"averages": list(record.averages), "notes": record.notes}
+
+
 SCENARIOS = {
+    "average": average_whose_metric_fails_on_one_rank,
     "apart: small": partial(apart, 3, {}),
     "apart: lossless": partial(apart, 3, {"quality": "lossless"}),
     "apart: copy": partial(apart, 2, {"exact": "latest"}),

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError, StateError
@@ -194,7 +193,7 @@ def _other_files(stored: StoredCheckpoint) -> _OtherFiles:
         ]
         states = {file: nodes[key] for file, key in files.items()}
         kinds = {(entries[name].dtype, len(entries[name].shape)) for name in raw_files.values()}
-        sound = all(map(is_file_name, (*states, *raw_files))) and kinds <= {(torch.uint8, 1)}
+        sound = all(map(is_file_name, (*states, *raw_files))) and kinds <= {("uint8", 1)}
     except (AttributeError, KeyError, TypeError, ValueError):
         sound = False
     if not sound:

@@ -1,4 +1,4 @@
-"""How precisely averages of weights are stored. No metric judges them."""
+"""How precisely averages of weights are stored, as far as no metric judges them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@
 - ``frozen_and_omitted.py``: frozen and omitted tensors, whose values the checkpoint does not hold
 - ``unchanged_weights.py``: finds weights that have not changed since the last checkpoint; they keep their levels
 - ``judged_averages.py``: averages of weights by the metrics that the user gave for them
-- ``bounded_tensors.py``: what no metric judges: tensors with a bound, averages of weights
+- ``bounded_tensors.py``: tensors with a bound, averages of weights at the preset's error
 - ``notes.py``: notes on what a checkpoint holds otherwise than its user might expect
 - ``gradient_statistics.py``: gradients recorded between two saves
 - ``prepare.py``: reads the weights once, before the search

@@ -1,4 +1,4 @@
-"""Quantizes what no metric judges: tensors with a bound, and averages of weights."""
+"""Quantizes tensors with a bound, and averages of weights at the preset's error."""
 
 from __future__ import annotations
 

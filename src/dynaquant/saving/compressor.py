@@ -92,7 +92,8 @@ class Compressor:
         self._largest = self._preset.max_degradation if self._preset else 0.0
         fixed = allowance.configuration
         self.manager = ConfigurationManager(self._model, evaluate, higher_is_better, self._largest, fixed, group)
-        self._averages = AverageJudge(evaluate_average, objects, higher_is_better, group)
+        judge = partial(AverageJudge, evaluate_average, objects, higher_is_better, group)
+        self._averages = group.run_on_all_ranks(judge)
         self._optimizers = [source for source in objects.values() if isinstance(source, torch.optim.Optimizer)]
         self._budget: TrainingBudget | None = None
         if allowance.max_degradation is not None:

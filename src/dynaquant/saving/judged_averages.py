@@ -32,8 +32,8 @@ HALVINGS = 4
 class AverageJudge:
     """Makes the grids of averages finer until the metric loses no more than the weights may.
 
-    metrics: of extras that are modules, by name. objects: of the training, by name. Raises ValueError for a name of no
-    such extra, TypeError for what is no dictionary of functions.
+    metrics: of extras that are modules, by name. objects: of the training, by name. Raises ValueError if a name is not
+    that of such an extra, TypeError if ``metrics`` is not a dictionary or has a value that cannot be called.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class AverageJudge:
                 )
             if not callable(metric):
                 raise TypeError(f"evaluate_average[{name!r}] must be a function of the average, not {metric!r}")
-        self._metrics, self._objects = dict(metrics), objects
+        self._metrics, self._objects = dict(sorted(metrics.items())), objects  # ranks judge in the same order
         self._higher_is_better, self._group = higher_is_better, group
 
     def judge(
@@ -78,27 +78,29 @@ class AverageJudge:
             names = [each for each in paths if each in forms and labels[each].role == "average"]
             if not names:
                 continue
-            (original, failed), halvings = self._scored(module, metric, {}), -1
+            original, failed = self._scored(module, metric, {})
             spent += 1
-            own = {each: forms[each] for each in names}
-            while failed is None and halvings < HALVINGS:
+            own: dict[str, BoundedTensor] = {}
+            halvings = -1
+            while failed is None and not own and halvings < HALVINGS:
                 halvings += 1
+                tried = {each: forms[each] for each in names}
                 if halvings:
                     bounds = average_bounds({each: tensors[each] for each in names}, error / 2**halvings)
-                    own = quantize_bounded(tensors, bounds)
-                values = {paths[each]: partial(dequantize, form) for each, form in own.items()}
+                    tried = quantize_bounded(tensors, bounds)
+                values = {paths[each]: partial(dequantize, form) for each, form in tried.items()}
                 restored, failed = self._scored(module, metric, values)
                 spent += 1
-                averages[name] = Quality(original, restored, degradation(original, restored, self._higher_is_better))
-                if max(self._group.all_gather(averages[name].degradation)) <= limit:
-                    break
-            else:
-                own = {}
-                averages.pop(name, None)
+                lost = degradation(original, restored, self._higher_is_better)
+                # A rank whose metric has failed has no number to compare.
+                if failed is None and max(self._group.all_gather(lost)) <= limit:
+                    own, averages[name] = tried, Quality(original, restored, lost)
+            if not own:
                 why = failed or f"it loses too much at {2**HALVINGS} times the precision of the preset"
                 notes.append(f"the average {name!r} is stored exactly: {why}")
-                log.warning("%s", notes[-1])
-            if own and halvings:
+                if self._group.rank == 0:
+                    log.warning("%s", notes[-1])
+            elif halvings:
                 notes.append(f"the average {name!r} needs {2**halvings} times the precision of the preset")
             for each in names:
                 found.pop(each)

@@ -101,7 +101,8 @@ def labels(
         wrapped = {name for name, owner in owners.items() if owner in chosen and owner not in result}
         _override(result, tensors, parameters, pattern, role, (chosen & result.keys()) | wrapped)
     omitted = (name for name, label in result.items() if label.role == "omit")
-    if changing := sorted(name for name in omitted if (owners.get(name, name) in parameters.keys() - frozen)):
+    trained = parameters.keys() - frozen
+    if changing := sorted(name for name in omitted if owners.get(name, name) in trained):
         raise StateError(
             f"{changing[0]} has role 'omit', but it trains, so a restore would lose its values; freeze it with "
             f"requires_grad_(False), or add a pattern after the one that omits it, e.g. {{{changing[0]!r}: 'weight'}}"
