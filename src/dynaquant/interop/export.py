@@ -136,7 +136,8 @@ def _beside_the_model(tree: Any) -> list[tuple[Any, Any]]:
 def _check_objects(stored: StoredCheckpoint) -> None:
     """Raise CheckpointError if the state holds an object that only a Checkpointer puts together."""
     if (found := next(objects_in(stored.file.header.tree), None)) is not None:
-        kind = found["object"] if "object" in found else found["enum"][0]
+        kind = found.get("object", found.get("enum"))  # the tree may be malformed
+        kind = kind[0] if isinstance(kind, list) and kind else kind
         raise CheckpointError(
             f"{stored.file.path}: its optimizer keeps an object of the class {kind}, which only a Checkpointer "
             "restores; export the model alone (--to torch, or --to safetensors)"
