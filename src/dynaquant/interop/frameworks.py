@@ -16,7 +16,7 @@ from typing import Any
 from dynaquant.errors import CheckpointError
 from dynaquant.interop import torchfile
 from dynaquant.interop.targets import Target
-from dynaquant.interop.weights import Tell, untied, write_safetensors, write_shards
+from dynaquant.interop.weights import Tell, untied, weights_in_parts, write_safetensors, write_shards
 from dynaquant.restore.dropped_moments import names_of_dropped
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.state.of_ranks import RANKS
@@ -135,6 +135,7 @@ def _write_transformers(stored: StoredCheckpoint, folder: Path, out: Path, tell:
         )
     if adapters is None:
         _check_whole(stored)
+        _check_plain(stored)
         write_shards(stored, stored.state_dict, {}, folder, tell)
     else:
         notes += _write_adapters(stored, adapters, folder, tell)
@@ -177,6 +178,16 @@ def _check_whole(stored: StoredCheckpoint) -> None:
             f"{stored.file.path}: the run holds an adapter only (not {omitted[0]}, for example), and no names that "
             "PEFT gives its weights, as an earlier version saved it. Resume the training once, which adds them at its "
             f"next save; or dynaquant.load_into(peft_model, …) and peft_model.save_pretrained(…)"
+        )
+
+
+def _check_plain(stored: StoredCheckpoint) -> None:
+    """Raise CheckpointError for weights in whose place their parts are stored, under names that no framework loads."""
+    for name, kind in weights_in_parts(stored).items():
+        raise CheckpointError(
+            f"{stored.file.path}: {name} is of a tensor class ({kind}), and the run holds the tensors that it is made "
+            "of, which the framework does not load; build a model with such weights, fill it with "
+            "dynaquant.load_into(model, …), and save it as the framework does"
         )
 
 
@@ -226,6 +237,7 @@ def _of_extras(stored: StoredCheckpoint, names: set[str]) -> list[str]:
 
 
 def _write_accelerate(stored: StoredCheckpoint, folder: Path, tell: Tell) -> list[str]:
+    _check_plain(stored)
     nodes, known = _nodes(stored.file.header.tree), stored.state_dict
     for number, prefix in enumerate(_prefixes(nodes["model"])):
         names = untied({key.removeprefix(prefix): name for key, name in known.items() if key.startswith(prefix)})[0]
