@@ -29,7 +29,8 @@ from accelerate.utils import DataLoaderConfiguration  # noqa: E402
 from accelerate_training import BATCHES, STEPS, accelerator_of, hash_of, model_of, prepared  # noqa: E402
 
 from dynaquant.integrations.accelerate import attach  # noqa: E402
-from dynaquant.interop.export import Target, export  # noqa: E402
+from dynaquant.interop.export import export  # noqa: E402
+from dynaquant.interop.targets import Target  # noqa: E402
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint  # noqa: E402
 from dynaquant.store.pointers import POINTER_FILE  # noqa: E402
 
@@ -471,18 +472,6 @@ def test_an_exported_checkpoint_is_continued_without_dynaquant(tmp_path, models)
     assert hash_of(trained[2]) == hash_of(again[2])
 
 
-def test_weights_of_tensor_classes_are_not_exported_under_names_that_accelerate_does_not_know(tmp_path):
-    model = nn.Linear(4, 4)
-    model.weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)), requires_grad=False)
-    accelerator = accelerator_of(tmp_path, automatic=False)
-    accelerator.prepare(model, torch.optim.SGD([model.bias], lr=0.1))
-    attach(accelerator, tmp_path / "run", quality="lossless")
-    accelerator.save_state(tmp_path / "saved")
-    with pytest.raises(dq.CheckpointError, match=r"weight is of a tensor class \(TwoTensor\).*load_into"):
-        export(StoredCheckpoint(tmp_path / "saved"), Target.ACCELERATE, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_hooks_of_the_user_are_called(tmp_path):
     accelerator, _, _ = attached(tmp_path)
 
@@ -500,6 +489,18 @@ def test_hooks_of_the_user_are_called(tmp_path):
 
 
 # Mistakes
+
+
+def test_weights_of_tensor_classes_are_not_exported_under_names_that_accelerate_does_not_know(tmp_path):
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)), requires_grad=False)
+    accelerator = accelerator_of(tmp_path, automatic=False)
+    accelerator.prepare(model, torch.optim.SGD([model.bias], lr=0.1))
+    attach(accelerator, tmp_path / "run", quality="lossless")
+    accelerator.save_state(tmp_path / "saved")
+    with pytest.raises(dq.CheckpointError, match=r"weight is of a tensor class \(TwoTensor\).*load_into"):
+        export(StoredCheckpoint(tmp_path / "saved"), Target.ACCELERATE, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_attach_comes_after_prepare_and_once(tmp_path):

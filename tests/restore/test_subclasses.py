@@ -193,7 +193,7 @@ def test_an_export_says_which_weights_no_plain_program_loads(tmp_path, kind, nam
     trained(tmp_path / "run", Adapted(kind, 0))
     said = " ".join(call("export", tmp_path / "run", "-o", tmp_path / name).split())
     wrapper = kind in (wrapped, of_torchao)
-    assert ("in place of 1 weight of tensor classes, such as base.weight (" in said) == wrapper
+    assert ("in place of weights of tensor classes, such as base.weight (" in said) == wrapper
     assert ("dynaquant.load_into" in said) == wrapper
 
 

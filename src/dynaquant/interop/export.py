@@ -13,15 +13,7 @@ from dynaquant.errors import CheckpointError, StateError
 from dynaquant.formatting import plural
 from dynaquant.interop import frameworks, torchfile
 from dynaquant.interop.targets import OF_FRAMEWORKS, Target
-from dynaquant.interop.weights import (
-    Tell,
-    strings_in,
-    untied,
-    weights_in_parts,
-    with_progress,
-    write_safetensors,
-    write_shards,
-)
+from dynaquant.interop.weights import Tell, strings_in, untied, with_progress, write_safetensors, write_shards
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint, state_from
 from dynaquant.state.tree import dict_items, model_in, objects_in, tensor_name, tensor_names_in
 from dynaquant.store.atomic_files import atomic_file, atomic_folder
@@ -103,7 +95,7 @@ def _write(stored: StoredCheckpoint, target: Target, out: Path, tell: Tell) -> l
                 torchfile.write(file, stored.model_state(with_progress(stored.tensors, tell)))
             else:
                 torchfile.write(file, _state(stored, tell))
-    return _left_out(stored, target)
+    return _in_parts(stored) + _left_out(stored, target)
 
 
 def _left_out(stored: StoredCheckpoint, target: Target) -> list[str]:
@@ -117,13 +109,6 @@ def _left_out(stored: StoredCheckpoint, target: Target) -> list[str]:
         notes.append(
             f"left out, as the run does not store them (role omit): {plural(len(omitted), 'tensor')}, such as "
             f"{omitted[0]}"
-        )
-    if in_parts := weights_in_parts(stored):
-        name, kind = next(iter(in_parts.items()))
-        notes.append(
-            f"in place of {plural(len(in_parts), 'weight')} of tensor classes, such as {name} ({kind}), the output has "
-            "the tensors that they are made of, which load_state_dict() does not take; build a model with such "
-            "weights, and fill it with dynaquant.load_into"
         )
     parts: list[str] = []
     if target not in (Target.TORCH_STATE, Target.DCP):
@@ -146,6 +131,17 @@ def _beside_the_model(tree: Any) -> list[tuple[Any, Any]]:
         return []
     own = (CLASSES, PARAMETERS)  # about the objects of a training, none of them
     return [(key, node) for key, node in dict_items(tree) if node is not model and key not in own and model is not tree]
+
+
+def _in_parts(stored: StoredCheckpoint) -> list[str]:
+    """Return a note if the output has the parts of weights in their place."""
+    for name, kind in stored.weights_in_parts.items():
+        return [
+            f"in place of weights of tensor classes, such as {name} ({kind}), the output has the tensors that they are "
+            "made of, which load_state_dict() does not take; build a model with such weights, and fill it with "
+            "dynaquant.load_into"
+        ]
+    return []
 
 
 def _check_objects(stored: StoredCheckpoint) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from dynaquant.errors import CheckpointError
 from dynaquant.interop import torchfile
 from dynaquant.interop.targets import Target
-from dynaquant.interop.weights import Tell, untied, weights_in_parts, write_safetensors, write_shards
+from dynaquant.interop.weights import Tell, untied, write_safetensors, write_shards
 from dynaquant.restore.dropped_moments import names_of_dropped
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.state.of_ranks import RANKS
@@ -87,6 +87,16 @@ def _check(stored: StoredCheckpoint, target: Target) -> None:
     raise CheckpointError(f"{stored.file.path} cannot become a checkpoint of {_TITLES[target]}; {advice}")
 
 
+def _check_plain(stored: StoredCheckpoint) -> None:
+    """Raise CheckpointError for weights in whose place their parts are stored, under names that no framework loads."""
+    for name, kind in stored.weights_in_parts.items():
+        raise CheckpointError(
+            f"{stored.file.path}: {name} is of a tensor class ({kind}), and the run holds the tensors that it is made "
+            "of, which the framework does not load; build a model with such weights, fill it with "
+            "dynaquant.load_into(model, …), and save it as the framework does"
+        )
+
+
 def _nodes(node: Any) -> dict[str, Any]:
     """Return the nodes in a dictionary's node by name."""
     return {key: inner for key, inner in dict_items(node) if isinstance(key, str)}
@@ -134,8 +144,8 @@ def _write_transformers(stored: StoredCheckpoint, folder: Path, out: Path, tell:
             "model.config.save_pretrained(…), tokenizer.save_pretrained(…)"
         )
     if adapters is None:
-        _check_whole(stored)
         _check_plain(stored)
+        _check_whole(stored)
         write_shards(stored, stored.state_dict, {}, folder, tell)
     else:
         notes += _write_adapters(stored, adapters, folder, tell)
@@ -178,16 +188,6 @@ def _check_whole(stored: StoredCheckpoint) -> None:
             f"{stored.file.path}: the run holds an adapter only (not {omitted[0]}, for example), and no names that "
             "PEFT gives its weights, as an earlier version saved it. Resume the training once, which adds them at its "
             f"next save; or dynaquant.load_into(peft_model, …) and peft_model.save_pretrained(…)"
-        )
-
-
-def _check_plain(stored: StoredCheckpoint) -> None:
-    """Raise CheckpointError for weights in whose place their parts are stored, under names that no framework loads."""
-    for name, kind in weights_in_parts(stored).items():
-        raise CheckpointError(
-            f"{stored.file.path}: {name} is of a tensor class ({kind}), and the run holds the tensors that it is made "
-            "of, which the framework does not load; build a model with such weights, fill it with "
-            "dynaquant.load_into(model, …), and save it as the framework does"
         )
 
 

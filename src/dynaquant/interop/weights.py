@@ -8,11 +8,8 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from dynaquant.errors import StateError
 from dynaquant.interop import safetensors
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
-from dynaquant.state.subclasses import CLASS, descriptions_in, owner_of
-from dynaquant.state.tree import dict_items, metadata_in, model_in
 from dynaquant.store.files import is_file_name
 from dynaquant.tensors.lazy_mapping import LazyMapping
 
@@ -42,18 +39,6 @@ def write_safetensors(
     tensors = LazyMapping(names, lambda key: stored.tensors[names[key]])
     like = {key: shapes[name] for key, name in names.items()}
     safetensors.write(file, with_progress(tensors, tell), like, metadata or None)
-
-
-def weights_in_parts(stored: StoredCheckpoint) -> dict[str, str]:
-    """Return the class of each weight in whose place the model's state dict has its parts (``state/subclasses.py``)."""
-    tree = stored.file.header.tree
-    try:
-        items, described = dict_items(model_in(tree)), descriptions_in(metadata_in(tree))
-    except StateError:  # there is no model in it
-        return {}
-    keys = [str(key) for key, _ in items] + [f"{key}.{inner}" for key, node in items for inner, _ in dict_items(node)]
-    wrappers = described.keys() - set(keys)
-    return {owner: described[owner][CLASS] for key in keys if (owner := owner_of(key, wrappers)) is not None}
 
 
 def write_shards(
