@@ -15,6 +15,7 @@ import torch
 from commands import call
 from launched import launch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, IterableDataset
 from training import bits
 
@@ -28,6 +29,9 @@ from accelerate.utils import DataLoaderConfiguration  # noqa: E402
 from accelerate_training import BATCHES, STEPS, accelerator_of, hash_of, model_of, prepared  # noqa: E402
 
 from dynaquant.integrations.accelerate import attach  # noqa: E402
+from dynaquant.interop.export import export  # noqa: E402
+from dynaquant.interop.targets import Target  # noqa: E402
+from dynaquant.restore.stored_checkpoint import StoredCheckpoint  # noqa: E402
 from dynaquant.store.pointers import POINTER_FILE  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
@@ -485,6 +489,18 @@ def test_hooks_of_the_user_are_called(tmp_path):
 
 
 # Mistakes
+
+
+def test_weights_of_tensor_classes_are_not_exported_under_names_that_accelerate_does_not_know(tmp_path):
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(TwoTensor(torch.ones(4, 4), torch.ones(4, 4)), requires_grad=False)
+    accelerator = accelerator_of(tmp_path, automatic=False)
+    accelerator.prepare(model, torch.optim.SGD([model.bias], lr=0.1))
+    attach(accelerator, tmp_path / "run", quality="lossless")
+    accelerator.save_state(tmp_path / "saved")
+    with pytest.raises(dq.CheckpointError, match=r"weight is of a tensor class \(TwoTensor\).*load_into"):
+        export(StoredCheckpoint(tmp_path / "saved"), Target.ACCELERATE, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_attach_comes_after_prepare_and_once(tmp_path):

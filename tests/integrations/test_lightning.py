@@ -41,6 +41,7 @@ from lightning_training import (
     silence,
     trainer_of,
 )
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dynaquant.integrations.lightning import CheckpointIO, Training
 from dynaquant.quantize.averages import average_bounds
@@ -574,6 +575,18 @@ def test_a_class_among_hyperparameters_is_an_error_that_says_what_to_do(tmp_path
     with pytest.raises(dq.StateError, match=r"hyper_parameters\.optimizer.*save_hyperparameters\(ignore.*skip_objects"):
         fit(trainer_of(tmp_path, "lossless", epochs=1), module)
     assert module.validated <= 2  # before the first step of training; there is a sanity check
+    assert files_in(tmp_path) == []
+
+
+def test_a_weight_of_a_tensor_class_is_an_error_that_says_what_to_do(tmp_path):
+    module = Module(16)
+    layer = next(each for each in module.modules() if isinstance(each, torch.nn.Linear))
+    layer.weight = torch.nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach()), requires_grad=False)
+    with pytest.raises(dq.StateError, match=r"weight is a TwoTensor, .*strict_loading.* dynaquant\.Checkpointer"):
+        fit(trainer_of(tmp_path, "lossless", epochs=1), module)
+    assert module.validated <= 2
+    with pytest.raises(dq.StateError, match="weight is a TwoTensor"):  # without Training
+        CheckpointIO().save_checkpoint({"state_dict": module.state_dict()}, tmp_path / "a.ckpt")
     assert files_in(tmp_path) == []
 
 

@@ -13,6 +13,7 @@ from training import bits
 
 import dynaquant as dq
 from dynaquant.state.plain_objects import PlainObject
+from dynaquant.training.optimizers import fit
 
 
 class Norm(IntEnum):
@@ -150,6 +151,15 @@ def with_leaf(leaf, folder):
     return model, optimizer
 
 
+def refused_at_the_restore(folder, leaf, message):
+    model, optimizer = with_leaf(leaf, folder)
+    with (
+        dq.Checkpointer(folder, model, optimizer, quality="lossless") as ckpt,
+        pytest.raises(dq.StateError, match=message),
+    ):
+        ckpt.restore()
+
+
 def test_a_loaded_state_tells_what_an_object_was(tmp_path):
     with_leaf(Projector(), tmp_path)
     (state,) = dq.load(tmp_path)["optimizer"]["state"].values()
@@ -184,7 +194,24 @@ def local_object():
     return Local()
 
 
-@pytest.mark.parametrize("leaf", [Slotted(), OfItsOwnMaking(), local_object(), [Projector()] * 2, {"f": training}])
+DELETED = []
+
+
+class Cleaner:
+    def __del__(self):
+        DELETED.append(vars(self))
+
+
+class Holder:
+    def __init__(self, content):
+        self.content = content
+
+
+REFUSED = [Slotted(), OfItsOwnMaking(), local_object(), Cleaner(), [Projector()] * 2, {"f": training}]
+HOLDERS = [Holder([{"a": (nn.Parameter(torch.ones(2)),)}]), Holder(Holder({nn.Parameter(torch.ones(2))}))]
+
+
+@pytest.mark.parametrize("leaf", [*REFUSED, *HOLDERS])
 def test_an_object_that_would_not_come_back_is_refused_at_the_save(tmp_path, leaf):
     with pytest.raises(dq.StateError, match=r"optimizer.state.model.weight.leaf.*cannot be stored"):
         with_leaf(leaf, tmp_path)
@@ -208,12 +235,53 @@ def test_an_object_whose_class_is_gone_is_an_error_that_names_it(tmp_path, monke
 
 def test_a_class_of_another_package_is_not_looked_up(tmp_path):
     """A file cannot have an optimizer make objects of any class."""
-    model, optimizer = training(Plain)
-    optimizer.state[model.weight] = {"leaf": PlainObject("subprocess:Popen", {"pid": 1})}
-    with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless") as ckpt:
+    refused_at_the_restore(
+        tmp_path, PlainObject("subprocess:Popen", {"pid": 1}), "subprocess:Popen, which cannot be found"
+    )
+
+
+class Part(nn.Module):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Cleaner, Part, Plain, Slotted])
+def test_no_object_is_made_of_a_class_with_code_of_its_own_for_that(tmp_path, kind):
+    leaf = PlainObject(f"{__name__}:{kind.__qualname__}", {"path": "victim"})
+    refused_at_the_restore(tmp_path, leaf, f":{kind.__qualname__}, which is more than its attributes")
+    assert not any("path" in attributes for attributes in DELETED)
+
+
+@pytest.mark.parametrize(
+    "leaf", [PlainObject(f"{__name__}:Projector", {}), PlainObject(f"{__name__}:Norm", "SPECTRAL")]
+)
+def test_only_an_optimizer_gets_objects(tmp_path, leaf):
+    extras = {"progress": {"inner": [leaf]}}
+    with dq.Checkpointer(tmp_path, training(Plain)[0], extras=extras) as ckpt:
         ckpt.save(1)
-        with pytest.raises(dq.StateError, match="subprocess:Popen, which cannot be found"):
+        with pytest.raises(dq.StateError, match=r"progress has an object of .*, which only the state of an optimizer"):
             ckpt.restore()
+
+
+def test_tensors_of_objects_are_on_the_device_of_their_parameter():
+    parameters = [nn.Parameter(torch.ones(1, device=device)) for device in ("cpu", "meta")]
+    slots = {"leaf": PlainObject(f"{__name__}:Holder", {"content": [torch.ones(2)]})}
+    stored = {"state": {"a": slots, "b": slots}, "param_groups": [{"params": ["a", "b"]}]}
+    fitted = fit("optimizer", Plain(parameters, 0.1), [["a", "b"]], stored, [["a", "b"]])
+    assert [fitted.state["state"][number]["leaf"].content[0].device.type for number in (0, 1)] == ["cpu", "meta"]
+
+
+def test_an_optimizer_may_keep_a_state_that_holds_itself(tmp_path):
+    """One that a restore leaves alone, as the checkpoint is older than its parameter."""
+    with_leaf(1, tmp_path)
+    model, optimizer = training(Plain)
+    optimizer.add_param_group({"params": [new := nn.Parameter(torch.ones(1))]})
+    model.new = new
+    leaf = Holder([])
+    leaf.content.append(leaf)
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless") as ckpt:
+        optimizer.state[new] = {"leaf": leaf}
+        ckpt.restore(strict=False)
+    assert optimizer.state[new]["leaf"].content[0] is optimizer.state[new]["leaf"]
 
 
 def test_an_export_says_that_it_cannot_hold_an_object(tmp_path, monkeypatch, capsys):

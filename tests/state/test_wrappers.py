@@ -164,6 +164,18 @@ def test_a_training_prepared_by_accelerate_is_saved_like_the_bare_one(tmp_path):
     assert bare is not model
 
 
+def test_a_subclass_of_accelerates_optimizer_is_a_wrapper_too():
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    class Own(AcceleratedOptimizer):
+        pass
+
+    Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    assert wrappers.bare(Own(optimizer)) is optimizer
+
+
 def plainly(seed):
     bare, model, optimizer = training(WRAPPERS["bare"], seed)
     return bare, model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)

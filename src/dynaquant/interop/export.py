@@ -94,7 +94,7 @@ def _write(stored: StoredCheckpoint, target: Target, out: Path, tell: Tell) -> l
                 torchfile.write(file, stored.model_state(with_progress(stored.tensors, tell)))
             else:
                 torchfile.write(file, _state(stored, tell))
-    return _left_out(stored, target)
+    return _in_parts(stored) + _left_out(stored, target)
 
 
 def _left_out(stored: StoredCheckpoint, target: Target) -> list[str]:
@@ -132,10 +132,22 @@ def _beside_the_model(tree: Any) -> list[tuple[Any, Any]]:
     return [(key, node) for key, node in dict_items(tree) if node is not model and key not in own and model is not tree]
 
 
+def _in_parts(stored: StoredCheckpoint) -> list[str]:
+    """Return a note if the output has the parts of weights in their place."""
+    for name, kind in stored.weights_in_parts.items():
+        return [
+            f"in place of weights of tensor classes, such as {name} ({kind}), the output has the tensors that they are "
+            "made of, which load_state_dict() does not take; build a model with such weights, and fill it with "
+            "dynaquant.load_into"
+        ]
+    return []
+
+
 def _check_objects(stored: StoredCheckpoint) -> None:
     """Raise CheckpointError if the state holds an object that only a Checkpointer puts together."""
     if (found := next(objects_in(stored.file.header.tree), None)) is not None:
-        kind = found["object"] if "object" in found else found["enum"][0]
+        kind = found.get("object", found.get("enum"))  # the tree may be malformed
+        kind = kind[0] if isinstance(kind, list) and kind else kind
         raise CheckpointError(
             f"{stored.file.path}: its optimizer keeps an object of the class {kind}, which only a Checkpointer "
             "restores; export the model alone (--to torch, or --to safetensors)"

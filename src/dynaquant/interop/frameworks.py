@@ -87,6 +87,16 @@ def _check(stored: StoredCheckpoint, target: Target) -> None:
     raise CheckpointError(f"{stored.file.path} cannot become a checkpoint of {_TITLES[target]}; {advice}")
 
 
+def _check_plain(stored: StoredCheckpoint) -> None:
+    """Raise CheckpointError for weights in whose place their parts are stored, under names that no framework loads."""
+    for name, kind in stored.weights_in_parts.items():
+        raise CheckpointError(
+            f"{stored.file.path}: {name} is of a tensor class ({kind}), and the run holds the tensors that it is made "
+            "of, which the framework does not load; build a model with such weights, fill it with "
+            "dynaquant.load_into(model, …), and save it as the framework does"
+        )
+
+
 def _nodes(node: Any) -> dict[str, Any]:
     """Return the nodes in a dictionary's node by name."""
     return {key: inner for key, inner in dict_items(node) if isinstance(key, str)}
@@ -134,6 +144,7 @@ def _write_transformers(stored: StoredCheckpoint, folder: Path, out: Path, tell:
             "model.config.save_pretrained(…), tokenizer.save_pretrained(…)"
         )
     if adapters is None:
+        _check_plain(stored)
         _check_whole(stored)
         write_shards(stored, stored.state_dict, {}, folder, tell)
     else:
@@ -226,6 +237,7 @@ def _of_extras(stored: StoredCheckpoint, names: set[str]) -> list[str]:
 
 
 def _write_accelerate(stored: StoredCheckpoint, folder: Path, tell: Tell) -> list[str]:
+    _check_plain(stored)
     nodes, known = _nodes(stored.file.header.tree), stored.state_dict
     for number, prefix in enumerate(_prefixes(nodes["model"])):
         names = untied({key.removeprefix(prefix): name for key, name in known.items() if key.startswith(prefix)})[0]

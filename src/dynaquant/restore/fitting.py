@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dynaquant.errors import StateError
 from dynaquant.restore.model_tensors import tied_problem
 from dynaquant.state import wrappers
+from dynaquant.state.plain_objects import PlainObject, leaves
 from dynaquant.state.sharding import tied_keys
 from dynaquant.state.subclasses import description_problem, descriptions_in, owner_of
 from dynaquant.tensors.dtypes import dtype_name
@@ -79,7 +80,9 @@ def compare(
         found.problems += [
             f"the checkpoint has {name!r}, which was not given" for name in sorted(set(stored) - set(objects))
         ]
-    for name in sorted(set(wanted) & set(stored)):
+    malformed = _objects_outside_optimizers({name: objects[name] for name in wanted}, stored)
+    found.problems += malformed.values()
+    for name in sorted(set(wanted) & set(stored) - set(malformed)):
         thing, part = objects[name], stored[name]
         before, kind = state[CLASSES].get(name), class_of(thing)
         if before != kind:
@@ -177,6 +180,17 @@ def _fit_module(
     if hasattr(stored, "_metadata"):
         part._metadata = stored._metadata  # type: ignore[attr-defined]
     found.parts[name] = part
+
+
+def _objects_outside_optimizers(objects: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, str]:
+    """Return problems with objects that a damaged file has where a save stores none, by the part of the state."""
+    return {
+        name: f"{name} has an object of the class {each.kind}, which only the state of an optimizer may have"
+        for name, thing in objects.items()
+        if not isinstance(thing, torch.optim.Optimizer)
+        for each in leaves(stored.get(name))
+        if isinstance(each, PlainObject)
+    }
 
 
 def _form(value: Any) -> str:

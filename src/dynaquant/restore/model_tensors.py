@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.state.of_ranks import ranks_in
 from dynaquant.state.sharding import is_sharded, tied_keys
-from dynaquant.state.subclasses import description_problem, descriptions_in, owner_of
-from dynaquant.state.tree import metadata_in, state_dict_in
+from dynaquant.state.subclasses import CLASS, description_problem, descriptions_in, owner_of
+from dynaquant.state.tree import dict_items, metadata_in, model_in, state_dict_in
 from dynaquant.state.wrappers import bare, state_dict
 from dynaquant.store.container import CheckpointFile
 from dynaquant.training.hash_cache import HashCache
@@ -51,6 +51,17 @@ def stored_names(file: CheckpointFile) -> dict[str, str]:
             f"{file.path}: the stored tree of the state names {missing[0]}, but there is no such tensor"
         )
     return found
+
+
+def weights_in_parts(file: CheckpointFile) -> dict[str, str]:
+    """Return the class of each weight in whose place the model's state dict has its parts (``state/subclasses.py``)."""
+    try:
+        items, described = dict_items(model_in(file.header.tree)), descriptions_in(metadata_in(file.header.tree))
+    except StateError:  # there is no model in it
+        return {}
+    keys = [str(key) for key, _ in items] + [f"{key}.{inner}" for key, node in items for inner, _ in dict_items(node)]
+    wrappers = described.keys() - set(keys)
+    return {owner: described[owner][CLASS] for key in keys if (owner := owner_of(key, wrappers)) is not None}
 
 
 def _tensors_of(model: Models) -> tuple[dict[str, Any], dict[str, Mapping[str, str]]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +18,7 @@ from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, uncha
 from dynaquant.restore.seen_by_rank import SeenByRank
 from dynaquant.restore.shards import load_shards, sharded_targets
 from dynaquant.restore.stored_checkpoint import built_from, load_lossless_copy
+from dynaquant.state.plain_objects import leaves
 from dynaquant.state.sharding import local_of, memory_of, reshard, with_local
 from dynaquant.store.container import CheckpointFile, Parent
 from dynaquant.store.memory import explain_out_of_memory
@@ -236,7 +236,7 @@ class Restorer:
         except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{file.path}: it holds no state of a training ({error!r})") from error
         self._log_notes(file, fit.notes, rng_state is not None)
-        used = {memory_of(tensor) for tensor in _tensors_in(list(fit.parts.values()))}
+        used = {memory_of(each) for each in leaves(fit.parts) if isinstance(each, Tensor)}
         restored = frozenset(name for name, value in values.items() if memory_of(value) in used)
         return Loaded(
             file,
@@ -382,16 +382,3 @@ def load_objects(
         load_state(thing, parts[name])
     if rng_state is not None:
         rng.set_state(dict(rng_state))
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for content in value.values():
-            yield from _tensors_in(content)
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        for content in value:
-            yield from _tensors_in(content)
-    elif isinstance(attributes := getattr(value, "__dict__", None), dict):  # an object in an optimizer's state
-        yield from _tensors_in(attributes)

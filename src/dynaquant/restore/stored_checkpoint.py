@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError, RunChangedError, StateError
-from dynaquant.restore.model_tensors import stored_names
+from dynaquant.restore.model_tensors import stored_names, weights_in_parts
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import model_in, node_at, tensor_names_in
 from dynaquant.store.chain import chain_of, detect_run_changes, retry_if_run_changed
@@ -178,6 +178,11 @@ class StoredCheckpoint:
     def state_dict(self) -> dict[str, str]:
         """The stored name of each tensor of the model's state dict (``model_tensors.stored_names``)."""
         return stored_names(self.file)
+
+    @property
+    def weights_in_parts(self) -> dict[str, str]:
+        """The class of each weight that the state dict has only the parts of (``model_tensors.weights_in_parts``)."""
+        return weights_in_parts(self.file)
 
     def model_state(self, tensors: Mapping[str, Tensor]) -> Any:
         """Return the model's state dict with the given tensors. Raises CheckpointError if there is no model."""

@@ -1,20 +1,21 @@
 """Objects in an optimizer's state, such as GaLore's projectors: taken apart for a checkpoint, and put together again.
 
 A file names the class of an object. Only classes of the packages that an optimizer's own classes come from are taken
-apart or looked up, and no code of the file or of the classes runs, so a file cannot choose what is executed.
+apart or looked up, and only if Python makes and deletes their objects without code of the class. So a restore runs none
+of that code. The optimizer's later steps do: they use the objects.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynaquant.errors import StateError
 from dynaquant.state.tree import with_items
@@ -41,7 +42,7 @@ def taken_apart(value: Any, packages: Collection[str]) -> Any:
     """Return a state with a ``PlainObject`` for each object of these packages that is nothing but its attributes.
 
     Other values stay, so that ``flatten`` refuses what cannot be stored: also an object that is in the state twice,
-    which would come back as two.
+    which would come back as two, and one that holds a parameter, which would come back as a copy.
     """
     return _taken_apart(value, packages, set()) if packages else value
 
@@ -60,16 +61,20 @@ def _taken_apart(value: Any, packages: Collection[str], seen: set[int]) -> Any:
     if isinstance(value, Enum):
         return PlainObject(_name_of(kind), value.name) if value.name in kind.__members__ else value
     attributes = getattr(value, "__dict__", None)
-    if not _is_plain(value) or id(value) in seen or not isinstance(attributes, dict):
+    if not _is_plain(kind) or id(value) in seen or not isinstance(attributes, dict):
+        return value
+    if any(isinstance(each, nn.Parameter) for each in leaves(attributes)):
         return value
     seen.add(id(value))
     return PlainObject(_name_of(kind), {key: _taken_apart(item, packages, seen) for key, item in attributes.items()})
 
 
 def put_together(value: Any, packages: Collection[str], device: torch.device | None) -> Any:
-    """Return a state with the objects that were taken apart. device: of the tensors in them.
+    """Return a state with the objects that were taken apart.
 
-    Raises StateError if a class is not one of these packages, or has not been imported.
+    device: of the tensors in them, wherever they were at the save, which a file does not say. None: they stay.
+
+    Raises StateError if a class is not one of these packages, has not been imported, or is not nothing but attributes.
     """
     if isinstance(value, PlainObject):
         kind, content = _found(value.kind, packages), value.content
@@ -82,11 +87,28 @@ def put_together(value: Any, packages: Collection[str], device: torch.device | N
             if content not in kind.__members__:  # type: ignore[attr-defined]
                 raise StateError(f"it has {value.kind}.{content}, which that class does not have")
             return kind[content]  # type: ignore[index]
+        if not _is_plain(kind):
+            raise StateError(
+                f"it has an object of the class {value.kind}, which is more than its attributes (it may have a method "
+                "such as __setstate__ or __del__); use the version of the package that it was saved with"
+            )
         found: Any = object.__new__(kind)
         vars(found).update({key: _moved(put_together(v, packages, device), device) for key, v in content.items()})
         return found
     inner = _items_of(value)
     return value if inner is None else _converted(value, inner, lambda item: put_together(item, packages, device))
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what the containers in a value hold at any depth, also keys. Looks into each container once."""
+    waiting, seen = [value], dict[int, Any]()
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, Mapping | list | tuple | set | frozenset | deque):
+            yield each
+        elif id(each) not in seen:
+            seen[id(each)] = each
+            waiting.extend([*each.keys(), *each.values()] if isinstance(each, Mapping) else each)
 
 
 def _moved(value: Any, device: torch.device | None) -> Any:
@@ -124,10 +146,11 @@ def _found(name: str, packages: Collection[str]) -> type | None:
     return found if isinstance(found, type) and _name_of(found) == name else None
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether an object is made by nothing but setting its attributes."""
-    kind = type(value)
-    makers = ("__new__", "__reduce_ex__", "__reduce__", "__getstate__")
+def _is_plain(kind: type) -> bool:
+    """Whether an object of a class is nothing but its attributes: no code of the class makes, stores or deletes it."""
+    if issubclass(kind, Tensor | nn.Module | torch.optim.Optimizer):
+        return False
+    makers = ("__new__", "__getattribute__", "__reduce_ex__", "__reduce__", "__getstate__")
     as_object = all(getattr(kind, name) is getattr(object, name) for name in makers)
     has_slots = any(vars(each).get("__slots__") for each in kind.__mro__)
-    return as_object and not has_slots and not hasattr(kind, "__setstate__")
+    return as_object and not has_slots and not hasattr(kind, "__setstate__") and not hasattr(kind, "__del__")

@@ -1,8 +1,12 @@
 """Tensor subclasses with a state of their own, such as 4-bit weights: the plain tensors that they are made of.
 
-Two kinds are known. A *wrapper* (torchao's; ``__tensor_flatten__``) has no values of its own: in a module's state, its
-parts stand in its place, under its name: ``0.weight.qdata``. A *packed parameter* (bitsandbytes'; ``quant_state``) has
-values, and its module adds the rest under its name: ``0.weight.absmax``. PyTorch would not load that rest.
+There are two kinds:
+
+- A *wrapper*, as torchao has them, is made of other tensors and has the method ``__tensor_flatten__``. A checkpoint
+  stores these tensors in place of the weight ``0.weight``: ``0.weight.qdata``, ``0.weight.scale``.
+- A *packed parameter*, as bitsandbytes has them, has values of its own, and an attribute ``quant_state`` with other
+  tensors. Its module adds these to the state dict: ``0.weight.absmax``. PyTorch's ``load_state_dict`` does not load
+  them, so a restore sets them (``set_packed``).
 """
 
 from __future__ import annotations
@@ -90,7 +94,8 @@ def descriptions_in(metadata: Any) -> dict[str, Mapping[str, str]]:
 def description_problem(name: str, own: Mapping[str, str], stored: Mapping[str, str]) -> str | None:
     """Return the problem with a tensor whose stored description contradicts the present one; None if there is none.
 
-    Versions of a package may describe more or less.
+    Only settings that both have are compared, as versions of a package may describe more or less. Of a class whose
+    ``__tensor_flatten__`` gives no mapping, all settings are one text.
     """
     other = [key for key in own if key in stored and stored[key] != own[key]]
     was, now = (", ".join(f"{key} {each[key]}" for key in other) for each in (stored, own))
@@ -146,7 +151,8 @@ def check_subclasses(name: str, module: nn.Module, own_loading: Collection[str])
             if not any(memory_of(each) in stored for each in inside):
                 raise StateError(
                     f"{name}.{path} is a {kind}, whose {attribute!r} is not in the model's state_dict(), so a restore "
-                    "would lose it; register it as a buffer of its module, or delete it if the weights do not need it"
+                    "would lose it; register it as a buffer of its module, or, if it is only scratch space, set it "
+                    "after you have made the Checkpointer"
                 )
         unloaded = [key for key in state if owner_of(key, (path,)) and path.rpartition(".")[0] not in own_loading]
         if unloaded and not is_packed(tensor):
@@ -157,8 +163,10 @@ def check_subclasses(name: str, module: nn.Module, own_loading: Collection[str])
 
 
 def _tensors_beside(tensor: Tensor) -> Iterator[tuple[str, list[Tensor]]]:
-    """Yield the attributes of a tensor that hold other tensors, with these."""
+    """Yield the attributes of a tensor that hold other tensors, with these. Gradients do not count."""
     for name, value in vars(tensor).items():
+        if name.endswith("grad"):  # such as Megatron's main_grad, which the next backward pass fills again
+            continue
         inside = [value] if isinstance(value, Tensor) else []
         if hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type):
             inside = [each for each in vars(value).values() if isinstance(each, Tensor)]

@@ -115,7 +115,8 @@ def _inside(thing: Any) -> Any:
         name = _attribute(thing)
         return None if name is None else thing._modules[name]
     inner = getattr(thing, "optimizer", None)
-    if isinstance(thing, Optimizer) and type(thing).__module__.partition(".")[0] != "accelerate":
+    packages = {kind.__module__.partition(".")[0] for kind in type(thing).__mro__}
+    if isinstance(thing, Optimizer) and "accelerate" not in packages:
         return None  # its own step, and perhaps its own state, is not that of the optimizer inside
     if (
         isinstance(inner, Optimizer)

@@ -96,7 +96,7 @@ def fit(name: str, optimizer: Optimizer, own_keys: Keys, stored: Any, stored_key
     own = optimizer.state_dict()
     numbers = _numbers(own)
     try:
-        stored = put_together(stored, packages_of(optimizer), _device_of(optimizer))
+        stored = _with_objects(optimizer, stored, own_keys)
     except StateError as error:
         return Fit(None, [f"{name} cannot take its state: {error}"], [])
     if numbers is None or [len(group) for group in numbers] != [len(group) for group in own_keys]:
@@ -122,7 +122,7 @@ def fit(name: str, optimizer: Optimizer, own_keys: Keys, stored: Any, stored_key
         for key in _flat(stored_keys)
         if key not in own_number
     ]
-    parameter_of = dict(zip(_flat(own_keys), _flat([group["params"] for group in optimizer.param_groups]), strict=True))
+    parameter_of = _parameters(optimizer, own_keys)
     known = type(optimizer).__module__.startswith("torch.optim.")
     state = {}
     for key, slots in stored["state"].items():
@@ -151,8 +151,25 @@ def fit(name: str, optimizer: Optimizer, own_keys: Keys, stored: Any, stored_key
     return Fit({**stored, "state": state, "param_groups": groups}, problems, list(dict.fromkeys(notes)))
 
 
-def _device_of(optimizer: Optimizer) -> torch.device | None:
-    return next((parameter.device for group in optimizer.param_groups for parameter in group["params"]), None)
+def _parameters(optimizer: Optimizer, keys: Keys) -> dict[Key, Tensor]:
+    return dict(zip(_flat(keys), _flat([group["params"] for group in optimizer.param_groups]), strict=True))
+
+
+def _with_objects(optimizer: Optimizer, stored: Any, own_keys: Keys) -> Any:
+    """Return a stored state with its objects put together.
+
+    Their tensors are on the device of the parameter whose state it is; those of no parameter are on that of the first.
+    """
+    packages = packages_of(optimizer)
+    devices = {key: parameter.device for key, parameter in _parameters(optimizer, own_keys).items()}
+    first = next(iter(devices.values()), None)
+    if _numbers(stored) is None:
+        return put_together(stored, packages, first)
+    slots = {key: put_together(each, packages, devices.get(key, first)) for key, each in stored["state"].items()}
+    return {
+        **{key: put_together(each, packages, first) for key, each in stored.items() if key != "state"},
+        "state": slots,
+    }
 
 
 def _on_own_devices(own: Mapping[str, Any], merged: Mapping[str, Any]) -> dict[str, Any]:

@@ -130,9 +130,8 @@ def check_after_first_step(objects: Mapping[str, Any]) -> Callable[[], None]:
             if optimizer.state and name not in checked:
                 # The hook itself stays: PyTorch goes through the hooks just now, and they must not change meanwhile.
                 checked.add(name)
-                flatten(
-                    {name: taken_apart(optimizer.state_dict(), packages_of(optimizer))}
-                )  # raises StateError, with advice
+                state = taken_apart(optimizer.state_dict(), packages_of(optimizer))
+                flatten({name: state})  # raises StateError, with advice
 
         return after_step
 

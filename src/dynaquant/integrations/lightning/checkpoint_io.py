@@ -17,7 +17,7 @@ from lightning.fabric import plugins
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from dynaquant.errors import CheckpointError
+from dynaquant.errors import CheckpointError, StateError
 from dynaquant.integrations.lightning import seams
 from dynaquant.integrations.lightning.paths import (
     base_for,
@@ -42,6 +42,7 @@ from dynaquant.saving.timing import timed
 from dynaquant.saving.training_budget import TrainingBudget, has_schedule, mean_learning_rate
 from dynaquant.state.flatten import flatten_whole
 from dynaquant.state.plain import plain_part
+from dynaquant.state.subclasses import is_wrapper
 from dynaquant.state.tree import dict_items, tensor_name
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import MAGIC
@@ -80,7 +81,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
     - ``training``: a callback that the Trainer has, too (``Training``). Without one, all floating-point tensors of the
       state dict are quantized but running statistics, and random numbers are not saved.
     - ``skip_objects``: leaves out what cannot be stored without pickle, with a warning. By default that is an error.
-      With ``training``, ``fit`` raises it for hyperparameters before it trains.
+      With ``training``, ``fit`` raises it for weights and hyperparameters before it trains.
     - ``exact``: ``"best"`` keeps the weights of the best file of a ``ModelCheckpoint`` exactly, so ``ckpt_path="best"``
       is what was validated. In the run, the checkpoint has the tag ``best``; with several that monitor something,
       ``best-val_loss`` and so on. None: they are quantized as all others.
@@ -121,7 +122,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         self._runs: dict[Path, WritableRun] = {}
         self._warned: set[str] = set()  # texts of warnings, which no other save repeats
         if training is not None:
-            training.check_at_start = self._check_hyperparameters
+            training.check_at_start = self._check
         self._alone = threading.Lock()  # AsyncCheckpointIO saves in a thread, and removes in another
 
     # What Lightning calls.
@@ -290,6 +291,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             checkpoint, left_out = plain_part(checkpoint)
             if left_out:
                 self._warn(f"left out of checkpoints, as they cannot be stored: {', '.join(left_out)}")
+        self._check(checkpoint)
         return flatten_whole(checkpoint, _ADVICE)
 
     def _warn(self, text: str) -> None:
@@ -298,10 +300,18 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             self._warned.add(text)
             log.warning("%s", text)
 
-    def _check_hyperparameters(self, hyperparameters: Mapping[str, Any]) -> None:
-        """Raise StateError if hyperparameters cannot be stored, and are not to be left out."""
-        if not self._skip_objects:
-            flatten_whole({"hyper_parameters": dict(hyperparameters)}, _ADVICE)
+    def _check(self, checkpoint: Mapping[str, Any]) -> None:
+        """Raise StateError for weights or hyperparameters that cannot be stored, if they are not to be left out."""
+        if self._skip_objects:
+            return
+        for name, value in checkpoint.get("state_dict", {}).items():
+            if is_wrapper(value):
+                raise StateError(
+                    f"{name} is a {type(value).__qualname__}, and Lightning cannot load the tensors that it is made "
+                    "of. If every training begins with the same values, let state_dict() of the module leave it out, "
+                    "and set self.strict_loading = False. Otherwise train with a dynaquant.Checkpointer"
+                )
+        flatten_whole({"hyper_parameters": checkpoint.get("hyper_parameters", {})}, _ADVICE)
 
     def _weights_and_averages(self, tree: Any) -> tuple[frozenset[str], frozenset[str]]:
         """Return the names of the tensors that may be quantized as weights, and of those that are averages of weights.

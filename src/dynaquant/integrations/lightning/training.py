@@ -63,7 +63,7 @@ class Training(Callback):  # type: ignore[misc]
         self._dropped: Collection[str] = ()  # names of the first moments that the loaded checkpoint does not keep
         self._corrections = MomentCorrections(advice="CheckpointIO('lossless') keeps them")
         self.check_at_start: Callable[[Mapping[str, Any]], None] = lambda _: None
-        """Called with the hyperparameters of the module and of the data before the training begins."""
+        """Called before the training begins: with parts of a checkpoint, as Lightning would save them."""
 
     @property
     def trained(self) -> frozenset[str]:
@@ -174,9 +174,10 @@ class Training(Callback):  # type: ignore[misc]
         self._restored = {**state_dict, "numpy": (kind, keys.cpu().numpy().astype(np.uint32), *rest)}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check hyperparameters, and restore random numbers: the Trainer makes the iterator of the data next."""
+        """Check what will be saved, and restore random numbers: the Trainer makes the iterator of the data next."""
         for holder in (pl_module, trainer.datamodule):
-            self.check_at_start(getattr(holder, "hparams", {}))
+            self.check_at_start({"hyper_parameters": dict(getattr(holder, "hparams", {}))})
+        self.check_at_start({"state_dict": pl_module.state_dict()})
         self._restore_random_numbers(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
