@@ -99,9 +99,9 @@ def test_a_folder_is_replaced_by_a_whole_one_or_stays(tmp_path, monkeypatch):
 
     with pytest.raises(ZeroDivisionError):
         half(atomic_folder(out, replacing=True))
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="Input/output error"):
+    with monkeypatch.context() as patched:
         patched.setattr(os, "replace", failing)
-        with atomic_folder(out, replacing=True):
+        with pytest.raises(OSError, match="Input/output error"), atomic_folder(out, replacing=True):
             pass
     assert os.listdir(out) == ["old"]
     with atomic_folder(out, replacing=True) as folder:

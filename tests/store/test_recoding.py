@@ -248,7 +248,7 @@ def test_a_branch_leaves_a_folder_that_is_in_its_way(tmp_path):
     for folder in ("old", "new"):
         (tmp_path / folder / "framework").mkdir(parents=True)
         (tmp_path / folder / "framework" / f"{folder}.txt").write_text("precious")
-    with pytest.raises(dq.CheckpointError, match="framework is there already.* move it away"):
+    with pytest.raises(dq.CheckpointError, match=r"framework is there already.* move it away"):
         branch(run, run.file(1), tmp_path / "new")
     assert contents(tmp_path / "new" / "framework") == {"new.txt": b"precious"}
     assert os.listdir(tmp_path / "new") == ["framework"]
