@@ -9,6 +9,9 @@ from launched import findings_of, launch
 from ranks_apart import Apart
 
 import dynaquant as dq
+from dynaquant.interop.export import export
+from dynaquant.interop.targets import Target
+from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 
 SCRIPT = Path(__file__).parents[1] / "support" / "ranks_apart.py"
 TIMEOUT = 300
@@ -135,6 +138,12 @@ def test_a_loaded_state_tells_what_differs(saved_by_two):
     assert first == {}
     assert not torch.equal(second["tensors"]["model.expert.weight"], state["model"]["expert.weight"])
     assert second["objects"]["loader"]["next"] == state["loader"]["next"] + 5
+
+
+def test_an_export_names_no_ranks_among_the_objects_that_it_leaves_out(saved_by_two, tmp_path, caplog):
+    notes = export(StoredCheckpoint(saved_by_two), Target.TORCH, tmp_path / "model.pt")
+    assert notes == ["left out: optimizer, loader, divided, memory, random number generators"]
+    assert "only those of rank 0 are read here" in caplog.text
 
 
 # Ranks wait for one that does something else

@@ -472,6 +472,20 @@ def test_an_exported_checkpoint_is_continued_without_dynaquant(tmp_path, models)
     assert hash_of(trained[2]) == hash_of(again[2])
 
 
+def test_an_export_says_which_weights_the_run_does_not_store(tmp_path):
+    accelerator = accelerator_of(tmp_path, automatic=False)
+    model, *others = prepared(accelerator)
+    model[0].requires_grad_(False)
+    attach(accelerator, tmp_path / "run", quality="lossless", roles={"model.0.*": "omit"})
+    step(accelerator, model, *others)
+    accelerator.save_state(tmp_path / "saved")
+    notes = export(StoredCheckpoint(tmp_path / "saved"), Target.ACCELERATE, tmp_path / "out")
+    assert notes[0] == "left out, as the run does not store them (role omit): 2 tensors, such as model.0.weight"
+    nn.init.zeros_(model[0].weight)
+    accelerator.load_state(tmp_path / "out", strict=False)
+    assert not model[0].weight.any()
+
+
 def test_hooks_of_the_user_are_called(tmp_path):
     accelerator, _, _ = attached(tmp_path)
 

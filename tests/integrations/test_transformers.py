@@ -1,5 +1,6 @@
 """Transformers' Trainer saves to a run, and goes on from it as if nothing had happened."""
 
+import errno
 import inspect
 import json
 import math
@@ -373,6 +374,60 @@ def test_an_exported_checkpoint_says_what_it_leaves_out(tmp_path):
         export(StoredCheckpoint(tmp_path), Target.LIGHTNING, tmp_path / "x.ckpt")
 
 
+def test_a_model_that_is_not_stored_as_a_whole_is_not_exported(tmp_path):
+    model = model_of()
+    model.model.embed_tokens.requires_grad_(False)
+    trainer_of(
+        tmp_path, model=model, dynaquant={**LOSSLESS, "roles": {"model.*embed_tokens.weight": "omit"}}, max_steps=5
+    ).train()
+    with pytest.raises(
+        dq.CheckpointError, match=r"does not store 1 tensor of the model \(role omit\), such as model\."
+    ):
+        export(StoredCheckpoint(tmp_path), Target.TRANSFORMERS, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+class WritesItsOwn(Trainer):
+    """Writes more than the state dict that it is given."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        torch.save(self.model.state_dict(), Path(output_dir) / "whole.pt")
+        with (Path(output_dir) / "cache").open("wb") as file:
+            file.truncate(65 * 2**20)
+        (Path(output_dir) / "notes.txt").write_text("mine")
+
+
+def test_weights_that_a_trainer_writes_itself_are_not_kept_as_its_configuration(tmp_path, caplog):
+    trainer_of(tmp_path, WritesItsOwn, max_steps=5).train()
+    assert {"config.json", "notes.txt", "training_args.bin"} == set(os.listdir(run_of(tmp_path) / "framework")) - {
+        "generation_config.json"
+    }
+    for name in ("whole.pt", "cache"):
+        assert f"{name}, which the Trainer saves beside the model, is not kept" in caplog.text
+
+
+def test_a_failing_save_of_the_configuration_keeps_the_older_one(tmp_path, caplog, monkeypatch):
+    trainer_of(tmp_path, max_steps=5).train()
+    config = run_of(tmp_path) / "framework" / "config.json"
+    config.write_text("{}")
+    fsync = os.fsync
+
+    def failing(descriptor):
+        if "framework" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", failing)
+        trainer_of(tmp_path, max_steps=10).train(resume_from_checkpoint=True)
+    assert "configuration and tokenizer are not kept" in caplog.text
+    assert config.read_text() == "{}"
+    trainer_of(tmp_path, max_steps=15).train(resume_from_checkpoint=True)
+    assert "model_type" in config.read_text()
+    assert [name for name in os.listdir(run_of(tmp_path)) if "tmp" in name] == []
+
+
 def test_a_newer_checkpoint_of_transformers_beside_the_run_is_not_passed_over(tmp_path):
     trainer_of(tmp_path, max_steps=10, lr_scheduler_type="constant").train()
     call("export", tmp_path, 10, "--to", "transformers", "-o", tmp_path / "checkpoint-10")
@@ -385,6 +440,21 @@ def test_a_newer_checkpoint_of_transformers_beside_the_run_is_not_passed_over(tm
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-15"))
     assert steps_of(tmp_path) == [5, 10, 20]
     assert get_last_checkpoint(tmp_path) == str(run_of(tmp_path))
+
+
+def test_a_run_that_went_on_beside_a_newer_checkpoint_of_transformers_goes_on_again(tmp_path, caplog):
+    trainer_of(tmp_path, max_steps=5).train()
+    plain_trainer(tmp_path, max_steps=20).train()
+    with pytest.raises(ValueError, match="After the next save, True goes on with the one that you chose"):
+        get_last_checkpoint(tmp_path)
+    trainer_of(tmp_path, max_steps=10).train(resume_from_checkpoint=str(run_of(tmp_path)))
+    trainer_of(tmp_path, max_steps=15).train(resume_from_checkpoint=True)
+    assert steps_of(tmp_path) == [5, 10, 15]
+    assert "going on from step 10" in caplog.text
+    with (tmp_path / "checkpoint-20" / "trainer_state.json").open("a") as file:  # written again since
+        file.write("\n")
+    with pytest.raises(ValueError, match=r"checkpoint-20.* has a higher step than .* step 15\. Choose one: "):
+        get_last_checkpoint(tmp_path)
 
 
 # Which checkpoints are kept
@@ -554,8 +624,16 @@ def test_an_exported_adapter_is_one_of_peft_and_is_continued_without_dynaquant(t
     loaded = dict(peft.PeftModel.from_pretrained(model_of(), out).state_dict())
     stored = dq.load(run_of(tmp_path), 10)["model"]
     assert bits({name: loaded[name] for name in stored}) == bits(dict(stored))
+    names = run_of(tmp_path) / "framework" / "dynaquant_adapters.json"
+    by_key = json.loads(names.read_text())[""]
+    names.write_text(json.dumps({"": by_key, "of/two": by_key}))
+    call("export", tmp_path, 10, "--to", "transformers", "-o", tmp_path / "nested")
+    assert (tmp_path / "nested" / "of" / "two" / "adapter_model.safetensors").is_file()
+    names.write_text(json.dumps({"../two": by_key}))
+    with pytest.raises(dq.CheckpointError, match=r"'\.\./two' is no folder in it.*resume the training once"):
+        export(StoredCheckpoint(tmp_path), Target.TRANSFORMERS, tmp_path / "x")
     shutil.rmtree(run_of(tmp_path) / "framework")
-    with pytest.raises(dq.CheckpointError, match="Resume the training once"):
+    with pytest.raises(dq.CheckpointError, match=r"If it is a model of PEFT, .* resume the training once"):
         export(StoredCheckpoint(tmp_path), Target.TRANSFORMERS, tmp_path / "x")
 
 

@@ -87,6 +87,29 @@ def test_an_error_leaves_no_file_behind_and_changes_none(tmp_path):
     assert (tmp_path / "out").read_text() == "precious"
 
 
+def test_a_folder_is_replaced_by_a_whole_one_or_stays(tmp_path, monkeypatch):
+    out, replace = tmp_path / "out", os.replace
+    out.mkdir()
+    (out / "old").touch()
+
+    def failing(source, target):
+        if target == out and not str(source).endswith(".old.tmp"):
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, target)
+
+    with pytest.raises(ZeroDivisionError):
+        half(atomic_folder(out, replacing=True))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", failing)
+        with pytest.raises(OSError, match="Input/output error"), atomic_folder(out, replacing=True):
+            pass
+    assert os.listdir(out) == ["old"]
+    with atomic_folder(out, replacing=True) as folder:
+        (folder / "new").touch()
+    assert os.listdir(out) == ["new"]
+    assert os.listdir(tmp_path) == ["out"]
+
+
 def test_the_names_of_new_folders_are_synced(tmp_path, done, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with dq.Checkpointer("a/b/run", nn.Linear(4, 4)) as ckpt:

@@ -242,6 +242,20 @@ def test_a_branch_needs_a_folder_of_its_own(tmp_path):
     assert contents(tmp_path / "old") == before
 
 
+def test_a_branch_leaves_a_folder_that_is_in_its_way(tmp_path):
+    save(tmp_path / "old", (1,), *training())
+    run = Run(tmp_path / "old")
+    for folder in ("old", "new"):
+        (tmp_path / folder / "framework").mkdir(parents=True)
+        (tmp_path / folder / "framework" / f"{folder}.txt").write_text("precious")
+    with pytest.raises(dq.CheckpointError, match=r"framework is there already.* move it away"):
+        branch(run, run.file(1), tmp_path / "new")
+    assert contents(tmp_path / "new" / "framework") == {"new.txt": b"precious"}
+    assert os.listdir(tmp_path / "new") == ["framework"]
+    branch(run, run.file(1), tmp_path / "other")
+    assert contents(tmp_path / "other" / "framework") == {"old.txt": b"precious"}
+
+
 def test_a_branch_onto_a_full_disk_leaves_nothing(tmp_path):
     save(tmp_path / "old", (1, 2), *training(), exact="latest")
     run = Run(tmp_path / "old")

@@ -9,17 +9,25 @@ from typing import Any
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError, StateError
-from dynaquant.formatting import plural
 from dynaquant.interop import frameworks, torchfile
 from dynaquant.interop.targets import OF_FRAMEWORKS, Target
-from dynaquant.interop.weights import Tell, strings_in, untied, with_progress, write_safetensors, write_shards
+from dynaquant.interop.weights import (
+    Tell,
+    of_omitted,
+    strings_in,
+    untied,
+    with_progress,
+    write_safetensors,
+    write_shards,
+)
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint, state_from
+from dynaquant.state.of_ranks import RANKS
 from dynaquant.state.tree import dict_items, model_in, objects_in, tensor_name, tensor_names_in
 from dynaquant.store.atomic_files import atomic_file, atomic_folder
 from dynaquant.store.files import is_file_name
 from dynaquant.tensors.dtypes import bytes_of
 from dynaquant.tensors.lazy_mapping import LazyMapping
-from dynaquant.training.objects import CLASSES, PARAMETERS
+from dynaquant.training.objects import CLASSES, PARAMETERS, RNG
 
 _OF_FORMAT = {
     "safetensors": Target.SAFETENSORS,
@@ -103,16 +111,12 @@ def _left_out(stored: StoredCheckpoint, target: Target) -> list[str]:
     more, states, files = (_dict(source.get(key)) for key in ("more", "torch", "files"))  # the record may be malformed
     notes = header.record.get("notes")
     notes = [note for note in notes if str(note).startswith("left out")] if isinstance(notes, list) else []
-    omitted = [entry.name for entry in header.entries if entry.omitted]
-    if omitted:
-        notes.append(
-            f"left out, as the run does not store them (role omit): {plural(len(omitted), 'tensor')}, such as "
-            f"{omitted[0]}"
-        )
+    notes += of_omitted(stored)
     parts: list[str] = []
     if target not in (Target.TORCH_STATE, Target.DCP):
         written = [*more, *states.values()] if target is Target.HF else []
-        parts = [str(key) for key, node in _beside_the_model(header.tree) if key not in written]
+        beside = [str(key) for key, _ in _beside_the_model(header.tree) if key not in written]
+        parts = ["random number generators" if key == RNG else key for key in beside]
     if target is not Target.HF and (target, source.get("format")) != (Target.DCP, "dcp"):
         parts += files
     return [*notes, *([f"left out: {', '.join(parts)}"] if parts else [])]
@@ -128,7 +132,7 @@ def _beside_the_model(tree: Any) -> list[tuple[Any, Any]]:
         model = model_in(tree)
     except StateError:
         return []
-    own = (CLASSES, PARAMETERS)  # about the objects of a training, none of them
+    own = (CLASSES, PARAMETERS, RANKS)  # about the objects of a training, none of them
     return [(key, node) for key, node in dict_items(tree) if node is not model and key not in own and model is not tree]
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from dynaquant.errors import CheckpointError
+from dynaquant.formatting import plural
 from dynaquant.interop import torchfile
 from dynaquant.interop.targets import Target
-from dynaquant.interop.weights import Tell, untied, write_safetensors, write_shards
+from dynaquant.interop.weights import Tell, of_omitted, untied, write_safetensors, write_shards
 from dynaquant.restore.dropped_moments import names_of_dropped
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.state.of_ranks import RANKS
@@ -59,14 +60,14 @@ def write(stored: StoredCheckpoint, target: Target, out: Path, tell: Tell) -> li
     notes = _of_dropped(stored)
     try:
         if target is Target.LIGHTNING:
-            notes += _of_lightning(stored, out)
+            notes += [*of_omitted(stored), *_of_lightning(stored, out)]
             with atomic_file(out) as file:
                 torchfile.write(file, stored.state())
             return notes
         with atomic_folder(out) as folder:
             if target is Target.TRANSFORMERS:
                 return notes + _write_transformers(stored, folder, out, tell)
-            return notes + _write_accelerate(stored, folder, tell)
+            return notes + of_omitted(stored) + _write_accelerate(stored, folder, tell)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{stored.file.path}: its state is not that of a training with {_TITLES[target]} ({error!r}); --to "
@@ -122,7 +123,8 @@ def _rng_states(stored: StoredCheckpoint) -> list[dict[str, Any]]:
     found = []
     for rank in range(number_of_ranks(state)):
         own = stored_rng_state(state, rank)
-        assert own is not None
+        if own is None:
+            raise ValueError(f"rank {rank} has no random number generators")
         version, words, gauss = own["python"]
         found.append({**own, "python": (version, tuple(int(word) for word in words), gauss)})
     return found
@@ -146,6 +148,7 @@ def _write_transformers(stored: StoredCheckpoint, folder: Path, out: Path, tell:
     if adapters is None:
         _check_plain(stored)
         _check_whole(stored)
+        notes += of_omitted(stored)
         write_shards(stored, stored.state_dict, {}, folder, tell)
     else:
         notes += _write_adapters(stored, adapters, folder, tell)
@@ -171,23 +174,28 @@ def _write_transformers(stored: StoredCheckpoint, folder: Path, out: Path, tell:
 def _adapters(files: Path) -> dict[str, dict[str, str]] | None:
     """Return the names of adapter weights by key of PEFT, for each sub-folder (``""`` is none); None without PEFT."""
     try:
-        found = json.loads((files / ADAPTERS).read_text())
+        found = {place: dict(names) for place, names in json.loads((files / ADAPTERS).read_text()).items()}
+        if bad := [place for place in found if place and not all(map(is_file_name, place.split("/")))]:
+            raise ValueError(f"{bad[0]!r} is no folder in it")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{files / ADAPTERS}: cannot be read ({error}); resume the training once, which writes it at its next save"
         ) from error
-    return {place: dict(names) for place, names in found.items() if place == "" or is_file_name(place)}
+    return found
 
 
 def _check_whole(stored: StoredCheckpoint) -> None:
-    """Raise CheckpointError for a model whose base is not stored, as only PEFT's own files can hold what is."""
-    if omitted := [entry.name for entry in stored.file.header.entries if entry.omitted]:
+    """Raise CheckpointError for a model that is not stored as a whole: Transformers fills what is missing at random."""
+    omitted = [entry.name for entry in stored.file.header.entries if entry.omitted and entry.name.startswith("model.")]
+    if omitted:
         raise CheckpointError(
-            f"{stored.file.path}: the run holds an adapter only (not {omitted[0]}, for example), and no names that "
-            "PEFT gives its weights, as an earlier version saved it. Resume the training once, which adds them at its "
-            f"next save; or dynaquant.load_into(peft_model, …) and peft_model.save_pretrained(…)"
+            f"{stored.file.path}: the run does not store {plural(len(omitted), 'tensor')} of the model (role omit), "
+            f"such as {omitted[0]}, and Transformers would begin with random ones. Fill a model that has them, "
+            "dynaquant.load_into(model, …), and write it, model.save_pretrained(…). If it is a model of PEFT, the run "
+            "lacks the names that PEFT gives its weights, as an earlier version saved it: resume the training once, "
+            "which adds them at its next save"
         )
 
 
@@ -198,7 +206,7 @@ def _write_adapters(
     for place, own in adapters.items():
         names = {key: known[name] for key, name in own.items() if name in known}
         lost += [key for key in own if key not in names]
-        (folder / place).mkdir(exist_ok=True)
+        (folder / place).mkdir(parents=True, exist_ok=True)
         with (folder / place / ADAPTER_WEIGHTS).open("xb") as file:
             write_safetensors(stored, file, names, {"format": "pt"}, tell)
     return [f"left out, as the run does not store them: {', '.join(lost)}"] if lost else []

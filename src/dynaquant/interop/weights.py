@@ -1,4 +1,4 @@
-"""Writes a model's state dict as safetensors: one file, or shards with an index."""
+"""Writes a model's state dict as safetensors: one file, or shards with an index. Says what a run did not store."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
+from dynaquant.formatting import plural
 from dynaquant.interop import safetensors
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.store.files import is_file_name
@@ -15,6 +16,14 @@ from dynaquant.tensors.lazy_mapping import LazyMapping
 
 Tell = Callable[[str], None]
 """Is called with a text that reports progress."""
+
+
+def of_omitted(stored: StoredCheckpoint) -> list[str]:
+    """Return a note on the tensors that the run does not store, if there are any."""
+    names = [entry.name for entry in stored.file.header.entries if entry.omitted]
+    if not names:
+        return []
+    return [f"left out, as the run does not store them (role omit): {plural(len(names), 'tensor')}, such as {names[0]}"]
 
 
 def untied(state_dict: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:

@@ -43,13 +43,14 @@ def atomic_file(out: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def atomic_folder(out: Path) -> Iterator[Path]:
+def atomic_folder(out: Path, replacing: bool = False) -> Iterator[Path]:
     """Yield a folder to write into. It becomes ``out`` at the end of the block; on any error, nothing is left.
 
-    After a power loss, too, ``out`` is either missing or whole. Raises CheckpointError if ``out`` exists and is not
-    an empty folder.
+    After a power loss, too, ``out`` is either missing or whole. replacing: whether it takes the place of an older
+    folder, which stays as it is until the new one is whole. Raises CheckpointError if ``out`` exists and is not an
+    empty folder, or, if replacing, not a folder.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.exists() and not (out.is_dir() and (replacing or not any(out.iterdir()))):
         raise CheckpointError(f"{out} exists and is not an empty folder; choose another name")
     check_parent(out)
     temporary = temporary_path(out)
@@ -59,7 +60,10 @@ def atomic_folder(out: Path) -> Iterator[Path]:
             yield temporary
             for path in (*temporary.rglob("*"), temporary):
                 sync(path)
-            temporary.replace(out)
+            if replacing and out.exists():
+                _swap(temporary, out)
+            else:
+                temporary.replace(out)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         add_disk_full_note(error, out)
@@ -67,12 +71,24 @@ def atomic_folder(out: Path) -> Iterator[Path]:
     sync_parent(out)
 
 
+def _swap(new: Path, out: Path) -> None:
+    """Put a folder in the place of another one, which is deleted. Both are there again if that fails."""
+    old = new.with_suffix(".old.tmp")
+    out.replace(old)
+    try:
+        new.replace(out)
+    except BaseException:
+        old.replace(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def temporary_path(out: Path) -> Path:
     """Return a temporary path beside ``out``. Deletes the temporary files of killed processes for ``out``.
 
     A process locks the file that it writes (``in_use``), and the system drops the lock when the process dies.
     """
-    names = re.compile(re.escape(out.name) + r"\.dynaquant-\d+\.tmp")
+    names = re.compile(re.escape(out.name) + r"\.dynaquant-\d+(\.old)?\.tmp")
     for leftover in out.absolute().parent.iterdir():
         if names.fullmatch(leftover.name):
             _delete_unless_in_use(leftover)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
 
     A training can continue there, and the old run stays. The lossless copy of the checkpoint and the files of a
     framework (``FRAMEWORK_FOLDER``) are copied, too, if there are any. Raises CheckpointError if the folder has
-    checkpoints already, or if the checkpoint cannot be decoded. On any error the folder is as before.
+    checkpoints or such files already, or if the checkpoint cannot be decoded. On any error the folder is as before.
     """
     new = WritableRun(folder)
     tensors = run.load(file)
@@ -31,6 +32,12 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
         there, broken = new.summaries()
         if there or broken:
             raise CheckpointError(f"{folder}: it has checkpoints already; choose another folder for the branch")
+        files, framework = run.folder / FRAMEWORK_FOLDER, folder / FRAMEWORK_FOLDER
+        if files.is_dir() and os.path.lexists(framework):
+            raise CheckpointError(
+                f"{framework} is there already, and the branch gets a folder of this name; move it away, or choose "
+                "another folder for the branch"
+            )
         record = file.header.record
         copy = run.lossless_copy(file)
         if copy is None and LOSSLESS_COPY in record:
@@ -45,9 +52,9 @@ def branch(run: Run, file: CheckpointFile, folder: Path) -> CheckpointFile:
             if copy is not None:
                 undo.callback((folder / copy.path.name).unlink, missing_ok=True)
                 new.recode(copy, run.load(copy), None)
-            if (files := run.folder / FRAMEWORK_FOLDER).is_dir():
-                undo.callback(shutil.rmtree, folder / FRAMEWORK_FOLDER, ignore_errors=True)
-                shutil.copytree(files, folder / FRAMEWORK_FOLDER)
+            if files.is_dir():
+                undo.callback(shutil.rmtree, framework, ignore_errors=True)
+                shutil.copytree(files, framework)
             path = new.path(file.header.step)
             undo.callback(path.unlink, missing_ok=True)
             written = new.recode(file, tensors, None, record, path)

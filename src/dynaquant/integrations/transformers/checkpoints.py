@@ -183,7 +183,7 @@ class Checkpoints:
         is_best = state.best_global_step == state.global_step
         if is_best:
             state.best_model_checkpoint = str(self._run)
-        self._progress.update()
+        self._progress.update(self._run.parent)
         checkpointer.save(state.global_step, exact_weights=is_best and self._keeps_best)
         if is_best:
             self._best = state.global_step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +13,18 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers.utils import logging
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.utils import logging as messages
 
 from dynaquant.interop.frameworks import ADAPTER_WEIGHTS, ADAPTERS
 from dynaquant.store.atomic_files import atomic_folder
 from dynaquant.store.pointers import FRAMEWORK_FOLDER
 
+log = logging.getLogger("dynaquant")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*.index.json")
+_STATES = (".bin", ".pt", ".pth", ".ckpt")
+_LARGEST = 64 * 2**20
+"""Maximum bytes of a file that is kept. Tokenizers are smaller."""
 
 
 def write(trainer: Any, run: Path) -> None:
@@ -38,21 +44,34 @@ def write(trainer: Any, run: Path) -> None:
             (made / ADAPTERS).write_text(json.dumps(adapters, indent=1))
         for path in [path for pattern in _WEIGHTS for path in made.rglob(pattern)]:
             path.unlink()
-        shutil.rmtree(run / FRAMEWORK_FOLDER, ignore_errors=True)
-        with atomic_folder(run / FRAMEWORK_FOLDER) as folder:
+        _leave_out_states(made, run)
+        with atomic_folder(run / FRAMEWORK_FOLDER, replacing=True) as folder:
             shutil.copytree(made, folder, dirs_exist_ok=True)
+
+
+def _leave_out_states(made: Path, run: Path) -> None:
+    """Delete files that hold the state of one step: a subclass of Trainer may write some. Logs a warning."""
+    for path in [path for path in made.rglob("*") if path.is_file() and path.name != TRAINING_ARGS_NAME]:
+        if path.suffix in _STATES or path.stat().st_size > _LARGEST:
+            log.warning(
+                "%s: %s, which the Trainer saves beside the model, is not kept for an export: it looks like weights or "
+                "other state of one step. Save such state in extras, dynaquant={'extras': …}",
+                run,
+                path.relative_to(made),
+            )
+            path.unlink()
 
 
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
     """Keep Transformers from drawing bars of weights, as none are written."""
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    enabled = messages.is_progress_bar_enabled()
+    messages.disable_progress_bar()
     try:
         yield
     finally:
         if enabled:
-            logging.enable_progress_bar()
+            messages.enable_progress_bar()
 
 
 def _place(path: Path, folder: Path) -> str:

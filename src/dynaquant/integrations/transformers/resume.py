@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -14,10 +15,12 @@ from transformers import trainer_utils
 from transformers.trainer import TRAINER_STATE_NAME
 
 from dynaquant.errors import CheckpointError
-from dynaquant.integrations.transformers.progress import state_in
+from dynaquant.integrations.transformers.progress import beside_in, ordinary_checkpoint, state_in
 from dynaquant.store.pointers import RUN_FOLDER
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag
+
+log = logging.getLogger("dynaquant")
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ def get_last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     None if there is nothing yet. A script that calls ``trainer.train(resume_from_checkpoint=get_last_checkpoint(out))``
     can be started again and again.
 
-    Raises ValueError if there are both, and the one of Transformers has the higher step.
+    Raises ValueError if there are both, and Transformers wrote one with a higher step after the newest of the run.
     """
     run = Path(folder) / RUN_FOLDER
     if has_checkpoints(run):
@@ -55,8 +58,8 @@ def asked_for(resume_from_checkpoint: Any, run: Path) -> Asked | None:
     resume_from_checkpoint: True or the run's folder for the newest, a step, or a tag. Anything else that is there is
     left to Transformers.
 
-    Raises ValueError for another run, or for True beside a checkpoint of Transformers with a higher step;
-    CheckpointError if there is no such step or tag.
+    Raises ValueError for another run, or for True if Transformers wrote a checkpoint with a higher step after the
+    newest of the run; CheckpointError if there is no such step or tag.
     """
     given = resume_from_checkpoint
     if given is None or given is False:
@@ -83,26 +86,30 @@ def asked_for(resume_from_checkpoint: Any, run: Path) -> Asked | None:
     return Asked(int(given) if given.isdecimal() else given)
 
 
-def ordinary_checkpoint(folder: Path) -> tuple[int, Path] | None:
-    """Return the step and the folder of the last checkpoint that Transformers wrote in a folder; None without one."""
-    prefix = f"{trainer_utils.PREFIX_CHECKPOINT_DIR}-"
-    found = [path.parent for path in folder.glob(f"{prefix}*/{TRAINER_STATE_NAME}")]
-    steps = {int(number): path for path in found if (number := path.name.removeprefix(prefix)).isdecimal()}
-    return max(steps.items(), default=None)
-
-
 def _refuse_newer_beside(run: Path) -> None:
-    """Raise ValueError if a checkpoint that Transformers wrote beside a run has a higher step than the run's newest.
+    """Raise ValueError if Transformers has written a checkpoint of a higher step since the run's newest was saved.
 
-    Nobody but the user knows which training is to go on.
+    Nobody but the user knows which training is to go on. If it lay beside the run already when the newest was saved,
+    the run has gone on in spite of it, and goes on again.
     """
     order, ordinary = Run(run).steps(), ordinary_checkpoint(run.parent)
-    if order and ordinary is not None and ordinary[0] > order[-1]:
-        raise ValueError(
-            f"{ordinary[1]}, which Transformers wrote, has a higher step than the newest checkpoint of the run {run}, "
-            f"step {order[-1]}. Choose one: resume_from_checkpoint={str(ordinary[1])!r} or {str(run)!r}; or move the "
-            "other away"
+    if not order or ordinary is None or ordinary.step <= order[-1]:
+        return
+    seen = beside_in(Run(run).file(order[-1]))
+    if seen is not None and seen == ordinary.fingerprint:
+        log.warning(
+            "going on from step %d of %s, which was saved when %s was there already; to go on from that one, give its "
+            "path as resume_from_checkpoint",
+            order[-1],
+            run,
+            ordinary.path,
         )
+        return
+    raise ValueError(
+        f"{ordinary.path}, which Transformers wrote, has a higher step than the newest checkpoint of the run {run}, "
+        f"step {order[-1]}. Choose one: resume_from_checkpoint={str(ordinary.path)!r} or {str(run)!r}; or move the "
+        "other away. After the next save, True goes on with the one that you chose"
+    )
 
 
 @contextmanager
