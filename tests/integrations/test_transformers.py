@@ -348,13 +348,15 @@ def test_an_exported_checkpoint_is_continued_without_dynaquant(tmp_path):
     undisturbed.processing_class = tokenizer_of()
     undisturbed.train()
     out = tmp_path / "plain" / "checkpoint-10"
-    out.parent.mkdir()
     assert "note:" not in call("export", tmp_path, 10, "--to", "transformers", "-o", out)
+    assert out.stat().st_mode == out.parent.stat().st_mode
     again = plain_trainer(out.parent, **settings)
     again.train(resume_from_checkpoint=True)
     same_training(again, undisturbed)
-    model = transformers.AutoModelForCausalLM.from_pretrained(out)
-    assert bits(dict(model.state_dict())) == bits(dict(dq.load(run_of(tmp_path), 10)["model"]))
+    call("export", tmp_path, 10, "--to", "hf", "-o", tmp_path / "hf")
+    for folder in (out, tmp_path / "hf"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert bits(dict(model.state_dict())) == bits(dict(dq.load(run_of(tmp_path), 10)["model"]))
     assert transformers.AutoTokenizer.from_pretrained(out)("7").input_ids == [7]
     assert torch.load(out / "training_args.bin", weights_only=False).max_steps == 20
     call("branch", run_of(tmp_path), 10, tmp_path / "branch")  # takes what does not belong to a step along

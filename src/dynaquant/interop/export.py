@@ -224,6 +224,7 @@ def _write_folder(stored: StoredCheckpoint, folder: Path, tell: Tell) -> None:
     """Write the model as a Hugging Face folder, and all other files if a folder was compressed."""
     other_files = _other_files(stored)
     try:
+        frameworks.write_configuration(stored, folder)
         if other_files.model:
             write_shards(stored, stored.state_dict, _source(stored), folder, tell)
         for state_dict, source in other_files.models:

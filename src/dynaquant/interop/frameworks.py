@@ -23,7 +23,7 @@ from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.state.of_ranks import RANKS
 from dynaquant.state.tree import dict_items, tensor_name
 from dynaquant.store.atomic_files import atomic_file, atomic_folder
-from dynaquant.store.files import is_file_name
+from dynaquant.store.files import is_file_name, removing_empty_folders
 from dynaquant.store.pointers import FRAMEWORK_FOLDER, RUN_FOLDER, read_pointer
 from dynaquant.training.collect import number_of_ranks, stored_rng_state
 from dynaquant.training.objects import RESERVED, RNG
@@ -57,17 +57,22 @@ def write(stored: StoredCheckpoint, target: Target, out: Path, tell: Tell) -> li
     Raises CheckpointError if another framework, or none, saved the checkpoint, or if it lacks what is needed.
     """
     _check(stored, target)
-    notes = _of_dropped(stored)
+    parent = out.absolute().parent
+    with removing_empty_folders(parent):
+        parent.mkdir(parents=True, exist_ok=True)  # the frameworks keep their checkpoints in a folder, often a new one
+        return _of_dropped(stored) + _write(stored, target, out, tell)
+
+
+def _write(stored: StoredCheckpoint, target: Target, out: Path, tell: Tell) -> list[str]:
     try:
         if target is Target.LIGHTNING:
-            notes += [*of_omitted(stored), *_of_lightning(stored, out)]
             with atomic_file(out) as file:
                 torchfile.write(file, stored.state())
-            return notes
+            return [*of_omitted(stored), *_of_lightning(stored, out)]
         with atomic_folder(out) as folder:
             if target is Target.TRANSFORMERS:
-                return notes + _write_transformers(stored, folder, out, tell)
-            return notes + of_omitted(stored) + _write_accelerate(stored, folder, tell)
+                return _write_transformers(stored, folder, out, tell)
+            return of_omitted(stored) + _write_accelerate(stored, folder, tell)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{stored.file.path}: its state is not that of a training with {_TITLES[target]} ({error!r}); --to "
@@ -169,6 +174,13 @@ def _write_transformers(stored: StoredCheckpoint, folder: Path, out: Path, tell:
     notes += _place_best(state, stored.file.header.step, out.absolute())
     (folder / "trainer_state.json").write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
     return notes + _of_extras(stored, nodes.keys() - {"model", "optimizer", "scheduler", "scaler", "trainer"})
+
+
+def write_configuration(stored: StoredCheckpoint, folder: Path) -> None:
+    """Write what ``from_pretrained`` reads beside weights, if a Trainer saved the checkpoint and the run has it."""
+    files = stored.file.path.parent / FRAMEWORK_FOLDER
+    if files.is_dir() and framework_of(stored) is Target.TRANSFORMERS and _adapters(files) is None:
+        shutil.copytree(files, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("training_args.bin"))
 
 
 def _adapters(files: Path) -> dict[str, dict[str, str]] | None:

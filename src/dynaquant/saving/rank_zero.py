@@ -90,7 +90,8 @@ def warn_of_other_checkpoints(run: Run, group: Group) -> None:
     if group.rank == 0 and (found := run.summaries()[0]):
         log.warning(
             "%s holds %d checkpoints, but none was restored: this save does not continue them, and starts another "
-            "training in the same run",
+            "training in the same run. Its steps replace earlier ones of the same number, and keep_last, keep_every "
+            "and keep_best delete others. To keep them, stop now, and call restore() or give another folder",
             run.folder,
             len(found),
         )

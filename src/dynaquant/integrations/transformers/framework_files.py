@@ -35,8 +35,9 @@ def write(trainer: Any, run: Path) -> None:
     # The state dict that is saved has numbers in place of weights. They tell which name became which key.
     names = list(trainer.model.state_dict()) if hasattr(trainer.model, "peft_config") else []
     with TemporaryDirectory() as temporary, _without_progress_bars():
-        made = Path(temporary)
-        trainer._save(temporary, state_dict={name: torch.tensor([i]) for i, name in enumerate(names)})
+        made = Path(temporary) / "made"  # others may read it, unlike the temporary folder, whose mode would be copied
+        made.mkdir()
+        trainer._save(str(made), state_dict={name: torch.tensor([i]) for i, name in enumerate(names)})
         if not trainer.is_world_process_zero():
             return
         if names:
