@@ -296,8 +296,7 @@ class Checkpointer:
         )
         self._group.run_on_all_ranks(self.wait)
         self.skipped, self.not_restored = restorer.skipped, []
-        loaded = restorer.restore(step)
-        if loaded is None:
+        if (loaded := restorer.restore(step)) is None:
             return None
         self.not_restored = list(loaded.problems)
         header, names, exact = loaded.file.header, loaded.restored_names, loaded.from_lossless_copy
@@ -358,6 +357,7 @@ class Checkpointer:
         self.wait()
         if self._group.rank == 0:
             set_tag(self._run, name, self._run.newest() if step is None else self._run.file(step), force=True)
+            self._run.delete_unneeded()  # exact weights of the checkpoint that had the tag
 
     def close(self) -> None:
         """Wait for the last write, raise its error, and release the run. May be called twice.

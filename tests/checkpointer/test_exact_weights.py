@@ -49,8 +49,11 @@ def test_exact_weights_stay_as_long_as_the_checkpoint_has_a_tag(tmp_path):
         assert same(model, kept[2])
         ckpt.restore(4, only="model")
         assert not same(model, kept[4])
+        ckpt.save(6, exact_weights=True).result()
+        ckpt.tag("best", 6)
+        assert copies_in(tmp_path) == ["exact-000000000006"]  # the one of step 2 has no tag any more
         remove_tag(Run(tmp_path), "best")
-        ckpt.save(6).result()
+        ckpt.save(7).result()
     assert copies_in(tmp_path) == []
 
 
