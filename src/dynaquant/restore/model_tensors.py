@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -34,10 +34,27 @@ def stored_names(file: CheckpointFile) -> dict[str, str]:
     """
     try:
         found = state_dict_in(file.header.tree)
-        ranks = ranks_in(file.header.tree)
-    except (StateError, TypeError) as error:
+    except StateError as error:
         raise CheckpointError(f"{file.path}: {error}") from None
-    if differing := {name for each in ranks for name in each.tensors} & set(found.values()):
+    warn_if_ranks_differ(file, found.values())
+    known = file.header.by_name
+    if missing := [name for name in found.values() if name not in known or known[name].omitted]:
+        raise CheckpointError(
+            f"{file.path}: the stored tree of the state names {missing[0]}, but there is no such tensor"
+        )
+    return found
+
+
+def warn_if_ranks_differ(file: CheckpointFile, names: Iterable[str]) -> None:
+    """Log a warning if tensors of a model differ between the ranks that saved it, as only those of rank 0 are read.
+
+    Raises CheckpointError if the stored tree is malformed.
+    """
+    try:
+        ranks = ranks_in(file.header.tree)
+    except TypeError as error:
+        raise CheckpointError(f"{file.path}: {error}") from None
+    if differing := {name for each in ranks for name in each.tensors} & set(names):
         log.warning(
             "%s: %d tensors of the model, such as %s, differ between the ranks that saved it; only those of rank 0 are "
             "read here. load() has the others under 'ranks'",
@@ -45,12 +62,6 @@ def stored_names(file: CheckpointFile) -> dict[str, str]:
             len(differing),
             min(differing),
         )
-    known = file.header.by_name
-    if missing := [name for name in found.values() if name not in known or known[name].omitted]:
-        raise CheckpointError(
-            f"{file.path}: the stored tree of the state names {missing[0]}, but there is no such tensor"
-        )
-    return found
 
 
 def weights_in_parts(file: CheckpointFile) -> dict[str, str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError, RunChangedError, StateError
-from dynaquant.restore.model_tensors import stored_names, weights_in_parts
+from dynaquant.restore.model_tensors import stored_names, warn_if_ranks_differ, weights_in_parts
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import model_in, node_at, tensor_names_in
 from dynaquant.store.chain import chain_of, detect_run_changes, retry_if_run_changed
@@ -185,11 +185,15 @@ class StoredCheckpoint:
         return weights_in_parts(self.file)
 
     def model_state(self, tensors: Mapping[str, Tensor]) -> Any:
-        """Return the model's state dict with the given tensors. Raises CheckpointError if there is no model."""
+        """Return the model's state dict with the given tensors. Logs a warning if they differ between ranks.
+
+        Raises CheckpointError if there is no model.
+        """
         try:
             node = model_in(self.file.header.tree)
         except StateError as error:
             raise CheckpointError(f"{self.file.path}: {error}") from None
+        warn_if_ranks_differ(self.file, tensor_names_in(node))
         return self.state_part(node, tensors)
 
     def state_part(self, node: Any, tensors: Mapping[str, Tensor]) -> Any:
