@@ -61,6 +61,14 @@ def test_log_has_the_records_of_all_checkpoints(run):
     assert f"{records[-1]['total']['stored'] / 1000:.2f} kB" in shown
 
 
+def test_what_a_metric_that_sees_nothing_says_is_not_shown_as_measured(tmp_path):
+    model = model_of()
+    with dq.Checkpointer(tmp_path, model, evaluate=lambda _: 0.5) as ckpt:
+        ckpt.save(1).result()
+    assert all("0.00%" not in call(*command) for command in (("log", tmp_path), ("watch", tmp_path, "--once")))
+    assert "0.5 as restored: the metric does not see the weights" in " ".join(call("show", tmp_path, 1).split())
+
+
 def test_log_lists_a_lossless_copy(tmp_path):
     with dq.Checkpointer(tmp_path, nn.Linear(40, 40), exact="latest") as ckpt:
         for step in (1, 2):

@@ -87,6 +87,7 @@ def test_a_metric_that_scores_another_model_is_said_at_the_first_save_and_does_n
         check_survives(tmp_path, model, 1)
         assert (first.judged_by, first.search) == ("fisher distortion", "scale")
         assert first.quality.restored == first.quality.original  # as the metric says, for what ranks checkpoints by it
+        assert first.degradation is None
         assert first.equivalents > 2
         assert first.notes == messages(caplog, "evaluate does not tell weights apart") == caplog.messages
         assert "Let it score the model that it is given" in first.notes[0]

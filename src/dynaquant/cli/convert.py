@@ -327,10 +327,10 @@ def _print_quality(record: Record) -> None:
     quality = record.quality
     if record.search == "lossless":
         output.print_("lossless: all values are stored exactly")
-    elif quality is not None:
+    elif quality is not None and record.degradation is not None:
         output.print_(
             f"metric: {quality.original:.6g} before, {quality.restored:.6g} after; "
-            f"degradation {quality.degradation:+.2%} (limit {max(record.limit or 0, 0):.2%})"
+            f"degradation {record.degradation:+.2%} (limit {max(record.limit or 0, 0):.2%})"
         )
     else:
         output.print_("quality: estimated from how far the weights move; use --metric to measure it")

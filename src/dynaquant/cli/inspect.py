@@ -52,7 +52,7 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
         optional=("found by", "configuration", "limit", "weights", "ratio"),
     )
     for file, record, names in zip(files, records, tags, strict=True):
-        quality, chosen = record.quality, record.configuration
+        lost, chosen = record.degradation, record.configuration
         table.add(
             str(record.step),
             ", ".join(names),
@@ -60,8 +60,8 @@ def log(folder: RunFolder, as_json: AsJson = False) -> None:
             in_bytes(record.total.stored),
             f"{record.ratio:.2f}×",
             _ratio(record.roles["weight"]) if "weight" in record.roles else "–",
-            f"{quality.degradation:+.2%}" if quality else "–",
-            f"{max(record.limit, 0):.2%}" if record.limit is not None else "–",
+            "–" if lost is None else f"{lost:+.2%}",
+            "–" if lost is None or record.limit is None else f"{max(record.limit, 0):.2%}",
             in_short(chosen) if chosen else "exact",
             record.search or "–",
         )
@@ -179,11 +179,12 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
     spent = "" if not record.equivalents else f" in {record.equivalents:.1f} evaluations on all batches"
     yield "found by", f"{record.search or 'unknown'}, {plural(record.evaluations, 'configuration')} scored{spent}"
     if quality := record.quality:
-        yield (
-            "quality",
-            f"{quality.original:.6g} in training, {quality.restored:.6g} as restored: degradation "
-            f"{quality.degradation:+.2%}" + ("" if record.limit is None else f" (limit {max(record.limit, 0):.2%})"),
-        )
+        if record.degradation is None:
+            lost = "the metric does not see the weights"
+        else:
+            limit = "" if record.limit is None else f" (limit {max(record.limit, 0):.2%})"
+            lost = f"degradation {record.degradation:+.2%}{limit}"
+        yield "quality", f"{quality.original:.6g} in training, {quality.restored:.6g} as restored: {lost}"
     if record.budget_spent is not None:
         felt = "" if record.restores_felt is None else f"{record.restores_felt:.3%} now, "
         yield "budget", f"restores have cost {felt}{record.budget_spent:.3%} at the end of the training, as predicted"

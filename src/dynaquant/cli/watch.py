@@ -96,7 +96,7 @@ def _table(seen: list[Seen], now: float) -> output.Table:
             "keyframe" if record.parent is None else f"delta of {record.parent}",
             in_bytes(record.total.stored),
             times(record.ratio, 1),
-            percent(record.quality.degradation, sign=True) if record.quality else _not_measured(record),
+            _not_measured(record) if record.degradation is None else percent(record.degradation, sign=True),
             in_seconds(sum(record.seconds.values())),
             ", ".join(each.tags),
         )

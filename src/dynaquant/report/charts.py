@@ -116,14 +116,16 @@ def _ratios(statistics: Statistics) -> Chart:
 
 def _degradation(statistics: Statistics) -> Chart:
     rows, title = statistics.by_step, "Degradation and its limit"
-    losses = [row.record.quality.degradation if row.record.quality else None for row in rows]
+    losses = [row.record.degradation for row in rows]
     unknown = [loss is None or not math.isfinite(loss) for loss in losses]
     if all(unknown):
-        if any(row.record.quality for row in rows):
+        if any(loss is not None for loss in losses):
             return Chart("degradation", title, "No checkpoint has a finite degradation of the metric.", None)
         judges = sorted({row.record.judged_by for row in rows if row.record.judged_by})
         by = f" The search was guided by {' and '.join(judges)}." if judges else ""
-        return Chart("degradation", title, f"Nothing was measured: there was no evaluate function.{by}", None)
+        blind = any(row.record.quality for row in rows)
+        why = "evaluate does not see the weights" if blind else "there was no evaluate function"
+        return Chart("degradation", title, f"Nothing was measured: {why}.{by}", None)
     figure = figure_for(rows, "degradation")
     figure.update_yaxes(tickformat=".2~%", rangemode="tozero")
     limits = [row.record.limit for row in rows]
@@ -159,8 +161,10 @@ def _degradation(statistics: Statistics) -> Chart:
 
 
 def _why_unknown(row: Row) -> str:
+    if row.record.degradation is not None:
+        return f"the metric is {percent(row.record.degradation)}"
     if row.record.quality:
-        return f"the metric is {percent(row.record.quality.degradation)}"
+        return "the metric does not see the weights"
     return (
         f"no metric; the search was guided by {escape(row.record.judged_by)}" if row.record.judged_by else "no metric"
     )

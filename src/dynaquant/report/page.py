@@ -111,7 +111,9 @@ def _facts(statistics: Statistics) -> str:
     limits = {row.record.limit for row in statistics.rows if row.record.limit is not None}
     allowed = f"limit {percent(max(limits))} for each checkpoint" if limits else "of one checkpoint"
     if statistics.worst is None:
-        why = "not finite" if any(row.record.quality for row in statistics.rows) else "no metric was given"
+        measured = any(row.record.degradation is not None for row in statistics.rows)
+        blind = any(row.record.quality for row in statistics.rows)
+        why = "not finite" if measured else "the metric sees nothing" if blind else "no metric was given"
         facts.append(("Largest degradation", NONE, why))
     else:
         facts.append(("Largest degradation", percent(statistics.worst, sign=True), allowed))
@@ -153,8 +155,8 @@ def _table(statistics: Statistics) -> str:
 
 
 def _cells(record: Record) -> Iterator[str]:
-    weights, quality, chosen = record.roles.get("weight"), record.quality, record.configuration
-    loss = quality.degradation if quality else None
+    weights, chosen = record.roles.get("weight"), record.configuration
+    loss = record.degradation
     yield _cell("step", record.step, f"{record.step:,}")
     yield _cell("parent", record.parent, "keyframe" if record.parent is None else f"{record.parent:,}")
     yield _cell("total.stored", record.total.stored, f"{record.total.stored:,}")

@@ -60,7 +60,7 @@ class Statistics:
     @property
     def worst(self) -> float | None:
         """The largest measured degradation; None if nothing was measured."""
-        measured = [row.record.quality.degradation for row in self.rows if row.record.quality]
+        measured = [lost for row in self.rows if (lost := row.record.degradation) is not None]
         return max((loss for loss in measured if not math.isnan(loss)), default=None)
 
     @property

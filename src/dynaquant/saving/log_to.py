@@ -60,8 +60,8 @@ def scalars(record: Record) -> dict[str, float]:
 def in_one_line(record: Record) -> str:
     """Return the record of a committed checkpoint as a line for the log: step, size, ratio, quality, seconds."""
     kind = "keyframe" if record.parent is None else f"delta of step {record.parent}"
-    if record.quality is not None:
-        quality = f"degradation {percent(record.quality.degradation, sign=True)}"
+    if record.degradation is not None:
+        quality = f"degradation {percent(record.degradation, sign=True)}"
     else:
         quality = "weights exact" if record.configuration is None else "quality not measured"
     waited = sum(seconds for stage, seconds in record.seconds.items() if stage != "write")

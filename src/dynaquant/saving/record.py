@@ -110,6 +110,12 @@ class Record:
         return sum(trial.degradation is not None for trial in self.trials)
 
     @property
+    def degradation(self) -> float | None:
+        """What the metric has lost; None without a metric, or if an estimate decided since the metric sees nothing."""
+        estimated = self.judged_by not in ("evaluate", None)
+        return None if self.quality is None or estimated else self.quality.degradation
+
+    @property
     def keyframe(self) -> bool | None:
         """Whether the checkpoint is a keyframe; None on ranks other than 0."""
         return self.parent is None if self.identity else None
