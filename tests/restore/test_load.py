@@ -11,6 +11,7 @@ from training import bits, model_of, train
 
 import dynaquant as dq
 from dynaquant.interop.export import Target, export
+from dynaquant.interop.targets import OF_FRAMEWORKS
 from dynaquant.interop.packing import Packer, compress
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.store.container import CheckpointFile
@@ -142,9 +143,10 @@ def test_one_damaged_tensor_of_the_lossless_copy_switches_all_tensors_to_the_che
         model[4].weight = model[0].weight
         dq.load_into(model, damaged)
         assert each(model.state_dict()) == small
-        for target in Target:
+        targets = [target for target in Target if target not in OF_FRAMEWORKS]
+        for target in targets:
             export(StoredCheckpoint(damaged), target, tmp_path / target)
-    assert caplog.text.count("the lossless copy of step 3 cannot be used") == 3 + len(Target)
+    assert caplog.text.count("the lossless copy of step 3 cannot be used") == 3 + len(targets)
     assert "model.4.bias" in caplog.text
     for file in (tmp_path / Target.SAFETENSORS, tmp_path / Target.HF / "model.safetensors"):
         found = each(load_file(file))
