@@ -15,6 +15,8 @@ from integrations.byte_model import OWN, VALIDATED, Ended
 from integrations.page import each, lossless, lossy, page, saving_changes_nothing, tables_of_sizes
 from integrations.runs import FRAMEWORKS, Attempt, Kill, Kind, Run, Sweep, plan_of, trained
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):

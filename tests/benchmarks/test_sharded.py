@@ -14,6 +14,8 @@ from sharding.page import ends, goals, memory, page, plot, sizes
 from sharding.sweep import BY_MMAP, RANKS, Ends, Found, plan_of
 from sharding.trainings import Attempt, Trained, crashed, kept, replayed
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):

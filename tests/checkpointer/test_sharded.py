@@ -15,6 +15,8 @@ from dynaquant.store.run import Run
 from dynaquant.tensors.boxes import in_one
 from dynaquant.tensors.stored import Patchwork, QuantizedTensor, RankOne, ScaledMoment, stored_equal
 
+pytestmark = pytest.mark.slow
+
 SUPPORT = Path(__file__).parents[1] / "support"
 TIMEOUT = 150
 """Seconds. Much more than a launch needs, so a timeout means that a rank hangs."""

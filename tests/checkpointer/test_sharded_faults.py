@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from dynaquant.cli import app
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded_faults.py"
 
 TIMEOUT = 500

@@ -6,6 +6,8 @@ import pytest
 from launched import findings_of
 from torch.distributed.fsdp import FSDPModule
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "support" / "sharded_findings.py"
 
 

@@ -29,6 +29,7 @@ def demo(tmp_path_factory):
     return out, json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_training_survives_its_crashes(demo):
     _, results = demo
     assert [result["workload"] for result in results] == ["transformer", "convnet"]

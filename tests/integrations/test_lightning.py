@@ -311,6 +311,7 @@ def test_saves_and_loads_are_in_the_log_and_warnings_only_once(tmp_path, caplog)
     assert caplog.text.count("loaded step ") == 1
 
 
+@pytest.mark.slow
 def test_ddp_saves_and_resumes_exactly(tmp_path):
     def ranks(folder, **changes) -> str:
         settings = json.dumps(

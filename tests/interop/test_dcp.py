@@ -55,6 +55,7 @@ def test_what_dcp_saves_is_read_by_any_number_of_ranks_and_by_one_process(tmp_pa
         assert all(bits(found[name]) == bits(wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quality", ["balanced", "high"])
 def test_quantized_checkpoints_of_ranks_that_chose_different_grids(tmp_path, quality):
     run_ranks(tmp_path, 2, "save", 4, "fsdp", quality)
@@ -86,6 +87,7 @@ def test_a_rank_with_a_full_disk_fails_the_save_on_all_ranks_and_the_next_save_w
     assert len([path for path in run.folder.iterdir() if path.is_dir()]) == 2
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_the_last_commit(tmp_path):
     status, _ = launch(RANKS, 2, 240, tmp_path, "save", 3, "fsdp", "lossless", "killed")
     assert status != 0

@@ -419,6 +419,7 @@ def test_an_unreadable_newest_file_does_not_take_the_model_back(trained):
 # Real writers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quality", ["lossless", "balanced"])
 def test_a_run_of_many_ranks_is_followed_through_a_change_of_layout(tmp_path, quality):
     model = sharded_model_of("plain")

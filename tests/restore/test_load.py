@@ -11,8 +11,8 @@ from training import bits, model_of, train
 
 import dynaquant as dq
 from dynaquant.interop.export import Target, export
-from dynaquant.interop.targets import OF_FRAMEWORKS
 from dynaquant.interop.packing import Packer, compress
+from dynaquant.interop.targets import OF_FRAMEWORKS
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.run import Run

@@ -253,6 +253,7 @@ def outcomes(tmp_path_factory) -> dict[str, dict]:
     return dict(zip(CASES, (found[number] for number in sorted(found)), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_reader_of_a_hostile_file_ends_with_a_one_line_error(outcomes, case):
     for reader, outcome in outcomes[case].items():

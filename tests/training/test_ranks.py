@@ -111,6 +111,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 # One decision
 
 
+@pytest.mark.slow
 def test_all_ranks_reach_the_same_decision(saves):
     for outcomes in saves:
         for name in (
