@@ -14,10 +14,10 @@ help:  ## list the targets
 demo: .venv/ready  ## train, crash, restore, compare (FULL=1: longer, with ten crashes each)
 	$(BIN)/dynaquant demo --out build/demo $(if $(FULL),--full)
 
-test: .venv/ready  ## run every test once, with its first parameters
+test: .venv/ready  ## run every test that is not slow once, with its first parameters
 	$(BIN)/pytest -n 2 --tier quick
 
-test-all: test  ## run every test with all parameters, too
+test-all: test  ## run all other tests, too
 	$(BIN)/pytest -n 2 --tier rest
 
 test-torchtitan: build/torchtitan/ready  ## run the tests of torchtitan, in an environment of their own

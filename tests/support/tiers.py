@@ -22,7 +22,7 @@ def cpu_seconds() -> float:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--tier", choices=("quick", "rest", "all"), default="all", help="quick: each test once")
+    parser.addoption("--tier", choices=("quick", "rest", "all"), default="all", help="quick: what is not slow, once")
     parser.addoption("--cpu-seconds", metavar="FILE", help="write the CPU seconds of each test to this file, as JSON")
 
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 from dynaquant.coding.schemes import depends_on
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.store import frozen_files
-from dynaquant.store.container import CheckpointFile, Parent, is_missing
+from dynaquant.store.container import CheckpointFile, Parent, is_missing, open_if_exists
 from dynaquant.store.entry import Entry
 from dynaquant.store.layout import Parts
 
@@ -74,12 +74,8 @@ def parent_of(file: CheckpointFile, path_of: PathOf, given: Sequence[CheckpointF
         return _parent_beside(file, parent.identity, parent.file)
     path = path_of(parent.step)
     what = f"checkpoint step {file.header.step}: its parent, step {parent.step} ({parent.identity[:8]}…),"
-    try:
-        found = CheckpointFile(path)
-    except CheckpointError as error:
-        if not is_missing(error):
-            raise
-        raise CheckpointError(f"{what} is not in {path.parent} (was it deleted by hand?)") from None
+    if (found := open_if_exists(path)) is None:
+        raise CheckpointError(f"{what} is not in {path.parent} (was it deleted by hand?)")
     if found.header.identity != parent.identity:
         raise CheckpointError(f"{what} has been replaced in {path.parent} by another checkpoint of that step")
     if found.header.sequence >= file.header.sequence:
@@ -95,12 +91,8 @@ def _parent_beside(file: CheckpointFile, identity: str, reference: str) -> Check
     path = Path(os.path.realpath(file.path.resolve().parent / reference))
     what = f"{file.path}: its parent {path} ({identity[:8]}…)"
     advice = "put it back there, or give it as parent="
-    try:
-        found = CheckpointFile(path)
-    except CheckpointError as error:
-        if not is_missing(error):
-            raise
-        raise CheckpointError(f"{what} is missing; {advice}") from None
+    if (found := open_if_exists(path)) is None:
+        raise CheckpointError(f"{what} is missing; {advice}")
     if found.header.identity != identity:
         raise CheckpointError(f"{what} holds another state now; {advice}")
     if found.header.sequence >= file.header.sequence:
@@ -174,6 +166,7 @@ def open_part(file: CheckpointFile, number: int) -> CheckpointFile:
         except CheckpointError as error:
             if not is_missing(error):
                 raise
+            # The cause tells retention that the file cannot be read now. It may be back later.
             raise CheckpointError(f"{file.path}: its part {path.name} is not in {path.parent.name}") from error
         if (part.header.identity, part.size) != (parts.files[number].identity, parts.files[number].size):
             raise CheckpointError(f"{path}: is not the part that {file.path.name} refers to")

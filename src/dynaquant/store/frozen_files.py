@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from dynaquant.errors import CheckpointError
-from dynaquant.store.container import CheckpointFile, is_missing
+from dynaquant.store.container import CheckpointFile, open_if_exists
 
 PREFIX = "frozen-"
 """Prefix of the names of these files."""
@@ -35,14 +35,8 @@ def open_frozen(file: CheckpointFile, identity: str) -> CheckpointFile:
     """
     if identity not in file.frozen:
         path = file.path.parent / file_name(identity)
-        try:
-            found = CheckpointFile(path)
-        except CheckpointError as error:
-            if not is_missing(error):
-                raise
-            raise CheckpointError(
-                f"{file.path}: its frozen parameters are in {path.name}, which is not beside it"
-            ) from None
+        if (found := open_if_exists(path)) is None:
+            raise CheckpointError(f"{file.path}: its frozen parameters are in {path.name}, which is not beside it")
         if found.header.identity != identity:
             raise CheckpointError(f"{path}: holds other frozen parameters than {file.path.name} refers to")
         file.frozen[identity] = found

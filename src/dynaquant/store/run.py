@@ -20,7 +20,6 @@ from dynaquant.store.container import (
     Parent,
     Summary,
     file_version,
-    is_missing,
     is_step,
     open_if_exists,
 )
@@ -124,16 +123,12 @@ class Run:
         if not is_step(step):
             raise CheckpointError(f"{self.folder}: a step is an integer from 0 to 2**63 - 1")
         path = self.path(step)
-        try:
-            file = CheckpointFile(path)
-        except CheckpointError as error:
-            if not is_missing(error):
-                raise
+        if (file := open_if_exists(path)) is None:
             seen = step in self._seen
             steps = ", ".join(str(summary.step) for summary in self.summaries()[0]) or "none"
             name = f"checkpoint of step {step}"
             what = f"the {name} no longer exists" if seen else f"there is no {name}"
-            raise CheckpointError(f"{self.folder}: {what} (available steps: {steps})") from None
+            raise CheckpointError(f"{self.folder}: {what} (available steps: {steps})")
         self._check_name(path, file.header.step)
         self._seen.add(step)
         return file
