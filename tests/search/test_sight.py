@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import dynaquant as dq
 from dynaquant.search.scores import Quality
-from dynaquant.search.sight import is_suspicious, sight_of
+from dynaquant.search.sight import has_worsened, is_suspicious, sight_of
 
 loss, accuracy = loss_on(INPUTS, TARGETS), accuracy_on(INPUTS, TARGETS)
 
@@ -182,6 +182,42 @@ def test_a_metric_given_the_wrong_way_round_is_said_and_does_not_destroy_weights
     assert len(messages(caplog, advice)) == 1
 
 
+def test_a_forgotten_higher_is_better_is_found_once_the_training_has_raised_the_metric(tmp_path, caplog):
+    """Also if every candidate happens to score a little higher than the weights in training, which looks worse."""
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    in_training = dict(model.named_parameters())
+
+    def raised(scored: nn.Module) -> float:
+        moved = any(not parameter.equal(in_training[name]) for name, parameter in scored.named_parameters())
+        return accuracy(scored) + (1e-3 if moved and scored[0].weight.any() else 0.0)
+
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=raised, max_degradation=0.05) as ckpt:
+        assert ckpt.save(1).result().judged_by == "evaluate"
+        steps(model, optimizer, 60)
+        assert "distortion" in ckpt.save(2).result().judged_by
+    assert len(messages(caplog, "give higher_is_better=True")) == 1
+
+
+def test_a_loss_that_rises_as_a_training_overfits_costs_one_evaluation_once(tmp_path, caplog):
+    model, optimizer = trained()
+    calls, factor = [], [1.0]
+
+    def overfitting(scored: nn.Module) -> float:
+        calls.append(scored)
+        return factor[0] * loss(scored)
+
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=overfitting) as ckpt:
+        spent = []
+        for step, factor[0] in enumerate((1.0, 1.5, 1.5)):
+            before = len(calls)
+            record = ckpt.save(step).result()
+            spent.append(len(calls) - before - record.evaluations)
+    assert spent[1] == spent[2] + 1
+    assert caplog.messages == []
+
+
 class record_notes:  # noqa: N801
     """Gives the notes of a record as caplog gives messages."""
 
@@ -227,6 +263,13 @@ def test_scores_are_suspicious_only_if_no_candidate_was_worse():
     assert not is_suspicious([-0.002], 0.01, before=False)
     assert is_suspicious([-0.002], 0.01, before=True)
     assert all(is_suspicious(each, 0.01, before=False) for each in ([0.0], [-0.02], [-1e-6, -1e-5], [None, 0.0]))
+
+
+def test_a_metric_has_worsened_by_more_than_a_fifth():
+    assert has_worsened(2.0, 2.5, higher_is_better=False)
+    assert not has_worsened(2.0, 2.3, higher_is_better=False)
+    assert not has_worsened(2.0, 2.5, higher_is_better=True)
+    assert has_worsened(-10.0, -13.0, higher_is_better=True)
 
 
 def test_one_replica_whose_metric_sees_is_enough():

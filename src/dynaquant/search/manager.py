@@ -24,7 +24,7 @@ from dynaquant.search.kmeans_method import KMeansQuantizer, search_kmeans
 from dynaquant.search.metric import UserMetric
 from dynaquant.search.noise import Noise
 from dynaquant.search.progress import bar_removed
-from dynaquant.search.sight import Sight, is_suspicious, note_on, sight_of
+from dynaquant.search.sight import Sight, has_worsened, is_suspicious, note_on, sight_of
 from dynaquant.search.size import SizeModel
 from dynaquant.search.trials import MixedScoresError, Quantizer, Trials, why_none_is_good_enough
 from dynaquant.tensors.stored import QuantizedTensor
@@ -66,6 +66,7 @@ class ConfigurationManager:
         self._size_factor = 1.0  # bytes that deltas take, relative to their predicted size
         self._gave_up = False  # whether the last search found nothing good enough
         self._sight: Sight = "sees"  # what the metric told of weights at the last save
+        self._reference: float | None = None  # score in training at the first save, or where destroyed weights were scored
 
     @property
     def judges_by_distortion(self) -> bool:
@@ -169,7 +170,7 @@ class ConfigurationManager:
             decision = self._measure(self._fixed, trials, judge, notes)
         else:
             found = self._search(quantizer, trials)
-            sight, note = self._sight_of(metric, quantizer, trials)
+            sight, note = self._sight_of(metric, original.score, quantizer, trials)
             if note is not None:
                 decision = self._decide_by_estimate(quantizer, estimate, allowed, [*notes, note])
                 decision = replace(decision, sight=sight, quality=trials.quality_of(decision.configuration))
@@ -185,14 +186,20 @@ class ConfigurationManager:
         trials = self._trials(quantizer, estimate, allowed, at_once)
         return self._decide(self._search(quantizer, trials), trials, estimate, allowed, 0.0, notes)
 
-    def _sight_of(self, metric: UserMetric, quantizer: Quantizer, trials: Trials) -> tuple[Sight, str | None]:
+    def _sight_of(
+        self, metric: UserMetric, score: float, quantizer: Quantizer, trials: Trials
+    ) -> tuple[Sight, str | None]:
         """Return what the metric tells of weights, and a note unless it sees. Logs the note when that is new.
 
-        Costs an evaluation if the scores of the candidates are suspicious. Collective.
+        score: of the weights in training. Costs an evaluation if the scores are suspicious. Collective.
         """
         degradations = [trial.degradation for trial in trials.done]
-        if not quantizer.weights or not is_suspicious(degradations, trials.limit, self._sight != "sees"):
+        known, self._reference = self._reference, score if self._reference is None else self._reference
+        worsened = known is not None and has_worsened(known, score, metric.higher_is_better)
+        suspicious = is_suspicious(degradations, trials.limit, self._sight != "sees")
+        if not quantizer.weights or not (suspicious or self._group.from_rank_0(worsened)):
             return "sees", None
+        self._reference = score
         found = trials.score_zeros()
         sight = sight_of(found)
         if sight == "sees" or found[0] is None:

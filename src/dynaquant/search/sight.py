@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from dynaquant.search.evaluation import degradation
 from dynaquant.search.scores import Quality
 
 Sight = Literal["sees", "blind", "upside down"]
@@ -18,6 +19,8 @@ Sight = Literal["sees", "blind", "upside down"]
 MUCH_BETTER = 0.4
 """All weights zero must be better by more than this share of the larger of both scores to be suspicious. A model that
 has only begun to train may be a little worse than one that answers the same to everything."""
+MUCH_WORSE = 0.2
+"""A training worsens its metric by more than this share if it overfits, or if the metric is the wrong way round."""
 
 
 def is_suspicious(degradations: Sequence[float | None], limit: float, before: bool) -> bool:
@@ -31,6 +34,11 @@ def is_suspicious(degradations: Sequence[float | None], limit: float, before: bo
     if not known or not all(degradation <= 0 for degradation in known):
         return False
     return before or len(known) > 1 or known[0] == 0 or known[0] < -max(limit, 0.0)
+
+
+def has_worsened(earlier: float, now: float, higher_is_better: bool) -> bool:
+    """Return whether training has made the metric so much worse that destroyed weights should be scored once."""
+    return degradation(earlier, now, higher_is_better) > MUCH_WORSE
 
 
 def sight_of(zeros: Sequence[Quality | None]) -> Sight:
