@@ -1,6 +1,5 @@
 """A run over several processes, with replaced steps, chains, retention, damage, and a return to older steps."""
 
-import logging
 import os
 
 import pytest
@@ -11,6 +10,7 @@ import dynaquant as dq
 from dynaquant.store import verifying
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.run import Run
+from dynaquant.store.tags import set_tag, tags_of
 
 
 def test_a_step_that_is_saved_again_is_replaced(tmp_path):
@@ -163,8 +163,17 @@ def test_keep_last_does_not_count_damaged_checkpoints(tmp_path):
         dq.load(tmp_path, 2)
 
 
-def test_saving_into_a_run_without_restoring_logs_a_warning(tmp_path, caplog):
-    saved(tmp_path, [1, 2])
-    with dq.Checkpointer(tmp_path, *training_of(1)) as ckpt, caplog.at_level(logging.WARNING, "dynaquant"):
-        ckpt.save(7)
-    assert "holds 2 checkpoints, but none was restored" in caplog.text
+def test_saving_into_a_run_without_restoring_keeps_the_newest_and_the_tagged_of_the_earlier_training(tmp_path, caplog):
+    saved(tmp_path, [1, 2, 3])
+    run = Run(tmp_path)
+    set_tag(run, "best", run.file(1))
+    earlier = {step: bits(dq.load(tmp_path, step)["model"]) for step in (1, 3)}
+    names = {step: f"earlier-{step}-{run.file(step).header.identity[:8]}" for step in (1, 3)}
+    for _ in range(2):  # the second one finds no more to keep than the newest of the first
+        with dq.Checkpointer(tmp_path, *training_of(1), keep_last=1) as ckpt:
+            ckpt.save(3).result()
+            ckpt.tag("best")
+    assert {step: bits(dq.load(tmp_path, name)["model"]) for step, name in names.items()} == earlier
+    assert len([tag for tag in tags_of(run) if tag.name.startswith("earlier-")]) == 3
+    assert "holds 3 checkpoints, but none was restored" in caplog.text
+    assert f"The newest and those with a tag stay: {names[1]}, {names[3]}" in caplog.text

@@ -275,7 +275,7 @@ def diff(
     if as_json:
         output.print_json([asdict(change) for change in found])
         return
-    table = output.Table("tensor", "", "moved by", "values changed", "levels changed")
+    table = output.Table("tensor", "", "moved by", "values", "levels")
     for change in found:
         if change.kind != "same":
             shares = [change.moved, change.changed, change.migrated]
@@ -283,7 +283,7 @@ def diff(
     same = sum(change.kind == "same" for change in found)
     if table:
         output.print_(table)
-    output.print_(f"{plural(len(table), 'tensor')} changed, {same:,} identical")
+    output.print_(f"{plural(len(table), 'tensor')} changed, {same:,} identical; values, levels: the share that changed")
 
 
 def verify(folder: RunOrFile, as_json: AsJson = False) -> None:

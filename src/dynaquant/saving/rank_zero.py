@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from dynaquant.errors import CheckpointError
 from dynaquant.saving.record import Record, record_without_file
 from dynaquant.store.commit import WritableRun
-from dynaquant.store.run import Run
+from dynaquant.store.tags import set_tag, tags_of
 from dynaquant.training.collect import rank_rng_state
 from dynaquant.training.packed import joined, packed
 from dynaquant.training.ranks import Group
@@ -85,16 +85,30 @@ def _appears(path: Path) -> bool:
     return True
 
 
-def warn_of_other_checkpoints(run: Run, group: Group) -> None:
-    """Warn if the run has checkpoints already. Called before the first save of a training that has restored none."""
-    if group.rank == 0 and (found := run.summaries()[0]):
-        log.warning(
-            "%s holds %d checkpoints, but none was restored: this save does not continue them, and starts another "
-            "training in the same run. Its steps replace earlier ones of the same number, and keep_last, keep_every "
-            "and keep_best delete others. To keep them, stop now, and call restore() or give another folder",
-            run.folder,
-            len(found),
-        )
+def keep_earlier_training(run: WritableRun, group: Group) -> None:
+    """If the run has checkpoints already, warn, and tag the newest and those with a tag, so that they stay.
+
+    Called before the first save of a training that has restored none. A tag may move with the new training, so a
+    checkpoint that has one gets another.
+    """
+    if group.rank > 0 or not (found := run.summaries()[0]):
+        return
+    usable = {checkpoint.step for checkpoint in run.chain_lengths()}
+    kept = {(summary.step, summary.identity) for summary in [known for known in found if known.step in usable][-1:]}
+    kept |= {(tag.step, tag.identity) for tag in tags_of(run)}
+    names = []
+    for step, identity in sorted(kept):
+        with suppress(CheckpointError):  # a tag may outlive its checkpoint
+            names.append(set_tag(run, f"earlier-{step}-{identity[:8]}", run.holding(step, identity)).name)
+    log.warning(
+        "%s holds %d checkpoints, but none was restored: this save does not continue them, and starts another training "
+        "in the same run. Its steps replace earlier ones of the same number, and keep_last, keep_every and keep_best "
+        "delete others. To continue them, stop now, and call restore(); to keep all, give another folder. The newest "
+        "and those with a tag stay: %s",
+        run.folder,
+        len(found),
+        ", ".join(names) or "none can be read",
+    )
 
 
 def rng_states_of_other_ranks(objects: Mapping[str, Any], group: Group) -> Tensor | None:

@@ -15,7 +15,7 @@ from dynaquant.saving.capture import Captured, capture
 from dynaquant.saving.commit_stage import CommitStage
 from dynaquant.saving.compressed import Compressed
 from dynaquant.saving.compressor import Compressor
-from dynaquant.saving.rank_zero import warn_of_other_checkpoints, written_by_rank_zero
+from dynaquant.saving.rank_zero import keep_earlier_training, written_by_rank_zero
 from dynaquant.saving.record import Record, json_of
 from dynaquant.saving.schedule import Schedule
 from dynaquant.saving.sharded_commit import ShardedCheckpoint
@@ -137,7 +137,7 @@ class Saver:
     def _wait_for_last_write(self) -> None:
         self._writer.thread.wait()
         if not self._has_checkpoint:
-            warn_of_other_checkpoints(self._run, self._group)
+            keep_earlier_training(self._run, self._group)
 
     def _compressed(
         self, step: int, captured: Captured, interval: int | None, exact_weights: bool, seconds: dict[str, float]

@@ -66,7 +66,7 @@ class ConfigurationManager:
         self._size_factor = 1.0  # bytes that deltas take, relative to their predicted size
         self._gave_up = False  # whether the last search found nothing good enough
         self._sight: Sight = "sees"  # what the metric told of weights at the last save
-        self._reference: float | None = None  # score in training at the first save, or where destroyed weights were scored
+        self._reference: float | None = None  # score in training when destroyed weights were scored, or first
 
     @property
     def judges_by_distortion(self) -> bool:
