@@ -1,6 +1,6 @@
 """Kills ranks of a sharded training at random moments, and checks after each kill that no checkpoint is lost.
 
-One to three ranks hold one model (FSDP2). Each launch has another number of ranks, and continues from the run.
+One to four ranks hold one model (FSDP2). Each launch has another number of ranks, and continues from the run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dynaquant.saving.commit_stage import CommitStage
 from dynaquant.store.run import Run
 from dynaquant.store.verifying import verify_run
 
-MOST_RANKS = 3
+MOST_RANKS = 4
 TIMEOUT = 20.0
 """Of the process group, in seconds."""
 LIMIT = 60.0

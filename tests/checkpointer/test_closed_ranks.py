@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launched import launch
+from launched import launch_anew
 from torch import nn
 
 import dynaquant as dq
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the names
 
 
 def reports(kind: str, folder: Path) -> list[dict[str, Any]]:
-    status, output = launch(SCRIPT, 2, 120, kind, folder)
+    status, output = launch_anew(SCRIPT, 2, 120, kind, folder)
     assert status == 0, output
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 

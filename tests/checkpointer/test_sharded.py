@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import call
-from launched import launch
+from launched import launch, launch_anew
 
 import dynaquant as dq
 from dynaquant.store.parts import places_of
@@ -132,7 +132,8 @@ def test_replicas_share_the_writing_of_what_they_hold_alike(tmp_path, apart):
 def test_a_rank_needs_at_most_its_share_again_and_one_tensor(tmp_path, monkeypatch):
     """A copy of the whole model would take two thirds of a share more, and one of the whole state three shares."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # returns freed memory to the system at once
-    run("sharded_memory.py", 3, tmp_path)
+    status, output = launch_anew(SUPPORT / "sharded_memory.py", 3, TIMEOUT, tmp_path)
+    assert status == 0, output
     tensor = 4 * 2_000_000
     share = 3 * 12 * tensor // 3
     for rank in range(3):

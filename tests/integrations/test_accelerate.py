@@ -115,7 +115,13 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(undisturbed, tmp_pa
 @pytest.mark.slow
 def test_ddp_resumes_exactly_after_a_kill(tmp_path):
     def ranks(folder, **options) -> tuple[int, str]:
-        return launch(SCRIPT, 2, 300, json.dumps({"folder": str(tmp_path / folder), **options}))
+        return launch(
+            SCRIPT,
+            2,
+            300,
+            json.dumps({"folder": str(tmp_path / folder), **options}),
+            modules=("dynaquant.integrations.accelerate",),
+        )
 
     def result(output) -> dict:
         return json.loads(next(line for line in output.splitlines() if line.startswith("result")).partition(" ")[2])

@@ -317,7 +317,7 @@ def test_ddp_saves_and_resumes_exactly(tmp_path):
         settings = json.dumps(
             {"folder": str(folder), "quality": "lossless", "devices": 2, "module": {"dropout": 0.0}, **changes}
         )
-        status, output = launch(SCRIPT, 2, 300, settings)
+        status, output = launch(SCRIPT, 2, 300, settings, modules=("dynaquant.integrations.lightning",))
         assert status == 0, output
         return next(line for line in output.splitlines() if line.startswith("result"))
 

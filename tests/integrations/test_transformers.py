@@ -190,7 +190,7 @@ def test_a_callback_that_saves_in_the_middle_of_a_step_gets_a_checkpoint_of_its_
 def test_ddp_resumes_exactly_after_a_kill(tmp_path):
     def ranks(folder, **changes) -> tuple[int, str]:
         settings = {"folder": str(folder), "dynaquant": LOSSLESS, "ddp_backend": "gloo", "max_steps": 30, **changes}
-        return launch(SCRIPT, 2, 300, json.dumps(settings))
+        return launch(SCRIPT, 2, 300, json.dumps(settings), modules=("dynaquant.integrations.transformers",))
 
     def result(output) -> dict:
         return json.loads(next(line for line in output.splitlines() if line.startswith("result")).partition(" ")[2])
@@ -209,7 +209,13 @@ def test_ddp_resumes_exactly_after_a_kill(tmp_path):
 @pytest.mark.slow
 def test_ddp_saves_on_all_ranks_if_one_gets_sigterm(tmp_path):
     settings = {"folder": str(tmp_path), "dynaquant": {}, "ddp_backend": "gloo", "enable_jit_checkpoint": True}
-    status, output = launch(SCRIPT, 2, 300, json.dumps({**settings, "pause": 0.1, "save_steps": 1000, "term_at": 5}))
+    status, output = launch(
+        SCRIPT,
+        2,
+        300,
+        json.dumps({**settings, "pause": 0.1, "save_steps": 1000, "term_at": 5}),
+        modules=("dynaquant.integrations.transformers",),
+    )
     assert status == 0, output
     (step,) = steps_of(tmp_path)
     assert 5 < step < STEPS

@@ -2,19 +2,77 @@
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+LAUNCHER = Path(__file__).with_name("launcher.py")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+STARTED: list[subprocess.Popen[bytes]] = []
 
-def launch(script: Path, ranks: int, timeout: float, *arguments: object) -> tuple[int, str]:
-    """Run a script under the launcher of PyTorch. Returns its exit status and output. timeout: in seconds."""
+
+@cache
+def launcher(modules: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    """Start a launcher whose ranks have imported these modules. It ends with this process."""
+    process = subprocess.Popen(
+        [sys.executable, LAUNCHER, *modules],
+        env=os.environ | ONE_THREAD,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+    )
+    STARTED.append(process)
+    return process
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of all launchers and their ranks."""
+    stats = [Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split() for process in STARTED]
+    return sum(int(ticks) for fields in stats for ticks in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+
+
+def launch(
+    script: Path, ranks: int, timeout: float, *arguments: object, modules: tuple[str, ...] = ()
+) -> tuple[int, str]:
+    """Run a script on several ranks. Returns 1 if one of them fails, else 0, and their output.
+
+    timeout: in seconds. modules: what the ranks need not import themselves.
+    """
+    process = launcher(modules)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with tempfile.NamedTemporaryFile("r", suffix=".txt") as output:
+        request = {
+            "script": str(script),
+            "ranks": ranks,
+            "arguments": [str(argument) for argument in arguments],
+            "environment": os.environ | ONE_THREAD,
+            "folder": str(Path.cwd()),
+            "output": output.name,
+        }
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        group = int(process.stdout.readline())
+        in_time = select.select([process.stdout], [], [], timeout)[0]
+        if not in_time:
+            os.killpg(group, signal.SIGKILL)
+        status = int(process.stdout.readline())
+        if not in_time:
+            raise subprocess.TimeoutExpired([script, *arguments], timeout, output.read())
+        return status, output.read()
+
+
+def launch_anew(script: Path, ranks: int, timeout: float, *arguments: object) -> tuple[int, str]:
+    """Run a script on several ranks under the launcher of PyTorch, for what forks do not show. As ``launch``."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     with subprocess.Popen(
         [*command, script, *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | ONE_THREAD,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path
 
+import launched
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
@@ -17,8 +18,8 @@ BEGAN = pytest.StashKey[float]()
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of its subprocesses that have ended."""
-    return sum(os.times()[:4])
+    """Return the CPU seconds of this process, of its subprocesses that have ended, and of ranks."""
+    return sum(os.times()[:4]) + launched.cpu_seconds()
 
 
 def pytest_addoption(parser):
