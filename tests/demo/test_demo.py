@@ -38,6 +38,7 @@ def test_training_survives_its_crashes(demo):
         assert all(r <= c for r, c in zip(result["resumed_from_steps"], result["crashes_at_steps"], strict=True))
 
 
+@pytest.mark.slow
 def test_sizes_are_those_of_the_files(demo):
     out, results = demo
     for result in results:
@@ -48,6 +49,7 @@ def test_sizes_are_those_of_the_files(demo):
         assert len(files) == len(Run(out / result["workload"]).summaries()[0]) == result["checkpoints"]
 
 
+@pytest.mark.slow
 def test_ratios_reach_70_percent_of_the_measured_ones(demo):
     _, results = demo
     for result in results:
@@ -55,6 +57,7 @@ def test_ratios_reach_70_percent_of_the_measured_ones(demo):
             assert result["sizes"][what]["ratio"] > 0.7 * ratio, (result["workload"], what)
 
 
+@pytest.mark.slow
 def test_the_demo_writes_results_a_picture_and_a_report_of_each_run(demo):
     out, results = demo
     assert results == json.loads((out / "demo.json").read_text())

@@ -266,6 +266,7 @@ def test_every_reader_of_a_hostile_file_ends_with_a_one_line_error(outcomes, cas
             assert "damaged: " in outcome["out"] or outcome["err"].startswith("dynaquant: "), outcome
 
 
+@pytest.mark.slow
 def test_an_error_for_too_little_memory_names_the_tensor(outcomes):
     for case, claimed in (("exact values of 26 GB", "26.00 GB"), ("zeros of 26 GB", "26.21 GB")):
         for reader in ("load", "verify", "export"):
@@ -274,6 +275,7 @@ def test_an_error_for_too_little_memory_names_the_tensor(outcomes):
             assert text in said["err"] + said["out"], (case, reader, said)
 
 
+@pytest.mark.slow
 def test_sound_checkpoints_beside_a_hostile_file_are_read(outcomes):
     for name in SOMETHING:
         assert outcomes[f"beside a sound one a {name}"]["load"]["code"] == 0

@@ -34,8 +34,12 @@ def pytest_configure(config):
         config.pluginmanager.register(Report(config))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave only the tests of the tier that is asked for."""
+    """Leave only the tests of the tier that is asked for. Those that share a module's fixture run in one process."""
+    for item in items:
+        if shared := sorted(name for name, found in fixtures_of(item) if found[-1].scope == "module"):
+            item.add_marker(pytest.mark.xdist_group(f"{item.module.__name__}: {', '.join(shared)}"))
     if (tier := config.getoption("--tier")) == "all":
         return
     first = {}
@@ -46,6 +50,10 @@ def pytest_collection_modifyitems(config, items):
     chosen = quick if tier == "quick" else {item for item in items if item not in quick or by_example(item)}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
+
+
+def fixtures_of(item):
+    return item._fixtureinfo.name2fixturedefs.items()
 
 
 def by_example(item):
