@@ -76,6 +76,13 @@ def test_weights_of_one_dimension_are_quantized_only_on_the_grid(tmp_path, fixed
     assert record.notes == []
 
 
+NOTES_ON_ODD = [
+    "model.odd: 1 infinite or NaN values, stored exactly",
+    "model.odd has infinite or NaN values: unless they are meant, training has diverged. The run has no checkpoint "
+    "with finite weights",
+]
+
+
 @EITHER_QUANTIZER
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -83,7 +90,7 @@ def test_weights_with_infinite_or_nan_values_are_restored_exactly_and_noted(tmp_
     module = module_of(odd=grown(torch.randn(20, 30).to(dtype), value), plain=torch.randn(20, 30).to(dtype))
     restored, record = round_trip(tmp_path, module, configuration=fixed)
     assert bits(restored["odd"]) == bits(module.odd)
-    assert record.notes == ["model.odd: 1 infinite or NaN values, stored exactly"]
+    assert record.notes == NOTES_ON_ODD
 
 
 def sum_of(module) -> float:
@@ -109,7 +116,7 @@ def test_a_search_works_with_weights_that_cannot_be_quantized(
     restored, record = round_trip(tmp_path, module_of(odd=odd, **plain), **options)
     assert bits(restored["odd"].detach()) == bits(odd)
     assert record.search == (search if plain else search_alone)
-    assert record.notes == (["model.odd: 1 infinite or NaN values, stored exactly"] if name == "not finite" else [])
+    assert record.notes == (NOTES_ON_ODD if name == "not finite" else [])
 
 
 @EITHER_QUANTIZER

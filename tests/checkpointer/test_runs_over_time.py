@@ -176,4 +176,4 @@ def test_saving_into_a_run_without_restoring_keeps_the_newest_and_the_tagged_of_
     assert {step: bits(dq.load(tmp_path, name)["model"]) for step, name in names.items()} == earlier
     assert len([tag for tag in tags_of(run) if tag.name.startswith("earlier-")]) == 3
     assert "holds 3 checkpoints, but none was restored" in caplog.text
-    assert f"The newest and those with a tag stay: {names[1]}, {names[3]}" in caplog.text
+    assert f"The newest of them and those with a tag stay: {names[1]}, {names[3]}." in caplog.text

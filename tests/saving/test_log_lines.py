@@ -5,6 +5,7 @@ import logging
 import os
 import pty
 import re
+import select
 import sys
 import threading
 from contextlib import nullcontext
@@ -147,7 +148,9 @@ def test_a_terminal_gets_a_bar_that_is_gone_when_the_search_ends(tmp_path, monke
         monkeypatch.setattr(sys, "stderr", stderr)
         with pytest.raises(KeyboardInterrupt) if fails else nullcontext():
             ckpt.save(1).result()
-        shown = os.read(terminal, 100_000).decode()
+        shown = ""
+        while not shown.endswith("\r\x1b[K") and select.select([terminal], [], [], 5)[0]:  # it comes in pieces
+            shown += os.read(terminal, 100_000).decode()
     os.close(terminal)
     drawn = re.findall(r"dynaquant .*?(\d+)/\d+ evaluations", shown)
     assert drawn[0] == "1"

@@ -195,8 +195,11 @@ def test_a_forgotten_higher_is_better_is_found_once_the_training_has_raised_the_
 
     with dq.Checkpointer(tmp_path, model, optimizer, evaluate=raised, max_degradation=0.05) as ckpt:
         assert ckpt.save(1).result().judged_by == "evaluate"
-        steps(model, optimizer, 60)
-        assert "distortion" in ckpt.save(2).result().judged_by
+        for step in (2, 3, 4):
+            steps(model, optimizer, 60)
+            record = ckpt.save(step).result()
+            assert "distortion" in record.judged_by
+            assert len(messages(record_notes(record), "give higher_is_better=True")) == 1
     assert len(messages(caplog, "give higher_is_better=True")) == 1
 
 
@@ -257,12 +260,13 @@ def test_ordinary_trainings_are_not_suspected_early_or_late(tmp_path, caplog, tr
 
 
 def test_scores_are_suspicious_only_if_no_candidate_was_worse():
-    assert not is_suspicious([], 0.01, before=True)
-    assert not is_suspicious([0.0, 0.0, 1e-9], 0.01, before=True)
-    assert not is_suspicious([math.nan, -0.5], 0.01, before=True)
-    assert not is_suspicious([-0.002], 0.01, before=False)
-    assert is_suspicious([-0.002], 0.01, before=True)
-    assert all(is_suspicious(each, 0.01, before=False) for each in ([0.0], [-0.02], [-1e-6, -1e-5], [None, 0.0]))
+    assert not is_suspicious([], 0.01, before="blind")
+    assert not is_suspicious([0.0, 0.0, 1e-9], 0.01, before="blind")
+    assert not is_suspicious([math.nan, -0.5], 0.01, before="blind")
+    assert not is_suspicious([-0.002], 0.01, before="sees")
+    assert is_suspicious([-0.002], 0.01, before="blind")
+    assert is_suspicious([0.002], 0.01, before="upside down")
+    assert all(is_suspicious(each, 0.01, before="sees") for each in ([0.0], [-0.02], [-1e-6, -1e-5], [None, 0.0]))
 
 
 def test_a_metric_has_worsened_by_more_than_a_fifth():

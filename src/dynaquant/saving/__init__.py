@@ -13,6 +13,7 @@
 - ``capture.py``: the state as a tree and live tensors
 - ``differences.py``: what differs between the ranks, and is stored for each of them
 - ``division.py``: how the tensors are divided among the ranks, and which rank writes what
+- ``finite.py``: notices a training that has diverged
 - ``compressed.py``: a state as it is to be stored
 - ``compressor.py``: how each tensor is stored; the stages are the next nine files
 - ``frozen_and_omitted.py``: frozen and omitted tensors, whose values the checkpoint does not hold

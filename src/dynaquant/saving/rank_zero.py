@@ -101,10 +101,10 @@ def keep_earlier_training(run: WritableRun, group: Group) -> None:
         with suppress(CheckpointError):  # a tag may outlive its checkpoint
             names.append(set_tag(run, f"earlier-{step}-{identity[:8]}", run.holding(step, identity)).name)
     log.warning(
-        "%s holds %d checkpoints, but none was restored: this save does not continue them, and starts another training "
-        "in the same run. Its steps replace earlier ones of the same number, and keep_last, keep_every and keep_best "
-        "delete others. To continue them, stop now, and call restore(); to keep all, give another folder. The newest "
-        "and those with a tag stay: %s",
+        "%s holds %d checkpoints, but none was restored: another training begins in this run. The newest of them and "
+        "those with a tag stay: %s. Others are replaced by steps of the same number, or deleted by keep_last, "
+        "keep_every and keep_best. To continue the earlier training, stop now, and restore one of these tags; to keep "
+        "all of it, give another folder",
         run.folder,
         len(found),
         ", ".join(names) or "none can be read",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -10,7 +11,7 @@ from copy import copy
 from functools import partial
 from typing import Any
 
-from dynaquant.saving import displacements
+from dynaquant.saving import displacements, finite
 from dynaquant.saving.capture import Captured, capture
 from dynaquant.saving.commit_stage import CommitStage
 from dynaquant.saving.compressed import Compressed
@@ -24,7 +25,7 @@ from dynaquant.saving.turn import Turn
 from dynaquant.search.decision import Decision
 from dynaquant.state.bound import Bound
 from dynaquant.store.commit import WritableRun
-from dynaquant.store.container import Header
+from dynaquant.store.container import NOT_FINITE, Header
 from dynaquant.store.lossless_copies import EXACT_WEIGHTS
 from dynaquant.store.writing import Base, Checkpoint
 from dynaquant.tensors.stored import StoredTensor
@@ -32,6 +33,8 @@ from dynaquant.training.moment_correction import MomentCorrections
 from dynaquant.training.objects import models_of
 from dynaquant.training.ranks import Group
 from dynaquant.training.snapshot import Snapshot
+
+log = logging.getLogger("dynaquant")
 
 TYPICAL_EQUIVALENTS = 2.0
 """What a search is expected to cost before any was measured, in evaluations on all batches: one of the weights in
@@ -68,6 +71,8 @@ class Saver:
         self.schedule = schedule
         self._costs = deque([TYPICAL_EQUIVALENTS], maxlen=SEARCHES_REMEMBERED)  # of the last searches
         self._has_checkpoint = False  # whether this training has saved or restored one
+        self._noted: set[str] = set()  # notes that were logged
+        self._diverged = False  # whether weights were infinite or NaN at the last save or restore
 
     def save(self, step: int, exact_weights: bool = False) -> Future[Record]:
         """Capture and compress the state, and hand it over to the writing thread.
@@ -93,16 +98,19 @@ class Saver:
                 self._group,
                 self._compressor.updates.updated,
             )
+            not_finite = finite.not_finite(captured, self._group)
         compressed = self._compressed(step, captured, schedule.steps_between, exact_weights, seconds)
         cost = _cost(compressed.decision)
         typical = statistics.median_low([*self._costs, cost])
         schedule.saved(_typical_seconds(seconds, compressed.decision, typical))
         schedule.interval = self._group.from_rank_0(schedule.interval)
         self._measure_movement_from_here(schedule)
-        future = self._handed_over(step, captured, compressed, schedule.interval, exact_weights, seconds)
+        future = self._handed_over(step, captured, compressed, schedule.interval, exact_weights, not_finite, seconds)
         self.schedule = schedule
         self._costs.append(cost)
         self._has_checkpoint = True
+        self._diverged = bool(not_finite)
+        self._log_new(set(compressed.notes) - set(captured.notes))
         self._differed = captured.differences.names
         self._compressor.saved(compressed, schedule.soonest)
         self._corrections.saved()
@@ -124,10 +132,19 @@ class Saver:
         """
         self._writer.base = Base.from_loaded(header, stored)
         self._has_checkpoint, self._differed = True, None
+        self._diverged = not header.summary.finite
+        if self._diverged and self._group.rank == 0:
+            finite.warn_of_restored(header.step, self._run)
         self._compressor.resume(header, {n: t for n, t in tensors.items() if n in restored}, from_lossless_copy)
         self.schedule.begin(header.step, header.record.get("interval"))
         self._measure_movement_from_here(self.schedule)
         self._compressor.expect(self.schedule.soonest)
+
+    def _log_new(self, notes: set[str]) -> None:
+        """Log notes that no earlier save had, on one rank."""
+        for note in sorted(notes - self._noted) if self._group.rank == 0 else ():
+            log.info(note)
+        self._noted |= notes
 
     def _measure_movement_from_here(self, schedule: Schedule) -> None:
         """With ``every=Moved(…)``, take the present weights as the reference of the next interval. Collective then."""
@@ -164,12 +181,18 @@ class Saver:
         compressed: Compressed,
         interval: int | None,
         exact_weights: bool,
+        not_finite: list[str],
         seconds: dict[str, float],
     ) -> Future[Record]:
         decision = compressed.decision
         notes = [*compressed.notes, *self._corrections.notes]
+        if not_finite:
+            notes.append(finite.said_of(not_finite, self._run))
+            if not self._diverged and self._group.rank == 0:
+                log.warning(notes[-1])
         history = decision.history or self._compressor.manager.history
         record = json_of(decision, history, interval, seconds, notes)
+        record |= {NOT_FINITE: len(not_finite)} if not_finite else {}
         record["moments_corrected"] = self._corrections.count
         record["displaced"] = displacements.to_json(compressed.displaced)
         if exact_weights and compressed.assembled.lossless_copy is not None:

@@ -196,7 +196,7 @@ class ConfigurationManager:
         degradations = [trial.degradation for trial in trials.done]
         known, self._reference = self._reference, score if self._reference is None else self._reference
         worsened = known is not None and has_worsened(known, score, metric.higher_is_better)
-        suspicious = is_suspicious(degradations, trials.limit, self._sight != "sees")
+        suspicious = is_suspicious(degradations, trials.limit, self._sight)
         if not quantizer.weights or not (suspicious or self._group.from_rank_0(worsened)):
             return "sees", None
         self._reference = score
@@ -204,7 +204,7 @@ class ConfigurationManager:
         sight = sight_of(found)
         if sight == "sees" or found[0] is None:
             return "sees", None
-        note = note_on(sight, found[0].original, found[0].restored, metric.higher_is_better)
+        note = note_on(sight, found[0].original, found[0].restored, metric.higher_is_better, early=known is None)
         if sight != self._sight:
             self._warn(note)
         return sight, note
@@ -237,7 +237,10 @@ class ConfigurationManager:
         """Return the decision for what a search has found. limit: without ``noise_margin``. notes: for the record."""
         self._remember(found, trials)
         failures = dict.fromkeys(trial.error for trial in trials.done if trial.error)
-        notes = [*notes, *found.notes, *(f"evaluate failed on a candidate ({error})" for error in failures)]
+        failed = [f"evaluate failed on a candidate ({error})" for error in failures]
+        for failure in failed:
+            self._warn(failure)
+        notes = [*notes, *found.notes, *failed]
         chosen, search, history = found.chosen, found.search, None
         if found.good_enough is not None and trials.has_weights:
             history = self.history.after(limit, found.good_enough, _degradations_by_scale(trials))

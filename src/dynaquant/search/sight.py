@@ -23,17 +23,19 @@ MUCH_WORSE = 0.2
 """A training worsens its metric by more than this share if it overfits, or if the metric is the wrong way round."""
 
 
-def is_suspicious(degradations: Sequence[float | None], limit: float, before: bool) -> bool:
+def is_suspicious(degradations: Sequence[float | None], limit: float, before: Sight) -> bool:
     """Return whether the degradations of a search's candidates are reason enough to score destroyed weights.
 
-    None of them was worse than the weights in training, and one of these holds: all were exactly the same; one was
-    better by more than ``limit``; there were several, so the search went on to coarser ones; the metric was found to be
-    blind or upside down ``before``.
+    The metric was found to be upside down ``before``. Or no candidate was worse than the weights in training, and one
+    of these holds: all were exactly the same; one was better by more than ``limit``; there were several, so the search
+    went on to coarser ones; the metric was found to be blind before.
     """
+    if before == "upside down":
+        return True
     known = [degradation for degradation in degradations if degradation is not None]
     if not known or not all(degradation <= 0 for degradation in known):
         return False
-    return before or len(known) > 1 or known[0] == 0 or known[0] < -max(limit, 0.0)
+    return before == "blind" or len(known) > 1 or known[0] == 0 or known[0] < -max(limit, 0.0)
 
 
 def has_worsened(earlier: float, now: float, higher_is_better: bool) -> bool:
@@ -59,8 +61,11 @@ def _much_better(zeros: Quality) -> bool:
     return abs(zeros.restored - zeros.original) > MUCH_BETTER * max(abs(zeros.restored), abs(zeros.original))
 
 
-def note_on(sight: Sight, original: float, zeros: float, higher_is_better: bool) -> str:
-    """Return what is wrong with a metric that does not see, and what to do. zeros: its score of all weights zero."""
+def note_on(sight: Sight, original: float, zeros: float, higher_is_better: bool, early: bool) -> str:
+    """Return what is wrong with a metric that does not see, and what to do.
+
+    zeros: its score of all weights zero. early: whether the training may not have learned anything yet.
+    """
     if sight == "blind":
         said = (
             f"evaluate does not tell weights apart: it gives {original:.6g} for the weights in training, and also if "
@@ -74,7 +79,6 @@ def note_on(sight: Sight, original: float, zeros: float, higher_is_better: bool)
             f"evaluate prefers a model whose weights are all zero: {zeros:.6g} instead of {original:.6g} for the "
             f"weights in training. If a {better} number is better, {advice}"
         )
-    return (
-        f"{said}. It may also be too early in the training for this metric. Meanwhile an estimate from how far the "
-        "weights move decides, so that they are not destroyed"
-    )
+    if early or sight == "blind":
+        said += ". It may also be too early in the training for this metric"
+    return f"{said}. Meanwhile an estimate from how far the weights move decides, so that they are not destroyed"

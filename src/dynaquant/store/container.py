@@ -67,12 +67,16 @@ class Parent:
         )
 
 
+NOT_FINITE = "not_finite"
+"""Key of a record: how many weights have infinite or NaN values."""
+
+
 @dataclass(frozen=True)
 class Summary:
     """A header without its large parts, enough to find a checkpoint and its parent in a run.
 
     frozen: identities of the files of frozen parameters that it needs. parts: name of the folder of its parts. metric:
-    of the weights as stored, if it was evaluated.
+    of the weights as stored, if it was evaluated. finite: whether no weight is infinite or NaN, as far as recorded.
     """
 
     step: int
@@ -82,6 +86,7 @@ class Summary:
     frozen: frozenset[str] = frozenset()
     parts: str | None = None
     metric: float | None = None
+    finite: bool = True
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,8 @@ class Header:
     def summary(self) -> Summary:
         """Returns the header without its large parts."""
         folder = self.parts.folder if self.parts else None
-        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen, folder, self._metric)
+        finite = not self.record.get(NOT_FINITE)
+        return Summary(self.step, self.sequence, self.identity, self.parent, self.frozen, folder, self._metric, finite)
 
     @property
     def _metric(self) -> float | None:

@@ -27,8 +27,9 @@ KEYFRAME_EVERY = 16
 class Retention:
     """Keeps the ``keep_last`` newest usable checkpoints, every multiple of ``keep_every``, and the ``keep_best`` best.
 
-    The best have the lowest metric, with ``higher_is_better`` the highest; of equal ones, newer count as better. If all
-    three are None, keeps everything. Without ``keep_last``, also keeps the newest. Raises ValueError below 1.
+    If the weights of some are infinite or NaN, also keeps the ``keep_last`` newest whose weights are finite. The best
+    have the lowest metric, with ``higher_is_better`` the highest; of equal ones, newer count as better. If all three
+    are None, keeps everything. Without ``keep_last``, also keeps the newest. Raises ValueError below 1.
     """
 
     keep_last: int | None = None
@@ -38,25 +39,31 @@ class Retention:
 
     def __post_init__(self) -> None:
         if any(limit is not None and limit < 1 for limit in self._limits):
-            raise ValueError(f"keep_last, keep_every and keep_best must be at least 1: {self}")
+            limits = ", ".join(map(str, self._limits))
+            raise ValueError(f"keep_last, keep_every and keep_best must be at least 1, or None; they are {limits}")
 
     @property
     def _limits(self) -> tuple[int | None, ...]:
         return self.keep_last, self.keep_every, self.keep_best
 
     def steps_to_delete(
-        self, steps: list[int], usable: Collection[int], metrics: Mapping[int, float] | None = None
+        self,
+        steps: list[int],
+        usable: Collection[int],
+        metrics: Mapping[int, float] | None = None,
+        diverged: Collection[int] = (),
     ) -> list[int]:
         """Return the steps to delete. Only usable ones count as kept.
 
-        steps: in the order of their commits. metrics: by step, of those whose metric was evaluated.
+        steps: in the order of their commits. metrics: by step, of those whose metric was evaluated. diverged: steps
+        with infinite or NaN weights.
         """
-        newest = [step for step in steps if step in usable][-(self.keep_last or 1) :]
-        if not newest or all(limit is None for limit in self._limits):
+        known, most = [step for step in steps if step in usable], self.keep_last or 1
+        if not known or all(limit is None for limit in self._limits):
             return []
-        best = self.best([step for step in steps if step in usable], metrics or {})
-        older = steps[: steps.index(newest[0])]
-        return [step for step in older if not (self.keep_every and step % self.keep_every == 0) and step not in best]
+        kept = {*self.best(known, metrics or {}), *[step for step in known if step not in diverged][-most:]}
+        older = steps[: steps.index(known[-most:][0])]
+        return [step for step in older if not (self.keep_every and step % self.keep_every == 0) and step not in kept]
 
     def best(self, steps: list[int], metrics: Mapping[int, float]) -> list[int]:
         """Return the ``keep_best`` steps with the best metric. steps: in the order of their commits."""
@@ -219,7 +226,8 @@ def steps_to_delete(run: Run, retention: Retention, damaged: Collection[int] = (
     summaries = run.summaries()[0]
     named = {(tag.step, tag.identity) for tag in tags_of(run)}
     tagged = {summary.step for summary in summaries if (summary.step, summary.identity) in named}
-    steps = retention.steps_to_delete([summary.step for summary in summaries], usable, _metrics(summaries))
+    diverged = [summary.step for summary in summaries if not summary.finite]
+    steps = retention.steps_to_delete([summary.step for summary in summaries], usable, _metrics(summaries), diverged)
     return [step for step in steps if step not in tagged]
 
 
@@ -234,7 +242,8 @@ def can_be_parent(
     others = [summary for summary in run.summaries()[0] if summary.step != step]
     steps = [summary.step for summary in others] + [step]
     usable = {checkpoint.step for checkpoint in lengths} | {step}
-    to_delete = retention.steps_to_delete(steps, usable, _metrics(others))
+    diverged = [summary.step for summary in others if not summary.finite]
+    to_delete = retention.steps_to_delete(steps, usable, _metrics(others), diverged)
     deleted = base.parent.step == step or base.parent.step in to_delete
     return lengths.get(base.parent, keyframe_every) < keyframe_every and not deleted
 

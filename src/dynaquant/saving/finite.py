@@ -1,0 +1,57 @@
+"""Notices weights that have become infinite or NaN: the training has diverged, and needs an earlier checkpoint."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from dynaquant.saving.capture import Captured
+from dynaquant.store.run import Run
+from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
+from dynaquant.training.ranks import Group
+
+log = logging.getLogger("dynaquant")
+
+
+def not_finite(captured: Captured, group: Group) -> list[str]:
+    """Return the names of the weights that have an infinite or NaN value on any rank. Collective."""
+    weights = {
+        name: tensor.detach()
+        for name, tensor in captured.tensors.items()
+        if captured.labels[name].role == "weight" and tensor.dtype in QUANTIZABLE_DTYPES and tensor.numel()
+    }
+    found = group.all_gather(group.run_on_all_ranks(lambda: _not_finite(weights)))
+    return sorted({name for names in found for name in names})
+
+
+def _not_finite(weights: dict[str, Tensor]) -> list[str]:
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in weights.items():
+        by_device.setdefault(tensor.device, {})[name] = torch.stack(tensor.aminmax()).double().sum()
+    bad = []
+    for sums in by_device.values():  # one transfer for each device
+        finite = torch.stack(list(sums.values())).isfinite().tolist()
+        bad += [name for name, is_finite in zip(sums, finite, strict=True) if not is_finite]
+    return bad
+
+
+def said_of(names: list[str], run: Run) -> str:
+    """Return what a checkpoint with such weights means, and which one is better."""
+    more = f" and {len(names) - 1} other weights have" if len(names) > 1 else " has"
+    return f"{names[0]}{more} infinite or NaN values: unless they are meant, training has diverged. {_advice(run)}"
+
+
+def warn_of_restored(step: int, run: Run) -> None:
+    """Warn that the weights of a checkpoint that was restored are not finite."""
+    log.warning(
+        "step %d has infinite or NaN weights: unless they are meant, training had diverged. %s", step, _advice(run)
+    )
+
+
+def _advice(run: Run) -> str:
+    finite = [summary.step for summary in run.summaries()[0] if summary.finite]
+    if not finite:
+        return "The run has no checkpoint with finite weights"
+    return f"The newest checkpoint with finite weights is step {finite[-1]}: restore(step={finite[-1]})"
