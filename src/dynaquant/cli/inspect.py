@@ -316,6 +316,8 @@ def _print_verified(sound: int, damaged: list[str], as_json: bool) -> None:
         for reason in damaged:
             output.print_(f"damaged: {reason}")
         output.print_(f"{sound} of {sound + len(damaged)} checkpoints decode to the values that were saved")
+        if damaged:
+            output.print_("restore takes the newest of these; put a damaged file back from a copy, or delete it")
     if damaged:
         raise typer.Exit(1)
 

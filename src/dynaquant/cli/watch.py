@@ -51,7 +51,7 @@ def watch(
             _print(shown_of(watched, folder, _ROWS, time.time()))
         return
     if not sys.stdout.isatty():
-        raise DynaquantError("watch follows a run in a terminal, and the output is none; for a script, give --once")
+        raise DynaquantError("watch needs a terminal, and the output is a pipe or a file: give --once")
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; give the folder that a Checkpointer writes to")
     console = Console(highlight=False, markup=False)
