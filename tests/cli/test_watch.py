@@ -75,7 +75,7 @@ def test_quality_is_shown(tmp_path, monkeypatch):
 
 def test_a_missing_run_is_an_error_with_once_and_a_pipe_without(tmp_path, run, monkeypatch, capsys):
     failed(monkeypatch, capsys, "does not exist", "watch", tmp_path / "no", "--once")
-    failed(monkeypatch, capsys, "for a script, give --once", "watch", run)
+    failed(monkeypatch, capsys, "a pipe or a file: give --once", "watch", run)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):

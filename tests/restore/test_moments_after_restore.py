@@ -109,7 +109,7 @@ def test_momentum_buffers_are_not_corrected(tmp_path, name):
         train(model, optimizer, 3)
         checkpointer.save(3)
         checkpointer.restore()
-        assert not optimizer.state[matrices[0]]["momentum_buffer"].any()
+        assert optimizer.state[matrices[0]]["momentum_buffer"].any() == (name == "Muon")  # the others are dropped
         assert not hooks(optimizer)
         record = checkpointer.save(4).result()
         assert (record.moments_corrected, [note for note in record.notes if "moments" in note]) == (0, [])

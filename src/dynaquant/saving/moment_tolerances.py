@@ -40,14 +40,17 @@ def tolerances_of(memories: Mapping[str, Memory], preset: Preset, interval: int 
     Two moments do not follow that limit, because of their size (docs/decisions.md, "What about the momentum of SGD?").
     That of SGD is kept finely, or dropped where checkpoints lie so far apart that the limit allows a coarser one: noise
     in it costs more than in one that a second moment divides, and a coarse one is worse than none. Muon orthogonalizes
-    its moment, which magnifies noise. It is always dropped.
+    its moment, so the first updates after a restore without it are noise at full length: it is kept, but for a preset
+    that puts size first (docs/decisions.md, "What about the momentum of Muon?").
 
     interval: the steps between two checkpoints, if known.
     """
     tolerances = {}
     for name, memory in memories.items():
         allowed = preset.lost_steps * (interval or 0)
-        if memory.kept == "never" or memory.lost <= allowed * ROUNDING:
+        if memory.kept == "always":
+            tolerances[name] = preset.muon_tolerance
+        elif memory.lost <= allowed * ROUNDING:
             tolerances[name] = DROPPED
         elif interval is None:
             continue

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from dynaquant.training.collect import parameter_names
 from dynaquant.training.optimizers import keys_of
 
-Kept = Literal["coarse", "fine", "never"]
+Kept = Literal["coarse", "fine", "always"]
 """How a first moment may be kept, see ``Memory``."""
 LARGEST_FACTOR: Mapping[str, float] = {"exp_avg": 3.0, "momentum_buffer": 1.0}
 """By key of a first moment: the largest factor of its correction (method 3.2). 1 means no correction.
@@ -81,7 +81,8 @@ def rule_of(optimizer: Optimizer) -> MomentRule | None:
 class Memory:
     """Steps of training in a first moment: ``1 / (1 - β)``. lost: how many of them a restore without it loses.
 
-    kept: "coarse" if even a coarse moment is better than none, "fine" if only a fine one is, "never" if none is.
+    kept: "coarse" if even a coarse moment is better than none, "fine" if only a fine one is, "always" if a restore
+    without it loses more than these steps.
     """
 
     steps: float
@@ -171,5 +172,5 @@ _RULES: dict[type[Optimizer] | None, MomentRule] = {
     torch.optim.RAdam: MomentRule("exp_avg", _adam),
     torch.optim.Adamax: MomentRule("exp_avg", _adam),
     torch.optim.SGD: MomentRule("momentum_buffer", _sgd, kept="fine"),
-    getattr(torch.optim, "Muon", None): MomentRule("momentum_buffer", _muon, kept="never"),  # since PyTorch 2.9
+    getattr(torch.optim, "Muon", None): MomentRule("momentum_buffer", _muon, kept="always"),  # since PyTorch 2.9
 }
