@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import sys
 
 # Two workers and their subprocesses share the cores; threads of each would wait for one another.
@@ -18,6 +19,9 @@ if path := os.environ.get("DYNAQUANT_NATIVE"):
 
 import torch
 import torch.distributed as dist
+
+# A shell starts a background job with SIGINT ignored, and what this process starts would ignore it, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("thorough", deadline=None, derandomize=True)  # machines are shared and noisy
 settings.register_profile("quick", settings.get_profile("thorough"), max_examples=10)

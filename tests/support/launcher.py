@@ -101,7 +101,6 @@ def kill(processes, number):
         os.kill(process, number)
 
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts a background job with SIGINT ignored
 for module in (*MODULES, *sys.argv[1:]):
     importlib.import_module(module)
 launch = next_launch()
