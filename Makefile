@@ -15,10 +15,10 @@ demo: .venv/ready  ## train, crash, restore, compare (FULL=1: longer, with ten c
 	$(BIN)/dynaquant demo --out build/demo $(if $(FULL),--full)
 
 test: .venv/ready  ## run every test that is not slow once, with its first parameters
-	$(BIN)/pytest -n 2 --dist loadgroup --tier quick
+	$(BIN)/pytest -n 2 --tier quick
 
 test-all: test  ## run all other tests, too
-	$(BIN)/pytest -n 2 --dist loadgroup --tier rest
+	$(BIN)/pytest -n 2 --tier rest
 
 test-torchtitan: build/torchtitan/ready  ## run the tests of torchtitan, in an environment of their own
 	build/torchtitan/bin/python -m pytest tests/integrations/test_torchtitan.py

@@ -12,8 +12,24 @@ from pathlib import Path
 import launched
 import pytest
 from hypothesis import is_hypothesis_test, settings
+from xdist.scheduler import LoadScopeScheduling
 
 SHOWN = 10
+SHARING = frozenset(
+    f"tests/{file}.py"
+    for file in (
+        "checkpointer/test_ranks_apart",
+        "checkpointer/test_resuming_ranks",
+        "checkpointer/test_sharded",
+        "checkpointer/test_sharded_findings",
+        "demo/test_demo",
+        "report/test_page",
+        "report/test_page_in_browser",
+        "store/test_hostile",
+        "training/test_ranks",
+    )
+)
+"""Files with a fixture of the module that takes long: trainings on several ranks, a demo, readers of many files."""
 BEGAN = pytest.StashKey[float]()
 
 
@@ -34,12 +50,21 @@ def pytest_configure(config):
         config.pluginmanager.register(Report(config))
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return Scheduling(config, log)
+
+
+class Scheduling(LoadScopeScheduling):
+    """Sends each test to the next free worker, but those of a file that shares its work to one worker."""
+
+    def _split_scope(self, nodeid):
+        file = nodeid.partition("::")[0]
+        return file if file in SHARING else nodeid
+
+
 def pytest_collection_modifyitems(config, items):
-    """Leave only the tests of the tier that is asked for. Those that share a module's fixture run in one process."""
-    for item in items:
-        if shared := sorted(name for name, found in fixtures_of(item) if found[-1].scope == "module"):
-            item.add_marker(pytest.mark.xdist_group(f"{item.module.__name__}: {', '.join(shared)}"))
+    """Leave only the tests of the tier that is asked for."""
     if (tier := config.getoption("--tier")) == "all":
         return
     first = {}
@@ -50,10 +75,6 @@ def pytest_collection_modifyitems(config, items):
     chosen = quick if tier == "quick" else {item for item in items if item not in quick or by_example(item)}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
-
-
-def fixtures_of(item):
-    return item._fixtureinfo.name2fixturedefs.items()
 
 
 def by_example(item):
