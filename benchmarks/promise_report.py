@@ -173,6 +173,8 @@ def bars(found: Results) -> Table:
         if row is None or peer is None:
             return "–"
         differences = row.above(peer.ends)
+        if len(differences) < 2:  # one seed cannot tell chance
+            return f"{with_error(differences)}, one seed"
         return told(fmean(differences) <= 0 or by_chance(differences), with_error(differences))
 
     def state(training: str) -> str:
