@@ -51,7 +51,8 @@ class Decision:
     judged_by: None if nothing was judged. equivalents: what was spent on the weights in training and on candidates, in
     evaluations on all batches; 0 without a metric. noise: what is known of the metric's noise, as JSON. history: where
     the next search starts; None if this one changes nothing. sight: what the metric tells of weights, see ``Sight``.
-    averages: the quality of averages of weights, by the name of the extra, where they were judged.
+    reference: the score in training that later ones are compared with, if one was found. averages: the quality of
+    averages of weights, by the name of the extra, where they were judged.
     """
 
     search: Search
@@ -66,6 +67,7 @@ class Decision:
     noise: list[list[float]] = field(default_factory=list)
     history: History | None = None
     sight: Sight = "sees"
+    reference: float | None = None
     averages: Mapping[str, Quality] = field(default_factory=dict)
 
     @property

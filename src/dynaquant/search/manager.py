@@ -99,6 +99,7 @@ class ConfigurationManager:
         """Continue from a decision. Call this once it is certain that its checkpoint is written."""
         self.history = decision.history or self.history
         self._sight = decision.sight
+        self._reference = self._reference if decision.reference is None else decision.reference
 
     def learn_size(self, predicted: float | None, stored: int) -> None:
         """Correct later predictions: the weights of a delta took ``stored`` bytes instead of ``predicted``."""
@@ -170,12 +171,13 @@ class ConfigurationManager:
             decision = self._measure(self._fixed, trials, judge, notes)
         else:
             found = self._search(quantizer, trials)
-            sight, note = self._sight_of(metric, original.score, quantizer, trials)
+            sight, note, reference = self._sight_of(metric, original.score, quantizer, trials)
             if note is not None:
                 decision = self._decide_by_estimate(quantizer, estimate, allowed, [*notes, note])
                 decision = replace(decision, sight=sight, quality=trials.quality_of(decision.configuration))
             else:
                 decision = self._decide(found, trials, judge, limit, original.noise_margin, notes)
+            decision = replace(decision, reference=reference)
         return replace(decision, equivalents=original.spent + trials.spent, noise=self._noise.to_json())
 
     def _decide_by_estimate(
@@ -188,26 +190,26 @@ class ConfigurationManager:
 
     def _sight_of(
         self, metric: UserMetric, score: float, quantizer: Quantizer, trials: Trials
-    ) -> tuple[Sight, str | None]:
-        """Return what the metric tells of weights, and a note unless it sees. Logs the note when that is new.
+    ) -> tuple[Sight, str | None, float]:
+        """Return what the metric tells of weights, a note unless it sees, and the score to compare later ones with.
 
-        score: of the weights in training. Costs an evaluation if the scores are suspicious. Collective.
+        Logs the note when that is new. score: of the weights in training. Costs an evaluation if the scores are
+        suspicious. Collective.
         """
         degradations = [trial.degradation for trial in trials.done]
-        known, self._reference = self._reference, score if self._reference is None else self._reference
+        known = self._reference
         worsened = known is not None and has_worsened(known, score, metric.higher_is_better)
         suspicious = is_suspicious(degradations, trials.limit, self._sight)
         if not quantizer.weights or not (suspicious or self._group.from_rank_0(worsened)):
-            return "sees", None
-        self._reference = score
+            return "sees", None, score if known is None else known
         found = trials.score_zeros()
         sight = sight_of(found)
         if sight == "sees" or found[0] is None:
-            return "sees", None
+            return "sees", None, score
         note = note_on(sight, found[0].original, found[0].restored, metric.higher_is_better, early=known is None)
         if sight != self._sight:
             self._warn(note)
-        return sight, note
+        return sight, note, score
 
     def _decide_unjudged(self, quantizer: Quantizer, allowed: float, problem: str) -> Decision:
         """Decide if the metric of the weights in training is unusable."""

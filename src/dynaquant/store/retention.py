@@ -226,8 +226,8 @@ def steps_to_delete(run: Run, retention: Retention, damaged: Collection[int] = (
     summaries = run.summaries()[0]
     named = {(tag.step, tag.identity) for tag in tags_of(run)}
     tagged = {summary.step for summary in summaries if (summary.step, summary.identity) in named}
-    diverged = [summary.step for summary in summaries if not summary.finite]
-    steps = retention.steps_to_delete([summary.step for summary in summaries], usable, _metrics(summaries), diverged)
+    in_order = [summary.step for summary in summaries]
+    steps = retention.steps_to_delete(in_order, usable, _metrics(summaries), _diverged(summaries))
     return [step for step in steps if step not in tagged]
 
 
@@ -242,14 +242,17 @@ def can_be_parent(
     others = [summary for summary in run.summaries()[0] if summary.step != step]
     steps = [summary.step for summary in others] + [step]
     usable = {checkpoint.step for checkpoint in lengths} | {step}
-    diverged = [summary.step for summary in others if not summary.finite]
-    to_delete = retention.steps_to_delete(steps, usable, _metrics(others), diverged)
+    to_delete = retention.steps_to_delete(steps, usable, _metrics(others), _diverged(others))
     deleted = base.parent.step == step or base.parent.step in to_delete
     return lengths.get(base.parent, keyframe_every) < keyframe_every and not deleted
 
 
 def _metrics(summaries: Iterable[Summary]) -> dict[int, float]:
     return {summary.step: summary.metric for summary in summaries if summary.metric is not None}
+
+
+def _diverged(summaries: Iterable[Summary]) -> set[int]:
+    return {summary.step for summary in summaries if not summary.finite}
 
 
 def damaged_among_kept(
