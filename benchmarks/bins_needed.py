@@ -21,20 +21,20 @@ from peers.qd_compressor import Settings as Widths
 from torch import Tensor
 from workloads import Workload, key_of
 
-from dynaquant.coding.encoder import Coder, encode
-from dynaquant.quantize.grid_weights import grid_weights
-from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
-from dynaquant.quantize.knobs import Configuration, GridConfiguration
+from dynaquant.engine.coding.encoder import Coder, encode
+from dynaquant.engine.quantize.grid_weights import grid_weights
+from dynaquant.engine.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
+from dynaquant.engine.quantize.knobs import Configuration, GridConfiguration
+from dynaquant.engine.tensors.codebook import MAX_BINS
+from dynaquant.engine.tensors.dequantize import dequantize
+from dynaquant.engine.tensors.hashing import tensor_hash
+from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.search.evaluation import degradation, score
 from dynaquant.search.grid_method import LEAST_DISTORTION, MOST_DISTORTION
 from dynaquant.search.judge import DISTORTION_SCALE
 from dynaquant.search.scale_search import scale_search
 from dynaquant.state.roles import labels
-from dynaquant.tensors.codebook import MAX_BINS
-from dynaquant.tensors.dequantize import dequantize
-from dynaquant.tensors.hashing import tensor_hash
-from dynaquant.tensors.stored import QuantizedTensor
 
 LIMITS = (0.05, 0.01, 0.001)
 """Degradations that are allowed, from loose to strict."""

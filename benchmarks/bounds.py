@@ -26,12 +26,12 @@ from results import Table, machine, publish, sentence, show
 from workloads import snapshots
 
 import dynaquant as dq
-from dynaquant.coding.decoder import decode
-from dynaquant.coding.encoder import encode
-from dynaquant.quantize.bounds import within
-from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.stored import StoredTensor
-from dynaquant.training.reduction import alone
+from dynaquant.engine.coding.decoder import decode
+from dynaquant.engine.coding.encoder import encode
+from dynaquant.engine.quantize.bounds import within
+from dynaquant.engine.reduction import alone
+from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.tensors.stored import StoredTensor
 
 BOUNDS = (1e-2, 1e-3, 1e-4, 1e-5)
 """The largest error, relative to the range of a tensor."""

@@ -25,8 +25,8 @@ from results import Table, machine, sentence, show
 from synthetic import transformer
 from torch import Tensor, nn
 
-from dynaquant.quantize.grid_weights import GridWeights, grid_weights
-from dynaquant.quantize.knobs import GridConfiguration
+from dynaquant.engine.quantize.grid_weights import GridWeights, grid_weights
+from dynaquant.engine.quantize.knobs import GridConfiguration
 from dynaquant.search.displacement import Displacement
 from dynaquant.search.judge import DistortionJudge, MetricJudge
 

@@ -44,12 +44,12 @@ from rich.progress import track
 from workloads import gpt_snapshots, new_gpt
 from zipnn import ZipNN
 
-from dynaquant.coding import conditional, rearrange
-from dynaquant.coding.schemes import Arrangement
-from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
-from dynaquant.quantize.knobs import Configuration
-from dynaquant.state.label import Label
-from dynaquant.tensors.stored import QuantizedTensor
+from dynaquant.engine.coding import conditional, rearrange
+from dynaquant.engine.coding.schemes import Arrangement
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.kmeans_weights import kmeans_weights, quantize_weights
+from dynaquant.engine.quantize.knobs import Configuration
+from dynaquant.engine.tensors.stored import QuantizedTensor
 
 REPEATS, ENOUGH = 7, 2.0
 """Turns of every method. A method that has taken ENOUGH seconds gets no further turn."""

@@ -25,19 +25,19 @@ from rich.progress import track
 from torch import nn
 from workloads import gpt_validation, new_gpt, shakespeare, snapshots
 
-from dynaquant.coding import conditional, rearrange
-from dynaquant.coding.decoder import decode
-from dynaquant.coding.encoder import encode
-from dynaquant.coding.schemes import Arrangement
-from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
-from dynaquant.quantize.knobs import Configuration
+from dynaquant.engine.coding import conditional, rearrange
+from dynaquant.engine.coding.decoder import decode
+from dynaquant.engine.coding.encoder import encode
+from dynaquant.engine.coding.schemes import Arrangement
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.kmeans_weights import kmeans_weights, quantize_weights
+from dynaquant.engine.quantize.knobs import Configuration
+from dynaquant.engine.tensors.dequantize import dequantize, values_of
+from dynaquant.engine.tensors.dtypes import dtype_name
+from dynaquant.engine.tensors.stored import Levels, QuantizedTensor
 from dynaquant.search.evaluation import score
-from dynaquant.state.label import Label
 from dynaquant.state.roles import labels
 from dynaquant.store.entry import Entry
-from dynaquant.tensors.dequantize import dequantize, values_of
-from dynaquant.tensors.dtypes import dtype_name
-from dynaquant.tensors.stored import Levels, QuantizedTensor
 
 CODINGS: dict[str, tuple[Arrangement, bool]] = {
     "Huffman": ("alone", False),

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import track
 
 from dynaquant.demo.workloads import WORKLOADS
-from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
-from dynaquant.quantize.knobs import Configuration
+from dynaquant.engine.quantize.kmeans_weights import kmeans_weights, quantize_weights
+from dynaquant.engine.quantize.knobs import Configuration
 from dynaquant.search.distortion import distortion, mean_squared_gradients
 from dynaquant.search.evaluation import score
 from dynaquant.search.judge import DISTORTION_SCALE, MetricJudge

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from options import RESULTS
 from results import Table, show
 
-from dynaquant.coding import conditional
-from dynaquant.coding.schemes import Conditional, RankOneFactors, Scheme, SecondMomentUnits
+from dynaquant.engine.coding import conditional
+from dynaquant.engine.coding.schemes import Conditional, RankOneFactors, Scheme, SecondMomentUnits
+from dynaquant.engine.tensors.stored import QuantizedTensor, RankOne, ScaledMoment, StoredTensor
 from dynaquant.store.run import Run
-from dynaquant.tensors.stored import QuantizedTensor, RankOne, ScaledMoment, StoredTensor
 
 LARGE = 65_536
 """A tensor with this many values is large: its tables take a negligible share."""

@@ -32,8 +32,8 @@ from rich.progress import track
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.coding import lossless
-from dynaquant.tensors.dtypes import bytes_of
+from dynaquant.engine.coding import lossless
+from dynaquant.engine.tensors.dtypes import bytes_of
 
 POLL = 0.005
 LEVEL = 3

@@ -31,9 +31,9 @@ from sklearn.cluster import KMeans
 from workloads import gpt_snapshots
 
 from dynaquant import _native
-from dynaquant.kernels.host import bits_of
-from dynaquant.quantize.kmeans import SIGMA, bins_table, codebook, kmeans, sample_weights
-from dynaquant.tensors.log_histogram import BUCKETS, LogHistogram, bucket_values
+from dynaquant.engine.kernels.host import bits_of
+from dynaquant.engine.quantize.kmeans import SIGMA, bins_table, codebook, kmeans, sample_weights
+from dynaquant.engine.tensors.log_histogram import BUCKETS, LogHistogram, bucket_values
 
 REPEATS, ENOUGH = 7, 2.0
 """Turns of every method. A method that has taken ENOUGH seconds gets no further turn."""

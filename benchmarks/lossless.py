@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import track
 from zipnn import ZipNN
 
-from dynaquant.coding import lossless
+from dynaquant.engine.coding import lossless
 
 REPEATS, ENOUGH = 7, 2.0
 """Turns of every method on a pair of checkpoints. A method that has taken ENOUGH seconds gets no further turn."""

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.progress import track
 from workloads import WORKLOADS, snapshots
 
-from dynaquant.quantize.knobs import Configuration
-from dynaquant.tensors.codebook import MAX_BINS
+from dynaquant.engine.quantize.knobs import Configuration
+from dynaquant.engine.tensors.codebook import MAX_BINS
 
 BINS = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 QUICK_BINS = (4, 32, 256)

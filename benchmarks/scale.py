@@ -27,24 +27,24 @@ from scale_models import LAYOUTS, MODELS, Layout, Tensors, alike, dtensors, held
 from scale_report import Row, extrapolated, plot, reductions, report, table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dynaquant.coding.schemes import Reference
-from dynaquant.quantize.moments import quantize_moments
+from dynaquant.engine.coding.schemes import Reference
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.moments import quantize_moments
+from dynaquant.engine.reduction import Numbers
+from dynaquant.engine.tensors.box import Box
+from dynaquant.engine.tensors.dtypes import dtype_name
+from dynaquant.engine.tensors.shard import Shard
+from dynaquant.ranks.dtensors import shard_of
+from dynaquant.ranks.group import Group
 from dynaquant.saving.division import Division, divide
 from dynaquant.saving.sharded_commit import ShardedCheckpoint
-from dynaquant.state.label import Label
-from dynaquant.state.sharding import shard_of
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.store.entry import Entry
 from dynaquant.store.layout import PartFile, box_name
 from dynaquant.store.sharded_writing import Plan, WrittenPart, sharded_header
-from dynaquant.tensors.box import Box
-from dynaquant.tensors.dtypes import dtype_name
-from dynaquant.tensors.shard import Shard
 from dynaquant.training import rng
 from dynaquant.training.packed import joined, packed
-from dynaquant.training.ranks import Group
-from dynaquant.training.reduction import Numbers
 
 RANKS = (1, 8, 64, 256, 1024)
 

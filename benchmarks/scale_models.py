@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dynaquant.tensors.shard import Shard as Held
+from dynaquant.engine.tensors.shard import Shard as Held
 
 COLUMNS, ROWS, VECTOR, SCALAR = "columns", "rows", "vector", "scalar"
 """How tensor parallel divides a tensor: by its first dimension, by its second, or not. Scalars are not divided."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from workloads import key_of
 
-from dynaquant.tensors.hashing import tensor_hash
+from dynaquant.engine.tensors.hashing import tensor_hash
 
 SPEAKERS = 8
 TOKENS, BATCH = 32, 16

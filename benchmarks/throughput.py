@@ -33,7 +33,7 @@ from synthetic import adam_state, advance, named_tensors
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.tensors.hashing import tensor_hash
+from dynaquant.engine.tensors.hashing import tensor_hash
 
 SIZES = (100_000_000, 500_000_000)
 DYNAQUANT: dict[str, dict[str, Any]] = {

@@ -41,30 +41,34 @@ def inside(name: str) -> str:
 
 
 def room_of(module: str) -> str:
-    return module.partition(".")[0] or "__init__"
+    """The innermost room of the page that a module lies in; a module without one is a room itself."""
+    parts = module.split(".")
+    outer = ("/".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((room for room in outer if room in FLOORS), parts[0] or "__init__")
 
 
 def floors() -> dict[str, int]:
     """The rooms of the page's table, each with its row; higher rows may import from lower ones."""
     table = PAGE.partition("\n| room |")[2].partition("\n\n")[0]
-    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines()[2:]]
+    rows = [re.findall(r"`([\w/]+)`", line.split("|")[1]) for line in table.splitlines()[2:]]
     return {room: number for number, rooms in enumerate(rows) for room in rooms}
 
 
+FLOORS = floors()
 IMPORTS = {module: imports_of(path) for module, path in MODULES.items()}
 
 
 def test_every_room_is_on_the_page():
-    assert floors().keys() == {room_of(module) for module in MODULES} | {NATIVE}
+    outer = {room.partition("/")[0] for room in FLOORS if "/" in room}  # packages of rooms
+    assert FLOORS.keys() == {room_of(module) for module in MODULES if module not in outer} | {NATIVE}
 
 
 def test_rooms_import_from_rooms_below_only():
-    floor = floors()
     wrong = [
         f"{module} imports {other}"
         for module, others in IMPORTS.items()
         for other in others
-        if room_of(other) != room_of(module) and floor[room_of(other)] <= floor[room_of(module)]
+        if room_of(other) != room_of(module) and FLOORS[room_of(other)] <= FLOORS[room_of(module)]
     ]
     assert not wrong
 
@@ -79,7 +83,7 @@ def test_no_module_is_longer_than_a_reader_can_hold():
 
 
 def test_every_room_lists_its_files():
-    for room in {room_of(module) for module in MODULES if "." in module}:
+    for room in {"/".join(module.split(".")[:-1]) for module in MODULES if "." in module}:
         docstring = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())) or ""
         files = {path.stem for path in (PACKAGE / room).glob("*.py")} - {"__init__", "__main__"}
         missing = sorted(name for name in files if not re.search(rf"\b{name}\b", docstring))

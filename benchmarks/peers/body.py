@@ -12,9 +12,9 @@ import zstandard
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant.coding import rearrange
-from dynaquant.tensors.dtypes import dtype_name
-from dynaquant.tensors.stored import Levels
+from dynaquant.engine.coding import rearrange
+from dynaquant.engine.tensors.dtypes import dtype_name
+from dynaquant.engine.tensors.stored import Levels
 
 _LENGTH = 8
 """Bytes of the header's length."""

@@ -35,8 +35,8 @@ from peers.body import bytes_of, described, join, pack, restored, split, unpack
 from peers.peer import Checkpoint, Encoded, Known, Peer
 from torch import Tensor
 
-from dynaquant.quantize.kmeans import kmeans
-from dynaquant.tensors.log_histogram import LogHistogram, bucket_values
+from dynaquant.engine.quantize.kmeans import kmeans
+from dynaquant.engine.tensors.log_histogram import LogHistogram, bucket_values
 
 LARGEST_FACTOR = 2.5
 """A residual above this many medians is always kept."""

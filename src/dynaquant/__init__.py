@@ -30,25 +30,25 @@ __all__ = [
 
 if TYPE_CHECKING:
     from dynaquant.checkpointer import Checkpointer
+    from dynaquant.engine.bound import Bound
+    from dynaquant.engine.quantize.knobs import Configuration, GridConfiguration
     from dynaquant.interop.state_file import save
-    from dynaquant.quantize.knobs import Configuration, GridConfiguration
     from dynaquant.restore.follow import follow
     from dynaquant.restore.load import load
     from dynaquant.restore.load_into import load_into
     from dynaquant.saving.movement import Moved
     from dynaquant.saving.record import Record
     from dynaquant.search.evaluation import LossOn, OnBatches
-    from dynaquant.state.bound import Bound
     from dynaquant.training.accumulated import Gradients
 
     __version__: str
 else:
     _MODULES = {
-        "Bound": "state.bound",
+        "Bound": "engine.bound",
         "Checkpointer": "checkpointer",
-        "Configuration": "quantize.knobs",
+        "Configuration": "engine.quantize.knobs",
         "Gradients": "training.accumulated",
-        "GridConfiguration": "quantize.knobs",
+        "GridConfiguration": "engine.quantize.knobs",
         "LossOn": "search.evaluation",
         "Moved": "saving.movement",
         "OnBatches": "search.evaluation",

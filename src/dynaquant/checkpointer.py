@@ -16,8 +16,11 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from dynaquant.engine.bound import Bound
+from dynaquant.engine.quantize.knobs import Knobs, Method
 from dynaquant.errors import CheckpointError
-from dynaquant.quantize.knobs import Knobs, Method
+from dynaquant.ranks.dtensors import reshard
+from dynaquant.ranks.group import Group
 from dynaquant.restore.restorer import Restorer
 from dynaquant.saving.allowance import Allowance
 from dynaquant.saving.arguments import check_first_state, check_options, check_same_on_all_ranks, checked_step
@@ -34,15 +37,12 @@ from dynaquant.saving.schedule import Every, Schedule
 from dynaquant.saving.sharded_commit import stage_for
 from dynaquant.saving.turn import Turn
 from dynaquant.search.evaluation import Evaluate, of_several
-from dynaquant.state.bound import Bound
-from dynaquant.state.sharding import reshard
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.retention import KEYFRAME_EVERY, Retention
 from dynaquant.store.tags import set_tag
 from dynaquant.training import supported
 from dynaquant.training.moment_correction import MomentCorrections
 from dynaquant.training.objects import buffers_of_rank_0, models_of, objects_of
-from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
 T = TypeVar("T")

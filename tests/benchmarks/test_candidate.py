@@ -4,7 +4,7 @@ import torch
 from candidate import VALUES, WANTED, Row, methods, table, verdict
 from synthetic import transformer
 
-from dynaquant.quantize.grid_weights import grid_weights
+from dynaquant.engine.quantize.grid_weights import grid_weights
 
 
 def test_every_method_runs_on_a_small_model():

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dynaquant as dq
-from dynaquant.quantize.magnitude import magnitudes
+from dynaquant.engine.quantize.magnitude import magnitudes
 from dynaquant.saving.presets import PRESETS
 
 STEPS = (30, 60, 90)

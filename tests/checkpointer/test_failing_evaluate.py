@@ -9,7 +9,7 @@ from torch import nn
 from training import bits, named_state, train
 
 import dynaquant as dq
-from dynaquant.quantize.step_limits import LOOSEST_LIMITS
+from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.saving.presets import BALANCED, PRESETS
 from dynaquant.saving.record import record_of
 from dynaquant.search.scores import Quality

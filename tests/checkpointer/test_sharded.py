@@ -10,10 +10,10 @@ from commands import call
 from launched import launch, launch_anew
 
 import dynaquant as dq
+from dynaquant.engine.tensors.boxes import in_one
+from dynaquant.engine.tensors.stored import Patchwork, QuantizedTensor, RankOne, ScaledMoment, stored_equal
 from dynaquant.store.parts import places_of
 from dynaquant.store.run import Run
-from dynaquant.tensors.boxes import in_one
-from dynaquant.tensors.stored import Patchwork, QuantizedTensor, RankOne, ScaledMoment, stored_equal
 
 pytestmark = pytest.mark.slow
 

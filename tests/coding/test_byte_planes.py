@@ -9,7 +9,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynaquant.coding.byte_planes import decode, encode
+from dynaquant.engine.coding.byte_planes import decode, encode
 
 
 def bytes_of(tensor):

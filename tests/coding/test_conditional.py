@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training import bits
 
-from dynaquant.coding import conditional
-from dynaquant.coding.decoder import decode
-from dynaquant.coding.encoder import encode
-from dynaquant.quantize.grid import quantize
-from dynaquant.tensors.codebook import FIRST_BIN, PROTECTED, Centres, Grid, LogGrid, rung_value
-from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.stored import QuantizedTensor
+from dynaquant.engine.coding import conditional
+from dynaquant.engine.coding.decoder import decode
+from dynaquant.engine.coding.encoder import encode
+from dynaquant.engine.quantize.grid import quantize
+from dynaquant.engine.tensors.codebook import FIRST_BIN, PROTECTED, Centres, Grid, LogGrid, rung_value
+from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.tensors.stored import QuantizedTensor
 
 NOTHING = np.zeros(0, dtype=np.uint16)
 

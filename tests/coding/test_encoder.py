@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from dynaquant.coding.decoder import decode
-from dynaquant.coding.encoder import encode
-from dynaquant.coding.schemes import BytePlanes, Conditional, Lossless, Raw, Rearranged
-from dynaquant.quantize.kmeans import quantize
-from dynaquant.quantize.partition import thresholds
+from dynaquant.engine.coding.decoder import decode
+from dynaquant.engine.coding.encoder import encode
+from dynaquant.engine.coding.schemes import BytePlanes, Conditional, Lossless, Raw, Rearranged
+from dynaquant.engine.quantize.kmeans import quantize
+from dynaquant.engine.quantize.partition import thresholds
+from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.tensors.dtypes import DTYPES
+from dynaquant.engine.tensors.hashing import tensor_hash
+from dynaquant.engine.tensors.log_histogram import LogHistogram
 from dynaquant.state.flatten import flatten
-from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.dtypes import DTYPES
-from dynaquant.tensors.hashing import tensor_hash
-from dynaquant.tensors.log_histogram import LogHistogram
 
 
 def round_trip(tensor):

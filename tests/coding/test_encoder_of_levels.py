@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training import bits
 
-from dynaquant.coding.decoder import decode
-from dynaquant.coding.encoder import Coder, encode
-from dynaquant.coding.schemes import Rearranged
-from dynaquant.tensors.codebook import PROTECTED, Centres
-from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
-from dynaquant.tensors.stored import QuantizedTensor, StoredTensor
+from dynaquant.engine.coding.decoder import decode
+from dynaquant.engine.coding.encoder import Coder, encode
+from dynaquant.engine.coding.schemes import Rearranged
+from dynaquant.engine.tensors.codebook import PROTECTED, Centres
+from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
+from dynaquant.engine.tensors.stored import QuantizedTensor, StoredTensor
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

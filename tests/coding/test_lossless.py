@@ -7,8 +7,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynaquant.coding import byte_planes
-from dynaquant.coding.lossless import decode, encode, needs_parent
+from dynaquant.engine.coding import byte_planes
+from dynaquant.engine.coding.lossless import decode, encode, needs_parent
 
 BLOCK = 65_536
 ITEMSIZES = st.sampled_from([1, 2, 3, 4, 8, 12, 16])

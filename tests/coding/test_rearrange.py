@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynaquant.coding.rearrange import decode, encode, encode_as
-from dynaquant.tensors.stored import Levels
+from dynaquant.engine.coding.rearrange import decode, encode, encode_as
+from dynaquant.engine.tensors.stored import Levels
 
 
 def some_levels(size, count, random):

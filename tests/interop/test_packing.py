@@ -14,6 +14,7 @@ from torch import nn
 from training import bits, model_of, train
 
 import dynaquant as dq
+from dynaquant.engine.tensors.dtypes import DTYPES
 from dynaquant.interop import any_format, dcp_folder
 from dynaquant.interop.export import export, target_for
 from dynaquant.interop.packing import KEYFRAME_EVERY, Packer, compress, pack, step_of
@@ -22,7 +23,6 @@ from dynaquant.state.flatten import unflatten
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.run import Run
 from dynaquant.store.verifying import damage
-from dynaquant.tensors.dtypes import DTYPES
 
 LOSSLESS = "lossless"
 

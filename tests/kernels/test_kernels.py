@@ -11,15 +11,16 @@ from training import bits, model_of, train
 from whole_tensors import quantize_first_moment, quantize_momentum, quantize_second_moment
 
 import dynaquant as dq
-from dynaquant import _native, kernels
-from dynaquant.kernels import device, host
-from dynaquant.quantize.grid import begin_quantize, quantize
-from dynaquant.quantize.log_grid import quantize_to_log_grid
+from dynaquant import _native
+from dynaquant.engine import kernels
+from dynaquant.engine.kernels import device, host
+from dynaquant.engine.quantize.grid import begin_quantize, quantize
+from dynaquant.engine.quantize.log_grid import quantize_to_log_grid
+from dynaquant.engine.tensors.codebook import PROTECTED, rung_value
+from dynaquant.engine.tensors.dequantize import dequantize, protected_values
+from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
+from dynaquant.engine.tensors.stored import QuantizedTensor, RankOne, ScaledMoment
 from dynaquant.store.run import Run
-from dynaquant.tensors.codebook import PROTECTED, rung_value
-from dynaquant.tensors.dequantize import dequantize, protected_values
-from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
-from dynaquant.tensors.stored import QuantizedTensor, RankOne, ScaledMoment
 
 DEVICES = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
 SHAPES = [(), (0,), (1,), (5,), (3, 0), (7, 9), (2, 3, 4, 5), (401, 101)]

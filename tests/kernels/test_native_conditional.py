@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dynaquant import _native
-from dynaquant.tensors.codebook import PROTECTED
+from dynaquant.engine.tensors.codebook import PROTECTED
 
 MANY = 8192  # blocks of at least this many levels are coded with several states
 BLOCK = 131_072

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from dynaquant.kernels.reused import ReusedMemory
+from dynaquant.engine.kernels.reused import ReusedMemory
 
 SHAPE = torch.Size([30, 40])
 

@@ -12,13 +12,13 @@ from hypothesis.extra import numpy as arrays
 from whole_tensors import within
 
 import dynaquant as dq
-from dynaquant.coding.decoder import decode
-from dynaquant.coding.encoder import encode
-from dynaquant.coding.schemes import Bounded, Lossless
-from dynaquant.tensors.bounded import BoundedTensor
-from dynaquant.tensors.dequantize import dequantize, values_of
-from dynaquant.tensors.dtypes import bytes_of
-from dynaquant.tensors.stored import stored_equal
+from dynaquant.engine.coding.decoder import decode
+from dynaquant.engine.coding.encoder import encode
+from dynaquant.engine.coding.schemes import Bounded, Lossless
+from dynaquant.engine.tensors.bounded import BoundedTensor
+from dynaquant.engine.tensors.dequantize import dequantize, values_of
+from dynaquant.engine.tensors.dtypes import bytes_of
+from dynaquant.engine.tensors.stored import stored_equal
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 BITS = {torch.float32: np.uint32, torch.float64: np.uint64, torch.float16: np.uint16, torch.bfloat16: np.uint16}

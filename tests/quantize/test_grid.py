@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from on_grid import FAR, assert_near
 from training import bits
 
-from dynaquant.quantize.grid import RoundedToGrid, quantize
-from dynaquant.tensors.codebook import HIGHEST_RUNG, LOWEST_RUNG, Grid, rung_value
-from dynaquant.tensors.dequantize import dequantize, pieces
-from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
+from dynaquant.engine.quantize.grid import RoundedToGrid, quantize
+from dynaquant.engine.tensors.codebook import HIGHEST_RUNG, LOWEST_RUNG, Grid, rung_value
+from dynaquant.engine.tensors.dequantize import dequantize, pieces
+from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
 
 
 @pytest.mark.parametrize("dtype", QUANTIZABLE_DTYPES)

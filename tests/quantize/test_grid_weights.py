@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from on_grid import assert_near
 from training import bits
 
-from dynaquant.quantize.grid_weights import (
+from dynaquant.engine.quantize.grid_weights import (
     RUNG_HYSTERESIS,
     SMALLEST_FISHER,
     GridWeights,
@@ -19,12 +19,12 @@ from dynaquant.quantize.grid_weights import (
     effective_fisher,
     grid_weights,
 )
-from dynaquant.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
-from dynaquant.quantize.magnitude import magnitudes
-from dynaquant.quantize.step_limits import LOOSEST_LIMITS, StepLimits
+from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
+from dynaquant.engine.quantize.magnitude import magnitudes
+from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS, StepLimits
+from dynaquant.engine.tensors.codebook import HIGHEST_RUNG, LOWEST_RUNG, rung_value
+from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.search.distortion import distortion
-from dynaquant.tensors.codebook import HIGHEST_RUNG, LOWEST_RUNG, rung_value
-from dynaquant.tensors.dequantize import dequantize
 
 
 def test_a_step_is_inversely_proportional_to_the_root_of_the_sensitivity():

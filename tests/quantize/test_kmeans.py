@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynaquant.quantize.kmeans import bins_table, codebook, kmeans, quantize, sample_weights
-from dynaquant.quantize.partition import Thresholds, thresholds
-from dynaquant.tensors.codebook import FIRST_BIN, PROTECTED, PRUNED
-from dynaquant.tensors.dequantize import dequantize
-from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
-from dynaquant.tensors.log_histogram import MAGNITUDES, LogHistogram, bucket_values
+from dynaquant.engine.quantize.kmeans import bins_table, codebook, kmeans, quantize, sample_weights
+from dynaquant.engine.quantize.partition import Thresholds, thresholds
+from dynaquant.engine.tensors.codebook import FIRST_BIN, PROTECTED, PRUNED
+from dynaquant.engine.tensors.dequantize import dequantize
+from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
+from dynaquant.engine.tensors.log_histogram import MAGNITUDES, LogHistogram, bucket_values
 
 ALPHA = 2.0**-8
 SEEDS = range(8)

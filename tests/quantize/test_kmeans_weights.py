@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
-from dynaquant.quantize.knobs import Configuration
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.kmeans_weights import kmeans_weights, quantize_weights
+from dynaquant.engine.quantize.knobs import Configuration
+from dynaquant.engine.tensors.codebook import PROTECTED, PRUNED
+from dynaquant.engine.tensors.dequantize import dequantize
+from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.state.flatten import flatten
-from dynaquant.state.label import Label
 from dynaquant.state.roles import labels
-from dynaquant.tensors.codebook import PROTECTED, PRUNED
-from dynaquant.tensors.dequantize import dequantize
-from dynaquant.tensors.stored import QuantizedTensor
 
 LINEAR, CONV = Label("weight", "linear"), Label("weight", "conv")
 MAGNITUDE = Configuration(pruned=0.2, protected=0.02, protection_metric="magnitude")

@@ -9,17 +9,17 @@ from training import bits
 from whole_tensors import quantize_first_moment, quantize_momentum
 from whole_tensors import quantize_second_moment as second_moment_of
 
-from dynaquant.coding.decoder import decode
-from dynaquant.coding.encoder import encode
-from dynaquant.coding.schemes import RankOneFactors, SecondMomentUnits
-from dynaquant.quantize.moments import quantize_moments
-from dynaquant.state.label import Label
+from dynaquant.engine.coding.decoder import decode
+from dynaquant.engine.coding.encoder import encode
+from dynaquant.engine.coding.schemes import RankOneFactors, SecondMomentUnits
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.moments import quantize_moments
+from dynaquant.engine.tensors.codebook import Grid
+from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES, dtype_name
+from dynaquant.engine.tensors.hashing import tensor_hash
+from dynaquant.engine.tensors.stored import RankOne, ScaledMoment
 from dynaquant.store.entry import Entry
-from dynaquant.tensors.codebook import Grid
-from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES, dtype_name
-from dynaquant.tensors.hashing import tensor_hash
-from dynaquant.tensors.stored import RankOne, ScaledMoment
 
 DOUBTFUL = {
     "nan": torch.tensor([1e-3, math.nan]),

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynaquant.quantize.kmeans import quantize
-from dynaquant.quantize.knobs import Configuration
-from dynaquant.quantize.partition import Thresholds, thresholds
-from dynaquant.tensors.codebook import PROTECTED, PRUNED
-from dynaquant.tensors.log_histogram import LogHistogram
+from dynaquant.engine.quantize.kmeans import quantize
+from dynaquant.engine.quantize.knobs import Configuration
+from dynaquant.engine.quantize.partition import Thresholds, thresholds
+from dynaquant.engine.tensors.codebook import PROTECTED, PRUNED
+from dynaquant.engine.tensors.log_histogram import LogHistogram
 
 
 def shares(tensor, pruned, protected):

@@ -15,21 +15,21 @@ from optimizer_moments import moments
 from ranks_in_threads import divided, local, on_ranks, together
 from whole_tensors import quantize_rank_one, quantize_second_moment
 
-from dynaquant.quantize.bounds import quantize_bounded
-from dynaquant.quantize.first_moment import quantize_first_moment, quantize_momentum
-from dynaquant.quantize.log_grid import quantize_to_log_grid
-from dynaquant.quantize.moment_sample import SAMPLE_SIZE, sample, sample_stored
-from dynaquant.quantize.moments import quantize_moments
-from dynaquant.quantize.second_moment import quantize_second_moment as second_moment_reduction
-from dynaquant.state.bound import Bound
-from dynaquant.state.label import Label
-from dynaquant.tensors.codebook import LogGrid
-from dynaquant.tensors.dequantize import dequantize
-from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
-from dynaquant.tensors.shard import Shard
-from dynaquant.tensors.stored import QuantizedTensor, RankOne, ScaledMoment, stored_equal
-from dynaquant.training import reduction
-from dynaquant.training.reduction import total
+from dynaquant.engine import reduction
+from dynaquant.engine.bound import Bound
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.bounds import quantize_bounded
+from dynaquant.engine.quantize.first_moment import quantize_first_moment, quantize_momentum
+from dynaquant.engine.quantize.log_grid import quantize_to_log_grid
+from dynaquant.engine.quantize.moment_sample import SAMPLE_SIZE, sample, sample_stored
+from dynaquant.engine.quantize.moments import quantize_moments
+from dynaquant.engine.quantize.second_moment import quantize_second_moment as second_moment_reduction
+from dynaquant.engine.reduction import total
+from dynaquant.engine.tensors.codebook import LogGrid
+from dynaquant.engine.tensors.dequantize import dequantize
+from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
+from dynaquant.engine.tensors.shard import Shard
+from dynaquant.engine.tensors.stored import QuantizedTensor, RankOne, ScaledMoment, stored_equal
 
 LAYOUTS = {
     "rows, some ranks without": {0: (4, 1)},

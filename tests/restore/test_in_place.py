@@ -7,12 +7,12 @@ from torch import nn
 from whole_tensors import quantize_rank_one
 
 import dynaquant as dq
-from dynaquant import kernels
-from dynaquant.quantize.log_grid import quantize_to_log_grid
-from dynaquant.tensors.codebook import FIRST_BIN, PROTECTED, Grid
-from dynaquant.tensors.dequantize import dequantize, dequantize_into
-from dynaquant.tensors.hashing import stored_hash, tensor_hash
-from dynaquant.tensors.stored import QuantizedTensor, RoundedWeight, ScaledMoment
+from dynaquant.engine import kernels
+from dynaquant.engine.quantize.log_grid import quantize_to_log_grid
+from dynaquant.engine.tensors.codebook import FIRST_BIN, PROTECTED, Grid
+from dynaquant.engine.tensors.dequantize import dequantize, dequantize_into
+from dynaquant.engine.tensors.hashing import stored_hash, tensor_hash
+from dynaquant.engine.tensors.stored import QuantizedTensor, RoundedWeight, ScaledMoment
 
 ROWS, COLUMNS = 700, 900  # more than one piece on up to four cores
 

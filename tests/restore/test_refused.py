@@ -6,8 +6,8 @@ from torch import nn
 from training import bits, model_of, train
 
 import dynaquant as dq
+from dynaquant.engine.label import Label
 from dynaquant.state.flatten import flatten
-from dynaquant.state.label import Label
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.writing import Checkpoint
 from dynaquant.training.collect import collect

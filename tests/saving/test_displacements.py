@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import dynaquant as dq
+from dynaquant.engine.shards import WHOLE
 from dynaquant.saving.displacements import Displacements, to_json
 from dynaquant.store.run import Run
-from dynaquant.training.shards import WHOLE
 
 
 def model_of():

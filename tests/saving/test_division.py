@@ -9,12 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dynaquant.engine.label import Label
+from dynaquant.engine.tensors.box import tile
 from dynaquant.errors import StateError
+from dynaquant.ranks.dtensors import shard_of
 from dynaquant.saving.division import divide
 from dynaquant.saving.sharded_commit import ShardedCheckpoint
-from dynaquant.state.label import Label
-from dynaquant.state.sharding import shard_of
-from dynaquant.tensors.box import tile
 
 SHAPES = {"model.a": (7, 4), "model.b": (4,), "model.c": (16, 3), "a.exp_avg": (7, 4), "a.exp_avg_sq": (7, 4)}
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import dynaquant as dq
+from dynaquant.engine.tensors.stored import ScaledMoment
 from dynaquant.saving.moment_tolerances import COARSEST, FINEST, first_tolerances
 from dynaquant.saving.presets import DROPPED, PRESETS
 from dynaquant.store.run import Run
-from dynaquant.tensors.stored import ScaledMoment
 
 
 def tolerance(interval, quality="balanced", beta=0.9, optimizer=torch.optim.AdamW, corrected=True):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dynaquant.quantize.step_limits import LOOSEST_LIMITS
+from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.saving.presets import BALANCED, PRESETS
 
 

@@ -10,13 +10,13 @@ from searches import BOTH_METHODS, checkpointer
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.kmeans_weights import kmeans_weights, quantize_weights
+from dynaquant.engine.shards import Shards
+from dynaquant.engine.tensors.boxes import cut
+from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.search import displacement, kmeans_method
 from dynaquant.search.displacement import Displacement
-from dynaquant.state.label import Label
-from dynaquant.tensors.boxes import cut
-from dynaquant.tensors.dequantize import dequantize
-from dynaquant.training.shards import Shards
 
 COARSE = dq.Configuration(bins=4, protected=0.0)
 FINE = dq.Configuration(bins=64, protected=0.0)

@@ -16,15 +16,15 @@ from torch import nn
 from training import train
 
 import dynaquant as dq
-from dynaquant.quantize.grid_weights import GridWeights, grid_weights
-from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights
-from dynaquant.quantize.knobs import GridConfiguration
+from dynaquant.engine.quantize.grid_weights import GridWeights, grid_weights
+from dynaquant.engine.quantize.kmeans_weights import KMeansWeights, kmeans_weights
+from dynaquant.engine.quantize.knobs import GridConfiguration
+from dynaquant.ranks.group import Group
 from dynaquant.search.decision import Decision
 from dynaquant.search.history import History
 from dynaquant.search.manager import ConfigurationManager
 from dynaquant.state.roles import labels
 from dynaquant.store.run import Run
-from dynaquant.training.ranks import Group
 
 # Records
 

@@ -8,14 +8,14 @@ from torch import nn, optim
 from training import bits, model_of, train
 
 import dynaquant as dq
-from dynaquant.quantize.grid_weights import grid_weights
-from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
-from dynaquant.quantize.knobs import GridConfiguration
-from dynaquant.quantize.step_limits import LOOSEST_LIMITS
+from dynaquant.engine.quantize.grid_weights import grid_weights
+from dynaquant.engine.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
+from dynaquant.engine.quantize.knobs import GridConfiguration
+from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
+from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.search.distortion import distortion, mean_squared_gradients
 from dynaquant.search.judge import DISTORTION_SCALE, DistortionJudge, MetricJudge
 from dynaquant.state.roles import labels
-from dynaquant.tensors.dequantize import dequantize
 
 
 def prepared(model: nn.Module) -> KMeansWeights:

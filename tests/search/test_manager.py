@@ -11,7 +11,7 @@ from torch import nn
 from training import bits, train
 
 import dynaquant as dq
-from dynaquant.quantize.knobs import SCALES_PER_OCTAVE
+from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE
 
 # Quality
 

@@ -14,9 +14,9 @@ from torch import nn
 from training import bits, train
 
 import dynaquant as dq
+from dynaquant.ranks.group import Group
 from dynaquant.search.metric import UserMetric
 from dynaquant.search.noise import Noise
-from dynaquant.training.ranks import Group
 
 # Metrics that are noisy or fail
 

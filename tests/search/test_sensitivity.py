@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from dynaquant.quantize.grid_weights import grid_weights
+from dynaquant.engine.quantize.grid_weights import grid_weights
+from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.search.sensitivity import LEAST_SENSITIVITY, MOST_GROUPS, groups_of, measure_sensitivity
-from dynaquant.tensors.dequantize import dequantize
 
 
 def test_large_tensors_are_quantized_alone_and_small_ones_together():

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dynaquant as dq
-from dynaquant.coding.encoder import encode
 from dynaquant.demo.models import GPT
-from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
+from dynaquant.engine.coding.encoder import encode
+from dynaquant.engine.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
 from dynaquant.search.size import SizeModel
 from dynaquant.state.roles import labels
 

@@ -17,10 +17,10 @@ from hypothesis.extra import numpy as hnp
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler, swa_utils
 
+from dynaquant.engine.tensors.dtypes import DTYPES, dtype_name
+from dynaquant.engine.tensors.element_types import ITEM_SIZES
 from dynaquant.errors import StateError
 from dynaquant.state.flatten import flatten, unflatten
-from dynaquant.tensors.dtypes import DTYPES, dtype_name
-from dynaquant.tensors.element_types import ITEM_SIZES
 from dynaquant.training import rng
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn, optim
 
+from dynaquant.engine.label import Label
 from dynaquant.errors import StateError
 from dynaquant.state.flatten import flatten
-from dynaquant.state.label import Label
 from dynaquant.state.roles import labels, layer_type
 from dynaquant.training.collect import collect
 

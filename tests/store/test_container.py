@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from whole_tensors import quantize_first_moment, quantize_rank_one
 
-from dynaquant.coding.schemes import (
+from dynaquant.engine.coding.schemes import (
     MAX_EXPANSION,
     BytePlanes,
     Conditional,
@@ -28,19 +28,19 @@ from dynaquant.coding.schemes import (
     Reference,
     SecondMomentUnits,
 )
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.kmeans_weights import kmeans_weights, quantize_weights
+from dynaquant.engine.quantize.knobs import Configuration
+from dynaquant.engine.tensors.dtypes import DTYPES
+from dynaquant.engine.tensors.element_types import ITEM_SIZES
 from dynaquant.errors import CheckpointError
-from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
-from dynaquant.quantize.knobs import Configuration
 from dynaquant.report.inspection import tensors_of
 from dynaquant.state.flatten import flatten, unflatten
-from dynaquant.state.label import Label
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import FORMAT_VERSION, CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.store.entry import Entry
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Checkpoint
-from dynaquant.tensors.dtypes import DTYPES
-from dynaquant.tensors.element_types import ITEM_SIZES
 
 HASH = "0123456789abcdef" * 4
 TRAILER = 40

@@ -21,7 +21,7 @@ from torch import nn
 from training import bits
 
 import dynaquant
-from dynaquant.coding.schemes import KINDS
+from dynaquant.engine.coding.schemes import KINDS
 from dynaquant.store.container import FORMAT_VERSION
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("v*"))

@@ -14,8 +14,8 @@ import pytest
 import torch
 from killed import build
 
+from dynaquant.engine.tensors.dequantize import values_of
 from dynaquant.store.run import Run
-from dynaquant.tensors.dequantize import values_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
 

@@ -14,13 +14,13 @@ from torch import nn
 from training import bits, model_of, train
 
 import dynaquant as dq
+from dynaquant.engine.tensors.dequantize import values_of
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.recoding import branch, compact
 from dynaquant.store.retention import Retention, prune
 from dynaquant.store.run import Run
 from dynaquant.store.tags import set_tag, tagged_file
 from dynaquant.store.writing import Base
-from dynaquant.tensors.dequantize import values_of
 
 PUBLISHED = {
     "method": "published",

@@ -17,11 +17,16 @@ from typer.testing import CliRunner
 
 import dynaquant as dq
 from dynaquant.cli import app
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.grid import quantize
+from dynaquant.engine.tensors.box import Box
+from dynaquant.engine.tensors.boxes import in_one, patchwork
+from dynaquant.engine.tensors.codebook import Grid
+from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.tensors.stored import QuantizedTensor, stored_equal
 from dynaquant.errors import CheckpointError
-from dynaquant.quantize.grid import quantize
 from dynaquant.report.decoded import level_counts
 from dynaquant.report.inspection import disk_use
-from dynaquant.state.label import Label
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store import commit
 from dynaquant.store.commit import WritableRun
@@ -31,11 +36,6 @@ from dynaquant.store.retention import Retention, prepare_replacement, prune
 from dynaquant.store.run import Run
 from dynaquant.store.verifying import verify_run
 from dynaquant.store.writing import Base, Checkpoint
-from dynaquant.tensors.box import Box
-from dynaquant.tensors.boxes import in_one, patchwork
-from dynaquant.tensors.codebook import Grid
-from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.stored import QuantizedTensor, stored_equal
 
 
 @pytest.fixture

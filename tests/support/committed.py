@@ -4,17 +4,17 @@ import torch
 from torch import Tensor
 from training import bits
 
-from dynaquant.coding.encoder import Coder
-from dynaquant.quantize.kmeans_weights import kmeans_weights, quantize_weights
-from dynaquant.quantize.knobs import Configuration
+from dynaquant.engine.coding.encoder import Coder
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.kmeans_weights import kmeans_weights, quantize_weights
+from dynaquant.engine.quantize.knobs import Configuration
+from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.tensors.stored import StoredTensor
 from dynaquant.state.flatten import flatten
-from dynaquant.state.label import Label
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.run import Run
 from dynaquant.store.writing import Checkpoint
-from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.stored import StoredTensor
 
 
 def checkpoint_of(

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
+from dynaquant.engine.label import Label
 from dynaquant.state.flatten import flatten
-from dynaquant.state.label import Label
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointWriter
 from dynaquant.store.writing import Checkpoint

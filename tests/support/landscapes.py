@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterable, Sequence
 from itertools import product
 
-from dynaquant.quantize.knobs import Metric
+from dynaquant.engine.quantize.knobs import Metric
 from dynaquant.search.space import Candidate, Point
 
 SHAPE: Point = (6, 2, 6, 3)

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.quantize.grid_weights import GridWeights, grid_weights
-from dynaquant.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
+from dynaquant.engine.quantize.grid_weights import GridWeights, grid_weights
+from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
+from dynaquant.engine.tensors.dequantize import dequantize
+from dynaquant.ranks.group import Group
 from dynaquant.search.displacement import LEAST_KEPT, Displacement
 from dynaquant.search.judge import PairedJudge
 from dynaquant.search.trials import Trials
-from dynaquant.tensors.dequantize import dequantize
-from dynaquant.training.ranks import Group
 
 BATCHES = torch.arange(20 * 8).view(20, 8) % 16
 

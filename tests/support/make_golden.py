@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import dynaquant as dq
-from dynaquant.quantize.knobs import GridConfiguration
+from dynaquant.engine.quantize.knobs import GridConfiguration
+from dynaquant.engine.tensors.stored import External
 from dynaquant.store import commit
 from dynaquant.store.commit import WritableRun
-from dynaquant.tensors.stored import External
 
 STEPS = range(10, 121, 10)
 SHARDED = [(130, 20, by_rows, 3), (140, 10, by_columns, 2), (150, 110, by_columns, 2), (160, 50, by_rows, 4)]

@@ -7,9 +7,9 @@ from threading import Barrier, BrokenBarrierError
 import numpy as np
 import torch
 
-from dynaquant.tensors.boxes import cut, in_one, patchwork
-from dynaquant.tensors.shard import Shard, spans_of
-from dynaquant.training.reduction import Numbers
+from dynaquant.engine.reduction import Numbers
+from dynaquant.engine.tensors.boxes import cut, in_one, patchwork
+from dynaquant.engine.tensors.shard import Shard, spans_of
 
 PATIENCE = 60
 """Seconds that a rank waits for the others. One that reduces more often than they do waits in vain."""

@@ -22,7 +22,7 @@ from torch.distributed import all_reduce as bound_early
 from torch.nn.parallel import DistributedDataParallel
 
 import dynaquant as dq
-from dynaquant.training.ranks import Group
+from dynaquant.ranks.group import Group
 
 STEPS = 8
 """Training steps between saves."""

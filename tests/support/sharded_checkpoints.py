@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from dynaquant.state.label import Label
+from dynaquant.engine.label import Label
+from dynaquant.engine.tensors.box import Box
+from dynaquant.engine.tensors.boxes import cut
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import Parent
 from dynaquant.store.layout import Place, part_name
 from dynaquant.store.sharded_writing import Plan, ShardedTensor, boxes_in_part, second_of, sharded_header, write_part
 from dynaquant.store.writing import Base
-from dynaquant.tensors.box import Box
-from dynaquant.tensors.boxes import cut
 
 
 def by_rows(shape, parts):
@@ -71,7 +71,7 @@ def random_state(seed=0, rows=12):
     """Return stored tensors of several forms: a weight, its moments, a bias, a scalar, integers, an empty tensor."""
     from whole_tensors import quantize_first_moment, quantize_rank_one
 
-    from dynaquant.quantize.grid import quantize
+    from dynaquant.engine.quantize.grid import quantize
 
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, 8, generator=torch.Generator().manual_seed(7)) + 0.1 * seed

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 import dynaquant as dq
-from dynaquant.quantize import magnitude, moments
+from dynaquant.engine.quantize import magnitude, moments
 from dynaquant.search import distortion
 from dynaquant.store.run import Run
 

@@ -10,7 +10,7 @@ from sharded_training import begin, end, folder, model_of
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import dynaquant as dq
-from dynaquant.quantize.knobs import GridConfiguration
+from dynaquant.engine.quantize.knobs import GridConfiguration
 
 
 def with_gradients(model, step):

@@ -1,7 +1,7 @@
 """The quantizers that are reductions, for a tensor that one process holds as a whole."""
 
-from dynaquant.quantize import bounds, first_moment, second_moment
-from dynaquant.training.reduction import alone
+from dynaquant.engine.quantize import bounds, first_moment, second_moment
+from dynaquant.engine.reduction import alone
 
 
 def quantize_second_moment(second, tolerance):

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from dynaquant.tensors.hashing import hash_of
+from dynaquant.engine.tensors.hashing import hash_of
 
 PROGRAM = """
 import json, os, signal
 from threading import Thread
-from dynaquant.tensors.hashing import hash_of
+from dynaquant.engine.tensors.hashing import hash_of
 
 def tasks():
     return set(os.listdir("/proc/self/task"))

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from dynaquant.kernels.host import bits_of
-from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
-from dynaquant.tensors.log_histogram import BUCKETS, LogHistogram, bucket_values, table_for
+from dynaquant.engine.kernels.host import bits_of
+from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
+from dynaquant.engine.tensors.log_histogram import BUCKETS, LogHistogram, bucket_values, table_for
 
 ALPHA = 2.0**-8
 SMALLEST_NORMAL = 2.0**-126

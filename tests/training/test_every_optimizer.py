@@ -10,12 +10,12 @@ from torch import nn
 from training import bits, model_of, named_state
 
 from dynaquant import Checkpointer, load
-from dynaquant.quantize.moments import quantize_moments
+from dynaquant.engine.quantize.moments import quantize_moments
+from dynaquant.engine.tensors.dequantize import dequantize
+from dynaquant.engine.tensors.stored import RankOne, ScaledMoment
 from dynaquant.saving.presets import PRESETS
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import labels
-from dynaquant.tensors.dequantize import dequantize
-from dynaquant.tensors.stored import RankOne, ScaledMoment
 from dynaquant.training.collect import collect
 
 STEPS = 12

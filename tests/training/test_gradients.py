@@ -8,10 +8,10 @@ import torch
 from torch import nn, optim
 
 import dynaquant as dq
-from dynaquant.quantize.step_limits import LOOSEST_LIMITS
+from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
+from dynaquant.engine.tensors.codebook import RUNGS_PER_OCTAVE
 from dynaquant.saving.presets import BALANCED, PRESETS
 from dynaquant.store.run import Run
-from dynaquant.tensors.codebook import RUNGS_PER_OCTAVE
 from dynaquant.training.gradients import SMOOTHING, GradientRecorder
 
 

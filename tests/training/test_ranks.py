@@ -13,7 +13,7 @@ from movement import Movement
 from replicas import STEPS, metric_of, model_of, optimizer_of, weights_of
 
 import dynaquant as dq
-from dynaquant.quantize.kmeans_weights import kmeans_weights
+from dynaquant.engine.quantize.kmeans_weights import kmeans_weights
 from dynaquant.search.size import SizeModel
 from dynaquant.state.roles import labels
 

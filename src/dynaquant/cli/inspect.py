@@ -17,16 +17,16 @@ from dynaquant.cli.arguments import AsJson, RunFolder, RunOrFile, Step, checkpoi
 from dynaquant.formatting import in_bytes, plural
 
 if TYPE_CHECKING:
+    from dynaquant.engine.tensors.stored import StoredTensor
     from dynaquant.report.decoded import Change
     from dynaquant.report.inspection import TensorInfo
     from dynaquant.saving.record import Record, Size
     from dynaquant.store.container import CheckpointFile
-    from dynaquant.tensors.stored import StoredTensor
 
 
 def log(folder: RunFolder, as_json: AsJson = False) -> None:
     """List the checkpoints of a run: tags, size, compression ratio, degradation, configuration."""
-    from dynaquant.quantize.knobs import in_short
+    from dynaquant.engine.quantize.knobs import in_short
     from dynaquant.saving.record import Size, record_of
     from dynaquant.store.container import open_if_exists
     from dynaquant.store.frozen_files import PREFIX
@@ -161,7 +161,7 @@ def _place(file: CheckpointFile) -> Iterator[tuple[str, str]]:
 
 
 def _facts(record: Record) -> Iterator[tuple[str, str]]:
-    from dynaquant.quantize.knobs import GridConfiguration, in_short
+    from dynaquant.engine.quantize.knobs import GridConfiguration, in_short
 
     yield "size", output.reduction(record.total)
     chosen = record.configuration
@@ -198,14 +198,14 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
 def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> None:
     from torch import Tensor
 
+    from dynaquant.engine.tensors.bounded import BoundedTensor
+    from dynaquant.engine.tensors.boxes import in_one
+    from dynaquant.engine.tensors.stored import Patchwork, QuantizedTensor, RankOne, ScaledMoment
     from dynaquant.report.decoded import level_counts
     from dynaquant.report.inspection import tensors_of
     from dynaquant.store.chain import detect_run_changes, retry_if_run_changed
     from dynaquant.store.reading import load_tensor
     from dynaquant.store.run import Run
-    from dynaquant.tensors.bounded import BoundedTensor
-    from dynaquant.tensors.boxes import in_one
-    from dynaquant.tensors.stored import Patchwork, QuantizedTensor, RankOne, ScaledMoment
 
     def decoded() -> tuple[CheckpointFile, StoredTensor]:
         file = checkpoint(folder, step)

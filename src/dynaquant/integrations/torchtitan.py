@@ -22,10 +22,10 @@ from torchtitan.components.validate import Validator
 
 from dynaquant.checkpointer import Checkpointer
 from dynaquant.errors import DynaquantError, StateError
+from dynaquant.ranks.group import Group
 from dynaquant.saving.allowance import Allowance
 from dynaquant.saving.presets import QualityName
 from dynaquant.state import wrappers
-from dynaquant.training.ranks import Group
 
 TESTED = "0.3.0"
 """The version of torchtitan that this was tested with."""

@@ -25,7 +25,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
 from torch.futures import Future
 
-from dynaquant.coding.schemes import Sharded
+from dynaquant.engine.coding.schemes import Sharded
+from dynaquant.engine.tensors.box import Box
+from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.tensors.dtypes import dtype_named
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import dict_items, tensor_name
@@ -35,9 +38,6 @@ from dynaquant.store.parts import places_of
 from dynaquant.store.regions import load_boxes
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag
-from dynaquant.tensors.box import Box
-from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.dtypes import dtype_named
 
 
 class StorageReader(_StorageReader):

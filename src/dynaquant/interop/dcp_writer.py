@@ -36,13 +36,15 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from dynaquant.engine.label import Label
+from dynaquant.engine.tensors.box import Box
+from dynaquant.engine.tensors.stored import StoredTensor
 from dynaquant.errors import StateError
 from dynaquant.interop.dcp_folder import nested
 from dynaquant.interop.unmeasured import quantize_state
 from dynaquant.saving.assemble import copied
 from dynaquant.saving.presets import PRESETS, QualityName
 from dynaquant.state.flatten import flatten
-from dynaquant.state.label import Label
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import Header, Parent, is_step
 from dynaquant.store.layout import Layout, PartFile, Place, box_name, part_name
@@ -56,8 +58,6 @@ from dynaquant.store.sharded_writing import (
     write_part,
 )
 from dynaquant.store.writing import Base
-from dynaquant.tensors.box import Box
-from dynaquant.tensors.stored import StoredTensor
 
 log = logging.getLogger("dynaquant")
 CheckpointId = str | os.PathLike[str] | None

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from dynaquant.engine.tensors.dtypes import bytes_of
+from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.interop import frameworks, torchfile
 from dynaquant.interop.targets import OF_FRAMEWORKS, Target
@@ -25,8 +27,6 @@ from dynaquant.state.of_ranks import RANKS
 from dynaquant.state.tree import dict_items, model_in, objects_in, tensor_name, tensor_names_in
 from dynaquant.store.atomic_files import atomic_file, atomic_folder
 from dynaquant.store.files import is_file_name
-from dynaquant.tensors.dtypes import bytes_of
-from dynaquant.tensors.lazy_mapping import LazyMapping
 from dynaquant.training.objects import CLASSES, PARAMETERS, RNG
 
 _OF_FORMAT = {

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.formatting import in_bytes
 from dynaquant.interop import safetensors, torchfile
@@ -23,7 +24,6 @@ from dynaquant.state.flatten import flatten
 from dynaquant.state.tree import dict_items, state_dict_tree, tensor_names_in
 from dynaquant.store.container import MAGIC
 from dynaquant.store.files import is_file_name, non_file_kind
-from dynaquant.tensors.lazy_mapping import LazyMapping
 
 MAX_RAW_FILE_BYTES = 64 << 20
 """Largest size of a file that is stored byte for byte."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dynaquant.engine.tensors.stored import QuantizedTensor, StoredTensor
 from dynaquant.saving.record import degradation_of
 from dynaquant.saving.training_budget import TrainingBudget
 from dynaquant.saving.unchanged_weights import restored_weights
 from dynaquant.state.tree import dict_items
 from dynaquant.store.container import Header
-from dynaquant.tensors.stored import QuantizedTensor, StoredTensor
 
 
 class GoingOn:

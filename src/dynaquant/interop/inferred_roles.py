@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dynaquant import kernels
-from dynaquant.state.label import Label
+from dynaquant.engine import kernels
+from dynaquant.engine.label import Label
 from dynaquant.state.roles import optimizer_role, quantizable
 from dynaquant.state.tree import dict_items, tensor_name, tensor_names_in
 

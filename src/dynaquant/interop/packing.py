@@ -13,15 +13,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.averages import average_bounds
+from dynaquant.engine.quantize.bounds import quantize_bounded
+from dynaquant.engine.quantize.grid_weights import GridWeights, effective_fisher, grid_weights
+from dynaquant.engine.quantize.knobs import GridConfiguration
+from dynaquant.engine.quantize.moments import quantize_moments
+from dynaquant.engine.tensors.codebook import Grid
+from dynaquant.engine.tensors.lazy_mapping import LazyMapping
+from dynaquant.engine.tensors.stored import Quantized, QuantizedTensor, StoredTensor
 from dynaquant.errors import CheckpointError, EvaluateError
 from dynaquant.interop import any_format, inferred_roles
 from dynaquant.interop.going_on import GoingOn
 from dynaquant.interop.model_file import ModelFile
-from dynaquant.quantize.averages import average_bounds
-from dynaquant.quantize.bounds import quantize_bounded
-from dynaquant.quantize.grid_weights import GridWeights, effective_fisher, grid_weights
-from dynaquant.quantize.knobs import GridConfiguration
-from dynaquant.quantize.moments import quantize_moments
+from dynaquant.ranks.group import Group
 from dynaquant.saving.allowance import Allowance
 from dynaquant.saving.presets import PRESETS, QualityName
 from dynaquant.saving.record import Record, json_of, record_of
@@ -33,7 +38,6 @@ from dynaquant.search.manager import ConfigurationManager
 from dynaquant.search.noise import Noise
 from dynaquant.search.sensitivity import measure_sensitivity
 from dynaquant.state.flatten import unflatten
-from dynaquant.state.label import Label
 from dynaquant.state.tree import tensor_names_in
 from dynaquant.store import retention
 from dynaquant.store.commit import WritableRun
@@ -42,10 +46,6 @@ from dynaquant.store.files import check_output, removing_empty_folders
 from dynaquant.store.run import Run
 from dynaquant.store.single_file import FIRST_SEQUENCE, write_file
 from dynaquant.store.writing import Base, Checkpoint
-from dynaquant.tensors.codebook import Grid
-from dynaquant.tensors.lazy_mapping import LazyMapping
-from dynaquant.tensors.stored import Quantized, QuantizedTensor, StoredTensor
-from dynaquant.training.ranks import Group
 
 VECTOR_SENSITIVITY = 64.0
 """Sensitivity of the loss to vectors (biases, norms) relative to matrices, if neither is measured. One value of a norm

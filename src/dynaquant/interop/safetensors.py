@@ -13,13 +13,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dynaquant.engine.tensors.dtypes import bytes_of, dtype_name
+from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.errors import CheckpointError
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import reject_constant
 from dynaquant.store.files import is_file_name
-from dynaquant.tensors.dtypes import bytes_of, dtype_name
-from dynaquant.tensors.lazy_mapping import LazyMapping
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"

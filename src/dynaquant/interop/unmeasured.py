@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dynaquant import kernels
+from dynaquant.engine import kernels
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.grid_weights import grid_weights
+from dynaquant.engine.quantize.knobs import GridConfiguration
+from dynaquant.engine.quantize.moments import quantize_moments
+from dynaquant.engine.tensors.stored import Quantized
 from dynaquant.interop.inferred_roles import BUFFERS
-from dynaquant.quantize.grid_weights import grid_weights
-from dynaquant.quantize.knobs import GridConfiguration
-from dynaquant.quantize.moments import quantize_moments
 from dynaquant.saving.presets import PRESETS, QualityName
 from dynaquant.search.judge import DISTORTION_SCALE
-from dynaquant.state.label import Label
 from dynaquant.state.roles import optimizer_role, quantizable
-from dynaquant.tensors.stored import Quantized
 
 _OF_MODULES = ("weight", "bias")
 _STATE = ".state."

@@ -8,11 +8,11 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
+from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.formatting import plural
 from dynaquant.interop import safetensors
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
 from dynaquant.store.files import is_file_name
-from dynaquant.tensors.lazy_mapping import LazyMapping
 
 Tell = Callable[[str], None]
 """Is called with a text that reports progress."""

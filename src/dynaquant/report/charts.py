@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, Configuration, GridConfiguration
 from dynaquant.formatting import dollars, in_bytes, in_seconds, percent, plural, times, unit_of
-from dynaquant.quantize.knobs import SCALES_PER_OCTAVE, Configuration, GridConfiguration
 from dynaquant.report.figures import (
     BLUE,
     BROWN,

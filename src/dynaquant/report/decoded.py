@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from dynaquant.engine.tensors.boxes import in_one
+from dynaquant.engine.tensors.codebook import FIRST_BIN, PROTECTED, PRUNED
+from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.tensors.stored import QuantizedTensor, StoredTensor
 from dynaquant.store.chain import detect_run_changes
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.store.reading import load_tensor
 from dynaquant.store.run import Run
-from dynaquant.tensors.boxes import in_one
-from dynaquant.tensors.codebook import FIRST_BIN, PROTECTED, PRUNED
-from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.stored import QuantizedTensor, StoredTensor
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dynaquant.coding import schemes
-from dynaquant.coding.schemes import Conditional, Rearranged, Scheme, SecondMomentUnits
+from dynaquant.engine.coding import schemes
+from dynaquant.engine.coding.schemes import Conditional, Rearranged, Scheme, SecondMomentUnits
 from dynaquant.errors import CheckpointError
 from dynaquant.saving.record import Size, sizes_by_role
 from dynaquant.store import frozen_files

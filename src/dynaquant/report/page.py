@@ -11,8 +11,8 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from dynaquant.engine.quantize.knobs import in_short, knobs_to_json
 from dynaquant.formatting import NONE, dollars, in_bytes, in_seconds, percent, plural, times
-from dynaquant.quantize.knobs import in_short, knobs_to_json
 from dynaquant.report.charts import Chart, charts
 from dynaquant.report.figures import javascript
 from dynaquant.report.prices import S3_STANDARD

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynaquant.coding.schemes import Conditional, Reference, SecondMomentUnits
+from dynaquant.engine.coding.schemes import Conditional, Reference, SecondMomentUnits
+from dynaquant.engine.reduction import Numbers
+from dynaquant.engine.tensors.stored import Patchwork, QuantizedTensor, ScaledMoment, StoredTensor
+from dynaquant.ranks.group import Group
 from dynaquant.store.container import CheckpointFile
-from dynaquant.tensors.stored import Patchwork, QuantizedTensor, ScaledMoment, StoredTensor
 from dynaquant.training.collect import parameter_names
 from dynaquant.training.first_moments import corrected_keys
 from dynaquant.training.optimizers import keys_of
-from dynaquant.training.ranks import Group
-from dynaquant.training.reduction import Numbers
 
 
 def dropped_moments(

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynaquant.engine.tensors.dtypes import dtype_name
+from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.errors import StateError
+from dynaquant.ranks.dtensors import tied_keys
 from dynaquant.restore.model_tensors import tied_problem
 from dynaquant.state import wrappers
 from dynaquant.state.plain_objects import PlainObject, leaves
-from dynaquant.state.sharding import tied_keys
 from dynaquant.state.subclasses import description_problem, descriptions_in, owner_of
-from dynaquant.tensors.dtypes import dtype_name
-from dynaquant.tensors.hashing import tensor_hash
 from dynaquant.training import optimizers
 from dynaquant.training.collect import parts_of, stored_rng_state
 from dynaquant.training.expanded import can_hold

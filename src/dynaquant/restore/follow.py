@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.tensors.stored import External
 from dynaquant.errors import CheckpointError
 from dynaquant.restore.model_tensors import Models, Targets, expanded_error, targets_in
 from dynaquant.store.chain import detect_run_changes, name_step_in_errors, needed_entries, retry_if_run_changed
@@ -19,8 +21,6 @@ from dynaquant.store.container import CheckpointFile
 from dynaquant.store.files import non_file_kind, user_path
 from dynaquant.store.pointers import Pointer, found_at, run_at
 from dynaquant.store.reading import Tensors, load_tensors
-from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.stored import External
 from dynaquant.training.expanded import can_hold, copy_into
 from dynaquant.training.hash_cache import HashCache, sample_of
 

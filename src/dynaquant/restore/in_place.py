@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dynaquant import kernels
+from dynaquant.engine import kernels
+from dynaquant.engine.tensors.dequantize import dequantize_into, values_of
+from dynaquant.engine.tensors.layouts import Layout, laid_out, layout_of
+from dynaquant.engine.tensors.stored import External, StoredTensor
 from dynaquant.errors import StateError
+from dynaquant.ranks.dtensors import is_sharded, local_of
 from dynaquant.state.flatten import flatten
-from dynaquant.state.sharding import is_sharded, local_of
 from dynaquant.state.tree import layouts_in, objects_in, tensor_names_in
 from dynaquant.state.wrappers import named_parameters
-from dynaquant.tensors.dequantize import dequantize_into, values_of
-from dynaquant.tensors.layouts import Layout, laid_out, layout_of
-from dynaquant.tensors.stored import External, StoredTensor
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.objects import MAIN
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from dynaquant.errors import CheckpointError, StateError
+from dynaquant.ranks.dtensors import is_sharded, tied_keys
 from dynaquant.state.of_ranks import ranks_in
-from dynaquant.state.sharding import is_sharded, tied_keys
 from dynaquant.state.subclasses import CLASS, description_problem, descriptions_in, owner_of
 from dynaquant.state.tree import dict_items, metadata_in, model_in, state_dict_in
 from dynaquant.state.wrappers import bare, state_dict

@@ -11,7 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from dynaquant.engine.tensors.stored import External, StoredTensor
 from dynaquant.errors import CheckpointError
+from dynaquant.ranks.dtensors import local_of, memory_of, reshard, with_local
+from dynaquant.ranks.group import Group
 from dynaquant.restore.dropped_moments import dropped_moments
 from dynaquant.restore.fitting import compare, raise_if_any, selected_objects
 from dynaquant.restore.in_place import fill, fillable_tensors, new_tensor, unchanged_tensors, wanted_layouts
@@ -19,20 +22,17 @@ from dynaquant.restore.seen_by_rank import SeenByRank
 from dynaquant.restore.shards import load_shards, sharded_targets
 from dynaquant.restore.stored_checkpoint import built_from, load_lossless_copy
 from dynaquant.state.plain_objects import leaves
-from dynaquant.state.sharding import local_of, memory_of, reshard, with_local
 from dynaquant.store.container import CheckpointFile, Parent
 from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.store.reading import Tensors
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag
-from dynaquant.tensors.stored import External, StoredTensor
 from dynaquant.training import rng
 from dynaquant.training.collect import collect_to_compare, stored_rng_state
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.load_state import fill_in_omitted, load_state
 from dynaquant.training.moment_correction import MomentCorrections
 from dynaquant.training.objects import CHECKED, MAIN, RESERVED, models_of
-from dynaquant.training.ranks import Group
 from dynaquant.training.undo import Undo, loads_as_pytorch_does
 
 log = logging.getLogger("dynaquant")

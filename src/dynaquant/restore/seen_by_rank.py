@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from dynaquant.engine.tensors.dequantize import values_of
 from dynaquant.restore.fitting import Comparison
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.of_ranks import OfRank, is_of_a_rank, ranks_in, tree_of
@@ -14,7 +15,6 @@ from dynaquant.state.tree import dict_items, tensor_names_in
 from dynaquant.state.wrappers import bare_paths
 from dynaquant.store.container import Header
 from dynaquant.store.reading import Tensors
-from dynaquant.tensors.dequantize import values_of
 from dynaquant.training.collect import number_of_ranks
 from dynaquant.training.load_state import StatesOfRanks, divides_its_state
 from dynaquant.training.objects import MAIN

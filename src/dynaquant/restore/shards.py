@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaquant.engine.tensors.box import Box
+from dynaquant.engine.tensors.boxes import in_one, patchwork
+from dynaquant.engine.tensors.dtypes import dtype_named
+from dynaquant.engine.tensors.shard import Shard
+from dynaquant.engine.tensors.stored import StoredTensor
 from dynaquant.errors import StateError
+from dynaquant.ranks.dtensors import is_sharded, shard_of
 from dynaquant.restore.in_place import STATE, parameters_of
 from dynaquant.state.flatten import flatten
 from dynaquant.state.of_ranks import is_of_a_rank
-from dynaquant.state.sharding import is_sharded, shard_of
 from dynaquant.store.container import CheckpointFile, Header
 from dynaquant.store.frozen_tensors import external_tensor
 from dynaquant.store.reading import Tensors, load_all
 from dynaquant.store.regions import load_boxes
 from dynaquant.store.run import Run
-from dynaquant.tensors.box import Box
-from dynaquant.tensors.boxes import in_one, patchwork
-from dynaquant.tensors.dtypes import dtype_named
-from dynaquant.tensors.shard import Shard
-from dynaquant.tensors.stored import StoredTensor
 from dynaquant.training.collect import collect
 from dynaquant.training.objects import CHECKED
 

@@ -12,6 +12,9 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
+from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.tensors.dtypes import dtype_named
+from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.errors import CheckpointError, RunChangedError, StateError
 from dynaquant.restore.model_tensors import stored_names, warn_if_ranks_differ, weights_in_parts
 from dynaquant.state.flatten import unflatten
@@ -25,9 +28,6 @@ from dynaquant.store.pointers import Pointer, found_at, run_at
 from dynaquant.store.reading import Tensors, load_all, load_tensor
 from dynaquant.store.run import Run
 from dynaquant.store.tags import open_step_or_tag
-from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.dtypes import dtype_named
-from dynaquant.tensors.lazy_mapping import LazyMapping
 
 log = logging.getLogger("dynaquant")
 T = TypeVar("T")

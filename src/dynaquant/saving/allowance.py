@@ -7,7 +7,7 @@ from math import inf
 from numbers import Integral, Real
 from typing import Any, get_args
 
-from dynaquant.quantize.knobs import GridConfiguration, Knobs, Method
+from dynaquant.engine.quantize.knobs import GridConfiguration, Knobs, Method
 from dynaquant.saving.presets import PRESETS, QualityName
 
 

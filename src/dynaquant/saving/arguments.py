@@ -6,14 +6,14 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+from dynaquant.engine.bound import Bound
+from dynaquant.ranks.group import Group
 from dynaquant.saving.presets import QualityName
-from dynaquant.state.bound import Bound
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import labels
 from dynaquant.store.container import is_step
 from dynaquant.training import supported
 from dynaquant.training.collect import collect
-from dynaquant.training.ranks import Group
 
 
 def check_options(evaluate: Any, quality: QualityName, exact: Any, keep_best: int | None, keyframe_every: int) -> None:

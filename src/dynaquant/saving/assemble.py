@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dynaquant import kernels
-from dynaquant.tensors.stored import External, Quantized, QuantizedTensor, RoundedWeight, StoredTensor
+from dynaquant.engine import kernels
+from dynaquant.engine.tensors.stored import External, Quantized, QuantizedTensor, RoundedWeight, StoredTensor
 
 
 @dataclass(frozen=True)

@@ -9,25 +9,25 @@ from typing import Any
 
 from torch import Tensor
 
+from dynaquant.engine.bound import Bound
+from dynaquant.engine.label import Label
+from dynaquant.engine.shards import WHOLE, Shards
+from dynaquant.engine.tensors.stored import External
 from dynaquant.errors import StateError
+from dynaquant.ranks.dtensors import local_of, reshard
+from dynaquant.ranks.group import Group
 from dynaquant.saving.differences import Differences, find_differences
 from dynaquant.saving.division import Division, divide
 from dynaquant.saving.rank_zero import rng_states_of_other_ranks
-from dynaquant.state.bound import Bound
 from dynaquant.state.flatten import flatten
-from dynaquant.state.label import Label
 from dynaquant.state.of_ranks import with_ranks
 from dynaquant.state.roles import labels
-from dynaquant.state.sharding import local_of, reshard
 from dynaquant.state.tree import without_tensors
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.writing import Base
-from dynaquant.tensors.stored import External
 from dynaquant.training.collect import collect
 from dynaquant.training.moment_uses import exact_optimizers
 from dynaquant.training.objects import models_of
-from dynaquant.training.ranks import Group
-from dynaquant.training.shards import WHOLE, Shards
 
 log = logging.getLogger("dynaquant")
 

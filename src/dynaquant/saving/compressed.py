@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dynaquant.engine.label import Label
 from dynaquant.saving.assemble import Assembled
 from dynaquant.saving.division import Division
 from dynaquant.saving.training_budget import TrainingBudget
 from dynaquant.saving.unchanged_weights import LastWeight
 from dynaquant.search.decision import Decision
-from dynaquant.state.label import Label
 
 
 @dataclass(frozen=True)

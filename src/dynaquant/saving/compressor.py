@@ -10,12 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaquant.coding.encoder import Coder
-from dynaquant.quantize.grid_weights import GridWeights
-from dynaquant.quantize.kmeans_weights import KMeansWeights
-from dynaquant.quantize.knobs import Configuration, Knobs
-from dynaquant.quantize.moments import quantize_moments
-from dynaquant.quantize.step_limits import LOOSEST_LIMITS
+from dynaquant.engine.coding.encoder import Coder
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.grid_weights import GridWeights
+from dynaquant.engine.quantize.kmeans_weights import KMeansWeights
+from dynaquant.engine.quantize.knobs import Configuration, Knobs
+from dynaquant.engine.quantize.moments import quantize_moments
+from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
+from dynaquant.engine.shards import WHOLE, Shards
+from dynaquant.engine.tensors.dequantize import dequantize
+from dynaquant.engine.tensors.stored import External, Quantized, StoredTensor
+from dynaquant.ranks.group import Group
 from dynaquant.saving.allowance import Allowance, check_share
 from dynaquant.saving.assemble import Assembled, assemble
 from dynaquant.saving.bounded_tensors import bounded_tensors
@@ -45,18 +50,13 @@ from dynaquant.saving.unchanged_weights import Comparison, LastWeight, compare, 
 from dynaquant.search.decision import Decision
 from dynaquant.search.evaluation import Evaluate
 from dynaquant.search.manager import ConfigurationManager
-from dynaquant.state.label import Label
 from dynaquant.state.roles import untrained
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.store.container import Header
 from dynaquant.store.sharded_writing import second_of
-from dynaquant.tensors.dequantize import dequantize
-from dynaquant.tensors.stored import External, Quantized, StoredTensor
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.master_weights import master_weights_of
 from dynaquant.training.objects import models_of
-from dynaquant.training.ranks import Group
-from dynaquant.training.shards import WHOLE, Shards
 from dynaquant.training.updates import Updates
 
 

@@ -17,19 +17,19 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
+from dynaquant.engine.label import Label
+from dynaquant.engine.reduction import Numbers
+from dynaquant.engine.shards import Shards
+from dynaquant.engine.tensors.dtypes import dtype_name
+from dynaquant.engine.tensors.hashing import tensor_hash
+from dynaquant.engine.tensors.shard import Shard
+from dynaquant.ranks.group import Group
 from dynaquant.saving.assemble import Assembled, copied
 from dynaquant.saving.division import Division, Writers
-from dynaquant.state.label import Label
 from dynaquant.state.of_ranks import OfRank, stored_name
 from dynaquant.state.tree import dict_items, renamed, tensor_names_in
-from dynaquant.tensors.dtypes import dtype_name
-from dynaquant.tensors.hashing import tensor_hash
-from dynaquant.tensors.shard import Shard
 from dynaquant.training.hash_cache import sample_of
 from dynaquant.training.objects import GENERATOR, MAIN, RESERVED
-from dynaquant.training.ranks import Group
-from dynaquant.training.reduction import Numbers
-from dynaquant.training.shards import Shards
 
 _DIGITS = 6
 """Bytes of a digest that a float64 holds."""

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dynaquant.engine.shards import Shards
+from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
+from dynaquant.ranks.dtensors import local_of
 from dynaquant.saving.movement import sampled_values
-from dynaquant.state.sharding import local_of
 from dynaquant.state.wrappers import named_parameters
-from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
-from dynaquant.training.shards import Shards
 
 SAMPLE = 1_024
 """Values of the sample of one tensor, at most."""

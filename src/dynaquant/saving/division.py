@@ -13,15 +13,15 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from dynaquant.engine.quantize.knobs import Method
+from dynaquant.engine.shards import Shards
+from dynaquant.engine.tensors.box import Box
+from dynaquant.engine.tensors.shard import Shard
 from dynaquant.errors import StateError
-from dynaquant.quantize.knobs import Method
-from dynaquant.state.sharding import is_sharded, local_of, named_shard, ranks_of_one_copy
+from dynaquant.ranks.dtensors import is_sharded, local_of, named_shard, ranks_of_one_copy
+from dynaquant.ranks.group import Group
 from dynaquant.store.layout import Layout, Place
-from dynaquant.tensors.box import Box
-from dynaquant.tensors.shard import Shard
 from dynaquant.training.objects import MAIN
-from dynaquant.training.ranks import Group
-from dynaquant.training.shards import Shards
 
 Writers = tuple[tuple[int, Shard], ...]
 """The ranks that write a tensor, each with what it writes."""

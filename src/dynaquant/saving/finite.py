@@ -7,10 +7,10 @@ import logging
 import torch
 from torch import Tensor
 
+from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
+from dynaquant.ranks.group import Group
 from dynaquant.saving.capture import Captured
 from dynaquant.store.run import Run
-from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES
-from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
 

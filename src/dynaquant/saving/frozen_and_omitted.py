@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from dynaquant.engine.tensors.stored import External, omitted
 from dynaquant.errors import StateError
 from dynaquant.saving.capture import Captured
 from dynaquant.state.subclasses import owner_of
 from dynaquant.state.wrappers import named_parameters
-from dynaquant.tensors.stored import External, omitted
 from dynaquant.training.hash_cache import HashCache
 
 

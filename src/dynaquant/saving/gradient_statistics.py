@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from dynaquant.quantize.knobs import Method
+from dynaquant.engine.quantize.knobs import Method
+from dynaquant.engine.shards import WHOLE, Shards
+from dynaquant.ranks.dtensors import memory_of
 from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.state.roles import quantizable
-from dynaquant.state.sharding import memory_of
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.gradients import GradientRecorder, moving_average, sum_of_squares
-from dynaquant.training.shards import WHOLE, Shards
 
 WINDOW = 50
 """Optimizer steps before a checkpoint whose gradients are recorded (method 1.1)."""

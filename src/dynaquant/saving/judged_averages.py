@@ -11,18 +11,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dynaquant.quantize.averages import average_bounds
-from dynaquant.quantize.bounds import quantize_bounded
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.averages import average_bounds
+from dynaquant.engine.quantize.bounds import quantize_bounded
+from dynaquant.engine.tensors.bounded import BoundedTensor
+from dynaquant.engine.tensors.dequantize import dequantize
+from dynaquant.ranks.group import Group
 from dynaquant.search.decision import Decision
 from dynaquant.search.evaluation import Evaluate, degradation, score
 from dynaquant.search.failures import attempt, one_line
 from dynaquant.search.scores import Quality
-from dynaquant.state.label import Label
 from dynaquant.state.wrappers import named_parameters
-from dynaquant.tensors.bounded import BoundedTensor
-from dynaquant.tensors.dequantize import dequantize
 from dynaquant.training.objects import MAIN
-from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
 HALVINGS = 4

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from dynaquant.engine.quantize.knobs import GridConfiguration
 from dynaquant.formatting import in_bytes, in_seconds, percent, times
-from dynaquant.quantize.knobs import GridConfiguration
 from dynaquant.saving.record import Record
 
 

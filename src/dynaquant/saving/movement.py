@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dynaquant.quantize.grid_weights import effective_fisher
+from dynaquant.engine.quantize.grid_weights import effective_fisher
+from dynaquant.engine.reduction import Numbers, Reduce
+from dynaquant.ranks.dtensors import local_of, reshard
 from dynaquant.state.roles import untrained
-from dynaquant.state.sharding import local_of, reshard
 from dynaquant.state.subclasses import is_strided
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.objects import models_of
-from dynaquant.training.reduction import Numbers, Reduce
 
 log = logging.getLogger("dynaquant")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from dynaquant.engine.tensors.layouts import has_gaps
 from dynaquant.saving.capture import Captured
 from dynaquant.state.roles import matches, optimizer_role
-from dynaquant.tensors.layouts import has_gaps
 from dynaquant.training.objects import RNG, class_of
 
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from dynaquant.quantize.grid_weights import GridWeights, grid_weights
-from dynaquant.quantize.kmeans_weights import KMeansWeights, kmeans_weights
-from dynaquant.quantize.step_limits import StepLimits
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.grid_weights import GridWeights, grid_weights
+from dynaquant.engine.quantize.kmeans_weights import KMeansWeights, kmeans_weights
+from dynaquant.engine.quantize.step_limits import StepLimits
+from dynaquant.engine.shards import Shards
+from dynaquant.engine.tensors.codebook import Grid
+from dynaquant.ranks.group import Group
 from dynaquant.saving.unchanged_weights import LastWeight
-from dynaquant.state.label import Label
-from dynaquant.tensors.codebook import Grid
-from dynaquant.training.ranks import Group
-from dynaquant.training.shards import Shards
 
 
 def prepared_for_clusters(

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from dynaquant.quantize.step_limits import BALANCED_LIMITS, StepLimits
+from dynaquant.engine.quantize.step_limits import BALANCED_LIMITS, StepLimits
 
 DROPPED = math.inf
 """The tolerance of first moments that are not stored at all."""
@@ -24,9 +24,9 @@ class Preset:
     moments that are not stored exactly, except those of SGD and Muon (``saving/moment_tolerances.py``).
     muon_tolerance: the relative error of a stored momentum of Muon. first_tolerance: if those steps are not known, the
     relative error ``‖Δu‖/‖u‖`` of a tensor's next update that stored first moments may cause. second_tolerance: the
-    relative error (root mean square) of ``1/sqrt(v)`` that stored second moments may cause (``quantize/moments.py``).
-    average_error: the largest error of an average of weights, as a share of its small values
-    (``quantize/averages.py``).
+    relative error (root mean square) of ``1/sqrt(v)`` that stored second moments may cause
+    (``engine/quantize/moments.py``). average_error: the largest error of an average of weights, as a share of its small
+    values (``engine/quantize/averages.py``).
     """
 
     max_degradation: float

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError
+from dynaquant.ranks.group import Group
 from dynaquant.saving.record import Record, record_without_file
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.tags import set_tag, tags_of
 from dynaquant.training.collect import rank_rng_state
 from dynaquant.training.packed import joined, packed
-from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
 T = TypeVar("T")

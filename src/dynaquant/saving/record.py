@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from dynaquant.engine.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.errors import CheckpointError
-from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.search.history import History
 from dynaquant.search.scores import Quality, Trial, number_to_json
 from dynaquant.store.container import CheckpointFile

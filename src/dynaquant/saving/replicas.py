@@ -8,12 +8,12 @@ import numpy as np
 from blake3 import blake3
 from torch import Tensor
 
+from dynaquant.engine.label import Label
+from dynaquant.engine.shards import Shards
+from dynaquant.engine.tensors.shard import Shard
+from dynaquant.ranks.group import Group
 from dynaquant.saving.division import Division, Writers
-from dynaquant.state.label import Label
-from dynaquant.tensors.shard import Shard
 from dynaquant.training.objects import MAIN
-from dynaquant.training.ranks import Group
-from dynaquant.training.shards import Shards
 
 LEAST_BYTES = 1 << 22
 """Ranks share the writing if each has at least so many bytes of the state to write. Each part costs a file and a

@@ -11,6 +11,9 @@ from copy import copy
 from functools import partial
 from typing import Any
 
+from dynaquant.engine.bound import Bound
+from dynaquant.engine.tensors.stored import StoredTensor
+from dynaquant.ranks.group import Group
 from dynaquant.saving import displacements, finite
 from dynaquant.saving.capture import Captured, capture
 from dynaquant.saving.commit_stage import CommitStage
@@ -23,15 +26,12 @@ from dynaquant.saving.sharded_commit import ShardedCheckpoint
 from dynaquant.saving.timing import timed
 from dynaquant.saving.turn import Turn
 from dynaquant.search.decision import Decision
-from dynaquant.state.bound import Bound
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import NOT_FINITE, Header
 from dynaquant.store.lossless_copies import EXACT_WEIGHTS
 from dynaquant.store.writing import Base, Checkpoint
-from dynaquant.tensors.stored import StoredTensor
 from dynaquant.training.moment_correction import MomentCorrections
 from dynaquant.training.objects import models_of
-from dynaquant.training.ranks import Group
 from dynaquant.training.snapshot import Snapshot
 
 log = logging.getLogger("dynaquant")

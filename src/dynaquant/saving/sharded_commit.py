@@ -11,23 +11,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dynaquant.coding.encoder import Coder
+from dynaquant.engine.coding.encoder import Coder
+from dynaquant.engine.label import Label
+from dynaquant.engine.tensors.box import Box
+from dynaquant.engine.tensors.boxes import cut
+from dynaquant.engine.tensors.stored import StoredTensor
 from dynaquant.errors import CheckpointError
+from dynaquant.ranks.group import Group
 from dynaquant.saving.commit_stage import CommitStage
 from dynaquant.saving.division import Division, boxes_of
 from dynaquant.saving.rank_zero import on_rank_zero
 from dynaquant.saving.record import Record, record_of
-from dynaquant.state.label import Label
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile, Header, Parent
 from dynaquant.store.layout import box_name, part_name
 from dynaquant.store.retention import Retention
 from dynaquant.store.sharded_writing import Plan, ShardedTensor, WrittenPart, sharded_header, write_part
 from dynaquant.store.writing import Base, Checkpoint
-from dynaquant.tensors.box import Box
-from dynaquant.tensors.boxes import cut
-from dynaquant.tensors.stored import StoredTensor
-from dynaquant.training.ranks import Group
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dynaquant.coding.schemes import Sharded
+from dynaquant.engine.coding.schemes import Sharded
+from dynaquant.engine.shards import WHOLE, Shards
+from dynaquant.engine.tensors.boxes import in_one
+from dynaquant.engine.tensors.hashing import stored_hash, tensor_hash
+from dynaquant.engine.tensors.stored import QuantizedTensor, RoundedWeight, StoredTensor
 from dynaquant.store.container import Header
-from dynaquant.tensors.boxes import in_one
-from dynaquant.tensors.hashing import stored_hash, tensor_hash
-from dynaquant.tensors.stored import QuantizedTensor, RoundedWeight, StoredTensor
 from dynaquant.training.hash_cache import HashCache, sample_of
-from dynaquant.training.shards import WHOLE, Shards
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dynaquant.quantize.knobs import Knobs
+from dynaquant.engine.quantize.knobs import Knobs
+from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.search.history import History
 from dynaquant.search.judge import JudgedBy
 from dynaquant.search.scores import Quality, Trial
 from dynaquant.search.sight import Sight
-from dynaquant.tensors.stored import QuantizedTensor
 
 Search = Literal["fixed", "scale", "exhaustive", "neighbourhood", "more bins", "lossless"]
 """How a configuration was found.

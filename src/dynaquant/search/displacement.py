@@ -13,10 +13,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from dynaquant.quantize.candidate import CandidateTensor, CandidateWeights, pieces
-from dynaquant.tensors import dequantize
-from dynaquant.tensors.stored import QuantizedTensor
-from dynaquant.training.shards import WHOLE, Shards
+from dynaquant.engine.quantize.candidate import CandidateTensor, CandidateWeights, pieces
+from dynaquant.engine.shards import WHOLE, Shards
+from dynaquant.engine.tensors import dequantize
+from dynaquant.engine.tensors.stored import QuantizedTensor
 
 LEAST_KEPT = 0.99
 """Share of the displacement since a restore that a checkpoint must keep. The rest is lost at every restore,

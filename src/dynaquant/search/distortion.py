@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaquant import kernels
-from dynaquant.quantize.candidate import CandidateTensor, CandidateWeights, pieces
-from dynaquant.state.sharding import local_of
-from dynaquant.training.shards import WHOLE, Shards
+from dynaquant.engine import kernels
+from dynaquant.engine.quantize.candidate import CandidateTensor, CandidateWeights, pieces
+from dynaquant.engine.shards import WHOLE, Shards
+from dynaquant.ranks.dtensors import local_of
 
 
 def distortion(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dynaquant.errors import EvaluateError
+from dynaquant.ranks.dtensors import abandon_forward, is_sharded, local_of, memory_of
 from dynaquant.search.batch_norm import evaluation_mode, uses_batch_statistics
 from dynaquant.search.in_place import InPlace
-from dynaquant.state.sharding import abandon_forward, is_sharded, local_of, memory_of
 from dynaquant.state.subclasses import is_packed, is_wrapper, parts_of
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.hash_cache import sample_of

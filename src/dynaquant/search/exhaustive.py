@@ -16,7 +16,7 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
-from dynaquant.quantize.knobs import Metric
+from dynaquant.engine.quantize.knobs import Metric
 from dynaquant.search.space import Candidate, Point, Score, Size
 
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from dynaquant.errors import EvaluateError
-from dynaquant.training.ranks import SAME_IN_EVALUATE, has_timed_out
+from dynaquant.ranks.group import SAME_IN_EVALUATE, has_timed_out
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynaquant.quantize.grid_weights import GridWeights
-from dynaquant.quantize.knobs import GridConfiguration, Knobs, in_short
+from dynaquant.engine.quantize.grid_weights import GridWeights
+from dynaquant.engine.quantize.knobs import GridConfiguration, Knobs, in_short
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Found
 from dynaquant.search.history import LastScale
 from dynaquant.search.judge import DISTORTION_SCALE

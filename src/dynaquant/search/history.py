@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dynaquant.quantize.knobs import Configuration, GridConfiguration, Knobs, knobs_from_json, knobs_to_json
+from dynaquant.engine.quantize.knobs import Configuration, GridConfiguration, Knobs, knobs_from_json, knobs_to_json
 from dynaquant.search.scale_search import LONGEST_MOVE, level_of
 
 LEVELS = 4

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dynaquant.state.sharding import is_sharded, local_of
+from dynaquant.ranks.dtensors import is_sharded, local_of
 
 
 class InPlace:

@@ -10,18 +10,19 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from dynaquant import kernels
-from dynaquant.kernels.reused import ReusedMemory
-from dynaquant.quantize import candidate as candidates
-from dynaquant.quantize.candidate import CandidateWeights
+from dynaquant.engine import kernels
+from dynaquant.engine.kernels.reused import ReusedMemory
+from dynaquant.engine.quantize import candidate as candidates
+from dynaquant.engine.quantize.candidate import CandidateWeights
+from dynaquant.engine.shards import WHOLE, Shards
+from dynaquant.ranks.dtensors import is_sharded
+from dynaquant.ranks.group import Group
+from dynaquant.ranks.lockstep import Lockstep
 from dynaquant.search.distortion import distortion
 from dynaquant.search.evaluation import Evaluate, OnBatches, ParameterValues, degradation, losses_on, mean, score
 from dynaquant.search.scores import Quality
 from dynaquant.search.sequential_test import looks, verdict
-from dynaquant.state.sharding import is_sharded
 from dynaquant.state.wrappers import named_parameters
-from dynaquant.training.ranks import Group, Lockstep
-from dynaquant.training.shards import WHOLE, Shards
 
 JudgedBy = Literal["evaluate", "fisher distortion", "distortion"]
 """``evaluate``: the user's metric. ``fisher distortion``: distortion weighted by Fisher information. ``distortion``:

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dynaquant.quantize.candidate import CandidateWeights
-from dynaquant.quantize.kmeans_weights import KMeansWeights, quantize_weights
-from dynaquant.quantize.knobs import Configuration, Knobs, in_short
+from dynaquant.engine.quantize.candidate import CandidateWeights
+from dynaquant.engine.quantize.kmeans_weights import KMeansWeights, quantize_weights
+from dynaquant.engine.quantize.knobs import Configuration, Knobs, in_short
+from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Found, Search
 from dynaquant.search.exhaustive import guided_exhaustive
 from dynaquant.search.neighbourhood import delta_neighbourhood
 from dynaquant.search.size import SizeModel
 from dynaquant.search.space import Candidate, Space
 from dynaquant.search.trials import Trials
-from dynaquant.tensors.stored import QuantizedTensor
 
 SWITCH_MARGIN = 0.1
 """Another pruning metric takes over if it is better by this share of the limit."""

@@ -10,9 +10,12 @@ from typing import Any
 
 from torch import nn
 
-from dynaquant.quantize.grid_weights import GridWeights
-from dynaquant.quantize.kmeans_weights import KMeansWeights
-from dynaquant.quantize.knobs import Configuration, GridConfiguration, Knobs
+from dynaquant.engine.quantize.grid_weights import GridWeights
+from dynaquant.engine.quantize.kmeans_weights import KMeansWeights
+from dynaquant.engine.quantize.knobs import Configuration, GridConfiguration, Knobs
+from dynaquant.engine.shards import WHOLE, Shards
+from dynaquant.engine.tensors.stored import QuantizedTensor
+from dynaquant.ranks.group import Group
 from dynaquant.search import displacement, kmeans_method
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found
 from dynaquant.search.displacement import Displacement
@@ -27,9 +30,6 @@ from dynaquant.search.progress import bar_removed
 from dynaquant.search.sight import Sight, has_worsened, is_suspicious, note_on, sight_of
 from dynaquant.search.size import SizeModel
 from dynaquant.search.trials import MixedScoresError, Quantizer, Trials, why_none_is_good_enough
-from dynaquant.tensors.stored import QuantizedTensor
-from dynaquant.training.ranks import Group
-from dynaquant.training.shards import WHOLE, Shards
 
 log = logging.getLogger("dynaquant")
 

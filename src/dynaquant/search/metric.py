@@ -16,6 +16,7 @@ from typing import TypeVar
 from torch import nn
 
 from dynaquant.errors import EvaluateError
+from dynaquant.ranks.group import Group
 from dynaquant.search.evaluation import (
     Evaluate,
     OnBatches,
@@ -32,7 +33,6 @@ from dynaquant.search.noise import DEVIATIONS, Noise, mean
 from dynaquant.search.progress import foretell
 from dynaquant.search.sequential_test import FIRST_LOOK, order_of
 from dynaquant.training import rng
-from dynaquant.training.ranks import Group
 
 T = TypeVar("T")
 

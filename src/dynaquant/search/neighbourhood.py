@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 
-from dynaquant.quantize.knobs import Metric
+from dynaquant.engine.quantize.knobs import Metric
 from dynaquant.search.space import Candidate, Point, Score, Size, at_most
 
 

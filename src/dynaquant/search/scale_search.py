@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from dynaquant.quantize.knobs import SCALES_PER_OCTAVE
+from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE
 
 Score = Callable[[Sequence[int], float], Sequence[float]]
 """Returns the degradations for the exponents of one round. NaN if one cannot be judged; it is never good enough. Those

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynaquant.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
+from dynaquant.engine.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from dynaquant.quantize.grid_weights import GridWeights
-from dynaquant.quantize.knobs import GridConfiguration
+from dynaquant.engine.quantize.grid_weights import GridWeights
+from dynaquant.engine.quantize.knobs import GridConfiguration
+from dynaquant.engine.tensors.dequantize import dequantize
+from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.search.failures import attempt
-from dynaquant.tensors.dequantize import dequantize
-from dynaquant.tensors.stored import QuantizedTensor
 
 PROBE_DISTORTION = 0.02
 """Share of a tensor's squares that is lost when it is quantized alone: about that of 4 bits a value."""

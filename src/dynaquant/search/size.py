@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dynaquant.quantize.kmeans import bins_table, codebook
-from dynaquant.quantize.kmeans_weights import KMeansWeights
-from dynaquant.quantize.knobs import Configuration
-from dynaquant.quantize.partition import Thresholds, thresholds
-from dynaquant.tensors.codebook import PROTECTED, PRUNED
-from dynaquant.tensors.log_histogram import MAGNITUDES
+from dynaquant.engine.quantize.kmeans import bins_table, codebook
+from dynaquant.engine.quantize.kmeans_weights import KMeansWeights
+from dynaquant.engine.quantize.knobs import Configuration
+from dynaquant.engine.quantize.partition import Thresholds, thresholds
+from dynaquant.engine.tensors.codebook import PROTECTED, PRUNED
+from dynaquant.engine.tensors.log_histogram import MAGNITUDES
 
 
 class SizeModel:

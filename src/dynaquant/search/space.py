@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dynaquant.quantize.knobs import Configuration, Metric
+from dynaquant.engine.quantize.knobs import Configuration, Metric
 
 BINS = (4, 6, 8, 12, 16, 32)
 EMBEDDING_BINS = (16, 32)

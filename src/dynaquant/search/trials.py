@@ -9,16 +9,17 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from dynaquant.quantize.candidate import CandidateWeights, all_zero, with_levels
-from dynaquant.quantize.knobs import Knobs
+from dynaquant.engine.quantize.candidate import CandidateWeights, all_zero, with_levels
+from dynaquant.engine.quantize.knobs import Knobs
+from dynaquant.engine.tensors.stored import QuantizedTensor
+from dynaquant.ranks.group import Group
+from dynaquant.ranks.lockstep import Lockstep
 from dynaquant.search.displacement import Displacement, keeps_enough
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import Bounds, Judge, JudgedBy, PairedJudge
 from dynaquant.search.progress import SearchProgress
 from dynaquant.search.scores import Quality, Trial
 from dynaquant.search.sequential_test import ERROR_RATE, ERROR_RATE_OF_MORE
-from dynaquant.tensors.stored import QuantizedTensor
-from dynaquant.training.ranks import Group, Lockstep
 
 
 class Quantizer(Protocol):

@@ -6,10 +6,7 @@
 - ``tree.py``: queries on such a JSON tree: the model in it, the tensors that a node names
 - ``of_ranks.py``: what differs between the ranks of a training, in such a tree
 - ``wrappers.py``: unwraps models and optimizers; names of tensors in the bare model
-- ``bound.py``: a role with a number, the largest error of a value
-- ``sharding.py``: DTensors: what this rank holds of a sharded tensor
 - ``subclasses.py``: tensor subclasses with a state of their own, such as 4-bit weights, as plain tensors
 - ``averages.py``: averages of a model's weights, by the class of the object that holds them
-- ``label.py``: the label of a tensor: its role and layer type
 - ``roles.py``: finds the label of every tensor, and applies the user's patterns
 """

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynaquant.engine.tensors.dtypes import DTYPES, dtype_name
+from dynaquant.engine.tensors.layouts import laid_out, layout_of
 from dynaquant.errors import StateError
+from dynaquant.ranks.dtensors import is_sharded, memory_of, part_problem
 from dynaquant.state.plain_objects import PlainObject
-from dynaquant.state.sharding import is_sharded, memory_of, part_problem
 from dynaquant.state.tree import MAX_DEPTH, PYTHON_CONTAINERS, SIZE
-from dynaquant.tensors.dtypes import DTYPES, dtype_name
-from dynaquant.tensors.layouts import laid_out, layout_of
 
 CONTAINERS: dict[type, str] = {**PYTHON_CONTAINERS, torch.Size: SIZE}
 """The key in the node of each container type."""

@@ -10,14 +10,14 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from dynaquant.engine.bound import Bound
+from dynaquant.engine.label import Label, Role
+from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES, dtype_name
 from dynaquant.errors import StateError
+from dynaquant.ranks.dtensors import memory_of
 from dynaquant.state.averages import averages_in
-from dynaquant.state.bound import Bound
-from dynaquant.state.label import Label, Role
-from dynaquant.state.sharding import memory_of
 from dynaquant.state.subclasses import is_wrapper, owner_of, parts_of
 from dynaquant.state.wrappers import bare_paths, named_parameters
-from dynaquant.tensors.dtypes import QUANTIZABLE_DTYPES, dtype_name
 
 _GIVEN = tuple(role for role in get_args(Role) if role != "bound")
 """The roles that a pattern may name."""

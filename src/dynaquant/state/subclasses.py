@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from dynaquant.errors import StateError
-from dynaquant.state.sharding import is_sharded, memory_of
+from dynaquant.ranks.dtensors import is_sharded, memory_of
 
 CLASS = "class"
 """The key of the class in the description of a tensor."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from dynaquant.coding.schemes import depends_on
+from dynaquant.engine.coding.schemes import depends_on
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.store import frozen_files
 from dynaquant.store.container import CheckpointFile, Parent, is_missing, open_if_exists

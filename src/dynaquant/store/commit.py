@@ -17,9 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dynaquant.coding.encoder import Coder
+from dynaquant.engine.coding.encoder import Coder
+from dynaquant.engine.label import Label
+from dynaquant.engine.tensors.stored import External, StoredTensor
 from dynaquant.errors import CheckpointError
-from dynaquant.state.label import Label
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store import frozen_files
 from dynaquant.store.chain import open_part
@@ -36,7 +37,6 @@ from dynaquant.store.sharded_writing import boxes_in_part, boxes_of, plan_of, sh
 from dynaquant.store.unneeded import unneeded
 from dynaquant.store.writer_lock import WriterLock, lock_for_writing
 from dynaquant.store.writing import Base, Checkpoint, coder_of, verify_written, write_checkpoint
-from dynaquant.tensors.stored import External, StoredTensor
 
 log = logging.getLogger("dynaquant")
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import zstandard
 from blake3 import blake3
 
-from dynaquant.coding.schemes import Frozen, Sharded
+from dynaquant.engine.coding.schemes import Frozen, Sharded
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.state.tree import MAX_DEPTH, is_too_deep
 from dynaquant.store.content import InMemory, OnDisk, read_at

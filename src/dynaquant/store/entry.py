@@ -7,8 +7,8 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, cast, get_args
 
-from dynaquant.coding import schemes
-from dynaquant.coding.schemes import (
+from dynaquant.engine.coding import schemes
+from dynaquant.engine.coding.schemes import (
     EXTERNAL,
     MAX_EXPANSION,
     BytePlanes,
@@ -20,9 +20,9 @@ from dynaquant.coding.schemes import (
     Scheme,
     Sharded,
 )
+from dynaquant.engine.label import Label, Role
+from dynaquant.engine.tensors.element_types import ITEM_SIZES, QUANTIZABLE
 from dynaquant.errors import CheckpointError
-from dynaquant.state.label import Label, Role
-from dynaquant.tensors.element_types import ITEM_SIZES, QUANTIZABLE
 
 # Computed once: a header has hundreds of entries, and a restore reads several headers.
 _ROLES = frozenset(get_args(Role))

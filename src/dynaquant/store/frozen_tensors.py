@@ -9,18 +9,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dynaquant.coding.decoder import decode
-from dynaquant.coding.schemes import BytePlanes, Frozen, Lossless, Raw
+from dynaquant.engine.coding.decoder import decode
+from dynaquant.engine.coding.schemes import BytePlanes, Frozen, Lossless, Raw
+from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.tensors.dtypes import dtype_named
+from dynaquant.engine.tensors.hashing import tensor_hash
+from dynaquant.engine.tensors.stored import External, StoredTensor, omitted
 from dynaquant.errors import CheckpointError
 from dynaquant.store import frozen_files
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import sync, sync_parent
 from dynaquant.store.memory import explain_out_of_memory
-from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.dtypes import dtype_named
-from dynaquant.tensors.hashing import tensor_hash
-from dynaquant.tensors.stored import External, StoredTensor, omitted
 
 _SCHEMES = (Raw, BytePlanes, Lossless)
 """The schemes that tensors in these files may have."""

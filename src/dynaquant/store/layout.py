@@ -9,10 +9,10 @@ from typing import Any
 
 from blake3 import blake3
 
-from dynaquant.coding.schemes import Sharded
+from dynaquant.engine.coding.schemes import Sharded
+from dynaquant.engine.tensors.box import Box, tile
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import is_file_name
-from dynaquant.tensors.box import Box, tile
 
 FOLDER = "parts-"
 """Prefix of the names of folders with parts."""

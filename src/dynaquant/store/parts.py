@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import torch
 
-from dynaquant.coding.schemes import Sharded, depends_on
+from dynaquant.engine.coding.schemes import Sharded, depends_on
+from dynaquant.engine.tensors.boxes import cut, patchwork
+from dynaquant.engine.tensors.dtypes import dtype_named
+from dynaquant.engine.tensors.hashing import stored_hash
+from dynaquant.engine.tensors.stored import RoundedWeight, ScaledMoment, StoredTensor
 from dynaquant.errors import CheckpointError
 from dynaquant.store.chain import open_part
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.layout import Layout, Place, box_name, sharded_hash
-from dynaquant.tensors.boxes import cut, patchwork
-from dynaquant.tensors.dtypes import dtype_named
-from dynaquant.tensors.hashing import stored_hash
-from dynaquant.tensors.stored import RoundedWeight, ScaledMoment, StoredTensor
 
 DecodeEntry = Callable[[CheckpointFile, Entry, StoredTensor | None, Mapping[str, StoredTensor]], StoredTensor]
 """``reading.decode_entry``, for entries that are not sharded themselves."""

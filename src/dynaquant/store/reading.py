@@ -8,18 +8,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dynaquant.coding.decoder import decode, decodes_to
-from dynaquant.coding.schemes import Lossless, Reference, Sharded, depends_on
+from dynaquant.engine.coding.decoder import decode, decodes_to
+from dynaquant.engine.coding.schemes import Lossless, Reference, Sharded, depends_on
+from dynaquant.engine.tensors.boxes import in_one
+from dynaquant.engine.tensors.dtypes import dtype_name, dtype_named
+from dynaquant.engine.tensors.hashing import stored_hash
+from dynaquant.engine.tensors.stored import StoredTensor, stored_equal
 from dynaquant.errors import CheckpointError
 from dynaquant.store import frozen_tensors, parts
 from dynaquant.store.chain import detect_run_changes, name_step_in_errors, needed_entries
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.memory import explain_out_of_memory
-from dynaquant.tensors.boxes import in_one
-from dynaquant.tensors.dtypes import dtype_name, dtype_named
-from dynaquant.tensors.hashing import stored_hash
-from dynaquant.tensors.stored import StoredTensor, stored_equal
 
 Tensors = dict[str, StoredTensor]
 

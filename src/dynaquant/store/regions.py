@@ -10,7 +10,11 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from dynaquant.coding.schemes import Sharded, depends_on
+from dynaquant.engine.coding.schemes import Sharded, depends_on
+from dynaquant.engine.tensors.box import Box
+from dynaquant.engine.tensors.boxes import cut
+from dynaquant.engine.tensors.dtypes import dtype_named
+from dynaquant.engine.tensors.stored import Patchwork, StoredTensor
 from dynaquant.errors import CheckpointError
 from dynaquant.store.chain import detect_run_changes, name_step_in_errors, open_part
 from dynaquant.store.container import CheckpointFile
@@ -18,10 +22,6 @@ from dynaquant.store.entry import Entry
 from dynaquant.store.layout import Place
 from dynaquant.store.parts import decode_box, entry_of_box, places_of
 from dynaquant.store.reading import decode_entry, decoded_hash, load_tensor
-from dynaquant.tensors.box import Box
-from dynaquant.tensors.boxes import cut
-from dynaquant.tensors.dtypes import dtype_named
-from dynaquant.tensors.stored import Patchwork, StoredTensor
 
 
 def load_boxes(

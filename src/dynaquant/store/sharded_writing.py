@@ -16,20 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant.coding.encoder import Coder
-from dynaquant.coding.schemes import Sharded
-from dynaquant.errors import CheckpointError
-from dynaquant.state.label import Label
-from dynaquant.state.tree import state_dict_tree
-from dynaquant.store.container import CheckpointFile, Header
-from dynaquant.store.entry import Entry
-from dynaquant.store.files import add_disk_full_note, sync_parent
-from dynaquant.store.layout import HashOfBoxes, Layout, PartFile, Parts, box_name
-from dynaquant.store.regions import load_boxes
-from dynaquant.store.writing import Base, verify_written, write_checkpoint
-from dynaquant.tensors.box import Box
-from dynaquant.tensors.dtypes import dtype_name, dtype_named
-from dynaquant.tensors.stored import (
+from dynaquant.engine.coding.encoder import Coder
+from dynaquant.engine.coding.schemes import Sharded
+from dynaquant.engine.label import Label
+from dynaquant.engine.tensors.box import Box
+from dynaquant.engine.tensors.dtypes import dtype_name, dtype_named
+from dynaquant.engine.tensors.stored import (
     QuantizedTensor,
     RankOne,
     RoundedWeight,
@@ -37,6 +29,14 @@ from dynaquant.tensors.stored import (
     StoredTensor,
     stored_equal,
 )
+from dynaquant.errors import CheckpointError
+from dynaquant.state.tree import state_dict_tree
+from dynaquant.store.container import CheckpointFile, Header
+from dynaquant.store.entry import Entry
+from dynaquant.store.files import add_disk_full_note, sync_parent
+from dynaquant.store.layout import HashOfBoxes, Layout, PartFile, Parts, box_name
+from dynaquant.store.regions import load_boxes
+from dynaquant.store.writing import Base, verify_written, write_checkpoint
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from dynaquant.engine.label import Label
+from dynaquant.engine.tensors.stored import StoredTensor
 from dynaquant.errors import CheckpointError
-from dynaquant.state.label import Label
 from dynaquant.store.atomic_files import atomic_file
 from dynaquant.store.container import CheckpointFile, Header, Parent
 from dynaquant.store.files import is_reference, syncing
 from dynaquant.store.writing import Base, verify_written, write_checkpoint
-from dynaquant.tensors.stored import StoredTensor
 
 FIRST_SEQUENCE = 1
 """The sequence number of a file without a parent. A delta has that of its parent, plus one."""

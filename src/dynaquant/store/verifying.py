@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynaquant.coding.schemes import Reference, depends_on
+from dynaquant.engine.coding.schemes import Reference, depends_on
+from dynaquant.engine.tensors.stored import StoredTensor
 from dynaquant.errors import CheckpointError
 from dynaquant.store import frozen_files, frozen_tensors
 from dynaquant.store.chain import dependent_last, retry_if_run_changed
@@ -21,7 +22,6 @@ from dynaquant.store.reading import (
     error_with_step,
 )
 from dynaquant.store.run import Run
-from dynaquant.tensors.stored import StoredTensor
 
 
 @dataclass(frozen=True)

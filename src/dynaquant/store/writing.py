@@ -8,19 +8,19 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from dynaquant.coding.encoder import Coder, encode
-from dynaquant.coding.schemes import BytePlanes, Frozen, Lossless, Omitted, Raw, Rearranged, Reference
+from dynaquant.engine.coding.encoder import Coder, encode
+from dynaquant.engine.coding.schemes import BytePlanes, Frozen, Lossless, Omitted, Raw, Rearranged, Reference
+from dynaquant.engine.label import Label
+from dynaquant.engine.tensors.boxes import in_one
+from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.tensors.dtypes import dtype_name
+from dynaquant.engine.tensors.hashing import stored_hash
+from dynaquant.engine.tensors.stored import External, RoundedWeight, ScaledMoment, StoredTensor, stored_equal
 from dynaquant.errors import CheckpointError
-from dynaquant.state.label import Label
 from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.store.entry import Entry
 from dynaquant.store.in_order import in_order
 from dynaquant.store.reading import holds
-from dynaquant.tensors.boxes import in_one
-from dynaquant.tensors.dequantize import values_of
-from dynaquant.tensors.dtypes import dtype_name
-from dynaquant.tensors.hashing import stored_hash
-from dynaquant.tensors.stored import External, RoundedWeight, ScaledMoment, StoredTensor, stored_equal
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The live objects of a training: models, optimizers, gradients, random number generators, ranks.
+"""The live objects of a training: models, optimizers, gradients, random number generators.
 
 - ``objects.py``: the objects by name, as a user gives them to ``Checkpointer``
 - ``supported.py``: refuses objects that cannot be saved
@@ -18,8 +18,5 @@
 - ``moment_correction.py``: corrects first moments that a restore has set to zero
 - ``master_weights.py``: finds the master weights of half-precision weights
 - ``hash_cache.py``: hashes of tensors that rarely change
-- ``ranks.py``: the ranks of a training
 - ``packed.py``: small states of many ranks as one tensor of bytes
-- ``reduction.py``: computations on a part of a tensor that need numbers of the whole one
-- ``shards.py``: the shards of a state on this rank
 """

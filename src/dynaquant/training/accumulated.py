@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dynaquant.errors import StateError
-from dynaquant.state.sharding import is_sharded
+from dynaquant.ranks.dtensors import is_sharded
 from dynaquant.state.wrappers import bare, named_parameters
 
 

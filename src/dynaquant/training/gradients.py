@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaquant.state.sharding import local_of
+from dynaquant.ranks.dtensors import local_of
 
 SMOOTHING = 0.9
 """β of the moving average ``EMA_t = β·g_t + (1-β)·EMA_{t-1}`` (method 1.1)."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dynaquant.tensors.dtypes import bytes_of
-from dynaquant.tensors.hashing import tensor_hash
+from dynaquant.engine.tensors.dtypes import bytes_of
+from dynaquant.engine.tensors.hashing import tensor_hash
 
 log = logging.getLogger("dynaquant")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaquant.state.label import Label
+from dynaquant.engine.label import Label
 from dynaquant.state.roles import HALVES, matches
 
 _FIRST = 1024

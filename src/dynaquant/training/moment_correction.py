@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from dynaquant.state.sharding import local_of
+from dynaquant.ranks.dtensors import local_of
 from dynaquant.training.first_moments import MomentRule, MomentUpdate, correction_factor, rule_of
 
 log = logging.getLogger("dynaquant")

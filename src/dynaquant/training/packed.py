@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dynaquant.engine.tensors.dtypes import DTYPES, dtype_name
 from dynaquant.errors import StateError
 from dynaquant.state.flatten import flatten, unflatten
-from dynaquant.tensors.dtypes import DTYPES, dtype_name
 
 _LENGTH = 8
 """Bytes of the lengths, which are little-endian."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynaquant.state.sharding import reshard
+from dynaquant.ranks.dtensors import reshard
 from dynaquant.training import rng
 from dynaquant.training.objects import generator_states, set_generator_states
 

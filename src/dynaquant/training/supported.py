@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dynaquant.errors import StateError
+from dynaquant.ranks.dtensors import is_sharded, local_of, named_shard, part_problem
+from dynaquant.ranks.group import Group
 from dynaquant.state import wrappers
 from dynaquant.state.flatten import flatten
 from dynaquant.state.plain_objects import packages_of, taken_apart
-from dynaquant.state.sharding import is_sharded, local_of, named_shard, part_problem
 from dynaquant.state.subclasses import check_subclasses, is_wrapper
-from dynaquant.training.ranks import Group
 
 log = logging.getLogger("dynaquant")
 LOADER_ADVICE = (

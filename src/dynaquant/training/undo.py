@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dynaquant.errors import StateError
+from dynaquant.ranks.dtensors import is_sharded, local_of, memory_of
 from dynaquant.state.flatten import flatten, unflatten
-from dynaquant.state.sharding import is_sharded, local_of, memory_of
 from dynaquant.state.subclasses import PACKED, is_wrapper, parts_of
 from dynaquant.training import rng
 from dynaquant.training.collect import state_of

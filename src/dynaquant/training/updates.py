@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dynaquant.state.sharding import local_of
+from dynaquant.ranks.dtensors import local_of
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.accumulated import Gradients
 from dynaquant.training.hash_cache import version_of

@@ -17,6 +17,8 @@ from lightning.fabric import plugins
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from dynaquant.engine.tensors.lazy_mapping import LazyMapping
+from dynaquant.engine.tensors.stored import StoredTensor
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.integrations.lightning import seams
 from dynaquant.integrations.lightning.paths import (
@@ -51,8 +53,6 @@ from dynaquant.store.lossless_copies import EXACT_WEIGHTS
 from dynaquant.store.pointers import FIRST_BYTES, RUN_FOLDER, Pointer, read_pointer, write_pointer
 from dynaquant.store.tags import set_tag
 from dynaquant.store.writing import Checkpoint
-from dynaquant.tensors.lazy_mapping import LazyMapping
-from dynaquant.tensors.stored import StoredTensor
 
 log = logging.getLogger("dynaquant")
 _IN_TRAINING = "current_model_state"

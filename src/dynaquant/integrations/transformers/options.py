@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypedDict
 
-from dynaquant.quantize.knobs import Knobs, Method
+from dynaquant.engine.bound import Bound
+from dynaquant.engine.quantize.knobs import Knobs, Method
 from dynaquant.saving.allowance import Allowance
 from dynaquant.saving.arguments import check_options
 from dynaquant.saving.log_to import LogTo, logger_of
 from dynaquant.saving.presets import QualityName
 from dynaquant.search.evaluation import Evaluate
-from dynaquant.state.bound import Bound
 from dynaquant.store.retention import KEYFRAME_EVERY, Retention
 
 

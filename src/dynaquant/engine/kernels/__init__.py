@@ -1,0 +1,146 @@
+"""Kernels: passes over all values of a tensor, on the device where the tensor is.
+
+In reading order:
+
+- this file: the functions that every kernel set has, and which set a device uses
+- ``host``: kernels for tensors in host memory, by the native core
+- ``device``: kernels for tensors on a device, by PyTorch operations
+- ``reused``: memory for tensors that replace one another
+
+Levels and values are the same, bit for bit, on every device. Sums agree to the precision of float64. Only levels and
+small arrays move from a device to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaquant.engine.kernels import device as device_kernels
+from dynaquant.engine.kernels import host as host_kernels
+from dynaquant.engine.kernels.host import Sensitivity
+
+HOST = torch.device("cpu")
+
+
+class Kernels(Protocol):
+    """The functions of ``host`` and ``device``. Tensors are dense, of any shape. Levels are uint8, flat in C order."""
+
+    def sums(self, tensor: Tensor) -> tuple[float, float]:
+        """Return the sum of the values and the sum of their squares, computed in float64."""
+        ...
+
+    def errors(self, values: Tensor, exact: Tensor) -> tuple[float, float]:
+        """Return the sum of the squares of exact values and that of the differences of other values from them.
+
+        Both: float32, flat, on the same device. Differences are computed in float32, sums in float64.
+        """
+        ...
+
+    def extremes(self, tensor: Tensor) -> tuple[float, float]:
+        """Return the lowest and the highest value; NaN if any value is NaN. tensor: not empty."""
+        ...
+
+    def row_and_column_sums(self, matrix: Tensor) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the sum of each row and the sum of each column of a matrix."""
+        ...
+
+    def log_histogram(self, tensor: Tensor) -> NDArray[np.int64]:
+        """Count the values by their top 16 bits, int64[65536]. float64 is rounded to float32 first."""
+        ...
+
+    def table_levels(self, tensor: Tensor, table: NDArray[np.uint8], sensitivity: Sensitivity | None = None) -> Tensor:
+        """Return the level that the table has for the top 16 bits of each value.
+
+        If the table of the sensitivity prunes or protects a value, that decides instead. Protection, by either table,
+        has precedence over pruning.
+        """
+        ...
+
+    def grid_levels(
+        self, tensor: Tensor, inverse: float, seed: int | None, first: int = 0
+    ) -> tuple[Tensor, Tensor | int]:
+        """Return levels of the grid with step ``1 / inverse``, and the highest level.
+
+        The highest level counts as 256 or more if a value is protected. seed: a number selects stochastic rounding;
+        None rounds to the nearest. first: the index of the first value in its tensor, for stochastic rounding.
+        """
+        ...
+
+    def grid_values(
+        self, tensor: Tensor, inverse: float, step: float, seed: int | None, first: int, out: Tensor
+    ) -> None:
+        """Fill ``out`` with the values that the levels of ``grid_levels`` are restored to, without making the levels.
+
+        tensor, out: float32, on the same device, of the same size; ``out`` is contiguous. inverse: ``1 / step``. first:
+        the index of the first value in its tensor, for stochastic rounding.
+        """
+        ...
+
+    def values(
+        self, levels: NDArray[np.uint8], table: Tensor, protected: NDArray[np.uint16], device: torch.device
+    ) -> Tensor:
+        """Return ``table[levels]``, flat, on a device. Each protected level takes the next of the protected values.
+
+        table: on the host, of the dtype of the result, 16 or 32 bits. protected: the top 16 bits of the values. Raises
+        ValueError if either does not fit the levels.
+        """
+        ...
+
+    def divide_by_roots(self, values: Tensor, seconds: Tensor, out: Tensor) -> None:
+        """Fill ``out`` with ``values / sqrt(seconds)``, and with zero where the second is zero.
+
+        All three: float32, flat, of the same size, on the same device; ``out`` is contiguous. The root and the quotient
+        are correctly rounded.
+        """
+        ...
+
+    def multiply_by_roots(self, values: Tensor, seconds: Tensor) -> None:
+        """Multiply values by ``sqrt(seconds)``, in place. Both as for ``divide_by_roots``; ``values`` is contiguous."""
+        ...
+
+    def outer(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return the outer product of two float32 vectors, flat."""
+        ...
+
+
+def for_device(device: torch.device) -> Kernels:
+    """Return the kernels for tensors on a device.
+
+    Devices other than CUDA use the host's kernels, because they may lack necessary features such as float64.
+    """
+    return cast(Kernels, device_kernels if device.type == "cuda" else host_kernels)
+
+
+def to_host(tensor: Tensor) -> Callable[[], NDArray[Any]]:
+    """Start to copy a tensor to host memory. Return a function that waits for the copy and returns it.
+
+    Only a copy from CUDA runs in the background. A tensor in host memory is not copied.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.cpu().numpy
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    pinned.copy_(tensor, non_blocking=True)
+
+    def finish() -> NDArray[Any]:
+        torch.cuda.current_stream(tensor.device).synchronize()
+        return pinned.numpy().copy()  # frees the pinned memory, which is scarce
+
+    return finish
+
+
+def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device = HOST) -> Tensor:
+    """Return a new tensor on a device, not initialized."""
+    if device.type == "cpu":
+        return host_kernels.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def piece_size(device: torch.device) -> int:
+    """Return the number of values to process at once, for the best speed."""
+    return device_kernels.PIECE if device.type == "cuda" else host_kernels.PIECE

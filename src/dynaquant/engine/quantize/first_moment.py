@@ -1,0 +1,241 @@
+"""Quantize one first moment as coarsely as the next update allows (method 2.3).
+
+A grid of several root mean squares rounds most values to zero. What is left is shorter than the moment, and so would
+be all updates after a restore. So levels are decoded with another step than the one that made them: the moment keeps
+its length along its own direction, and the tolerance limits only the noise.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaquant import _native
+from dynaquant.engine import kernels
+from dynaquant.engine.quantize.grid import quantize
+from dynaquant.engine.quantize.moment_sample import sample, sample_stored
+from dynaquant.engine.reduction import Reduction, total
+from dynaquant.engine.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, PRUNED, RUNGS_PER_OCTAVE, Grid, rung_value
+from dynaquant.engine.tensors.dequantize import dequantize, pieces, saturating_cast
+from dynaquant.engine.tensors.shard import Shard
+from dynaquant.engine.tensors.stored import QuantizedTensor, RankOne, ScaledMoment
+
+FIRST_RUNGS = tuple(range(12, -25, -1))
+"""Grid steps to try for a first moment, coarsest first: rungs from 8 to 1/64 of the moment's unit."""
+LARGEST_SHIFT = 2 * RUNGS_PER_OCTAVE
+"""Levels are decoded with a step that differs by at most two octaves."""
+LARGEST = 1e37
+"""A first moment with larger values is stored exactly: restored values, which can be several times as large, would be
+infinite."""
+EPSILON = 1e-8
+"""The ε that optimizers add to the root of the second moment. So the update of a weight without gradients is zero."""
+
+
+def quantize_first_moment(
+    first: Tensor,
+    stored_second: QuantizedTensor | RankOne,
+    second_name: str,
+    tolerance: float,
+    shard: Shard | None = None,
+) -> Reduction[ScaledMoment | None]:
+    """Return the coarsest first moment that changes the next update by at most ``tolerance``; None: store it exactly.
+
+    An infinite tolerance drops it: all values become zero. stored_second: the second moment as stored, under the name
+    ``second_name``. The first moment is stored in units of its root. The change is the relative error of the update
+    with this second moment, on a sample. It may be larger than 1: zeros have the error 1, but no length. shard: what
+    ``first`` is of the whole tensor, None if it is all of it; ``stored_second`` is of the same elements.
+    """
+    if tolerance == math.inf:
+        return ScaledMoment(first.dtype, _all_zero(torch.float32, first.shape), stored_second, second_name)
+    if (yield from total(_is_divided_by_zero(first, stored_second)))[0]:
+        return None
+    fits = _fits_of_update(first, stored_second, shard or Shard.whole(first.shape))
+    steps = yield from _coarsest(0, fits, tolerance)
+    if steps is None:
+        return None
+    # The units of all elements were not kept while other ranks were waited for: with those of a window, they are many.
+    return ScaledMoment(first.dtype, _on_grid(_all_in_units(first, stored_second), *steps), stored_second, second_name)
+
+
+def quantize_momentum(first: Tensor, tolerance: float, shard: Shard | None = None) -> Reduction[QuantizedTensor | None]:
+    """Return the coarsest first moment for an optimizer without second moments; None: store it exactly.
+
+    An infinite tolerance drops it: all values become zero. The update is the moment itself. So the grid step is
+    relative to the moment's root mean square, and the change is the relative error of the moment, on a sample. shard:
+    as for ``quantize_first_moment``.
+    """
+    if tolerance == math.inf:
+        return _all_zero(first.dtype, first.shape)
+    sampled = sample(first, shard or Shard.whole(first.shape))
+    squares, count = (yield from total(_square(sampled.numpy().astype(np.float64)), sampled.numel())).tolist()
+    root_mean_square = math.sqrt(squares) / math.sqrt(max(count, 1))
+    if not root_mean_square > 0:
+        return None
+    unit = round(RUNGS_PER_OCTAVE * math.log2(root_mean_square))
+    exact = sampled.numpy().astype(np.float64)
+    steps = yield from _coarsest(unit, _fits(sampled, sampled, exact, np.ones_like(exact), unit), tolerance)
+    return None if steps is None else _on_grid(first, *steps)
+
+
+def _is_divided_by_zero(first: Tensor, stored_second: QuantizedTensor | RankOne) -> bool:
+    """Whether the second moment is zero somewhere where the first is not."""
+    if _is_positive(stored_second):
+        return False
+    flat, begin = first.detach().reshape(-1), 0
+    for second in pieces(stored_second, first.device):
+        is_zero, part = second == 0, flat[begin : begin + len(second)]
+        if bool(is_zero.any()) and bool(part[is_zero].to(torch.float32).any()):
+            return True
+        begin += len(second)
+    return False
+
+
+def _is_positive(stored: QuantizedTensor | RankOne) -> bool:
+    """Whether no value of a stored second moment is zero. False if that takes more than a look at its levels."""
+    if isinstance(stored, RankOne):
+        rows, columns = dequantize(stored.rows), dequantize(stored.columns)
+        if not rows.numel() or not columns.numel():
+            return True
+        smallest = rows.min() * columns.min()
+    else:
+        if not stored.levels.size or int(stored.levels.min()) == PRUNED:
+            return not stored.levels.size
+        smallest = torch.from_numpy(stored.codebook.values).min()
+    return bool(saturating_cast(smallest, stored.dtype) > 0)
+
+
+def _in_units(first: Tensor, second: Tensor) -> Tensor:
+    """Return a first moment in units of the root of its second moment. Both: flat. second: zero only where it is."""
+    units = kernels.empty(first.shape, torch.float32, first.device)
+    kernel = kernels.for_device(first.device)
+    kernel.divide_by_roots(first.to(torch.float32), second.to(torch.float32), units)
+    return units
+
+
+def _all_in_units(first: Tensor, stored_second: QuantizedTensor | RankOne) -> Tensor:
+    """Return a whole first moment in units of the root of its stored second moment, float32.
+
+    Works piece by piece: second moments, roots and units of a large tensor would be three times its memory.
+    """
+    flat, begin = first.detach().reshape(-1), 0
+    units = kernels.empty(flat.shape, torch.float32, first.device)
+    kernel = kernels.for_device(first.device)
+    for second in pieces(stored_second, first.device):
+        part = slice(begin, begin + len(second))
+        kernel.divide_by_roots(flat[part].to(torch.float32), second.to(torch.float32), units[part])
+        begin += len(second)
+    return units.view(first.shape)
+
+
+@dataclass(frozen=True)
+class _Fits:
+    """How well grids fit the rank's part of a sample.
+
+    square: the sum of squares of the update. by_rung: four sums for each of ``FIRST_RUNGS``. m is the multiple of the
+    step that a value is rounded to, w what turns a value into its update u: Σ u·w·m, Σ (w·m)²; and Σ u·w·p, Σ (w·p)²
+    over the outliers p, whose multiples count as zero.
+    """
+
+    square: float
+    by_rung: NDArray[np.float64]
+
+
+def _fits_of_update(first: Tensor, stored_second: QuantizedTensor | RankOne, shard: Shard) -> _Fits:
+    """Return the fits of grids to a first moment in units of the root of its second moment.
+
+    The update is ``m / (sqrt(v) + ε)``. Its divisor is the same for all grids.
+    """
+    exact, second = sample(first, shard), sample_stored(stored_second, shard)
+    root = np.sqrt(second.numpy().astype(np.float64))
+    divisor = root + EPSILON
+    return _fits(exact, _in_units(exact, second), exact.numpy() / divisor, root / divisor, 0)
+
+
+def _fits(
+    sampled: Tensor, values: Tensor, updates: NDArray[np.float64], factors: NDArray[np.float64], unit: int
+) -> _Fits:
+    """Return the fits of grids to values. unit: the rung that ``FIRST_RUNGS`` counts from.
+
+    sampled: the first moment. values: what is rounded. updates: of the exact values. factors: of a restored value and
+    its update.
+    """
+    inverses = np.array([np.float32(1) / rung_value(rung) for rung in _rungs(unit)])
+    found = np.empty(4 * len(inverses))
+    _native.grid_fits(np.ascontiguousarray(values.numpy()), updates * factors, factors * factors, inverses, found)
+    judged = not sampled.numel() or float(sampled.abs().max()) <= LARGEST
+    return _Fits(_square(updates) if judged else math.nan, found)
+
+
+def _rungs(unit: int) -> list[int]:
+    return [_clamped(unit + coarse) for coarse in FIRST_RUNGS]
+
+
+def _coarsest(unit: int, fits: _Fits, tolerance: float) -> Reduction[tuple[int, int] | None]:
+    """Return the rungs that make and decode levels, those of the coarsest grid within the tolerance, or None.
+
+    unit: the rung that ``FIRST_RUNGS`` counts from. fits: of the rank's part of the sample.
+    """
+    square, *sums = (yield from total(fits.square, fits.by_rung)).tolist()
+    for rung, *fit in zip(_rungs(unit), *(sums[kind::4] for kind in range(4)), strict=True):
+        product, restored_square, protected_product, protected_square = fit
+        kept = float(rung_value(rung)) * product + protected_product
+        shift = _shift(kept / square if square else 1.0)
+        if shift is None:
+            continue
+        decoded = _clamped(rung + shift)
+        step = float(rung_value(decoded))
+        restored = step * step * restored_square + protected_square
+        distance = square + restored - 2 * (step * product + protected_product)
+        if _relative_error(distance, square) <= tolerance:
+            return rung, decoded
+    return None
+
+
+def _clamped(rung: int) -> int:
+    return min(max(rung, LOWEST_RUNG), HIGHEST_STEP_RUNG)
+
+
+def _shift(kept: float) -> int | None:
+    """Return how many rungs larger the step must be to restore the moment's length. None if that is too many.
+
+    kept: the restored length along the moment's own direction, relative to the moment's.
+    """
+    shift = round(RUNGS_PER_OCTAVE * -math.log2(kept)) if 0 < kept < math.inf else LARGEST_SHIFT + 1
+    return shift if abs(shift) <= LARGEST_SHIFT else None
+
+
+def _relative_error(squared_distance: float, squared_norm: float) -> float:
+    """Return the distance by the norm.
+
+    Returns 0 if both are zero, infinity if only the norm is zero or if the distance is not finite.
+    """
+    if not math.isfinite(squared_distance):
+        return math.inf
+    if not squared_norm:
+        return math.inf if squared_distance else 0.0
+    return math.sqrt(max(squared_distance, 0.0)) / math.sqrt(squared_norm)
+
+
+def _square(numbers: NDArray[np.float64]) -> float:
+    """Return the sum of squares."""
+    return float(np.square(numbers).sum())  # not a product: BLAS would wake its threads for it
+
+
+def _on_grid(tensor: Tensor, rung: int, decoded: int) -> QuantizedTensor:
+    """Return levels of the step ``rung``, decoded with the step ``decoded``. Outliers are as they were."""
+    return _with_step(quantize(tensor, rung), decoded)
+
+
+def _with_step(quantized: QuantizedTensor, rung: int) -> QuantizedTensor:
+    return replace(quantized, codebook=Grid(rung, quantized.codebook.bins))
+
+
+def _all_zero(dtype: torch.dtype, shape: torch.Size) -> QuantizedTensor:
+    """Return a tensor of zeros."""
+    levels = np.zeros(shape.numel(), dtype=np.uint8)
+    return QuantizedTensor(dtype, shape, levels, Grid(0, 0), np.zeros(0, dtype=np.uint16))

@@ -1,0 +1,170 @@
+"""Quantize all weights of a checkpoint on grids. The grid step of each tensor follows the sensitivity of the loss."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from torch import Tensor
+
+from dynaquant.engine.quantize.grid import RoundedToGrid
+from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
+from dynaquant.engine.quantize.magnitude import magnitudes
+from dynaquant.engine.quantize.step_limits import BALANCED_LIMITS, StepLimits
+from dynaquant.engine.shards import WHOLE, Shards
+from dynaquant.engine.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE
+from dynaquant.engine.tensors.lazy_mapping import LazyMapping
+from dynaquant.engine.tensors.stored import QuantizedTensor
+
+RUNG_HYSTERESIS = 0.8
+"""A tensor keeps its previous rung while the wanted one is at most this far away. (0.5 would mean plain rounding.)"""
+SMALLEST_FISHER = 1e-6
+"""Lower limit of a mean squared gradient, as a share of the mean over all tensors."""
+
+
+def effective_fisher(
+    sizes: Mapping[str, int], squares: Mapping[str, float], fisher: Mapping[str, float]
+) -> dict[str, float]:
+    """Return F, the mean squared gradient, for every weight.
+
+    Where no positive F was measured, F is chosen so that the tensor counts as much as the average tensor.
+
+    sizes: the number of elements of each weight. squares: the sum of squares of each, without outliers. fisher:
+    measured mean squared gradients, for some or all weights.
+    """
+    known = {name: fisher[name] for name in sizes if fisher.get(name, 0.0) > 0 and math.isfinite(fisher[name])}
+    elements = sum(sizes[name] for name in known)
+    mean = sum(known[name] * sizes[name] for name in known) / elements if known else 0.0
+    result = {name: max(value, SMALLEST_FISHER * mean) for name, value in known.items()}
+    if len(known) < len(sizes):
+        loss = sum(known[name] * squares[name] for name in known) / elements if known else 0.0
+        for name, size in sizes.items():
+            if name not in known:
+                result[name] = (loss or 1.0) / (squares[name] / size or 1.0)
+    return {name: result[name] for name in sizes}
+
+
+def choose_rungs(
+    fisher: Mapping[str, float],
+    scale_exponent: int,
+    previous_rungs: Mapping[str, int],
+    largest_steps: Mapping[str, float] | None = None,
+) -> dict[str, int]:
+    """Return the rung of every tensor's grid step.
+
+    previous_rungs: rungs of the previous checkpoint. A tensor keeps its rung if that is close to the wanted one.
+    largest_steps: an upper limit of each tensor's step, as a float.
+    """
+    result = {}
+    for name, value in fisher.items():
+        octaves = scale_exponent / SCALES_PER_OCTAVE - math.log2(value) / 2
+        if largest_steps is not None:
+            octaves = min(octaves, math.log2(largest_steps[name]))
+        wanted = RUNGS_PER_OCTAVE * octaves
+        if name in previous_rungs and abs(wanted - previous_rungs[name]) <= RUNG_HYSTERESIS:
+            result[name] = previous_rungs[name]
+        else:
+            result[name] = min(max(round(wanted), LOWEST_RUNG), HIGHEST_STEP_RUNG)
+    return result
+
+
+@dataclass(frozen=True)
+class GridWeights:
+    """The weights of a checkpoint, prepared to be quantized at any scale. All mappings are by name.
+
+    Tensors that must be stored exactly are left out: empty ones, constant ones, and those with infinities or NaNs.
+    ``notes`` has a line for each tensor with infinities or NaNs.
+
+    weights: what this rank holds of them. sizes: the number of elements of each, on all ranks together. fisher: from
+    ``effective_fisher``. squares: the sum of squares of each, without outliers. largest_steps: the largest grid step of
+    each. previous_rungs: rungs of the previous checkpoint. seed: for stochastic rounding. With the same seed, only
+    weights that have moved change their level.
+    """
+
+    weights: Mapping[str, Tensor]
+    sizes: Mapping[str, int]
+    fisher: Mapping[str, float]
+    squares: Mapping[str, float]
+    largest_steps: Mapping[str, float]
+    previous_rungs: Mapping[str, int]
+    seed: int
+    notes: list[str]
+    shards: Shards = WHOLE
+
+    def rungs(self, configuration: GridConfiguration) -> dict[str, int]:
+        """Return the rung of each tensor's grid step."""
+        return choose_rungs(self.fisher, configuration.scale, self.previous_rungs, self.largest_steps)
+
+    def candidate(self, configuration: GridConfiguration) -> dict[str, RoundedToGrid]:
+        """Return the weights as ``quantize`` would store them, to be scored; a pure function."""
+        rungs = self.rungs(configuration)
+
+        def seed(name: str) -> int | None:
+            return zlib.crc32(name.encode(), self.seed & 0xFFFFFFFF) if configuration.dithered else None
+
+        return {
+            name: RoundedToGrid(
+                partial(self.weights.__getitem__, name), rungs[name], seed(name), self.shards.held.get(name)
+            )
+            for name in self.weights
+        }
+
+    def quantize(self, configuration: GridConfiguration) -> Mapping[str, QuantizedTensor]:
+        """Return the quantized weights; a pure function."""
+        begun = {name: rounded.begin_quantize() for name, rounded in self.candidate(configuration).items()}
+        return {name: begun.pop(name)() for name in list(begun)}  # pop: frees the pinned memory of finished tensors
+
+    def predict(self, configuration: GridConfiguration) -> None:
+        """Return no size: the search needs none, because a larger scale always takes fewer bytes."""
+
+    def scale_exponent_for(self, distortion: float) -> int:
+        """Return the scale exponent for which ``Σ F·δ² / Σ F·w²`` is about ``distortion``.
+
+        δ is the error of a weight w, taken as evenly distributed over a grid step.
+        """
+        elements = sum(self.sizes.values())
+        if not self._weighted_squares > 0:
+            return 0
+        return math.floor(SCALES_PER_OCTAVE * math.log2(12 * distortion * self._weighted_squares / elements) / 2)
+
+    @cached_property
+    def coarsest_scale(self) -> int:
+        """The scale exponent from which on every tensor has its largest grid step."""
+        octaves = [math.log2(self.largest_steps[name]) + math.log2(value) / 2 for name, value in self.fisher.items()]
+        return math.ceil(SCALES_PER_OCTAVE * max(octaves, default=0.0))
+
+    @cached_property
+    def _weighted_squares(self) -> float:
+        """Σ F·w²."""
+        return sum(self.fisher[name] * square for name, square in self.squares.items())
+
+
+def grid_weights(
+    weights: Mapping[str, Tensor],
+    fisher: Mapping[str, float],
+    previous_rungs: Mapping[str, int],
+    seed: int,
+    shards: Shards = WHOLE,
+    step_limits: StepLimits = BALANCED_LIMITS,
+    displaced: Mapping[str, float] | None = None,
+) -> GridWeights:
+    """Read the weights twice, to prepare for quantizing them with one or more configurations. Collective with shards.
+
+    weights: of ``QUANTIZABLE_DTYPES``, by name; looked up again whenever they are needed. fisher: mean squared
+    gradients, for some or all weights. previous_rungs, seed: see ``GridWeights``. shards: of the weights.
+    step_limits: of the preset. displaced: how far each weight has moved since the training began, as far as known.
+    """
+    nonfinite: dict[str, int] = {}
+    found = magnitudes(weights, shards, nonfinite)
+    notes = [f"{name}: {count} infinite or NaN values, stored exactly" for name, count in nonfinite.items()]
+    usable = LazyMapping(list(found), weights.__getitem__)
+    sizes = {name: shards.size(name, weights[name]) for name in found}
+    squares = {name: sizes[name] * magnitude.mean_square for name, magnitude in found.items()}
+    displaced = displaced or {}
+    largest_steps = {name: step_limits.largest_step(each, displaced.get(name)) for name, each in found.items()}
+    previous = {name: rung for name, rung in previous_rungs.items() if name in usable}
+    fishers = effective_fisher(sizes, squares, fisher)
+    return GridWeights(usable, sizes, fishers, squares, largest_steps, previous, seed, notes, shards)

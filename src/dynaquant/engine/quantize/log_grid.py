@@ -1,0 +1,97 @@
+"""Quantize non-negative values on a logarithmic grid: every value becomes a power of ``2^(pace/4)`` (method 2.3)."""
+
+from __future__ import annotations
+
+import math
+from functools import cache, lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaquant.engine import kernels
+from dynaquant.engine.kernels.host import bits_of
+from dynaquant.engine.tensors.codebook import (
+    FIRST_BIN,
+    HIGHEST_RUNG,
+    LOWEST_RUNG,
+    MAX_BINS,
+    PRUNED,
+    RUNGS_PER_OCTAVE,
+    LogGrid,
+    rung_value,
+)
+from dynaquant.engine.tensors.dequantize import saturating_cast
+from dynaquant.engine.tensors.log_histogram import MAGNITUDES, bucket_values, table_for
+from dynaquant.engine.tensors.stored import QuantizedTensor
+
+SMALLEST = 2.0**-133
+"""The smallest value outside the bucket of zero."""
+Extremes = tuple[float, float]
+"""The smallest value of a tensor that is at least ``SMALLEST``, infinity if there is none; and the largest value."""
+
+
+def quantize_to_log_grid(tensor: Tensor, pace: int, extremes: Extremes | None = None) -> QuantizedTensor | None:
+    """Return the tensor with every value rounded to a power of ``2^(pace/4)``; None if this takes too many levels.
+
+    tensor: non-negative. The level depends on a value's bucket (``log_histogram``), so a value within 0.4 % of
+    the middle between two powers may go to either. extremes: of the tensor of which this one is a part, if it is one.
+    They decide which powers have levels.
+    """
+    smallest, largest = extremes_of(tensor) if extremes is None else extremes
+    first, bins = 0, 0
+    if largest >= SMALLEST:
+        low, high = _exponents(pace)[_buckets(torch.tensor([smallest, largest], dtype=torch.float32, device="cpu"))]
+        first, bins = int(low), int(high - low) + 1
+    if bins > MAX_BINS:
+        return None
+    table = table_for(tensor.dtype, _level_table(pace, first))
+    levels = kernels.for_device(tensor.device).table_levels(tensor, table)
+    no_outliers = np.zeros(0, np.uint16)
+    codebook = LogGrid(pace, first, bins)
+    return QuantizedTensor(tensor.dtype, tensor.shape, kernels.to_host(levels)(), codebook, no_outliers)
+
+
+def extremes_of(tensor: Tensor) -> Extremes:
+    """Return the extremes of a non-negative tensor's values as float32."""
+    flat = tensor.detach().reshape(-1).to(torch.float32)
+    if not flat.numel():
+        return math.inf, 0.0
+    smallest, largest = torch.stack((torch.where(flat >= SMALLEST, flat, torch.inf).min(), flat.max())).tolist()
+    return smallest, largest
+
+
+def round_to_log_grid(values: Tensor, pace: int, dtype: torch.dtype) -> Tensor:
+    """Return the values that ``quantize_to_log_grid`` would store for a tensor of ``dtype``, as float32.
+
+    values: float32, one-dimensional, on the host.
+    """
+    buckets = _buckets(values)
+    exponents = _exponents(pace)[buckets]
+    occurring, index = np.unique(exponents, return_inverse=True)
+    powers = np.array([rung_value(int(exponent) * pace) for exponent in occurring], dtype=np.float32)
+    rounded = np.where(buckets > 0, powers[index], np.float32(0)) if len(powers) else powers
+    return saturating_cast(torch.from_numpy(rounded), dtype).to(torch.float32)
+
+
+@lru_cache(maxsize=64)
+def _level_table(pace: int, first: int) -> NDArray[np.uint8]:
+    """Return the level of each bucket."""
+    table = np.clip(_exponents(pace) - first + FIRST_BIN, 0, 255).astype(np.uint8)
+    table[[0, MAGNITUDES]] = PRUNED
+    return table
+
+
+def _buckets(values: Tensor) -> NDArray[np.uint32]:
+    return (bits_of(values) >> np.uint32(16)).astype(np.uint32)
+
+
+@cache
+def _exponents(pace: int) -> NDArray[np.int64]:
+    """Return the exponent e of the power ``2^(pace·e/4)`` nearest to each bucket; valid for buckets above zero."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rungs = np.log2(bucket_values().astype(np.float64)) * RUNGS_PER_OCTAVE
+    exponents = np.clip(np.rint(np.nan_to_num(rungs) / pace), math.ceil(LOWEST_RUNG / pace), HIGHEST_RUNG // pace)
+    result: NDArray[np.int64] = exponents.astype(np.int64)
+    return result

@@ -1,0 +1,144 @@
+"""How large the values of a tensor are: of all of them, and of the rows and columns whose values are small.
+
+A few huge values must not decide how coarsely the others are stored, and rows of large values not how coarsely those of
+small values are (docs/decisions.md, "What must a checkpoint keep that the metric does not see?").
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaquant.engine import kernels
+from dynaquant.engine.shards import WHOLE, Shards
+from dynaquant.engine.tensors.shard import Shard
+
+SMALL_ROWS = 0.1
+"""The share of rows, and of columns, that may have smaller values than ``Magnitude.small``."""
+SMALLEST_SHARE = 1 / 8
+"""``Magnitude.small`` is at least this share of the root mean square of the row in the middle: rows that are all but
+zero do not matter more than that."""
+LARGEST_SHARE = 4.0
+"""Rows with a root mean square beyond this multiple of that of the row in the middle count as if they had this one."""
+NORMAL_MEDIAN = 0.6745
+"""Median magnitude of normally distributed values, in standard deviations."""
+_SAFE = 1e-12, 1e15
+"""The squares of float32 values between these neither overflow nor vanish."""
+
+SMALLEST, LARGEST = 2.0**-126, 1e37
+"""A tensor whose largest magnitude is outside this range is stored exactly: float32 arithmetic would not preserve it.
+(Only float64 has values beyond 1e38.)"""
+
+Axes = tuple[NDArray[np.float64], ...]
+"""Sums of squares of the rows and of the columns of a tensor; or the values of a vector."""
+
+
+@dataclass(frozen=True)
+class Magnitude:
+    """How large the values of a tensor are.
+
+    mean_square: of all values, but of outliers only as much as LARGEST_SHARE lets through. small: the root mean square
+    of the smallest rows or columns, but for SMALL_ROWS of them. Of a vector, the standard deviation: a norm's weights
+    lie near one, and what they have learned is how they differ.
+    """
+
+    mean_square: float
+    small: float
+
+
+def magnitudes(
+    tensors: Mapping[str, Tensor], shards: Shards = WHOLE, nonfinite: dict[str, int] | None = None
+) -> dict[str, Magnitude]:
+    """Return the magnitude of each tensor that a grid can hold, by name. Collective with shards.
+
+    Left out are empty and constant tensors, those with infinities or NaNs, and those of extreme values. tensors: of
+    ``QUANTIZABLE_DTYPES``; looked up again whenever they are needed. nonfinite: gets the number of infinite or NaN
+    values of each tensor that has any.
+    """
+    extremes, counts = {}, {}
+    for name, tensor in tensors.items():
+        extremes[name], counts[name] = _extremes_of(tensor)
+    extremes, counts = shards.largest(extremes), shards.sums(counts)
+    largest = {}
+    for name, (highest, minus_lowest) in extremes.items():
+        if count := round(counts[name][0]):
+            if nonfinite is not None:
+                nonfinite[name] = count
+        elif -minus_lowest < highest and SMALLEST <= max(highest, minus_lowest) < LARGEST:
+            largest[name] = max(highest, minus_lowest)
+    own = {name: _axes(tensors[name], shards.of(name, tensors[name]), largest[name]) for name in largest}
+    if shards.divided:
+        sums = shards.sums({name: np.concatenate(axes).tolist() for name, axes in own.items()})
+        own = {n: tuple(np.split(np.array(sums[n]), np.cumsum([len(a) for a in own[n]])[:-1])) for n in own}
+    return {name: _of_vector(*axes) if len(axes) == 1 else _of_matrix(*axes) for name, axes in own.items()}
+
+
+def _extremes_of(tensor: Tensor) -> tuple[list[float], list[float]]:
+    """Return the highest value and minus the lowest one; the number of values that are not finite.
+
+    Without values, the first two are minus infinity. With values that are not finite, only their number counts.
+    """
+    if not tensor.numel():
+        return [-math.inf, -math.inf], [0.0]
+    lowest, highest = kernels.for_device(tensor.device).extremes(tensor)  # NaN if any value is NaN
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
+        return [-math.inf, -math.inf], [float((~tensor.detach().isfinite()).sum())]
+    return [highest, -lowest], [0.0]
+
+
+def _axes(tensor: Tensor, shard: Shard, largest: float) -> Axes:
+    """Return what this rank adds to the axes of the whole tensor."""
+    height = shard.shape[0] if shard.shape else 1
+    width = shard.shape[1:].numel()
+    if min(height, width) == 1:
+        return (shard.among_zeros(tensor.detach().reshape(-1).double().cpu().numpy()),)
+    rows, columns = (Shard(shard.shape[part], shard.spans[part]) for part in (slice(1), slice(1, None)))
+    if not tensor.numel():
+        return np.zeros(height), np.zeros(width)
+    row_sums, column_sums = _squares(tensor.detach().reshape(tensor.shape[0], -1), _SAFE[0] < largest < _SAFE[1])
+    return rows.among_zeros(row_sums), columns.among_zeros(column_sums)
+
+
+def _squares(matrix: Tensor, is_safe: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the sums of squares of rows and of columns. Works in pieces, to need little memory."""
+    height, width = matrix.shape
+    rows, columns = np.zeros(height), np.zeros(width)
+    kernel, step = kernels.for_device(matrix.device), max(kernels.piece_size(matrix.device) // width, 1)
+    for begin in range(0, height, step):
+        part = matrix[begin : begin + step]
+        if is_safe:
+            own, across = kernel.row_and_column_sums(part.to(torch.float32).square())
+        else:
+            squares = part.double().square()
+            own, across = squares.sum(1).cpu().numpy(), squares.sum(0).cpu().numpy()
+        rows[begin : begin + step] = own
+        columns += across
+    return rows, columns
+
+
+def _of_matrix(row_sums: NDArray[np.float64], column_sums: NDArray[np.float64]) -> Magnitude:
+    smallest, middles, means = [], [], []
+    for sums, length in ((row_sums, len(column_sums)), (column_sums, len(row_sums))):
+        squares = sums / length
+        present = squares[squares > 0]
+        middle = float(np.median(present))
+        smallest.append(float(np.quantile(present, SMALL_ROWS)))
+        middles.append(middle)
+        means.append(float(np.minimum(squares, LARGEST_SHARE**2 * middle).mean()))
+    small = max(math.sqrt(min(smallest)), SMALLEST_SHARE * math.sqrt(min(middles)))
+    return Magnitude(min(means), small)
+
+
+def _of_vector(values: NDArray[np.float64]) -> Magnitude:
+    apart = np.abs(values - np.median(values))
+    deviation = float(np.median(apart[apart > 0])) / NORMAL_MEDIAN
+    sizes = np.abs(values)
+    middle = float(np.median(sizes[sizes > 0])) / NORMAL_MEDIAN
+    mean_square = float(np.square(np.minimum(sizes, LARGEST_SHARE * middle)).mean())
+    return Magnitude(mean_square, deviation)

@@ -1,0 +1,133 @@
+"""Quantize all moments of a checkpoint (method 2.3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from dynaquant.engine import kernels
+from dynaquant.engine.label import Label, Role
+from dynaquant.engine.quantize.first_moment import quantize_first_moment, quantize_momentum
+from dynaquant.engine.quantize.second_moment import quantize_second_moment
+from dynaquant.engine.reduction import Reduce, Reduction, run_in_windows, total
+from dynaquant.engine.tensors.shard import Shard
+from dynaquant.engine.tensors.stored import Quantized, QuantizedTensor, RankOne, ScaledMoment
+
+_SECOND_OF_FIRST = {"exp_avg": ("max_exp_avg_sq", "exp_avg_sq")}
+"""For a first moment's key, the keys of the second moments whose root divides it in an update. The first one found
+counts.
+
+``momentum_buffer`` is not here: it is the update itself.
+"""
+
+
+def quantize_moments(
+    tensors: Mapping[str, Tensor],
+    labels: Mapping[str, Label],
+    first_tolerance: float,
+    second_tolerance: float,
+    first_tolerances: Mapping[str, float] = MappingProxyType({}),
+    shards: Mapping[str, Shard] = MappingProxyType({}),
+    reduce: Reduce | None = None,
+) -> dict[str, Quantized]:
+    """Return the moments that can be quantized within the tolerances, by name. Store the others exactly.
+
+    tensors, labels: of a whole state. first_tolerances: those of single first moments, by name, in place of
+    ``first_tolerance``. These moments stay exact:
+
+    - moments that are empty or not finite;
+    - a first moment whose second moment stays exact, or lies on other ranks;
+    - a first moment that lacks the second moment its key calls for, because its effect on an update is unknown (Adamax
+      divides it by ``exp_inf``, Lion takes its sign). With an infinite tolerance it becomes zero instead.
+
+    In a sharded training, the tensors are local, and so are the results. shards: what they are of the whole tensors;
+    a tensor without one is whole. reduce: returns the numbers of all ranks, None for one process. Then:
+
+    - all ranks call this with the same names in the same order;
+    - each element is given by one rank: others that hold a copy give an empty tensor and ``Shard.nothing``;
+    - a first moment is divided over the ranks as its second moment is.
+
+    All ranks come to the same decisions, and get the same kinds of forms. These are the decisions of one process that
+    holds all elements, but for the last bits of sums.
+    """
+
+    def shard_of(name: str, shape: torch.Size) -> Shard:
+        shard = shards.get(name) or Shard.whole(shape)
+        assert shape == shard.local_shape, name
+        return shard
+
+    def size(name: str) -> int:
+        # Sums of rows and columns are as long as those of the whole tensor.
+        return tensors[name].numel() + sum(shards[name].shape if name in shards else tensors[name].shape)
+
+    def second(name: str) -> Reduction[QuantizedTensor | RankOne | None]:
+        tensor = tensors[name]
+        shard = shard_of(name, tensor.shape)
+        if (yield from _usable(tensor, shard, lowest=0.0)):
+            return (yield from quantize_second_moment(tensor, second_tolerance, shard))
+        return None
+
+    def first(name: str) -> Reduction[ScaledMoment | QuantizedTensor | None]:
+        divisor = _second_of(name, tensors)
+        if divisor is None:
+            return momentum(name)
+        tolerance = first_tolerances.get(name, first_tolerance)
+        return divided(name, divisor, seconds.get(divisor), tolerance)
+
+    def divided(
+        name: str, divisor: str, stored: QuantizedTensor | RankOne | None, tolerance: float
+    ) -> Reduction[ScaledMoment | None]:
+        if stored is None:
+            return None
+        tensor = tensors[name]
+        shard = shard_of(name, tensor.shape)
+        if (yield from _usable(tensor, shard, alike=shard_of(divisor, stored.shape) == shard)):
+            return (yield from quantize_first_moment(tensor, stored, divisor, tolerance, shard))
+        return None
+
+    def momentum(name: str) -> Reduction[QuantizedTensor | None]:
+        lacks_second = _is_divided(name)
+        # With a tolerance of its own it would be exact, and as large as the weights.
+        tolerance = first_tolerance if lacks_second else first_tolerances.get(name, first_tolerance)
+        if lacks_second and tolerance < math.inf:
+            return None
+        tensor = tensors[name]
+        shard = shard_of(name, tensor.shape)
+        if (yield from _usable(tensor, shard)):
+            return (yield from quantize_momentum(tensor, tolerance, shard))
+        return None
+
+    def of_role(role: Role) -> list[str]:
+        return [name for name in tensors if labels[name].role == role]
+
+    seconds = run_in_windows(of_role("second_moment"), second, size, reduce)
+    firsts = run_in_windows(of_role("first_moment"), first, size, reduce)
+    return {name: stored for name, stored in {**seconds, **firsts}.items() if stored is not None}
+
+
+def _usable(tensor: Tensor, shard: Shard, lowest: float = -math.inf, alike: bool = True) -> Reduction[bool]:
+    """Whether a tensor has elements, and all are finite and at least ``lowest``. alike: also needed on every rank."""
+    if not shard.shape.numel():
+        return False
+    usable = alike
+    if tensor.numel():
+        least, most = kernels.for_device(tensor.device).extremes(tensor)  # NaN if any value is NaN
+        usable = usable and lowest <= least and -math.inf < least and most < math.inf
+    # A sum, because a NaN could get lost in a maximum.
+    return not (yield from total(not usable))[0]
+
+
+def _is_divided(name: str) -> bool:
+    """Whether an update divides this first moment by the root of a second moment."""
+    return name.rpartition(".")[2] in _SECOND_OF_FIRST
+
+
+def _second_of(name: str, tensors: Mapping[str, Tensor]) -> str | None:
+    """Return the name of a first moment's second moment, or None if the state has none."""
+    state, _, key = name.rpartition(".")
+    names = (f"{state}.{second}" for second in _SECOND_OF_FIRST.get(key, ()))
+    return next((second for second in names if second in tensors), None)

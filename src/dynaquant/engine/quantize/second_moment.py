@@ -1,0 +1,127 @@
+"""Quantize one second moment as coarsely as the next update allows (method 2.3)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dynaquant.engine import kernels
+from dynaquant.engine.quantize.log_grid import Extremes, extremes_of, quantize_to_log_grid, round_to_log_grid
+from dynaquant.engine.quantize.moment_sample import sample, sample_stored
+from dynaquant.engine.reduction import Numbers, Reduction, total
+from dynaquant.engine.tensors.shard import Shard
+from dynaquant.engine.tensors.stored import QuantizedTensor, RankOne
+
+FACTOR_PACE = 1
+"""Rungs between the values of a rank-one tensor's rows and columns."""
+SECOND_PACES = (8, 4, 2)
+"""Rungs between the values of a second moment, coarsest first: 2, 1 and 1/2 octaves."""
+
+
+def quantize_second_moment(
+    second: Tensor, tolerance: float, shard: Shard | None = None
+) -> Reduction[QuantizedTensor | RankOne | None]:
+    """Return the cheapest form that changes ``1 / sqrt(v)`` by at most ``tolerance``; None: store it exactly.
+
+    The change is the root mean square of ``sqrt(v / v̂) - 1`` over the elements of a sample that are not zero. v̂ is
+    the stored value of v. shard: what ``second`` is of the whole tensor, None if it is all of it. The form is that of
+    the local tensor.
+    """
+    shard = shard or Shard.whole(second.shape)
+    values = sample(second, shard).numpy()
+    factors = yield from quantize_rank_one(second, shard)
+    if factors is not None:
+        change = _change(values, sample_stored(factors, shard).numpy())
+        if (yield from _is_good(change, tolerance)):
+            return factors
+    extremes: Extremes | None = None
+    for pace in SECOND_PACES:
+        change = _change(values, round_to_log_grid(torch.from_numpy(values), pace, second.dtype).numpy())
+        if (yield from _is_good(change, tolerance)):
+            extremes = extremes or (yield from _whole_extremes(second))
+            if (stored := quantize_to_log_grid(second, pace, extremes)) is not None:
+                return stored
+    return None
+
+
+def quantize_rank_one(tensor: Tensor, shard: Shard | None = None) -> Reduction[RankOne | None]:
+    """Return a second moment as row mean × column mean / mean.
+
+    Returns None if the tensor has fewer than two dimensions, is all zero, or does not fit the levels. shard: as for
+    ``quantize_second_moment``. The means are those of the whole tensor. The form has those of the local rows and
+    columns.
+    """
+    if tensor.ndim < 2:
+        return None
+    shard = shard or Shard.whole(tensor.shape)
+    local_rows, local_columns = (Shard(shard.shape[part], shard.spans[part]) for part in (slice(1), slice(1, None)))
+    height, width = shard.shape[0], shard.shape[1:].numel()
+    sums = yield from total(*_row_and_column_sums(tensor, local_rows, local_columns))
+    row_means, column_means = sums[:height] / width, sums[height:] / height
+    root = math.sqrt(row_means.mean())
+    if not 0 < root < math.inf:
+        return None
+
+    def factor(means: NDArray[np.float64]) -> QuantizedTensor | None:
+        return quantize_to_log_grid(torch.from_numpy((means / root).astype(np.float32)), FACTOR_PACE)
+
+    rows, columns = factor(row_means), factor(column_means)
+    if rows is None or columns is None:
+        return None
+    return RankOne(tensor.dtype, tensor.shape, _local(rows, local_rows), _local(columns, local_columns))
+
+
+def _change(values: NDArray[np.float32], decoded: NDArray[np.float32]) -> tuple[bool, float, int]:
+    """Return how decoded values change ``1 / sqrt(v)``: whether any is not usable, the sum of squares, the number.
+
+    values: of the rank's part of the sample; zeros do not count. A decoded value is not usable if it is zero or
+    infinite.
+    """
+    if not (moved := values > 0).all():
+        values, decoded = values[moved], decoded[moved]
+    count = len(values)
+    if not ((decoded > 0) & (decoded < math.inf)).all():
+        return True, 0.0, count
+    with np.errstate(over="ignore"):
+        changes = np.sqrt(values / decoded, dtype=np.float64) - 1
+    return False, float(np.square(changes, out=changes).sum()), count
+
+
+def _is_good(change: tuple[bool, float, int], tolerance: float) -> Reduction[bool]:
+    """Whether a change is within the tolerance. change: of the rank's part."""
+    unusable, squares, count = (yield from total(change)).tolist()
+    if unusable:
+        return False
+    return not count or math.sqrt(squares / count) <= tolerance
+
+
+def _whole_extremes(tensor: Tensor) -> Reduction[Extremes]:
+    smallest, largest = extremes_of(tensor)
+    found = (yield Numbers(highest=np.array([-smallest, largest]))).highest
+    return -float(found[0]), float(found[1])
+
+
+def _row_and_column_sums(tensor: Tensor, rows: Shard, columns: Shard) -> tuple[NDArray[np.float64], ...]:
+    """Return the local sums of rows and of columns, each among those of the whole tensor.
+
+    rows, columns: which of them the rank holds.
+    """
+    if not tensor.numel():
+        return tuple(np.zeros(axis.shape.numel()) for axis in (rows, columns))
+    matrix = tensor.detach().reshape(tensor.shape[0], -1)
+    sums = kernels.for_device(tensor.device).row_and_column_sums(matrix)
+    return tuple(axis.among_zeros(own) for axis, own in zip((rows, columns), sums, strict=True))
+
+
+def _local(factor: QuantizedTensor, axis: Shard) -> QuantizedTensor:
+    """Return the rows or columns that the rank holds."""
+    if axis.is_whole:
+        return factor
+    parts = [factor.levels[first : first + length] for _, first, length in axis.runs]
+    levels = np.concatenate(parts) if parts else factor.levels[:0]
+    return replace(factor, shape=torch.Size([len(levels)]), levels=levels)

@@ -1,0 +1,85 @@
+"""Hash the values of tensors with BLAKE3. Large tensors use as many threads as the native core may use."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import chain
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from dynaquant import _native
+from dynaquant.engine.tensors.dequantize import is_zero, pieces
+from dynaquant.engine.tensors.dtypes import bytes_of, dtype_name
+from dynaquant.engine.tensors.stored import External, StoredTensor
+
+_SHARED_FROM = 1 << 19
+"""Smallest number of bytes to hash on several threads. Below it, waking the threads costs more than hashing."""
+
+
+def tensor_hash(tensor: Tensor) -> str:
+    """Return the hash of dtype, shape and values, 64 hexadecimal digits (docs/format.md, "Identity")."""
+    return _hash_of(tensor.dtype, tensor.shape, [tensor])
+
+
+def stored_hash(stored: StoredTensor) -> str:
+    """Return the ``tensor_hash`` of a stored tensor's values. Hashes them piece by piece, without memory for all.
+
+    Raises ValueError as ``dequantize`` does.
+    """
+    if isinstance(stored, External):
+        return stored.hash
+    if isinstance(stored, Tensor):
+        return tensor_hash(stored)
+    if is_zero(stored):
+        return _hash_of_zeros(stored.dtype, stored.shape)
+    return _hash_of(stored.dtype, stored.shape, pieces(stored))
+
+
+def _hash_of(dtype: torch.dtype, shape: torch.Size, parts: Iterable[Tensor]) -> str:
+    described = f"{dtype_name(dtype)}{list(shape)}".encode()
+    return hash_of(chain([described], (bytes_of(part).data for part in parts)), shape.numel() * dtype.itemsize)
+
+
+@lru_cache(maxsize=4096)
+def _hash_of_zeros(dtype: torch.dtype, shape: torch.Size) -> str:
+    return tensor_hash(torch.from_numpy(np.zeros(shape, dtype=np.float32)).to(dtype))
+
+
+def hash_of(parts: Iterable[bytes | memoryview], size: int) -> str:
+    """Return the hash of the concatenated parts, 64 hexadecimal digits. size: roughly how many bytes they have."""
+    threads = _native.threads()
+    if threads > 1 and size >= _SHARED_FROM:
+        shared = _shared(os.getpid(), threads)
+        # If the shared hasher is in use, hash on this thread alone.
+        if shared.free.acquire(blocking=False):
+            try:
+                shared.hasher.reset()
+                return _digest(shared.hasher, parts)
+            finally:
+                shared.free.release()
+    return _digest(blake3(), parts)
+
+
+@dataclass(frozen=True)
+class _Shared:
+    hasher: blake3
+    """Owns its threads. (``blake3.AUTO`` would start one for each processor.)"""
+    free: threading.Lock = field(default_factory=threading.Lock)
+
+
+@lru_cache(maxsize=4)
+def _shared(process: int, threads: int) -> _Shared:  # noqa: ARG001 - part of the key: a forked process lacks its parent's threads
+    return _Shared(blake3(max_threads=threads))
+
+
+def _digest(hasher: blake3, parts: Iterable[bytes | memoryview]) -> str:
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
