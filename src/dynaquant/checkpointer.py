@@ -222,7 +222,6 @@ class Checkpointer:
                 keyframe_every=keyframe_every,
                 damaged=self._damaged,
                 log_to=log_record,
-                learn_size=self._compressor.manager.learn_size,
                 at_end=lock,
             )
             stages = self._compressor, self._writer, self._turn, self._group, self._corrections

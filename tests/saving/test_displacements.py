@@ -26,7 +26,7 @@ def moved(model, size):
 
 def test_the_displacement_is_that_since_the_beginning():
     model = model_of()
-    displacements = Displacements(model)
+    displacements = Displacements.from_here(model)
     assert set(displacements.since_the_start(WHOLE).values()) == {0.0}
     moved(model, 0.01)
     found = displacements.since_the_start(WHOLE)
@@ -37,11 +37,10 @@ def test_the_displacement_is_that_since_the_beginning():
 
 def test_a_restore_adds_what_was_moved_before_it():
     model = model_of()
-    displacements = Displacements(model)
+    displacements = Displacements.from_here(model)
     moved(model, 0.03)
     stored = json.loads(json.dumps(to_json(displacements.since_the_start(WHOLE))))
-    again = Displacements(model)
-    again.resume(stored)
+    again = displacements.continued(stored)
     assert again.since_the_start(WHOLE)["model.0.weight"] == pytest.approx(0.03, rel=0.2)
     moved(model, 0.04)
     assert again.since_the_start(WHOLE)["model.0.weight"] == pytest.approx(0.05, rel=0.2)
@@ -49,14 +48,14 @@ def test_a_restore_adds_what_was_moved_before_it():
 
 @pytest.mark.parametrize("stored", [None, [], {"model.0.weight": "far"}, {"model.0.weight": 10**9}, {3: 4}])
 def test_an_invalid_record_counts_as_nothing(stored):
-    displacements = Displacements(model_of())
-    displacements.resume(stored)
+    displacements = Displacements.from_here(model_of())
+    displacements = displacements.continued(stored)
     assert set(displacements.since_the_start(WHOLE).values()) == {0.0}
 
 
 def test_parameters_that_are_new_or_not_finite_count_as_unmoved():
     model = model_of()
-    displacements = Displacements(model)
+    displacements = Displacements.from_here(model)
     model.add_module("new", nn.Linear(4, 4))
     with torch.no_grad():
         model[0].weight.fill_(math.nan)
@@ -81,7 +80,7 @@ def test_parameters_that_cannot_be_quantized_are_left_alone():
     model.packed = nn.Parameter(torch.randn(4, 4).as_subclass(Wrapped), requires_grad=False)
     model.wide, model.twofold = (nn.Parameter(torch.randn(3, dtype=d)) for d in (torch.float64, torch.complex64))
     model.eighth = nn.Parameter(torch.randn(3).to(torch.float8_e4m3fn), requires_grad=False)
-    found = Displacements(model).since_the_start(WHOLE)
+    found = Displacements.from_here(model).since_the_start(WHOLE)
     assert {"model.packed", "model.twofold", "model.eighth"}.isdisjoint(found)
     assert found["model.wide"] == 0.0
 

@@ -22,7 +22,8 @@ from dynaquant.engine.quantize.knobs import GridConfiguration
 from dynaquant.ranks.group import Group
 from dynaquant.search.decision import Decision
 from dynaquant.search.history import History
-from dynaquant.search.manager import ConfigurationManager
+from dynaquant.search.manager import ConfigurationManager, Limits
+from dynaquant.search.memory import SearchMemory
 from dynaquant.state.roles import labels
 from dynaquant.store.run import Run
 
@@ -138,34 +139,30 @@ def ready(method: str) -> tuple[nn.Module, GridWeights | KMeansWeights]:
     return model, kmeans_weights(weights, labels(weights, {"model": model}, {}), {})
 
 
-def decide(record, method: str) -> tuple[Decision, ConfigurationManager]:
-    """Returns the decision of a manager that resumes from a record, for the same weights, and the manager."""
+def decide(record, method: str) -> Decision:
+    """Returns the decision that goes on from a record, for the same weights."""
     model, weights = ready(method)
-    manager = ConfigurationManager(model, Movement(model, 1.0), False, 0.01, None, Group())
-    manager.resume(record, {})
-    return manager.decide(weights, {}, {}), manager
+    manager = ConfigurationManager(model, Movement(model, 1.0), False, None, Group())
+    return manager.decide(weights, {}, {}, SearchMemory.from_record(record, {}), Limits(0.01, 0.01))
 
 
 @BOTH_METHODS
 @given(record=RECORDS)
 @settings(max_examples=20)
 def test_the_next_decision_stays_within_the_limit_whatever_a_record_contains(method, record):
-    decision, manager = decide(record, method)
-    manager.saved(decision)
+    decision = decide(record, method)
     assert decision.limit <= 0.01
     assert decision.search == "lossless" or decision.quality.degradation <= decision.limit
-    assert json.loads(json.dumps(manager.history.to_json(), allow_nan=False))
+    assert json.loads(json.dumps(decision.memory.to_json(), allow_nan=False))
 
 
 @BOTH_METHODS
-def test_a_decision_that_is_not_saved_changes_no_later_one(method):
-    first, manager = decide({}, method)
-    before = manager.history.to_json()
-    again = [manager.decide(ready(method)[1], {}, {}) for _ in range(3)]
-    assert manager.history.to_json() == before
-    assert [each.history for each in again] == 3 * [first.history]
-    manager.saved(first)
-    assert manager.history.to_json() != before
+def test_a_decision_goes_on_from_a_record_as_from_the_memory_itself(method):
+    memory = decide({}, method).memory
+    stored = json.loads(json.dumps({"search": memory.to_json()}))
+    again = SearchMemory.from_record(stored, {})
+    assert replace(again, noise=memory.noise, whole=memory.whole) == memory
+    assert decide(stored, method).memory.saves == memory.saves + 1
 
 
 def test_a_score_far_from_the_result_tells_later_searches_nothing():
@@ -195,7 +192,7 @@ def test_a_score_far_from_the_result_tells_later_searches_nothing():
     ids=str,
 )
 def test_an_invalid_history_starts_a_new_search(history):
-    assert decide({"search": {"history": history}}, "published")[0].search == "exhaustive"
+    assert decide({"search": {"history": history}}, "published").search == "exhaustive"
 
 
 @pytest.mark.parametrize(
@@ -218,5 +215,5 @@ def test_an_invalid_history_starts_a_new_search(history):
     ids=lambda history: str(history)[:40],
 )
 def test_an_invalid_history_of_scale_exponents_starts_a_new_search(history):
-    found, afresh = (decide({"search": {"history": past}}, "grid")[0] for past in (history, None))
+    found, afresh = (decide({"search": {"history": past}}, "grid") for past in (history, None))
     assert [trial.configuration for trial in found.trials] == [trial.configuration for trial in afresh.trials]

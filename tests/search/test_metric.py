@@ -15,7 +15,7 @@ from training import bits, train
 
 import dynaquant as dq
 from dynaquant.ranks.group import Group
-from dynaquant.search.metric import UserMetric
+from dynaquant.search.metric import OriginalScore, UserMetric
 from dynaquant.search.noise import Noise
 
 # Metrics that are noisy or fail
@@ -345,39 +345,49 @@ def test_the_note_says_if_noise_leaves_too_little(tmp_path):
 # The metric of the weights in training
 
 
-def metric_of(evaluate: Callable[[nn.Module], float], noise: Noise | None = None) -> UserMetric:
-    return UserMetric(nn.Linear(2, 2), evaluate, False, noise or Noise(), Group())
+class MetricInTraining:
+    """The metric of one training, with the memory of its saves."""
+
+    def __init__(self, evaluate: Callable[[nn.Module], float]) -> None:
+        self.metric, self.saves = UserMetric(nn.Linear(2, 2), evaluate, False, Group()), 0
+        self.noise, self.whole = Noise(), False
+
+    def original(self) -> OriginalScore:
+        self.saves += 1
+        found = self.metric.original(self.noise, self.saves, self.whole)
+        self.noise, self.whole = found.noise, found.whole
+        return found
 
 
 def test_the_score_of_the_weights_in_training_is_the_mean_of_their_evaluations():
-    noisy, same, noise = gauss(0.01), gauss(0.01), Noise()
-    metric = metric_of(lambda _: noisy(), noise)
+    noisy, same = gauss(0.01), gauss(0.01)
+    metric = MetricInTraining(lambda _: noisy())
     for count in (5, 2, 2):
         original = metric.original()
         assert original.score == pytest.approx(statistics.mean(same() for _ in range(count)), rel=1e-12)
-        assert original.noise_margin == noise.margin > 0
+        assert original.noise_margin == metric.noise.margin > 0
         assert original.problem is None
 
 
 def test_the_score_of_a_metric_without_noise_keeps_every_bit():
     values = [0.1, 1 / 3, 1e300, 5e-324]
     for value in values:
-        assert metric_of(lambda _, value=value: value).original().score == value
+        assert MetricInTraining(lambda _, value=value: value).original().score == value
 
 
 def test_random_numbers_from_the_global_generators_are_not_noise():
-    metric = metric_of(lambda _: float(torch.rand(()) + random.random()))
+    metric = MetricInTraining(lambda _: float(torch.rand(()) + random.random()))
     for _ in range(3):
         assert metric.original().noise_margin == 0
 
 
 def test_a_metric_that_is_not_finite_is_a_problem_and_evaluated_five_times_once_it_is_finite_and_looks_stepped():
     values = iter([*2 * [math.nan], *5 * [2.0], 3.0])
-    metric = metric_of(lambda _: next(values))
+    metric = MetricInTraining(lambda _: next(values))
     assert "not finite" in metric.original().problem
     assert (metric.original().score, metric.original().score) == (2.0, 3.0)
 
 
 def test_a_metric_that_is_noisy_around_zero_is_a_problem():
     values = iter([0.5, -0.5, 0.0, 0.0, 0.0])
-    assert "noisy around 0" in metric_of(lambda _: next(values)).original().problem
+    assert "noisy around 0" in MetricInTraining(lambda _: next(values)).original().problem

@@ -1,5 +1,6 @@
 """The noise of a metric is measured, even if scores move in steps. A metric without noise gets no margin."""
 
+import json
 import math
 import random
 import statistics
@@ -14,7 +15,25 @@ from dynaquant.search.scale_search import scale_search
 from dynaquant.search.steps import looks_stepped
 
 
-def measured(noise: Noise, metric: Callable[[], float]) -> list[float]:
+class NoiseOfSaves:
+    """The noise of one metric, from one save to the next."""
+
+    def __init__(self) -> None:
+        self.known = Noise()
+
+    def __getattr__(self, name: str):
+        return getattr(self.known, name)
+
+    def learn(self, scores) -> bool:
+        after = self.known.after(scores)
+        self.known = after or self.known
+        return after is not None
+
+    def look_again(self) -> None:
+        self.known = self.known.looking_again()
+
+
+def measured(noise: "NoiseOfSaves", metric: Callable[[], float]) -> list[float]:
     """Evaluates as often as one save does, and adds the scores to the noise. Returns them."""
     scores = [metric() for _ in range(noise.evaluations)]
     scores += [metric() for _ in range(noise.evaluations_left([scores]))]
@@ -37,14 +56,14 @@ ACCURACIES = [873 / 1000, float(torch.tensor(514 / 597)), 87.3, 9_871 / 10_000, 
 @pytest.mark.parametrize(("score", "at_first"), [(LOSS, 2), (-math.e, 2), *((each, 5) for each in ACCURACIES)])
 def test_a_metric_without_noise_is_evaluated_twice_at_first_or_five_times_if_it_looks_stepped(score, at_first):
     """Later twice at every tenth save."""
-    noise = Noise()
+    noise = NoiseOfSaves()
     assert [len(measured(noise, lambda: score)) for _ in range(31)] == [at_first, *3 * [*9 * [1], 2]]
     assert noise.margin == 0
 
 
 @pytest.mark.parametrize("scores", [[[2.1, 2.1], [2.1, 2.2]], [[2.0, 2.0], [2.0, 2.0]]], ids=["differ", "stepped"])
 def test_if_one_rank_needs_five_evaluations_all_of_them_evaluate_five_times(scores):
-    assert Noise().evaluations_left(scores) == 3
+    assert NoiseOfSaves().evaluations_left(scores) == 3
 
 
 def test_losses_hardly_ever_look_stepped_and_accuracies_always_do():
@@ -63,7 +82,7 @@ def test_losses_hardly_ever_look_stepped_and_accuracies_always_do():
 
 
 def test_after_a_restore_a_metric_without_noise_is_evaluated_twice():
-    noise = Noise()
+    noise = NoiseOfSaves()
     for _ in range(3):
         measured(noise, lambda: 2.0)
     noise.look_again()
@@ -71,7 +90,7 @@ def test_after_a_restore_a_metric_without_noise_is_evaluated_twice():
 
 
 def test_a_metric_that_becomes_noisy_is_noticed():
-    noise, noisy = Noise(), gauss(0.01)
+    noise, noisy = NoiseOfSaves(), gauss(0.01)
     measured(noise, lambda: 2.0)
     counts = [len(measured(noise, noisy)) for _ in range(14)]
     assert counts == [*9 * [1], *5 * [2]]
@@ -82,7 +101,7 @@ def test_a_metric_that_becomes_noisy_is_noticed():
 
 
 def test_the_margin_is_two_standard_deviations_of_a_difference():
-    noise, metric = Noise(), gauss(0.03)
+    noise, metric = NoiseOfSaves(), gauss(0.03)
     squares, freedom = 0.0, 0
     for save in range(5):
         scores = measured(noise, metric)
@@ -94,7 +113,7 @@ def test_the_margin_is_two_standard_deviations_of_a_difference():
 
 
 def test_from_pairs_the_margin_is_twice_the_root_mean_square_of_their_differences():
-    noise, metric = Noise(), gauss(0.03)
+    noise, metric = NoiseOfSaves(), gauss(0.03)
     measured(noise, metric)
     pairs = [measured(noise, metric) for _ in range(8)]
     differences = [(second - first) / (first / 2 + second / 2) for first, second in pairs]
@@ -102,7 +121,7 @@ def test_from_pairs_the_margin_is_twice_the_root_mean_square_of_their_difference
 
 
 def test_the_margin_follows_the_noise_of_the_last_saves():
-    noise, metric = Noise(), gauss(0.1)
+    noise, metric = NoiseOfSaves(), gauss(0.1)
     for _ in range(40):
         measured(noise, metric)
     assert noise.margin == pytest.approx(2 * math.sqrt(2) * 0.1, rel=0.5)
@@ -113,14 +132,14 @@ def test_the_margin_follows_the_noise_of_the_last_saves():
 
 
 def test_noise_is_relative_to_the_metric():
-    small, large = Noise(), Noise()
+    small, large = NoiseOfSaves(), NoiseOfSaves()
     measured(small, gauss(0.02, 0.001))
     measured(large, gauss(0.02, -1000.0))
     assert small.margin == pytest.approx(large.margin)
 
 
 def test_with_several_ranks_the_noisiest_rank_counts():
-    one, all_ranks = Noise(), Noise()
+    one, all_ranks = NoiseOfSaves(), NoiseOfSaves()
     scores = [[2.0] * 5, [2.0, 2.1, 2.0, 2.2, 2.0], [2.0, 2.01, 2.0, 2.0, 2.0]]
     one.learn([scores[1]])
     all_ranks.learn(scores)
@@ -132,7 +151,7 @@ def test_with_several_ranks_the_noisiest_rank_counts():
     [[math.nan, 1.0], [1.0, math.nan], [math.inf, math.inf], [1.0, -math.inf], [1.0, -1.0], [1e-300, -1e300, 1e300]],
 )
 def test_scores_without_a_relative_noise_are_not_remembered(scores):
-    noise = Noise()
+    noise = NoiseOfSaves()
     for ranks in ([scores], [[1.0] * len(scores), scores]):
         assert not noise.learn(ranks)
         assert not noise.is_known
@@ -140,7 +159,7 @@ def test_scores_without_a_relative_noise_are_not_remembered(scores):
 
 
 def test_a_metric_that_is_always_zero_has_no_noise():
-    noise = Noise()
+    noise = NoiseOfSaves()
     measured(noise, lambda: 0.0)
     assert (noise.margin, noise.evaluations) == (0, 1)
 
@@ -153,7 +172,7 @@ def test_an_accuracy_with_noise_of_about_one_image_is_seen_as_noisy(sigma):
     draw = random.Random(0)
     none_at_first, none_at_all, runs = 0, 0, 3000
     for _ in range(runs):
-        noise, metric = Noise(), accuracy(1000, sigma, draw, correct=draw.uniform(0.8, 0.95))
+        noise, metric = NoiseOfSaves(), accuracy(1000, sigma, draw, correct=draw.uniform(0.8, 0.95))
         margins = []
         for _ in range(12):
             measured(noise, metric)
@@ -166,7 +185,7 @@ def test_an_accuracy_with_noise_of_about_one_image_is_seen_as_noisy(sigma):
 
 def test_one_image_by_chance_causes_only_a_small_margin():
     """Once, one image of 1,000 is classified differently. That hardly matters if ten are allowed."""
-    noise = Noise()
+    noise = NoiseOfSaves()
     for _ in range(8):
         measured(noise, lambda: 0.9)
     noise.look_again()
@@ -180,7 +199,7 @@ def test_checkpoints_judged_by_an_accuracy_stay_within_the_limit(sigma):
     draw, allowed = random.Random(1), 0.01
     beyond, accepted, margins = 0, 0, []
     for _ in range(100):
-        noise, last = Noise(), None
+        noise, last = NoiseOfSaves(), None
         for _ in range(12):
             drift = draw.gauss(0, 0.15)
 
@@ -208,21 +227,16 @@ def test_checkpoints_judged_by_an_accuracy_stay_within_the_limit(sigma):
 # After a restore
 
 
-def test_what_was_measured_is_known_after_a_restore_unless_something_was_measured_since():
-    noise = Noise()
+def test_what_was_measured_is_known_after_a_restore():
+    noise = NoiseOfSaves()
     measured(noise, gauss(0.01))
-    other = Noise()
-    other.resume(noise.to_json())
-    other.look_again()
+    other = Noise.from_json(json.loads(json.dumps(noise.to_json()))).looking_again()
     assert (other.margin, other.evaluations) == (noise.margin, 2)
-    other.resume([[1e6, 4.0]])
-    assert other.margin == noise.margin
 
 
 @pytest.mark.parametrize(
     "data", [None, 3, [[1.0]], [["a", 1.0]], [[-1.0, 4.0]], [[1.0, 0.0]], [[math.nan, 4.0]]], ids=str
 )
 def test_noise_that_is_not_valid_is_ignored(data):
-    noise = Noise()
-    noise.resume(data)
+    noise = Noise.from_json(data)
     assert (noise.margin, noise.is_known) == (0, False)

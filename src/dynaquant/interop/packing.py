@@ -32,10 +32,9 @@ from dynaquant.saving.presets import PRESETS, QualityName
 from dynaquant.saving.record import Record, json_of, record_of
 from dynaquant.search.decision import Decision
 from dynaquant.search.evaluation import Evaluate, score
-from dynaquant.search.history import History
 from dynaquant.search.judge import MetricJudge
-from dynaquant.search.manager import ConfigurationManager
-from dynaquant.search.noise import Noise
+from dynaquant.search.manager import ConfigurationManager, Limits
+from dynaquant.search.memory import SearchMemory
 from dynaquant.search.sensitivity import measure_sensitivity
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import tensor_names_in
@@ -110,16 +109,13 @@ class Packer:
         )
         self._metric, self._higher_is_better, self._tell = metric, higher_is_better, tell
         self._training = GoingOn() if training is None else training
-        self._history, self._noise = History(), Noise()
+        self._memory = SearchMemory()
         self._last: dict[str, int] = {}  # rungs of the previous checkpoint
         self._probed: dict[str, float] = {}
 
     def continue_from(self, header: Header, tensors: Mapping[str, StoredTensor]) -> None:
         """Take up a series after this checkpoint. tensors: as stored."""
-        search = header.record.get("search")
-        if isinstance(search, dict):
-            self._history = History.from_json(search.get("history"))
-            self._noise.resume(search.get("noise"))
+        self._memory = SearchMemory.from_record(header.record, {})
         grids = {name: t.codebook for name, t in tensors.items() if isinstance(t, QuantizedTensor)}
         self._last = {_PREFIX + name: grid.rung for name, grid in grids.items() if isinstance(grid, Grid)}
 
@@ -131,7 +127,7 @@ class Packer:
         start = time.perf_counter()
         labels = inferred_roles.labels(file.tree, file.tensors, file.weights, file.averages)
         labels |= {name: Label("exact") for name in labels if self._training.keeps_exactly(name)}
-        decision = Decision("lossless", None)
+        decision = Decision("lossless", None, memory=self._memory)
         others: Mapping[str, Quantized] = {}
         notes: list[str] = []
         if self._preset is not None:
@@ -156,7 +152,7 @@ class Packer:
             return weights[inside] if inside in weights else others.get(name) or file.tensors[name]
 
         record = {
-            **json_of(decision, self._history, self._training.interval, seconds, [*file.notes, *notes]),
+            **json_of(decision, self._training.interval, seconds, [*file.notes, *notes]),
             "source": file.source,
         }
         if self._training.budget is not None:
@@ -188,12 +184,12 @@ class Packer:
         assert self._limit is not None
         limit = self._training.allowed(self._limit)
         group = Group(alone=True)  # other ranks may be elsewhere: rank 0 often saves alone
-        manager = ConfigurationManager(holder, evaluate, self._higher_is_better, limit, None, group, self._noise)
-        manager.last_resort, manager.history = self._limit, self._history
-        manager.restored = {_PREFIX + name: tensor for name, tensor in self._training.restored.items()}
-        decision = manager.decide(streamed, {}, measured)
-        self._history = decision.history or self._history
-        if not manager.restored:
+        manager = ConfigurationManager(holder, evaluate, self._higher_is_better, None, group)
+        restored = {_PREFIX + name: tensor for name, tensor in self._training.restored.items()}
+        memory = replace(self._memory, restored=restored)
+        decision = manager.decide(streamed, {}, measured, memory, Limits(limit, self._limit))
+        self._memory = decision.memory
+        if not decision.memory.restored:
             self._training.restored = {}
         if isinstance(decision.configuration, GridConfiguration):
             self._last = streamed.rungs(decision.configuration)

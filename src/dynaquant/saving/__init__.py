@@ -7,6 +7,7 @@
 - ``schedule.py``: when the next checkpoint is due
 - ``movement.py``: how far the weights have moved since the last checkpoint
 - ``displacements.py``: how far a training has moved each tensor since it began
+- ``memory.py``: all that one save remembers for the next
 - ``turn.py``: one call of a Checkpointer at a time
 - ``saver.py``: the stages of a save, in order
 - ``rank_zero.py``: what only rank 0 does

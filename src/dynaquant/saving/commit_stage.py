@@ -24,8 +24,7 @@ class CommitStage:
     """Writes the checkpoints of one training, one at a time, in a thread of its own.
 
     keyframe_every: the largest number of checkpoints in a chain. damaged: steps whose files do not decode; a restore
-    adds to this set. log_to: called after every commit. learn_size: called with the predicted and the actual bytes of
-    the weights of every delta. release_run: called in the thread after the last write.
+    adds to this set. log_to: called after every commit. release_run: called in the thread after the last write.
     """
 
     def __init__(
@@ -35,13 +34,14 @@ class CommitStage:
         keyframe_every: int,
         damaged: set[int],
         log_to: Callable[[Record], Any] | None,
-        learn_size: Callable[[float | None, int], None],
         release_run: Callable[[], Any],
     ) -> None:
         self._run, self._retention, self._keyframe_every = run, retention, keyframe_every
-        self._damaged, self._log_to, self._learn_size = damaged, log_to, learn_size
+        self._damaged, self._log_to = damaged, log_to
         self.base: Base | None = None
         """The checkpoint that was written or restored last. The next delta is conditioned on it."""
+        self.size_factor = 1.0
+        """Bytes that the weights of deltas take, relative to their predicted size."""
         self.thread = BackgroundWriter[Record](self, release_run)
 
     def begin(self, checkpoint: Any, predicted: float | None) -> Future[Record]:
@@ -53,8 +53,8 @@ class CommitStage:
         with timed(seconds, "write"):
             file, notes = self._commit(checkpoint)
         record = self._record(checkpoint, file, seconds, notes)
-        if not record.keyframe and "weight" in record.roles:
-            self._learn_size(predicted, record.roles["weight"].stored)
+        if predicted and not record.keyframe and "weight" in record.roles:
+            self.size_factor *= (record.roles["weight"].stored or predicted) / predicted
         if file is not None:  # this rank has written the checkpoint, or the file that refers to all parts
             log.info(in_one_line(record))
             self._report(record)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from dynaquant.engine.label import Label
 from dynaquant.saving.assemble import Assembled
 from dynaquant.saving.division import Division
-from dynaquant.saving.training_budget import TrainingBudget
-from dynaquant.saving.unchanged_weights import LastWeight
+from dynaquant.saving.memory import Memory
 from dynaquant.search.decision import Decision
 
 
@@ -18,8 +17,8 @@ class Compressed:
     """The tensors of a state as they are to be stored, and how that was decided.
 
     assembled: empty on ranks other than 0. frozen: names of parameters that do not train and have not changed.
-    division: which rank writes what; None if rank 0 writes all. last_weights, limit, budget: what ``Compressor.saved``
-    remembers. limit: the degradation that was allowed. displaced: how far the training has moved each parameter.
+    division: which rank writes what; None if rank 0 writes all. displaced: how far the training has moved each
+    parameter. memory: of this save, as far as it depends on what is here.
     """
 
     assembled: Assembled
@@ -28,7 +27,5 @@ class Compressed:
     labels: dict[str, Label]
     decision: Decision
     notes: list[str]
-    last_weights: Mapping[str, LastWeight]
-    limit: float
-    budget: TrainingBudget | None
     displaced: Mapping[str, float]
+    memory: Memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.engine.tensors.dequantize import dequantize
-from dynaquant.engine.tensors.stored import External, Quantized, StoredTensor
+from dynaquant.engine.tensors.stored import External, Quantized
 from dynaquant.ranks.group import Group
 from dynaquant.saving.allowance import Allowance, check_share
 from dynaquant.saving.assemble import Assembled, assemble
@@ -37,22 +37,21 @@ from dynaquant.saving.frozen_and_omitted import (
 )
 from dynaquant.saving.gradient_statistics import GradientStatistics
 from dynaquant.saving.judged_averages import AverageJudge
+from dynaquant.saving.memory import Memory
 from dynaquant.saving.moment_tolerances import first_tolerances
 from dynaquant.saving.notes import notes_on_exact_moments, notes_on_gaps
 from dynaquant.saving.prepare import prepared_for_clusters, prepared_for_grid
 from dynaquant.saving.presets import PRESETS
 from dynaquant.saving.rank_zero import on_rank_zero
-from dynaquant.saving.record import degradation_of, limit_of
 from dynaquant.saving.replicas import share_writing
 from dynaquant.saving.timing import timed
 from dynaquant.saving.training_budget import TrainingBudget, learning_rate, scaled_by_rate
-from dynaquant.saving.unchanged_weights import Comparison, LastWeight, compare, restored_weights
+from dynaquant.saving.unchanged_weights import Comparison, LastWeight, compare
 from dynaquant.search.decision import Decision
 from dynaquant.search.evaluation import Evaluate
-from dynaquant.search.manager import ConfigurationManager
+from dynaquant.search.manager import ConfigurationManager, Limits
 from dynaquant.state.roles import untrained
 from dynaquant.state.wrappers import named_parameters
-from dynaquant.store.container import Header
 from dynaquant.store.sharded_writing import second_of
 from dynaquant.training.hash_cache import HashCache
 from dynaquant.training.master_weights import master_weights_of
@@ -81,7 +80,7 @@ class Compressor:
         interval: int | None,
         evaluate_average: Mapping[str, Evaluate],
     ) -> None:
-        self._objects, self._patterns, self._group = objects, patterns, group
+        self._objects, self._patterns, self._allowance, self._group = objects, patterns, allowance, group
         self._keep_lossless_copy = keep_lossless_copy
         self._model = models_of(objects)
         self._preset = PRESETS[allowance.quality]
@@ -91,17 +90,13 @@ class Compressor:
         """Whether parameters of one dimension are quantized, too. Their share is large once all others are small."""
         self._largest = self._preset.max_degradation if self._preset else 0.0
         fixed = allowance.configuration
-        self.manager = ConfigurationManager(self._model, evaluate, higher_is_better, self._largest, fixed, group)
+        self._manager = ConfigurationManager(self._model, evaluate, higher_is_better, fixed, group)
         judge = partial(AverageJudge, evaluate_average, objects, higher_is_better, group)
         self._averages = group.run_on_all_ranks(judge)
         self._optimizers = [source for source in objects.values() if isinstance(source, torch.optim.Optimizer)]
-        self._budget: TrainingBudget | None = None
         if allowance.max_degradation is not None:
             self.max_degradation = allowance.max_degradation
-        if (total := allowance.budget_of_training) is not None:
-            scaled = scaled_by_rate(self._optimizers)
-            self._budget = TrainingBudget(float(total), self.max_degradation, allowance.expected_restores, scaled)
-        self._budget_is_explicit = allowance.training_budget is not None
+        self._keeps_to_budget = allowance.budget_of_training is not None
         arguments = evaluate is None, higher_is_better, allowance, sorted(evaluate_average)
         if any(other != arguments for other in group.all_gather(arguments)):
             raise ValueError(
@@ -112,10 +107,6 @@ class Compressor:
         """What the optimizers do between two saves."""
         self.hashes = HashCache()
         """Hashes of tensors that do not train."""
-        self._displacements = Displacements(self._model)
-        self._last_weights: Mapping[str, LastWeight] = {}
-        self._last_limit = self.max_degradation
-        self._restored_step = 0
         self._gradients = GradientStatistics(
             self._model, self._optimizers, self.method, self.vectors, self._uses_gradients(fixed), interval
         )
@@ -139,17 +130,31 @@ class Compressor:
             )
         check_share("max_degradation", value, 0.01)
         self._largest = float(value)
-        if self._budget is not None:
-            self._budget = replace(self._budget, largest=self._largest) if self._budget_is_explicit else None
+        self._keeps_to_budget = self._allowance.training_budget is not None
 
     @property
     def coder(self) -> Coder:
         """How levels of weights are coded."""
         return "rearranged" if self.method == "published" else "conditional"
 
+    def begin(self) -> Memory:
+        """Return the memory of a training that begins with the present values."""
+        displacements, total = Displacements.from_here(self._model), self._allowance.budget_of_training
+        if total is None:
+            return Memory(displacements)
+        scaled, expected = scaled_by_rate(self._optimizers), self._allowance.expected_restores
+        return Memory(displacements, budget=TrainingBudget(float(total), self._largest, expected, scaled))
+
+    @property
+    def learning_rate(self) -> float:
+        """The mean learning rate of all parameters now."""
+        return learning_rate(self._optimizers)
+
     def compress(
         self,
         captured: Captured,
+        memory: Memory,
+        size_factor: float,
         step: int,
         interval: int | None,
         corrected: bool,
@@ -158,10 +163,12 @@ class Compressor:
     ) -> Compressed:
         """Compress the state of a step. Adds the time of each stage to ``seconds``.
 
+        memory: of the last save. size_factor: bytes that deltas took lately, relative to their predicted size.
         interval: steps between two checkpoints, if known. corrected: whether a restore corrects moments of zero.
         exact_weights: whether to return the weights exactly, too; not of a sharded model.
 
-        Changes nothing that the next call depends on. Call ``saved`` once it is certain that the result is written.
+        Changes nothing that the next call depends on. Call ``start_anew`` once it is certain that the result is
+        written.
         """
         with timed(seconds, "capture"):
             idle = untrained(self._objects, captured.updated)
@@ -170,17 +177,17 @@ class Compressor:
             tensors = _on_known_devices({n: t for n, t in captured.tensors.items() if n not in external})
             master_of = self._masters(captured, tensors)
             weights = self._weights_to_quantize(tensors, captured.labels, master_of)
-            budget = self._budget and self._budget.at_save(step, self._optimizers)
+            budget = self._budget_at(step, memory)
             # Ranks must come to the same decisions.
             limit = self._group.from_rank_0(self._largest if budget is None else budget.allowed)
-            last = self._usable_last_weights(limit)
+            last = self._usable_last_weights(limit, memory)
             run = self._group.run_reducing
             comparison = run(lambda: compare(weights, last, idle, self.hashes, captured.shards))
             bounded = run(lambda: bounded_tensors(tensors, captured, self._preset))
-            displaced = run(lambda: self._displacements.since_the_start(captured.shards)) if self._preset else {}
+            displaced = run(lambda: memory.displacements.since_the_start(captured.shards)) if self._preset else {}
         with timed(seconds, "search"):
-            self.manager.max_degradation, self.manager.last_resort = limit, self._largest
-            decision, notes = self._decide(comparison, captured, bounded, displaced)
+            decide = partial(self._manager.decide, limits=Limits(limit, self._largest), size_factor=size_factor)
+            decision, notes = self._decide(decide, memory, comparison, captured, bounded, displaced)
             if self._preset is not None:
                 error = self._preset.average_error
                 bounded, decision = self._averages.judge(decision, bounded, tensors, captured.labels, error, limit)
@@ -208,43 +215,24 @@ class Compressor:
             labels,
             decision,
             [*captured.notes, *notes],
-            comparison.last_weights(quantized),
-            limit if not comparison.unchanged else self._last_limit,
-            budget,
             displaced,
+            replace(
+                memory,
+                search=decision.memory,
+                budget=budget,
+                last_weights=comparison.last_weights(quantized),
+                last_limit=limit if not comparison.unchanged else memory.last_limit,
+            ),
         )
 
-    def saved(self, compressed: Compressed, interval: int | None) -> None:
-        """Continue from the state that was compressed last. Call this once it is certain to be written.
-
-        interval: steps to the next save, at least.
-        """
-        self.manager.saved(compressed.decision)
-        self._last_weights = compressed.last_weights
-        self._last_limit = compressed.limit
-        if self._budget is not None:
-            self._budget = compressed.budget
+    def start_anew(self, interval: int | None) -> None:
+        """Forget what the live objects have gathered since the last save. interval: steps to the next one, at least."""
         self._gradients.start_anew()
         self.updates.saved()
         self.expect(interval)
 
-    def resume(self, header: Header, tensors: Mapping[str, StoredTensor], from_lossless_copy: bool) -> None:
-        """Continue from a restored checkpoint.
-
-        tensors: the stored forms of the tensors that models and optimizers got. from_lossless_copy: whether they got
-        the values of the lossless copy instead.
-        """
-        self._last_weights = restored_weights(header, tensors)
-        self._last_limit = limit_of(header.record) or self._largest
-        self._restored_step = header.step
-        if self._budget is not None:
-            account = header.record.get("training_budget")
-            self._budget = self._budget.continued(account, header.step, learning_rate(self._optimizers))
-            if self._last_weights and not from_lossless_copy:
-                self._budget = self._budget.restored(degradation_of(header.record))
-        weights = {} if from_lossless_copy else {name: last.quantized for name, last in self._last_weights.items()}
-        self.manager.resume(header.record, weights)
-        self._displacements.resume(header.record.get("displaced"))
+    def forget(self) -> None:
+        """Forget the recorded gradients, after a restore: training continues from another step."""
         self._gradients.forget()
 
     def expect(self, interval: int | None) -> None:
@@ -280,13 +268,20 @@ class Compressor:
             return {}
         return {name: tensors[master_of.get(name, name)] for name in tensors if labels[name].role == "weight"}
 
-    def _usable_last_weights(self, limit: float) -> Mapping[str, LastWeight]:
+    def _budget_at(self, step: int, memory: Memory) -> TrainingBudget | None:
+        """Return the account of the training at a save; None if every checkpoint may use ``max_degradation``."""
+        if memory.budget is None or not self._keeps_to_budget:
+            return None
+        return replace(memory.budget, largest=self._largest).at_save(step, self._optimizers)
+
+    def _usable_last_weights(self, limit: float, memory: Memory) -> Mapping[str, LastWeight]:
         """Return the last checkpoint's weights; none if less is allowed now than for them.
 
         The training's budget changes the limit at every save. So with a budget, half of it is near enough.
         """
-        least = self._last_limit if self._budget is None else self._last_limit / 2
-        return {} if limit < least else self._last_weights
+        last = self._largest if memory.last_limit is None else memory.last_limit
+        least = last / 2 if memory.budget is not None and self._keeps_to_budget else last
+        return {} if limit < least else memory.last_weights
 
     def _masters(self, captured: Captured, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         """Map half-precision weights to their master weights. Those of sharded models are stored beside each other."""
@@ -296,6 +291,8 @@ class Compressor:
 
     def _decide(
         self,
+        decide: Callable[..., Decision],
+        memory: Memory,
         comparison: Comparison,
         captured: Captured,
         bounded: Mapping[str, Quantized],
@@ -303,10 +300,10 @@ class Compressor:
     ) -> tuple[Decision, list[str]]:
         """Return the most compact configuration that is good enough for the changed weights, and notes."""
         if self._preset is None:
-            return Decision("lossless", None), []
+            return Decision("lossless", None, memory=memory.search), []
         labels, shards = captured.labels, captured.shards
         mean_squares: dict[str, float] = {}
-        if self.method == "grid" or self.manager.judges_by_distortion:
+        if self.method == "grid" or self._manager.judges_by_distortion:
             # Ranks must reach the same decision, so all use the numbers of rank 0.
             measured = self._group.run_reducing(lambda: self._gradients.mean_squares(comparison.changed, shards))
             mean_squares = self._group.from_rank_0(measured)
@@ -314,9 +311,9 @@ class Compressor:
         if self.method == "grid":
             weights = prepared_for_grid(
                 comparison.changed,
-                self._last_weights,
+                memory.last_weights,
                 mean_squares,
-                self._restored_step,
+                memory.restored_step,
                 self._preset.step_limits if self._searches else LOOSEST_LIMITS,
                 displaced,
                 self._group,
@@ -337,7 +334,7 @@ class Compressor:
             for name, _ in named_parameters(self._model)
             if f"model.{name}" in stored
         }
-        return self.manager.decide(weights, decided, mean_squares), notes
+        return decide(weights, decided, mean_squares, memory.search), notes
 
     def _shared(self, tensors: Mapping[str, Tensor], captured: Captured, has_others: bool) -> Division | None:
         """Return how replicas share the writing; None if rank 0 writes all.

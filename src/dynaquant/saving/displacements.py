@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,44 +27,56 @@ PER_OCTAVE = 4
 """A record holds displacements as whole numbers of fractions of an octave."""
 
 
+@dataclass(frozen=True, eq=False)
 class Displacements:
     """The displacements of a model's parameters since the training began.
 
     Begins with the present values, and goes on from those of a record: what lies before and after a restore is added
     as if at right angles.
+
+    reference: samples of the parameters by name, at the beginning or at the last restore. earlier: mean squares by
+    name, before the last restore.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._earlier: dict[str, float] = {}  # mean squares by name, before the last restore
-        self._reference = self._sampled()
+    model: nn.Module
+    reference: Mapping[str, NDArray[np.float64]]
+    earlier: Mapping[str, float] = field(default_factory=dict)
 
-    def resume(self, stored: Any) -> None:
-        """Continue from a restored checkpoint. stored: from its record; invalid content is ignored."""
+    @classmethod
+    def from_here(cls, model: nn.Module) -> Displacements:
+        """Return the displacements of a training that begins with the present values."""
+        return cls(model, sampled_values(_parameters(model), SAMPLE))
+
+    def continued(self, stored: Any) -> Displacements:
+        """Return those of a restored training. stored: from its record; invalid content is ignored."""
         stored = stored if isinstance(stored, Mapping) else {}
-        self._earlier = {
+        earlier = {
             name: 2.0 ** (2 * value / PER_OCTAVE)
             for name, value in stored.items()
             if isinstance(name, str) and isinstance(value, int) and abs(value) < 1000
         }
-        self._reference = self._sampled()
+        return replace(self.from_here(self.model), earlier=earlier)
 
     def since_the_start(self, shards: Shards) -> dict[str, float]:
         """Return the root mean square displacement of each parameter, by name in the state. Collective with shards."""
-        now, names = self._sampled(), self._parameters()  # a rank may hold nothing of a tensor, but must count it
-        sums = {name: _squares(now.get(name), self._reference.get(name)) for name in names}
+        parameters = _parameters(self.model)  # a rank may hold nothing of a tensor, but must count it
+        now = sampled_values(parameters, SAMPLE)
+        sums = {name: _squares(now.get(name), self.reference.get(name)) for name in parameters}
         return {
-            name: math.sqrt(self._earlier.get(name, 0.0) + (squares / count if count else 0.0))
+            name: math.sqrt(self.earlier.get(name, 0.0) + (squares / count if count else 0.0))
             for name, (squares, count) in shards.sums(sums).items()
         }
 
-    def _parameters(self) -> dict[str, Tensor]:
-        """Return what this rank holds of the parameters that can be quantized. Tensor subclasses may be anything."""
-        local = {f"model.{name}": local_of(parameter) for name, parameter in named_parameters(self._model)}
-        return {n: p for n, p in local.items() if type(p) in (Tensor, nn.Parameter) and p.dtype in QUANTIZABLE_DTYPES}
 
-    def _sampled(self) -> dict[str, NDArray[np.float64]]:
-        return sampled_values(self._parameters(), SAMPLE)
+def to_json(displaced: Mapping[str, float]) -> dict[str, int]:
+    """Return displacements as a record keeps them."""
+    return {name: round(PER_OCTAVE * math.log2(value)) for name, value in displaced.items() if 0 < value < math.inf}
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return what this rank holds of the parameters that can be quantized. Tensor subclasses may be anything."""
+    local = {f"model.{name}": local_of(parameter) for name, parameter in named_parameters(model)}
+    return {n: p for n, p in local.items() if type(p) in (Tensor, nn.Parameter) and p.dtype in QUANTIZABLE_DTYPES}
 
 
 def _squares(now: NDArray[np.float64] | None, before: NDArray[np.float64] | None) -> list[float]:
@@ -74,8 +87,3 @@ def _squares(now: NDArray[np.float64] | None, before: NDArray[np.float64] | None
         changed = np.square(now - before)
     known = np.isfinite(changed)
     return [float(changed[known].sum()), float(known.sum())]
-
-
-def to_json(displaced: Mapping[str, float]) -> dict[str, int]:
-    """Return displacements as a record keeps them."""
-    return {name: round(PER_OCTAVE * math.log2(value)) for name, value in displaced.items() if 0 < value < math.inf}

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from dynaquant.engine.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.errors import CheckpointError
-from dynaquant.search.history import History
 from dynaquant.search.scores import Quality, Trial, number_to_json
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
@@ -140,9 +139,7 @@ def _plain(value: Any) -> Any:
     return number_to_json(value) if isinstance(value, float) else value
 
 
-def json_of(
-    decision: Decision, history: History, interval: int | None, seconds: dict[str, float], notes: list[str]
-) -> dict[str, Any]:
+def json_of(decision: Decision, interval: int | None, seconds: dict[str, float], notes: list[str]) -> dict[str, Any]:
     """Return the record as a checkpoint's header keeps it."""
     return {
         "configuration": knobs_to_json(decision.configuration),
@@ -152,12 +149,11 @@ def json_of(
             "kind": decision.search,
             "judged_by": decision.judged_by,
             "limit": number_to_json(decision.limit),
-            "history": history.to_json(),
             "predicted": decision.predicted,
             "progress": decision.progress,
             "trials": [trial.to_json() for trial in decision.trials],
             "equivalents": decision.equivalents,
-            "noise": decision.noise,
+            **decision.memory.to_json(),
         },
         "interval": interval,
         "saved_at": time.time(),

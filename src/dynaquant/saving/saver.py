@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
-import statistics
-from collections import deque
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from dynaquant.engine.bound import Bound
 from dynaquant.engine.tensors.stored import StoredTensor
 from dynaquant.ranks.group import Group
-from dynaquant.saving import displacements, finite
+from dynaquant.saving import finite
 from dynaquant.saving.capture import Captured, capture
 from dynaquant.saving.commit_stage import CommitStage
 from dynaquant.saving.compressed import Compressed
 from dynaquant.saving.compressor import Compressor
+from dynaquant.saving.memory import Memory
 from dynaquant.saving.rank_zero import keep_earlier_training, written_by_rank_zero
 from dynaquant.saving.record import Record, json_of
 from dynaquant.saving.schedule import Schedule
@@ -35,12 +35,6 @@ from dynaquant.training.objects import models_of
 from dynaquant.training.snapshot import Snapshot
 
 log = logging.getLogger("dynaquant")
-
-TYPICAL_EQUIVALENTS = 2.0
-"""What a search is expected to cost before any was measured, in evaluations on all batches: one of the weights in
-training, one of the candidate that is chosen."""
-SEARCHES_REMEMBERED = 9
-"""An automatic schedule expects the median cost of so many searches."""
 
 
 class Saver:
@@ -67,12 +61,12 @@ class Saver:
         self._run, self._objects, self._roles, self._group = run, objects, roles, group
         self._compressor, self._writer, self._turn = compressor, writer, turn
         self._corrections, self._rank_0_only = corrections, rank_0_only
-        self._differed: Collection[str] | None = None  # names of tensors that differed between ranks; None: unknown
-        self.schedule = schedule
-        self._costs = deque([TYPICAL_EQUIVALENTS], maxlen=SEARCHES_REMEMBERED)  # of the last searches
-        self._has_checkpoint = False  # whether this training has saved or restored one
-        self._noted: set[str] = set()  # notes that were logged
-        self._diverged = False  # whether weights were infinite or NaN at the last save or restore
+        self._memory = replace(compressor.begin(), schedule=schedule)
+
+    @property
+    def schedule(self) -> Schedule:
+        """When the next checkpoint is due."""
+        return self._memory.schedule
 
     def save(self, step: int, exact_weights: bool = False) -> Future[Record]:
         """Capture and compress the state, and hand it over to the writing thread.
@@ -81,7 +75,7 @@ class Saver:
 
         Changes nothing in this object before the hand-over, so a save that fails or is interrupted has no effect.
         """
-        schedule = copy(self.schedule)
+        memory, schedule = self._memory, copy(self.schedule)
         schedule.saving(step)
         seconds: dict[str, float] = {}
         with timed(seconds, "wait"):
@@ -94,25 +88,31 @@ class Saver:
                 self._run,
                 self._writer.base,
                 self._rank_0_only,
-                self._differed,
+                memory.differed,
                 self._group,
                 self._compressor.updates.updated,
             )
             not_finite = finite.not_finite(captured, self._group)
         compressed = self._compressed(step, captured, schedule.steps_between, exact_weights, seconds)
         cost = _cost(compressed.decision)
-        typical = statistics.median_low([*self._costs, cost])
-        schedule.saved(_typical_seconds(seconds, compressed.decision, typical))
+        schedule.saved(_typical_seconds(seconds, compressed.decision, memory.typical_cost(cost)))
         schedule.interval = self._group.from_rank_0(schedule.interval)
         self._measure_movement_from_here(schedule)
-        future = self._handed_over(step, captured, compressed, schedule.interval, exact_weights, not_finite, seconds)
-        self.schedule = schedule
-        self._costs.append(cost)
-        self._has_checkpoint = True
-        self._diverged = bool(not_finite)
-        self._log_new(set(compressed.notes) - set(captured.notes))
-        self._differed = captured.differences.names
-        self._compressor.saved(compressed, schedule.soonest)
+        new = set(compressed.notes) - {*captured.notes, *memory.noted}
+        memory = replace(
+            compressed.memory,
+            schedule=schedule,
+            costs=memory.after_search(cost),
+            begun=True,
+            diverged=bool(not_finite),
+            differed=frozenset(captured.differences.names),
+            noted=memory.noted | new,
+        )
+        future = self._handed_over(step, captured, compressed, memory, exact_weights, not_finite, seconds)
+        self._memory = memory
+        for note in sorted(new) if self._group.rank == 0 else ():
+            log.info(note)
+        self._compressor.start_anew(schedule.soonest)
         self._corrections.saved()
         return future
 
@@ -131,20 +131,16 @@ class Saver:
         whether they got the values of the lossless copy instead.
         """
         self._writer.base = Base.from_loaded(header, stored)
-        self._has_checkpoint, self._differed = True, None
-        self._diverged = not header.summary.finite
-        if self._diverged and self._group.rank == 0:
+        if not header.summary.finite and self._group.rank == 0:
             finite.warn_of_restored(header.step, self._run)
-        self._compressor.resume(header, {n: t for n, t in tensors.items() if n in restored}, from_lossless_copy)
-        self.schedule.begin(header.step, header.record.get("interval"))
-        self._measure_movement_from_here(self.schedule)
-        self._compressor.expect(self.schedule.soonest)
-
-    def _log_new(self, notes: set[str]) -> None:
-        """Log notes that no earlier save had, on one rank."""
-        for note in sorted(notes - self._noted) if self._group.rank == 0 else ():
-            log.info(note)
-        self._noted |= notes
+        own = {name: tensor for name, tensor in tensors.items() if name in restored}
+        self._compressor.forget()
+        schedule = copy(self.schedule)
+        schedule.begin(header.step, header.record.get("interval"))
+        self._measure_movement_from_here(schedule)
+        memory = self._memory.restored(header, own, from_lossless_copy, self._compressor.learning_rate)
+        self._memory = replace(memory, schedule=schedule)
+        self._compressor.expect(schedule.soonest)
 
     def _measure_movement_from_here(self, schedule: Schedule) -> None:
         """With ``every=Moved(…)``, take the present weights as the reference of the next interval. Collective then."""
@@ -153,7 +149,7 @@ class Saver:
 
     def _wait_for_last_write(self) -> None:
         self._writer.thread.wait()
-        if not self._has_checkpoint:
+        if not self._memory.begun:
             keep_earlier_training(self._run, self._group)
 
     def _compressed(
@@ -163,7 +159,14 @@ class Saver:
         before = Snapshot(models_of(self._objects), self._objects)
         try:
             compressed = self._compressor.compress(
-                captured, step, interval, self._corrections.enabled, exact_weights, seconds
+                captured,
+                self._memory,
+                self._writer.size_factor,
+                step,
+                interval,
+                self._corrections.enabled,
+                exact_weights,
+                seconds,
             )
             self._group.run_on_all_ranks(self._turn.check)
         finally:
@@ -179,7 +182,7 @@ class Saver:
         step: int,
         captured: Captured,
         compressed: Compressed,
-        interval: int | None,
+        memory: Memory,
         exact_weights: bool,
         not_finite: list[str],
         seconds: dict[str, float],
@@ -188,17 +191,13 @@ class Saver:
         notes = [*compressed.notes, *self._corrections.notes]
         if not_finite:
             notes.append(finite.said_of(not_finite, self._run))
-            if not self._diverged and self._group.rank == 0:
+            if not self._memory.diverged and self._group.rank == 0:
                 log.warning(notes[-1])
-        history = decision.history or self._compressor.manager.history
-        record = json_of(decision, history, interval, seconds, notes)
+        record = json_of(decision, memory.schedule.interval, seconds, notes) | memory.to_record(compressed.displaced)
         record |= {NOT_FINITE: len(not_finite)} if not_finite else {}
         record["moments_corrected"] = self._corrections.count
-        record["displaced"] = displacements.to_json(compressed.displaced)
         if exact_weights and compressed.assembled.lossless_copy is not None:
             record[EXACT_WEIGHTS] = True
-        if compressed.budget is not None:
-            record["training_budget"] = compressed.budget.to_json()
         if (division := compressed.division) is not None:
             part = ShardedCheckpoint(
                 step,

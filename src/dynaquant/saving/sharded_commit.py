@@ -181,10 +181,9 @@ class ShardedCommitStage(CommitStage):
         keyframe_every: int,
         damaged: set[int],
         log_to: Callable[[Record], Any] | None,
-        learn_size: Callable[[float | None, int], None],
         release_run: Callable[[], Any],
     ) -> None:
-        super().__init__(run, retention, keyframe_every, damaged, log_to, learn_size, release_run)
+        super().__init__(run, retention, keyframe_every, damaged, log_to, release_run)
         self._group, self._commits = group, ShardedCommits(run, group)
 
     def _commit(self, checkpoint: Any) -> tuple[CheckpointFile | None, list[str]]:
@@ -216,14 +215,13 @@ def stage_for(
     keyframe_every: int,
     damaged: set[int],
     log_to: Callable[[Record], Any] | None,
-    learn_size: Callable[[float | None, int], None],
     at_end: ExitStack,
 ) -> CommitStage:
     """Return the commit stage of a training with that many ranks. Collective.
 
     at_end: closed in the writing thread after the last write. For the others, see ``CommitStage``.
     """
-    options = retention, keyframe_every, damaged, log_to, learn_size, at_end.close
+    options = retention, keyframe_every, damaged, log_to, at_end.close
     if ranks == 1:
         return CommitStage(run, *options)
     group = Group()

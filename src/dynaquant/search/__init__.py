@@ -1,6 +1,7 @@
 """Search: finds a configuration for the weights of each checkpoint. The files, in reading order:
 
-- ``manager``: decides at every checkpoint; each search starts from the result of the last one.
+- ``manager``: decides at every checkpoint; each search goes on from the memory of the last one.
+- ``memory``: what one search remembers for the next.
 - ``scores``: what a record keeps of a search: the quality of the weights, and the trials.
 - ``decision``: the result of a search, and the decision for a checkpoint.
 - ``grid_method``: the search for the grid's scale exponent, with ``scale_search``, its search algorithm.

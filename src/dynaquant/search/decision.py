@@ -8,10 +8,9 @@ from typing import Literal
 
 from dynaquant.engine.quantize.knobs import Knobs
 from dynaquant.engine.tensors.stored import QuantizedTensor
-from dynaquant.search.history import History
 from dynaquant.search.judge import JudgedBy
+from dynaquant.search.memory import SearchMemory
 from dynaquant.search.scores import Quality, Trial
-from dynaquant.search.sight import Sight
 
 Search = Literal["fixed", "scale", "exhaustive", "neighbourhood", "more bins", "lossless"]
 """How a configuration was found.
@@ -49,9 +48,7 @@ class Decision:
     configuration: None for lossless. quantized: the weights by name, empty for lossless. quality: None if there is no
     metric or it failed. limit: the degradation that was allowed; None if the user gave the configuration.
     judged_by: None if nothing was judged. equivalents: what was spent on the weights in training and on candidates, in
-    evaluations on all batches; 0 without a metric. noise: what is known of the metric's noise, as JSON. history: where
-    the next search starts; None if this one changes nothing. sight: what the metric tells of weights, see ``Sight``.
-    reference: the score in training that later ones are compared with, if one was found. averages: the quality of
+    evaluations on all batches; 0 without a metric. memory: what the next search starts from. averages: the quality of
     averages of weights, by the name of the extra, where they were judged.
     """
 
@@ -64,10 +61,7 @@ class Decision:
     trials: list[Trial] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     equivalents: float = 0.0
-    noise: list[list[float]] = field(default_factory=list)
-    history: History | None = None
-    sight: Sight = "sees"
-    reference: float | None = None
+    memory: SearchMemory = field(default_factory=SearchMemory)
     averages: Mapping[str, Quality] = field(default_factory=dict)
 
     @property

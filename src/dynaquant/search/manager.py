@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -14,18 +13,16 @@ from dynaquant.engine.quantize.grid_weights import GridWeights
 from dynaquant.engine.quantize.kmeans_weights import KMeansWeights
 from dynaquant.engine.quantize.knobs import Configuration, GridConfiguration, Knobs
 from dynaquant.engine.shards import WHOLE, Shards
-from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.ranks.group import Group
 from dynaquant.search import displacement, kmeans_method
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found
 from dynaquant.search.displacement import Displacement
 from dynaquant.search.evaluation import Evaluate, ParameterValues
 from dynaquant.search.grid_method import search_grid
-from dynaquant.search.history import History
 from dynaquant.search.judge import DistortionJudge, Judge, JudgedBy, PairedJudge
 from dynaquant.search.kmeans_method import KMeansQuantizer, search_kmeans
+from dynaquant.search.memory import SearchMemory
 from dynaquant.search.metric import UserMetric
-from dynaquant.search.noise import Noise
 from dynaquant.search.progress import bar_removed
 from dynaquant.search.sight import Sight, has_worsened, is_suspicious, note_on, sight_of
 from dynaquant.search.size import SizeModel
@@ -34,200 +31,157 @@ from dynaquant.search.trials import MixedScoresError, Quantizer, Trials, why_non
 log = logging.getLogger("dynaquant")
 
 
-class ConfigurationManager:
-    """Decides at every checkpoint. Each search starts from the result of the last one.
+@dataclass(frozen=True)
+class Limits:
+    """How much one checkpoint may lose by the metric, relative.
 
-    max_degradation: ε, the largest relative loss of quality of one checkpoint. It may be changed at any time.
+    allowed: of a configuration that is good enough. last_resort: if none is, the best one may lose so much.
+    """
+
+    allowed: float
+    last_resort: float
+
+
+class ConfigurationManager:
+    """Decides at every checkpoint. Each decision goes on from the memory of the last one, and has the next.
+
     fixed: the user's configuration. Then nothing is searched for, and the metric is only measured.
     group: the ranks that score candidates in parallel. All of them call ``decide``, with the same weights.
-    noise: the noise of ``evaluate``, if another manager has measured it.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        evaluate: Evaluate | None,
-        higher_is_better: bool,
-        max_degradation: float,
-        fixed: Knobs | None,
-        group: Group,
-        noise: Noise | None = None,
+        self, model: nn.Module, evaluate: Evaluate | None, higher_is_better: bool, fixed: Knobs | None, group: Group
     ) -> None:
-        self.max_degradation = max_degradation
-        self.last_resort = max_degradation
-        """If no candidate is good enough, the best one may lose so much. Not used unless it is larger."""
-        self._agreed_last_resort = max_degradation
-        self._noise = noise or Noise()
-        self._metric = None if evaluate is None else UserMetric(model, evaluate, higher_is_better, self._noise, group)
+        self._metric = None if evaluate is None else UserMetric(model, evaluate, higher_is_better, group)
         self._fixed, self._group = fixed, group
-        self.history = History()
-        """Where the next search starts. ``resume`` needs it in the record."""
-        self._restored: Mapping[str, QuantizedTensor] = {}  # weights of the last restore, while it still matters
-        self._size_factor = 1.0  # bytes that deltas take, relative to their predicted size
-        self._gave_up = False  # whether the last search found nothing good enough
-        self._sight: Sight = "sees"  # what the metric told of weights at the last save
-        self._reference: float | None = None  # score in training when destroyed weights were scored, or first
 
     @property
     def judges_by_distortion(self) -> bool:
         """Whether there is no metric, so that the distortion of the weights decides."""
         return self._metric is None and self._fixed is None
 
-    @property
-    def restored(self) -> Mapping[str, QuantizedTensor]:
-        """The quantized weights of the last restore by name, while checkpoints have to keep what has changed since."""
-        return self._restored
-
-    @restored.setter
-    def restored(self, weights: Mapping[str, QuantizedTensor]) -> None:
-        self._restored = weights
-
-    def resume(self, record: Mapping[str, Any], restored: Mapping[str, QuantizedTensor]) -> None:
-        """Continue from a restored checkpoint.
-
-        record: its record; invalid content is ignored. restored: its quantized weights by name.
-        """
-        search = record.get("search")
-        search = search if isinstance(search, Mapping) else {}
-        self.history = History.from_json(search.get("history"))
-        self._restored = restored
-        self._gave_up = False
-        self._noise.resume(search.get("noise"))
-        self._noise.look_again()
-
-    def saved(self, decision: Decision) -> None:
-        """Continue from a decision. Call this once it is certain that its checkpoint is written."""
-        self.history = decision.history or self.history
-        self._sight = decision.sight
-        self._reference = self._reference if decision.reference is None else decision.reference
-
-    def learn_size(self, predicted: float | None, stored: int) -> None:
-        """Correct later predictions: the weights of a delta took ``stored`` bytes instead of ``predicted``."""
-        if predicted and stored:
-            self._size_factor *= stored / predicted
-
     def decide(
         self,
         weights: KMeansWeights | GridWeights,
         decided: Mapping[str, ParameterValues],
         fisher: Mapping[str, float],
+        memory: SearchMemory,
+        limits: Limits,
+        size_factor: float = 1.0,
     ) -> Decision:
         """Return the most compact configuration that is good enough. Collective.
 
         weights: to quantize, as the quantizer needs them. decided: the values that other parameters will have in the
         checkpoint, by their name in the model. fisher: the mean squared gradient of each tensor as far as known, the
-        same on all ranks; used if there is no metric.
+        same on all ranks; used if there is no metric. memory: of the last decision. limits: the smallest of all ranks
+        count. size_factor: bytes that deltas took lately, relative to their predicted size; rank 0's counts, which
+        writes them.
 
         If ``evaluate`` fails on a candidate, that candidate is not good enough. If it fails on the weights in training,
         or is not finite there, the decision is lossless. Raises EvaluateError if it fails on a rank of several, or if
         it has never worked and fails on the weights in training.
         """
-        allowed = self._agree()
-        quantizer: Quantizer = weights if isinstance(weights, GridWeights) else self._kmeans_quantizer(weights)
-        estimate = _distortion_judge(weights, fisher)
+        by_rank = self._group.all_gather((limits.allowed, limits.last_resort, size_factor))
+        limits = Limits(min(allowed for allowed, _, _ in by_rank), min(resort for _, resort, _ in by_rank))
+        if isinstance(weights, GridWeights):
+            quantizer: Quantizer = weights
+        else:
+            quantizer = KMeansQuantizer(weights, SizeModel(weights), by_rank[0][2])
+        search = _Search(self._group, self._fixed, quantizer, limits, _distortion_judge(weights, fisher))
         if self._metric is not None:
             with bar_removed():
                 try:
-                    return self._decide_by_metric(self._metric, quantizer, decided, allowed, estimate)
+                    return search.by_metric(self._metric, decided, memory)
                 except MixedScoresError:  # from now on, all ranks score the same candidate
-                    self._warn("evaluate communicates between ranks, but did not at first: all are scored again")
-                    return self._decide_by_metric(self._metric, quantizer, decided, allowed, estimate)
+                    search.warn("evaluate communicates between ranks, but did not at first: all are scored again")
+                    return search.by_metric(self._metric, decided, memory)
         if self._fixed is not None:
-            return Decision("fixed", self._fixed, quantizer.quantize(self._fixed))
-        return self._decide_by_estimate(quantizer, estimate, allowed)
+            return Decision("fixed", self._fixed, quantizer.quantize(self._fixed), memory=memory)
+        return search.by_estimate(memory)
 
-    def _agree(self) -> float:
-        """Make all ranks use the same numbers, and return the degradation that is allowed: the smallest of all ranks.
 
-        Rank 0 alone writes checkpoints and learns their sizes. Collective.
-        """
-        by_rank = self._group.all_gather((self.max_degradation, self.last_resort, self._size_factor))
-        self._size_factor = by_rank[0][2]
-        self._agreed_last_resort = min(last_resort for _, last_resort, _ in by_rank)
-        return min(max_degradation for max_degradation, _, _ in by_rank)
+@dataclass(frozen=True)
+class _Search:
+    """The search of one save. fixed: the user's configuration. estimate: stands in for a metric."""
 
-    def _kmeans_quantizer(self, weights: KMeansWeights) -> KMeansQuantizer:
-        return KMeansQuantizer(weights, SizeModel(weights), self._size_factor)
+    group: Group
+    fixed: Knobs | None
+    quantizer: Quantizer
+    limits: Limits
+    estimate: DistortionJudge
 
-    def _decide_by_metric(
-        self,
-        metric: UserMetric,
-        quantizer: Quantizer,
-        decided: Mapping[str, ParameterValues],
-        allowed: float,
-        estimate: DistortionJudge,
-    ) -> Decision:
+    def by_metric(self, metric: UserMetric, decided: Mapping[str, ParameterValues], memory: SearchMemory) -> Decision:
         """Decide by the user's metric; by the estimate if the metric does not tell weights apart."""
-        original = metric.original()
+        number = memory.saves + 1
+        original = metric.original(memory.noise, number, memory.whole)
+        memory = replace(memory, saves=number, noise=original.noise, whole=original.whole)
         if original.problem is not None:
-            decision = self._decide_unjudged(quantizer, allowed, original.problem)
-            return replace(decision, equivalents=original.spent, noise=self._noise.to_json())
-        judge = metric.judge(original, decided)
-        at_once = 1 if original.communicates else len(self._group.replicas)
-        notes = metric.notes(original, allowed)
-        limit = allowed - original.noise_margin
-        trials = self._trials(quantizer, judge, limit, at_once)
-        if self._fixed is not None:
-            decision = self._measure(self._fixed, trials, judge, notes)
+            return replace(self._unjudged(original.problem, memory), equivalents=original.spent)
+        judge = metric.judge(original, decided, number)
+        at_once = 1 if original.communicates else len(self.group.replicas)
+        notes = metric.notes(original, self.limits.allowed)
+        limit = self.limits.allowed - original.noise_margin
+        trials = self._trials(judge, limit, at_once, memory)
+        if self.fixed is not None:
+            decision = self._measured(self.fixed, trials, judge, notes, memory)
         else:
-            found = self._search(quantizer, trials)
-            sight, note, reference = self._sight_of(metric, original.score, quantizer, trials)
+            found = self._found(trials, memory)
+            sight, note, reference = self._sight(metric, original.score, trials, memory)
+            memory = replace(memory, sight=sight, reference=reference)
             if note is not None:
-                decision = self._decide_by_estimate(quantizer, estimate, allowed, [*notes, note])
-                decision = replace(decision, sight=sight, quality=trials.quality_of(decision.configuration))
+                decision = self.by_estimate(memory, [*notes, note])
+                decision = replace(decision, quality=trials.quality_of(decision.configuration))
             else:
-                decision = self._decide(found, trials, judge, limit, original.noise_margin, notes)
-            decision = replace(decision, reference=reference)
-        return replace(decision, equivalents=original.spent + trials.spent, noise=self._noise.to_json())
+                decision = self._decided(found, trials, judge, limit, original.noise_margin, notes, memory)
+        return replace(decision, equivalents=original.spent + trials.spent)
 
-    def _decide_by_estimate(
-        self, quantizer: Quantizer, estimate: DistortionJudge, allowed: float, notes: Sequence[str] = ()
-    ) -> Decision:
+    def by_estimate(self, memory: SearchMemory, notes: Sequence[str] = ()) -> Decision:
         """Decide by how far the weights move."""
-        at_once = 1 if _shards_of(quantizer).divided else self._group.size
-        trials = self._trials(quantizer, estimate, allowed, at_once)
-        return self._decide(self._search(quantizer, trials), trials, estimate, allowed, 0.0, notes)
+        at_once = 1 if _shards_of(self.quantizer).divided else self.group.size
+        trials = self._trials(self.estimate, self.limits.allowed, at_once, memory)
+        found = self._found(trials, memory)
+        return self._decided(found, trials, self.estimate, self.limits.allowed, 0.0, notes, memory)
 
-    def _sight_of(
-        self, metric: UserMetric, score: float, quantizer: Quantizer, trials: Trials
-    ) -> tuple[Sight, str | None, float]:
+    def _sight(
+        self, metric: UserMetric, score: float, trials: Trials, memory: SearchMemory
+    ) -> tuple[Sight, str | None, float | None]:
         """Return what the metric tells of weights, a note unless it sees, and the score to compare later ones with.
 
         Logs the note when that is new. score: of the weights in training. Costs an evaluation if the scores are
         suspicious. Collective.
         """
         degradations = [trial.degradation for trial in trials.done]
-        known = self._reference
+        known = memory.reference
         worsened = known is not None and has_worsened(known, score, metric.higher_is_better)
-        suspicious = is_suspicious(degradations, trials.limit, self._sight)
-        if not quantizer.weights or not (suspicious or self._group.from_rank_0(worsened)):
+        suspicious = is_suspicious(degradations, trials.limit, memory.sight)
+        if not self.quantizer.weights or not (suspicious or self.group.from_rank_0(worsened)):
             return "sees", None, score if known is None else known
-        found = trials.score_zeros()
-        sight = sight_of(found)
-        if sight == "sees" or found[0] is None:
+        zeros = trials.score_zeros()
+        sight = sight_of(zeros)
+        if sight == "sees" or zeros[0] is None:
             return "sees", None, score
-        note = note_on(sight, found[0].original, found[0].restored, metric.higher_is_better, early=known is None)
-        if sight != self._sight:
-            self._warn(note)
+        note = note_on(sight, zeros[0].original, zeros[0].restored, metric.higher_is_better, early=known is None)
+        if sight != memory.sight:
+            self.warn(note)
         return sight, note, score
 
-    def _decide_unjudged(self, quantizer: Quantizer, allowed: float, problem: str) -> Decision:
+    def _unjudged(self, problem: str, memory: SearchMemory) -> Decision:
         """Decide if the metric of the weights in training is unusable."""
-        if self._fixed is None:
+        if self.fixed is None:
             note = f"{problem}: candidates cannot be judged, so the weights are stored exactly"
-            self._warn(note)
-            return Decision("lossless", None, limit=allowed, notes=[note])
+            self.warn(note)
+            return Decision("lossless", None, limit=self.limits.allowed, notes=[note], memory=memory)
         note = f"{problem}: the degradation of this checkpoint is unknown"
-        return Decision("fixed", self._fixed, quantizer.quantize(self._fixed), notes=[note])
+        return Decision("fixed", self.fixed, self.quantizer.quantize(self.fixed), notes=[note], memory=memory)
 
-    def _trials(self, quantizer: Quantizer, judge: Judge | PairedJudge, limit: float, per_round: int) -> Trials:
+    def _trials(self, judge: Judge | PairedJudge, limit: float, per_round: int, memory: SearchMemory) -> Trials:
         """Return the trials of one save. per_round: how many configurations are scored in one round."""
-        since_restore = Displacement(quantizer.weights, self._restored, _shards_of(quantizer))
-        if self._fixed is not None:  # measured on all batches, whatever it is
+        since_restore = Displacement(self.quantizer.weights, memory.restored, _shards_of(self.quantizer))
+        if self.fixed is not None:  # measured on all batches, whatever it is
             limit = math.inf
-        return Trials(quantizer, judge, since_restore, limit, self._group, per_round)
+        return Trials(self.quantizer, judge, since_restore, limit, self.group, per_round)
 
-    def _decide(
+    def _decided(
         self,
         found: Found,
         trials: Trials,
@@ -235,35 +189,39 @@ class ConfigurationManager:
         limit: float,
         noise_margin: float,
         notes: Sequence[str],
+        memory: SearchMemory,
     ) -> Decision:
         """Return the decision for what a search has found. limit: without ``noise_margin``. notes: for the record."""
-        self._remember(found, trials)
+        if trials.has_weights:
+            memory = replace(memory, gave_up=found.good_enough is None)
         failures = dict.fromkeys(trial.error for trial in trials.done if trial.error)
         failed = [f"evaluate failed on a candidate ({error})" for error in failures]
         for failure in failed:
-            self._warn(failure)
+            self.warn(failure)
         notes = [*notes, *found.notes, *failed]
-        chosen, search, history = found.chosen, found.search, None
+        chosen, search = found.chosen, found.search
         if found.good_enough is not None and trials.has_weights:
-            history = self.history.after(limit, found.good_enough, _degradations_by_scale(trials))
-        elif chosen is None and limit < (largest := self._agreed_last_resort - noise_margin):
+            history = memory.history.after(limit, found.good_enough, _degradations_by_scale(trials))
+            restored = {} if _has_left_the_restore(found.good_enough, trials) else memory.restored
+            memory = replace(memory, history=history, restored=restored)
+        elif chosen is None and limit < (largest := self.limits.last_resort - noise_margin):
             chosen, note = self._best_of(trials, limit, largest)
             if chosen is not None and note is not None:
                 notes, limit = [*notes, note], largest
                 search = "scale" if isinstance(chosen, GridConfiguration) else "more bins"
-                self._warn(note)
+                self.warn(note)
         if chosen is None:
             reason = why_none_is_good_enough(trials.done, judge.judged_by, limit, noise_margin)
             warning = (
                 "no candidate is good enough: weights are stored exactly and the file is many times larger; " + reason
             )
-            self._warn(warning)
+            self.warn(warning)
             notes.append(warning)
-            return Decision("lossless", None, {}, None, limit, judge.judged_by, trials.done, notes)
+            return Decision("lossless", None, {}, None, limit, judge.judged_by, trials.done, notes, memory=memory)
         quantized, quality = trials.result(chosen)
         if judge.judged_by != "evaluate":
             quality = None
-        return Decision(search, chosen, quantized, quality, limit, judge.judged_by, trials.done, notes, history=history)
+        return Decision(search, chosen, quantized, quality, limit, judge.judged_by, trials.done, notes, memory=memory)
 
     def _best_of(self, trials: Trials, limit: float, largest: float) -> tuple[Knobs | None, str | None]:
         """Return the best of what was tried, and a note, if it loses at most ``largest``. Collective."""
@@ -275,41 +233,31 @@ class ConfigurationManager:
             f"{len(trials.done)} was taken, which loses {lost:.3g} of at most {largest:.3g}"
         )
 
-    def _search(self, quantizer: Quantizer, trials: Trials) -> Found:
+    def _found(self, trials: Trials, memory: SearchMemory) -> Found:
         """Search by the method of the quantizer."""
-        if not quantizer.weights:
-            return self._repeat_last(quantizer, trials)
-        if isinstance(quantizer, GridWeights):
-            return search_grid(quantizer, trials, self.history.scale, self._gave_up)
-        assert isinstance(quantizer, KMeansQuantizer)
-        return search_kmeans(quantizer, trials, self.history.last_configuration(trials.limit), self._gave_up)
+        if not self.quantizer.weights:
+            return self._repeated(trials, memory)
+        if isinstance(self.quantizer, GridWeights):
+            return search_grid(self.quantizer, trials, memory.history.scale, memory.gave_up)
+        assert isinstance(self.quantizer, KMeansQuantizer)
+        last = memory.history.last_configuration(trials.limit)
+        return search_kmeans(self.quantizer, trials, last, memory.gave_up)
 
-    def _remember(self, found: Found, trials: Trials) -> None:
-        """Remember whether something was good enough, and whether the last restore still matters."""
-        if not trials.has_weights:
-            return
-        self._gave_up = found.good_enough is None
-        if found.good_enough is not None:
-            kept = trials.trial(found.good_enough).progress
-            on_grid = isinstance(found.good_enough, GridConfiguration)
-            least_kept = displacement.LEAST_KEPT if on_grid else kmeans_method.LEAST_KEPT
-            stochastic = isinstance(found.good_enough, GridConfiguration) and found.good_enough.dithered
-            if kept is not None and kept >= least_kept and not stochastic:
-                self._restored = {}  # weights are far enough from the restored ones
-
-    def _repeat_last(self, quantizer: Quantizer, trials: Trials) -> Found:
+    def _repeated(self, trials: Trials, memory: SearchMemory) -> Found:
         """Score the last configuration again: no weight has changed, so there is nothing to choose or to remember."""
-        on_grid = isinstance(quantizer, GridWeights)
+        on_grid = isinstance(self.quantizer, GridWeights)
         if on_grid:
-            last = self.history.scale
+            last = memory.history.scale
             configuration: Knobs = GridConfiguration(0 if last is None else last.exponent)
         else:
-            configuration = self.history.last_configuration(trials.limit) or Configuration()
+            configuration = memory.history.last_configuration(trials.limit) or Configuration()
         if not trials.is_good_enough(configuration):
             return NOTHING_GOOD_ENOUGH
         return Found("scale" if on_grid else "neighbourhood", configuration, configuration)
 
-    def _measure(self, fixed: Knobs, trials: Trials, judge: Judge | PairedJudge, notes: list[str]) -> Decision:
+    def _measured(
+        self, fixed: Knobs, trials: Trials, judge: Judge | PairedJudge, notes: list[str], memory: SearchMemory
+    ) -> Decision:
         """Measure the degradation of the user's configuration."""
         trials.score([fixed])
         quantized, quality = trials.result(fixed)
@@ -317,12 +265,21 @@ class ConfigurationManager:
             error = trials.done[0].error
             problem = f"evaluate failed ({error})" if error else "the metric is not finite"
             notes = [*notes, f"{problem}: the degradation of this checkpoint is unknown"]
-        return Decision("fixed", fixed, quantized, quality, None, judge.judged_by, trials.done, notes)
+        return Decision("fixed", fixed, quantized, quality, None, judge.judged_by, trials.done, notes, memory=memory)
 
-    def _warn(self, note: str) -> None:
+    def warn(self, note: str) -> None:
         """Log a note at once, on one rank; the record comes later."""
-        if self._group.rank == 0:
+        if self.group.rank == 0:
             log.warning(note)
+
+
+def _has_left_the_restore(chosen: Knobs, trials: Trials) -> bool:
+    """Whether the weights are far enough from the restored ones, so that later checkpoints need not protect them."""
+    kept = trials.trial(chosen).progress
+    on_grid = isinstance(chosen, GridConfiguration)
+    least_kept = displacement.LEAST_KEPT if on_grid else kmeans_method.LEAST_KEPT
+    stochastic = isinstance(chosen, GridConfiguration) and chosen.dithered
+    return kept is not None and kept >= least_kept and not stochastic
 
 
 def _distortion_judge(weights: KMeansWeights | GridWeights, fisher: Mapping[str, float]) -> DistortionJudge:

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -44,7 +44,8 @@ class OriginalScore:
     score: this rank's. noise_margin: how far noise can make a measured degradation too low. communicates: whether
     ``evaluate`` communicates between ranks. problem: why candidates cannot be judged; None if they can. losses: the
     number of each batch; empty if candidates can be evaluated only as a whole. spent: evaluations on all batches, of
-    the weights in training.
+    the weights in training. noise: what is known of the metric's noise now. whole: whether numbers of batches do not
+    repeat.
     """
 
     score: float
@@ -53,6 +54,8 @@ class OriginalScore:
     problem: str | None = None
     losses: tuple[float, ...] = ()
     spent: float = 0.0
+    noise: Noise = field(default_factory=Noise)
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,74 +72,64 @@ class _OnBatches:
 
 
 class UserMetric:
-    """The ``evaluate`` of one training, for all its saves.
+    """The ``evaluate`` of one training. What saves learn of it is in their ``SearchMemory``. group: the ranks."""
 
-    noise: its noise as measured so far; every save adds to it. group: the ranks.
-    """
-
-    def __init__(
-        self, model: nn.Module, evaluate: Evaluate, higher_is_better: bool, noise: Noise, group: Group
-    ) -> None:
+    def __init__(self, model: nn.Module, evaluate: Evaluate, higher_is_better: bool, group: Group) -> None:
         self._model, self._evaluate, self.higher_is_better = model, evaluate, higher_is_better
-        self._noise, self._group = noise, group
+        self._group, self._batched = group, on_batches(evaluate)
         self._worked = False  # whether it has ever returned a number
-        self._batched = on_batches(evaluate)
-        self._saves = 0
 
-    def original(self) -> OriginalScore:
+    def original(self, noise: Noise, number: int, whole: bool) -> OriginalScore:
         """Evaluate the weights in training, as often as the noise requires. Collective.
 
         A metric on batches whose numbers repeat is evaluated once, and on a few of its batches a second time. Any other
-        is evaluated as a whole.
+        is evaluated as a whole. noise: as known so far. number: of the save, from 1. whole: whether numbers of batches
+        are known not to repeat.
 
         Raises EvaluateError if ``evaluate`` fails on any rank of several, or in a single process if it has never
         worked. Errors that are not about the weights (``failures.ends_save``) are raised as they are.
         """
-        self._saves += 1
         wasted = 0.0
-        if self._batched is not None:
-            found = self._original_on_batches(self._batched)
+        if self._batched is not None and not whole:
+            found = self._original_on_batches(self._batched, noise, number)
             if isinstance(found, OriginalScore):
                 return found
-            self._batched, wasted = None, found
+            wasted = found
         own: list[float] = []
         counting: list[list[float]] = []
-        times = self._noise.evaluations
+        times = noise.evaluations
         while times:
-            scores, error, by_rank, communicates = self._on_all_ranks(partial(self._scores, times))
+            scores, error, by_rank, communicates = self._on_all_ranks(partial(self._scores, times, noise, number))
+            unusable = partial(OriginalScore, math.nan, 0.0, communicates, noise=noise, whole=True)
             if scores is None:
-                problem = f"evaluate failed ({one_line(error)})"
-                return OriginalScore(math.nan, 0.0, communicates, problem, spent=wasted + len(own) + times)
+                return unusable(f"evaluate failed ({one_line(error)})", spent=wasted + len(own) + times)
             own += scores
             of_each = by_rank[:1] if communicates else self._group.of_replicas(by_rank)
             counting = [[*before, *now] for before, now in zip(counting or [[]] * len(of_each), of_each, strict=False)]
-            times = self._noise.evaluations_left(counting)
+            times = noise.evaluations_left(counting)
         spent = wasted + len(own)
-        unusable = None
         if not all(math.isfinite(number) for scores in counting for number in scores):
-            unusable = "the metric of the weights in training is not finite"
-        elif not self._noise.learn(counting):
-            unusable = "the metric is noisy around 0, so no relative degradation can be measured"
-        if unusable is not None:
-            return OriginalScore(math.nan, 0.0, communicates, unusable, spent=spent)
-        return OriginalScore(mean(own), self._noise.margin, communicates, spent=spent)
+            return unusable("the metric of the weights in training is not finite", spent=spent)
+        if (known := noise.after(counting)) is None:
+            return unusable("the metric is noisy around 0, so no relative degradation can be measured", spent=spent)
+        return OriginalScore(mean(own), known.margin, communicates, spent=spent, noise=known, whole=True)
 
-    def _scores(self, times: int) -> list[float]:
+    def _scores(self, times: int, noise: Noise, number: int) -> list[float]:
         """Evaluate the weights in training so many times, as a whole."""
         watched = self._group.watch_communication(self._evaluate)
-        with self._foretold():
+        with self._foretold(noise, number):
             first = score(self._model, {}, watched)
         return [first, *(score(self._model, {}, watched) for _ in range(times - 1))]
 
     @contextmanager
-    def _foretold(self) -> Iterator[None]:
+    def _foretold(self, noise: Noise, number: int) -> Iterator[None]:
         """Say how long the first save will take, by the time of one evaluation."""
         began = time.monotonic()
         yield
-        if self._saves == 1 and self._group.rank == 0 and not self._noise.is_known:
+        if number == 1 and self._group.rank == 0 and not noise.is_known:
             foretell(time.monotonic() - began)
 
-    def _original_on_batches(self, metric: OnBatches) -> OriginalScore | float:
+    def _original_on_batches(self, metric: OnBatches, noise: Noise, number: int) -> OriginalScore | float:
         """Evaluate the weights in training batch by batch. Collective.
 
         Returns what was spent if candidates cannot be evaluated on single batches: there are too few of them, their
@@ -144,20 +137,22 @@ class UserMetric:
         """
         if not all(count > FIRST_LOOK for count in self._group.all_gather(len(metric))):
             return 0.0
-        own, error, by_rank, communicates = self._on_all_ranks(lambda: self._evaluated_on_batches(metric))
+        evaluated = partial(self._evaluated_on_batches, metric, noise, number)
+        own, error, by_rank, communicates = self._on_all_ranks(evaluated)
+        unusable = partial(OriginalScore, math.nan, 0.0, communicates, noise=noise)
         if own is None:
-            return OriginalScore(math.nan, 0.0, communicates, f"evaluate failed ({one_line(error)})", spent=1.0)
+            return unusable(f"evaluate failed ({one_line(error)})", spent=1.0)
         if not all(found.repeats for found in by_rank) or len({len(found.losses) for found in by_rank}) > 1:
             return own.spent
         counting = by_rank[:1] if communicates else self._group.of_replicas(by_rank)
         scores = [mean_of_batches(found.losses) for found in counting]
         if not all(map(math.isfinite, scores)):
-            problem = "the metric of the weights in training is not finite"
-            return OriginalScore(math.nan, 0.0, communicates, problem, spent=own.spent)
-        self._noise.learn([[each] * self._noise.evaluations for each in scores])
-        return OriginalScore(mean_of_batches(own.losses), 0.0, communicates, losses=own.losses, spent=own.spent)
+            return unusable("the metric of the weights in training is not finite", spent=own.spent)
+        known = noise.after([[each] * noise.evaluations for each in scores]) or noise
+        value = mean_of_batches(own.losses)
+        return OriginalScore(value, 0.0, communicates, losses=own.losses, spent=own.spent, noise=known)
 
-    def _evaluated_on_batches(self, metric: OnBatches) -> _OnBatches:
+    def _evaluated_on_batches(self, metric: OnBatches, noise: Noise, number: int) -> _OnBatches:
         """Evaluate all batches once, and some again if the noise must be checked."""
         watched = self._group.watch_communication(losses_on)
         losses: list[float] = []
@@ -166,10 +161,10 @@ class UserMetric:
 
         def evaluate(model: nn.Module) -> float:
             before = rng.get_state()
-            with self._foretold():
+            with self._foretold(noise, number):
                 losses.extend(watched(metric, model, range(len(metric))))
             drew.append(not rng.same(before, rng.get_state()))
-            repeated = self._noise.batches_again(losses, self._saves)
+            repeated = noise.batches_again(losses, number)
             again.extend(zip([losses[index] for index in repeated], watched(metric, model, repeated), strict=True))
             return 0.0
 
@@ -217,10 +212,12 @@ class UserMetric:
             )
         return notes
 
-    def judge(self, original: OriginalScore, decided: Mapping[str, ParameterValues]) -> MetricJudge | PairedJudge:
-        """Return a judge of candidates by this metric. decided: see ``MetricJudge``."""
+    def judge(
+        self, original: OriginalScore, decided: Mapping[str, ParameterValues], number: int
+    ) -> MetricJudge | PairedJudge:
+        """Return a judge of candidates by this metric. decided: see ``MetricJudge``. number: of the save."""
         if self._batched is not None and original.losses:
-            order = order_of(len(original.losses), self._saves)
+            order = order_of(len(original.losses), number)
             return PairedJudge(
                 self._model, self._batched, self.higher_is_better, original.losses, decided, order, self._group
             )

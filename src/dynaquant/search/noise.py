@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dynaquant.search.steps import looks_stepped
@@ -27,6 +27,7 @@ SAVES_REMEMBERED = 8
 """The noise is estimated from this many saves, the last that evaluated more than once."""
 
 
+@dataclass(frozen=True)
 class Noise:
     """The noise of a metric, relative to its value, from all evaluations of the weights in training.
 
@@ -34,29 +35,30 @@ class Noise:
     three more times: two evaluations that move in steps often agree by chance. From then on, a metric without noise is
     evaluated twice at every tenth save, and once at the others. A noisy one is evaluated twice at every save. A record
     keeps what was measured, so the first save after a restore evaluates twice.
+
+    measured: for each save that evaluated more than once, the squared deviations from the mean, and the degrees of
+    freedom. saves_since: saves since the last of them.
     """
 
-    def __init__(self) -> None:
-        # For each save that evaluated more than once: squared deviations from the mean, and degrees of freedom.
-        self._measured: deque[tuple[float, int]] = deque(maxlen=SAVES_REMEMBERED)
-        self._saves_since = 0
+    measured: tuple[tuple[float, int], ...] = ()
+    saves_since: int = 0
 
     @property
     def is_known(self) -> bool:
         """Whether a save, also before a restore, has evaluated the weights in training more than once."""
-        return bool(self._measured)
+        return bool(self.measured)
 
     @property
     def evaluations(self) -> int:
         """How often the next save evaluates the weights in training, at least."""
-        if not self._measured:
+        if not self.measured:
             return FIRST_EVALUATIONS
-        return 2 if self.margin > 0 or self._saves_since >= SAVES_BETWEEN_CHECKS - 1 else 1
+        return 2 if self.margin > 0 or self.saves_since >= SAVES_BETWEEN_CHECKS - 1 else 1
 
     def evaluations_left(self, scores: Sequence[Sequence[float]]) -> int:
         """Return how often this save has to evaluate again, after ``evaluations``. scores: all so far, by rank."""
         flat = [score for own in scores for score in own]
-        if self._measured or len(scores[0]) > FIRST_EVALUATIONS or not all(map(math.isfinite, flat)):
+        if self.measured or len(scores[0]) > FIRST_EVALUATIONS or not all(map(math.isfinite, flat)):
             return 0
         differ = any(len(set(own)) > 1 for own in scores)
         return EVALUATIONS_IF_UNSURE - FIRST_EVALUATIONS if differ or any(map(looks_stepped, flat)) else 0
@@ -67,8 +69,8 @@ class Noise:
 
         A candidate's degradation must stay below the limit by this much.
         """
-        freedom = sum(freedom for _, freedom in self._measured)
-        variance = sum(squares for squares, _ in self._measured) / freedom if freedom else 0.0
+        freedom = sum(freedom for _, freedom in self.measured)
+        variance = sum(squares for squares, _ in self.measured) / freedom if freedom else 0.0
         return DEVIATIONS * math.sqrt(2 * variance)  # a difference of two evaluations has twice their variance
 
     def batches_again(self, losses: Sequence[float], seed: int) -> list[int]:
@@ -77,43 +79,41 @@ class Noise:
         losses: the number of each batch. If many are equal, the metric moves in steps, and equal numbers say little.
         Then all batches are evaluated again, as often as ``evaluations`` says. seed: chooses the batches.
         """
-        times = self.evaluations - 1 if self._measured else EVALUATIONS_IF_UNSURE - 1
+        times = self.evaluations - 1 if self.measured else EVALUATIONS_IF_UNSURE - 1
         if len(set(losses)) < DISTINCT * len(losses):
             return times * list(range(len(losses)))
         count = 0 if times == 0 else FIRST_BATCHES_AGAIN if times > 1 else 1
         return random.Random(seed).sample(range(len(losses)), min(count, len(losses)))
 
-    def look_again(self) -> None:
-        """Make the next save evaluate at least twice."""
-        self._saves_since = SAVES_BETWEEN_CHECKS
+    def looking_again(self) -> Noise:
+        """Return the noise so that the next save evaluates at least twice."""
+        return replace(self, saves_since=SAVES_BETWEEN_CHECKS)
 
     def to_json(self) -> list[list[float]]:
         """Return what was measured, as it is stored in a record."""
-        return [[squares, float(freedom)] for squares, freedom in self._measured]
+        return [[squares, float(freedom)] for squares, freedom in self.measured]
 
-    def resume(self, data: Any) -> None:
-        """Continue from what ``to_json`` returned, unless something was measured already. Ignores anything else."""
+    @classmethod
+    def from_json(cls, data: Any) -> Noise:
+        """Reverse ``to_json``. Returns an unknown noise for anything else."""
         try:
-            measured = [(float(squares), int(freedom)) for squares, freedom in data]
+            measured = tuple((float(squares), int(freedom)) for squares, freedom in data)
         except (OverflowError, TypeError, ValueError):
-            return
-        if not self._measured and all(0 <= squares < math.inf and freedom > 0 for squares, freedom in measured):
-            self._measured.extend(measured)
+            return cls()
+        valid = all(0 <= squares < math.inf and freedom > 0 for squares, freedom in measured)
+        return cls(measured[-SAVES_REMEMBERED:]) if valid else cls()
 
-    def learn(self, scores: Sequence[Sequence[float]]) -> bool:
-        """Add one save's scores of the weights in training, by rank. The noisiest rank counts.
+    def after(self, scores: Sequence[Sequence[float]]) -> Noise | None:
+        """Return the noise after one save. scores: of the weights in training, by rank. The noisiest rank counts.
 
-        Returns False, and adds nothing, if the relative noise is undefined: a score is not finite, or the mean is 0.
+        None if the relative noise is undefined: a score is not finite, or the mean is 0.
         """
         squares = [_squared_deviations(own) for own in scores]
         if not all(map(math.isfinite, squares)):
-            return False
+            return None
         if (freedom := len(scores[0]) - 1) > 0:
-            self._measured.append((max(squares), freedom))
-            self._saves_since = 0
-        else:
-            self._saves_since += 1
-        return True
+            return Noise((*self.measured, (max(squares), freedom))[-SAVES_REMEMBERED:])
+        return replace(self, saves_since=self.saves_since + 1)
 
 
 def mean(scores: Sequence[float]) -> float:
