@@ -16,17 +16,17 @@ from dynaquant.engine.quantize.knobs import Configuration, GridConfiguration, Kn
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.ranks.group import Group
-from dynaquant.search import displacement, kmeans_method
+from dynaquant.search import displacement, published_method
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found
 from dynaquant.search.displacement import Displacement
 from dynaquant.search.evaluation import Evaluate, ParameterValues
 from dynaquant.search.grid_method import search_grid
 from dynaquant.search.history import History
 from dynaquant.search.judge import DistortionJudge, Judge, JudgedBy, PairedJudge
-from dynaquant.search.kmeans_method import KMeansQuantizer, search_kmeans
 from dynaquant.search.metric import UserMetric
 from dynaquant.search.noise import Noise
 from dynaquant.search.progress import bar_removed
+from dynaquant.search.published_method import PublishedQuantizer, search_published
 from dynaquant.search.sight import Sight, has_worsened, is_suspicious, note_on, sight_of
 from dynaquant.search.size import SizeModel
 from dynaquant.search.trials import MixedScoresError, Quantizer, Trials, why_none_is_good_enough
@@ -123,7 +123,10 @@ class ConfigurationManager:
         it has never worked and fails on the weights in training.
         """
         allowed = self._agree()
-        quantizer: Quantizer = weights if isinstance(weights, GridWeights) else self._kmeans_quantizer(weights)
+        if isinstance(weights, GridWeights):
+            quantizer: Quantizer = weights
+        else:
+            quantizer = PublishedQuantizer(weights, SizeModel(weights), self._size_factor)
         estimate = _distortion_judge(weights, fisher)
         if self._metric is not None:
             with bar_removed():
@@ -145,9 +148,6 @@ class ConfigurationManager:
         self._size_factor = by_rank[0][2]
         self._agreed_last_resort = min(last_resort for _, last_resort, _ in by_rank)
         return min(max_degradation for max_degradation, _, _ in by_rank)
-
-    def _kmeans_quantizer(self, weights: KMeansWeights) -> KMeansQuantizer:
-        return KMeansQuantizer(weights, SizeModel(weights), self._size_factor)
 
     def _decide_by_metric(
         self,
@@ -281,8 +281,8 @@ class ConfigurationManager:
             return self._repeat_last(quantizer, trials)
         if isinstance(quantizer, GridWeights):
             return search_grid(quantizer, trials, self.history.scale, self._gave_up)
-        assert isinstance(quantizer, KMeansQuantizer)
-        return search_kmeans(quantizer, trials, self.history.last_configuration(trials.limit), self._gave_up)
+        assert isinstance(quantizer, PublishedQuantizer)
+        return search_published(quantizer, trials, self.history.last_configuration(trials.limit), self._gave_up)
 
     def _remember(self, found: Found, trials: Trials) -> None:
         """Remember whether something was good enough, and whether the last restore still matters."""
@@ -292,7 +292,7 @@ class ConfigurationManager:
         if found.good_enough is not None:
             kept = trials.trial(found.good_enough).progress
             on_grid = isinstance(found.good_enough, GridConfiguration)
-            least_kept = displacement.LEAST_KEPT if on_grid else kmeans_method.LEAST_KEPT
+            least_kept = displacement.LEAST_KEPT if on_grid else published_method.LEAST_KEPT
             stochastic = isinstance(found.good_enough, GridConfiguration) and found.good_enough.dithered
             if kept is not None and kept >= least_kept and not stochastic:
                 self._restored = {}  # weights are far enough from the restored ones
