@@ -214,7 +214,7 @@ class Checkpointer:
             undo.callback(self._end_first_step_check)
             check_same_on_all_ranks("correct_moments", correct_moments, self._group)
             self._corrections = MomentCorrections(correct_moments)
-            check_first_state(self._objects, roles, self._compressor.vectors, self._group)
+            check_first_state(self._objects, roles, self._compressor.on_grid, self._group)
             self._writer = stage_for(
                 self._group.size,
                 self._run,

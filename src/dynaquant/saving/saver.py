@@ -90,7 +90,7 @@ class Saver:
             captured = capture(
                 self._objects,
                 self._roles,
-                self._compressor.vectors,
+                self._compressor.on_grid,
                 self._run,
                 self._writer.base,
                 self._rank_0_only,
