@@ -208,7 +208,6 @@ class Saver:
                 division,
                 compressed.assembled.seconds,
                 record,
-                self._compressor.coder,
             )
             return self._writer.begin(part, decision.predicted)
         checkpoint = Checkpoint(
