@@ -18,7 +18,7 @@ from dynaquant.store.container import FORMAT_VERSION
 from dynaquant.store.run import Run
 
 FIXED = dq.Configuration()
-EITHER_QUANTIZER = pytest.mark.parametrize("fixed", [FIXED, dq.GridConfiguration(scale=-40)], ids=["kmeans", "grid"])
+EITHER_QUANTIZER = pytest.mark.parametrize("fixed", [FIXED, dq.GridConfiguration(scale=-40)], ids=["published", "grid"])
 
 
 def module_of(**weights: Tensor) -> nn.Module:

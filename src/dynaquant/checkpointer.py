@@ -95,7 +95,7 @@ class Checkpointer:
     - ``training_budget``: how much worse the metric may be at the end of the training by all restores together, as
       predicted. Checkpoints late in a schedule, and after many restores, may lose less than ``max_degradation``. Errors
       count as healing only where the learning rate tells how fast; elsewhere restores add up. With
-      ``method="published"`` or ``"kmeans"`` there is a budget only if it is given.
+      ``method="published"`` there is a budget only if it is given.
     - ``expected_restores``: how often the training will be restored in all, if you know: its length divided by the mean
       time between failures. The budget is divided by it. By default, each restore may use a quarter of what is left.
     - ``quality``: a preset. ``"high"``, ``"balanced"`` and ``"small"`` mean a ``training_budget`` of 0.0005, 0.005 and
@@ -103,7 +103,7 @@ class Checkpointer:
       ``max_degradation`` is given alone, every checkpoint may use it, and there is no budget. ``"lossless"`` stores
       every tensor exactly.
     - ``method``: how weights are quantized. ``"grid"``, the default, uses uniform grids. ``"published"`` is the system
-      of the paper; it stores moments exactly. ``"kmeans"`` is ``"published"`` with the coder of ``"grid"``.
+      of the paper; it stores moments exactly.
     - ``configuration``: a fixed configuration of the quantizer, which decides the method. There is no search then;
       ``evaluate`` is only recorded.
     - ``exact``: ``"latest"`` also keeps a lossless copy of the newest checkpoint. ``restore`` prefers it.
@@ -214,7 +214,7 @@ class Checkpointer:
             undo.callback(self._end_first_step_check)
             check_same_on_all_ranks("correct_moments", correct_moments, self._group)
             self._corrections = MomentCorrections(correct_moments)
-            check_first_state(self._objects, roles, self._compressor.vectors, self._group)
+            check_first_state(self._objects, roles, self._compressor.on_grid, self._group)
             self._writer = stage_for(
                 self._group.size,
                 self._run,

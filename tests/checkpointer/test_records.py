@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from small_runs import EVERY_WAY, KMEANS, loss_of, training_of
+from small_runs import EVERY_WAY, PUBLISHED, loss_of, training_of
 from torch import nn
 from training import train
 
@@ -66,7 +66,7 @@ def test_outliers_are_chosen_by_the_gradients_of_the_steps_before(tmp_path):
         torch.manual_seed(0)
         model = nn.Linear(100, 100, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        with dq.Checkpointer(tmp_path / str(seen), model, optimizer, **KMEANS) as ckpt:
+        with dq.Checkpointer(tmp_path / str(seen), model, optimizer, **PUBLISHED) as ckpt:
             inputs = torch.zeros(4, 100)
             inputs[:, 7] = 1e3  # only the weights of this column have gradients
             if seen:

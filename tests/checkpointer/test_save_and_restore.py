@@ -8,8 +8,8 @@ import torch
 from small_runs import (
     EVERY_WAY,
     FIXED,
-    KMEANS,
     LOSSLESS,
+    PUBLISHED,
     WITH_EXACT_MOMENTS,
     adamw,
     loss_of,
@@ -163,7 +163,7 @@ def _exact(state: dict) -> dict:
     ],
     ids=["AdamW", "Adam amsgrad", "SGD momentum", "SGD", "RMSprop", "Adagrad", "groups"],
 )
-@pytest.mark.parametrize("way", [{}, LOSSLESS, KMEANS], ids=["grid", "lossless", "kmeans"])
+@pytest.mark.parametrize("way", [{}, LOSSLESS, PUBLISHED], ids=["grid", "lossless", "published"])
 def test_training_after_a_restore_is_the_same_every_time(tmp_path, optimizer, way):
     model, opt = training_of(0, optimizer)
     with dq.Checkpointer(tmp_path, model, opt, **way) as ckpt:
@@ -253,11 +253,11 @@ def test_an_unknown_optimizer_is_restored_exactly(tmp_path):
 
 def test_a_model_among_the_extras_is_exact_unless_roles_say_otherwise(tmp_path):
     model, critic = model_of(), model_of()
-    with dq.Checkpointer(tmp_path / "exact", model, extras={"critic": critic}, **KMEANS) as ckpt:
+    with dq.Checkpointer(tmp_path / "exact", model, extras={"critic": critic}, **PUBLISHED) as ckpt:
         ckpt.save(1).result()
     assert bits(dict(dq.load(tmp_path / "exact")["critic"])) == bits(weights_of(critic))
     roles = {"critic.[014].weight": "weight"}
-    with dq.Checkpointer(tmp_path, model, extras={"critic": critic}, roles=roles, **KMEANS) as ckpt:
+    with dq.Checkpointer(tmp_path, model, extras={"critic": critic}, roles=roles, **PUBLISHED) as ckpt:
         record = ckpt.save(1).result()
     assert record.roles["weight"].raw == 2 * sum(p.numel() * 4 for p in model.parameters() if p.ndim > 1)
     assert record.roles["weight"].ratio > 0.7 * 4.78  # as measured

@@ -72,7 +72,6 @@ def saved(folder, trained, evaluate=EVALUATE, saves=1, **arguments):
 
 CODINGS = {
     "grid": {"conditional", "rank_one", "units"},
-    "kmeans": {"conditional"},
     "published": {"quantized"},
 }
 
@@ -90,14 +89,13 @@ def schemes(folder, step=0):
     [
         ({"quality": "best"}, "quality must be one of lossless, high, balanced, small, not 'best'"),
         ({"quality": None}, "quality must be one of"),
-        ({"method": "uniform"}, "method must be one of grid, kmeans, published, not 'uniform'"),
+        ({"method": "kmeans"}, "method must be 'grid' or 'published', not 'kmeans'"),
         ({"quality": "lossless", "max_degradation": 0.01}, "takes no max_degradation"),
         ({"quality": "lossless", "max_degradation": 0.0}, "takes no max_degradation"),
         ({"quality": "lossless", "method": "grid"}, "takes no max_degradation, method or"),
         ({"quality": "lossless", "configuration": GridConfiguration(0)}, "method or configuration"),
         ({"configuration": Configuration(), "max_degradation": 0.01}, "exclude each other"),
         ({"configuration": GridConfiguration(0), "max_degradation": 0.0}, "exclude each other"),
-        ({"configuration": GridConfiguration(0), "method": "kmeans"}, "a GridConfiguration cannot be used with method"),
         (
             {"configuration": GridConfiguration(0), "method": "published"},
             "a GridConfiguration cannot be used with method",
@@ -120,11 +118,10 @@ def test_arguments_that_exclude_each_other_are_refused(arguments, message, tmp_p
     ("method", "configuration", "chosen"),
     [
         (None, None, "grid"),
-        ("kmeans", None, "kmeans"),
         ("published", None, "published"),
         (None, GridConfiguration(3), "grid"),
         (None, Configuration(), "published"),
-        ("kmeans", Configuration(), "kmeans"),
+        ("published", Configuration(), "published"),
     ],
 )
 def test_the_configuration_decides_the_method(method, configuration, chosen):
@@ -221,7 +218,7 @@ def test_weights_lose_no_more_than_the_preset_allows(quality, heals, trained, tm
     assert EVALUATE(other) <= EVALUATE(model) * (1 + limit) * 1.000001
 
 
-@pytest.mark.parametrize("method", ["grid", "kmeans", "published"])
+@pytest.mark.parametrize("method", ["grid", "published"])
 def test_records_and_files_have_the_chosen_configuration(method, trained, tmp_path):
     record, *_ = saved(tmp_path, trained, saves=2, method=method)
     assert isinstance(record.configuration, GridConfiguration if method == "grid" else Configuration)
@@ -245,7 +242,6 @@ def test_records_and_files_have_the_chosen_configuration(method, trained, tmp_pa
         (GridConfiguration(-20), None, "conditional"),
         (GridConfiguration(-20, dithered=True), "grid", "conditional"),
         (Configuration(bins=8), None, "quantized"),
-        (Configuration(bins=8), "kmeans", "conditional"),
     ],
 )
 def test_a_given_configuration_is_used_unchanged(configuration, method, kind, trained, tmp_path):
@@ -259,19 +255,13 @@ def test_a_given_configuration_is_used_unchanged(configuration, method, kind, tr
 def test_a_run_may_continue_with_another_quality_and_method(trained, tmp_path):
     """Each file records how it was coded."""
     model, optimizer = objects(trained)
-    choices = [
-        {"quality": "small"},
-        {"quality": "lossless"},
-        {"method": "published"},
-        {"method": "kmeans"},
-        {"quality": "high"},
-    ]
+    choices = [{"quality": "small"}, {"quality": "lossless"}, {"method": "published"}, {"quality": "high"}]
     for step, arguments in enumerate(choices):
         with Checkpointer(tmp_path, model, optimizer, **arguments) as checkpointer:
             assert checkpointer.restore() == (step - 1 if step else None)
             steps(model, optimizer, 2, seed=step)
             checkpointer.save(step)
     with Checkpointer(tmp_path, *objects()) as checkpointer:
-        assert [record.step for record in checkpointer.records()] == [0, 1, 2, 3, 4]
-        for step in range(5):
+        assert [record.step for record in checkpointer.records()] == [0, 1, 2, 3]
+        for step in range(4):
             assert checkpointer.restore(step) == step

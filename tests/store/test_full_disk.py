@@ -13,7 +13,7 @@ from dynaquant.interop import torchfile
 from dynaquant.store.atomic_files import atomic_file
 
 EVERY_WAY = pytest.mark.parametrize(
-    "way", [{}, {"quality": "lossless"}, {"configuration": dq.Configuration()}], ids=["grid", "lossless", "kmeans"]
+    "way", [{}, {"quality": "lossless"}, {"configuration": dq.Configuration()}], ids=["grid", "lossless", "published"]
 )
 
 

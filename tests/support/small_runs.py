@@ -19,14 +19,14 @@ def training_of(seed: int = 0, optimizer=adamw) -> tuple[nn.Module, torch.optim.
     return model, optimizer(model)
 
 
-KMEANS = {"configuration": dq.Configuration()}
+PUBLISHED = {"configuration": dq.Configuration()}
 LOSSLESS = {"quality": "lossless"}
 
-EVERY_WAY = pytest.mark.parametrize("way", [{}, {"method": "published"}, KMEANS], ids=["grid", "published", "fixed"])
+EVERY_WAY = pytest.mark.parametrize("way", [{}, {"method": "published"}, PUBLISHED], ids=["grid", "published", "fixed"])
 FIXED = pytest.mark.parametrize(
-    "configuration", [dq.GridConfiguration(-80), dq.Configuration()], ids=["grid", "kmeans"]
+    "configuration", [dq.GridConfiguration(-80), dq.Configuration()], ids=["grid", "published"]
 )
-WITH_EXACT_MOMENTS = pytest.mark.parametrize("way", [LOSSLESS, KMEANS], ids=["lossless", "kmeans"])
+WITH_EXACT_MOMENTS = pytest.mark.parametrize("way", [LOSSLESS, PUBLISHED], ids=["lossless", "published"])
 
 
 def loss_of(model: nn.Module) -> float:

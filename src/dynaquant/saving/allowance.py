@@ -53,24 +53,18 @@ class Allowance:
         if self.quality == "lossless" and (self.max_degradation, self.configuration, self.method) != (None, None, None):
             raise ValueError("quality='lossless' takes no max_degradation, method or configuration")
         if self.method is not None and self.method not in get_args(Method):
-            raise ValueError(f"method must be one of {', '.join(get_args(Method))}, not {self.method!r}")
-        if self.method is not None and self.method not in self._possible_methods:
+            raise ValueError(f"method must be {' or '.join(map(repr, get_args(Method)))}, not {self.method!r}")
+        if self.method not in (None, self.chosen_method):
             raise ValueError(
                 f"a {type(self.configuration).__name__} cannot be used with method {self.method!r}; "
-                f"leave out method, or use {' or '.join(map(repr, self._possible_methods))}"
+                f"leave out method, or use {self.chosen_method!r}"
             )
-
-    @property
-    def _possible_methods(self) -> tuple[Method, ...]:
-        if self.configuration is None:
-            return get_args(Method)
-        return ("grid",) if isinstance(self.configuration, GridConfiguration) else ("published", "kmeans")
 
     @property
     def budget_of_training(self) -> float | None:
         """What the whole training may lose by restores; None if every checkpoint may use ``max_degradation``.
 
-        That is so if ``max_degradation`` was given without ``training_budget``, and for the published methods.
+        That is so if ``max_degradation`` was given without ``training_budget``, and for the published method.
         """
         preset = PRESETS[self.quality]
         if self.training_budget is not None or preset is None or self.configuration is not None:
@@ -79,8 +73,10 @@ class Allowance:
 
     @property
     def chosen_method(self) -> Method:
-        """The given method, else the method of the given configuration, else ``"grid"``."""
-        return self.method or ("grid" if self.configuration is None else self._possible_methods[0])
+        """The method of the given configuration, else the given method, else ``"grid"``."""
+        if self.configuration is None:
+            return self.method or "grid"
+        return "grid" if isinstance(self.configuration, GridConfiguration) else "published"
 
 
 def check_share(name: str, value: Any, example: float, zero: bool = True) -> None:

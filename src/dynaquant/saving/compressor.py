@@ -85,9 +85,9 @@ class Compressor:
         self._model = models_of(objects)
         self._preset = PRESETS[allowance.quality]
         self._searches = allowance.configuration is None and self._preset is not None
-        self.method = allowance.chosen_method
-        self.vectors = self.method == "grid"
-        """Whether parameters of one dimension are quantized, too. Their share is large once all others are small."""
+        self.on_grid = allowance.chosen_method == "grid"
+        """Whether weights are quantized on grids, if at all. Then parameters of one dimension and moments are
+        quantized, too: their share is large once all others are small."""
         self._largest = self._preset.max_degradation if self._preset else 0.0
         fixed = allowance.configuration
         self._manager = ConfigurationManager(self._model, evaluate, higher_is_better, fixed, group)
@@ -108,7 +108,7 @@ class Compressor:
         self.hashes = HashCache()
         """Hashes of tensors that do not train."""
         self._gradients = GradientStatistics(
-            self._model, self._optimizers, self.method, self.vectors, self._uses_gradients(fixed), interval
+            self._model, self._optimizers, self.on_grid, self._uses_gradients(fixed), interval
         )
 
     def _uses_gradients(self, configuration: Knobs | None) -> bool:
@@ -135,7 +135,7 @@ class Compressor:
     @property
     def coder(self) -> Coder:
         """How levels of weights are coded."""
-        return "rearranged" if self.method == "published" else "conditional"
+        return "conditional" if self.on_grid else "rearranged"
 
     def begin(self) -> Memory:
         """Return the memory of a training that begins with the present values."""
@@ -303,12 +303,12 @@ class Compressor:
             return Decision("lossless", None, memory=memory.search), []
         labels, shards = captured.labels, captured.shards
         mean_squares: dict[str, float] = {}
-        if self.method == "grid" or self._manager.judges_by_distortion:
+        if self.on_grid or self._manager.judges_by_distortion:
             # Ranks must reach the same decision, so all use the numbers of rank 0.
             measured = self._group.run_reducing(lambda: self._gradients.mean_squares(comparison.changed, shards))
             mean_squares = self._group.from_rank_0(measured)
         weights: GridWeights | KMeansWeights
-        if self.method == "grid":
+        if self.on_grid:
             weights = prepared_for_grid(
                 comparison.changed,
                 memory.last_weights,
@@ -342,7 +342,7 @@ class Compressor:
         has_others: whether there are tensors that are not stored by themselves, or will not be: frozen parameters get a
         file of their own. Collective.
         """
-        alone = has_others or self.method != "grid"
+        alone = has_others or not self.on_grid
         if self._group.size == 1 or any(self._group.all_gather(alone)):
             return None
         return share_writing(tensors, captured.labels, captured.differences.names, self._group)
@@ -368,7 +368,7 @@ class Compressor:
             return assemble(live, forms, master_of, external, captured.labels, copied_exactly)
 
         def moments_of(own: Mapping[str, Tensor], shards: Shards) -> dict[str, Quantized]:
-            if self._preset is None or self.method != "grid":
+            if self._preset is None or not self.on_grid:
                 return {}
             first, second = self._preset.first_tolerance, self._preset.second_tolerance
             return quantize_moments(own, captured.labels, first, second, tolerances, shards.held, shards.reduce)

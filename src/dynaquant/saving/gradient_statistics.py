@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from dynaquant.engine.quantize.knobs import Method
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.ranks.dtensors import memory_of
 from dynaquant.search.distortion import mean_squared_gradients
@@ -22,23 +21,22 @@ WINDOW = 50
 class GradientStatistics:
     """Statistics of the gradients of a model's quantized parameters, by their names in the state.
 
-    For the method ``"grid"`` that is the sum of each tensor's mean squared gradients; for the others a moving average
-    of whole gradients. needed: whether to record gradients at all. interval: steps to the first save, if known.
+    on_grid: whether to record the sum of each tensor's mean squared gradients, as grids need it, or a moving average of
+    whole gradients. needed: whether to record gradients at all. interval: steps to the first save, if known.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        method: Method,
-        vectors: bool,
+        on_grid: bool,
         needed: bool,
         interval: int | None,
     ) -> None:
-        self._model, self._optimizers, self._on_grid = model, optimizers, method == "grid"
+        self._model, self._optimizers, self._on_grid = model, optimizers, on_grid
         self._recorders: list[GradientRecorder] = []
         if needed:
-            parameters = {n: p for n, p in self._parameters().items() if quantizable(p, vectors)}
+            parameters = {n: p for n, p in self._parameters().items() if quantizable(p, vectors=on_grid)}
             record = sum_of_squares if self._on_grid else moving_average
             for optimizer in optimizers:
                 self._recorders.append(GradientRecorder(parameters, optimizer, WINDOW, interval, record))

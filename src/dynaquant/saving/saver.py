@@ -84,7 +84,7 @@ class Saver:
             captured = capture(
                 self._objects,
                 self._roles,
-                self._compressor.vectors,
+                self._compressor.on_grid,
                 self._run,
                 self._writer.base,
                 self._rank_0_only,
@@ -207,7 +207,6 @@ class Saver:
                 division,
                 compressed.assembled.seconds,
                 record,
-                self._compressor.coder,
             )
             return self._writer.begin(part, decision.predicted)
         checkpoint = Checkpoint(

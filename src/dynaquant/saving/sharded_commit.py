@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dynaquant.engine.coding.encoder import Coder
 from dynaquant.engine.label import Label
 from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.boxes import cut
@@ -45,7 +44,6 @@ class ShardedCheckpoint:
     division: Division
     seconds: Mapping[str, str]
     record: dict[str, Any] = field(default_factory=dict)
-    coder: Coder = "conditional"
 
     def plan(self) -> Plan:
         """Return which part holds which boxes. The same on all ranks."""
@@ -156,7 +154,7 @@ class ShardedCommits:
         own, boxes = checkpoint.plan().boxes_of(number), checkpoint.boxes(checkpoint.tensors)
         known = base is not None and base.parent == begun.draft.parent  # a rank may not have written the last one
         beside = self._boxes_of(base, checkpoint) if base is not None and known else None
-        return write_part(begun.folder / part_name(number), own, boxes, begun.draft, beside, checkpoint.coder)
+        return write_part(begun.folder / part_name(number), own, boxes, begun.draft, beside)
 
 
 def _header(checkpoint: ShardedCheckpoint, begun: _Begun, parts: Sequence[WrittenPart | None]) -> Header:

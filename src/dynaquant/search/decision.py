@@ -17,7 +17,7 @@ Search = Literal["fixed", "scale", "exhaustive", "neighbourhood", "more bins", "
 
 - ``fixed``: the user gave it.
 - ``scale``: search for the grid's scale exponent.
-- ``exhaustive``, ``neighbourhood``: search of the published k-means configurations.
+- ``exhaustive``, ``neighbourhood``: search of the published configurations.
 - ``more bins``: no published configuration is good enough, but one with more bins is.
 - ``lossless``: no configuration is good enough; the weights are stored exactly.
 """

@@ -29,11 +29,11 @@ class LastScale:
 
 @dataclass(frozen=True)
 class History:
-    """The results of the last searches: the scale of the grid, and a k-means configuration for each limit.
+    """The results of the last searches: the scale of the grid, and a published configuration for each limit.
 
     Limits are rounded to powers of two. They change from one checkpoint to the next: the user changes ε, the budget
-    allows less, and a noisy metric leaves less of it. A k-means configuration for one limit is no good start for a very
-    different one.
+    allows less, and a noisy metric leaves less of it. A published configuration for one limit is no good start for a
+    very different one.
 
     scale: of the last search that found one. configurations: by the exponent of the limit.
     """
@@ -42,7 +42,7 @@ class History:
     configurations: Mapping[int, Configuration] = field(default_factory=dict)
 
     def last_configuration(self, limit: float) -> Configuration | None:
-        """Return the last k-means configuration for the limit, or for the nearest one.
+        """Return the last published configuration for the limit, or for the nearest one.
 
         None if no search had a limit as loose as this one.
         """

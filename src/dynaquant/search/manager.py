@@ -14,16 +14,16 @@ from dynaquant.engine.quantize.kmeans_weights import KMeansWeights
 from dynaquant.engine.quantize.knobs import Configuration, GridConfiguration, Knobs
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.ranks.group import Group
-from dynaquant.search import displacement, kmeans_method
+from dynaquant.search import displacement, published_method
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found
 from dynaquant.search.displacement import Displacement
 from dynaquant.search.evaluation import Evaluate, ParameterValues
 from dynaquant.search.grid_method import search_grid
 from dynaquant.search.judge import DistortionJudge, Judge, JudgedBy, PairedJudge
-from dynaquant.search.kmeans_method import KMeansQuantizer, search_kmeans
 from dynaquant.search.memory import SearchMemory
 from dynaquant.search.metric import UserMetric
 from dynaquant.search.progress import bar_removed
+from dynaquant.search.published_method import PublishedQuantizer, search_published
 from dynaquant.search.sight import Sight, has_worsened, is_suspicious, note_on, sight_of
 from dynaquant.search.size import SizeModel
 from dynaquant.search.trials import MixedScoresError, Quantizer, Trials, why_none_is_good_enough
@@ -86,7 +86,7 @@ class ConfigurationManager:
         if isinstance(weights, GridWeights):
             quantizer: Quantizer = weights
         else:
-            quantizer = KMeansQuantizer(weights, SizeModel(weights), by_rank[0][2])
+            quantizer = PublishedQuantizer(weights, SizeModel(weights), by_rank[0][2])
         search = _Search(self._group, self._fixed, quantizer, limits, _distortion_judge(weights, fisher))
         if self._metric is not None:
             with bar_removed():
@@ -239,9 +239,9 @@ class _Search:
             return self._repeated(trials, memory)
         if isinstance(self.quantizer, GridWeights):
             return search_grid(self.quantizer, trials, memory.history.scale, memory.gave_up)
-        assert isinstance(self.quantizer, KMeansQuantizer)
+        assert isinstance(self.quantizer, PublishedQuantizer)
         last = memory.history.last_configuration(trials.limit)
-        return search_kmeans(self.quantizer, trials, last, memory.gave_up)
+        return search_published(self.quantizer, trials, last, memory.gave_up)
 
     def _repeated(self, trials: Trials, memory: SearchMemory) -> Found:
         """Score the last configuration again: no weight has changed, so there is nothing to choose or to remember."""
@@ -277,7 +277,7 @@ def _has_left_the_restore(chosen: Knobs, trials: Trials) -> bool:
     """Whether the weights are far enough from the restored ones, so that later checkpoints need not protect them."""
     kept = trials.trial(chosen).progress
     on_grid = isinstance(chosen, GridConfiguration)
-    least_kept = displacement.LEAST_KEPT if on_grid else kmeans_method.LEAST_KEPT
+    least_kept = displacement.LEAST_KEPT if on_grid else published_method.LEAST_KEPT
     stochastic = isinstance(chosen, GridConfiguration) and chosen.dithered
     return kept is not None and kept >= least_kept and not stochastic
 

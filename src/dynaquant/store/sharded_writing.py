@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynaquant.engine.coding.encoder import Coder
 from dynaquant.engine.coding.schemes import Sharded
 from dynaquant.engine.label import Label
 from dynaquant.engine.tensors.box import Box
@@ -150,7 +149,6 @@ def write_part(
     boxes: Boxes,
     draft: Header,
     base: Base | None,
-    coder: Coder = "conditional",
     again: bool = False,
 ) -> tuple[WrittenPart, Base]:
     """Write a part, make it durable, read it back and compare it with what was to be stored.
@@ -175,7 +173,7 @@ def write_part(
     header = Header(draft.step, draft.sequence, base.parent if base else None, state_dict_tree(tensors), (), {})
     try:
         with path.open("xb") as out:
-            write_checkpoint(out, header, tensors, labels, base, coder, again)
+            write_checkpoint(out, header, tensors, labels, base, "conditional", again)
         written = CheckpointFile(path)
         verify_written(written, tensors, base)
         sync_parent(path)

@@ -80,11 +80,10 @@ class Configuration:
 
 Knobs = Configuration | GridConfiguration
 """The configuration of either quantizer."""
-Method = Literal["grid", "kmeans", "published"]
+Method = Literal["grid", "published"]
 """How weights are quantized and coded:
 
 - ``grid``: on a uniform grid, with conditional entropy coding;
-- ``kmeans``: by k-means, with conditional entropy coding;
 - ``published``: by k-means, with run lengths and Huffman codes, as in the paper.
 """
 

@@ -1,4 +1,4 @@
-"""Chooses a k-means configuration: searches the published space (method 1.4), then configurations with more bins."""
+"""Chooses a published configuration: searches the published space (method 1.4), then configurations with more bins."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ keeps all of it on average: clusters would need far more bins."""
 
 
 @dataclass(frozen=True)
-class KMeansQuantizer:
+class PublishedQuantizer:
     """The weights of a checkpoint, ready to be quantized by k-means, and their predicted sizes.
 
     size_factor: size of earlier deltas, relative to their predicted size.
@@ -55,7 +55,7 @@ class KMeansQuantizer:
         return self.size_factor * self.sizes.predict(configuration)
 
 
-def search_kmeans(quantizer: KMeansQuantizer, trials: Trials, last: Configuration | None, gave_up: bool) -> Found:
+def search_published(quantizer: PublishedQuantizer, trials: Trials, last: Configuration | None, gave_up: bool) -> Found:
     """Find the smallest configuration that is good enough and keeps enough of the displacement since a restore.
 
     last: the configuration that was found before for this limit or a near one (``History.last_configuration``).
