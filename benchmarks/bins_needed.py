@@ -29,11 +29,11 @@ from dynaquant.engine.tensors.codebook import MAX_BINS
 from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.engine.tensors.stored import QuantizedTensor
+from dynaquant.methods.grid.scale_search import scale_search
+from dynaquant.methods.grid.search import LEAST_DISTORTION, MOST_DISTORTION
 from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.search.evaluation import degradation, score
-from dynaquant.search.grid_method import LEAST_DISTORTION, MOST_DISTORTION
 from dynaquant.search.judge import DISTORTION_SCALE
-from dynaquant.search.scale_search import scale_search
 from dynaquant.state.roles import labels
 
 LIMITS = (0.05, 0.01, 0.001)

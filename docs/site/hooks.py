@@ -30,7 +30,7 @@ TYPES = [
     "checkpointer.Optimizers",
     "search.evaluation.Evaluate",
     "saving.presets.QualityName",
-    "engine.quantize.knobs.Method",
+    "engine.quantize.knobs.MethodName",
     "engine.quantize.knobs.Knobs",
     "saving.schedule.Every",
     "saving.log_to.LogTo",

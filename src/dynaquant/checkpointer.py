@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dynaquant.engine.bound import Bound
-from dynaquant.engine.quantize.knobs import Knobs, Method
+from dynaquant.engine.quantize.knobs import Knobs, MethodName
 from dynaquant.errors import CheckpointError
 from dynaquant.ranks.dtensors import reshard
 from dynaquant.ranks.group import Group
@@ -156,7 +156,7 @@ class Checkpointer:
         training_budget: float | None = None,
         expected_restores: int | None = None,
         quality: QualityName = "balanced",
-        method: Method | None = None,
+        method: MethodName | None = None,
         configuration: Knobs | None = None,
         exact: Literal["latest"] | None = None,
         correct_moments: bool = True,
@@ -214,7 +214,7 @@ class Checkpointer:
             undo.callback(self._end_first_step_check)
             check_same_on_all_ranks("correct_moments", correct_moments, self._group)
             self._corrections = MomentCorrections(correct_moments)
-            check_first_state(self._objects, roles, self._compressor.on_grid, self._group)
+            check_first_state(self._objects, roles, self._compressor.method.quantizes_vectors, self._group)
             self._writer = stage_for(
                 self._group.size,
                 self._run,

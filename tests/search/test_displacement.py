@@ -15,12 +15,13 @@ from dynaquant.engine.quantize.kmeans_weights import kmeans_weights, quantize_we
 from dynaquant.engine.shards import Shards
 from dynaquant.engine.tensors.boxes import cut
 from dynaquant.engine.tensors.dequantize import dequantize
-from dynaquant.search import displacement, published_method
+from dynaquant.methods.published import search as published_search
+from dynaquant.search import displacement
 from dynaquant.search.displacement import Displacement
 
 COARSE = dq.Configuration(bins=4, protected=0.0)
 FINE = dq.Configuration(bins=64, protected=0.0)
-LEAST = {"grid": displacement.LEAST_KEPT, "published": published_method.LEAST_KEPT}
+LEAST = {"grid": displacement.LEAST_KEPT, "published": published_search.LEAST_KEPT}
 
 
 def keeps_enough(record: dq.Record, method: str) -> bool:
@@ -162,7 +163,7 @@ def test_a_training_that_crashes_again_and_again_makes_progress(tmp_path, evalua
 @pytest.mark.parametrize(("method", "evaluate"), [("grid", None), ("published", indifferent)])
 @pytest.mark.usefixtures("coarse_grids")
 def test_without_the_rule_about_displacement_it_would_make_no_progress(tmp_path, monkeypatch, method, evaluate):
-    for module in (displacement, published_method):
+    for module in (displacement, published_search):
         monkeypatch.setattr(module, "LEAST_KEPT", -math.inf)
     drift, records = crash_and_continue(tmp_path, 0.002, evaluate=evaluate, max_degradation=0.01, method=method)
     if method == "published":
@@ -373,7 +374,7 @@ def test_a_configuration_that_keeps_enough_must_be_good_enough_too(tmp_path):
 
 
 def test_if_no_configuration_keeps_enough_the_one_that_keeps_most_is_chosen(tmp_path, monkeypatch):
-    monkeypatch.setattr(published_method, "LEAST_KEPT", 1.1)
+    monkeypatch.setattr(published_search, "LEAST_KEPT", 1.1)
     first, second = after_a_restore(tmp_path, 0.002)
     assert second.configuration != first.configuration
     assert second.progress == max(trial.progress for trial in second.trials)

@@ -16,9 +16,11 @@ from torch import nn
 from training import train
 
 import dynaquant as dq
-from dynaquant.engine.quantize.grid_weights import GridWeights, grid_weights
-from dynaquant.engine.quantize.kmeans_weights import KMeansWeights, kmeans_weights
 from dynaquant.engine.quantize.knobs import GridConfiguration
+from dynaquant.engine.quantize.step_limits import BALANCED_LIMITS
+from dynaquant.methods.grid.search import history_after
+from dynaquant.methods.method import WeightsToPrepare
+from dynaquant.methods.named import METHODS
 from dynaquant.ranks.group import Group
 from dynaquant.search.decision import Decision
 from dynaquant.search.history import History
@@ -129,21 +131,15 @@ HISTORIES = st.dictionaries(st.integers(-40, 5).map(str) | st.text(max_size=3), 
 RECORDS = st.fixed_dictionaries({}, optional={"search": st.fixed_dictionaries({"history": HISTORIES | JSON}) | JSON})
 
 
-def ready(method: str) -> tuple[nn.Module, GridWeights | KMeansWeights]:
-    """Returns a model with 30 weights, and the weights as the method needs them."""
+def decide(record, method: str) -> Decision:
+    """Returns the decision that goes on from a record, for a model with 30 weights."""
     torch.manual_seed(0)
     model = nn.Linear(6, 5)
     weights = {"model.weight": model.weight.detach()}
-    if method == "grid":
-        return model, grid_weights(weights, {}, {}, 0)
-    return model, kmeans_weights(weights, labels(weights, {"model": model}, {}), {})
-
-
-def decide(record, method: str) -> Decision:
-    """Returns the decision that goes on from a record, for the same weights."""
-    model, weights = ready(method)
+    found = WeightsToPrepare(weights, labels(weights, {"model": model}, {}), BALANCED_LIMITS)
+    prepared, _ = METHODS[method].prepare(found, Group())
     manager = ConfigurationManager(model, Movement(model, 1.0), False, None, Group())
-    return manager.decide(weights, {}, {}, SearchMemory.from_record(record, {}), Limits(0.01, 0.01))
+    return manager.decide(prepared, {}, SearchMemory.from_record(record, {}), Limits(0.01, 0.01))
 
 
 @BOTH_METHODS
@@ -168,10 +164,10 @@ def test_a_decision_goes_on_from_a_record_as_from_the_memory_itself(method):
 def test_a_score_far_from_the_result_tells_later_searches_nothing():
     """After a search that found nothing, the finest grid is scored. Its degradation is all noise."""
     found = GridConfiguration(-40)
-    usual = History().after(0.01, found, {-40: 0.007})
+    usual = history_after(History(), 0.01, found, {-40: 0.007})
     for noise in (1e-7, -1e-7):
-        assert History().after(0.01, found, {-363: noise, -40: 0.007}) == usual
-    assert History().after(0.01, GridConfiguration(-363), {-363: 1e-7}).scale.levels
+        assert history_after(History(), 0.01, found, {-363: noise, -40: 0.007}) == usual
+    assert history_after(History(), 0.01, GridConfiguration(-363), {-363: 1e-7}).scale.levels
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 import torch
 from searches import gauss
 
+from dynaquant.methods.grid.scale_search import scale_search
 from dynaquant.search.noise import Noise
-from dynaquant.search.scale_search import scale_search
 from dynaquant.search.steps import looks_stepped
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dynaquant.search.scale_search import (
+from dynaquant.methods.grid.scale_search import (
     CLIFF,
     FIRST_GAIN,
     LARGEST_GAIN,

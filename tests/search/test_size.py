@@ -10,7 +10,7 @@ import dynaquant as dq
 from dynaquant.demo.models import GPT
 from dynaquant.engine.coding.encoder import encode
 from dynaquant.engine.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
-from dynaquant.search.size import SizeModel
+from dynaquant.methods.published.size import SizeModel
 from dynaquant.state.roles import labels
 
 CONFIGURATIONS = [

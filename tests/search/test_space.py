@@ -5,7 +5,7 @@ from itertools import pairwise, product
 import pytest
 
 import dynaquant as dq
-from dynaquant.search.space import Candidate, Space, at_most
+from dynaquant.methods.published.space import Candidate, Space, at_most
 
 BOTH = ("magnitude", "sensitivity")
 SPACES = [Space(embeddings, metrics) for embeddings in (True, False) for metrics in (BOTH, BOTH[:1])]

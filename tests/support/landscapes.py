@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 
 from dynaquant.engine.quantize.knobs import Metric
-from dynaquant.search.space import Candidate, Point
+from dynaquant.methods.published.space import Candidate, Point
 
 SHAPE: Point = (6, 2, 6, 3)
 METRICS: tuple[Metric, ...] = ("magnitude", "sensitivity")

@@ -14,7 +14,7 @@ from replicas import STEPS, metric_of, model_of, optimizer_of, weights_of
 
 import dynaquant as dq
 from dynaquant.engine.quantize.kmeans_weights import kmeans_weights
-from dynaquant.search.size import SizeModel
+from dynaquant.methods.published.size import SizeModel
 from dynaquant.state.roles import labels
 
 SUPPORT = Path(__file__).parents[1] / "support"

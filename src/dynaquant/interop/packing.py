@@ -26,6 +26,7 @@ from dynaquant.errors import CheckpointError, EvaluateError
 from dynaquant.interop import any_format, inferred_roles
 from dynaquant.interop.going_on import GoingOn
 from dynaquant.interop.model_file import ModelFile
+from dynaquant.methods.grid.method import PreparedForGrid
 from dynaquant.ranks.group import Group
 from dynaquant.saving.allowance import Allowance
 from dynaquant.saving.presets import PRESETS, QualityName
@@ -180,19 +181,19 @@ class Packer:
         if not prior:
             prior = {name: _by_size(grid, name) for name in grid.weights}
             grid = replace(grid, fisher=effective_fisher(grid.sizes, grid.squares, prior))
-        streamed = _streamed(grid)
+        prepared = PreparedForGrid(_streamed(grid), bool(measured))
         assert self._limit is not None
         limit = self._training.allowed(self._limit)
         group = Group(alone=True)  # other ranks may be elsewhere: rank 0 often saves alone
         manager = ConfigurationManager(holder, evaluate, self._higher_is_better, None, group)
         restored = {_PREFIX + name: tensor for name, tensor in self._training.restored.items()}
         memory = replace(self._memory, restored=restored)
-        decision = manager.decide(streamed, {}, measured, memory, Limits(limit, self._limit))
+        decision = manager.decide(prepared, {}, memory, Limits(limit, self._limit))
         self._memory = decision.memory
         if not decision.memory.restored:
             self._training.restored = {}
         if isinstance(decision.configuration, GridConfiguration):
-            self._last = streamed.rungs(decision.configuration)
+            self._last = prepared.grid.rungs(decision.configuration)
         return decision, [note.removeprefix(_PREFIX) for note in grid.notes]
 
     def _evaluate_on(self, file: ModelFile) -> Evaluate:

@@ -23,7 +23,6 @@
 - ``bounded_tensors.py``: tensors with a bound, averages of weights at the preset's error
 - ``notes.py``: notes on what a checkpoint holds otherwise than its user might expect
 - ``gradient_statistics.py``: gradients recorded between two saves
-- ``prepare.py``: reads the weights once, before the search
 - ``moment_tolerances.py``: how coarse first moments may be
 - ``assemble.py``: the stored form of every tensor
 - ``replicas.py``: shares the writing among ranks that all hold the whole state

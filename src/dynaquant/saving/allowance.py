@@ -7,7 +7,8 @@ from math import inf
 from numbers import Integral, Real
 from typing import Any, get_args
 
-from dynaquant.engine.quantize.knobs import GridConfiguration, Knobs, Method
+from dynaquant.engine.quantize.knobs import GridConfiguration, Knobs, MethodName
+from dynaquant.methods.named import METHODS
 from dynaquant.saving.presets import PRESETS, QualityName
 
 
@@ -20,7 +21,7 @@ class Allowance:
     """
 
     quality: QualityName
-    method: Method | None
+    method: MethodName | None
     max_degradation: float | None
     configuration: Knobs | None
     training_budget: float | None = None
@@ -52,8 +53,8 @@ class Allowance:
             )
         if self.quality == "lossless" and (self.max_degradation, self.configuration, self.method) != (None, None, None):
             raise ValueError("quality='lossless' takes no max_degradation, method or configuration")
-        if self.method is not None and self.method not in get_args(Method):
-            raise ValueError(f"method must be {' or '.join(map(repr, get_args(Method)))}, not {self.method!r}")
+        if self.method is not None and self.method not in get_args(MethodName):
+            raise ValueError(f"method must be {' or '.join(map(repr, get_args(MethodName)))}, not {self.method!r}")
         if self.method not in (None, self.chosen_method):
             raise ValueError(
                 f"a {type(self.configuration).__name__} cannot be used with method {self.method!r}; "
@@ -69,10 +70,11 @@ class Allowance:
         preset = PRESETS[self.quality]
         if self.training_budget is not None or preset is None or self.configuration is not None:
             return self.training_budget
-        return preset.training_budget if self.max_degradation is None and self.chosen_method == "grid" else None
+        has_budget = METHODS[self.chosen_method].has_budget
+        return preset.training_budget if self.max_degradation is None and has_budget else None
 
     @property
-    def chosen_method(self) -> Method:
+    def chosen_method(self) -> MethodName:
         """The method of the given configuration, else the given method, else ``"grid"``."""
         if self.configuration is None:
             return self.method or "grid"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,16 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaquant.engine.coding.encoder import Coder
 from dynaquant.engine.label import Label
-from dynaquant.engine.quantize.grid_weights import GridWeights
-from dynaquant.engine.quantize.kmeans_weights import KMeansWeights
 from dynaquant.engine.quantize.knobs import Configuration, Knobs
 from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.engine.tensors.stored import External, Quantized
+from dynaquant.methods.method import WeightsToPrepare
+from dynaquant.methods.named import METHODS
 from dynaquant.ranks.group import Group
 from dynaquant.saving.allowance import Allowance, check_share
 from dynaquant.saving.assemble import Assembled, assemble
@@ -40,7 +39,6 @@ from dynaquant.saving.judged_averages import AverageJudge
 from dynaquant.saving.memory import Memory
 from dynaquant.saving.moment_tolerances import first_tolerances
 from dynaquant.saving.notes import notes_on_exact_moments, notes_on_gaps
-from dynaquant.saving.prepare import prepared_for_clusters, prepared_for_grid
 from dynaquant.saving.presets import PRESETS
 from dynaquant.saving.rank_zero import on_rank_zero
 from dynaquant.saving.replicas import share_writing
@@ -85,9 +83,7 @@ class Compressor:
         self._model = models_of(objects)
         self._preset = PRESETS[allowance.quality]
         self._searches = allowance.configuration is None and self._preset is not None
-        self.on_grid = allowance.chosen_method == "grid"
-        """Whether weights are quantized on grids, if at all. Then parameters of one dimension and moments are
-        quantized, too: their share is large once all others are small."""
+        self.method = METHODS[allowance.chosen_method]
         self._largest = self._preset.max_degradation if self._preset else 0.0
         fixed = allowance.configuration
         self._manager = ConfigurationManager(self._model, evaluate, higher_is_better, fixed, group)
@@ -108,7 +104,7 @@ class Compressor:
         self.hashes = HashCache()
         """Hashes of tensors that do not train."""
         self._gradients = GradientStatistics(
-            self._model, self._optimizers, self.on_grid, self._uses_gradients(fixed), interval
+            self._model, self._optimizers, self.method, self._uses_gradients(fixed), interval
         )
 
     def _uses_gradients(self, configuration: Knobs | None) -> bool:
@@ -131,11 +127,6 @@ class Compressor:
         check_share("max_degradation", value, 0.01)
         self._largest = float(value)
         self._keeps_to_budget = self._allowance.training_budget is not None
-
-    @property
-    def coder(self) -> Coder:
-        """How levels of weights are coded."""
-        return "conditional" if self.on_grid else "rearranged"
 
     def begin(self) -> Memory:
         """Return the memory of a training that begins with the present values."""
@@ -186,8 +177,8 @@ class Compressor:
             bounded = run(lambda: bounded_tensors(tensors, captured, self._preset))
             displaced = run(lambda: memory.displacements.since_the_start(captured.shards)) if self._preset else {}
         with timed(seconds, "search"):
-            decide = partial(self._manager.decide, limits=Limits(limit, self._largest), size_factor=size_factor)
-            decision, notes = self._decide(decide, memory, comparison, captured, bounded, displaced)
+            limits = Limits(limit, self._largest)
+            decision, notes = self._decide(memory, limits, size_factor, comparison, captured, bounded, displaced)
             if self._preset is not None:
                 error = self._preset.average_error
                 bounded, decision = self._averages.judge(decision, bounded, tensors, captured.labels, error, limit)
@@ -291,8 +282,9 @@ class Compressor:
 
     def _decide(
         self,
-        decide: Callable[..., Decision],
         memory: Memory,
+        limits: Limits,
+        size_factor: float,
         comparison: Comparison,
         captured: Captured,
         bounded: Mapping[str, Quantized],
@@ -301,40 +293,34 @@ class Compressor:
         """Return the most compact configuration that is good enough for the changed weights, and notes."""
         if self._preset is None:
             return Decision("lossless", None, memory=memory.search), []
-        labels, shards = captured.labels, captured.shards
         mean_squares: dict[str, float] = {}
-        if self.on_grid or self._manager.judges_by_distortion:
+        if self.method.uses_mean_squares or self._manager.judges_by_distortion:
             # Ranks must reach the same decision, so all use the numbers of rank 0.
-            measured = self._group.run_reducing(lambda: self._gradients.mean_squares(comparison.changed, shards))
-            mean_squares = self._group.from_rank_0(measured)
-        weights: GridWeights | KMeansWeights
-        if self.on_grid:
-            weights = prepared_for_grid(
-                comparison.changed,
-                memory.last_weights,
-                mean_squares,
-                memory.restored_step,
-                self._preset.step_limits if self._searches else LOOSEST_LIMITS,
-                displaced,
-                self._group,
-                shards,
+            measured = self._group.run_reducing(
+                lambda: self._gradients.mean_squares(comparison.changed, captured.shards)
             )
-            notes = list(weights.notes)
-        else:
-            gradients = self._gradients.recorded()
-            weights = prepared_for_clusters(comparison.changed, labels, gradients, self._group)
-            notes = list(weights.notes)
-            if self._gradients.needed and weights.weights and not gradients:
-                notes.append(
-                    "no gradients were recorded before this save: weight magnitudes were used in place of sensitivity"
-                )
+            mean_squares = self._group.from_rank_0(measured)
+        weights = WeightsToPrepare(
+            comparison.changed,
+            captured.labels,
+            self._preset.step_limits if self._searches else LOOSEST_LIMITS,
+            captured.shards,
+            mean_squares,
+            self._gradients.recorded(),
+            self._gradients.needed,
+            {name: last.quantized for name, last in memory.last_weights.items()},
+            memory.restored_step,
+            displaced,
+            size_factor,
+        )
+        prepared, notes = self.method.prepare(weights, self._group)
         stored = {**comparison.unchanged, **bounded}
         decided = {
             name: partial(dequantize, stored[f"model.{name}"])
             for name, _ in named_parameters(self._model)
             if f"model.{name}" in stored
         }
-        return decide(weights, decided, mean_squares, memory.search), notes
+        return self._manager.decide(prepared, decided, memory.search, limits), list(notes)
 
     def _shared(self, tensors: Mapping[str, Tensor], captured: Captured, has_others: bool) -> Division | None:
         """Return how replicas share the writing; None if rank 0 writes all.
@@ -342,7 +328,7 @@ class Compressor:
         has_others: whether there are tensors that are not stored by themselves, or will not be: frozen parameters get a
         file of their own. Collective.
         """
-        alone = has_others or not self.on_grid
+        alone = has_others or not self.method.supports_shards
         if self._group.size == 1 or any(self._group.all_gather(alone)):
             return None
         return share_writing(tensors, captured.labels, captured.differences.names, self._group)
@@ -368,7 +354,7 @@ class Compressor:
             return assemble(live, forms, master_of, external, captured.labels, copied_exactly)
 
         def moments_of(own: Mapping[str, Tensor], shards: Shards) -> dict[str, Quantized]:
-            if self._preset is None or not self.on_grid:
+            if self._preset is None or not self.method.quantizes_moments:
                 return {}
             first, second = self._preset.first_tolerance, self._preset.second_tolerance
             return quantize_moments(own, captured.labels, first, second, tolerances, shards.held, shards.reduce)

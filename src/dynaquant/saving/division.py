@@ -13,11 +13,12 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dynaquant.engine.quantize.knobs import Method
+from dynaquant.engine.quantize.knobs import MethodName
 from dynaquant.engine.shards import Shards
 from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.shard import Shard
 from dynaquant.errors import StateError
+from dynaquant.methods.named import METHODS
 from dynaquant.ranks.dtensors import is_sharded, local_of, named_shard, ranks_of_one_copy
 from dynaquant.ranks.group import Group
 from dynaquant.store.layout import Layout, Place
@@ -233,9 +234,9 @@ def check_sharded_before(sharded: bool, objects: Mapping[str, Any], group: Group
         )
 
 
-def check_arguments(method: Method, exact: str | None, evaluate_average: Any) -> None:
+def check_arguments(method: MethodName, exact: str | None, evaluate_average: Any) -> None:
     """Raise ValueError for arguments of a Checkpointer that sharded training does not support."""
-    if method != "grid":
+    if not METHODS[method].supports_shards:
         raise ValueError(f'method="{method}" needs whole tensors; sharded training supports method="grid"')
     if exact is not None:
         raise ValueError(

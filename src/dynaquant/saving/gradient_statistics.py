@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from dynaquant.engine.shards import WHOLE, Shards
+from dynaquant.methods.method import Method
 from dynaquant.ranks.dtensors import memory_of
 from dynaquant.search.distortion import mean_squared_gradients
 from dynaquant.state.roles import quantizable
 from dynaquant.state.wrappers import named_parameters
-from dynaquant.training.gradients import GradientRecorder, moving_average, sum_of_squares
+from dynaquant.training.gradients import GradientRecorder
 
 WINDOW = 50
 """Optimizer steps before a checkpoint whose gradients are recorded (method 1.1)."""
@@ -21,25 +22,24 @@ WINDOW = 50
 class GradientStatistics:
     """Statistics of the gradients of a model's quantized parameters, by their names in the state.
 
-    on_grid: whether to record the sum of each tensor's mean squared gradients, as grids need it, or a moving average of
-    whole gradients. needed: whether to record gradients at all. interval: steps to the first save, if known.
+    method: decides what is recorded. needed: whether to record gradients at all. interval: steps to the first save, if
+    known.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        on_grid: bool,
+        method: Method,
         needed: bool,
         interval: int | None,
     ) -> None:
-        self._model, self._optimizers, self._on_grid = model, optimizers, on_grid
+        self._model, self._optimizers, self._method = model, optimizers, method
         self._recorders: list[GradientRecorder] = []
         if needed:
-            parameters = {n: p for n, p in self._parameters().items() if quantizable(p, vectors=on_grid)}
-            record = sum_of_squares if self._on_grid else moving_average
+            parameters = {n: p for n, p in self._parameters().items() if quantizable(p, method.quantizes_vectors)}
             for optimizer in optimizers:
-                self._recorders.append(GradientRecorder(parameters, optimizer, WINDOW, interval, record))
+                self._recorders.append(GradientRecorder(parameters, optimizer, WINDOW, interval, method.accumulate))
 
     @property
     def needed(self) -> bool:
@@ -59,9 +59,8 @@ class GradientStatistics:
         trained = {memory_of(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
         own = self._parameters()
         known = {name: trained.get(memory_of(t), own[name]) for name, t in weights.items() if name in own}
-        recorded = self.recorded()
-        squares = recorded if self._on_grid else {name: g.square().mean() for name, g in recorded.items()}
-        return mean_squared_gradients(known, self._optimizers, {n: float(s) for n, s in squares.items()}, shards)
+        recorded = {name: self._method.mean_square(statistic) for name, statistic in self.recorded().items()}
+        return mean_squared_gradients(known, self._optimizers, recorded, shards)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {f"model.{name}": parameter for name, parameter in named_parameters(self._model)}

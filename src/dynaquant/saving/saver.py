@@ -84,7 +84,7 @@ class Saver:
             captured = capture(
                 self._objects,
                 self._roles,
-                self._compressor.on_grid,
+                self._compressor.method.quantizes_vectors,
                 self._run,
                 self._writer.base,
                 self._rank_0_only,
@@ -215,7 +215,7 @@ class Saver:
             compressed.assembled.tensors,
             compressed.labels,
             record,
-            coder=self._compressor.coder,
+            coder=self._compressor.method.coder,
             lossless_copy=compressed.assembled.lossless_copy,
             frozen=compressed.frozen,
         )

@@ -4,9 +4,7 @@
 - ``memory``: what one search remembers for the next.
 - ``scores``: what a record keeps of a search: the quality of the weights, and the trials.
 - ``decision``: the result of a search, and the decision for a checkpoint.
-- ``grid_method``: the search for the grid's scale exponent, with ``scale_search``, its search algorithm.
-- ``published_method``: the search of the published configurations, with ``space`` (defines them), ``size`` (predicts
-  their sizes), ``exhaustive`` and ``neighbourhood`` (its two search algorithms).
+- ``prepared``: what a search needs of the weights that a method has prepared.
 - ``trials``: quantizes with a configuration and scores the result; shares the work among ranks.
 - ``progress``: logs how long a search will take, and that it still goes on.
 - ``evaluation``: one evaluation: calls ``evaluate`` on a model with other weights. Also ``LossOn``, and ``OnBatches``.

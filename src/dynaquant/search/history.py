@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dynaquant.engine.quantize.knobs import Configuration, GridConfiguration, Knobs, knobs_from_json, knobs_to_json
-from dynaquant.search.scale_search import LONGEST_MOVE, level_of
+from dynaquant.engine.quantize.knobs import Configuration, GridConfiguration, knobs_from_json, knobs_to_json
 
 LEVELS = 4
 """Checkpoints whose levels are remembered. More would average more luck away, and follow the training later."""
@@ -20,7 +19,7 @@ _SMALLEST_LIMIT = 1e-9
 class LastScale:
     """Where the last search for the grid's scale ended.
 
-    exponent: of the scale. levels: of the last checkpoints, see ``scale_search.level_of``.
+    exponent: of the scale. levels: of the last checkpoints, see ``methods/grid/scale_search.py``.
     """
 
     exponent: int
@@ -51,15 +50,9 @@ class History:
             return None
         return found[min(found, key=lambda known: (abs(known - exponent), -known))]
 
-    def after(self, limit: float, configuration: Knobs, degradations: Mapping[int, float]) -> History:
-        """Return the history after a search for a limit. degradations: of the scale exponents that were scored."""
-        if isinstance(configuration, Configuration):
-            return replace(self, configurations={**self.configurations, _exponent(limit): configuration})
-        # The finest grid is scored after a search that found nothing. Noise is all that such a score tells.
-        near = {k: value for k, value in degradations.items() if abs(k - configuration.scale) <= LONGEST_MOVE}
-        level = level_of(near, limit)
-        levels = (*(self.scale.levels if self.scale else ()), *(() if level is None else (level,)))
-        return replace(self, scale=LastScale(configuration.scale, levels[-LEVELS:]))
+    def after_configuration(self, limit: float, configuration: Configuration) -> History:
+        """Return the history after a search for a limit has found a k-means configuration."""
+        return replace(self, configurations={**self.configurations, _exponent(limit): configuration})
 
     def to_json(self) -> dict[str, Any]:
         """Return the history as it is stored in a record."""

@@ -9,24 +9,18 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from dynaquant.engine.quantize.grid_weights import GridWeights
-from dynaquant.engine.quantize.kmeans_weights import KMeansWeights
-from dynaquant.engine.quantize.knobs import Configuration, GridConfiguration, Knobs
-from dynaquant.engine.shards import WHOLE, Shards
+from dynaquant.engine.quantize.knobs import Knobs
 from dynaquant.ranks.group import Group
-from dynaquant.search import displacement, published_method
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found
 from dynaquant.search.displacement import Displacement
 from dynaquant.search.evaluation import Evaluate, ParameterValues
-from dynaquant.search.grid_method import search_grid
-from dynaquant.search.judge import DistortionJudge, Judge, JudgedBy, PairedJudge
+from dynaquant.search.judge import Judge, PairedJudge
 from dynaquant.search.memory import SearchMemory
 from dynaquant.search.metric import UserMetric
+from dynaquant.search.prepared import PreparedWeights
 from dynaquant.search.progress import bar_removed
-from dynaquant.search.published_method import PublishedQuantizer, search_published
 from dynaquant.search.sight import Sight, has_worsened, is_suspicious, note_on, sight_of
-from dynaquant.search.size import SizeModel
-from dynaquant.search.trials import MixedScoresError, Quantizer, Trials, why_none_is_good_enough
+from dynaquant.search.trials import MixedScoresError, Trials, why_none_is_good_enough
 
 log = logging.getLogger("dynaquant")
 
@@ -62,32 +56,23 @@ class ConfigurationManager:
 
     def decide(
         self,
-        weights: KMeansWeights | GridWeights,
+        prepared: PreparedWeights,
         decided: Mapping[str, ParameterValues],
-        fisher: Mapping[str, float],
         memory: SearchMemory,
         limits: Limits,
-        size_factor: float = 1.0,
     ) -> Decision:
         """Return the most compact configuration that is good enough. Collective.
 
-        weights: to quantize, as the quantizer needs them. decided: the values that other parameters will have in the
-        checkpoint, by their name in the model. fisher: the mean squared gradient of each tensor as far as known, the
-        same on all ranks; used if there is no metric. memory: of the last decision. limits: the smallest of all ranks
-        count. size_factor: bytes that deltas took lately, relative to their predicted size; rank 0's counts, which
-        writes them.
+        prepared: the weights to quantize. decided: the values that other parameters will have in the checkpoint, by
+        their name in the model. memory: of the last decision. limits: the smallest of all ranks count.
 
         If ``evaluate`` fails on a candidate, that candidate is not good enough. If it fails on the weights in training,
         or is not finite there, the decision is lossless. Raises EvaluateError if it fails on a rank of several, or if
         it has never worked and fails on the weights in training.
         """
-        by_rank = self._group.all_gather((limits.allowed, limits.last_resort, size_factor))
-        limits = Limits(min(allowed for allowed, _, _ in by_rank), min(resort for _, resort, _ in by_rank))
-        if isinstance(weights, GridWeights):
-            quantizer: Quantizer = weights
-        else:
-            quantizer = PublishedQuantizer(weights, SizeModel(weights), by_rank[0][2])
-        search = _Search(self._group, self._fixed, quantizer, limits, _distortion_judge(weights, fisher))
+        by_rank = self._group.all_gather((limits.allowed, limits.last_resort))
+        limits = Limits(min(allowed for allowed, _ in by_rank), min(resort for _, resort in by_rank))
+        search = _Search(self._group, self._fixed, prepared, limits)
         if self._metric is not None:
             with bar_removed():
                 try:
@@ -96,19 +81,18 @@ class ConfigurationManager:
                     search.warn("evaluate communicates between ranks, but did not at first: all are scored again")
                     return search.by_metric(self._metric, decided, memory)
         if self._fixed is not None:
-            return Decision("fixed", self._fixed, quantizer.quantize(self._fixed), memory=memory)
+            return Decision("fixed", self._fixed, prepared.quantize(self._fixed), memory=memory)
         return search.by_estimate(memory)
 
 
 @dataclass(frozen=True)
 class _Search:
-    """The search of one save. fixed: the user's configuration. estimate: stands in for a metric."""
+    """The search of one save. fixed: the user's configuration."""
 
     group: Group
     fixed: Knobs | None
-    quantizer: Quantizer
+    prepared: PreparedWeights
     limits: Limits
-    estimate: DistortionJudge
 
     def by_metric(self, metric: UserMetric, decided: Mapping[str, ParameterValues], memory: SearchMemory) -> Decision:
         """Decide by the user's metric; by the estimate if the metric does not tell weights apart."""
@@ -137,10 +121,11 @@ class _Search:
 
     def by_estimate(self, memory: SearchMemory, notes: Sequence[str] = ()) -> Decision:
         """Decide by how far the weights move."""
-        at_once = 1 if _shards_of(self.quantizer).divided else self.group.size
-        trials = self._trials(self.estimate, self.limits.allowed, at_once, memory)
+        at_once = 1 if self.prepared.shards.divided else self.group.size
+        estimate = self.prepared.estimate
+        trials = self._trials(estimate, self.limits.allowed, at_once, memory)
         found = self._found(trials, memory)
-        return self._decided(found, trials, self.estimate, self.limits.allowed, 0.0, notes, memory)
+        return self._decided(found, trials, estimate, self.limits.allowed, 0.0, notes, memory)
 
     def _sight(
         self, metric: UserMetric, score: float, trials: Trials, memory: SearchMemory
@@ -154,7 +139,7 @@ class _Search:
         known = memory.reference
         worsened = known is not None and has_worsened(known, score, metric.higher_is_better)
         suspicious = is_suspicious(degradations, trials.limit, memory.sight)
-        if not self.quantizer.weights or not (suspicious or self.group.from_rank_0(worsened)):
+        if not self.prepared.weights or not (suspicious or self.group.from_rank_0(worsened)):
             return "sees", None, score if known is None else known
         zeros = trials.score_zeros()
         sight = sight_of(zeros)
@@ -172,14 +157,14 @@ class _Search:
             self.warn(note)
             return Decision("lossless", None, limit=self.limits.allowed, notes=[note], memory=memory)
         note = f"{problem}: the degradation of this checkpoint is unknown"
-        return Decision("fixed", self.fixed, self.quantizer.quantize(self.fixed), notes=[note], memory=memory)
+        return Decision("fixed", self.fixed, self.prepared.quantize(self.fixed), notes=[note], memory=memory)
 
     def _trials(self, judge: Judge | PairedJudge, limit: float, per_round: int, memory: SearchMemory) -> Trials:
         """Return the trials of one save. per_round: how many configurations are scored in one round."""
-        since_restore = Displacement(self.quantizer.weights, memory.restored, _shards_of(self.quantizer))
+        since_restore = Displacement(self.prepared.weights, memory.restored, self.prepared.shards)
         if self.fixed is not None:  # measured on all batches, whatever it is
             limit = math.inf
-        return Trials(self.quantizer, judge, since_restore, limit, self.group, per_round)
+        return Trials(self.prepared, judge, since_restore, limit, self.group, per_round)
 
     def _decided(
         self,
@@ -201,14 +186,12 @@ class _Search:
         notes = [*notes, *found.notes, *failed]
         chosen, search = found.chosen, found.search
         if found.good_enough is not None and trials.has_weights:
-            history = memory.history.after(limit, found.good_enough, _degradations_by_scale(trials))
-            restored = {} if _has_left_the_restore(found.good_enough, trials) else memory.restored
-            memory = replace(memory, history=history, restored=restored)
+            memory = self.prepared.after(memory, limit, found.good_enough, trials)
         elif chosen is None and limit < (largest := self.limits.last_resort - noise_margin):
             chosen, note = self._best_of(trials, limit, largest)
             if chosen is not None and note is not None:
                 notes, limit = [*notes, note], largest
-                search = "scale" if isinstance(chosen, GridConfiguration) else "more bins"
+                search = self.prepared.last_resort
                 self.warn(note)
         if chosen is None:
             reason = why_none_is_good_enough(trials.done, judge.judged_by, limit, noise_margin)
@@ -234,26 +217,11 @@ class _Search:
         )
 
     def _found(self, trials: Trials, memory: SearchMemory) -> Found:
-        """Search by the method of the quantizer."""
-        if not self.quantizer.weights:
-            return self._repeated(trials, memory)
-        if isinstance(self.quantizer, GridWeights):
-            return search_grid(self.quantizer, trials, memory.history.scale, memory.gave_up)
-        assert isinstance(self.quantizer, PublishedQuantizer)
-        last = memory.history.last_configuration(trials.limit)
-        return search_published(self.quantizer, trials, last, memory.gave_up)
-
-    def _repeated(self, trials: Trials, memory: SearchMemory) -> Found:
-        """Score the last configuration again: no weight has changed, so there is nothing to choose or to remember."""
-        on_grid = isinstance(self.quantizer, GridWeights)
-        if on_grid:
-            last = memory.history.scale
-            configuration: Knobs = GridConfiguration(0 if last is None else last.exponent)
-        else:
-            configuration = memory.history.last_configuration(trials.limit) or Configuration()
-        if not trials.is_good_enough(configuration):
-            return NOTHING_GOOD_ENOUGH
-        return Found("scale" if on_grid else "neighbourhood", configuration, configuration)
+        """Search by the method. If no weight has changed, there is nothing to choose: the last configuration counts."""
+        if self.prepared.weights:
+            return self.prepared.find(trials, memory)
+        search, last = self.prepared.last(memory, trials.limit)
+        return Found(search, last, last) if trials.is_good_enough(last) else NOTHING_GOOD_ENOUGH
 
     def _measured(
         self, fixed: Knobs, trials: Trials, judge: Judge | PairedJudge, notes: list[str], memory: SearchMemory
@@ -271,35 +239,3 @@ class _Search:
         """Log a note at once, on one rank; the record comes later."""
         if self.group.rank == 0:
             log.warning(note)
-
-
-def _has_left_the_restore(chosen: Knobs, trials: Trials) -> bool:
-    """Whether the weights are far enough from the restored ones, so that later checkpoints need not protect them."""
-    kept = trials.trial(chosen).progress
-    on_grid = isinstance(chosen, GridConfiguration)
-    least_kept = displacement.LEAST_KEPT if on_grid else published_method.LEAST_KEPT
-    stochastic = isinstance(chosen, GridConfiguration) and chosen.dithered
-    return kept is not None and kept >= least_kept and not stochastic
-
-
-def _distortion_judge(weights: KMeansWeights | GridWeights, fisher: Mapping[str, float]) -> DistortionJudge:
-    if isinstance(weights, GridWeights):
-        weighting = weights.fisher
-    else:
-        weighting = fisher if fisher.keys() >= weights.weights.keys() else {}
-    judged_by: JudgedBy = "fisher distortion" if fisher and weighting else "distortion"
-    return DistortionJudge(weights.weights, weighting, judged_by, _shards_of(weights))
-
-
-def _degradations_by_scale(trials: Trials) -> dict[int, float]:
-    """Return the degradations of grids by scale exponent, as far as they were judged."""
-    return {
-        trial.configuration.scale: trial.degradation
-        for trial in trials.done
-        if isinstance(trial.configuration, GridConfiguration) and trial.degradation is not None
-    }
-
-
-def _shards_of(weights: object) -> Shards:
-    """Return the shards that the weights are. Only the grid quantizer supports any."""
-    return weights.shards if isinstance(weights, GridWeights) else WHOLE

@@ -80,7 +80,7 @@ class Configuration:
 
 Knobs = Configuration | GridConfiguration
 """The configuration of either quantizer."""
-Method = Literal["grid", "published"]
+MethodName = Literal["grid", "published"]
 """How weights are quantized and coded:
 
 - ``grid``: on a uniform grid, with conditional entropy coding;

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypedDict
 
 from dynaquant.engine.bound import Bound
-from dynaquant.engine.quantize.knobs import Knobs, Method
+from dynaquant.engine.quantize.knobs import Knobs, MethodName
 from dynaquant.saving.allowance import Allowance
 from dynaquant.saving.arguments import check_options
 from dynaquant.saving.log_to import LogTo, logger_of
@@ -35,7 +35,7 @@ class Options(TypedDict, total=False):
     max_degradation: float | None
     training_budget: float | None
     expected_restores: int | None
-    method: Method | None
+    method: MethodName | None
     configuration: Knobs | None
     exact: Literal["latest", "best"] | None
     correct_moments: bool

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import product
 
 from dynaquant.engine.quantize.knobs import Metric
-from dynaquant.search.space import Candidate, Point, Score, Size, at_most
+from dynaquant.methods.published.space import Candidate, Point, Score, Size, at_most
 
 
 def delta_neighbourhood(

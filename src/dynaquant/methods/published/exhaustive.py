@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dynaquant.engine.quantize.knobs import Metric
-from dynaquant.search.space import Candidate, Point, Score, Size
+from dynaquant.methods.published.space import Candidate, Point, Score, Size
 
 
 def guided_exhaustive(

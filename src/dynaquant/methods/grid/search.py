@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from dynaquant.engine.quantize.grid_weights import GridWeights
 from dynaquant.engine.quantize.knobs import GridConfiguration, Knobs, in_short
+from dynaquant.methods.grid.scale_search import LONGEST_MOVE, first_exponent, level_of, scale_search
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Found
-from dynaquant.search.history import LastScale
+from dynaquant.search.history import LEVELS, History, LastScale
 from dynaquant.search.judge import DISTORTION_SCALE
-from dynaquant.search.scale_search import first_exponent, scale_search
 from dynaquant.search.trials import Trials
 
 MOST_DISTORTION = 0.1
@@ -17,6 +18,17 @@ MOST_DISTORTION = 0.1
 tried, whatever the metric says: early in a training it may prefer a model with no weights at all."""
 LEAST_DISTORTION = 1e-9
 """The finest grid loses this share: about what 16-bit floats lose."""
+
+
+def history_after(
+    history: History, limit: float, found: GridConfiguration, degradations: Mapping[int, float]
+) -> History:
+    """Return the history after a search for a limit. degradations: of the scale exponents that were scored."""
+    # The finest grid is scored after a search that found nothing. Noise is all that such a score tells.
+    near = {k: value for k, value in degradations.items() if abs(k - found.scale) <= LONGEST_MOVE}
+    level = level_of(near, limit)
+    levels = (*(history.scale.levels if history.scale else ()), *(() if level is None else (level,)))
+    return replace(history, scale=LastScale(found.scale, levels[-LEVELS:]))
 
 
 def search_grid(weights: GridWeights, trials: Trials, last: LastScale | None, gave_up: bool) -> Found:

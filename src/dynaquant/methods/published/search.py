@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from torch import Tensor
-
-from dynaquant.engine.quantize.candidate import CandidateWeights
-from dynaquant.engine.quantize.kmeans_weights import KMeansWeights, quantize_weights
+from dynaquant.engine.quantize.kmeans_weights import KMeansWeights
 from dynaquant.engine.quantize.knobs import Configuration, Knobs, in_short
-from dynaquant.engine.tensors.stored import QuantizedTensor
+from dynaquant.methods.published.exhaustive import guided_exhaustive
+from dynaquant.methods.published.neighbourhood import delta_neighbourhood
+from dynaquant.methods.published.size import SizeModel
+from dynaquant.methods.published.space import Candidate, Space
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Found, Search
-from dynaquant.search.exhaustive import guided_exhaustive
-from dynaquant.search.neighbourhood import delta_neighbourhood
-from dynaquant.search.size import SizeModel
-from dynaquant.search.space import Candidate, Space
+from dynaquant.search.scores import Trial
 from dynaquant.search.trials import Trials
 
 SWITCH_MARGIN = 0.1
@@ -26,51 +22,28 @@ LEAST_KEPT = 0.95
 keeps all of it on average: clusters would need far more bins."""
 
 
-@dataclass(frozen=True)
-class PublishedQuantizer:
-    """The weights of a checkpoint, ready to be quantized by k-means, and their predicted sizes.
-
-    size_factor: size of earlier deltas, relative to their predicted size.
-    """
-
-    prepared: KMeansWeights
-    sizes: SizeModel
-    size_factor: float
-
-    @property
-    def weights(self) -> Mapping[str, Tensor]:
-        """The weights by name."""
-        return self.prepared.weights
-
-    def quantize(self, configuration: Configuration) -> dict[str, QuantizedTensor]:
-        """Return the quantized weights by name. A pure function."""
-        return quantize_weights(self.prepared, configuration)
-
-    def candidate(self, configuration: Configuration) -> CandidateWeights:
-        """Return the weights as ``quantize`` would store them, to be scored."""
-        return self.quantize(configuration)
-
-    def predict(self, configuration: Configuration) -> float:
-        """Return the bytes of the coded weights."""
-        return self.size_factor * self.sizes.predict(configuration)
+def keeps_enough(trial: Trial) -> bool:
+    """Return whether a configuration keeps enough of the displacement since a restore, if there was one."""
+    return trial.keeps(LEAST_KEPT)
 
 
-def search_published(quantizer: PublishedQuantizer, trials: Trials, last: Configuration | None, gave_up: bool) -> Found:
+def search_published(
+    weights: KMeansWeights, sizes: SizeModel, trials: Trials, last: Configuration | None, gave_up: bool
+) -> Found:
     """Find the smallest configuration that is good enough and keeps enough of the displacement since a restore.
 
     last: the configuration that was found before for this limit or a near one (``History.last_configuration``).
     gave_up: whether the last search found nothing good enough. Collective.
     """
-    prepared, sizes = quantizer.prepared, quantizer.sizes
     space = Space(
-        embeddings="embedding" in prepared.layer_types.values(),
-        metrics=("magnitude", "sensitivity") if prepared.sensitivities else ("magnitude",),
+        embeddings="embedding" in weights.layer_types.values(),
+        metrics=("magnitude", "sensitivity") if weights.sensitivities else ("magnitude",),
     )
     search, found = _good_enough(space, sizes, trials, last, gave_up)
     if found is None:
         return NOTHING_GOOD_ENOUGH
     good_enough = space.configuration(found)
-    if trials.trial(good_enough).keeps(LEAST_KEPT):
+    if keeps_enough(trials.trial(good_enough)):
         return Found(search, good_enough, good_enough)
     chosen = _keeping_enough(space, sizes, trials, found)
     instead = (

@@ -1,0 +1,6 @@
+"""The method ``"grid"``: a uniform grid for each tensor.
+
+- ``method.py``: what it stores, records and prepares
+- ``search.py``: finds the scale
+- ``scale_search.py``: the search algorithm
+"""

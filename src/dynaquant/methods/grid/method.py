@@ -1,0 +1,131 @@
+"""The method ``"grid"``: uniform grids, whose steps follow the sensitivity of the loss (method 2.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from dynaquant.engine.coding.encoder import Coder
+from dynaquant.engine.quantize.candidate import CandidateWeights
+from dynaquant.engine.quantize.grid_weights import GridWeights, grid_weights
+from dynaquant.engine.quantize.knobs import GridConfiguration, Knobs
+from dynaquant.engine.shards import Shards
+from dynaquant.engine.tensors.codebook import Grid
+from dynaquant.engine.tensors.stored import QuantizedTensor
+from dynaquant.methods.grid.search import history_after, search_grid
+from dynaquant.methods.method import WeightsToPrepare
+from dynaquant.ranks.group import Group
+from dynaquant.search.decision import Found, Search
+from dynaquant.search.displacement import keeps_enough
+from dynaquant.search.judge import DistortionJudge, JudgedBy
+from dynaquant.search.memory import SearchMemory
+from dynaquant.search.trials import Trials
+from dynaquant.training.gradients import sum_of_squares
+
+
+class GridMethod:
+    """Uniform grids with conditional entropy coding. Records the sum of each tensor's mean squared gradients."""
+
+    coder: Coder = "conditional"
+    quantizes_vectors: bool = True
+    quantizes_moments: bool = True
+    supports_shards: bool = True
+    has_budget: bool = True
+    uses_mean_squares: bool = True
+    accumulate = staticmethod(sum_of_squares)
+
+    def mean_square(self, recorded: Tensor) -> float:
+        """Return what was recorded: the sum of mean squares."""
+        return float(recorded)
+
+    def prepare(self, weights: WeightsToPrepare, group: Group) -> tuple[PreparedForGrid, Sequence[str]]:
+        """Return the weights prepared for grids. Where possible a tensor keeps its grid step. Collective."""
+        grids = {name: last.codebook for name, last in weights.last.items()}
+        rungs = {name: grid.rung for name, grid in grids.items() if isinstance(grid, Grid)}
+
+        def prepared() -> GridWeights:
+            return grid_weights(
+                weights.tensors,
+                weights.mean_squares,
+                rungs,
+                weights.restored_step,
+                weights.shards,
+                weights.step_limits,
+                weights.displaced,
+            )
+
+        measured = bool(weights.mean_squares)
+        if weights.shards.divided:  # all ranks have the same numbers
+            found = group.run_reducing(prepared)
+        else:
+            found = group.run_on_all_ranks(prepared)
+            # Ranks must decide alike, so all use the numbers of rank 0.
+            fisher, squares, steps = group.from_rank_0((found.fisher, found.squares, found.largest_steps))
+            found = replace(found, fisher=fisher, squares=squares, largest_steps=steps)
+        return PreparedForGrid(found, measured), found.notes
+
+
+@dataclass(frozen=True)
+class PreparedForGrid:
+    """The weights of a checkpoint, ready for every scale. measured: whether any mean squared gradient is known."""
+
+    grid: GridWeights
+    measured: bool
+    last_resort: ClassVar[Search] = "scale"
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The weights by name."""
+        return self.grid.weights
+
+    @property
+    def shards(self) -> Shards:
+        """Which part of each weight this rank holds."""
+        return self.grid.shards
+
+    @property
+    def estimate(self) -> DistortionJudge:
+        """The judge that stands in for a metric."""
+        weighted = self.measured and bool(self.grid.fisher)
+        judged_by: JudgedBy = "fisher distortion" if weighted else "distortion"
+        return DistortionJudge(self.weights, self.grid.fisher, judged_by, self.shards)
+
+    def candidate(self, configuration: GridConfiguration) -> CandidateWeights:
+        """Return the weights as ``quantize`` would store them, to be scored."""
+        return self.grid.candidate(configuration)
+
+    def quantize(self, configuration: GridConfiguration) -> Mapping[str, QuantizedTensor]:
+        """Return the quantized weights by name."""
+        return self.grid.quantize(configuration)
+
+    def predict(self, configuration: GridConfiguration) -> None:
+        """Return no size: the search needs none, because a larger scale always takes fewer bytes."""
+
+    def find(self, trials: Trials, memory: SearchMemory) -> Found:
+        """Return the coarsest grid that is good enough. Collective."""
+        return search_grid(self.grid, trials, memory.history.scale, memory.gave_up)
+
+    def last(self, memory: SearchMemory, limit: float) -> tuple[Search, Knobs]:  # noqa: ARG002
+        """Return the last scale."""
+        scale = memory.history.scale
+        return "scale", GridConfiguration(0 if scale is None else scale.exponent)
+
+    def after(self, memory: SearchMemory, limit: float, found: Knobs, trials: Trials) -> SearchMemory:
+        """Return what the next search starts from.
+
+        Weights that are far enough from the restored ones, as rounding to the nearest level keeps them, need no
+        protection any more.
+        """
+        assert isinstance(found, GridConfiguration)
+        degradations = {
+            trial.configuration.scale: trial.degradation
+            for trial in trials.done
+            if isinstance(trial.configuration, GridConfiguration) and trial.degradation is not None
+        }
+        kept = trials.trial(found).progress
+        left = kept is not None and keeps_enough(kept) and not found.dithered
+        history = history_after(memory.history, limit, found, degradations)
+        return replace(memory, history=history, restored={} if left else memory.restored)

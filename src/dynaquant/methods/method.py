@@ -1,0 +1,68 @@
+"""What every method has. The rest of the code knows no more of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from dynaquant.engine.coding.encoder import Coder
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.step_limits import StepLimits
+from dynaquant.engine.shards import WHOLE, Shards
+from dynaquant.engine.tensors.stored import QuantizedTensor
+from dynaquant.ranks.group import Group
+from dynaquant.search.prepared import PreparedWeights
+
+
+@dataclass(frozen=True)
+class WeightsToPrepare:
+    """The weights of a checkpoint, and what is known of them. All mappings are by name.
+
+    tensors: the values. shards: which part of each this rank holds. mean_squares: F, the mean squared gradient of each,
+    as far as known. gradients: what ``Method.accumulate`` has recorded. records_gradients: whether it records at all.
+    last: of the last checkpoint. restored_step: seed of stochastic rounding. step_limits: of the preset. displaced: how
+    far each has moved since the training began. size_factor: bytes that deltas took lately, relative to predictions.
+    """
+
+    tensors: Mapping[str, Tensor]
+    labels: Mapping[str, Label]
+    step_limits: StepLimits
+    shards: Shards = WHOLE
+    mean_squares: Mapping[str, float] = field(default_factory=dict)
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    records_gradients: bool = False
+    last: Mapping[str, QuantizedTensor] = field(default_factory=dict)
+    restored_step: int = 0
+    displaced: Mapping[str, float] = field(default_factory=dict)
+    size_factor: float = 1.0
+
+
+class Method(Protocol):
+    """How weights are quantized and coded, and how a configuration is found.
+
+    coder: of levels. quantizes_vectors, quantizes_moments: whether parameters of one dimension, and moments, are
+    quantized, too. supports_shards: whether ranks may hold or write parts of a state. has_budget: whether the training
+    has a budget if the user gives none. uses_mean_squares: whether ``prepare`` needs mean squared gradients.
+    """
+
+    coder: Coder
+    quantizes_vectors: bool
+    quantizes_moments: bool
+    supports_shards: bool
+    has_budget: bool
+    uses_mean_squares: bool
+
+    def accumulate(self, gradient: Tensor, before: Tensor | None) -> Tensor | None:
+        """Return what to record of a parameter from now on. before: what was recorded so far."""
+        ...
+
+    def mean_square(self, recorded: Tensor) -> float:
+        """Return the mean squared gradient, up to a factor, from what ``accumulate`` has recorded of a tensor."""
+        ...
+
+    def prepare(self, weights: WeightsToPrepare, group: Group) -> tuple[PreparedWeights, Sequence[str]]:
+        """Read the weights once, and return what every configuration needs, and notes for the record. Collective."""
+        ...

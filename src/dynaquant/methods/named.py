@@ -1,0 +1,10 @@
+"""The methods by name."""
+
+from __future__ import annotations
+
+from dynaquant.engine.quantize.knobs import MethodName
+from dynaquant.methods.grid.method import GridMethod
+from dynaquant.methods.method import Method
+from dynaquant.methods.published.method import PublishedMethod
+
+METHODS: dict[MethodName, Method] = {"grid": GridMethod(), "published": PublishedMethod()}
