@@ -8,9 +8,12 @@ from torch import nn
 
 import dynaquant as dq
 from dynaquant.engine.tensors.stored import ScaledMoment
-from dynaquant.saving.moment_tolerances import COARSEST, FINEST, first_tolerances
+from dynaquant.saving.moment_tolerances import first_tolerances
 from dynaquant.saving.presets import DROPPED, PRESETS
 from dynaquant.store.run import Run
+
+COARSEST = 1.4
+FINEST = 0.5
 
 
 def tolerance(interval, quality="balanced", beta=0.9, optimizer=torch.optim.AdamW, corrected=True):

@@ -9,8 +9,11 @@ from torch import nn
 from training import model_of, train
 
 import dynaquant as dq
-from dynaquant.saving.movement import MOST, SAMPLE, Movement
+from dynaquant.saving.movement import Movement
 from dynaquant.saving.schedule import Schedule
+
+MOST = 4096
+SAMPLE = 16384
 
 
 def movement_of(model, distance=0.02, fisher=None, interval=None):

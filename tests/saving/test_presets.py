@@ -11,8 +11,9 @@ from training import bits, model_of
 from dynaquant import Checkpointer, Configuration, GridConfiguration, LossOn, load
 from dynaquant.saving.allowance import Allowance
 from dynaquant.saving.presets import PRESETS
-from dynaquant.saving.training_budget import SHARE_OF_ONE
 from dynaquant.store.container import CheckpointFile
+
+SHARE_OF_ONE = 0.25
 
 LOSSY = [name for name, preset in PRESETS.items() if preset is not None]
 

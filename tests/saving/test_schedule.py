@@ -6,7 +6,10 @@ import random
 
 import pytest
 
-from dynaquant.saving.schedule import FIRST, MAX_OVERHEAD, Schedule, daly
+from dynaquant.saving.schedule import Schedule, daly
+
+FIRST = 50
+MAX_OVERHEAD = 0.005
 
 
 class Clock:

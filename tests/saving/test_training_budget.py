@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.saving.training_budget import LEAST_SHARE, SHARE_OF_ONE, TrainingBudget, learning_rate, scaled_by_rate
+from dynaquant.saving.training_budget import TrainingBudget, learning_rate, scaled_by_rate
+
+LEAST_SHARE = 0.05
+SHARE_OF_ONE = 0.25
 
 BUDGET = TrainingBudget(total=0.005, largest=0.01, scaled=True)
 UNSCALED = TrainingBudget(total=0.005, largest=0.01)

@@ -21,7 +21,7 @@ from dynaquant.search.displacement import Displacement
 
 COARSE = dq.Configuration(bins=4, protected=0.0)
 FINE = dq.Configuration(bins=64, protected=0.0)
-LEAST = {"grid": displacement.LEAST_KEPT, "published": published_search.LEAST_KEPT}
+LEAST = {"grid": 0.99, "published": 0.95}
 
 
 def keeps_enough(record: dq.Record, method: str) -> bool:

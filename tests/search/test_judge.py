@@ -14,8 +14,10 @@ from dynaquant.engine.quantize.knobs import GridConfiguration
 from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.search.distortion import distortion, mean_squared_gradients
-from dynaquant.search.judge import DISTORTION_SCALE, DistortionJudge, MetricJudge
+from dynaquant.search.judge import DistortionJudge, MetricJudge
 from dynaquant.state.roles import labels
+
+DISTORTION_SCALE = 3.0
 
 
 def prepared(model: nn.Module) -> KMeansWeights:

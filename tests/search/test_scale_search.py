@@ -7,24 +7,20 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dynaquant.methods.grid.scale_search import (
-    CLIFF,
-    FIRST_GAIN,
-    LARGEST_GAIN,
-    LARGEST_LOSS,
-    LEAST_GAIN,
-    LONGEST_MOVE,
-    MOST_CHANGED,
-    MOST_ROUNDS,
-    RESOLUTION,
-    SCALES_PER_OCTAVE,
-    SECOND_ORDER_POWER,
-    TARGET,
-    expected_exponent,
-    first_exponent,
-    level_of,
-    scale_search,
-)
+from dynaquant.methods.grid.scale_search import expected_exponent, first_exponent, level_of, scale_search
+
+CLIFF = 8.0
+FIRST_GAIN = 8
+LARGEST_GAIN = 16
+LARGEST_LOSS = 8
+LEAST_GAIN = 12
+LONGEST_MOVE = 32
+MOST_CHANGED = 8
+MOST_ROUNDS = 12
+RESOLUTION = 2
+SCALES_PER_OCTAVE = 16
+SECOND_ORDER_POWER = 2.0
+TARGET = 0.7
 
 LIMIT = 0.01
 LOWEST, HIGHEST = -150, 62  # a typical range

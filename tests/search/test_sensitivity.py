@@ -5,7 +5,10 @@ import torch
 
 from dynaquant.engine.quantize.grid_weights import grid_weights
 from dynaquant.engine.tensors.dequantize import dequantize
-from dynaquant.search.sensitivity import LEAST_SENSITIVITY, MOST_GROUPS, groups_of, measure_sensitivity
+from dynaquant.search.sensitivity import groups_of, measure_sensitivity
+
+LEAST_SENSITIVITY = 0.01
+MOST_GROUPS = 32
 
 
 def test_large_tensors_are_quantized_alone_and_small_ones_together():

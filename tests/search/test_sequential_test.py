@@ -6,15 +6,11 @@ import statistics
 
 import pytest
 
-from dynaquant.search.sequential_test import (
-    ERROR_RATE,
-    ERROR_RATE_OF_MORE,
-    FIRST_LOOK,
-    looks,
-    order_of,
-    t_quantile,
-    verdict,
-)
+from dynaquant.search.sequential_test import looks, order_of, t_quantile, verdict
+
+ERROR_RATE = 0.05
+ERROR_RATE_OF_MORE = 0.3
+FIRST_LOOK = 3
 
 
 def differences(batches: int, mean: float, spread: float, draw: random.Random) -> list[float]:

@@ -109,7 +109,7 @@ def test_a_kill_at_any_moment_loses_no_committed_checkpoint(tmp_path, trainer, m
         inside += bool(strays) or last > committed
         identities = check_all(Run(folder), identities)
         assert last == max(identities)
-    assert inside >= KILLS / 3  # fewer on a busy machine, where a process is late
+    assert inside >= KILLS / 5  # fewer on a busy machine, where a process is late
     _, ckpt = build(str(folder), method)
     with ckpt:
         ckpt.restore()

@@ -20,9 +20,11 @@ from dynaquant.engine.quantize.grid_weights import GridWeights, grid_weights
 from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.ranks.group import Group
-from dynaquant.search.displacement import LEAST_KEPT, Displacement
+from dynaquant.search.displacement import Displacement
 from dynaquant.search.judge import PairedJudge
 from dynaquant.search.trials import Trials
+
+LEAST_KEPT = 0.99
 
 BATCHES = torch.arange(20 * 8).view(20, 8) % 16
 

@@ -2,11 +2,15 @@
 
 ``--tier quick`` runs every test function once, with its first parameters, without those marked ``slow``. Hypothesis
 tries few examples there. ``--tier rest`` runs the others, and those with Hypothesis again. By default, all run.
-Each run ends with its slowest tests, by the CPU seconds that they and their finished subprocesses took.
+Each run ends with its slowest tests, by the CPU seconds that they and their finished subprocesses took. A tier that
+takes half as much again as its budget fails. A budget is a multiple of what a reference task takes on the same machine
+before and after the tests, so a slow or busy machine does not fail it.
 """
 
+import hashlib
 import json
 import os
+import time
 from pathlib import Path
 
 import launched
@@ -15,6 +19,10 @@ from hypothesis import is_hypothesis_test, settings
 from xdist.scheduler import LoadScopeScheduling
 
 SHOWN = 10
+BUDGETS = {"quick": 2_000, "rest": 5_000}
+"""CPU seconds of each tier, as multiples of those of the reference task."""
+EXCEEDED = 1.5
+"""How much of its budget fails a tier."""
 SHARING = frozenset(
     f"tests/{file}.py"
     for file in (
@@ -96,12 +104,32 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+def reference_seconds():
+    """Return the CPU seconds of the reference task: interpreted code, and a pass over memory."""
+    began = time.process_time()
+    numbers = list(range(1_000_000))
+    assert sum(number * number % 7 for number in numbers) > 0
+    hashlib.sha256(bytes(1 << 27)).hexdigest()
+    return time.process_time() - began
+
+
 class Report:
-    """Gathers the CPU seconds of all tests, shows the slowest."""
+    """Gathers the CPU seconds of all tests, shows the slowest, and compares the sum with the tier's budget."""
 
     def __init__(self, config):
         self.file = config.getoption("--cpu-seconds")
+        self.budget = BUDGETS.get(config.getoption("--tier"))
         self.seconds = {}
+        self.reference = [reference_seconds() for _ in range(3)] if self.budget else []
+        self.used = None
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session):
+        if self.budget and self.seconds:
+            self.reference += [reference_seconds() for _ in range(3)]
+            self.used = sum(self.seconds.values()) / (sum(self.reference) / len(self.reference)) / self.budget
+            if self.used > EXCEEDED and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_runtest_logreport(self, report):
         if report.when == "teardown":
@@ -116,3 +144,6 @@ class Report:
         terminalreporter.section(f"{len(self.seconds)} tests took {total:.0f} CPU seconds, the slowest")
         for name in sorted(self.seconds, key=self.seconds.__getitem__, reverse=True)[:SHOWN]:
             terminalreporter.line(f"{self.seconds[name]:7.1f} s  {name}")
+        if self.used is not None:
+            failed = f", more than {EXCEEDED:.0%}: mark tests as slow, or make them faster" * (self.used > EXCEEDED)
+            terminalreporter.line(f"{self.used:.0%} of the budget of this tier{failed}")
