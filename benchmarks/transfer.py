@@ -196,7 +196,7 @@ def compressed(original: State, folder: Path, quick: bool) -> Iterator[Compresse
         yield by_peer(peer, original, quick)
     if not quick:
         yield published(original, folder / "published")
-        yield packed(DEFAULT, Packer(max_degradation=LIMIT, metric=similarity, higher_is_better=True), folder)
+        yield packed(DEFAULT, Packer(dq.Quality(max_degradation=LIMIT), metric=similarity, higher_is_better=True), folder)
     yield packed(NO_METRIC, Packer(), folder)
 
 

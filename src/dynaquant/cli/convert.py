@@ -20,7 +20,7 @@ from dynaquant.cli.arguments import AsJson, RunFolder, RunOrFile, Step, must_not
 from dynaquant.errors import CheckpointError
 from dynaquant.formatting import in_bytes, plural
 from dynaquant.interop.targets import Target
-from dynaquant.saving.presets import QualityName
+from dynaquant.options import Quality, QualityName
 from dynaquant.store.files import is_file_name
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dynaquant.saving.record import Record
     from dynaquant.store.container import CheckpointFile
 
-Quality = Annotated[str, typer.Option(help=f"How much may be lost: {', '.join(get_args(QualityName))}.")]
+QualityOption = Annotated[str, typer.Option(help=f"How much may be lost: {', '.join(get_args(QualityName))}.")]
 MaxDegradation = Annotated[
     float | None,
     typer.Option(help="Largest relative degradation of the metric.", show_default="what the quality allows", min=0),
@@ -68,7 +68,7 @@ def compress(
         ),
     ],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write.", show_default="SOURCE.dqc")] = None,
-    quality: Quality = "balanced",
+    quality: QualityOption = "balanced",
     max_degradation: MaxDegradation = None,
     metric: MetricName = None,
     higher_is_better: HigherIsBetter = False,
@@ -132,7 +132,7 @@ def pack(
         list[Path], typer.Argument(metavar="FILES", help="Checkpoints: files or folders, as for compress.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the run.", show_default=False)],
-    quality: Quality = "balanced",
+    quality: QualityOption = "balanced",
     max_degradation: MaxDegradation = None,
     metric: MetricName = None,
     higher_is_better: HigherIsBetter = False,
@@ -284,8 +284,9 @@ def _packer(
     if quality not in get_args(QualityName):
         raise typer.BadParameter(f"--quality must be one of {', '.join(get_args(QualityName))}, not {quality!r}")
     try:
+        chosen = Quality(quality, max_degradation=max_degradation)  # type: ignore[arg-type]
         function = _function(metric) if metric is not None else None
-        return Packer(quality, max_degradation, function, higher_is_better, tell)  # type: ignore[arg-type]
+        return Packer(chosen, function, higher_is_better, tell)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 

@@ -20,8 +20,8 @@ from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.engine.tensors.stored import External, Quantized, StoredTensor
+from dynaquant.options import Quality, check_share
 from dynaquant.ranks.group import Group
-from dynaquant.saving.allowance import Allowance, check_share
 from dynaquant.saving.assemble import Assembled, assemble
 from dynaquant.saving.bounded_tensors import bounded_tensors
 from dynaquant.saving.capture import Captured
@@ -40,7 +40,7 @@ from dynaquant.saving.judged_averages import AverageJudge
 from dynaquant.saving.moment_tolerances import first_tolerances
 from dynaquant.saving.notes import notes_on_exact_moments, notes_on_gaps
 from dynaquant.saving.prepare import prepared_for_clusters, prepared_for_grid
-from dynaquant.saving.presets import PRESETS
+from dynaquant.saving.presets import PRESETS, budget_of
 from dynaquant.saving.rank_zero import on_rank_zero
 from dynaquant.saving.record import degradation_of, limit_of
 from dynaquant.saving.replicas import share_writing
@@ -75,7 +75,7 @@ class Compressor:
         patterns: Collection[str],
         evaluate: Evaluate | None,
         higher_is_better: bool,
-        allowance: Allowance,
+        quality: Quality,
         keep_lossless_copy: bool,
         group: Group,
         interval: int | None,
@@ -84,30 +84,27 @@ class Compressor:
         self._objects, self._patterns, self._group = objects, patterns, group
         self._keep_lossless_copy = keep_lossless_copy
         self._model = models_of(objects)
-        self._preset = PRESETS[allowance.quality]
-        self._searches = allowance.configuration is None and self._preset is not None
-        self.method = allowance.chosen_method
+        self._preset = PRESETS[quality.preset]
+        self._searches = quality.configuration is None and self._preset is not None
+        self.method = quality.chosen_method
         self.vectors = self.method == "grid"
         """Whether parameters of one dimension are quantized, too. Their share is large once all others are small."""
         self._largest = self._preset.max_degradation if self._preset else 0.0
-        fixed = allowance.configuration
+        fixed = quality.configuration
         self.manager = ConfigurationManager(self._model, evaluate, higher_is_better, self._largest, fixed, group)
         judge = partial(AverageJudge, evaluate_average, objects, higher_is_better, group)
         self._averages = group.run_on_all_ranks(judge)
         self._optimizers = [source for source in objects.values() if isinstance(source, torch.optim.Optimizer)]
         self._budget: TrainingBudget | None = None
-        if allowance.max_degradation is not None:
-            self.max_degradation = allowance.max_degradation
-        if (total := allowance.budget_of_training) is not None:
+        if quality.max_degradation is not None:
+            self.max_degradation = quality.max_degradation
+        if (total := budget_of(quality)) is not None:
             scaled = scaled_by_rate(self._optimizers)
-            self._budget = TrainingBudget(float(total), self.max_degradation, allowance.expected_restores, scaled)
-        self._budget_is_explicit = allowance.training_budget is not None
-        arguments = evaluate is None, higher_is_better, allowance, sorted(evaluate_average)
+            self._budget = TrainingBudget(float(total), self.max_degradation, quality.expected_restores, scaled)
+        self._budget_is_explicit = quality.training_budget is not None
+        arguments = evaluate is None, higher_is_better, quality, sorted(evaluate_average)
         if any(other != arguments for other in group.all_gather(arguments)):
-            raise ValueError(
-                "evaluate, evaluate_average, higher_is_better, max_degradation, training_budget, quality, method and "
-                "configuration must agree on all ranks"
-            )
+            raise ValueError("evaluate, evaluate_average, higher_is_better and quality must agree on all ranks")
         self.updates = Updates(objects)
         """What the optimizers do between two saves."""
         self.hashes = HashCache()

@@ -6,13 +6,9 @@ import math
 import operator
 import time
 from collections.abc import Callable
-from typing import Literal
 
-from dynaquant.saving.movement import Moved, Movement
-
-Every = int | Literal["auto"] | Moved
-"""Steps between checkpoints; ``"auto"``: computed from the measured cost of a save; ``Moved``: as far as the weights
-move."""
+from dynaquant.options import Auto, Every, Moved
+from dynaquant.saving.movement import Movement
 
 FIRST = 50
 """Steps to the first checkpoint of an automatic schedule: gradients of this many steps are recorded."""
@@ -24,42 +20,27 @@ REPAID = 0.25
 class Schedule:
     """Steps between checkpoints.
 
-    every: the number of steps; ``"auto"``: from the measured cost of a save. max_overhead: the largest share of the
-    training time that saves may take. If one save costs more (a search from scratch), the next intervals are longer.
-    mean_time_between_failures: in seconds; the interval is the one that loses the least time to saves and failures
-    (Young 1974, Daly 2006). With both, the longer interval counts. movement: of the weights, if ``every`` is a
-    ``Moved``. clock: returns seconds.
-
-    Raises ValueError for numbers out of range, and for ``max_overhead`` and ``mean_time_between_failures`` without
-    ``"auto"``.
+    With ``Auto``, the interval follows from the measured cost of a save. If one save costs more (a search from
+    scratch), the next intervals are longer. movement: of the weights, if ``every`` is a ``Moved``. clock: returns
+    seconds.
     """
 
     def __init__(
         self,
         every: Every | None,
-        max_overhead: float | None = None,
-        mean_time_between_failures: float | None = None,
         movement: Movement | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        steps = None if every is None or every == "auto" or isinstance(every, Moved) else every
-        if steps is not None and (not hasattr(steps, "__index__") or steps < 1):
-            raise ValueError(f"every must be at least 1 (a number of steps), 'auto' or a dq.Moved(…), not {every!r}")
-        if every != "auto" and (max_overhead is not None or mean_time_between_failures is not None):
-            raise ValueError("max_overhead and mean_time_between_failures need every='auto'")
-        for name, value in (
-            ("max_overhead", max_overhead),
-            ("mean_time_between_failures", mean_time_between_failures),
-        ):
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be above 0, not {value}")
-        if every == "auto" and max_overhead is None and mean_time_between_failures is None:
-            max_overhead = MAX_OVERHEAD
-        self._automatic = every == "auto"
-        self._max_overhead, self._mean_time_between_failures = max_overhead, mean_time_between_failures
+        self._automatic = isinstance(every, Auto)
+        self._max_overhead, self._mean_time_between_failures = None, None
+        if isinstance(every, Auto):
+            self._max_overhead = MAX_OVERHEAD if every == Auto() else every.max_overhead
+            self._mean_time_between_failures = every.mean_time_between_failures
         self._clock = clock
         self.movement = movement
-        self.interval: int | None = FIRST if every == "auto" else None if steps is None else operator.index(steps)
+        self.interval: int | None = (
+            FIRST if self._automatic else None if isinstance(every, Auto | Moved | None) else int(every)
+        )
         """Steps from one checkpoint to the next, as known now. With ``Moved``, the length of the last interval."""
         self._last_step: int | None = None
         self._save: tuple[int, float] | None = None
@@ -86,7 +67,7 @@ class Schedule:
         """Return whether a checkpoint is due at ``step``. Raises ValueError without ``every``."""
         step = operator.index(step)
         if self.interval is None and self.movement is None:
-            raise ValueError("due() needs Checkpointer(…, every=steps), every='auto' or every=dq.Moved(…)")
+            raise ValueError("due() needs Checkpointer(…, every=steps), every=dq.Auto() or every=dq.Moved(…)")
         if self._last_step is None and (self._automatic or self.movement is not None):
             self._last_step = step - 1  # training begins at this step
         if self.movement is not None:
