@@ -193,7 +193,9 @@ def test_both_decoders_agree_on_the_current_version(tmp_path, dtype, bins):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step, count in enumerate(bins):
         configuration = dynaquant.Configuration(bins=count, embedding_bins=count)
-        with dynaquant.Checkpointer(tmp_path, model, optimizer, configuration=configuration) as ckpt:
+        with dynaquant.Checkpointer(
+            tmp_path, model, optimizer, quality=dynaquant.Quality(configuration=configuration)
+        ) as ckpt:
             ckpt.restore()
             for _ in range(3):
                 tokens = torch.randint(0, 32, (16,))
@@ -386,12 +388,12 @@ def test_both_agree_on_layouts(tmp_path):
 
 
 def test_both_agree_on_centres(tmp_path):
-    saved_run(tmp_path, adamw, 2, method="kmeans")
+    saved_run(tmp_path, adamw, 2, quality=dynaquant.Quality(method="kmeans"))
     assert codings_in(tmp_path, 2) >= {"conditional centres", "conditional centres+", "conditional protected"}
 
 
 def test_both_agree_on_the_published_method(tmp_path):
-    saved_run(tmp_path, adamw, 2, method="published")
+    saved_run(tmp_path, adamw, 2, quality=dynaquant.Quality(method="published"))
     assert codings_in(tmp_path, 2) >= {"quantized alone", "quantized delta", "quantized rearranged"}
 
 
@@ -400,7 +402,7 @@ def test_both_agree_when_the_method_changes(tmp_path):
     optimizer = adamw(model)
     methods = "published", "grid", "kmeans", "published"
     for step, method in enumerate(methods):
-        with dynaquant.Checkpointer(tmp_path, model, optimizer, method=method) as ckpt:
+        with dynaquant.Checkpointer(tmp_path, model, optimizer, quality=dynaquant.Quality(method=method)) as ckpt:
             ckpt.restore()
             model.train_on(optimizer)
             ckpt.save(step)
@@ -414,7 +416,7 @@ def test_both_agree_on_weights_that_are_rounded_master_weights(tmp_path, dtype, 
 
 
 def test_both_agree_on_a_checkpoint_and_its_lossless_copy(tmp_path):
-    model = saved_run(tmp_path, adamw, exact="latest")
+    model = saved_run(tmp_path, adamw, keep=dynaquant.Keep(lossless_copy=True))
     header, tensors = decode_exact(tmp_path, 2)
     state = state_of(header["tree"], tensors)
     assert_alike(state, dynaquant.load(tmp_path))

@@ -107,12 +107,12 @@ class Masters:
 
 
 MANNERS = [
-    {"quality": "high", "configuration": GridConfiguration(-128)},
-    {"quality": "high", "configuration": GridConfiguration(-136, dithered=True)},
-    {"method": "kmeans", "configuration": dq.Configuration(protected=0.02)},
-    {"method": "kmeans", "configuration": dq.Configuration(protected=0.02, bins=24)},
-    {"method": "published", "configuration": dq.Configuration(bins=20, embedding_bins=12)},
-    {"quality": "small", "configuration": GridConfiguration(-96)},
+    {"quality": dq.Quality("high", configuration=GridConfiguration(-128))},
+    {"quality": dq.Quality("high", configuration=GridConfiguration(-136, dithered=True))},
+    {"quality": dq.Quality(method="kmeans", configuration=dq.Configuration(protected=0.02))},
+    {"quality": dq.Quality(method="kmeans", configuration=dq.Configuration(protected=0.02, bins=24))},
+    {"quality": dq.Quality(method="published", configuration=dq.Configuration(bins=20, embedding_bins=12))},
+    {"quality": dq.Quality("small", configuration=GridConfiguration(-96))},
 ]
 """The options of the Checkpointers, each for two of the steps."""
 
@@ -133,7 +133,9 @@ def make(folder):
     for manner in MANNERS:
         roles = {"model.slow": "weight", "model.sparse": "weight", "model.spectrum": "omit"}
         roles |= {"model.field": dq.Bound(absolute=1e-2), "model.*_field": dq.Bound(relative=1e-3)}
-        with dq.Checkpointer(folder, model, optimizer, extras=objects, roles=roles, keyframe_every=5, **manner) as ckpt:
+        with dq.Checkpointer(
+            folder, model, optimizer, extras=objects, roles=roles, keep=dq.Keep(keyframe_every=5), **manner
+        ) as ckpt:
             ckpt.restore()
             for _ in range(20):
                 step += 1
