@@ -109,7 +109,7 @@ def test_options_of_torchtitan():
     [
         (
             {"preset": "best"},
-            r"quality must be one of lossless, high, balanced, small, or a dq\.Quality\(…\), not 'best'",
+            r"quality must be one of lossless, high, balanced, small or a dq\.Quality\(…\), not 'best'",
         ),
         ({"preset": None}, "quality must be one of"),
         ({"method": "uniform"}, "method must be one of grid, .*published, not 'uniform'"),

@@ -58,7 +58,7 @@ class Quality:
 
     def __post_init__(self) -> None:
         if self.preset not in (names := get_args(QualityName)):
-            raise ValueError(f"quality must be one of {', '.join(names)}, or a dq.Quality(…), not {self.preset!r}")
+            raise ValueError(f"quality must be one of {', '.join(names)} or a dq.Quality(…), not {self.preset!r}")
         if not isinstance(self.configuration, Knobs | None):
             raise TypeError(f"configuration must be a Configuration or a GridConfiguration, not {self.configuration!r}")
         if self.configuration is not None and self.max_degradation is not None:
@@ -300,25 +300,16 @@ def values_of(
     if unknown := next((name for name in deprecated if name not in takes), None):
         raise TypeError(f"{function}() got an unexpected keyword argument {unknown!r}")
     given: dict[str, Any] = {"quality": quality, "every": every, "keep": keep}
-    is_auto = isinstance(every, str) and every == "auto"
-    names = [*(f"{name}={value!r}" for name, value in deprecated.items()), *(["every='auto'"] if is_auto else [])]
+    flat = {**deprecated, **({"every": every} if isinstance(every, str) and every == "auto" else {})}
     advice = []
     for option, kind in (("quality", Quality), ("every", Auto), ("keep", Keep)):
-        new = {_PLACES[n][1]: _new(n, value) for n, value in deprecated.items() if _PLACES[n][0] == option}
-        new = {field: value for field, value in new.items() if value is not None}
-        value = given[option]
-        if not new and not (option == "every" and is_auto):
-            continue
-        preset = [getattr(value, "preset", value)] if option == "quality" else []
-        shown = [*(repr(each) for each in preset if each != "balanced"), *(f"{f}={v!r}" for f, v in new.items())]
-        text = f"{option}=dq.{kind.__name__}({', '.join(shown)})"
-        if isinstance(value, kind) or (option == "every" and not is_auto):
-            beside = f"dq.{type(value).__name__}(…)" if isinstance(value, kind | Moved) else repr(value)
-            raise ValueError(f"{', '.join(new)} cannot be given beside {option}={beside}: write one value, e.g. {text}")
-        given[option] = kind(*preset, **new)
-        advice.append(text)
-    if names:
-        text = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} deprecated: "
+        of_option = {name: value for name, value in flat.items() if _PLACES.get(name, (name, ""))[0] == option}
+        if any(value is not None for value in of_option.values()):
+            given[option], text = _value_for(option, kind, given[option], of_option)
+            advice.append(text)
+    if flat:
+        names = ", ".join(f"{name}={value!r}" for name, value in flat.items())
+        text = f"{names} {'is' if len(flat) == 1 else 'are'} deprecated: "
         text += f"give {', '.join(advice)}" if advice else "leave it out"
         warnings.warn(text, DeprecationWarning, stacklevel=_level_of_user())
     return _checked(function, takes, **given)
@@ -334,13 +325,21 @@ def split_values(
     return values_of(function, deprecated, takes=takes, **values), others
 
 
-def _new(name: str, value: Any) -> Any:
-    """Return the value of a field for that of its deprecated name."""
-    if name == "exact" and value not in ("latest", None):
+def _value_for(option: str, kind: type[Any], value: Any, flat: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the value that deprecated names mean together with ``value``, and how to write it."""
+    if (exact := flat.get("exact")) not in ("latest", None):
         raise ValueError(
-            f'exact must be "latest" or None, not {value!r}; to store all checkpoints exactly, use quality="lossless"'
+            f'exact must be "latest" or None, not {exact!r}; to store all checkpoints exactly, use quality="lossless"'
         )
-    return value if name != "exact" else True if value else None
+    new = {_PLACES[name][1]: each for name, each in flat.items() if name in _PLACES and each is not None}
+    new |= {"lossless_copy": True} if exact else {}
+    preset = [getattr(value, "preset", value)] if kind is Quality else []
+    fields = [repr(each) for each in preset if each != "balanced"] + [f"{name}={each!r}" for name, each in new.items()]
+    text = f"{option}=dq.{kind.__name__}({', '.join(fields)})"
+    if isinstance(value, kind) or (kind is Auto and "every" not in flat):
+        beside = f"dq.{type(value).__name__}(…)" if isinstance(value, kind | Moved) else repr(value)
+        raise ValueError(f"{', '.join(flat)} cannot be given beside {option}={beside}: write one value, e.g. {text}")
+    return kind(*preset, **new), text
 
 
 def _checked(function: str, takes: Collection[str], quality: Any, every: Any, keep: Any) -> Values:

@@ -48,7 +48,7 @@ def test_arguments_of_a_wrong_type_are_refused(tmp_path, options, said):
 
 @pytest.mark.parametrize("quality", ["excellent", None, 0.01])
 def test_a_refused_checkpointer_does_not_hold_the_run(tmp_path, quality):
-    said = r"quality must be one of lossless, high, balanced, small, or a dq\.Quality\(…\), not"
+    said = r"quality must be one of lossless, high, balanced, small or a dq\.Quality\(…\), not"
     with pytest.raises(ValueError, match=said):
         dq.Checkpointer(tmp_path, *training_of(), quality=quality)
     assert not any(tmp_path.iterdir())

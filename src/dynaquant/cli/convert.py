@@ -281,8 +281,6 @@ def _packer(
 ) -> Packer:
     from dynaquant.interop.packing import Packer
 
-    if quality not in get_args(QualityName):
-        raise typer.BadParameter(f"--quality must be one of {', '.join(get_args(QualityName))}, not {quality!r}")
     try:
         chosen = Quality(quality, max_degradation=max_degradation)  # type: ignore[arg-type]
         function = _function(metric) if metric is not None else None

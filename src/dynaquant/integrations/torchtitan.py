@@ -24,7 +24,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from dynaquant.checkpointer import Checkpointer
 from dynaquant.errors import DynaquantError, StateError
-from dynaquant.options import Keep, Quality, QualityName, quality_of, values_of
+from dynaquant.options import Keep, Quality, QualityName, values_of
 from dynaquant.ranks.group import Group
 from dynaquant.state import wrappers
 
@@ -36,17 +36,10 @@ def _from_words(words: Sequence[str]) -> Quality:
     """Return the quality that words on the command line mean: a preset, and ``field=value`` for each other field."""
     preset, *others = words or ["balanced"]
     try:
-        fields = {name: literal_eval(value) for name, _, value in (word.partition("=") for word in others)}
-        return Quality(preset, **fields)  # type: ignore[arg-type]
+        pairs = (word.partition("=") for word in others)
+        return Quality(preset, **{name: literal_eval(value) for name, _, value in pairs})  # type: ignore[arg-type]
     except (SyntaxError, TypeError) as error:
         raise ValueError(f"{' '.join(words)}: write e.g. high max_degradation=0.002 ({error})") from None
-
-
-def _in_words(quality: QualityName | Quality) -> list[str]:
-    preset, *others = fields(Quality)
-    own = quality_of(quality)
-    given = {each.name: value for each in others if (value := getattr(own, each.name)) != each.default}
-    return [getattr(own, preset.name), *(f"{name}={value!r}" for name, value in given.items())]
 
 
 _ON_COMMAND_LINE = PrimitiveConstructorSpec(
@@ -54,7 +47,7 @@ _ON_COMMAND_LINE = PrimitiveConstructorSpec(
     metavar="PRESET [FIELD=VALUE ...]",
     instance_from_str=_from_words,
     is_instance=lambda value: isinstance(value, str | Quality),
-    str_from_instance=_in_words,
+    str_from_instance=lambda value: [str(value)],
 )
 """How torchtitan's command line reads ``quality``."""
 

@@ -31,15 +31,13 @@ class Schedule:
         movement: Movement | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._automatic = isinstance(every, Auto)
-        self._max_overhead, self._mean_time_between_failures = None, None
-        if isinstance(every, Auto):
-            self._max_overhead = MAX_OVERHEAD if every == Auto() else every.max_overhead
-            self._mean_time_between_failures = every.mean_time_between_failures
+        self._auto = every if isinstance(every, Auto) else None
+        if every == Auto():
+            self._auto = Auto(max_overhead=MAX_OVERHEAD)
         self._clock = clock
         self.movement = movement
         self.interval: int | None = (
-            FIRST if self._automatic else None if isinstance(every, Auto | Moved | None) else int(every)
+            FIRST if self._auto else None if isinstance(every, Auto | Moved | None) else int(every)
         )
         """Steps from one checkpoint to the next, as known now. With ``Moved``, the length of the last interval."""
         self._last_step: int | None = None
@@ -68,12 +66,12 @@ class Schedule:
         step = operator.index(step)
         if self.interval is None and self.movement is None:
             raise ValueError("due() needs Checkpointer(…, every=steps), every=dq.Auto() or every=dq.Moved(…)")
-        if self._last_step is None and (self._automatic or self.movement is not None):
+        if self._last_step is None and (self._auto or self.movement is not None):
             self._last_step = step - 1  # training begins at this step
         if self.movement is not None:
             return self.movement.reached(step - (self._last_step or 0))
         assert self.interval is not None
-        if self._automatic:
+        if self._auto:
             return step >= (self._last_step or 0) + self.interval
         last = self._last_step or 0
         return step >= (last // self.interval + 1) * self.interval
@@ -82,7 +80,7 @@ class Schedule:
         """Note that training continues from a restored ``step``. interval: the one stored with it."""
         self._last_step, self._since, self._seconds_per_step = step, self._clock(), None
         valid = isinstance(interval, int) and 1 <= interval < 2**63  # the file may hold anything
-        if valid and (self._automatic or self.movement is not None):
+        if valid and (self._auto or self.movement is not None):
             self.interval = interval
 
     def saving(self, step: int) -> None:
@@ -102,17 +100,17 @@ class Schedule:
         self._trained += training
         self._spent += now - begun
         self._last_step, self._since, self._save = step, now, None
-        if self._automatic and self._seconds_per_step:
-            self.interval = max(1, math.ceil(self._seconds(typical) / self._seconds_per_step))
+        if self._auto and self._seconds_per_step:
+            self.interval = max(1, math.ceil(self._seconds(self._auto, typical) / self._seconds_per_step))
 
-    def _seconds(self, cost: float) -> float:
+    def _seconds(self, auto: Auto, cost: float) -> float:
         """Return how many seconds of training to wait before the next save. cost: seconds of a save."""
         wanted = 0.0
-        if self._max_overhead is not None:
-            excess = max(self._spent - self._max_overhead * self._trained, 0.0)
-            wanted = (cost + REPAID * excess) / self._max_overhead
-        if self._mean_time_between_failures is not None:
-            wanted = max(wanted, daly(cost, self._mean_time_between_failures))
+        if auto.max_overhead is not None:
+            excess = max(self._spent - auto.max_overhead * self._trained, 0.0)
+            wanted = (cost + REPAID * excess) / auto.max_overhead
+        if auto.mean_time_between_failures is not None:
+            wanted = max(wanted, daly(cost, auto.mean_time_between_failures))
         return wanted
 
 
