@@ -32,26 +32,6 @@ TESTED = "0.3.0"
 """The version of torchtitan that this was tested with."""
 
 
-def _from_words(words: Sequence[str]) -> Quality:
-    """Return the quality that words on the command line mean: a preset, and ``field=value`` for each other field."""
-    preset, *others = words or ["balanced"]
-    try:
-        pairs = (word.partition("=") for word in others)
-        return Quality(preset, **{name: literal_eval(value) for name, _, value in pairs})  # type: ignore[arg-type]
-    except (SyntaxError, TypeError) as error:
-        raise ValueError(f"{' '.join(words)}: write e.g. high max_degradation=0.002 ({error})") from None
-
-
-_ON_COMMAND_LINE = PrimitiveConstructorSpec(
-    nargs="*",
-    metavar="PRESET [FIELD=VALUE ...]",
-    instance_from_str=_from_words,
-    is_instance=lambda value: isinstance(value, str | Quality),
-    str_from_instance=lambda value: [str(value)],
-)
-"""How torchtitan's command line reads ``quality``."""
-
-
 class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan's classes are untyped to mypy
     """Saves a training of torchtitan to the run ``<dump_folder>/<folder>``, and resumes it from there.
 
@@ -302,6 +282,26 @@ def _without_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module, name, own in hooks:
             setattr(module, name, own)
+
+
+def _from_words(words: Sequence[str]) -> Quality:
+    """Return the quality that words on the command line mean: a preset, and ``field=value`` for each other field."""
+    preset, *others = words or ["balanced"]
+    try:
+        pairs = (word.partition("=") for word in others)
+        return Quality(preset, **{name: literal_eval(value) for name, _, value in pairs})  # type: ignore[arg-type]
+    except (SyntaxError, TypeError) as error:
+        raise ValueError(f"{' '.join(words)}: write e.g. high max_degradation=0.002 ({error})") from None
+
+
+_ON_COMMAND_LINE = PrimitiveConstructorSpec(
+    nargs="*",
+    metavar="PRESET [FIELD=VALUE ...]",
+    instance_from_str=_from_words,
+    is_instance=lambda value: isinstance(value, str | Quality),
+    str_from_instance=lambda value: [str(value)],
+)
+"""How torchtitan's command line reads ``quality``."""
 
 
 def _quality_of(config: CheckpointManager.Config) -> Quality:
