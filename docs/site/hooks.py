@@ -37,7 +37,7 @@ TYPES = [
     "engine.quantize.knobs.Knobs",
     "saving.log_to.LogTo",
     "saving.record.Size",
-    "search.scores.Quality",
+    "search.scores.MeasuredQuality",
     "search.scores.Trial",
     "interop.packing.Metric",
     "restore.stored_checkpoint.PathOrFile",

@@ -12,7 +12,7 @@ import dynaquant as dq
 from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.saving.presets import BALANCED, PRESETS
 from dynaquant.saving.record import record_of
-from dynaquant.search.scores import Quality
+from dynaquant.search.scores import MeasuredQuality
 from dynaquant.store.run import Run
 from dynaquant.training.collect import collect
 
@@ -115,7 +115,7 @@ def test_a_metric_of_the_restored_weights_that_is_not_finite_is_in_the_record(tm
     options = {"evaluate": only_restored(model, original, score), "quality": dq.Quality(configuration=configuration)}
     with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         record = ckpt.save(1).result()
-        assert repr(record.quality) == repr(Quality(original, score, score))  # as text, because NaN != NaN
+        assert repr(record.quality) == repr(MeasuredQuality(original, score, score))  # as text, because NaN != NaN
         assert record.notes[-1] == "the metric is not finite: the degradation of this checkpoint is unknown"
         assert repr(ckpt.records()[0].quality) == repr(record.quality)
         assert bits(ckpt.records()[0].trials[0].degradation) == bits(score)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dynaquant as dq
-from dynaquant.search.scores import Quality
+from dynaquant.search.scores import MeasuredQuality
 from dynaquant.search.sight import has_worsened, is_suspicious, sight_of
 
 loss, accuracy = loss_on(INPUTS, TARGETS), accuracy_on(INPUTS, TARGETS)
@@ -285,9 +285,13 @@ def test_a_metric_has_worsened_by_more_than_a_fifth():
 
 
 def test_one_replica_whose_metric_sees_is_enough():
-    same, worse, failed = Quality(1.0, 1.0, 0.0), Quality(1.0, 1.1, 0.1), Quality(1.0, math.inf, math.nan)
+    same, worse, failed = (
+        MeasuredQuality(1.0, 1.0, 0.0),
+        MeasuredQuality(1.0, 1.1, 0.1),
+        MeasuredQuality(1.0, math.inf, math.nan),
+    )
     assert sight_of([same, same]) == "blind"
     assert sight_of([same, worse]) == sight_of([same, failed]) == sight_of([same, None]) == "sees"
-    assert sight_of([Quality(0.9, 0.1, -0.89), Quality(0.9, 0.5, -0.44)]) == "upside down"
-    assert sight_of([Quality(2.5, 2.08, -0.17)]) == sight_of([Quality(0.07, 0.1, -0.43)]) == "sees"
-    assert sight_of([Quality(0.0, 0.1, -math.inf)]) == "blind"
+    assert sight_of([MeasuredQuality(0.9, 0.1, -0.89), MeasuredQuality(0.9, 0.5, -0.44)]) == "upside down"
+    assert sight_of([MeasuredQuality(2.5, 2.08, -0.17)]) == sight_of([MeasuredQuality(0.07, 0.1, -0.43)]) == "sees"
+    assert sight_of([MeasuredQuality(0.0, 0.1, -math.inf)]) == "blind"

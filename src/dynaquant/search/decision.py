@@ -10,7 +10,7 @@ from dynaquant.engine.quantize.knobs import Knobs
 from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.search.history import History
 from dynaquant.search.judge import JudgedBy
-from dynaquant.search.scores import Quality, Trial
+from dynaquant.search.scores import MeasuredQuality, Trial
 from dynaquant.search.sight import Sight
 
 Search = Literal["fixed", "scale", "exhaustive", "neighbourhood", "more bins", "lossless"]
@@ -58,7 +58,7 @@ class Decision:
     search: Search
     configuration: Knobs | None
     quantized: Mapping[str, QuantizedTensor] = field(default_factory=dict)
-    quality: Quality | None = None
+    quality: MeasuredQuality | None = None
     limit: float | None = None
     judged_by: JudgedBy | None = None
     trials: list[Trial] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Decision:
     history: History | None = None
     sight: Sight = "sees"
     reference: float | None = None
-    averages: Mapping[str, Quality] = field(default_factory=dict)
+    averages: Mapping[str, MeasuredQuality] = field(default_factory=dict)
 
     @property
     def predicted(self) -> float | None:
