@@ -7,14 +7,16 @@ import inspect
 import math
 import warnings
 from dataclasses import FrozenInstanceError, fields
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
 import dynaquant as dq
+from dynaquant.cli.convert import Quality
 from dynaquant.interop.dcp import StorageWriter
-from dynaquant.options import Deprecated, values_of
+from dynaquant.options import Deprecated, QualityName, values_of
 
 
 def arguments_of(function) -> list[str]:
@@ -99,6 +101,11 @@ def test_options_of_torchtitan():
         inherited = {field.name for field in fields(CheckpointManager.Config.__mro__[1])}
     own = [field.name for field in fields(CheckpointManager.Config) if field.name not in inherited]
     assert own == ["quality", "max_degradation", "training_budget", "expected_restores"]
+
+
+def test_the_command_line_names_all_presets():
+    (option,) = Quality.__metadata__
+    assert option.help == f"How much may be lost: {', '.join(get_args(QualityName))}."
 
 
 # What values refuse

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,7 +20,6 @@ from dynaquant.cli.arguments import AsJson, RunFolder, RunOrFile, Step, must_not
 from dynaquant.errors import CheckpointError
 from dynaquant.formatting import in_bytes, plural
 from dynaquant.interop.targets import Target
-from dynaquant.options import Quality, QualityName
 from dynaquant.store.files import is_file_name
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from dynaquant.saving.record import Record
     from dynaquant.store.container import CheckpointFile
 
-QualityOption = Annotated[str, typer.Option(help=f"How much may be lost: {', '.join(get_args(QualityName))}.")]
+Quality = Annotated[str, typer.Option(help="How much may be lost: lossless, high, balanced, small.")]
 MaxDegradation = Annotated[
     float | None,
     typer.Option(help="Largest relative degradation of the metric.", show_default="what the quality allows", min=0),
@@ -68,7 +67,7 @@ def compress(
         ),
     ],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write.", show_default="SOURCE.dqc")] = None,
-    quality: QualityOption = "balanced",
+    quality: Quality = "balanced",
     max_degradation: MaxDegradation = None,
     metric: MetricName = None,
     higher_is_better: HigherIsBetter = False,
@@ -132,7 +131,7 @@ def pack(
         list[Path], typer.Argument(metavar="FILES", help="Checkpoints: files or folders, as for compress.")
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder of the run.", show_default=False)],
-    quality: QualityOption = "balanced",
+    quality: Quality = "balanced",
     max_degradation: MaxDegradation = None,
     metric: MetricName = None,
     higher_is_better: HigherIsBetter = False,
@@ -279,10 +278,11 @@ def _name_of(record: dict[str, Any], step: int) -> str:
 def _packer(
     quality: str, max_degradation: float | None, metric: str | None, higher_is_better: bool, tell: Callable[[str], None]
 ) -> Packer:
+    from dynaquant import options
     from dynaquant.interop.packing import Packer
 
     try:
-        chosen = Quality(quality, max_degradation=max_degradation)  # type: ignore[arg-type]
+        chosen = options.Quality(quality, max_degradation=max_degradation)  # type: ignore[arg-type]
         function = _function(metric) if metric is not None else None
         return Packer(chosen, function, higher_is_better, tell)
     except ValueError as error:
