@@ -231,7 +231,7 @@ def checkpoints_by(method: str, folder: Path, max_degradation: float, every: int
     found = METHODS[method]
     if isinstance(found, Peer):
         return Theirs(found, max_degradation)
-    return Ours(folder, method=found, max_degradation=max_degradation, every=every)
+    return Ours(folder, quality=dq.Quality(method=found, max_degradation=max_degradation), every=every)
 
 
 def sources(method: str) -> list[Path]:

@@ -38,7 +38,7 @@ from dynaquant.engine.tensors.dtypes import bytes_of
 POLL = 0.005
 LEVEL = 3
 """Of zstd."""
-LOSSLESS, KEPT, DEFAULT = 'dynaquant, `quality="lossless"`', "the same, `keep_last=4`", "dynaquant, default"
+LOSSLESS, KEPT, DEFAULT = 'dynaquant, `quality="lossless"`', "the same, `keep=dq.Keep(last=4)`", "dynaquant, default"
 CODER = "dynaquant, only the coder of exact values"
 Bytes = NDArray[np.uint8]
 
@@ -171,7 +171,7 @@ def measure(data: Path, folder: Path, before: int, updates: int, rate: float | N
     evaluate = workloads.gpt_validation(data, 2)
     options: dict[str, dict[str, Any]] = {
         LOSSLESS: {"quality": "lossless"},
-        KEPT: {"quality": "lossless", "keep_last": 4},
+        KEPT: {"quality": "lossless", "keep": dq.Keep(last=4)},
         DEFAULT: {"evaluate": evaluate},
     }
     found, shares = [], []
@@ -249,7 +249,7 @@ rounded to bfloat16, are saved to a run. A second process follows the run with `
 - *CPU to make* counts all threads from `save` to the commit: capture, search (with the default, on 2 batches of a
   metric), encoding, writing, reading back and comparing. *CPU to load* counts `update` in the other process: finding
   the file, its header, decoding, comparing hashes, writing into the model. Both are medians.
-- *`keep_last=4`* re-codes the oldest kept checkpoint as a keyframe at each save, in the background. So no new
+- *`keep=dq.Keep(last=4)`* re-codes the oldest kept checkpoint as a keyframe at each save, in the background. So no new
   checkpoint is one, and a process that keeps up only ever reads deltas.
 - *commit to loaded* are seconds from the moment that the file gets its name until the model has the weights, the
   median and the slowest. Three runs and their followers share the cores with whatever else runs, so this is an

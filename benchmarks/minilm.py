@@ -128,9 +128,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for limit in (None, 0.05):
             how = "no metric" if limit is None else f"no metric, max_degradation {limit}"
-            results.append(measure(how, Packer(max_degradation=limit), Path(folder) / "model.dqc"))
+            results.append(measure(how, Packer(dq.Quality(max_degradation=limit)), Path(folder) / "model.dqc"))
         for limit in (0.005, 0.01, 0.02):
-            packer = Packer(max_degradation=limit, metric=similarity, higher_is_better=True)
+            packer = Packer(dq.Quality(max_degradation=limit), metric=similarity, higher_is_better=True)
             results.append(measure(f"metric, max_degradation {limit}", packer, Path(folder) / "model.dqc"))
     Console().print(table(results).on_screen())
     described = machine("torch", "transformers")

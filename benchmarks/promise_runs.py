@@ -85,7 +85,7 @@ VARIANTS = {
     "high": Variant("high", {"quality": "high"}, seeds=6),
     "small": Variant("small", {"quality": "small"}),
     "lossless": Variant("lossless", {"quality": "lossless"}, seeds=1),
-    "published": Variant("published", {"method": "published"}),
+    "published": Variant("published", {"quality": dq.Quality(method="published")}),
     "ExCP": Variant("ExCP", None),
 }
 """Variants by name: the centre, and what differs from it in one thing."""

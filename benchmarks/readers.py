@@ -30,7 +30,7 @@ from dynaquant.cli import app
 WIDTH, DEPTH = 64, 8
 OPTIONS: dict[bool, dict[str, Any]] = {
     False: {"quality": "lossless"},
-    True: {"exact": "latest", "configuration": dq.GridConfiguration(scale=-200)},
+    True: {"quality": dq.Quality(configuration=dq.GridConfiguration(scale=-200))},
 }
 """Options of the Checkpointer, without and with lossless copies."""
 
@@ -53,8 +53,8 @@ def train(folder: Path, seconds: float, exact: bool) -> Count:
     torch.set_num_threads(1)
     trained = model()
     step, end = 0, time.monotonic() + seconds
-    options = OPTIONS[exact]
-    with dq.Checkpointer(folder, trained, keep_last=2, roles={"*.bias": "exact"}, **options) as ckpt:
+    keep = dq.Keep(last=2, lossless_copy=exact)
+    with dq.Checkpointer(folder, trained, keep=keep, roles={"*.bias": "exact"}, **OPTIONS[exact]) as ckpt:
         while time.monotonic() < end:
             step += 1
             with torch.no_grad():

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from synthetic import adam_state, named_tensors
 
 import dynaquant as dq
-from dynaquant.saving.presets import QualityName
+from dynaquant.options import QualityName
 
 SEED = 0
 BASE, SYNCED = "torch.save", "torch.save + fsync"

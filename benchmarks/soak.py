@@ -1,7 +1,7 @@
 """Kill or interrupt a training again and again, at random: no checkpoint is lost, and training is unchanged.
 
 The training keeps three checkpoints. It saves some steps twice, and goes back to older ones. With ``kills`` and
-``interrupts`` it has one process, and saves with exact="latest". With ``sharded`` it has one to four ranks under
+``interrupts`` it has one process, and keeps a lossless copy. With ``sharded`` it has one to four ranks under
 FSDP2, another number after every kill, and one or more of them are killed.
 
     python benchmarks/soak.py kills --count 1000

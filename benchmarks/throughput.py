@@ -41,7 +41,7 @@ DYNAQUANT: dict[str, dict[str, Any]] = {
     "dynaquant high": {"quality": "high"},
     "dynaquant balanced": {"quality": "balanced"},
     "dynaquant small": {"quality": "small"},
-    "dynaquant published": {"method": "published"},
+    "dynaquant published": {"quality": dq.Quality(method="published")},
 }
 """Arguments of a Checkpointer by the name of the method."""
 SEED = 0

@@ -128,8 +128,7 @@ def published(original: State, folder: Path) -> Compressed:
         model,
         evaluate=lambda candidate: similarity(candidate.state_dict()),
         higher_is_better=True,
-        method="published",
-        max_degradation=LIMIT,
+        quality=dq.Quality(method="published", max_degradation=LIMIT),
     ) as checkpointer:
         record = checkpointer.save(0).result()
     seconds = process_time() - start
@@ -196,7 +195,9 @@ def compressed(original: State, folder: Path, quick: bool) -> Iterator[Compresse
         yield by_peer(peer, original, quick)
     if not quick:
         yield published(original, folder / "published")
-        yield packed(DEFAULT, Packer(max_degradation=LIMIT, metric=similarity, higher_is_better=True), folder)
+        yield packed(
+            DEFAULT, Packer(dq.Quality(max_degradation=LIMIT), metric=similarity, higher_is_better=True), folder
+        )
     yield packed(NO_METRIC, Packer(), folder)
 
 

@@ -13,7 +13,7 @@ import json
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import track
 from workloads import WORKLOADS, Uninterrupted
 
+from dynaquant.options import Quality
 from dynaquant.search.evaluation import degradation
 
 
@@ -74,13 +75,13 @@ def steps_with_crashes(settings: Settings) -> Iterator[int]:
 def run(settings: Settings, data: Path, cache: Path) -> dict[str, Any]:
     """Train, and return the fields of ``Result`` that come from training."""
     work = WORKLOADS[settings.workload](data, cache, settings.steps, SEED)
-    limits = {"max_degradation": settings.max_degradation, "every": settings.every}
+    quality = Quality(max_degradation=settings.max_degradation)
     training = 0.0
     with ExitStack() as stack:
         folders = [Path(stack.enter_context(tempfile.TemporaryDirectory(dir=cache))) for _ in range(2)]
         methods: dict[str, Checkpoints] = {
-            "dynaquant": Ours(folders[0], **limits),
-            "published": Ours(folders[1], method="published", **limits),
+            "dynaquant": Ours(folders[0], quality=quality, every=settings.every),
+            "published": Ours(folders[1], quality=replace(quality, method="published"), every=settings.every),
             "ExCP": Theirs(EXCP, settings.max_degradation),
         }
         saved: dict[str, list[Saved]] = {name: [] for name in methods}
@@ -178,7 +179,7 @@ def page(results: list[Result]) -> str:
     parts = [
         "# Whole checkpoints",
         "One training makes the checkpoints, and three methods store each of them: dynaquant with its defaults, the "
-        'published method (`method="published"`, which leaves moments exact), and '
+        'published method (`Quality(method="published")`, which leaves moments exact), and '
         "[ExCP](../../benchmarks/peers/excp.py). ε is `max_degradation`. Every method searches for its smallest "
         "checkpoint within ε. After a crash, training resumes from dynaquant's checkpoint, some steps before. ExCP's "
         "chain then contains weights that went through another quantizer. Runs without restores do not have this.",

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import dynaquant as dq
 from dynaquant.integrations.accelerate import attach
 
 OUT = Path("runs/mlp")
@@ -47,7 +48,7 @@ def validation_loss(model):
     return F.cross_entropy(model(inputs[3200:]), targets[3200:]).item()
 
 
-attach(accelerator, OUT / "dynaquant", evaluate=validation_loss, keep_last=3)
+attach(accelerator, OUT / "dynaquant", evaluate=validation_loss, keep=dq.Keep(last=3))
 
 step = 0
 folders = sorted(OUT.glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_")))

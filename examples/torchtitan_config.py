@@ -13,6 +13,7 @@ Kill it and start it again, and it goes on. The run is in outputs/checkpoint.
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
+import dynaquant as dq
 from dynaquant.integrations.torchtitan import CheckpointManager
 
 
@@ -22,5 +23,5 @@ def llama3_small() -> Trainer.Config:
     config.training.steps = 100
     config.validator.enable = True
     config.validator.steps = 5
-    config.checkpoint = CheckpointManager.Config(enable=True, interval=10, max_degradation=0.005)
+    config.checkpoint = CheckpointManager.Config(enable=True, interval=10, quality=dq.Quality(max_degradation=0.005))
     return config

@@ -30,7 +30,7 @@ def module_of(**weights: Tensor) -> nn.Module:
 
 def round_trip(folder, module: nn.Module, **options) -> tuple[dict[str, Tensor], dq.Record]:
     """Save a module and restore into a copy. Returns the restored parameters and the record."""
-    options = {"configuration": FIXED} | options
+    options = {"quality": dq.Quality(configuration=FIXED)} | options
     with dq.Checkpointer(folder, module, **options) as ckpt:
         record = ckpt.save(1).result()
     other = module_of(**{name: torch.zeros_like(p) for name, p in module.named_parameters()})
@@ -61,7 +61,7 @@ NOT_QUANTIZED = {
 @pytest.mark.parametrize("name", NOT_QUANTIZED)
 def test_weights_that_cannot_be_quantized_are_restored_exactly(tmp_path, name, fixed):
     module = module_of(odd=NOT_QUANTIZED[name], plain=torch.randn(20, 30))
-    restored, record = round_trip(tmp_path, module, configuration=fixed)
+    restored, record = round_trip(tmp_path, module, quality=dq.Quality(configuration=fixed))
     assert bits(restored["odd"]) == bits(module.odd)
     assert bits(restored["plain"]) != bits(module.plain)
     assert record.notes == []
@@ -70,7 +70,7 @@ def test_weights_that_cannot_be_quantized_are_restored_exactly(tmp_path, name, f
 @EITHER_QUANTIZER
 def test_weights_of_one_dimension_are_quantized_only_on_the_grid(tmp_path, fixed):
     module = module_of(odd=torch.randn(30), plain=torch.randn(20, 30))
-    restored, record = round_trip(tmp_path, module, configuration=fixed)
+    restored, record = round_trip(tmp_path, module, quality=dq.Quality(configuration=fixed))
     assert (bits(restored["odd"]) == bits(module.odd)) == (fixed == FIXED)
     assert bits(restored["plain"]) != bits(module.plain)
     assert record.notes == []
@@ -88,7 +88,7 @@ NOTES_ON_ODD = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_weights_with_infinite_or_nan_values_are_restored_exactly_and_noted(tmp_path, value, dtype, fixed):
     module = module_of(odd=grown(torch.randn(20, 30).to(dtype), value), plain=torch.randn(20, 30).to(dtype))
-    restored, record = round_trip(tmp_path, module, configuration=fixed)
+    restored, record = round_trip(tmp_path, module, quality=dq.Quality(configuration=fixed))
     assert bits(restored["odd"]) == bits(module.odd)
     assert record.notes == NOTES_ON_ODD
 
@@ -112,7 +112,7 @@ def test_a_search_works_with_weights_that_cannot_be_quantized(
     tmp_path, name, plain, evaluate, method, search, search_alone
 ):
     odd = {**NOT_QUANTIZED, "not finite": grown(torch.randn(20, 30), math.inf)}[name]
-    options = {"configuration": None, "method": method, "evaluate": evaluate}
+    options = {"quality": dq.Quality(method=method), "evaluate": evaluate}
     restored, record = round_trip(tmp_path, module_of(odd=odd, **plain), **options)
     assert bits(restored["odd"].detach()) == bits(odd)
     assert record.search == (search if plain else search_alone)
@@ -123,7 +123,7 @@ def test_a_search_works_with_weights_that_cannot_be_quantized(
 def test_a_weight_that_becomes_finite_again_is_quantized_again(tmp_path, fixed):
     module = module_of(w=torch.randn(200, 300))
     sizes = []
-    with dq.Checkpointer(tmp_path, module, configuration=fixed) as ckpt:
+    with dq.Checkpointer(tmp_path, module, quality=dq.Quality(configuration=fixed)) as ckpt:
         for step, value in enumerate((0.5, math.nan, 0.5, 0.6)):
             module.w.data[3, 4] = value
             sizes.append(ckpt.save(step).result().roles["weight"].stored)
@@ -137,7 +137,7 @@ def test_a_weight_that_becomes_finite_again_is_quantized_again(tmp_path, fixed):
 @EITHER_QUANTIZER
 def test_float64_weights_beyond_float32_are_restored_exactly(tmp_path, fixed):
     module = module_of(odd=grown(torch.randn(20, 30, dtype=torch.float64), 1e300))
-    restored, _ = round_trip(tmp_path, module, configuration=fixed)
+    restored, _ = round_trip(tmp_path, module, quality=dq.Quality(configuration=fixed))
     assert bits(restored["odd"]) == bits(module.odd)
 
 
@@ -145,7 +145,7 @@ def test_float64_weights_beyond_float32_are_restored_exactly(tmp_path, fixed):
 def test_integer_parameters_are_restored_exactly(tmp_path, fixed):
     module = nn.Module()
     module.register_parameter("codes", nn.Parameter(torch.arange(600).reshape(20, 30), requires_grad=False))
-    with dq.Checkpointer(tmp_path, module, configuration=fixed) as ckpt:
+    with dq.Checkpointer(tmp_path, module, quality=dq.Quality(configuration=fixed)) as ckpt:
         ckpt.save(1)
     assert bits(dq.load(tmp_path)["model"]["codes"]) == bits(module.codes)
 
@@ -165,11 +165,13 @@ def test_weights_in_any_layout_are_quantized_like_contiguous_ones(tmp_path, name
     weight = VIEWS[name]()
     seen = []
     evaluate = lambda m: seen.append(m.w.detach().clone()) or 1.0  # noqa: E731
-    _, record = round_trip(tmp_path / "view", module_of(w=weight), configuration=fixed, evaluate=evaluate)
+    _, record = round_trip(
+        tmp_path / "view", module_of(w=weight), quality=dq.Quality(configuration=fixed), evaluate=evaluate
+    )
     loaded = dq.load(tmp_path / "view")["model"]["w"]
     assert record.roles["weight"].ratio > 0.7 * 3.25  # the smallest measured ratio of these small tensors
     assert bits(loaded) == bits(seen[-1]) != bits(seen[0]) == bits(weight)
-    round_trip(tmp_path / "contiguous", module_of(w=weight.contiguous()), configuration=fixed)
+    round_trip(tmp_path / "contiguous", module_of(w=weight.contiguous()), quality=dq.Quality(configuration=fixed))
     assert bits(loaded) == bits(dq.load(tmp_path / "contiguous")["model"]["w"])
     assert (loaded - weight).abs().max() < weight.abs().max()
 
@@ -193,13 +195,17 @@ def test_tied_weights_are_stored_once_and_stay_tied(tmp_path, fixed):
         seen.append(m.head.weight.detach().clone())
         return 1.0
 
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, configuration=fixed) as ckpt:
+    with dq.Checkpointer(
+        tmp_path, model, optimizer, evaluate=evaluate, quality=dq.Quality(configuration=fixed)
+    ) as ckpt:
         record = ckpt.save(1).result()
     assert record.roles["weight"].raw == 50 * 20 * 4
     loaded = dq.load(tmp_path)["model"]
     assert loaded["head.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
     other = Tied()
-    with dq.Checkpointer(tmp_path, other, torch.optim.AdamW(other.parameters()), configuration=fixed) as ckpt:
+    with dq.Checkpointer(
+        tmp_path, other, torch.optim.AdamW(other.parameters()), quality=dq.Quality(configuration=fixed)
+    ) as ckpt:
         ckpt.restore()
     assert other.head.weight is other.embedding.weight
     assert bits(other.head.weight.detach()) == bits(seen[-1]) != bits(seen[0])
@@ -222,7 +228,9 @@ def test_weights_of_any_bit_pattern_are_restored_as_they_were_evaluated(
     seen = []
     folder = tmp_path_factory.mktemp("any")
     evaluate = lambda m: seen.append(bits(m.w.detach())) or 1.0  # noqa: E731
-    with dq.Checkpointer(folder, module_of(w=weight), evaluate=evaluate, configuration=configuration) as ckpt:
+    with dq.Checkpointer(
+        folder, module_of(w=weight), evaluate=evaluate, quality=dq.Quality(configuration=configuration)
+    ) as ckpt:
         ckpt.save(1)
     assert seen[0] == bits(weight)
     assert seen[-1] == bits(dq.load(folder)["model"]["w"])
@@ -320,7 +328,11 @@ STRANGE_RECORDS = [
 @pytest.mark.parametrize("strange", STRANGE_RECORDS, ids=lambda strange: str(strange)[:60])
 def test_a_valid_state_is_restored_even_if_its_record_is_malformed(tmp_path, strange, method):
     module = module_of(w=torch.randn(20, 30))
-    options = {"evaluate": lambda m: 1 + float((m.w**2).mean()), "every": "auto", "method": method}
+    options = {
+        "evaluate": lambda m: 1 + float((m.w**2).mean()),
+        "every": dq.Auto(),
+        "quality": dq.Quality(method=method),
+    }
     with dq.Checkpointer(tmp_path, module, **options) as ckpt:
         ckpt.save(1)
         path = Run(tmp_path).path(1)
@@ -338,7 +350,7 @@ def test_a_valid_state_is_restored_even_if_its_record_is_malformed(tmp_path, str
 
 def test_an_older_checkpoint_is_restored_if_the_newest_file_is_hostile(tmp_path):
     module = module_of(w=torch.randn(20, 30))
-    with dq.Checkpointer(tmp_path, module, configuration=FIXED) as ckpt:
+    with dq.Checkpointer(tmp_path, module, quality=dq.Quality(configuration=FIXED)) as ckpt:
         ckpt.save(1)
     claim = entry("w", b"", shape=[10**12], coding={"kind": "reference"})
     hostile = [

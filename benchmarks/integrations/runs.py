@@ -24,7 +24,7 @@ from integrations.byte_model import OWN, VALIDATED, Ended, Training
 from workloads import key_of
 
 import dynaquant as dq
-from dynaquant.saving.presets import QualityName
+from dynaquant.options import QualityName
 
 HERE = Path(__file__).parent
 FRAMEWORKS = ("transformers", "accelerate", "lightning")

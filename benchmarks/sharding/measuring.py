@@ -40,7 +40,10 @@ def measure(folder: Path, orders: dict[str, Any]) -> None:
     run = folder / f"run-{ranks()}"
     found: dict[str, Any] = {"deltas": [], "delta_cpu": []}
     with dq.Checkpointer(
-        run, work.model, work.optimizer, configuration=dq.GridConfiguration(**orders["configuration"])
+        run,
+        work.model,
+        work.optimizer,
+        quality=dq.Quality(configuration=dq.GridConfiguration(**orders["configuration"])),
     ) as ckpt:
         for number in range(1 + orders["repeats"]):
             for tensor, value in zip(_locals(work), states[number % 2], strict=True):

@@ -117,8 +117,7 @@ def train_and_save(folder: Path, seed: int, ranks: int, rank: int, report: Repor
         training.optimizer,
         evaluate=training.evaluate if scores else None,
         quality=quality,
-        keep_last=KEEP_LAST,
-        keyframe_every=5,
+        keep=dq.Keep(last=KEEP_LAST, keyframe_every=5),
     )
     try:
         _save_and_go_back(folder, draw, training, ckpt, quality == "lossless", rank, report)

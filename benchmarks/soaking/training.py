@@ -50,9 +50,15 @@ class Training:
     def checkpointer(self, folder: Path) -> dq.Checkpointer:
         """Return a Checkpointer for this training."""
         extras = {"order": self.order, "schedule": self.schedule}
-        options: dict[str, Any] = {"exact": "latest", "keep_last": KEEP_LAST, "keyframe_every": 3}
+        options: dict[str, Any] = {"keep": dq.Keep(lossless_copy=True, last=KEEP_LAST, keyframe_every=3)}
         return dq.Checkpointer(
-            folder, self.model, self.optimizer, extras=extras, evaluate=self.evaluate, max_degradation=0.05, **options
+            folder,
+            self.model,
+            self.optimizer,
+            extras=extras,
+            evaluate=self.evaluate,
+            quality=dq.Quality(max_degradation=0.05),
+            **options,
         )
 
     def state(self) -> dict[str, Any]:

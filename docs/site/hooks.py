@@ -18,7 +18,8 @@ from pygments.lexers import TextLexer, get_lexer_for_filename
 from pygments.util import ClassNotFound
 
 API = {
-    "A training": ["Checkpointer", "LossOn", "OnBatches", "Moved", "Gradients"],
+    "A training": ["Checkpointer", "LossOn", "OnBatches", "Gradients"],
+    "Options": ["Quality", "Auto", "Moved", "Keep"],
     "What is stored": ["Bound", "save", "load", "load_into", "follow"],
     "What a save reports": ["Record"],
     "Configurations": ["GridConfiguration", "Configuration"],
@@ -29,13 +30,14 @@ API = {
 TYPES = [
     "checkpointer.Optimizers",
     "search.evaluation.Evaluate",
-    "saving.presets.QualityName",
+    "options.QualityName",
+    "options.Every",
+    "options.Deprecated",
     "engine.quantize.knobs.MethodName",
     "engine.quantize.knobs.Knobs",
-    "saving.schedule.Every",
     "saving.log_to.LogTo",
     "saving.record.Size",
-    "search.scores.Quality",
+    "search.scores.MeasuredQuality",
     "search.scores.Trial",
     "interop.packing.Metric",
     "restore.stored_checkpoint.PathOrFile",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dynaquant.errors import CheckpointError, DynaquantError, EvaluateError, StateError
 
 __all__ = [
+    "Auto",
     "Bound",
     "CheckpointError",
     "Checkpointer",
@@ -17,9 +18,11 @@ __all__ = [
     "EvaluateError",
     "Gradients",
     "GridConfiguration",
+    "Keep",
     "LossOn",
     "Moved",
     "OnBatches",
+    "Quality",
     "Record",
     "StateError",
     "follow",
@@ -33,10 +36,10 @@ if TYPE_CHECKING:
     from dynaquant.engine.bound import Bound
     from dynaquant.engine.quantize.knobs import Configuration, GridConfiguration
     from dynaquant.interop.state_file import save
+    from dynaquant.options import Auto, Keep, Moved, Quality
     from dynaquant.restore.follow import follow
     from dynaquant.restore.load import load
     from dynaquant.restore.load_into import load_into
-    from dynaquant.saving.movement import Moved
     from dynaquant.saving.record import Record
     from dynaquant.search.evaluation import LossOn, OnBatches
     from dynaquant.training.accumulated import Gradients
@@ -44,14 +47,17 @@ if TYPE_CHECKING:
     __version__: str
 else:
     _MODULES = {
+        "Auto": "options",
         "Bound": "engine.bound",
         "Checkpointer": "checkpointer",
         "Configuration": "engine.quantize.knobs",
         "Gradients": "training.accumulated",
         "GridConfiguration": "engine.quantize.knobs",
+        "Keep": "options",
         "LossOn": "search.evaluation",
-        "Moved": "saving.movement",
+        "Moved": "options",
         "OnBatches": "search.evaluation",
+        "Quality": "options",
         "Record": "saving.record",
         "follow": "restore.follow",
         "load": "restore.load",

@@ -11,34 +11,32 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 from torch import nn
 
 from dynaquant.engine.bound import Bound
-from dynaquant.engine.quantize.knobs import Knobs, MethodName
 from dynaquant.errors import CheckpointError
+from dynaquant.options import Deprecated, Every, Keep, Moved, Quality, QualityName, values_of
 from dynaquant.ranks.dtensors import reshard
 from dynaquant.ranks.group import Group
 from dynaquant.restore.restorer import Restorer
-from dynaquant.saving.allowance import Allowance
-from dynaquant.saving.arguments import check_first_state, check_options, check_same_on_all_ranks, checked_step
+from dynaquant.saving.arguments import check_first_state, check_metric, checked_step
 from dynaquant.saving.background import check_process
 from dynaquant.saving.compressor import Compressor
 from dynaquant.saving.division import check_arguments, check_sharded_before, holds_shards, replicas_of
 from dynaquant.saving.log_to import LogTo, logger_of
-from dynaquant.saving.movement import Moved, Movement
-from dynaquant.saving.presets import QualityName
+from dynaquant.saving.movement import Movement
 from dynaquant.saving.rank_zero import hold_for_writing
 from dynaquant.saving.record import Record, record_of
 from dynaquant.saving.saver import Saver
-from dynaquant.saving.schedule import Every, Schedule
+from dynaquant.saving.schedule import Schedule
 from dynaquant.saving.sharded_commit import stage_for
 from dynaquant.saving.turn import Turn
 from dynaquant.search.evaluation import Evaluate, of_several
 from dynaquant.store.commit import WritableRun
-from dynaquant.store.retention import KEYFRAME_EVERY, Retention
+from dynaquant.store.retention import Retention
 from dynaquant.store.tags import set_tag
 from dynaquant.training import supported
 from dynaquant.training.moment_correction import MomentCorrections
@@ -64,79 +62,39 @@ class Checkpointer:
                 if ckpt.due(step):
                     ckpt.save(step)
 
-    What is saved:
-
     - ``folder``: the folder of the run. It is created if it does not exist.
-    - ``model``: the module whose weights are quantized, or a dictionary of several by name. It may be wrapped
-      (DistributedDataParallel, ``torch.compile``, Accelerate, …). Names in a checkpoint are those of the bare model.
-    - ``optimizer``: an optimizer, or a dictionary or a sequence of several. It may be wrapped, too.
-    - ``extras``: other objects to save, by name. An extra may have ``state_dict()`` and ``load_state_dict()``
-      (schedulers, scalers, loaders, modules). It may also be a ``torch.Generator``, a ``numpy.random.Generator``, a
-      dictionary, a list or a dataclass; the last three are updated in place by a restore. Tensors of extras are stored
-      exactly, unless ``roles`` says otherwise. The global random number generators need not be given: they are always
-      saved.
-    - ``roles``: roles of tensors, by glob pattern over their names, e.g. ``{"*.lm_head.weight": "exact"}``. If several
-      patterns match, the last one counts. Names of the optimizer's tensors begin with ``"optimizer."``. A ``Bound`` in
-      place of a role limits the error of every value, e.g. ``{"model.field": dq.Bound(absolute=1e-6)}``.
-
-    How much quality may be lost:
-
-    - ``evaluate``: a metric of the model. Every save searches for the most compact configuration that is good enough by
-      this metric. ``evaluate`` is called with the bare model (or the dictionary of models) and returns a number;
-      ``LossOn(batches, loss_fn)`` makes such a function. It does not affect training: parameters, buffers, training
-      modes and random number generators are put back. Without ``evaluate``, an estimate from the weights' changes
-      decides. (``metric`` of ``dynaquant.save`` is a function of the stored state instead, as it knows no model.)
-    - ``evaluate_average``: metrics of averages of weights among the extras, by the extra's name, e.g.
-      ``{"ema": validation_loss}``. Each is called with the extra, a module. Its average is stored more finely where it
-      would lose more than the weights may. Not for a sharded model.
+    - ``model``, ``optimizer``: a module whose weights are quantized, or a dictionary of several by name; an optimizer,
+      or a dictionary or a sequence of several. They may be wrapped (DistributedDataParallel, ``torch.compile``,
+      Accelerate, …).
+    - ``extras``: other objects to save, by name: with ``state_dict()`` and ``load_state_dict()`` (schedulers, scalers,
+      loaders, modules), ``torch.Generator``, ``numpy.random.Generator``, dictionaries, lists or dataclasses. Their
+      tensors are stored exactly. The global random number generators are always saved.
+    - ``evaluate``: a metric of the model, called with the bare model or the dictionary of models. It returns a number;
+      ``LossOn(batches, loss_fn)`` makes such a function. Every save searches for the most compact configuration that is
+      good enough by it. It does not affect training: parameters, buffers, training modes and random number generators
+      are put back. Without a metric, an estimate from the weights' changes decides.
+    - ``evaluate_average``: metrics of averages of weights among the extras, by the extra's name, called with the extra.
+      An average is stored more finely where it would lose more than the weights may. Not for a sharded model.
     - ``higher_is_better``: whether a higher metric is better. By default, lower is better.
-    - ``max_degradation``: how much worse the metric may be with the stored weights than with the weights in training,
-      as a fraction: 0.01 is 1 %.
-    - ``training_budget``: how much worse the metric may be at the end of the training by all restores together, as
-      predicted. Checkpoints late in a schedule, and after many restores, may lose less than ``max_degradation``. Errors
-      count as healing only where the learning rate tells how fast; elsewhere restores add up. With
-      ``method="published"`` there is a budget only if it is given.
-    - ``expected_restores``: how often the training will be restored in all, if you know: its length divided by the mean
-      time between failures. The budget is divided by it. By default, each restore may use a quarter of what is left.
-    - ``quality``: a preset. ``"high"``, ``"balanced"`` and ``"small"`` mean a ``training_budget`` of 0.0005, 0.005 and
-      0.025, a ``max_degradation`` of 0.001, 0.01 and 0.05, and a matching precision of the optimizer's moments. If
-      ``max_degradation`` is given alone, every checkpoint may use it, and there is no budget. ``"lossless"`` stores
-      every tensor exactly.
-    - ``method``: how weights are quantized. ``"grid"``, the default, uses uniform grids. ``"published"`` is the system
-      of the paper; it stores moments exactly.
-    - ``configuration``: a fixed configuration of the quantizer, which decides the method. There is no search then;
-      ``evaluate`` is only recorded.
-    - ``exact``: ``"latest"`` also keeps a lossless copy of the newest checkpoint. ``restore`` prefers it.
-    - ``correct_moments``: whether the first steps after a restore correct first moments that the checkpoint does not
-      hold, so that updates are not too short. ``close`` ends that. Moments that the checkpoint holds are left alone.
-
-    When to save, and what to keep:
-
-    - ``every``: steps between checkpoints, for ``due``. ``"auto"`` computes them from the measured cost of a save.
-      ``Moved(0.02)`` makes a checkpoint due once the weights have moved by 2 %.
-    - ``max_overhead``: with ``every="auto"``, the largest share of the training time that saves may take; 0.005 if
-      neither this nor the next argument is given.
-    - ``mean_time_between_failures``: in seconds. With ``every="auto"``, the interval is the one that loses the least
-      time to saves and failures together.
-    - ``keep_last``: how many of the newest checkpoints to keep. By default, all are kept.
-    - ``keep_every``: checkpoints whose step is a multiple of this are kept as well.
-    - ``keep_best``: how many checkpoints with the best metric, as their restored weights have it, are kept as well.
-      Needs ``evaluate``.
-    - ``keyframe_every``: the largest number of checkpoints in a chain, including its keyframe.
+    - ``quality``: how much quality may be lost: ``"lossless"``, ``"high"``, ``"balanced"``, ``"small"`` or a
+      ``Quality``.
+    - ``roles``: roles of tensors, by glob pattern over their names, e.g. ``{"*.lm_head.weight": "exact"}``. If several
+      patterns match, the last one counts. A ``Bound`` in place of a role limits the error of every value.
+    - ``every``: when ``due`` says that a checkpoint is due: a number of steps between checkpoints, ``Auto()`` (as often
+      as the cost of a save allows) or ``Moved(0.02)`` (once the weights have moved by 2 %).
+    - ``keep``: which checkpoints to keep, e.g. ``Keep(last=3, every=1000)``. By default, all are kept.
     - ``log_to``: a function of the ``Record``, or a TensorBoard ``SummaryWriter`` (or another object with
-      ``add_scalar``). It is called after every commit, in the writing thread, and may call ``records``. If it raises, a
-      warning is logged; the checkpoint is saved anyway.
+      ``add_scalar``). It is called after every commit, in the writing thread. An error in it is logged as a warning.
+    - ``deprecated``: options by the names that they had before (``Deprecated``).
 
     Several ranks: if ``torch.distributed`` is initialised, every rank makes a ``Checkpointer`` for the same folder, and
-    calls ``save``, ``restore`` and ``close`` at the same steps. Replicas share the work of the search, and of writing
-    a large state. If the model is sharded (FSDP2, tensor parallel), the ranks score each candidate together, and each
-    writes what it holds. A checkpoint can be restored on any number of ranks, and without ``torch.distributed``.
-    What differs between ranks, such as random number generators, experts or the position of a loader, is saved for
-    each of them, and needs as many ranks to be restored.
+    calls ``save``, ``restore`` and ``close`` at the same steps. Replicas share the work. If the model is sharded
+    (FSDP2, tensor parallel), the ranks score each candidate together, and each writes what it holds. A checkpoint can
+    be restored on any number of ranks; what differs between ranks, such as random number generators, experts or the
+    position of a loader, needs as many ranks as at the save.
 
     Threads: ``save``, ``restore`` and ``close`` raise RuntimeError while another of them is running (in another thread,
-    or because ``evaluate`` made the call), and in the writing thread. In a forked child, ``save`` and ``restore`` raise
-    it, too.
+    or because ``evaluate`` made the call), in the writing thread, and the first two in a forked child.
 
     Raises StateError for objects that cannot be saved, CheckpointError if another process writes to the folder
     or the ranks do not share it, ValueError and TypeError for arguments that are wrong or exclude each other.
@@ -152,46 +110,34 @@ class Checkpointer:
         evaluate: Evaluate | None = None,
         evaluate_average: Mapping[str, Evaluate] | None = None,
         higher_is_better: bool = False,
-        max_degradation: float | None = None,
-        training_budget: float | None = None,
-        expected_restores: int | None = None,
-        quality: QualityName = "balanced",
-        method: MethodName | None = None,
-        configuration: Knobs | None = None,
-        exact: Literal["latest"] | None = None,
-        correct_moments: bool = True,
+        quality: QualityName | Quality = "balanced",
         roles: Mapping[str, str | Bound] | None = None,
         every: Every | None = None,
-        max_overhead: float | None = None,
-        mean_time_between_failures: float | None = None,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        keep_best: int | None = None,
-        keyframe_every: int = KEYFRAME_EVERY,
+        keep: Keep | None = None,
         log_to: LogTo | None = None,
+        **deprecated: Unpack[Deprecated],
     ) -> None:
-        check_options(evaluate, quality, exact, keep_best, keyframe_every)
-        allowance = Allowance(quality, method, max_degradation, configuration, training_budget, expected_restores)
+        quality, every, keep = values_of("Checkpointer", deprecated, quality, every, keep)
+        check_metric(evaluate, quality, keep)
         self._objects = objects_of(model, optimizer, extras or {})
         supported.check(self._objects)
         reshard(models_of(self._objects))
-        retention = Retention(keep_last, keep_every, keep_best, higher_is_better)
         roles = dict(roles or {})
         log_record = None if log_to is None else logger_of(log_to)
         self._group = Group()
         self._sharded = holds_shards(self._objects, self._group)
         if self._sharded:
-            check_arguments(allowance.chosen_method, exact, evaluate_average)
+            check_arguments(quality, keep, evaluate_average)
             self._group.replicas = replicas_of(self._objects, self._group)
         reduce = self._group.reduce if self._sharded else None
         movement = Movement(every, self._objects, reduce=reduce) if isinstance(every, Moved) else None
-        schedule = Schedule(every, max_overhead, mean_time_between_failures, movement)
+        schedule = Schedule(every, movement)
         self.skipped: list[CheckpointError] = []
         """Why ``restore`` skipped checkpoints."""
         self.not_restored: list[str] = []
         """What the last ``restore(strict=False)`` left out, and why."""
         self._damaged: set[int] = set()  # steps whose files a restore found damaged
-        self._turn, self._closed, self._keeps_copies = Turn(), False, exact == "latest"
+        self._turn, self._closed, self._keeps_copies = Turn(), False, keep.lossless_copy
         self._run = WritableRun(folder)
         with ExitStack() as undo:
             undo.callback(self._group.close)
@@ -203,8 +149,8 @@ class Checkpointer:
                 roles,
                 evaluate=metric,
                 higher_is_better=higher_is_better,
-                allowance=allowance,
-                keep_lossless_copy=exact == "latest",
+                quality=quality,
+                keep_lossless_copy=keep.lossless_copy,
                 group=self._group,
                 interval=schedule.interval,
                 evaluate_average={} if evaluate_average is None else evaluate_average,
@@ -212,14 +158,12 @@ class Checkpointer:
             undo.callback(self._compressor.close)
             self._end_first_step_check = supported.check_after_first_step(self._objects)
             undo.callback(self._end_first_step_check)
-            check_same_on_all_ranks("correct_moments", correct_moments, self._group)
-            self._corrections = MomentCorrections(correct_moments)
+            self._corrections = MomentCorrections(quality.correct_moments)
             check_first_state(self._objects, roles, self._compressor.method.quantizes_vectors, self._group)
             self._writer = stage_for(
                 self._group.size,
                 self._run,
-                retention=retention,
-                keyframe_every=keyframe_every,
+                retention=Retention(keep, higher_is_better),
                 damaged=self._damaged,
                 log_to=log_record,
                 at_end=lock,
@@ -232,7 +176,7 @@ class Checkpointer:
     def max_degradation(self) -> float:
         """The largest relative loss of quality that one checkpoint may cause. It may be changed at any time.
 
-        From then on every checkpoint may use it, unless ``training_budget`` was given.
+        From then on every checkpoint may use it, unless ``Quality.training_budget`` was given.
         """
         return self._compressor.max_degradation
 
@@ -258,7 +202,7 @@ class Checkpointer:
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due: ``step`` has reached the next multiple of ``every`` since the last one.
 
-        With ``every="auto"``: whether as many steps have passed since the last checkpoint as its cost asks for. With
+        With ``every=Auto(…)``: whether as many steps have passed since the last checkpoint as its cost asks for. With
         ``every=Moved(…)``: whether the weights have moved so far; all ranks of a sharded training must call it then.
         Raises ValueError without ``every``.
         """
@@ -307,10 +251,10 @@ class Checkpointer:
 
         Returns once the state is captured and its configuration is found. Encoding, writing and verifying run in the
         background. ``result()`` of the returned future waits for them and returns the record of the save. A checkpoint
-        of the same step is replaced. If it has a tag, or is among the ``keep_best`` best, it stays, under its tag.
+        of the same step is replaced. If it has a tag, or is among the best that ``keep`` says, it stays, under its tag.
 
         exact_weights: also keep the weights exactly, for all readers: until the next save, or as long as the checkpoint
-        has a tag. No effect with ``exact="latest"``, or for a sharded model.
+        has a tag. No effect with ``Keep(lossless_copy=True)``, or for a sharded model.
 
         Raises the error of the previous save's background write, if it failed; ValueError for a step out of range;
         StateError for a state that cannot be stored. If ``evaluate`` raises or returns no number: raises EvaluateError

@@ -145,7 +145,7 @@ def judged(folder, metric, **options):
 @pytest.mark.parametrize(("weight", "halvings"), [(0.01, 0), (4.0, 2), (1e6, None)])
 def test_an_average_is_as_fine_as_its_own_metric_needs(tmp_path, weight, halvings):
     calls = []
-    weights, found, record = judged(tmp_path, feeling(weight, calls), max_degradation=0.01)
+    weights, found, record = judged(tmp_path, feeling(weight, calls), quality=dq.Quality(max_degradation=0.01))
     error, allowed = (found - weights).abs().max(), magnitudes({"w": weights})["w"].small / 64
     assert record.equivalents == len(calls) == (6 if halvings is None else 2 + halvings)
     if halvings is None:

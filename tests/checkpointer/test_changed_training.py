@@ -119,7 +119,7 @@ def test_an_error_in_the_users_code_is_raised_unchanged_and_no_checkpoint_counts
     optimizer = FaultyOptimizer(model.parameters(), lr=0.1)
     extras = {"critic": Faulty(4, 4), "loader": FaultyLoader()}
     objects = {"model": model, "optimizer": optimizer, **extras}
-    with dq.Checkpointer(tmp_path, model, optimizer, extras=extras, keep_last=1) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, extras=extras, keep=dq.Keep(last=1)) as ckpt:
         for step in (1, 2):
             ckpt.save(step).result()
         objects[which].wrong = True

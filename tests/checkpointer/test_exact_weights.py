@@ -37,7 +37,7 @@ def copies_in(folder) -> list[str]:
 def test_exact_weights_stay_as_long_as_the_checkpoint_has_a_tag(tmp_path):
     model, optimizer = training()
     kept = {}
-    with dq.Checkpointer(tmp_path, model, optimizer, max_degradation=0.05) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, quality=dq.Quality(max_degradation=0.05)) as ckpt:
         for step in range(1, 6):
             train(model, optimizer)
             kept[step] = copied(model)
@@ -59,7 +59,7 @@ def test_exact_weights_stay_as_long_as_the_checkpoint_has_a_tag(tmp_path):
 
 def test_every_reader_gets_the_exact_weights(tmp_path):
     model, optimizer = training()
-    with dq.Checkpointer(tmp_path, model, optimizer, max_degradation=0.05) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, quality=dq.Quality(max_degradation=0.05)) as ckpt:
         train(model, optimizer)
         ckpt.save(1, exact_weights=True).result()
         ckpt.tag("best")
@@ -76,12 +76,12 @@ def test_every_reader_gets_the_exact_weights(tmp_path):
 
 def test_a_restore_from_exact_weights_corrects_dropped_moments(tmp_path):
     model, optimizer = training()
-    with dq.Checkpointer(tmp_path, model, optimizer, every=1000, max_degradation=0.05) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, every=1000, quality=dq.Quality(max_degradation=0.05)) as ckpt:
         train(model, optimizer)
         ckpt.save(1000, exact_weights=True).result()
         weights = copied(model)
     model, optimizer = training()
-    with dq.Checkpointer(tmp_path, model, optimizer, every=1000, max_degradation=0.05) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, every=1000, quality=dq.Quality(max_degradation=0.05)) as ckpt:
         assert ckpt.restore() == 1000
         assert same(model, weights)
         assert not any(state["exp_avg"].any() for state in optimizer.state.values())
@@ -90,7 +90,9 @@ def test_a_restore_from_exact_weights_corrects_dropped_moments(tmp_path):
 
 def test_replaced_and_deleted_checkpoints_leave_no_copy(tmp_path):
     model, optimizer = training()
-    with dq.Checkpointer(tmp_path, model, optimizer, max_degradation=0.05, keep_last=1) as ckpt:
+    with dq.Checkpointer(
+        tmp_path, model, optimizer, quality=dq.Quality(max_degradation=0.05), keep=dq.Keep(last=1)
+    ) as ckpt:
         train(model, optimizer)
         ckpt.save(1, exact_weights=True).result()
         ckpt.tag("best")
@@ -106,7 +108,7 @@ def test_replaced_and_deleted_checkpoints_leave_no_copy(tmp_path):
     assert Run(tmp_path).steps() == [3, 4]
 
 
-@pytest.mark.parametrize("options", [{"quality": "lossless"}, {"exact": "latest"}])
+@pytest.mark.parametrize("options", [{"quality": "lossless"}, {"keep": dq.Keep(lossless_copy=True)}])
 def test_where_weights_are_exact_already_nothing_is_added(tmp_path, options):
     model, optimizer = training()
     with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:

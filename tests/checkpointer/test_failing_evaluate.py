@@ -12,7 +12,7 @@ import dynaquant as dq
 from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.saving.presets import BALANCED, PRESETS
 from dynaquant.saving.record import record_of
-from dynaquant.search.scores import Quality
+from dynaquant.search.scores import MeasuredQuality
 from dynaquant.store.run import Run
 from dynaquant.training.collect import collect
 
@@ -112,10 +112,10 @@ def test_weights_in_training_with_a_metric_that_is_not_finite_are_saved(tmp_path
 @FIXED
 def test_a_metric_of_the_restored_weights_that_is_not_finite_is_in_the_record(tmp_path, original, score, configuration):
     model, optimizer = training_of()
-    options = {"evaluate": only_restored(model, original, score), "configuration": configuration}
+    options = {"evaluate": only_restored(model, original, score), "quality": dq.Quality(configuration=configuration)}
     with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         record = ckpt.save(1).result()
-        assert repr(record.quality) == repr(Quality(original, score, score))  # as text, because NaN != NaN
+        assert repr(record.quality) == repr(MeasuredQuality(original, score, score))  # as text, because NaN != NaN
         assert record.notes[-1] == "the metric is not finite: the degradation of this checkpoint is unknown"
         assert repr(ckpt.records()[0].quality) == repr(record.quality)
         assert bits(ckpt.records()[0].trials[0].degradation) == bits(score)
@@ -125,7 +125,9 @@ def test_a_metric_of_the_restored_weights_that_is_not_finite_is_in_the_record(tm
 @pytest.mark.parametrize("method", ["grid", "published"])
 def test_weights_are_stored_exactly_when_no_candidate_is_good_enough(tmp_path, scores, method):
     model, optimizer = training_of()
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=only_restored(model, *scores), method=method) as ckpt:
+    with dq.Checkpointer(
+        tmp_path, model, optimizer, evaluate=only_restored(model, *scores), quality=dq.Quality(method=method)
+    ) as ckpt:
         record = ckpt.save(1).result()
         assert (record.search, record.configuration, record.quality) == ("lossless", None, None)
         assert record.trials
@@ -136,7 +138,7 @@ def test_weights_are_stored_exactly_when_no_candidate_is_good_enough(tmp_path, s
 @FIXED
 def test_a_loss_of_zero_does_not_prevent_a_save(tmp_path, configuration):
     model, optimizer = training_of()
-    options = {"evaluate": only_restored(model, 0.0, 0.5), "configuration": configuration}
+    options = {"evaluate": only_restored(model, 0.0, 0.5), "quality": dq.Quality(configuration=configuration)}
     with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         assert ckpt.save(1).result().quality.degradation == float("inf")
         assert ckpt.records()[0].quality.degradation == float("inf")
@@ -152,7 +154,7 @@ def test_candidates_on_which_evaluate_fails_are_not_good_enough(tmp_path, method
             raise ArithmeticError("too few levels")
         return 1.0
 
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, quality=dq.Quality(method=method)) as ckpt:
         train(model, optimizer)
         record = ckpt.save(1).result()
     failed = [trial for trial in record.trials if trial.error]

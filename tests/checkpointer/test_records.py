@@ -87,7 +87,7 @@ def test_outliers_are_chosen_by_the_gradients_of_the_steps_before(tmp_path):
 def test_magnitude_metrics_need_no_gradients_and_give_no_note(tmp_path):
     model, optimizer = training_of()
     configuration = dq.Configuration(protection_metric="magnitude")
-    with dq.Checkpointer(tmp_path, model, optimizer, configuration=configuration) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, quality=dq.Quality(configuration=configuration)) as ckpt:
         assert ckpt.save(1).result().notes == []
         assert not optimizer._optimizer_step_pre_hooks
 

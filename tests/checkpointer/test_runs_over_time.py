@@ -83,7 +83,7 @@ def test_a_save_after_restoring_an_old_step_is_the_newest_and_later_steps_stay(t
 def test_keyframe_every_limits_chains_across_restarts(tmp_path):
     model, optimizer = training_of()
     for start in (0, 5, 7):
-        with dq.Checkpointer(tmp_path, model, optimizer, keyframe_every=3) as ckpt:
+        with dq.Checkpointer(tmp_path, model, optimizer, keep=dq.Keep(keyframe_every=3)) as ckpt:
             ckpt.restore()
             for step in range(start, start + 5):
                 train(model, optimizer)
@@ -98,7 +98,7 @@ def test_retention_continues_in_a_new_process(tmp_path):
     model, optimizer = training_of()
     states = {}
     for start in (1, 4, 7):
-        with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2, keep_every=5) as ckpt:
+        with dq.Checkpointer(tmp_path, model, optimizer, keep=dq.Keep(last=2, every=5)) as ckpt:
             assert ckpt.restore() == (start - 1 or None)
             for step in range(start, start + 3):
                 train(model, optimizer)
@@ -130,7 +130,7 @@ def test_a_deleted_ancestor_makes_the_next_checkpoint_a_keyframe(tmp_path):
 def test_retention_never_deletes_the_last_checkpoint_that_loads(tmp_path):
     saved(tmp_path, [1, 2])
     model, optimizer = training_of(1)
-    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, keep=dq.Keep(last=2)) as ckpt:
         assert ckpt.restore() == 2
         damage(Run(tmp_path).path(2))
         train(model, optimizer)
@@ -139,21 +139,21 @@ def test_retention_never_deletes_the_last_checkpoint_that_loads(tmp_path):
         assert ckpt.restore() == 1
 
 
-def test_with_keep_last_the_record_describes_the_recoded_file(tmp_path):
+def test_if_few_are_kept_the_record_describes_the_recoded_file(tmp_path):
     model, optimizer = training_of(0)
-    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=1) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, keep=dq.Keep(last=1)) as ckpt:
         for step in (1, 2, 3):
             train(model, optimizer)
             record = ckpt.save(step).result()
             assert (record.keyframe, record.total.stored) == (True, Run(tmp_path).path(step).stat().st_size)
 
 
-def test_keep_last_does_not_count_damaged_checkpoints(tmp_path):
-    saved(tmp_path, [1, 2, 3, 4, 5], keyframe_every=1)
+def test_damaged_checkpoints_do_not_count_as_the_newest(tmp_path):
+    saved(tmp_path, [1, 2, 3, 4, 5], keep=dq.Keep(keyframe_every=1))
     for step in (4, 5):
         damage(Run(tmp_path).path(step))
     model, optimizer = training_of(1)
-    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2, keyframe_every=1) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, keep=dq.Keep(last=2, keyframe_every=1)) as ckpt:
         assert ckpt.restore() == 3
         train(model, optimizer)
         ckpt.save(6).result()
@@ -170,7 +170,7 @@ def test_saving_into_a_run_without_restoring_keeps_the_newest_and_the_tagged_of_
     earlier = {step: bits(dq.load(tmp_path, step)["model"]) for step in (1, 3)}
     names = {step: f"earlier-{step}-{run.file(step).header.identity[:8]}" for step in (1, 3)}
     for _ in range(2):  # the second one finds no more to keep than the newest of the first
-        with dq.Checkpointer(tmp_path, *training_of(1), keep_last=1) as ckpt:
+        with dq.Checkpointer(tmp_path, *training_of(1), keep=dq.Keep(last=1)) as ckpt:
             ckpt.save(3).result()
             ckpt.tag("best")
     assert {step: bits(dq.load(tmp_path, name)["model"]) for step, name in names.items()} == earlier

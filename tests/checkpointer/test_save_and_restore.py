@@ -201,7 +201,9 @@ def test_models_of_other_dtypes_are_restored(tmp_path, dtype, configuration):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     seen = []
     evaluate = lambda m: seen.append(weights_of(m)) or 1.0  # noqa: E731
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, configuration=configuration) as ckpt:
+    with dq.Checkpointer(
+        tmp_path, model, optimizer, evaluate=evaluate, quality=dq.Quality(configuration=configuration)
+    ) as ckpt:
         train(model, optimizer, 3)
         record = ckpt.save(1).result()
         state = bits(dq.load(tmp_path)["optimizer"])

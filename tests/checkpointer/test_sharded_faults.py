@@ -98,7 +98,7 @@ def test_a_rank_that_is_killed_during_retention_leaves_every_checkpoint_that_is_
         assert stopped(killed, 4), name
         assert killed["steps"] == left[name], name
         assert goes_on(resumed, left[name][-1]), name
-        assert len(resumed["steps"]) == 2, name  # those of keep_last
+        assert len(resumed["steps"]) == 2, name  # those of Keep(last=2)
 
 
 def test_a_rank_that_is_killed_during_a_restore_leaves_the_run_and_the_other_ranks_as_they_were(tmp_path):

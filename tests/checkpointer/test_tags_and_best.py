@@ -1,4 +1,4 @@
-"""``tag``, ``steps`` and ``keep_best``: names for checkpoints, and which of them are kept."""
+"""``tag``, ``steps`` and ``Keep(best=…)``: names for checkpoints, and which of them are kept."""
 
 import math
 
@@ -46,12 +46,12 @@ def tags(folder) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
-        ({"keep_best": 1}, [20, 60]),
-        ({"keep_best": 2}, [20, 40, 60]),
-        ({"keep_best": 2, "keep_last": 2}, [20, 40, 50, 60]),
-        ({"keep_best": 1, "keep_every": 30}, [20, 30, 60]),
-        ({"keep_best": 2, "higher_is_better": True}, [10, 60]),
-        ({"keep_best": 9}, [10, 20, 30, 40, 50, 60]),
+        ({"keep": dq.Keep(best=1)}, [20, 60]),
+        ({"keep": dq.Keep(best=2)}, [20, 40, 60]),
+        ({"keep": dq.Keep(best=2, last=2)}, [20, 40, 50, 60]),
+        ({"keep": dq.Keep(best=1, every=30)}, [20, 30, 60]),
+        ({"keep": dq.Keep(best=2), "higher_is_better": True}, [10, 60]),
+        ({"keep": dq.Keep(best=9)}, [10, 20, 30, 40, 50, 60]),
     ],
 )
 def test_the_best_checkpoints_are_kept_besides_the_others(tmp_path, options, kept):
@@ -64,7 +64,7 @@ def test_the_best_checkpoints_are_kept_besides_the_others(tmp_path, options, kep
 
 def test_the_best_are_known_after_a_resume(tmp_path):
     for steps in ([10, 20, 30], [40, 50, 60]):
-        with Training(tmp_path, keep_best=1) as training:
+        with Training(tmp_path, keep=dq.Keep(best=1)) as training:
             training.ckpt.restore()
             training.save(*steps)
     assert Run(tmp_path).steps() == [20, 60]
@@ -72,7 +72,7 @@ def test_the_best_are_known_after_a_resume(tmp_path):
 
 def test_of_equal_metrics_the_newer_counts_as_better(tmp_path, monkeypatch):
     monkeypatch.setitem(METRICS, 40, 1.0)
-    with Training(tmp_path, keep_best=1) as training:
+    with Training(tmp_path, keep=dq.Keep(best=1)) as training:
         training.save(*METRICS)
         assert training.ckpt.steps() == [40, 60]
 
@@ -80,11 +80,9 @@ def test_of_equal_metrics_the_newer_counts_as_better(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "options", [{}, {"quality": "lossless", "evaluate": lambda _: 1.0}], ids=["no metric", "lossless"]
 )
-def test_keep_best_without_a_metric_is_an_error_that_says_what_to_do(tmp_path, options):
-    with pytest.raises(ValueError, match="keep_best needs a metric that every save evaluates: give evaluate"):
-        dq.Checkpointer(tmp_path / "run", nn.Linear(2, 2), keep_best=2, **options)
-    with pytest.raises(ValueError, match="must be at least 1"):
-        dq.Checkpointer(tmp_path / "run", nn.Linear(2, 2), keep_best=0, evaluate=lambda _: 1.0)
+def test_to_keep_the_best_without_a_metric_is_an_error_that_says_what_to_do(tmp_path, options):
+    with pytest.raises(ValueError, match=r"Keep\(best=…\) needs a metric that every save evaluates: give evaluate"):
+        dq.Checkpointer(tmp_path / "run", nn.Linear(2, 2), keep=dq.Keep(best=2), **options)
     assert not (tmp_path / "run").exists()
 
 
@@ -96,7 +94,7 @@ def test_steps_are_those_of_the_run_lowest_first_with_the_one_being_written(tmp_
 
 
 def test_a_tag_names_the_newest_or_a_step_and_moves(tmp_path):
-    with Training(tmp_path, keep_last=1) as training:
+    with Training(tmp_path, keep=dq.Keep(last=1)) as training:
         training.save(20)
         training.ckpt.tag("best")  # waits for the write
         assert tags(tmp_path) == {"best": 20}
@@ -130,7 +128,7 @@ def test_log_to_may_tag_the_checkpoint_that_was_just_committed(tmp_path):
             best.append(record.quality.restored)
             training.ckpt.tag("best", record.step)
 
-    with Training(tmp_path, keep_last=1, log_to=tag_the_best) as training:
+    with Training(tmp_path, keep=dq.Keep(last=1), log_to=tag_the_best) as training:
         training.save(*METRICS)
         assert training.ckpt.steps() == [20, 60]
     assert tags(tmp_path) == {"best": 20}

@@ -44,7 +44,9 @@ def test_quantized_frozen_weights_keep_their_values_when_the_configuration_chang
         return 1.0 if len(scored[1].weight.unique()) >= wanted else 2.0
 
     roles = {"model.0.weight": "weight"}
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method, roles=roles) as ckpt:
+    with dq.Checkpointer(
+        tmp_path, model, optimizer, evaluate=evaluate, quality=dq.Quality(method=method), roles=roles
+    ) as ckpt:
         for step, wanted in enumerate((2, 12, 40)):
             train(model, optimizer)
             configurations.append(ckpt.save(step).result().configuration)

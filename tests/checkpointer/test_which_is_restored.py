@@ -32,7 +32,7 @@ def test_restore_takes_the_requested_step(tmp_path):
 
 
 def test_restore_takes_the_newest_checkpoint_that_verifies_and_names_the_skipped_ones(tmp_path, caplog):
-    saved(tmp_path, [1, 2, 3, 4, 5], keyframe_every=2)
+    saved(tmp_path, [1, 2, 3, 4, 5], keep=dq.Keep(keyframe_every=2))
     run = Run(tmp_path)
     damage(run.path(3))
     run.path(5).write_bytes(run.path(5).read_bytes()[:-1])
@@ -49,7 +49,7 @@ def test_restore_takes_the_newest_checkpoint_that_verifies_and_names_the_skipped
 
 
 def test_each_skipped_file_is_named_once(tmp_path):
-    saved(tmp_path, [1, 2, 3, 4], keyframe_every=1)
+    saved(tmp_path, [1, 2, 3, 4], keep=dq.Keep(keyframe_every=1))
     run = Run(tmp_path)
     for step in (2, 4):
         run.path(step).write_bytes(b"")
@@ -68,7 +68,7 @@ def test_an_undamaged_newest_checkpoint_is_restored_without_a_warning(tmp_path, 
 
 
 def test_a_run_without_a_checkpoint_that_verifies_is_an_error_and_changes_nothing(tmp_path):
-    saved(tmp_path, [1, 2], keyframe_every=1)
+    saved(tmp_path, [1, 2], keep=dq.Keep(keyframe_every=1))
     run = Run(tmp_path)
     damage(run.path(1))
     run.path(2).write_bytes(b"")

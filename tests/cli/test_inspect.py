@@ -70,7 +70,7 @@ def test_what_a_metric_that_sees_nothing_says_is_not_shown_as_measured(tmp_path)
 
 
 def test_log_lists_a_lossless_copy(tmp_path):
-    with dq.Checkpointer(tmp_path, nn.Linear(40, 40), exact="latest") as ckpt:
+    with dq.Checkpointer(tmp_path, nn.Linear(40, 40), keep=dq.Keep(lossless_copy=True)) as ckpt:
         for step in (1, 2):
             ckpt.save(step)
     (copy,) = tmp_path.glob("exact-*")

@@ -72,7 +72,7 @@ def runs(tmp_path):
     optimizer = torch.optim.AdamW(model[1].parameters(), lr=0.1)
     inputs = torch.randn(16, 600)
     evaluate = dq.LossOn([inputs], lambda model, batch: model(batch).square().mean())
-    with dq.Checkpointer(grid, model, optimizer, evaluate=evaluate, exact="latest") as ckpt:
+    with dq.Checkpointer(grid, model, optimizer, evaluate=evaluate, keep=dq.Keep(lossless_copy=True)) as ckpt:
         for step in (1, 2):
             model(inputs).square().mean().backward()
             optimizer.step()

@@ -92,7 +92,7 @@ def test_each_header_is_read_once(tmp_path, monkeypatch):
     monkeypatch.setattr(CheckpointFile, "__init__", lambda self, path: opened.append(path.name) or plain(self, path))
     watched = WatchedRun(tmp_path)
     assert watched.look() == ([], [])
-    with dq.Checkpointer(tmp_path, nn.Linear(9, 9), keep_last=2) as ckpt:
+    with dq.Checkpointer(tmp_path, nn.Linear(9, 9), keep=dq.Keep(last=2)) as ckpt:
         for step in (1, 2, 3):
             ckpt.save(step).result()
             watched.look()

@@ -703,7 +703,7 @@ def test_checkpoints_late_in_a_schedule_may_lose_less_after_a_restore(tmp_path):
     plugin = of_adam()
     plugin.load_checkpoint(tmp_path / "200.ckpt")
     after = saved(plugin, 210, 1e-4)
-    explicit = saved(of_adam(max_degradation=0.01), 220, 1e-4)
+    explicit = saved(of_adam(quality=dq.Quality(max_degradation=0.01)), 220, 1e-4)
     assert after < late < early == explicit == 0.01
 
 

@@ -20,6 +20,8 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed: make test
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torchtitan imports what PyTorch calls deprecated
+    import tyro
+
     from dynaquant.integrations import torchtitan as integration
 
 SCRIPT = Path(__file__).parents[1] / "support" / "torchtitan_training.py"
@@ -183,6 +185,37 @@ def made(base_folder, parts=1, **options):
 def test_what_is_not_supported_is_refused(tmp_path, options, said):
     with pytest.raises(dq.DynaquantError, match=said):
         made("" if "folder" in options else tmp_path, **options)
+
+
+def test_quality_is_a_value_also_on_the_command_line():
+    config = integration.CheckpointManager.Config
+    for words, quality in (
+        ([], "balanced"),
+        (["--quality", "high"], dq.Quality("high")),
+        (["--quality", "high", "max_degradation=0.002"], dq.Quality("high", max_degradation=0.002)),
+        (
+            ["--quality", "small", "training_budget=0.01", "expected_restores=3", "--interval", "7"],
+            dq.Quality("small", training_budget=0.01, expected_restores=3),
+        ),
+    ):
+        assert tyro.cli(config, args=words).quality == quality
+    kept = config(quality=dq.Quality(max_degradation=0.005))
+    assert tyro.cli(config, args=["--interval", "7"], default=kept).quality == kept.quality
+
+
+@pytest.mark.parametrize("words", [["best"], ["high", "max_degradation=5"], ["high", "max"], ["high", "limit=1"]])
+def test_a_wrong_quality_on_the_command_line_is_refused(words, capsys):
+    with pytest.raises(SystemExit):
+        tyro.cli(integration.CheckpointManager.Config, args=["--quality", *words])
+    assert "Error parsing --quality" in capsys.readouterr().err
+
+
+def test_flat_names_of_the_quality_are_deprecated(tmp_path):
+    with pytest.warns(
+        DeprecationWarning, match=r"max_degradation=0\.02 is deprecated: give quality=dq\.Quality\('high', max"
+    ):
+        manager = made(tmp_path, quality="high", max_degradation=0.02)
+    assert manager._quality == dq.Quality("high", max_degradation=0.02)
 
 
 def test_a_disabled_manager_does_nothing(tmp_path):

@@ -740,9 +740,11 @@ def test_the_example_goes_on_after_a_kill(tmp_path):
 
 
 def test_the_options_are_the_arguments_of_a_checkpointer_that_the_trainer_does_not_decide():
-    decided = {"folder", "model", "optimizer", "every", "keep_last", "max_overhead", "mean_time_between_failures"}
+    decided = {"folder", "model", "optimizer", "every", "deprecated"}
     of_restore = set(inspect.signature(dq.Checkpointer.restore).parameters) - {"self", "step"}
-    assert set(Options.__annotations__) == set(inspect.signature(dq.Checkpointer).parameters) - decided | of_restore
+    assert set(Options.__annotations__) == set(inspect.signature(dq.Checkpointer).parameters) - decided | of_restore | {
+        "exact"
+    }
 
 
 def test_the_page_names_all_options():
@@ -872,8 +874,8 @@ def test_options_reach_the_checkpointer(tmp_path):
         "roles": {"model.lm_head.weight": "exact"},
         "extras": {"mine": {"answer": 42}},
         "log_to": records.append,
-        "keep_every": 10,
-        "max_degradation": 0.02,
+        "keep": dq.Keep(every=10),
+        "quality": dq.Quality(max_degradation=0.02),
     }
     trainer = trainer_of(tmp_path, dynaquant=options, save_total_limit=1)
     trainer.train()
@@ -903,10 +905,11 @@ def test_a_training_that_begins_again_with_smaller_batches_saves(tmp_path):
         ({"qualty": "high"}, "dynaquant has no option 'qualty'; the options are quality, evaluate"),
         ("high", "dictionary"),
         ({"quality": "hihg"}, "hihg"),
-        ({"max_degradation": -1}, "max_degradation"),
+        ({"keep": 2}, r"keep must be a dq\.Keep"),
         ({"exact": "worst"}, "exact must be"),
-        ({"keep_best": 2, "evaluate": None}, "keep_best needs a metric"),
-        ({"keep_every": 0}, "keep_every"),
+        ({"keep": dq.Keep(best=2), "evaluate": None}, r"Keep\(best=…\) needs a metric"),
+        ({"keep": dq.Keep(last=2)}, r"dynaquant takes no last in dq\.Keep"),
+        ({"every": 10}, "dynaquant has no option 'every'"),
         ({"evaluate": 3}, "evaluate must be a function"),
         ({"log_to": 3}, "log_to"),
     ],

@@ -72,7 +72,7 @@ def test_quantized_checkpoints_of_ranks_that_chose_different_grids(tmp_path, qua
         assert list(compact(run, 2)) == [1, 2, 3, 4]
         assert dict(verify_run(run)) == dict.fromkeys([1, 2, 3, 4])
         branch(run, run.file(4), tmp_path / "branch")
-        assert prune(run, Retention(keep_last=1)) == []
+        assert prune(run, Retention(dq.Keep(last=1))) == []
     assert run.file(4).total_size < 4 * size  # a keyframe, but still quantized
     for folder in (run.folder, tmp_path / "branch"):
         found = dq.load(folder)["model"]
@@ -164,7 +164,7 @@ def test_the_step_is_the_last_number_of_the_id(tmp_path, given, step):
 
 
 def test_a_step_can_be_saved_again_and_old_ones_are_deleted(tmp_path):
-    writer = StorageWriter(tmp_path / "run", quality="lossless", keep_last=2)
+    writer = StorageWriter(tmp_path / "run", quality="lossless", keep=dq.Keep(last=2))
     for i, step in enumerate((1, 2, 3, 3, 4)):
         dcp.save({"w": torch.arange(1000) + i}, checkpoint_id=str(step), storage_writer=writer)
     run = Run(tmp_path / "run")
@@ -227,8 +227,10 @@ def test_a_checkpoint_of_dcp_can_be_verified_listed_and_exported(tmp_path):
 def test_arguments_are_checked(tmp_path):
     with pytest.raises(ValueError, match="quality must be one of"):
         StorageWriter(tmp_path, quality="best")
-    with pytest.raises(ValueError, match="keyframe_every must be at least 1"):
-        StorageWriter(tmp_path, keyframe_every=0)
+    with pytest.raises(ValueError, match=r"StorageWriter takes no max_degradation in dq\.Quality"):
+        StorageWriter(tmp_path, quality=dq.Quality(max_degradation=0.1))
+    with pytest.raises(ValueError, match=r"StorageWriter takes no best in dq\.Keep"):
+        StorageWriter(tmp_path, keep=dq.Keep(best=1))
 
 
 def test_a_save_after_a_failed_one_is_conditioned_on_what_was_committed(tmp_path, monkeypatch):
@@ -284,7 +286,7 @@ def test_plans_that_are_used_again_are_refused(tmp_path):
 
 
 def test_a_load_goes_on_if_the_writer_prunes_meanwhile(tmp_path):
-    writer = StorageWriter(tmp_path / "run", quality="lossless", keep_last=2)
+    writer = StorageWriter(tmp_path / "run", quality="lossless", keep=dq.Keep(last=2))
     values = {step: {"a": torch.randn(3000) * step, "b": torch.randn(50)} for step in (1, 2, 3)}
     for step in (1, 2):
         dcp.save(values[step], checkpoint_id=str(step), storage_writer=writer)

@@ -143,7 +143,7 @@ def test_the_state_is_unchanged_also_by_a_metric_that_writes_to_it(tmp_path):
             tensor.zero_()
         return loss
 
-    record = dq.save(state, tmp_path / "s.dqc", metric=metric, max_degradation=0.02)
+    record = dq.save(state, tmp_path / "s.dqc", metric=metric, quality=dq.Quality(max_degradation=0.02))
     assert bits(state) == before
     assert record.judged_by == "evaluate"
     assert record.limit == 0.02
@@ -162,7 +162,7 @@ def test_the_metric_decides_and_was_measured_on_what_load_returns(tmp_path):
             tmp_path / f"{e}.dqc",
             metric=similarity,
             higher_is_better=True,
-            max_degradation=e,
+            quality=dq.Quality(max_degradation=e),
         )
         for e in (0.0001, 0.01)
     )
@@ -409,7 +409,7 @@ def test_wrong_places_and_arguments_are_errors_that_say_what_to_do(tmp_path):
             dq.save(state, path)
     for options, said in (
         ({"quality": "best"}, "quality must be one of"),
-        ({"max_degradation": -1.0}, "max_degradation must be"),
+        ({"quality": dq.Quality(method="published")}, r"save takes no method in dq\.Quality"),
         ({"quality": "lossless", "metric": len}, "needs no metric"),
     ):
         with pytest.raises(ValueError, match=said):

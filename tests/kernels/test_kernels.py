@@ -348,7 +348,7 @@ def same(a, b):
 @on_devices
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"quality": "high"}, {"quality": "lossless"}, {"method": "published"}],
+    [{}, {"quality": "high"}, {"quality": "lossless"}, {"quality": dq.Quality(method="published")}],
     ids=str,
 )
 def test_a_run_is_the_same_on_every_device(where, arguments, tmp_path, monkeypatch):

@@ -143,7 +143,7 @@ def test_names_are_not_interpreted_as_markup(tmp_path):
     model = nn.Linear(8, 8)
     model.register_parameter(hostile, nn.Parameter(torch.randn(8, 8)))
     folder = tmp_path / "<img src=x onerror=alert(1)>"
-    save(folder, model, 1, 2, configuration=dq.GridConfiguration(scale=-80))
+    save(folder, model, 1, 2, quality=dq.Quality(configuration=dq.GridConfiguration(scale=-80)))
     for step in (1, 2):
         with_record(Run(folder).path(step), notes=[hostile], seconds={hostile: 1.0})
     found = statistics(folder)
@@ -202,7 +202,14 @@ def test_checkpoints_without_a_metric_are_marked(tmp_path):
 
 
 def test_a_metric_that_is_nan_counts_as_no_degradation(tmp_path):
-    save(tmp_path, model_of(), 1, 2, configuration=dq.GridConfiguration(scale=-80), evaluate=lambda _: math.nan)
+    save(
+        tmp_path,
+        model_of(),
+        1,
+        2,
+        quality=dq.Quality(configuration=dq.GridConfiguration(scale=-80)),
+        evaluate=lambda _: math.nan,
+    )
     quality = {"original": "nan", "restored": "nan", "degradation": "nan"}
     with_record(Run(tmp_path).path(2), quality=quality)
     found = statistics(tmp_path)
@@ -258,7 +265,7 @@ def test_charts_are_sorted_by_step_after_a_training_went_back(tmp_path):
 
 def test_the_lossless_copy_of_the_newest_checkpoint_costs_storage_and_a_restore_reads_it(tmp_path):
     model = model_of()
-    save(tmp_path, model, 1, 2, exact="latest")
+    save(tmp_path, model, 1, 2, keep=dq.Keep(lossless_copy=True))
     found = statistics(tmp_path)
     copy = next(tmp_path.glob("exact-*"))
     assert found.lossless_copy == copy.stat().st_size == found.rows[1].restore.size
@@ -268,7 +275,7 @@ def test_the_lossless_copy_of_the_newest_checkpoint_costs_storage_and_a_restore_
 
 def test_if_there_are_many_tensors_the_largest_are_shown_in_the_order_of_the_model(tmp_path):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(MOST_TENSORS)))
-    save(tmp_path, model, 1, configuration=dq.GridConfiguration(scale=-80))
+    save(tmp_path, model, 1, quality=dq.Quality(configuration=dq.GridConfiguration(scale=-80)))
     found = statistics(tmp_path)
     assert len(found.tensors) == 2 * MOST_TENSORS
     chart = drawn(found)["bits"]

@@ -226,7 +226,7 @@ def test_markup_in_names_is_shown_as_text(browser, tmp_path):
     hostile = "</script><script>alert(1)</script><img src='https://example.com/x'><b>bold</b>"
     model = nn.Linear(8, 8)
     model.register_parameter(hostile.replace(".", "·"), nn.Parameter(model.weight.detach().clone()))
-    save(tmp_path / "run", model, 1, 2, configuration=dq.GridConfiguration(scale=-80))
+    save(tmp_path / "run", model, 1, 2, quality=dq.Quality(configuration=dq.GridConfiguration(scale=-80)))
     out = tmp_path / "report.html"
     call("report", tmp_path / "run", "-o", out)
     with opened(browser, out) as page:

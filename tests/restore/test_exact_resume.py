@@ -45,7 +45,9 @@ class Training:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("settings", [{"quality": "lossless"}, {"exact": "latest"}], ids=["lossless", "exact latest"])
+@pytest.mark.parametrize(
+    "settings", [{"quality": "lossless"}, {"keep": dq.Keep(lossless_copy=True)}], ids=["lossless", "exact latest"]
+)
 def test_losses_after_an_exact_restore_equal_those_without_an_interruption(tmp_path, settings, optimizer):
     training = Training(optimizer, seed=0)
     with training.checkpointer(tmp_path, **settings) as ckpt:

@@ -78,9 +78,9 @@ def damage(folder: Path, step: int, tensor: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{"quality": "lossless"}, {}, {"method": "published"}], ids=str)
+@pytest.mark.parametrize("options", [{"quality": "lossless"}, {}, {"quality": dq.Quality(method="published")}], ids=str)
 def test_the_model_holds_what_a_restore_returns(tmp_path, dtype, options):
-    training = Training(tmp_path / "run", dtype, keyframe_every=4, **options)
+    training = Training(tmp_path / "run", dtype, keep=dq.Keep(keyframe_every=4), **options)
     follower, model = follower_of(training)
     with training.ckpt:
         for _ in range(9):
@@ -193,7 +193,7 @@ def test_a_tensor_whose_memory_the_caller_has_replaced_is_written_again(trained)
 
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_chain_that_was_pruned_meanwhile_is_loaded_afresh(tmp_path, keep):
-    training = Training(tmp_path / "run", quality="lossless", keep_last=keep, keyframe_every=3)
+    training = Training(tmp_path / "run", quality="lossless", keep=dq.Keep(last=keep, keyframe_every=3))
     follower, model = follower_of(training)
     with training.ckpt:
         for saves in (1, 5, 1, 2, 3, 7):
@@ -282,7 +282,7 @@ def test_damage_leaves_the_model_as_it_was(trained, step):
 
 
 def test_after_damage_the_next_sound_checkpoint_is_loaded(tmp_path):
-    training = Training(tmp_path / "run", quality="lossless", keyframe_every=2)
+    training = Training(tmp_path / "run", quality="lossless", keep=dq.Keep(keyframe_every=2))
     follower, model = follower_of(training)
     with training.ckpt:
         training(1)

@@ -24,7 +24,7 @@ def run(tmp_path):
     model = model_of(8)
     model[4].weight = model[0].weight
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with dq.Checkpointer(tmp_path / "run", model, optimizer, exact="latest") as ckpt:
+    with dq.Checkpointer(tmp_path / "run", model, optimizer, keep=dq.Keep(lossless_copy=True)) as ckpt:
         for step in (1, 2, 3):
             train(model, optimizer)
             ckpt.save(step).result()
@@ -179,7 +179,7 @@ def test_an_undamaged_lossless_copy_is_loaded_although_the_checkpoint_is_damaged
 def test_a_dtype_that_safetensors_lacks_does_not_count_as_damage(tmp_path, caplog):
     model = nn.Linear(8, 8)
     model.register_buffer("phase", torch.ones(2, dtype=torch.complex128))
-    with dq.Checkpointer(tmp_path / "run", model, exact="latest") as ckpt:
+    with dq.Checkpointer(tmp_path / "run", model, keep=dq.Keep(lossless_copy=True)) as ckpt:
         ckpt.save(1).result()
     with pytest.raises(dq.CheckpointError, match="export to torch instead"):
         export(StoredCheckpoint(tmp_path / "run"), Target.SAFETENSORS, tmp_path / "m.safetensors")

@@ -69,10 +69,10 @@ def test_a_restore_of_exact_moments_leaves_the_optimizer_alone(tmp_path, caplog)
     "options",
     [
         {"quality": "high"},
-        {"exact": "latest"},
+        {"keep": dq.Keep(lossless_copy=True)},
         {"roles": {"optimizer.*.exp_avg": "exact"}},
-        {"method": "published"},
-        {"correct_moments": False},
+        {"quality": dq.Quality(method="published")},
+        {"quality": dq.Quality(correct_moments=False)},
     ],
     ids=str,
 )

@@ -173,7 +173,9 @@ def loss_of_both(models) -> float:
 @pytest.mark.parametrize("method", ["grid", "published"])
 def test_several_models_and_optimizers_are_saved_and_restored_together(tmp_path, method):
     models, optimizers = adversaries()
-    with dq.Checkpointer(tmp_path, models, optimizers, evaluate=loss_of_both, method=method) as ckpt:
+    with dq.Checkpointer(
+        tmp_path, models, optimizers, evaluate=loss_of_both, quality=dq.Quality(method=method)
+    ) as ckpt:
         train_both(models, optimizers, 4)
         record = ckpt.save(4).result()
         train_both(models, optimizers, 2)

@@ -143,8 +143,8 @@ def test_checkpoints_are_coded_anew_with_the_same_values(tmp_path):
     """Levels do not depend on the parent: what is compacted, branched and pruned has the same values."""
     torch.manual_seed(0)
     model = Simulation()
-    options = {"roles": {"model.field": dq.Bound(relative=1e-4)}, "exact": "latest"}
-    with dq.Checkpointer(tmp_path / "run", model, keyframe_every=3, **options) as ckpt:
+    roles, keep = {"model.field": dq.Bound(relative=1e-4)}, dq.Keep(lossless_copy=True, keyframe_every=3)
+    with dq.Checkpointer(tmp_path / "run", model, roles=roles, keep=keep) as ckpt:
         for step in range(1, 8):
             model.advance()
             ckpt.save(step)

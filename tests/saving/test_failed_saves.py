@@ -138,7 +138,7 @@ def train_and_save(folder, failures: dict[int, float], kind: str) -> list[tuple]
     numpy.random.seed(0)
     model, optimizer = training_of()
     evaluate = dq.LossOn(BATCHES, cross_entropy) if kind == "batches" else Movement(model, 0.5)
-    options = {"every": 3, "max_degradation": 0.01 if kind == "batches" else None}
+    options = {"every": 3, "quality": dq.Quality(max_degradation=0.01) if kind == "batches" else "balanced"}
     with dq.Checkpointer(folder, model, optimizer, evaluate=evaluate, **options) as ckpt:
         for number in range(1, 9):
             step = 3 * number

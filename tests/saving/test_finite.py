@@ -15,8 +15,8 @@ def same(_: torch.nn.Module) -> float:
 @pytest.mark.parametrize("quality", ["lossless", "balanced", "published"])
 def test_a_diverged_training_keeps_its_newest_finite_checkpoints(tmp_path, caplog, quality):
     model, optimizer = training_of()
-    options = {"method": "published"} if quality == "published" else {"quality": quality}
-    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2, **options) as ckpt:
+    options = {"quality": dq.Quality(method="published")} if quality == "published" else {"quality": quality}
+    with dq.Checkpointer(tmp_path, model, optimizer, keep=dq.Keep(last=2), **options) as ckpt:
         for step in range(1, 8):
             train(model, optimizer)
             if step == 4:
@@ -29,7 +29,7 @@ def test_a_diverged_training_keeps_its_newest_finite_checkpoints(tmp_path, caplo
     assert any(said in note for note in record.notes)
     caplog.clear()
     good = bits(dq.load(tmp_path, 3)["model"])
-    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2, **options) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, keep=dq.Keep(last=2), **options) as ckpt:
         assert ckpt.restore() == 7
         assert "The newest checkpoint with finite weights is step 3: restore(step=3)" in caplog.text
         caplog.clear()

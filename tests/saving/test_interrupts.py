@@ -82,7 +82,7 @@ def spread(count: int, total: int) -> list[int]:
 @ANYWHERE
 def test_an_interrupt_anywhere_in_a_save_does_not_change_training(tmp_path):
     training = Training()
-    with training.checkpointer(tmp_path, exact="latest", keep_last=2) as ckpt:
+    with training.checkpointer(tmp_path, keep=dq.Keep(lossless_copy=True, last=2)) as ckpt:
         training.step()
         ckpt.save(0).result()
         total = points(lambda: ckpt.save(1))
@@ -135,7 +135,7 @@ def test_an_interrupt_anywhere_in_the_constructor_releases_the_run(tmp_path):
 @ANYWHERE
 def test_a_restore_can_be_repeated_after_an_interrupt_anywhere(tmp_path):
     training = Training()
-    with training.checkpointer(tmp_path, exact="latest") as ckpt:
+    with training.checkpointer(tmp_path, keep=dq.Keep(lossless_copy=True)) as ckpt:
         for step in (1, 2):
             training.step()
             ckpt.save(step)

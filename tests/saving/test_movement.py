@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -202,24 +201,6 @@ def test_a_checkpoint_that_is_due_stays_due():
     assert watched.reached(1)
     model.weight.data.copy_(original)
     assert watched.reached(2)
-
-
-@pytest.mark.parametrize("distance", [0, -0.1, math.nan, math.inf, True, "0.02", None])
-def test_bad_distances(distance):
-    with pytest.raises(ValueError, match=r"Moved needs a finite distance above 0, e\.g\. Moved\(0\.02\) for 2 %"):
-        dq.Moved(distance)
-
-
-@pytest.mark.parametrize("distance", [1, 0.5, np.float32(0.5)])
-def test_good_distances(distance):
-    assert dq.Moved(distance).distance == distance
-
-
-def test_bad_combinations(tmp_path):
-    with pytest.raises(ValueError, match="need every='auto'"):
-        dq.Checkpointer(tmp_path, nn.Linear(2, 2), every=dq.Moved(0.1), max_overhead=0.1)
-    with pytest.raises(ValueError, match="every must be"):
-        dq.Checkpointer(tmp_path, nn.Linear(2, 2), every=dq.Moved)
 
 
 def test_gradients_are_recorded_before_the_earliest_look():

@@ -9,7 +9,7 @@ from torch import nn
 from training import bits, model_of
 
 from dynaquant import Checkpointer, Configuration, GridConfiguration, LossOn, load
-from dynaquant.saving.allowance import Allowance
+from dynaquant.options import Quality
 from dynaquant.saving.presets import PRESETS
 from dynaquant.store.container import CheckpointFile
 
@@ -86,36 +86,6 @@ def schemes(folder, step=0):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"quality": "best"}, "quality must be one of lossless, high, balanced, small, not 'best'"),
-        ({"quality": None}, "quality must be one of"),
-        ({"method": "kmeans"}, "method must be 'grid' or 'published', not 'kmeans'"),
-        ({"quality": "lossless", "max_degradation": 0.01}, "takes no max_degradation"),
-        ({"quality": "lossless", "max_degradation": 0.0}, "takes no max_degradation"),
-        ({"quality": "lossless", "method": "grid"}, "takes no max_degradation, method or"),
-        ({"quality": "lossless", "configuration": GridConfiguration(0)}, "method or configuration"),
-        ({"configuration": Configuration(), "max_degradation": 0.01}, "exclude each other"),
-        ({"configuration": GridConfiguration(0), "max_degradation": 0.0}, "exclude each other"),
-        (
-            {"configuration": GridConfiguration(0), "method": "published"},
-            "a GridConfiguration cannot be used with method",
-        ),
-        ({"configuration": Configuration(), "method": "grid"}, "a Configuration cannot be used with method 'grid'"),
-        ({"max_degradation": -0.1}, "max_degradation must be a finite number of at least 0"),
-        ({"max_degradation": float("nan")}, "max_degradation must be a finite number of at least 0"),
-        ({"max_degradation": float("inf")}, "max_degradation must be a finite number of at least 0"),
-    ],
-)
-def test_arguments_that_exclude_each_other_are_refused(arguments, message, tmp_path):
-    model, optimizer = objects()
-    with pytest.raises(ValueError, match=message):
-        Checkpointer(tmp_path / "run", model, optimizer, **arguments)
-    with Checkpointer(tmp_path / "run", model, optimizer):  # the refused one does not hold the run
-        pass
-
-
-@pytest.mark.parametrize(
     ("method", "configuration", "chosen"),
     [
         (None, None, "grid"),
@@ -126,7 +96,7 @@ def test_arguments_that_exclude_each_other_are_refused(arguments, message, tmp_p
     ],
 )
 def test_the_configuration_decides_the_method(method, configuration, chosen):
-    assert Allowance("balanced", method, None, configuration).chosen_method == chosen
+    assert Quality(method=method, configuration=configuration).chosen_method == chosen
 
 
 @pytest.mark.parametrize("quality", PRESETS)
@@ -138,7 +108,7 @@ def test_quality_sets_max_degradation_unless_it_is_given(quality, tmp_path):
             with pytest.raises(ValueError, match="lossless"):
                 checkpointer.max_degradation = 0.01
     if preset is not None:
-        with Checkpointer(tmp_path, *objects(), quality=quality, max_degradation=0.02) as checkpointer:
+        with Checkpointer(tmp_path, *objects(), quality=Quality(quality, max_degradation=0.02)) as checkpointer:
             assert checkpointer.max_degradation == 0.02
             checkpointer.max_degradation = 0.03
             assert checkpointer.max_degradation == 0.03
@@ -221,7 +191,7 @@ def test_weights_lose_no_more_than_the_preset_allows(quality, heals, trained, tm
 
 @pytest.mark.parametrize("method", ["grid", "published"])
 def test_records_and_files_have_the_chosen_configuration(method, trained, tmp_path):
-    record, *_ = saved(tmp_path, trained, saves=2, method=method)
+    record, *_ = saved(tmp_path, trained, saves=2, quality=Quality(method=method))
     assert isinstance(record.configuration, GridConfiguration if method == "grid" else Configuration)
     assert record.search == "scale" if method == "grid" else record.search in ("exhaustive", "neighbourhood")
     assert record.judged_by == "evaluate"
@@ -246,7 +216,7 @@ def test_records_and_files_have_the_chosen_configuration(method, trained, tmp_pa
     ],
 )
 def test_a_given_configuration_is_used_unchanged(configuration, method, kind, trained, tmp_path):
-    record, *_ = saved(tmp_path, trained, configuration=configuration, method=method)
+    record, *_ = saved(tmp_path, trained, quality=Quality(configuration=configuration, method=method))
     assert record.configuration == configuration
     assert (record.search, record.limit) == ("fixed", None)
     assert record.quality.degradation == pytest.approx(record.quality.restored / record.quality.original - 1, abs=1e-9)
@@ -256,7 +226,12 @@ def test_a_given_configuration_is_used_unchanged(configuration, method, kind, tr
 def test_a_run_may_continue_with_another_quality_and_method(trained, tmp_path):
     """Each file records how it was coded."""
     model, optimizer = objects(trained)
-    choices = [{"quality": "small"}, {"quality": "lossless"}, {"method": "published"}, {"quality": "high"}]
+    choices = [
+        {"quality": "small"},
+        {"quality": "lossless"},
+        {"quality": Quality(method="published")},
+        {"quality": "high"},
+    ]
     for step, arguments in enumerate(choices):
         with Checkpointer(tmp_path, model, optimizer, **arguments) as checkpointer:
             assert checkpointer.restore() == (step - 1 if step else None)

@@ -214,13 +214,13 @@ def test_checkpoints_become_stricter_and_the_account_survives_restores(tmp_path)
 
 
 def test_with_max_degradation_alone_every_checkpoint_may_use_it(tmp_path):
-    records = saved(tmp_path, 100, max_degradation=0.02)
+    records = saved(tmp_path, 100, quality=dq.Quality(max_degradation=0.02))
     assert {record.limit for record in records} == {0.02}
     assert {record.budget_spent for record in records} == {record.restores_felt for record in records} == {None}
 
 
 def test_a_budget_of_the_training_goes_with_max_degradation(tmp_path):
-    records = saved(tmp_path, 100, max_degradation=0.02, training_budget=0.002)
+    records = saved(tmp_path, 100, quality=dq.Quality(max_degradation=0.02, training_budget=0.002))
     assert records[0].limit <= 0.02
     assert records[-1].limit == pytest.approx(LEAST_SHARE * 0.02)
 
@@ -230,7 +230,9 @@ def test_setting_max_degradation_ends_the_budget_of_the_preset_only(tmp_path):
     least = 0.03 * LEAST_SHARE
     for budget, expected in ((None, [0.03, 0.03]), (0.002, [least, least])):
         limits = []
-        with dq.Checkpointer(tmp_path / str(budget), model, optimizer, training_budget=budget) as ckpt:
+        with dq.Checkpointer(
+            tmp_path / str(budget), model, optimizer, quality=dq.Quality(training_budget=budget)
+        ) as ckpt:
             ckpt.max_degradation = 0.03
             for step, rate in ((10, 0.01), (20, 0.0001)):
                 optimizer.param_groups[0]["lr"] = rate
@@ -262,7 +264,7 @@ def test_if_nothing_stays_within_the_budget_the_best_of_what_was_tried_is_taken(
     model, optimizer, _ = training()
     metric = Demanding(model, 0.1)
     evaluate = dq.LossOn(BATCHES, metric) if batched else metric
-    options = {"evaluate": evaluate, "training_budget": 1e-6, "max_degradation": 0.02}
+    options = {"evaluate": evaluate, "quality": dq.Quality(training_budget=1e-6, max_degradation=0.02)}
     with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         ckpt.save(1)
         caplog.clear()
@@ -285,20 +287,8 @@ def test_if_nothing_stays_within_the_budget_the_best_of_what_was_tried_is_taken(
 
 def test_if_the_best_of_what_was_tried_loses_more_than_one_checkpoint_may_weights_are_exact(tmp_path):
     model, optimizer, _ = training()
-    options = {"evaluate": Demanding(model, 0.1), "training_budget": 1e-6, "max_degradation": 0.004}
+    options = {"evaluate": Demanding(model, 0.1), "quality": dq.Quality(training_budget=1e-6, max_degradation=0.004)}
     with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         assert ckpt.save(1).result().search == "lossless"
         optimizer.param_groups[0]["lr"] = 1e-6
         assert ckpt.save(2).result().search == "lossless"
-
-
-@pytest.mark.parametrize("value", [0, -0.1, math.nan, math.inf, True, "0.1"])
-def test_a_budget_must_be_a_number_above_zero(tmp_path, value):
-    with pytest.raises(ValueError, match="training_budget must be a finite number above 0"):
-        dq.Checkpointer(tmp_path, *training()[:2], training_budget=value)
-
-
-@pytest.mark.parametrize("options", [{"quality": "lossless"}, {"configuration": dq.GridConfiguration(0)}])
-def test_a_budget_without_a_search_is_refused(tmp_path, options):
-    with pytest.raises(ValueError, match="training_budget has no effect"):
-        dq.Checkpointer(tmp_path, *training()[:2], training_budget=0.01, **options)

@@ -54,7 +54,7 @@ def run(folder, loss_fn, saves: int, steps: int = 5, **options) -> list[tuple[dq
 @BOTH_METHODS
 @pytest.mark.parametrize("max_degradation", [0.0005, 0.02])
 def test_the_record_says_what_was_spent(tmp_path, method, max_degradation):
-    found = run(tmp_path, cross_entropy, 6, method=method, max_degradation=max_degradation)
+    found = run(tmp_path, cross_entropy, 6, quality=dq.Quality(method=method, max_degradation=max_degradation))
     for record, counted in found:
         assert record.equivalents == pytest.approx(counted)
         assert record.evaluations == len(record.trials)
@@ -69,7 +69,9 @@ def test_the_chosen_candidate_is_evaluated_on_all_batches_and_stays_within_the_l
     shares = []
     model, optimizer = training_of()
     evaluate = dq.LossOn(BATCHES, cross_entropy)
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method, max_degradation=0.003) as ckpt:
+    with dq.Checkpointer(
+        tmp_path, model, optimizer, evaluate=evaluate, quality=dq.Quality(method=method, max_degradation=0.003)
+    ) as ckpt:
         for step in range(1, 9):
             train(model, optimizer, 5)
             original = evaluate(model)
@@ -89,7 +91,7 @@ def test_the_chosen_candidate_is_evaluated_on_all_batches_and_stays_within_the_l
 @BOTH_METHODS
 @pytest.mark.usefixtures("coarse_grids")
 def test_a_metric_of_one_function_costs_more_and_finds_the_same_at_the_first_save(tmp_path, method):
-    options = {"method": method, "max_degradation": 0.03}
+    options = {"quality": dq.Quality(method=method, max_degradation=0.03)}
     on_batches, counted = run(tmp_path / "batches", cross_entropy, 1, steps=20, **options)[0]
     model, optimizer = training_of()
     as_a_whole = partial(dq.LossOn.__call__, dq.LossOn(BATCHES, cross_entropy))
@@ -139,7 +141,9 @@ def test_without_a_metric_nothing_was_spent(tmp_path):
 
 
 def test_a_given_configuration_is_measured_on_all_batches(tmp_path):
-    record, counted = run(tmp_path, cross_entropy, 1, steps=40, configuration=dq.GridConfiguration(scale=40))[0]
+    record, counted = run(
+        tmp_path, cross_entropy, 1, steps=40, quality=dq.Quality(configuration=dq.GridConfiguration(scale=40))
+    )[0]
     assert record.quality.degradation > 0.1
     assert (record.trials[0].share, record.equivalents) == (1, pytest.approx(counted))
 
@@ -159,7 +163,7 @@ def drawing(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 @pytest.mark.usefixtures("coarse_grids")
 def test_a_noisy_loss_or_one_that_draws_random_numbers_is_evaluated_as_a_whole(tmp_path, loss_fn):
     noisy.draw = random.Random(0)
-    (first, counted), (second, counted_again) = run(tmp_path, loss_fn, 2, max_degradation=0.02)
+    (first, counted), (second, counted_again) = run(tmp_path, loss_fn, 2, quality=dq.Quality(max_degradation=0.02))
     assert first.equivalents == pytest.approx(counted)
     assert counted == 1 + 3 / 20 + (5 if loss_fn is noisy else 2) + len(first.trials)
     assert all(trial.share == 1 for trial in (*first.trials, *second.trials))
@@ -174,7 +178,7 @@ def test_an_accuracy_on_batches_is_evaluated_as_often_as_any_metric_that_moves_i
     model, optimizer = training_of()
     evaluate = dq.LossOn(BATCHES, accuracy)
     with dq.Checkpointer(
-        tmp_path, model, optimizer, evaluate=evaluate, higher_is_better=True, max_degradation=0.05
+        tmp_path, model, optimizer, evaluate=evaluate, higher_is_better=True, quality=dq.Quality(max_degradation=0.05)
     ) as ckpt:
         train(model, optimizer, 10)
         records = [ckpt.save(step).result() for step in (1, 2) if train(model, optimizer) is None]
@@ -222,7 +226,7 @@ def test_a_candidate_on_which_one_batch_fails_is_not_good_enough(tmp_path):
             raise ZeroDivisionError("too coarse")
         return cross_entropy(model, batch)
 
-    record, _ = run(tmp_path, demanding, 1, max_degradation=0.5)[0]
+    record, _ = run(tmp_path, demanding, 1, quality=dq.Quality(max_degradation=0.5))[0]
     failed = [trial for trial in record.trials if trial.error]
     assert failed
     assert all(trial.error == "ZeroDivisionError: too coarse" and math.isnan(trial.degradation) for trial in failed)
@@ -271,7 +275,7 @@ class Own:
 
 def test_a_users_own_metric_can_be_evaluated_on_batches(tmp_path):
     model, optimizer = training_of()
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=Own(), max_degradation=0.003) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=Own(), quality=dq.Quality(max_degradation=0.003)) as ckpt:
         train(model, optimizer, 5)
         original = Own()(model)
         record = ckpt.save(1).result()
@@ -332,7 +336,9 @@ def test_a_metric_of_several_models_is_evaluated_on_batches_too(tmp_path):
     assert on_batches(of_several(evaluate)) is not None
     assert on_batches(of_several(len)) is None
     model, optimizer = training_of()
-    with dq.Checkpointer(tmp_path, {"a": model}, optimizer, evaluate=evaluate, max_degradation=0.003) as ckpt:
+    with dq.Checkpointer(
+        tmp_path, {"a": model}, optimizer, evaluate=evaluate, quality=dq.Quality(max_degradation=0.003)
+    ) as ckpt:
         train(model, optimizer, 5)
         record = ckpt.save(1).result()
     assert min(trial.share for trial in record.trials) < 1

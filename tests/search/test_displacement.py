@@ -154,7 +154,9 @@ def indifferent(model: nn.Module) -> float:
 @pytest.mark.parametrize("evaluate", [indifferent, None])
 def test_a_training_that_crashes_again_and_again_makes_progress(tmp_path, evaluate, method):
     # The metric accepts four bins; the weights move by a fortieth of the distance between two of them.
-    drift, records = crash_and_continue(tmp_path, 0.002, evaluate=evaluate, max_degradation=0.05, method=method)
+    drift, records = crash_and_continue(
+        tmp_path, 0.002, evaluate=evaluate, quality=dq.Quality(max_degradation=0.05, method=method)
+    )
     for record in records[1:]:
         assert record.progress is None or keeps_enough(record, method)
     assert drift.distance() >= LEAST[method] * 12 * 0.002
@@ -165,7 +167,9 @@ def test_a_training_that_crashes_again_and_again_makes_progress(tmp_path, evalua
 def test_without_the_rule_about_displacement_it_would_make_no_progress(tmp_path, monkeypatch, method, evaluate):
     for module in (displacement, published_search):
         monkeypatch.setattr(module, "LEAST_KEPT", -math.inf)
-    drift, records = crash_and_continue(tmp_path, 0.002, evaluate=evaluate, max_degradation=0.01, method=method)
+    drift, records = crash_and_continue(
+        tmp_path, 0.002, evaluate=evaluate, quality=dq.Quality(max_degradation=0.01, method=method)
+    )
     if method == "published":
         assert all(record.configuration.bins == 4 for record in records)
     assert records[-1].progress < 0.1
@@ -198,7 +202,7 @@ def test_finer_levels_keep_small_displacements_and_the_record_says_so(tmp_path):
 
 
 def test_stochastic_rounding_keeps_small_displacements_and_the_record_says_so(tmp_path):
-    first, second = after_a_restore(tmp_path, 0.002, method="grid")
+    first, second = after_a_restore(tmp_path, 0.002, quality=dq.Quality(method="grid"))
     assert (first.progress, first.notes, first.configuration.dithered) == (None, [], False)
     assert second.configuration.dithered
     # It is known without an evaluation that rounding to the nearest level keeps too little.
@@ -218,7 +222,7 @@ def test_if_stochastic_rounding_is_never_good_enough_the_configuration_that_keep
         off = (model.weight - exact).abs().max()
         return 1.0 if off <= 0.55 * model.weight.unique().diff().min() or off == 0 else 2.0
 
-    with checkpointer(tmp_path, drift.model, method="grid", evaluate=demanding) as ckpt:
+    with checkpointer(tmp_path, drift.model, quality=dq.Quality(method="grid"), evaluate=demanding) as ckpt:
         ckpt.save(0).result()
         ckpt.restore()
         drift.train(0.002)
@@ -233,7 +237,7 @@ def test_if_stochastic_rounding_is_never_good_enough_the_configuration_that_keep
 
 @BOTH_METHODS
 def test_large_displacements_need_no_finer_configuration(tmp_path, method):
-    first, second = after_a_restore(tmp_path, 0.5, method=method)
+    first, second = after_a_restore(tmp_path, 0.5, quality=dq.Quality(method=method))
     assert is_no_finer(second.configuration, first.configuration)
     assert not any(getattr(trial.configuration, "dithered", False) for trial in second.trials)
     assert second.notes == []
@@ -242,7 +246,7 @@ def test_large_displacements_need_no_finer_configuration(tmp_path, method):
 @BOTH_METHODS
 def test_the_next_search_starts_from_the_result_of_the_search_by_quality(tmp_path, method):
     drift = Drift()
-    with checkpointer(tmp_path, drift.model, evaluate=indifferent, method=method) as ckpt:
+    with checkpointer(tmp_path, drift.model, evaluate=indifferent, quality=dq.Quality(method=method)) as ckpt:
         first = ckpt.save(0).result().configuration
         ckpt.restore()
         drift.train(0.002)
@@ -273,7 +277,7 @@ def test_a_slow_layer_makes_progress_beside_a_fast_one(tmp_path, method):
     begin = layers()[1].weight.detach()
     for step in range(12):
         model = layers()
-        with checkpointer(tmp_path, model, evaluate=indifferent, method=method) as ckpt:
+        with checkpointer(tmp_path, model, evaluate=indifferent, quality=dq.Quality(method=method)) as ckpt:
             ckpt.restore()
             with torch.no_grad():
                 model[0].weight += 0.5 * torch.randn_like(model[0].weight)
@@ -293,7 +297,7 @@ def share_kept(folder, step: int, begin: torch.Tensor, here: torch.Tensor) -> fl
 @pytest.mark.usefixtures("coarse_grids")
 def test_the_displacement_is_measured_from_the_restore_for_all_later_checkpoints(tmp_path, method):
     drift = Drift()
-    with checkpointer(tmp_path, drift.model, evaluate=indifferent, method=method) as ckpt:
+    with checkpointer(tmp_path, drift.model, evaluate=indifferent, quality=dq.Quality(method=method)) as ckpt:
         ckpt.save(0).result()
         ckpt.restore()
         begin = drift.model.weight.detach().clone()
@@ -308,7 +312,7 @@ def test_the_displacement_is_measured_from_the_restore_for_all_later_checkpoints
 @BOTH_METHODS
 def test_after_a_second_restore_the_displacement_is_measured_from_there(tmp_path, method):
     drift = Drift()
-    with checkpointer(tmp_path, drift.model, evaluate=indifferent, method=method) as ckpt:
+    with checkpointer(tmp_path, drift.model, evaluate=indifferent, quality=dq.Quality(method=method)) as ckpt:
         for step, distance in enumerate((0.0, 0.5)):
             drift.train(distance)
             ckpt.save(step).result()
@@ -323,7 +327,7 @@ def test_after_a_second_restore_the_displacement_is_measured_from_there(tmp_path
 @BOTH_METHODS
 def test_once_the_displacement_is_large_the_restore_no_longer_matters(tmp_path, method):
     drift = Drift()
-    with checkpointer(tmp_path, drift.model, evaluate=indifferent, method=method) as ckpt:
+    with checkpointer(tmp_path, drift.model, evaluate=indifferent, quality=dq.Quality(method=method)) as ckpt:
         ckpt.save(0).result()
         ckpt.restore()
         drift.train(5.0)
@@ -400,7 +404,7 @@ def test_a_failure_of_the_metric_on_a_finer_candidate_is_noted(tmp_path):
 
 
 def test_with_the_users_configuration_the_share_kept_is_only_recorded(tmp_path):
-    first, second = after_a_restore(tmp_path, 0.002, configuration=dq.Configuration(bins=4))
+    first, second = after_a_restore(tmp_path, 0.002, quality=dq.Quality(configuration=dq.Configuration(bins=4)))
     assert second.configuration == first.configuration
     assert second.progress < LEAST["published"]
     assert second.search == "fixed"
@@ -408,7 +412,7 @@ def test_with_the_users_configuration_the_share_kept_is_only_recorded(tmp_path):
 
 @BOTH_METHODS
 def test_records_with_a_share_kept_read_back(tmp_path, method):
-    records = after_a_restore(tmp_path, 0.002, method=method)
+    records = after_a_restore(tmp_path, 0.002, quality=dq.Quality(method=method))
     with checkpointer(tmp_path, Drift().model) as ckpt:
         for record, back in zip(records, ckpt.records(), strict=True):
             assert back.progress == record.progress

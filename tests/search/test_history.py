@@ -35,7 +35,7 @@ from dynaquant.store.run import Run
 @pytest.mark.parametrize("evaluate", [loss, None, 100.0, 1e9], ids=["loss", "no metric", "more bins", "lossless"])
 @BOTH_METHODS
 def test_records_read_back_equal_those_of_save_except_for_the_time_of_writing(tmp_path, evaluate, method):
-    records = run(tmp_path, evaluate, 2, method=method)
+    records = run(tmp_path, evaluate, 2, quality=dq.Quality(method=method))
     with checkpointer(tmp_path, *training_of()) as ckpt:
         read = ckpt.records()
     for record, back in zip(records, read, strict=True):
@@ -59,7 +59,7 @@ def resumed(folder, run_of_one, **changes) -> tuple[dq.Checkpointer, nn.Module, 
     shutil.copytree(run_of_one, folder, dirs_exist_ok=True)
     with_record(Run(folder).path(1), **changes)
     model, optimizer = training_of(1)
-    ckpt = checkpointer(folder, model, optimizer, evaluate=loss, every="auto")
+    ckpt = checkpointer(folder, model, optimizer, evaluate=loss, every=dq.Auto())
     assert ckpt.restore() == 1
     return ckpt, model, optimizer
 

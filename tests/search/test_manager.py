@@ -19,7 +19,7 @@ from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE
 @pytest.mark.parametrize(("evaluate", "max_degradation"), [(loss, 0.02), (loss, 0.2), (1.0, 0.0), (1.0, 0.002)])
 @BOTH_METHODS
 def test_no_checkpoint_degrades_by_more_than_is_allowed(tmp_path, evaluate, max_degradation, method):
-    for record in run(tmp_path, evaluate, 3, max_degradation=max_degradation, method=method):
+    for record in run(tmp_path, evaluate, 3, quality=dq.Quality(max_degradation=max_degradation, method=method)):
         assert record.limit == max_degradation
         assert record.judged_by == "evaluate"
         if record.search != "lossless":
@@ -32,7 +32,9 @@ def test_no_checkpoint_degrades_by_more_than_is_allowed(tmp_path, evaluate, max_
 @BOTH_METHODS
 def test_a_larger_allowance_makes_smaller_checkpoints(tmp_path, method):
     sizes = [
-        run(tmp_path / str(allowed), 1.0, 1, max_degradation=allowed, method=method)[0].roles["weight"].stored
+        run(tmp_path / str(allowed), 1.0, 1, quality=dq.Quality(max_degradation=allowed, method=method))[0]
+        .roles["weight"]
+        .stored
         for allowed in (0.0001, 0.001, 0.01)
     ]
     assert sizes == sorted(sizes, reverse=True)
@@ -44,8 +46,12 @@ def test_a_larger_allowance_makes_smaller_checkpoints(tmp_path, method):
 def test_with_higher_is_better_a_higher_metric_is_no_degradation(tmp_path, method):
     model, optimizer = training_of()
     train(model, optimizer, 30)
-    options = {"evaluate": lambda scored: -loss(scored), "higher_is_better": True, "max_degradation": 0.01}
-    with checkpointer(tmp_path, model, optimizer, **options, method=method) as ckpt:
+    options = {
+        "evaluate": lambda scored: -loss(scored),
+        "higher_is_better": True,
+        "quality": dq.Quality(max_degradation=0.01, method=method),
+    }
+    with checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         record = ckpt.save(1).result()
     quality = record.quality
     assert quality.original == pytest.approx(-loss(model))
@@ -58,7 +64,7 @@ def test_with_higher_is_better_a_higher_metric_is_no_degradation(tmp_path, metho
 
 
 def test_the_first_search_is_exhaustive_and_later_ones_search_the_neighbourhood(tmp_path):
-    records = run(tmp_path, 1.0, 6, max_degradation=0.003)
+    records = run(tmp_path, 1.0, 6, quality=dq.Quality(method="published", max_degradation=0.003))
     assert [record.search for record in records] == ["exhaustive"] + 5 * ["neighbourhood"]
     assert len(records[0].trials) > 4
     assert all(len(record.trials) <= 4 for record in records[1:])
@@ -70,7 +76,7 @@ def test_the_first_search_is_exhaustive_and_later_ones_search_the_neighbourhood(
 def test_no_configuration_is_evaluated_twice(tmp_path, method):
     model, optimizer = training_of()
     evaluate = Movement(model, 1.0)
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, quality=dq.Quality(method=method)) as ckpt:
         for step, of_the_original in enumerate((5, 1, 1)):
             train(model, optimizer)
             evaluate.remember()
@@ -112,7 +118,7 @@ def test_a_lossless_checkpoint_restores_every_bit(tmp_path, method):
     model, optimizer = training_of()
     train(model, optimizer, 5)
     evaluate = Movement(model, 1e9)
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, quality=dq.Quality(method=method)) as ckpt:
         for step in (1, 2):
             train(model, optimizer, 5)
             evaluate.remember()
@@ -136,7 +142,7 @@ def test_after_a_lossless_checkpoint_a_milder_metric_quantizes_again(tmp_path, m
     model, optimizer = training_of()
     evaluate = Movement(model, 1e9)
     searches = []
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, quality=dq.Quality(method=method)) as ckpt:
         for step, evaluate.strictness in enumerate((1e9, 100, 1e9, 1)):
             train(model, optimizer, 3)
             evaluate.remember()
@@ -162,7 +168,9 @@ def test_unchanged_weights_need_no_new_search(tmp_path, method):
     model, optimizer = training_of()
     train(model, optimizer)
     evaluate = Movement(model, 1.0)
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, max_degradation=0.003, method=method) as ckpt:
+    with checkpointer(
+        tmp_path, model, optimizer, evaluate=evaluate, quality=dq.Quality(max_degradation=0.003, method=method)
+    ) as ckpt:
         first, second = (ckpt.save(step).result() for step in (1, 2))
         assert len(first.trials) > len(second.trials) == 1
         assert (second.quality, second.configuration) == (first.quality, first.configuration)
@@ -178,7 +186,7 @@ def test_unchanged_weights_need_no_new_search(tmp_path, method):
 def test_unchanged_weights_are_quantized_again_if_less_is_allowed(tmp_path, method):
     model, optimizer = training_of()
     train(model, optimizer)
-    options = {"evaluate": Movement(model, 1.0), "max_degradation": 0.02, "method": method}
+    options = {"evaluate": Movement(model, 1.0), "quality": dq.Quality(max_degradation=0.02, method=method)}
     with checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         for step, ckpt.max_degradation in enumerate((0.02, 0.001)):
             record = ckpt.save(step).result()
@@ -188,7 +196,7 @@ def test_unchanged_weights_are_quantized_again_if_less_is_allowed(tmp_path, meth
 
 @pytest.mark.parametrize("configuration", [dq.Configuration(bins=4), dq.GridConfiguration(scale=-60)], ids=str)
 def test_with_the_users_configuration_nothing_is_searched_for(tmp_path, configuration):
-    for record in run(tmp_path, 1000.0, 2, configuration=configuration, method=None):
+    for record in run(tmp_path, 1000.0, 2, quality=dq.Quality(configuration=configuration, method=None)):
         assert record.search == "fixed"
         assert record.configuration == configuration
         assert record.limit is None
@@ -203,7 +211,9 @@ def test_with_the_users_configuration_nothing_is_searched_for(tmp_path, configur
 def test_a_lower_max_degradation_holds_from_the_next_save_on(tmp_path, method):
     model, optimizer = training_of()
     evaluate = Movement(model, 1.0)
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, max_degradation=0.02, method=method) as ckpt:
+    with checkpointer(
+        tmp_path, model, optimizer, evaluate=evaluate, quality=dq.Quality(max_degradation=0.02, method=method)
+    ) as ckpt:
         for step, allowed in enumerate((0.02, 0.02, 0.001, 0.001, 0.00005)):
             ckpt.max_degradation = allowed
             train(model, optimizer, 3)
@@ -241,9 +251,9 @@ def same_scale(first: object, second: object) -> bool:
 
 @BOTH_METHODS
 def test_a_restored_training_starts_from_the_last_configuration(tmp_path, method):
-    last = run(tmp_path, None, 2, steps=20, method=method)[-1]
+    last = run(tmp_path, None, 2, steps=20, quality=dq.Quality(method=method))[-1]
     model, optimizer = training_of(1)
-    with checkpointer(tmp_path, model, optimizer, method=method) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, quality=dq.Quality(method=method)) as ckpt:
         assert ckpt.restore() == 2
         train(model, optimizer, 5)
         record = ckpt.save(3).result()
@@ -256,7 +266,7 @@ def test_a_restored_training_starts_from_the_last_configuration(tmp_path, method
 @pytest.mark.usefixtures("coarse_grids")
 def test_search_results_of_each_limit_survive_a_restore(tmp_path, method):
     model, optimizer = training_of()
-    with checkpointer(tmp_path, model, optimizer, method=method) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, quality=dq.Quality(method=method)) as ckpt:
         found = {}
         for step, ckpt.max_degradation in enumerate((0.05, 0.001)):
             train(model, optimizer)
@@ -264,7 +274,9 @@ def test_search_results_of_each_limit_survive_a_restore(tmp_path, method):
     assert len(set(found.values())) == 2
     for seed, (allowed, configuration) in enumerate(found.items(), start=2):
         model, optimizer = training_of(seed)
-        with checkpointer(tmp_path, model, optimizer, max_degradation=allowed, method=method) as ckpt:
+        with checkpointer(
+            tmp_path, model, optimizer, quality=dq.Quality(max_degradation=allowed, method=method)
+        ) as ckpt:
             ckpt.restore(1)
             train(model, optimizer)
             first = ckpt.save(seed).result().trials[0].configuration
@@ -283,7 +295,7 @@ def saved_without_metric(folder, optimizer_of, method) -> dq.Record:
     optimizer = optimizer_of(model.parameters())
     train(model, optimizer, 10)
     given = () if optimizer_of is plain_sgd else (optimizer,)
-    with checkpointer(folder, model, *given, method=method, max_degradation=0.01) as ckpt:
+    with checkpointer(folder, model, *given, quality=dq.Quality(method=method, max_degradation=0.01)) as ckpt:
         if given:
             train(model, optimizer, 2)
         return ckpt.save(1).result()

@@ -39,7 +39,7 @@ def test_a_noisy_metric_lowers_the_limit_by_a_margin_and_is_noted(tmp_path, meth
     model, optimizer = training_of()
     evaluate = Noisy(model, 0.1, noise=0.001)
     squares, freedom = 0.0, 0
-    options = {"evaluate": evaluate, "max_degradation": 0.01, "method": method}
+    options = {"evaluate": evaluate, "quality": dq.Quality(max_degradation=0.01, method=method)}
     with checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         for step, of_the_original in enumerate((5, 2, 2, 2)):
             train(model, optimizer)
@@ -63,7 +63,7 @@ def test_noise_larger_than_max_degradation_leaves_only_lossless(tmp_path, method
     model, optimizer = training_of()
     train(model, optimizer)
     evaluate = Noisy(model, 0.1, noise=0.2)
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, quality=dq.Quality(method=method)) as ckpt:
         record = ckpt.save(1).result()
     assert record.limit < 0
     assert record.search == "lossless" or record.quality.degradation < record.limit
@@ -73,7 +73,7 @@ def test_noise_larger_than_max_degradation_leaves_only_lossless(tmp_path, method
 @BOTH_METHODS
 def test_a_metric_with_extreme_values_does_not_prevent_a_save(tmp_path, method):
     values = iter([1.0, 1e200] * 50)
-    record = run(tmp_path, lambda _: next(values), 1, method=method)[0]
+    record = run(tmp_path, lambda _: next(values), 1, quality=dq.Quality(method=method))[0]
     assert record.search == "lossless"
     assert math.isfinite(record.limit)
 
@@ -118,7 +118,7 @@ def test_if_the_metric_fails_on_the_weights_in_training_the_checkpoint_is_lossle
     model, optimizer = training_of()
     evaluate = Faulty(model, fault, on_the_original=True)
     searches = []
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, quality=dq.Quality(method=method)) as ckpt:
         for step in (1, 2, 3):
             train(model, optimizer)
             evaluate.remember()
@@ -137,7 +137,15 @@ def test_if_the_metric_fails_on_the_weights_in_training_the_checkpoint_is_lossle
 
 
 @pytest.mark.parametrize(("fault", "says"), [RAISES, OTHER_FAULTS[0]], ids=NAMES[:2])
-@pytest.mark.parametrize("options", [{"method": "grid"}, {"method": "published"}, {"configuration": FIXED}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quality": dq.Quality(method="grid")},
+        {"quality": dq.Quality(method="published")},
+        {"quality": dq.Quality(configuration=FIXED)},
+    ],
+    ids=str,
+)
 def test_a_metric_that_has_never_worked_is_an_error(tmp_path, caplog, fault, says, options):
     model, optimizer = training_of()
     order = torch.Generator().manual_seed(3)
@@ -212,7 +220,7 @@ def test_a_real_lack_of_host_memory_is_recognised(tmp_path):
         return float(torch.empty(10**16).sum()) if evaluate.greedy else loss(scored)
 
     evaluate.greedy = False
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method="grid") as ckpt:
+    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, quality=dq.Quality(method="grid")) as ckpt:
         ckpt.save(1).result()
         evaluate.greedy = True
         with pytest.raises(RuntimeError, match="memory"):
@@ -247,7 +255,7 @@ def test_a_candidate_on_which_the_metric_fails_is_not_good_enough(tmp_path, faul
     train(model, optimizer, 20)
     evaluate = Faulty(model, None, on_the_original=False)
     evaluate.fault = lambda m: fault(m) if len(m[1].weight.unique()) < 14 else 1.001
-    options = {"evaluate": evaluate, "max_degradation": 0.01, "method": method}
+    options = {"evaluate": evaluate, "quality": dq.Quality(max_degradation=0.01, method=method)}
     with checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         record = ckpt.save(1).result()
         back = ckpt.records()[0]
@@ -266,7 +274,7 @@ def test_a_candidate_on_which_the_metric_fails_is_not_good_enough(tmp_path, faul
 def test_a_metric_that_fails_on_every_candidate_leaves_lossless(tmp_path, method):
     model, optimizer = training_of()
     evaluate = Faulty(model, fail, on_the_original=False)
-    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, method=method) as ckpt:
+    with checkpointer(tmp_path, model, optimizer, evaluate=evaluate, quality=dq.Quality(method=method)) as ckpt:
         record = ckpt.save(1).result()
     assert record.search == "lossless"
     assert all(trial.error == "ZeroDivisionError: no tokens" for trial in record.trials)
@@ -321,7 +329,7 @@ def test_a_warning_and_a_note_give_the_reason_for_a_lossless_checkpoint(
     model, optimizer = training_of()
     train(model, optimizer, 5)
     evaluate = None if metric_of is None else metric_of(model)
-    options = {"evaluate": evaluate, "max_degradation": allowed, "method": method}
+    options = {"evaluate": evaluate, "quality": dq.Quality(max_degradation=allowed, method=method)}
     with checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         for step in (1, 2):
             record = ckpt.save(step).result()
@@ -336,7 +344,7 @@ def test_a_warning_and_a_note_give_the_reason_for_a_lossless_checkpoint(
 def test_the_note_says_if_noise_leaves_too_little(tmp_path):
     model, optimizer = training_of()
     train(model, optimizer)
-    options = {"evaluate": Noisy(model, 1e9, noise=0.001), "max_degradation": 0.01, "method": "grid"}
+    options = {"evaluate": Noisy(model, 1e9, noise=0.001), "quality": dq.Quality(max_degradation=0.01, method="grid")}
     with checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         record = ckpt.save(1).result()
     assert [note for note in record.notes if f"more than the {record.limit:.3g} that its noise leaves" in note]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dynaquant as dq
-from dynaquant.search.scores import Quality
+from dynaquant.search.scores import MeasuredQuality
 from dynaquant.search.sight import has_worsened, is_suspicious, sight_of
 
 loss, accuracy = loss_on(INPUTS, TARGETS), accuracy_on(INPUTS, TARGETS)
@@ -113,7 +113,11 @@ def test_a_blind_metric_finds_what_no_metric_finds(tmp_path, method):
     found = []
     for name, evaluate in (("blind", lambda _: 1.0), ("none", None)):
         with dq.Checkpointer(
-            tmp_path / name, model, optimizer, evaluate=evaluate, method=method, max_degradation=0.01
+            tmp_path / name,
+            model,
+            optimizer,
+            evaluate=evaluate,
+            quality=dq.Quality(method=method, max_degradation=0.01),
         ) as ckpt:
             found.append(ckpt.save(1).result().configuration)
     if method == "grid":
@@ -171,7 +175,7 @@ def test_a_metric_given_the_wrong_way_round_is_said_and_does_not_destroy_weights
     tmp_path, caplog, metric, higher_is_better, advice, method
 ):
     model, optimizer = trained()
-    options = {"evaluate": metric, "higher_is_better": higher_is_better, "method": method}
+    options = {"evaluate": metric, "higher_is_better": higher_is_better, "quality": dq.Quality(method=method)}
     with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         for step in (1, 2, 3):
             record = ckpt.save(step).result()
@@ -193,7 +197,7 @@ def test_a_forgotten_higher_is_better_is_found_once_the_training_has_raised_the_
         moved = any(not parameter.equal(in_training[name]) for name, parameter in scored.named_parameters())
         return accuracy(scored) + (1e-3 if moved and scored[0].weight.any() else 0.0)
 
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=raised, max_degradation=0.05) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=raised, quality=dq.Quality(max_degradation=0.05)) as ckpt:
         assert ckpt.save(1).result().judged_by == "evaluate"
         for step in (2, 3, 4):
             steps(model, optimizer, 60)
@@ -248,7 +252,11 @@ def test_ordinary_trainings_are_not_suspected_early_or_late(tmp_path, caplog, tr
     torch.manual_seed(0)
     model, inputs, targets = training_of()
     optimizer = optimizer_of(model.parameters())
-    options = {"evaluate": metric_on(inputs, targets), "higher_is_better": metric_on is accuracy_on, "keep_last": 1}
+    options = {
+        "evaluate": metric_on(inputs, targets),
+        "higher_is_better": metric_on is accuracy_on,
+        "keep": dq.Keep(last=1),
+    }
     with dq.Checkpointer(tmp_path, model, optimizer, **options) as ckpt:
         for step, more in enumerate((0, 1, 4, 15, 60)):
             steps(model, optimizer, more, inputs, targets)
@@ -277,9 +285,13 @@ def test_a_metric_has_worsened_by_more_than_a_fifth():
 
 
 def test_one_replica_whose_metric_sees_is_enough():
-    same, worse, failed = Quality(1.0, 1.0, 0.0), Quality(1.0, 1.1, 0.1), Quality(1.0, math.inf, math.nan)
+    same, worse, failed = (
+        MeasuredQuality(1.0, 1.0, 0.0),
+        MeasuredQuality(1.0, 1.1, 0.1),
+        MeasuredQuality(1.0, math.inf, math.nan),
+    )
     assert sight_of([same, same]) == "blind"
     assert sight_of([same, worse]) == sight_of([same, failed]) == sight_of([same, None]) == "sees"
-    assert sight_of([Quality(0.9, 0.1, -0.89), Quality(0.9, 0.5, -0.44)]) == "upside down"
-    assert sight_of([Quality(2.5, 2.08, -0.17)]) == sight_of([Quality(0.07, 0.1, -0.43)]) == "sees"
-    assert sight_of([Quality(0.0, 0.1, -math.inf)]) == "blind"
+    assert sight_of([MeasuredQuality(0.9, 0.1, -0.89), MeasuredQuality(0.9, 0.5, -0.44)]) == "upside down"
+    assert sight_of([MeasuredQuality(2.5, 2.08, -0.17)]) == sight_of([MeasuredQuality(0.07, 0.1, -0.43)]) == "sees"
+    assert sight_of([MeasuredQuality(0.0, 0.1, -math.inf)]) == "blind"

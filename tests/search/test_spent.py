@@ -25,7 +25,7 @@ def test_a_first_save_takes_seven_evaluations_at_most_and_later_ones_four_at_the
         return evaluate(scored)
 
     spent = []
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=counted, keep_last=1) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=counted, keep=dq.Keep(last=1)) as ckpt:
         steps(model, optimizer, before, inputs, targets)
         for step in range(6):
             calls.clear()

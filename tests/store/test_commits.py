@@ -118,7 +118,7 @@ def test_a_lossless_copy_of_another_commit_is_ignored(tmp_path):
 
 
 def saved(folder, model, steps=(1, 2)) -> None:
-    with dq.Checkpointer(folder, model, exact="latest") as ckpt:
+    with dq.Checkpointer(folder, model, keep=dq.Keep(lossless_copy=True)) as ckpt:
         for step in steps:
             ckpt.save(step).result()
 
@@ -127,7 +127,7 @@ def test_restore_says_that_the_lossless_copy_is_missing(tmp_path, caplog):
     model = torch.nn.Linear(64, 64)
     saved(tmp_path, model)
     exact = bits(model.state_dict())
-    with dq.Checkpointer(tmp_path, model, exact="latest") as ckpt:
+    with dq.Checkpointer(tmp_path, model, keep=dq.Keep(lossless_copy=True)) as ckpt:
         assert ckpt.restore(1) == 1
         assert ckpt.skipped == []  # its copy was deleted by the next save, as always
         assert ckpt.restore() == 2
@@ -149,7 +149,7 @@ def test_a_branch_from_a_checkpoint_whose_lossless_copy_was_deleted_is_restored_
     saved(tmp_path / "run", torch.nn.Linear(8, 8))
     run = Run(tmp_path / "run")
     branch(run, run.file(1), tmp_path / "new")
-    with dq.Checkpointer(tmp_path / "new", torch.nn.Linear(8, 8), exact="latest") as ckpt:
+    with dq.Checkpointer(tmp_path / "new", torch.nn.Linear(8, 8), keep=dq.Keep(lossless_copy=True)) as ckpt:
         assert ckpt.restore() == 1
         assert ckpt.skipped == []
 
@@ -162,7 +162,7 @@ def test_a_lossless_copy_named_by_its_step_alone_is_read(tmp_path):
     copy.rename(tmp_path / "exact-000000000002.dqc")
     with_record(Run(tmp_path).path(2), exact=...)
     assert bits(dict(dq.load(tmp_path)["model"])) == bits(dict(model.state_dict()))
-    with dq.Checkpointer(tmp_path, model, exact="latest") as ckpt:
+    with dq.Checkpointer(tmp_path, model, keep=dq.Keep(lossless_copy=True)) as ckpt:
         assert ckpt.restore() == 2
         ckpt.save(2).result()
     assert [path.name for path in tmp_path.glob("exact-*")] == ["exact-000000000002-000000000003.dqc"]

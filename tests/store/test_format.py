@@ -196,7 +196,9 @@ def test_both_decoders_agree_on_the_current_version(tmp_path, dtype, bins):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step, count in enumerate(bins):
         configuration = dynaquant.Configuration(bins=count, embedding_bins=count)
-        with dynaquant.Checkpointer(tmp_path, model, optimizer, configuration=configuration) as ckpt:
+        with dynaquant.Checkpointer(
+            tmp_path, model, optimizer, quality=dynaquant.Quality(configuration=configuration)
+        ) as ckpt:
             ckpt.restore()
             for _ in range(3):
                 tokens = torch.randint(0, 32, (16,))
@@ -401,7 +403,7 @@ def test_both_agree_on_golden_files_after_these_were_recoded(tmp_path):
 
 
 def test_both_agree_on_the_published_method(tmp_path):
-    saved_run(tmp_path, adamw, 2, method="published")
+    saved_run(tmp_path, adamw, 2, quality=dynaquant.Quality(method="published"))
     assert codings_in(tmp_path, 2) >= {"quantized alone", "quantized delta", "quantized rearranged"}
 
 
@@ -410,7 +412,7 @@ def test_both_agree_when_the_method_changes(tmp_path):
     optimizer = adamw(model)
     methods = "published", "grid", "published"
     for step, method in enumerate(methods):
-        with dynaquant.Checkpointer(tmp_path, model, optimizer, method=method) as ckpt:
+        with dynaquant.Checkpointer(tmp_path, model, optimizer, quality=dynaquant.Quality(method=method)) as ckpt:
             ckpt.restore()
             model.train_on(optimizer)
             ckpt.save(step)
@@ -424,7 +426,7 @@ def test_both_agree_on_weights_that_are_rounded_master_weights(tmp_path, dtype, 
 
 
 def test_both_agree_on_a_checkpoint_and_its_lossless_copy(tmp_path):
-    model = saved_run(tmp_path, adamw, exact="latest")
+    model = saved_run(tmp_path, adamw, keep=dynaquant.Keep(lossless_copy=True))
     header, tensors = decode_exact(tmp_path, 2)
     state = state_of(header["tree"], tensors)
     assert_alike(state, dynaquant.load(tmp_path))

@@ -91,7 +91,7 @@ def test_a_frozen_base_is_restored_bit_for_bit(tmp_path, settings):
 
 
 def test_the_frozen_base_is_written_once_for_all_checkpoints(tmp_path):
-    _, records = saved_run(tmp_path, keyframe_every=2)
+    _, records = saved_run(tmp_path, keep=dq.Keep(keyframe_every=2))
     (held,) = tmp_path.glob("frozen-*.dqc")
     assert held.stat().st_size > 1_000_000
     assert [record.keyframe for record in records] == [True, False, True, False]
@@ -322,7 +322,7 @@ def test_a_frozen_embedding_that_renormalises_its_rows_is_scored_on_a_copy(tmp_p
 def test_the_file_of_frozen_parameters_is_deleted_with_the_last_checkpoint_that_needs_it(tmp_path):
     model = adapted_model()
     optimizer = adamw(model)
-    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, keep=dq.Keep(last=2)) as ckpt:
         for step in range(1, 9):
             if step == 4:
                 with torch.no_grad():
@@ -346,13 +346,13 @@ def test_a_training_continues_after_the_file_of_frozen_parameters_was_deleted(tm
 
 
 def test_runs_with_frozen_parameters_are_branched_compacted_and_pruned(tmp_path):
-    model, _ = saved_run(tmp_path / "run", saves=5, exact="latest")
+    model, _ = saved_run(tmp_path / "run", saves=5, keep=dq.Keep(lossless_copy=True))
     run = WritableRun(tmp_path / "run")
     branch(run, run.file(5), tmp_path / "branch")
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     with run.locked():
         assert list(compact(run, 2)) == [1, 2, 3, 4, 5]
-        prune(run, Retention(keep_last=2))
+        prune(run, Retention(dq.Keep(last=2)))
     assert len(list(tmp_path.glob("run/frozen-*.dqc"))) == 1
     for folder in ("run", "branch", "copy"):
         result = CliRunner().invoke(app, ["verify", str(tmp_path / folder)])
@@ -396,7 +396,7 @@ def test_a_save_finds_damage_to_frozen_parameters_and_the_next_one_writes_them_a
     (held,) = tmp_path.glob("frozen-*.dqc")
     held.write_bytes(damage(held.read_bytes()))
     optimizer = adamw(model)
-    with dq.Checkpointer(tmp_path, model, optimizer, keyframe_every=1) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, keep=dq.Keep(keyframe_every=1)) as ckpt:
         with suppress(CheckpointError):  # because the contents of the truncated file are unknown
             ckpt.restore()
         saved = []
@@ -421,7 +421,7 @@ def test_a_restore_undoes_writes_that_bypass_version_counters(tmp_path):
 def test_files_of_other_names_are_left_alone(tmp_path):
     for name in ("frozen-mine.dqc", "exact-best.dqc"):
         (tmp_path / name).write_text("mine")
-    saved_run(tmp_path, saves=2, exact="latest", keep_last=1)
+    saved_run(tmp_path, saves=2, keep=dq.Keep(lossless_copy=True, last=1))
     assert (tmp_path / "frozen-mine.dqc").read_text() == (tmp_path / "exact-best.dqc").read_text() == "mine"
 
 
@@ -441,7 +441,9 @@ def test_a_frozen_teacher_among_the_extras_is_written_once_too(tmp_path, caplog)
     torch.manual_seed(0)
     model, teacher = nn.Linear(64, 10), nn.Linear(64, 4500).requires_grad_(False)
     optimizer = adamw(model)
-    with dq.Checkpointer(tmp_path, model, optimizer, extras={"teacher": teacher}, keyframe_every=1) as ckpt:
+    with dq.Checkpointer(
+        tmp_path, model, optimizer, extras={"teacher": teacher}, keep=dq.Keep(keyframe_every=1)
+    ) as ckpt:
         for step in (1, 2):
             record = ckpt.save(step).result()
         wanted = copy.deepcopy(teacher.state_dict())

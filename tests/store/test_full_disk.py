@@ -13,7 +13,9 @@ from dynaquant.interop import torchfile
 from dynaquant.store.atomic_files import atomic_file
 
 EVERY_WAY = pytest.mark.parametrize(
-    "way", [{}, {"quality": "lossless"}, {"configuration": dq.Configuration()}], ids=["grid", "lossless", "published"]
+    "way",
+    [{}, {"quality": "lossless"}, {"quality": dq.Quality(configuration=dq.Configuration())}],
+    ids=["grid", "lossless", "published"],
 )
 
 
@@ -27,7 +29,7 @@ def training():
 @pytest.mark.parametrize("room", [0, 100, 2_000])
 def test_a_file_that_cannot_grow_leaves_the_run_as_it_was(tmp_path, room, way):
     model, optimizer = training()
-    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2, **way) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, keep=dq.Keep(last=2), **way) as ckpt:
         for step in (1, 2):
             train(model, optimizer)
             ckpt.save(step).result()
@@ -67,7 +69,7 @@ def test_a_full_disk_raises_an_error_and_the_run_can_still_be_restored(tmp_path,
 @pytest.mark.parametrize("full", ["step-000000000002.dqc.tmp", "exact-000000000002-000000000002.dqc.tmp"])
 def test_without_space_for_the_checkpoint_or_its_lossless_copy_the_last_exact_state_stays(tmp_path, full):
     model, optimizer = training()
-    with dq.Checkpointer(tmp_path, model, optimizer, exact="latest") as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, keep=dq.Keep(lossless_copy=True)) as ckpt:
         train(model, optimizer)
         ckpt.save(1).result()
         state = bits(model.state_dict()), bits(optimizer.state_dict())
@@ -103,7 +105,7 @@ def test_the_error_of_a_full_disk_names_the_file(tmp_path, way):
 def test_a_disk_that_fills_up_while_children_are_recoded_loses_nothing(tmp_path, way):
     """Re-coding writes a keyframe in place of a small delta. The disk may have space for the delta only."""
     model, optimizer = training()
-    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=2, **way) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, keep=dq.Keep(last=2), **way) as ckpt:
         ckpt.save(1).result()
         ckpt.save(2).result()
         keyframe = os.path.getsize(tmp_path / "step-000000000001.dqc")

@@ -89,7 +89,7 @@ def test_writing_continues_after_the_folder_is_put_back(run):
         run.folder.rmdir()
         run.folder.with_name("away").rename(run.folder)
         series(run, [2, 3])
-        assert prune(run, Retention(keep_last=2)) == []
+        assert prune(run, Retention(dq.Keep(last=2))) == []
     assert run.steps() == [2, 3]
 
 

@@ -16,7 +16,9 @@ from dynaquant.store.run import Run
 def pointer(tmp_path):
     """A pointer to step 1 of a run with two steps."""
     model = nn.Linear(4, 4)
-    with dq.Checkpointer(tmp_path / "folder" / "run", model, quality="lossless", keyframe_every=1) as ckpt:
+    with dq.Checkpointer(
+        tmp_path / "folder" / "run", model, quality="lossless", keep=dq.Keep(keyframe_every=1)
+    ) as ckpt:
         ckpt.save(1)
         nn.init.zeros_(model.weight)
         ckpt.save(2)

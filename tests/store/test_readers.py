@@ -31,11 +31,11 @@ class Training:
 
     def __init__(self, folder: Path, keep: int = 2, exact: bool = False) -> None:
         self.folder, self.model, self.step = folder, torch.nn.Linear(60, 60), 0
-        options = {"exact": "latest", "configuration": dq.GridConfiguration(-200)} if exact else {"quality": "lossless"}
-        self._options = {"keep_last": keep, **options}
+        self._keep = dq.Keep(last=keep, lossless_copy=exact)
+        self._quality = dq.Quality(configuration=dq.GridConfiguration(-200)) if exact else "lossless"
 
     def __call__(self, steps: int = 1) -> None:
-        with dq.Checkpointer(self.folder, self.model, **self._options) as ckpt:
+        with dq.Checkpointer(self.folder, self.model, quality=self._quality, keep=self._keep) as ckpt:
             ckpt.restore()
             for _ in range(steps):
                 self.step += 1

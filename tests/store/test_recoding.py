@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ from dynaquant.store.tags import set_tag, tagged_file
 from dynaquant.store.writing import Base
 
 PUBLISHED = {
-    "method": "published",
-    "configuration": dq.Configuration(bins=4, embedding_bins=4, protection_metric="magnitude"),
+    "quality": dq.Quality(
+        method="published", configuration=dq.Configuration(bins=4, embedding_bins=4, protection_metric="magnitude")
+    )
 }
 
 
@@ -62,9 +64,12 @@ def chains(run: Run) -> dict[int, int]:
     return {parent.step: length for parent, length in run.chain_lengths().items()}
 
 
-@pytest.mark.parametrize("options", [{}, PUBLISHED, {"quality": "lossless"}, {"exact": "latest"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, PUBLISHED, {"quality": "lossless"}, {"keep": dq.Keep(lossless_copy=True)}], ids=str
+)
 def test_compacting_changes_chains_but_no_values(tmp_path, options):
-    save(tmp_path, range(4), *training(), keyframe_every=2, **options)
+    keep = replace(options.get("keep", dq.Keep()), keyframe_every=2)
+    save(tmp_path, range(4), *training(), **{**options, "keep": keep})
     run = WritableRun(tmp_path)
     before = values(run)
     assert chains(run) == {0: 1, 1: 2, 2: 1, 3: 2}
@@ -78,7 +83,7 @@ def test_compacting_changes_chains_but_no_values(tmp_path, options):
 
 
 def test_compacting_a_compacted_run_writes_nothing(tmp_path):
-    save(tmp_path, range(4), *training(), keyframe_every=3)
+    save(tmp_path, range(4), *training(), keep=dq.Keep(keyframe_every=3))
     run = WritableRun(tmp_path)
     compacted(run, 3)
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
@@ -90,7 +95,7 @@ def test_a_run_can_be_compacted_after_pruning(tmp_path):
     save(tmp_path, range(6), *training())
     run = WritableRun(tmp_path)
     with run.locked():
-        prune(run, Retention(keep_last=1, keep_every=2))
+        prune(run, Retention(dq.Keep(last=1, every=2)))
     assert list(chains(run)) == [0, 2, 4, 5]
     before = values(run)
     compacted(run, 16)
@@ -99,7 +104,7 @@ def test_a_run_can_be_compacted_after_pruning(tmp_path):
 
 
 def test_compacting_can_be_interrupted_between_any_two_steps(tmp_path):
-    save(tmp_path / "run", range(4), *training(), keyframe_every=2)
+    save(tmp_path / "run", range(4), *training(), keep=dq.Keep(keyframe_every=2))
     before = values(Run(tmp_path / "run"))
     for stop in (1, 3):
         run = WritableRun(shutil.copytree(tmp_path / "run", tmp_path / str(stop)))
@@ -112,7 +117,7 @@ def test_compacting_can_be_interrupted_between_any_two_steps(tmp_path):
 
 def test_a_run_with_two_lines_of_training_is_compacted(tmp_path):
     model, optimizer = training()
-    save(tmp_path, (1, 2, 3), model, optimizer, keyframe_every=2)
+    save(tmp_path, (1, 2, 3), model, optimizer, keep=dq.Keep(keyframe_every=2))
     save(tmp_path, (4, 5), model, optimizer, restore=1)
     save(tmp_path, (6, 7), model, optimizer, restore=3)
     run = WritableRun(tmp_path)
@@ -143,12 +148,15 @@ def test_compacting_keeps_whatever_was_saved(tmp_path, seed):
     chance = random.Random(seed)
     model, optimizer = training()
     for _ in range(3):
-        options = chance.choice([{}, PUBLISHED, {"quality": "high"}, {"quality": "lossless"}, {"exact": "latest"}])
+        options = chance.choice(
+            [{}, PUBLISHED, {"quality": "high"}, {"quality": "lossless"}, {"keep": dq.Keep(lossless_copy=True)}]
+        )
         model[1].requires_grad_(chance.random() < 0.5)
         there = Run(tmp_path).steps()
         restored = chance.choice(there) if there else None
         steps = [chance.randrange(12) for _ in range(3)]
-        save(tmp_path, steps, model, optimizer, restored, keyframe_every=chance.choice([1, 2, 16]), **options)
+        keep = replace(options.get("keep", dq.Keep()), keyframe_every=chance.choice([1, 2, 16]))
+        save(tmp_path, steps, model, optimizer, restored, **{**options, "keep": keep})
     run = WritableRun(tmp_path)
     before = values(run)
     for keyframe_every in (chance.choice([1, 2, 3]),):
@@ -161,7 +169,7 @@ def test_compacting_keeps_the_levels_that_dependent_deltas_were_coded_against(tm
     """Exact values that equal the values of an older checkpoint's levels must not become references to these levels."""
     model, optimizer = training()
     save(tmp_path, (1,), model, optimizer)
-    with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless", keyframe_every=1) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, quality="lossless", keep=dq.Keep(keyframe_every=1)) as ckpt:
         ckpt.restore(1)
         ckpt.save(2).result()
     save(tmp_path, (3, 4), model, optimizer, restore=2, quality="lossless")
@@ -173,7 +181,7 @@ def test_compacting_keeps_the_levels_that_dependent_deltas_were_coded_against(tm
 
 
 def test_a_damaged_checkpoint_stops_compacting_and_nothing_is_lost(tmp_path):
-    save(tmp_path, range(4), *training(), keyframe_every=2)
+    save(tmp_path, range(4), *training(), keep=dq.Keep(keyframe_every=2))
     run = WritableRun(tmp_path)
     before = values(run)
     run.delete(2)
@@ -193,7 +201,7 @@ def test_a_full_disk_stops_compacting_and_nothing_is_lost(tmp_path):
 
 
 def test_tags_stay_valid_after_compacting(tmp_path):
-    save(tmp_path, range(3), *training(), keyframe_every=1)
+    save(tmp_path, range(3), *training(), keep=dq.Keep(keyframe_every=1))
     run = WritableRun(tmp_path)
     set_tag(run, "best", run.file(1))
     compacted(run, 16)
@@ -221,7 +229,7 @@ def test_training_continues_in_the_branch_and_in_the_old_run(tmp_path, options):
 
 def test_a_branch_has_the_lossless_copy(tmp_path):
     model, optimizer = training()
-    save(tmp_path / "old", (1, 2), model, optimizer, exact="latest")
+    save(tmp_path / "old", (1, 2), model, optimizer, keep=dq.Keep(lossless_copy=True))
     run = Run(tmp_path / "old")
     branch(run, run.file(2), tmp_path / "new")
     assert values(Run(tmp_path / "new"))[2] == values(run)[2]
@@ -257,7 +265,7 @@ def test_a_branch_leaves_a_folder_that_is_in_its_way(tmp_path):
 
 
 def test_a_branch_onto_a_full_disk_leaves_nothing(tmp_path):
-    save(tmp_path / "old", (1, 2), *training(), exact="latest")
+    save(tmp_path / "old", (1, 2), *training(), keep=dq.Keep(lossless_copy=True))
     run = Run(tmp_path / "old")
     with files_of_at_most(1000), pytest.raises(OSError, match="File too large"):
         branch(run, run.file(2), tmp_path / "deep" / "new")
@@ -271,7 +279,7 @@ def test_a_branch_onto_a_full_disk_leaves_nothing(tmp_path):
 
 
 def test_a_branch_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
-    save(tmp_path / "old", (1, 2), *training(), exact="latest")
+    save(tmp_path / "old", (1, 2), *training(), keep=dq.Keep(lossless_copy=True))
     run, recode = Run(tmp_path / "old"), WritableRun.recode
     seen = []
 
@@ -290,7 +298,7 @@ def test_a_branch_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
 
 def test_a_branch_whose_folder_cannot_be_synced_leaves_nothing(tmp_path, monkeypatch):
     """The file is in place by then. Without its lossless copy, a restore would use the quantized weights."""
-    save(tmp_path / "old", (1, 2), *training(), exact="latest")
+    save(tmp_path / "old", (1, 2), *training(), keep=dq.Keep(lossless_copy=True))
     run, fsync = Run(tmp_path / "old"), os.fsync
     before = contents(tmp_path / "old")
 
@@ -318,7 +326,7 @@ def test_runs_that_were_put_together_by_hand_are_compacted(tmp_path):
 
 
 def test_nothing_is_coded_against_a_checkpoint_that_came_later(tmp_path):
-    save(tmp_path, range(3), *training(), keyframe_every=1)
+    save(tmp_path, range(3), *training(), keep=dq.Keep(keyframe_every=1))
     run = WritableRun(tmp_path)
     before = contents(tmp_path)
     newest = Base.from_loaded(run.file(2).header, run.load(run.file(2)))

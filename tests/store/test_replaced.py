@@ -1,4 +1,4 @@
-"""A step that is saved again: the earlier checkpoint stays if a tag names it or ``keep_best`` holds it."""
+"""A step that is saved again: the earlier checkpoint stays if a tag names it or ``Keep(best=…)`` holds it."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ from dynaquant.store.commit import WritableRun
 from dynaquant.store.retention import Retention, prepare_replacement, prune
 from dynaquant.store.tags import remove_tag, set_tag, tagged_file, tags_of
 
-FIXED = {"configuration": dq.GridConfiguration(-80)}
+FIXED = {"quality": dq.Quality(configuration=dq.GridConfiguration(-80))}
 
 
 def lines(folder, **options):
@@ -72,7 +72,7 @@ def test_a_tagged_checkpoint_stays_when_its_step_is_saved_again(tmp_path, caplog
 
 def test_a_replaced_checkpoint_does_without_its_lossless_copy(tmp_path, caplog):
     model, optimizer = training_of()
-    with dq.Checkpointer(tmp_path, model, optimizer, exact="latest") as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, keep=dq.Keep(lossless_copy=True)) as ckpt:
         for _ in range(2):
             train(model, optimizer)
             ckpt.save(400).result()
@@ -99,16 +99,16 @@ def test_retention_keeps_a_replaced_checkpoint_and_not_the_one_in_its_place(tmp_
     earlier, _ = lines(tmp_path)
     run = WritableRun(tmp_path)
     model, optimizer = training_of()
-    with dq.Checkpointer(tmp_path, model, optimizer, keep_last=1) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, keep=dq.Keep(last=1)) as ckpt:
         ckpt.restore()
         ckpt.save(600)
     assert run.steps() == [600]
     assert bits(dq.load(tmp_path, "best")) == earlier
 
 
-def test_what_keep_best_holds_gets_a_tag_before_it_is_replaced(tmp_path):
+def test_what_is_among_the_best_gets_a_tag_before_it_is_replaced(tmp_path):
     model, metric = nn.Linear(1, 1), {}
-    with dq.Checkpointer(tmp_path, model, evaluate=lambda _: metric["now"], keep_best=1, **FIXED) as ckpt:
+    with dq.Checkpointer(tmp_path, model, evaluate=lambda _: metric["now"], keep=dq.Keep(best=1), **FIXED) as ckpt:
         for step, metric["now"] in ((1, 1.0), (2, 5.0), (1, 9.0), (2, 7.0)):
             with torch.no_grad():
                 model.weight.fill_(metric["now"])
@@ -139,7 +139,7 @@ def test_frozen_parameters_of_a_replaced_checkpoint_stay(tmp_path):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 1))
         model[0].requires_grad_(False)
-        with dq.Checkpointer(tmp_path, model, adamw(model), keep_last=1) as ckpt:
+        with dq.Checkpointer(tmp_path, model, adamw(model), keep=dq.Keep(last=1)) as ckpt:
             ckpt.save(step).result()
         return bits(dq.load(tmp_path, step))
 
@@ -216,7 +216,7 @@ def test_a_save_that_ends_at_any_point_leaves_the_tagged_checkpoint(tmp_path, wh
 def test_the_steps_that_retention_deletes_are_logged(tmp_path, caplog):
     caplog.set_level(logging.INFO, "dynaquant")
     model, optimizer = training_of()
-    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=loss_of, keep_last=1) as ckpt:
+    with dq.Checkpointer(tmp_path, model, optimizer, evaluate=loss_of, keep=dq.Keep(last=1)) as ckpt:
         for step in (1, 2):
             ckpt.save(step)
     assert "deleted step 1" in caplog.messages

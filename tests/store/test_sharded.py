@@ -109,7 +109,7 @@ def test_recoding_keeps_levels_of_moments_with_the_same_values_in_units_of_anoth
     parent = commit_next(run, 1, first, parent=None)
     child = commit_next(run, 2, second, parent=parent)
     commit_next(run, 3, third, parent=child)
-    prune(run, Retention(keep_last=2))
+    prune(run, Retention(dq.Keep(last=2)))
     assert stored_equal(in_one(run.load(run.file(2))["w.first"]), second["w.first"])
     assert dict(verify_run(run)) == {2: None, 3: None}
 
@@ -279,7 +279,7 @@ def chain_of_three(run):
 def test_what_depends_on_a_deleted_sharded_checkpoint_is_recoded(run, tmp_path):
     chain_of_three(run)
     identity = run.file(3).header.identity
-    assert prune(run, Retention(keep_last=1)) == []
+    assert prune(run, Retention(dq.Keep(last=1))) == []
     assert run.steps() == [3]
     file = run.file(3)
     assert (file.header.parent, file.header.identity) == (None, identity)

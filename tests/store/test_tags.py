@@ -134,14 +134,14 @@ def test_pruning_keeps_tagged_checkpoints_and_their_values(run):
     set_tag(run, "best", run.file(1))
     before = dq.load(run.folder, 1)["model"]
     with run.locked():
-        prune(run, Retention(keep_last=1))
+        prune(run, Retention(dq.Keep(last=1)))
     assert run.steps() == [1, 3]
     assert all(torch.equal(before[name], value) for name, value in dq.load(run.folder, 1)["model"].items())
 
 
 def test_a_training_keeps_checkpoints_that_are_tagged_while_it_writes(tmp_path):
     model = nn.Linear(4, 4)
-    with dq.Checkpointer(tmp_path, model, keep_last=1) as ckpt:
+    with dq.Checkpointer(tmp_path, model, keep=dq.Keep(last=1)) as ckpt:
         ckpt.save(1).result()
         run = WritableRun(tmp_path)
         set_tag(run, "best", run.file(1))

@@ -27,7 +27,7 @@ def run_with_forks(folder) -> Run:
             for step in steps:
                 train(model, optimizer)
                 ckpt.save(step).result()
-    with dq.Checkpointer(folder, model, optimizer, quality="lossless", keyframe_every=1) as ckpt:
+    with dq.Checkpointer(folder, model, optimizer, quality="lossless", keep=dq.Keep(keyframe_every=1)) as ckpt:
         ckpt.save(9).result()
     run = Run(folder)
     parents = {summary.step: summary.parent and summary.parent.step for summary in run.summaries()[0]}
@@ -87,7 +87,7 @@ def test_verify_run_finds_the_same_damage_as_decoding_each_checkpoint_alone(tmp_
 
 def test_a_damaged_lossless_copy_is_found(tmp_path):
     model = nn.Linear(40, 40)
-    with dq.Checkpointer(tmp_path, model, exact="latest") as ckpt:
+    with dq.Checkpointer(tmp_path, model, keep=dq.Keep(lossless_copy=True)) as ckpt:
         ckpt.save(1).result()
     run = Run(tmp_path)
     (copy,) = run.lossless_copy_paths()

@@ -23,7 +23,11 @@ def make_run(folder) -> nn.Module:
     model.register_buffer("kept[bold]", torch.ones(3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with dq.Checkpointer(
-        folder, model, optimizer, configuration=dq.Configuration(bins=16, embedding_bins=16), keyframe_every=3
+        folder,
+        model,
+        optimizer,
+        quality=dq.Quality(configuration=dq.Configuration(bins=16, embedding_bins=16)),
+        keep=dq.Keep(keyframe_every=3),
     ) as ckpt:
         for step in STEPS:
             train(model, optimizer, 20)

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dynaquant.interop.dcp import StorageReader, StorageWriter
+from dynaquant.options import Keep
 
 
 def training(layout):
@@ -85,7 +86,7 @@ def main(folder, action, steps, layout, quality="lossless", fault=None):
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     model, optimizer = training(layout)
     if action == "save":
-        writer = StorageWriter(folder / "run", quality=quality, keep_last=int(steps))
+        writer = StorageWriter(folder / "run", quality=quality, keep=Keep(last=int(steps)))
         for step in range(1, int(steps) + 1):
             torch.manual_seed(step)
             for parameter in model.parameters():

@@ -10,14 +10,16 @@ import dynaquant as dq
 
 OPTIONS = {
     "grid": {},
-    "published": {"configuration": dq.Configuration(bins=4, protection_metric="magnitude"), "method": "published"},
+    "published": {
+        "quality": dq.Quality(configuration=dq.Configuration(bins=4, protection_metric="magnitude"), method="published")
+    },
 }
 
 
 def build(folder: str, method: str) -> tuple[nn.Module, dq.Checkpointer]:
     """Return a model of 51,200 weights, and a Checkpointer for it. The training stores the step in the bias."""
     model = nn.Linear(256, 200)
-    return model, dq.Checkpointer(folder, model, keep_last=3, keyframe_every=3, **OPTIONS[method])
+    return model, dq.Checkpointer(folder, model, keep=dq.Keep(last=3, keyframe_every=3), **OPTIONS[method])
 
 
 def say(word: str, number: int) -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import dynaquant as dq
 from dynaquant.engine.quantize.knobs import GridConfiguration
 from dynaquant.engine.tensors.stored import External
-from dynaquant.saving.compressor import Compressor
+from dynaquant.methods.published.method import PublishedMethod
 from dynaquant.store import commit
 from dynaquant.store.commit import WritableRun
 
@@ -107,14 +107,14 @@ class Masters:
             copy.copy_(stored)
 
 
-PUBLISHED = {"method": "published", "configuration": dq.Configuration(bins=20, embedding_bins=12)}
+PUBLISHED = {"quality": dq.Quality(configuration=dq.Configuration(bins=20, embedding_bins=12))}
 MANNERS = [
-    {"quality": "high", "configuration": GridConfiguration(-128)},
-    {"quality": "high", "configuration": GridConfiguration(-136, dithered=True)},
-    {"configuration": dq.Configuration(protected=0.02)},
-    {"configuration": dq.Configuration(protected=0.02, bins=24)},
+    {"quality": dq.Quality("high", configuration=GridConfiguration(-128))},
+    {"quality": dq.Quality("high", configuration=GridConfiguration(-136, dithered=True))},
+    {"quality": dq.Quality(configuration=dq.Configuration(protected=0.02))},
+    {"quality": dq.Quality(configuration=dq.Configuration(protected=0.02, bins=24))},
     PUBLISHED,
-    {"quality": "small", "configuration": GridConfiguration(-96)},
+    {"quality": dq.Quality("small", configuration=GridConfiguration(-96))},
 ]
 """The options of the Checkpointers, each for two of the steps."""
 
@@ -134,10 +134,12 @@ def make(folder):
     step = 0
     for manner in MANNERS:
         # The format lets either coder code centres. No method does so conditionally now, but older files have it.
-        Compressor.coder = "rearranged" if manner is PUBLISHED else "conditional"
+        PublishedMethod.coder = "rearranged" if manner is PUBLISHED else "conditional"
         roles = {"model.slow": "weight", "model.sparse": "weight", "model.spectrum": "omit"}
         roles |= {"model.field": dq.Bound(absolute=1e-2), "model.*_field": dq.Bound(relative=1e-3)}
-        with dq.Checkpointer(folder, model, optimizer, extras=objects, roles=roles, keyframe_every=5, **manner) as ckpt:
+        with dq.Checkpointer(
+            folder, model, optimizer, extras=objects, roles=roles, keep=dq.Keep(keyframe_every=5), **manner
+        ) as ckpt:
             ckpt.restore()
             for _ in range(20):
                 step += 1

@@ -67,9 +67,9 @@ class Replica:
         """Computes the metric from the rank's own number."""
 
     def checkpointer(self, folder: Path, **options) -> dq.Checkpointer:
-        """A Checkpointer of the published method, unless ``method`` says otherwise."""
+        """A Checkpointer of the published method, unless ``quality`` says otherwise."""
         extras = {"generator": self.generator}
-        options = {"method": "published"} | options
+        options = {"quality": dq.Quality(method="published")} | options
         return dq.Checkpointer(folder, self.model, self.optimizer, extras=extras, evaluate=self.evaluate, **options)
 
     def evaluate(self, model: nn.Module) -> float:
@@ -171,7 +171,7 @@ def saves_on_the_grid(replica: Replica, folder: Path) -> list[dict]:
     for group in replica.optimizer.param_groups:
         group["lr"] = 1e-2
     saves = []
-    with replica.checkpointer(folder, method="grid") as ckpt:
+    with replica.checkpointer(folder, quality=dq.Quality(method="grid")) as ckpt:
         for step in (1, 2, 3, 4, 5):
             if step == 4:
                 saves[-1]["restored"] = ckpt.restore(), plain(replica.model)
@@ -205,7 +205,7 @@ def metrics(folder: Path) -> dict:
     for share in (mean, late, to_rank_0, float):
         replica.share = share
         name = share.__name__
-        with replica.checkpointer(folder / name, method="grid") as ckpt:
+        with replica.checkpointer(folder / name, quality=dq.Quality(method="grid")) as ckpt:
             replica.train()
             saves[name] = [replica.save(ckpt, 1)]
             if share is mean:
@@ -239,7 +239,7 @@ def saves_by_a_loss_on_batches(replica: Replica, folder: Path) -> dict[str, list
     replica.share = float
     replica.fails_at, saves = 0, {}
     replica.evaluate = dq.LossOn(tokens, loss)
-    with replica.checkpointer(folder / "batches", method="grid", max_degradation=0.003) as ckpt:
+    with replica.checkpointer(folder / "batches", quality=dq.Quality(method="grid", max_degradation=0.003)) as ckpt:
         saves["same"] = []
         for step in (1, 2, 3, 4):
             if step == 3:
@@ -251,12 +251,16 @@ def saves_by_a_loss_on_batches(replica: Replica, folder: Path) -> dict[str, list
         saves["failing"] = [replica.save(ckpt, 5)]
         replica.fails_at = 0
     replica.share = late
-    with replica.checkpointer(folder / "batches late", method="grid", max_degradation=0.003) as ckpt:
+    with replica.checkpointer(
+        folder / "batches late", quality=dq.Quality(method="grid", max_degradation=0.003)
+    ) as ckpt:
         replica.train()
         saves["late"] = [replica.save(ckpt, 1)]
     replica.share = float
     replica.evaluate = dq.LossOn(tokens[: 20 - replica.rank], loss)
-    with replica.checkpointer(folder / "batches uneven", method="grid", max_degradation=0.003) as ckpt:
+    with replica.checkpointer(
+        folder / "batches uneven", quality=dq.Quality(method="grid", max_degradation=0.003)
+    ) as ckpt:
         replica.train()
         saves["uneven"] = [replica.save(ckpt, 1)]
     return saves
@@ -311,7 +315,7 @@ def four(folder: Path) -> dict:
         replica.spoil()
         restored = replica.restored(ckpt)
     saves = []
-    with replica.checkpointer(folder / "new", every="auto", max_overhead=0.5) as ckpt:
+    with replica.checkpointer(folder / "new", every=dq.Auto(max_overhead=0.5)) as ckpt:
         for step in (1, 2, 3):
             replica.train()
             saves.append(replica.save(ckpt, step))

@@ -31,7 +31,13 @@ def train_reported(folder: Path) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         order = torch.Generator().manual_seed(0)
         with dq.Checkpointer(
-            folder, model, optimizer, extras={"order": order}, evaluate=evaluate, keyframe_every=6, every=EVERY
+            folder,
+            model,
+            optimizer,
+            extras={"order": order},
+            evaluate=evaluate,
+            keep=dq.Keep(keyframe_every=6),
+            every=EVERY,
         ) as ckpt:
             step = ckpt.restore() or 0
             while step < until:

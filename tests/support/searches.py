@@ -27,8 +27,8 @@ def training_of(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def checkpointer(folder, model: nn.Module, optimizer=None, **options) -> dq.Checkpointer:
-    """A Checkpointer of the published method, unless ``method`` says otherwise."""
-    return dq.Checkpointer(folder, model, optimizer, **{"method": "published"} | options)
+    """A Checkpointer of the published method, unless ``quality`` says otherwise."""
+    return dq.Checkpointer(folder, model, optimizer, **{"quality": dq.Quality(method="published")} | options)
 
 
 def loss(model: nn.Module) -> float:

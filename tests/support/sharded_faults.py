@@ -226,7 +226,7 @@ def evaluating(ranks, failing, at, fault, rank, report):
 
     Reports whether the save has changed anything, and whether the training is what it would be without saves.
     """
-    training, alone = Training(ranks, max_degradation=0.05), Training.__new__(Training)
+    training, alone = Training(ranks, quality=dq.Quality(max_degradation=0.05)), Training.__new__(Training)
     alone.model = model_of("fsdp")
     alone.optimizer = torch.optim.AdamW(alone.model.parameters(), lr=3e-3)
     for step in (1, 2):
@@ -257,7 +257,7 @@ def raises(_):
 
 def deserting(ranks, rank, report):
     """Save with a metric that raises on rank 1 before it takes part in the forward pass, so that others wait for it."""
-    training = Training(ranks, max_degradation=0.05)
+    training = Training(ranks, quality=dq.Quality(max_degradation=0.05))
     training.step(1)
     training.ckpt.save(1).result()
     training.step(2)
@@ -292,7 +292,7 @@ def damage(name, _, report):
     report(["done"])
 
 
-PRUNES = {"quality": "lossless", "keep_last": 2, "keyframe_every": 4}
+PRUNES = {"quality": "lossless", "keep": dq.Keep(last=2, keyframe_every=4)}
 SAVES = {  # the failing rank of three, and its fault during a save
     "writes": (1, partial(before, CheckpointWriter, "finish", killed)),
     "rank 0 writes": (0, partial(before, CheckpointWriter, "finish", killed)),

@@ -31,7 +31,7 @@ def main(layout):
         "searched": {"quality": "balanced", "every": 5},
         "high": {"quality": "high", "every": 5},
         "stochastic": {
-            "configuration": GridConfiguration(-40, dithered=True),
+            "quality": dq.Quality(configuration=GridConfiguration(-40, dithered=True)),
             "roles": {"*.words.weight": dq.Bound(relative=1e-3)},
         },
     }

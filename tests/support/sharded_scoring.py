@@ -76,7 +76,7 @@ def main(layout):
             model = model_of(layout)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             with dq.Checkpointer(
-                folder() / name, model, optimizer, evaluate=evaluate, max_degradation=0.002, every=2
+                folder() / name, model, optimizer, evaluate=evaluate, quality=dq.Quality(max_degradation=0.002), every=2
             ) as ckpt:
                 start = ckpt.restore() or 0
                 assert start == 4 * restart

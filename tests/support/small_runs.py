@@ -19,10 +19,12 @@ def training_of(seed: int = 0, optimizer=adamw) -> tuple[nn.Module, torch.optim.
     return model, optimizer(model)
 
 
-PUBLISHED = {"configuration": dq.Configuration()}
+PUBLISHED = {"quality": dq.Quality(configuration=dq.Configuration())}
 LOSSLESS = {"quality": "lossless"}
 
-EVERY_WAY = pytest.mark.parametrize("way", [{}, {"method": "published"}, PUBLISHED], ids=["grid", "published", "fixed"])
+EVERY_WAY = pytest.mark.parametrize(
+    "way", [{}, {"quality": dq.Quality(method="published")}, PUBLISHED], ids=["grid", "published", "fixed"]
+)
 FIXED = pytest.mark.parametrize(
     "configuration", [dq.GridConfiguration(-80), dq.Configuration()], ids=["grid", "published"]
 )

@@ -89,7 +89,7 @@ def alone(folder, tmp_path_factory) -> list[dict]:
     gradients = torch.load(folder / "gradients.pt")
     records = []
     run = tmp_path_factory.mktemp("alone")
-    with dq.Checkpointer(run, model, optimizer, evaluate=metric, method="published") as ckpt:
+    with dq.Checkpointer(run, model, optimizer, evaluate=metric, quality=dq.Quality(method="published")) as ckpt:
         for save in range(4):
             for step in gradients[save * STEPS : (save + 1) * STEPS]:
                 for parameter, gradient in zip(model.parameters(), step, strict=True):

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,7 +20,6 @@ from dynaquant.cli.arguments import AsJson, RunFolder, RunOrFile, Step, must_not
 from dynaquant.errors import CheckpointError
 from dynaquant.formatting import in_bytes, plural
 from dynaquant.interop.targets import Target
-from dynaquant.saving.presets import QualityName
 from dynaquant.store.files import is_file_name
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from dynaquant.saving.record import Record
     from dynaquant.store.container import CheckpointFile
 
-Quality = Annotated[str, typer.Option(help=f"How much may be lost: {', '.join(get_args(QualityName))}.")]
+Quality = Annotated[str, typer.Option(help="How much may be lost: lossless, high, balanced, small.")]
 MaxDegradation = Annotated[
     float | None,
     typer.Option(help="Largest relative degradation of the metric.", show_default="what the quality allows", min=0),
@@ -279,13 +278,13 @@ def _name_of(record: dict[str, Any], step: int) -> str:
 def _packer(
     quality: str, max_degradation: float | None, metric: str | None, higher_is_better: bool, tell: Callable[[str], None]
 ) -> Packer:
+    from dynaquant import options
     from dynaquant.interop.packing import Packer
 
-    if quality not in get_args(QualityName):
-        raise typer.BadParameter(f"--quality must be one of {', '.join(get_args(QualityName))}, not {quality!r}")
     try:
+        chosen = options.Quality(quality, max_degradation=max_degradation)  # type: ignore[arg-type]
         function = _function(metric) if metric is not None else None
-        return Packer(quality, max_degradation, function, higher_is_better, tell)  # type: ignore[arg-type]
+        return Packer(chosen, function, higher_is_better, tell)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 

@@ -49,13 +49,12 @@ def demo(
         raise typer.BadParameter("give --full or --quick, not both")
     from dynaquant.demo import comparison
     from dynaquant.demo.figure import draw
-    from dynaquant.saving.allowance import check_share
+    from dynaquant.options import Quality
 
-    if max_degradation is not None:
-        try:
-            check_share("--max-degradation", max_degradation, 0.01)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
+    try:
+        Quality(max_degradation=max_degradation)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
     out.mkdir(parents=True, exist_ok=True)
     plan = comparison.QUICK if quick else comparison.FULL if full else comparison.SHORT

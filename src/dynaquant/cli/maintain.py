@@ -116,6 +116,7 @@ def prune(
 
     A kept checkpoint is re-coded if it depends on a deleted one. Its values stay the same.
     """
+    from dynaquant.options import Keep
     from dynaquant.store.commit import WritableRun
     from dynaquant.store.retention import Retention, steps_to_delete
     from dynaquant.store.retention import prune as prune_run
@@ -123,7 +124,7 @@ def prune(
     if keep_last is None and keep_every is None:
         raise typer.BadParameter("give --keep-last, --keep-every, or both")
     run, files = open_run(folder)
-    retention = Retention(keep_last, keep_every)
+    retention = Retention(Keep(last=keep_last, every=keep_every))
     before = sum(file.size for file in files)
     known = run.steps()
     if dry_run:
@@ -156,13 +157,13 @@ def _kept(run: Run, steps: list[int], retention: Retention, damaged: set[int]) -
     summaries, known = run.summaries()[0], tags_of(run)
     tags = {s.step: [t.name for t in known if (t.step, t.identity) == (s.step, s.identity)] for s in summaries}
     usable = [summary.step for summary in summaries if summary.step not in damaged]
-    newest = usable[-(retention.keep_last or 1) :]
+    newest = usable[-(retention.keep.last or 1) :]
 
     def why(step: int) -> str:
         if tags.get(step):
             return f"tag {', '.join(tags[step])}"
-        if retention.keep_every and step % retention.keep_every == 0:
-            return f"a multiple of {retention.keep_every}"
+        if (every := retention.keep.every) and step % every == 0:
+            return f"a multiple of {every}"
         if step in newest:
             return "among the newest"
         return "damaged, but newer" if step in damaged else "another one needs it"

@@ -37,7 +37,7 @@ def train(name: str, run: str | None, steps: int, every: int, max_degradation: f
             extras={"scheduler": work.scheduler, "data": work.generator},
             evaluate=work.evaluate,
             higher_is_better=work.higher_is_better,
-            max_degradation=max_degradation,
+            quality=dq.Quality(max_degradation=max_degradation),
             every=every,
         )
         step = checkpointer.restore() or 0  # line 2

@@ -17,11 +17,13 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dynaquant.checkpointer import Checkpointer
 from dynaquant.errors import CheckpointError, DynaquantError, MissingPackageError
+from dynaquant.options import split_values
 from dynaquant.state.wrappers import bare
 from dynaquant.store.atomic_files import atomic_folder
 from dynaquant.store.files import user_path
@@ -69,7 +71,8 @@ def attach(accelerator: Any, folder: str | os.PathLike[str], **options: Any) -> 
 
     accelerator: an ``accelerate.Accelerator``. folder: of the run. options: all arguments of ``Checkpointer`` but
     ``model`` and ``optimizer``. ``extras`` are saved beside what the accelerator has. With automatic checkpoint naming,
-    ``keep_last`` is ``total_limit``. A step is the number of optimizer steps, or the next that the run does not have.
+    a ``keep`` without ``last`` gets ``total_limit``. A step is the number of optimizer steps, or the next that the run
+    does not have.
 
     Raises ValueError if nothing is prepared yet, or if the accelerator has been attached before; DynaquantError for
     DeepSpeed and Megatron-LM, and if the installed Accelerate has changed in a way that matters here; all errors of
@@ -88,13 +91,14 @@ class _Attached:
         self._progress = _Progress(accelerator)
         self._original_load: Callable[..., None] = accelerator.load_state
         configuration = accelerator.project_configuration
-        if configuration.automatic_checkpoint_naming:
-            options = {"keep_last": configuration.total_limit, **options}
+        values, others = split_values("attach", options)
+        keep = values.keep
+        if configuration.automatic_checkpoint_naming and keep.last is None:
+            keep = replace(keep, last=configuration.total_limit)
+        extras = {**self._extras(), **(others.pop("extras", None) or {})}
+        models, optimizers = _one_or_several(accelerator._models), _one_or_several(accelerator._optimizers)
         self.checkpointer = Checkpointer(
-            folder,
-            _one_or_several(accelerator._models),
-            _one_or_several(accelerator._optimizers),
-            **{**options, "extras": {**self._extras(), **(options.get("extras") or {})}},
+            folder, models, optimizers, extras=extras, quality=values.quality, every=values.every, keep=keep, **others
         )
         accelerator.save_state, accelerator.load_state = self.save_state, self.load_state
 

@@ -8,23 +8,24 @@ from __future__ import annotations
 import copy
 import inspect
 import os
+from ast import literal_eval
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
 from torchtitan.components.checkpointer import CheckpointManager as TitanManager
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.validate import Validator
+from tyro.constructors import PrimitiveConstructorSpec
 
 from dynaquant.checkpointer import Checkpointer
 from dynaquant.errors import DynaquantError, StateError
+from dynaquant.options import Keep, Quality, QualityName, values_of
 from dynaquant.ranks.group import Group
-from dynaquant.saving.allowance import Allowance
-from dynaquant.saving.presets import QualityName
 from dynaquant.state import wrappers
 
 TESTED = "0.3.0"
@@ -47,17 +48,18 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
         """Options of torchtitan's checkpoint managers, and some of ``Checkpointer``."""
 
-        quality: QualityName = "balanced"
-        """Preset of how much quality may be lost. "lossless" stores every tensor exactly, and needs no validator."""
+        quality: Annotated[QualityName | Quality, _ON_COMMAND_LINE] = "balanced"
+        """How much quality may be lost: a preset, or a ``dynaquant.Quality``. On the command line, fields follow the
+        preset: ``--checkpoint.quality high max_degradation=0.002``. "lossless" needs no validator."""
 
         max_degradation: float | None = None
-        """How much worse the validation loss of one checkpoint may be, as a fraction. None: that of the preset."""
+        """Deprecated: a field of ``quality``."""
 
         training_budget: float | None = None
-        """How much all restores of the training together may cost, as a fraction of the validation loss."""
+        """Deprecated: a field of ``quality``."""
 
         expected_restores: int | None = None
-        """How often the training will be restored in all, if known; the budget is divided by it."""
+        """Deprecated: a field of ``quality``."""
 
         last_save_model_only: bool = False
         """Must be False: the last checkpoint holds the whole state. ``dynaquant export`` writes the weights alone."""
@@ -81,6 +83,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         self._config = config
         self._folder = os.path.join(base_folder, config.folder)
         _check_torchtitan()
+        self._quality = _quality_of(config)
         _check(config, self._folder, model_parts)
         self._model = model_parts[0]
         self._optimizers = list(optimizers)
@@ -109,13 +112,10 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
                     self._model,
                     self._optimizers if len(self._optimizers) > 1 else self._optimizers[0],
                     extras=self._extras,
-                    evaluate=None if validator is None or config.quality == "lossless" else _Loss(validator),
-                    quality=config.quality,
-                    max_degradation=config.max_degradation,
-                    training_budget=config.training_budget,
-                    expected_restores=config.expected_restores,
+                    evaluate=None if validator is None or self._quality.preset == "lossless" else _Loss(validator),
+                    quality=self._quality,
                     every=config.interval,
-                    keep_last=config.keep_latest_k or None,
+                    keep=Keep(last=config.keep_latest_k or None),
                 )
         return self._checkpointer
 
@@ -284,9 +284,35 @@ def _without_hooks(modules: Sequence[nn.Module]) -> Iterator[None]:
             setattr(module, name, own)
 
 
+def _from_words(words: Sequence[str]) -> Quality:
+    """Return the quality that words on the command line mean: a preset, and ``field=value`` for each other field."""
+    preset, *others = words or ["balanced"]
+    try:
+        pairs = (word.partition("=") for word in others)
+        return Quality(preset, **{name: literal_eval(value) for name, _, value in pairs})  # type: ignore[arg-type]
+    except (SyntaxError, TypeError) as error:
+        raise ValueError(f"{' '.join(words)}: write e.g. high max_degradation=0.002 ({error})") from None
+
+
+_ON_COMMAND_LINE = PrimitiveConstructorSpec(
+    nargs="*",
+    metavar="PRESET [FIELD=VALUE ...]",
+    instance_from_str=_from_words,
+    is_instance=lambda value: isinstance(value, str | Quality),
+    str_from_instance=lambda value: [str(value)],
+)
+"""How torchtitan's command line reads ``quality``."""
+
+
+def _quality_of(config: CheckpointManager.Config) -> Quality:
+    """Return the quality of a configuration, which may have fields by their deprecated names."""
+    names = "max_degradation", "training_budget", "expected_restores"
+    deprecated = {name: value for name in names if (value := getattr(config, name)) is not None}
+    return values_of("CheckpointManager.Config", deprecated, config.quality).quality
+
+
 def _check(config: CheckpointManager.Config, folder: str, model_parts: Sequence[nn.Module]) -> None:
-    """Raise DynaquantError for what is not supported, and ValueError for a limit out of range."""
-    Allowance(config.quality, None, config.max_degradation, None, config.training_budget)  # now, not at the first save
+    """Raise DynaquantError for what is not supported."""
     if len(model_parts) != 1:
         raise DynaquantError("pipeline parallelism is not supported: use torchtitan's own CheckpointManager")
     if config.last_save_model_only:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -42,13 +42,14 @@ from dynaquant.engine.tensors.stored import StoredTensor
 from dynaquant.errors import StateError
 from dynaquant.interop.dcp_folder import nested
 from dynaquant.interop.unmeasured import quantize_state
+from dynaquant.options import Deprecated, Keep, Quality, QualityName, values_of
 from dynaquant.saving.assemble import copied
-from dynaquant.saving.presets import PRESETS, QualityName
+from dynaquant.saving.presets import PRESETS
 from dynaquant.state.flatten import flatten
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import Header, Parent, is_step
 from dynaquant.store.layout import Layout, PartFile, Place, box_name, part_name
-from dynaquant.store.retention import KEYFRAME_EVERY, Retention, can_be_parent, prepare_replacement, prune
+from dynaquant.store.retention import Retention, can_be_parent, prepare_replacement, prune
 from dynaquant.store.sharded_writing import (
     Plan,
     ShardedTensor,
@@ -93,9 +94,9 @@ class _WrittenBox:
 class StorageWriter(_StorageWriter):
     """A DCP storage that saves to a run. Use one object for all saves of a training: deltas need the save before.
 
-    folder: of the run. quality: as for ``Checkpointer``, but without a metric: weights are judged by how far they move.
-    keyframe_every: the largest number of checkpoints in a chain. keep_last: how many checkpoints are kept, by default
-    all.
+    folder: of the run. quality: a preset, as for ``Checkpointer``, but without a metric: weights are judged by how far
+    they move. keep: ``last``, ``every`` and ``keyframe_every`` of a ``Keep``; by default, all checkpoints are kept.
+    deprecated: ``keep_last`` and ``keyframe_every`` instead of ``keep``.
 
     The step of a checkpoint is the last number in its ``checkpoint_id``; without a number, one more than the last step.
     Raises CheckpointError if another process writes to the run.
@@ -105,18 +106,15 @@ class StorageWriter(_StorageWriter):
         self,
         folder: str | os.PathLike[str],
         *,
-        quality: QualityName = "balanced",
-        keyframe_every: int = KEYFRAME_EVERY,
-        keep_last: int | None = None,
+        quality: QualityName | Quality = "balanced",
+        keep: Keep | None = None,
+        **deprecated: Unpack[Deprecated],
     ) -> None:
         super().__init__()
-        if quality not in PRESETS:
-            raise ValueError(f"quality must be one of {', '.join(PRESETS)}, not {quality!r}")
-        if keyframe_every < 1:
-            raise ValueError(f"keyframe_every must be at least 1, not {keyframe_every}")
+        takes = "keep_last", "keep_every", "keyframe_every"
+        quality, _, keep = values_of("StorageWriter", deprecated, quality, keep=keep, takes=takes)
         self._run = WritableRun(folder)
-        self._quality, self._keyframe_every = quality, keyframe_every
-        self._retention = Retention(keep_last)
+        self._preset, self._retention = PRESETS[quality.preset], Retention(keep)
         self._id: CheckpointId = None
         self._held = ExitStack()  # the run's lock, on the coordinator, from planning to the end
         self._base: Base | None = None  # the boxes that this process wrote last
@@ -191,7 +189,7 @@ class StorageWriter(_StorageWriter):
         )
 
     def _can_be_parent(self, parent: Parent, step: int) -> bool:
-        return can_be_parent(self._run, Base(parent, {}, {}), step, self._retention, self._keyframe_every, ())
+        return can_be_parent(self._run, Base(parent, {}, {}), step, self._retention, ())
 
     def _warn(self, notes: Iterable[str]) -> None:
         for note in notes:
@@ -217,7 +215,7 @@ class StorageWriter(_StorageWriter):
         for number, group in enumerate(_one_box_of_each(items)):
             # The planner may make a tensor only now, so each is looked up once, and kept until all are quantized.
             tensors = {item.index.fqn: _tensor(item, planner) for item in group}
-            found = quantize_state(tensors, self._quality, self._rungs.get(number, {}))
+            found = quantize_state(tensors, self._preset, self._rungs.get(number, {}))
             self._rungs[number] = found.rungs
             for item in group:
                 name, box = item.index.fqn, _box_of(item)

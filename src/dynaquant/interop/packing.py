@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dynaquant import options
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.averages import average_bounds
 from dynaquant.engine.quantize.bounds import quantize_bounded
@@ -27,9 +28,9 @@ from dynaquant.interop import any_format, inferred_roles
 from dynaquant.interop.going_on import GoingOn
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.methods.grid.method import PreparedForGrid
+from dynaquant.options import Quality, QualityName, quality_of
 from dynaquant.ranks.group import Group
-from dynaquant.saving.allowance import Allowance
-from dynaquant.saving.presets import PRESETS, QualityName
+from dynaquant.saving.presets import PRESETS, largest_degradation
 from dynaquant.saving.record import Record, json_of, record_of
 from dynaquant.search.decision import Decision
 from dynaquant.search.evaluation import Evaluate, score
@@ -39,7 +40,6 @@ from dynaquant.search.memory import SearchMemory
 from dynaquant.search.sensitivity import measure_sensitivity
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.tree import tensor_names_in
-from dynaquant.store import retention
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import Header
 from dynaquant.store.files import check_output, removing_empty_folders
@@ -50,7 +50,7 @@ from dynaquant.store.writing import Base, Checkpoint
 VECTOR_SENSITIVITY = 64.0
 """Sensitivity of the loss to vectors (biases, norms) relative to matrices, if neither is measured. One value of a norm
 multiplies a whole channel, and all vectors together are hardly a percent of a model."""
-KEYFRAME_EVERY = retention.KEYFRAME_EVERY // 2
+KEYFRAME_EVERY = options.KEYFRAME_EVERY // 2
 """Maximum number of checkpoints in a chain of packed files.
 
 Half as many as in a training: a training mostly reads its newest checkpoint, but packed files are read in any order.
@@ -82,32 +82,29 @@ class _Holder(nn.Module):
 class Packer:
     """Makes checkpoints of one state, or of a series of states.
 
-    quality, max_degradation: as for ``Checkpointer``. metric: scores the state as it would be restored. The search uses
+    quality: its preset and ``max_degradation`` count. metric: scores the state as it would be restored. The search uses
     it to choose the configuration; without a metric, it uses the distortion of the weights. tell: called with texts
     that report progress. training: if the states are those of a training that goes on from its checkpoints.
 
     The loss's sensitivity to a tensor comes from the optimizer's second moments if the state has them, else from the
     metric (``search/sensitivity.py``), else from the tensor's size.
 
-    Raises ValueError if arguments exclude each other or are out of range.
+    Raises ValueError for a metric of a lossless checkpoint.
     """
 
     def __init__(
         self,
-        quality: QualityName = "balanced",
-        max_degradation: float | None = None,
+        quality: QualityName | Quality = "balanced",
         metric: Metric | None = None,
         higher_is_better: bool = False,
         tell: Tell = lambda _text: None,
         training: GoingOn | None = None,
     ) -> None:
-        Allowance(quality, None, max_degradation, None)
-        self._preset = PRESETS[quality]
+        quality = quality_of(quality)
+        self._preset = PRESETS[quality.preset]
         if self._preset is None and metric is not None:
             raise ValueError("a lossless checkpoint needs no metric")
-        self._limit = (
-            max_degradation if max_degradation is not None or not self._preset else self._preset.max_degradation
-        )
+        self._limit = largest_degradation(quality)
         self._metric, self._higher_is_better, self._tell = metric, higher_is_better, tell
         self._training = GoingOn() if training is None else training
         self._memory = SearchMemory()
@@ -182,7 +179,6 @@ class Packer:
             prior = {name: _by_size(grid, name) for name in grid.weights}
             grid = replace(grid, fisher=effective_fisher(grid.sizes, grid.squares, prior))
         prepared = PreparedForGrid(_streamed(grid), bool(measured))
-        assert self._limit is not None
         limit = self._training.allowed(self._limit)
         group = Group(alone=True)  # other ranks may be elsewhere: rank 0 often saves alone
         manager = ConfigurationManager(holder, evaluate, self._higher_is_better, None, group)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Unpack
 
 from dynaquant import _native
 from dynaquant.errors import CheckpointError
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.interop.packing import Metric, Packer
+from dynaquant.options import Deprecated, Quality, QualityName, values_of
 from dynaquant.restore.stored_checkpoint import Parents, PathOrFile, StoredCheckpoint
-from dynaquant.saving.presets import QualityName
 from dynaquant.saving.record import Record, record_of
 from dynaquant.state.flatten import flatten_whole
 from dynaquant.store.container import Header
@@ -26,11 +26,11 @@ def save(
     state: Any,
     path: PathOrFile,
     *,
-    quality: QualityName = "balanced",
+    quality: QualityName | Quality = "balanced",
     metric: Metric | None = None,
     higher_is_better: bool = False,
-    max_degradation: float | None = None,
     parent: Parents | None = None,
+    **deprecated: Unpack[Deprecated],
 ) -> Record:
     """Save a state to one file, from which ``load`` returns it. Returns the record of the save.
 
@@ -40,18 +40,19 @@ def save(
       histories, buffers or frozen weights is quantized, too, if it holds only tensors. Exact are a tensor in a list,
       one beside a value that is no tensor, a scalar, an array, and ``running_mean``, ``running_var`` and ``inv_freq``.
     - ``path``: of the file, or a binary file object. A file at a path is written atomically.
-    - ``quality``: ``"high"``, ``"balanced"`` or ``"small"``: the metric may be worse by 0.1 %, 1 % or 5 %.
-      ``"lossless"`` stores every bit. ``"balanced"`` and ``"small"`` drop the first moments of optimizers (also the
-      momentum of SGD): ``load`` returns zeros, and nothing corrects the first steps. The other two keep them.
+    - ``quality``: ``"high"``, ``"balanced"`` or ``"small"``: the metric may be worse by 0.1 %, 1 % or 5 %, or by what
+      ``Quality(…, max_degradation=…)`` says. ``"lossless"`` stores every bit. ``"balanced"`` and ``"small"`` drop the
+      first moments of optimizers (also the momentum of SGD): ``load`` returns zeros, and nothing corrects the first
+      steps. The other two keep them.
     - ``metric``: a function of the state, as ``load`` would return it, that returns a number. The file gets the most
       compact configuration that is good enough. Without a metric, an estimate from the weights' changes decides.
       (``evaluate`` of a ``Checkpointer`` means the same, but gets the model, with candidates as its weights.)
     - ``higher_is_better``: whether a higher metric is better.
-    - ``max_degradation``: how much worse the metric may be, as a fraction, in place of the preset's.
     - ``parent``: an earlier file of ``save`` or ``dynaquant compress``, not of a run, on which this one is conditioned,
       so that it is smaller. It can be loaded only as long as its parent is there: the file names it by its path from
       its own folder. If either is a file object, ``load`` must be given the parent. If the parent has a parent that it
       cannot find, give a list of all of them.
+    - ``deprecated``: ``max_degradation`` instead of ``quality=Quality(max_degradation=…)``.
 
     It does not communicate: in a training of several ranks, call it on one.
 
@@ -63,12 +64,13 @@ def save(
     nor a file to write to, or ``parent`` neither a path nor a file to read; OSError if the file cannot be written. Then
     nothing is written, and a file that was there stays.
     """
+    chosen = values_of("save", deprecated, quality, takes=("max_degradation",))
     out = user_path(path) if isinstance(path, str | os.PathLike) else None
     if out is not None:
         check_output(out)
     else:
         _check_writable(path)
-    packer = Packer(quality, max_degradation, metric, higher_is_better)
+    packer = Packer(chosen.quality, metric, higher_is_better)
     before = None if parent is None else _opened_parent(parent, out)
     base = None
     if before is not None:

@@ -14,7 +14,7 @@ from dynaquant.engine.quantize.knobs import GridConfiguration
 from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.tensors.stored import Quantized
 from dynaquant.interop.inferred_roles import BUFFERS
-from dynaquant.saving.presets import PRESETS, QualityName
+from dynaquant.saving.presets import Preset
 from dynaquant.search.judge import DISTORTION_SCALE
 from dynaquant.state.roles import optimizer_role, quantizable
 
@@ -32,13 +32,14 @@ class QuantizedState:
     rungs: dict[str, int]
 
 
-def quantize_state(tensors: Mapping[str, Tensor], quality: QualityName, rungs: Mapping[str, int]) -> QuantizedState:
-    """Quantize weights and moments. rungs: of the last checkpoint; where possible a tensor keeps its grid step.
+def quantize_state(tensors: Mapping[str, Tensor], preset: Preset | None, rungs: Mapping[str, int]) -> QuantizedState:
+    """Quantize weights and moments, or nothing without a preset.
+
+    rungs: of the last checkpoint; where possible a tensor keeps its grid step.
 
     The sensitivity to a weight comes from its second moment, if the state has one of the same shape.
     """
     labels = {name: _label(name, tensors) for name in tensors}
-    preset = PRESETS[quality]
     if preset is None:
         return QuantizedState({}, labels, {})
     weights = grid_weights(

@@ -44,15 +44,14 @@ class Method(Protocol):
     """How weights are quantized and coded, and how a configuration is found.
 
     coder: of levels. quantizes_vectors, quantizes_moments: whether parameters of one dimension, and moments, are
-    quantized, too. supports_shards: whether ranks may hold or write parts of a state. has_budget: whether the training
-    has a budget if the user gives none. uses_mean_squares: whether ``prepare`` needs mean squared gradients.
+    quantized, too. supports_shards: whether ranks may hold or write parts of a state. uses_mean_squares: whether
+    ``prepare`` needs mean squared gradients.
     """
 
     coder: Coder
     quantizes_vectors: bool
     quantizes_moments: bool
     supports_shards: bool
-    has_budget: bool
     uses_mean_squares: bool
 
     def accumulate(self, gradient: Tensor, before: Tensor | None) -> Tensor | None:

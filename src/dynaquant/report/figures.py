@@ -51,7 +51,7 @@ def figure_for(rows: Sequence[Row], *panels: str) -> Figure:
         showlegend=True,
         dragmode="zoom",
     )
-    # One position for each, not a linear axis: with keep_every, old checkpoints are far apart, new ones close together.
+    # One position for each, not a linear axis: old checkpoints may be far apart, new ones close together.
     steps = steps_of(rows)
     figure.update_xaxes(
         type="category", categoryorder="array", categoryarray=steps, nticks=10, automargin=True, showgrid=False

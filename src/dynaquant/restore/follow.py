@@ -157,7 +157,7 @@ def follow(path: str | os.PathLike[str], model: Models, *, poll: float = 1.0, ti
     hashes before the first is written. The model changes only while the caller waits for the next step. If the caller
     has written to a tensor, it is written again, unless the write went through ``.data`` to few of its values.
 
-    Lossless copies (``exact="latest"``) are not read: they have no deltas.
+    Lossless copies (``Keep(lossless_copy=True)``) are not read: they have no deltas.
 
     The iterator raises CheckpointError if the newest checkpoint is damaged, and StateError if it does not fit the
     model. Then the model is unchanged. Raises CheckpointError if ``path`` is another file, ValueError for numbers out

@@ -36,7 +36,7 @@ def load(
     the names of the extras, ``"rng"``, ``"classes"`` and ``"parameters"``. An optimizer's state is keyed by the names
     of its parameters; ``Optimizer.load_state_dict`` accepts it. A state that was saved with ``save``, or compressed or
     packed from another program's file, is returned in the structure that it had, e.g. weights as a state dict. If the
-    checkpoint has a lossless copy (``exact="latest"``), that is loaded.
+    checkpoint has a lossless copy (``Keep(lossless_copy=True)``), that is loaded.
 
     Raises CheckpointError if the checkpoint or its parent is missing or damaged, KeyError for an unknown name in
     ``keys`` or an unknown part, ValueError for arguments that exclude each other.

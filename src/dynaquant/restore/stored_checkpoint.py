@@ -43,9 +43,9 @@ class StoredCheckpoint:
     path: the folder of a run, or a single file, which may be a file object. Also what a framework has in their place
     (``pointers.found_at``). step: a step or a tag of the run; the newest checkpoint by default. parents: files that a
     single file was coded against, if they are not where it says. If the checkpoint has a lossless copy
-    (``exact="latest"``), that is read. The files stay open as long as this object exists, so they can be read even if a
-    training deletes them. Raises CheckpointError if the checkpoint is missing or damaged, ValueError for the step or
-    the parents of anything else.
+    (``Keep(lossless_copy=True)``), that is read. The files stay open as long as this object exists, so they can be read
+    even if a training deletes them. Raises CheckpointError if the checkpoint is missing or damaged, ValueError for the
+    step or the parents of anything else.
     """
 
     def __init__(self, path: PathOrFile, step: int | str | None = None, parents: Parents = ()) -> None:

@@ -1,8 +1,7 @@
 """One save, from the live training to a committed checkpoint.
 
-- ``allowance.py``: the user's limits: how much quality a save may lose, and by which method
 - ``arguments.py``: checks what a Checkpointer is given
-- ``presets.py``: what the names of ``quality`` mean
+- ``presets.py``: what the presets of a ``Quality`` mean
 - ``training_budget.py``: what restores have cost the training, and what one checkpoint may lose
 - ``schedule.py``: when the next checkpoint is due
 - ``movement.py``: how far the weights have moved since the last checkpoint

@@ -1,4 +1,4 @@
-"""Checks what a ``Checkpointer`` is given: options, the first state, steps."""
+"""Checks what a ``Checkpointer`` is given: the metric, the first state, steps."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynaquant.engine.bound import Bound
+from dynaquant.options import Keep, Quality
 from dynaquant.ranks.group import Group
-from dynaquant.saving.presets import QualityName
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import labels
 from dynaquant.store.container import is_step
@@ -16,20 +16,14 @@ from dynaquant.training import supported
 from dynaquant.training.collect import collect
 
 
-def check_options(evaluate: Any, quality: QualityName, exact: Any, keep_best: int | None, keyframe_every: int) -> None:
-    """Raise ValueError or TypeError for options that are out of range or exclude each other."""
-    if keyframe_every < 1:
-        raise ValueError(f"keyframe_every must be at least 1, not {keyframe_every}")
-    if exact not in (None, "latest"):
-        raise ValueError(
-            f'exact must be "latest" or None, not {exact!r}; to store all checkpoints exactly, use quality="lossless"'
-        )
+def check_metric(evaluate: Any, quality: Quality, keep: Keep) -> None:
+    """Raise TypeError unless the metric is a function or None, ValueError if it is missing for ``Keep(best=…)``."""
     if evaluate is not None and not callable(evaluate):
         raise TypeError(f"evaluate must be a function of the model, not {evaluate!r}")
-    if keep_best is not None and (evaluate is None or quality == "lossless"):
+    if keep.best is not None and (evaluate is None or quality.preset == "lossless"):
         raise ValueError(
-            "keep_best needs a metric that every save evaluates: give evaluate, and a quality other than 'lossless'; "
-            "otherwise tag the best checkpoints, which retention keeps (Checkpointer.tag)"
+            "Keep(best=…) needs a metric that every save evaluates: give evaluate, and a quality other than "
+            "'lossless'; otherwise tag the best checkpoints, which retention keeps (Checkpointer.tag)"
         )
 
 
@@ -42,12 +36,6 @@ def check_first_state(
     supported.check_replicas(tensors, group)
     labels(tensors, objects, early, vectors)
     supported.warn_of_unsaved(objects, tensors)
-
-
-def check_same_on_all_ranks(name: str, value: Any, group: Group) -> None:
-    """Raise ValueError unless an argument has the same value on all ranks. Collective."""
-    if any(other != value for other in group.all_gather(value)):
-        raise ValueError(f"{name} must agree on all ranks")
 
 
 def checked_step(step: Any) -> int:

@@ -23,20 +23,19 @@ log = logging.getLogger("dynaquant")
 class CommitStage:
     """Writes the checkpoints of one training, one at a time, in a thread of its own.
 
-    keyframe_every: the largest number of checkpoints in a chain. damaged: steps whose files do not decode; a restore
-    adds to this set. log_to: called after every commit. release_run: called in the thread after the last write.
+    damaged: steps whose files do not decode; a restore adds to this set. log_to: called after every commit.
+    release_run: called in the thread after the last write.
     """
 
     def __init__(
         self,
         run: WritableRun,
         retention: Retention,
-        keyframe_every: int,
         damaged: set[int],
         log_to: Callable[[Record], Any] | None,
         release_run: Callable[[], Any],
     ) -> None:
-        self._run, self._retention, self._keyframe_every = run, retention, keyframe_every
+        self._run, self._retention = run, retention
         self._damaged, self._log_to = damaged, log_to
         self.base: Base | None = None
         """The checkpoint that was written or restored last. The next delta is conditioned on it."""
@@ -86,7 +85,7 @@ class CommitStage:
         """Return the last checkpoint if it can be the parent; None if the next checkpoint must be a keyframe."""
         if self.base is None:
             return None
-        fits = can_be_parent(self._run, self.base, step, self._retention, self._keyframe_every, self._damaged)
+        fits = can_be_parent(self._run, self.base, step, self._retention, self._damaged)
         return self.base if fits else None
 
     def _prune(self, step: int) -> list[str]:

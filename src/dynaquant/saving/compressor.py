@@ -19,8 +19,8 @@ from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.engine.tensors.stored import External, Quantized
 from dynaquant.methods.method import WeightsToPrepare
 from dynaquant.methods.named import METHODS
+from dynaquant.options import Quality, check_share
 from dynaquant.ranks.group import Group
-from dynaquant.saving.allowance import Allowance, check_share
 from dynaquant.saving.assemble import Assembled, assemble
 from dynaquant.saving.bounded_tensors import bounded_tensors
 from dynaquant.saving.capture import Captured
@@ -39,7 +39,7 @@ from dynaquant.saving.judged_averages import AverageJudge
 from dynaquant.saving.memory import Memory
 from dynaquant.saving.moment_tolerances import first_tolerances
 from dynaquant.saving.notes import notes_on_exact_moments, notes_on_gaps
-from dynaquant.saving.presets import PRESETS
+from dynaquant.saving.presets import PRESETS, budget_of
 from dynaquant.saving.rank_zero import on_rank_zero
 from dynaquant.saving.replicas import share_writing
 from dynaquant.saving.timing import timed
@@ -72,33 +72,30 @@ class Compressor:
         patterns: Collection[str],
         evaluate: Evaluate | None,
         higher_is_better: bool,
-        allowance: Allowance,
+        quality: Quality,
         keep_lossless_copy: bool,
         group: Group,
         interval: int | None,
         evaluate_average: Mapping[str, Evaluate],
     ) -> None:
-        self._objects, self._patterns, self._allowance, self._group = objects, patterns, allowance, group
+        self._objects, self._patterns, self._quality, self._group = objects, patterns, quality, group
         self._keep_lossless_copy = keep_lossless_copy
         self._model = models_of(objects)
-        self._preset = PRESETS[allowance.quality]
-        self._searches = allowance.configuration is None and self._preset is not None
-        self.method = METHODS[allowance.chosen_method]
+        self._preset = PRESETS[quality.preset]
+        self._searches = quality.configuration is None and self._preset is not None
+        self.method = METHODS[quality.chosen_method]
         self._largest = self._preset.max_degradation if self._preset else 0.0
-        fixed = allowance.configuration
+        fixed = quality.configuration
         self._manager = ConfigurationManager(self._model, evaluate, higher_is_better, fixed, group)
         judge = partial(AverageJudge, evaluate_average, objects, higher_is_better, group)
         self._averages = group.run_on_all_ranks(judge)
         self._optimizers = [source for source in objects.values() if isinstance(source, torch.optim.Optimizer)]
-        if allowance.max_degradation is not None:
-            self.max_degradation = allowance.max_degradation
-        self._keeps_to_budget = allowance.budget_of_training is not None
-        arguments = evaluate is None, higher_is_better, allowance, sorted(evaluate_average)
+        if quality.max_degradation is not None:
+            self.max_degradation = quality.max_degradation
+        self._keeps_to_budget = budget_of(quality) is not None
+        arguments = evaluate is None, higher_is_better, quality, sorted(evaluate_average)
         if any(other != arguments for other in group.all_gather(arguments)):
-            raise ValueError(
-                "evaluate, evaluate_average, higher_is_better, max_degradation, training_budget, quality, method and "
-                "configuration must agree on all ranks"
-            )
+            raise ValueError("evaluate, evaluate_average, higher_is_better and quality must agree on all ranks")
         self.updates = Updates(objects)
         """What the optimizers do between two saves."""
         self.hashes = HashCache()
@@ -126,14 +123,14 @@ class Compressor:
             )
         check_share("max_degradation", value, 0.01)
         self._largest = float(value)
-        self._keeps_to_budget = self._allowance.training_budget is not None
+        self._keeps_to_budget = self._quality.training_budget is not None
 
     def begin(self) -> Memory:
         """Return the memory of a training that begins with the present values."""
-        displacements, total = Displacements.from_here(self._model), self._allowance.budget_of_training
+        displacements, total = Displacements.from_here(self._model), budget_of(self._quality)
         if total is None:
             return Memory(displacements)
-        scaled, expected = scaled_by_rate(self._optimizers), self._allowance.expected_restores
+        scaled, expected = scaled_by_rate(self._optimizers), self._quality.expected_restores
         return Memory(displacements, budget=TrainingBudget(float(total), self._largest, expected, scaled))
 
     @property

@@ -13,12 +13,12 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dynaquant.engine.quantize.knobs import MethodName
 from dynaquant.engine.shards import Shards
 from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.shard import Shard
 from dynaquant.errors import StateError
 from dynaquant.methods.named import METHODS
+from dynaquant.options import Keep, Quality
 from dynaquant.ranks.dtensors import is_sharded, local_of, named_shard, ranks_of_one_copy
 from dynaquant.ranks.group import Group
 from dynaquant.store.layout import Layout, Place
@@ -234,13 +234,13 @@ def check_sharded_before(sharded: bool, objects: Mapping[str, Any], group: Group
         )
 
 
-def check_arguments(method: MethodName, exact: str | None, evaluate_average: Any) -> None:
+def check_arguments(quality: Quality, keep: Keep, evaluate_average: Any) -> None:
     """Raise ValueError for arguments of a Checkpointer that sharded training does not support."""
-    if not METHODS[method].supports_shards:
+    if not METHODS[method := quality.chosen_method].supports_shards:
         raise ValueError(f'method="{method}" needs whole tensors; sharded training supports method="grid"')
-    if exact is not None:
+    if keep.lossless_copy:
         raise ValueError(
-            'exact="latest" is not supported for sharded training; quality="lossless" stores all checkpoints exactly'
+            'Keep(lossless_copy=True) is not supported for sharded training; quality="lossless" stores all exactly'
         )
     if evaluate_average:
         raise ValueError(

@@ -20,7 +20,7 @@ from dynaquant.ranks.group import Group
 from dynaquant.search.decision import Decision
 from dynaquant.search.evaluation import Evaluate, degradation, score
 from dynaquant.search.failures import attempt, one_line
-from dynaquant.search.scores import Quality
+from dynaquant.search.scores import MeasuredQuality
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.objects import MAIN
 
@@ -71,7 +71,7 @@ class AverageJudge:
         ``average_bounds``. limit: the degradation that is allowed.
         """
         found, notes, spent = dict(forms), list(decision.notes), decision.equivalents
-        averages: dict[str, Quality] = {}
+        averages: dict[str, MeasuredQuality] = {}
         for name, metric in self._metrics.items():
             module = self._objects[name]
             paths = {f"{name}.{path}": path for path, _ in named_parameters(module)}
@@ -94,7 +94,7 @@ class AverageJudge:
                 lost = degradation(original, restored, self._higher_is_better)
                 # A rank whose metric has failed has no number to compare.
                 if failed is None and max(self._group.all_gather(lost)) <= limit:
-                    own, averages[name] = tried, Quality(original, restored, lost)
+                    own, averages[name] = tried, MeasuredQuality(original, restored, lost)
             if not own:
                 why = failed or f"it loses too much at {2**HALVINGS} times the precision of the preset"
                 notes.append(f"the average {name!r} is stored exactly: {why}")

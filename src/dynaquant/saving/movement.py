@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from dynaquant.engine.quantize.grid_weights import effective_fisher
 from dynaquant.engine.reduction import Numbers, Reduce
+from dynaquant.options import Moved
 from dynaquant.ranks.dtensors import local_of, reshard
 from dynaquant.state.roles import untrained
 from dynaquant.state.subclasses import is_strided
@@ -30,33 +30,6 @@ PRECISION = 50
 """The weights are looked at again after 1 / PRECISION of the steps since the last checkpoint, or later."""
 APPROACH = 0.8
 """The share of the steps that are left, by the movement so far, after which the weights are looked at again."""
-
-
-@dataclass(frozen=True)
-class Moved:
-    """A value of ``every``: a checkpoint is due once the weights have moved this far since the last one.
-
-    distance: relative, above 0. 0.02 is 2 % of the weights' size. The movement is ``√(Σ F·(w - w₀)² / Σ F·w²)`` over
-    the weights w that train. w₀ is the weight at the last save or restore; before the first one, at the first call of
-    ``due``. F is the mean squared gradient of the weight's tensor at that moment, as for the grid steps (method 2.1):
-    from Adam's second moment, or from the recorded gradients. A tensor whose F is not known counts as much as the
-    average tensor. Infinite and NaN values do not count.
-
-    The sums run over a sample of about 16,384 values: 128 to 4,096 of each tensor, evenly spaced. ``due`` reads it
-    only at some of the steps: about half way through the last interval, then ever closer to the step where the
-    movement should reach the distance. It notices that within about 2 % of the interval; later if the weights suddenly
-    move faster than before. Replicas do not communicate for this: their weights are the same, so they decide alike.
-    Ranks of a sharded training each have such a sample of what they hold, and add up their sums.
-
-    Raises ValueError if the distance is not a number above 0.
-    """
-
-    distance: float
-
-    def __post_init__(self) -> None:
-        valid = isinstance(self.distance, Real) and not isinstance(self.distance, bool)
-        if not valid or not 0 < self.distance < math.inf:
-            raise ValueError(f"Moved needs a finite distance above 0, e.g. Moved(0.02) for 2 %, not {self.distance!r}")
 
 
 @dataclass(frozen=True)

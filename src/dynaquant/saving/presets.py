@@ -1,17 +1,15 @@
-"""The presets of ``quality``."""
+"""What the presets of a ``Quality`` mean."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from dynaquant.engine.quantize.step_limits import BALANCED_LIMITS, StepLimits
+from dynaquant.options import Quality, QualityName
 
 DROPPED = math.inf
 """The tolerance of first moments that are not stored at all."""
-QualityName = Literal["lossless", "high", "balanced", "small"]
-"""How much quality may be lost: nothing; 0.05 %, 0.5 % or 2.5 % by a whole training, and twice that by a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -47,3 +45,19 @@ PRESETS: dict[QualityName, Preset | None] = {
     "small": Preset(0.05, 0.025, StepLimits(1 / 4, 1.0), 0.2, DROPPED, DROPPED, 0.5, 1 / 16),
 }
 """By name of ``quality``. None: every tensor is stored exactly."""
+
+
+def largest_degradation(quality: Quality) -> float:
+    """Return how much worse one checkpoint may make the metric: what was given, or else what the preset means."""
+    if quality.max_degradation is not None:
+        return quality.max_degradation
+    preset = PRESETS[quality.preset]
+    return preset.max_degradation if preset is not None else 0.0
+
+
+def budget_of(quality: Quality) -> float | None:
+    """Return what the whole training may lose by restores; None if every checkpoint may use ``max_degradation``."""
+    preset = PRESETS[quality.preset]
+    if quality.training_budget is not None or preset is None or not quality.has_budget:
+        return quality.training_budget
+    return preset.training_budget

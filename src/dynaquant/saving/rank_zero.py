@@ -102,8 +102,8 @@ def keep_earlier_training(run: WritableRun, group: Group) -> None:
             names.append(set_tag(run, f"earlier-{step}-{identity[:8]}", run.holding(step, identity)).name)
     log.warning(
         "%s holds %d checkpoints, but none was restored: another training begins in this run. The newest of them and "
-        "those with a tag stay: %s. Others are replaced by steps of the same number, or deleted by keep_last, "
-        "keep_every and keep_best. To continue the earlier training, stop now, and restore one of these tags; to keep "
+        "those with a tag stay: %s. Others are replaced by steps of the same number, or deleted as keep "
+        "says. To continue the earlier training, stop now, and restore one of these tags; to keep "
         "all of it, give another folder",
         run.folder,
         len(found),

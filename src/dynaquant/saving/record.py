@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dynaquant.engine.quantize.knobs import Knobs, knobs_from_json, knobs_to_json
 from dynaquant.errors import CheckpointError
-from dynaquant.search.scores import Quality, Trial, number_to_json
+from dynaquant.search.scores import MeasuredQuality, Trial, number_to_json
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 
@@ -49,7 +49,7 @@ class Record:
     - ``judged_by``: how its degradation was determined: ``"evaluate"``, or an estimate (``"fisher distortion"``,
       ``"distortion"``); None if it was not.
     - ``limit``: the degradation that was allowed. It can be below ``max_degradation``.
-    - ``quality``: of the weights as restored (a ``Quality``); None without ``evaluate``.
+    - ``quality``: of the weights as restored (a ``MeasuredQuality``); None without ``evaluate``.
     - ``progress``: the share of the weights' displacement since the last restore that the stored weights
       keep; None if nothing was restored, if that no longer matters, or if weights are exact.
     - ``predicted``: expected bytes of the weights. The actual ones are ``roles["weight"].stored``.
@@ -88,7 +88,7 @@ class Record:
     search: str | None
     judged_by: str | None
     limit: float | None
-    quality: Quality | None
+    quality: MeasuredQuality | None
     progress: float | None
     predicted: float | None
     trials: list[Trial]
@@ -101,7 +101,7 @@ class Record:
     restores_felt: float | None = None
     budget_assumes: str | None = None
     saved_at: float | None = None
-    averages: dict[str, Quality] = field(default_factory=dict)
+    averages: dict[str, MeasuredQuality] = field(default_factory=dict)
 
     @property
     def evaluations(self) -> int:
@@ -236,8 +236,8 @@ def _record(
     )
 
 
-def _quality(found: Mapping[str, Any]) -> Quality:
-    return Quality(**{each.name: float(found[each.name]) for each in fields(Quality)})
+def _quality(found: Mapping[str, Any]) -> MeasuredQuality:
+    return MeasuredQuality(**{each.name: float(found[each.name]) for each in fields(MeasuredQuality)})
 
 
 def degradation_of(record: Mapping[str, Any]) -> float:

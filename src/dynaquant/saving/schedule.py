@@ -6,13 +6,9 @@ import math
 import operator
 import time
 from collections.abc import Callable
-from typing import Literal
 
-from dynaquant.saving.movement import Moved, Movement
-
-Every = int | Literal["auto"] | Moved
-"""Steps between checkpoints; ``"auto"``: computed from the measured cost of a save; ``Moved``: as far as the weights
-move."""
+from dynaquant.options import Auto, Every, Moved
+from dynaquant.saving.movement import Movement
 
 FIRST = 50
 """Steps to the first checkpoint of an automatic schedule: gradients of this many steps are recorded."""
@@ -24,42 +20,25 @@ REPAID = 0.25
 class Schedule:
     """Steps between checkpoints.
 
-    every: the number of steps; ``"auto"``: from the measured cost of a save. max_overhead: the largest share of the
-    training time that saves may take. If one save costs more (a search from scratch), the next intervals are longer.
-    mean_time_between_failures: in seconds; the interval is the one that loses the least time to saves and failures
-    (Young 1974, Daly 2006). With both, the longer interval counts. movement: of the weights, if ``every`` is a
-    ``Moved``. clock: returns seconds.
-
-    Raises ValueError for numbers out of range, and for ``max_overhead`` and ``mean_time_between_failures`` without
-    ``"auto"``.
+    With ``Auto``, the interval follows from the measured cost of a save. If one save costs more (a search from
+    scratch), the next intervals are longer. movement: of the weights, if ``every`` is a ``Moved``. clock: returns
+    seconds.
     """
 
     def __init__(
         self,
         every: Every | None,
-        max_overhead: float | None = None,
-        mean_time_between_failures: float | None = None,
         movement: Movement | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        steps = None if every is None or every == "auto" or isinstance(every, Moved) else every
-        if steps is not None and (not hasattr(steps, "__index__") or steps < 1):
-            raise ValueError(f"every must be at least 1 (a number of steps), 'auto' or a dq.Moved(…), not {every!r}")
-        if every != "auto" and (max_overhead is not None or mean_time_between_failures is not None):
-            raise ValueError("max_overhead and mean_time_between_failures need every='auto'")
-        for name, value in (
-            ("max_overhead", max_overhead),
-            ("mean_time_between_failures", mean_time_between_failures),
-        ):
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be above 0, not {value}")
-        if every == "auto" and max_overhead is None and mean_time_between_failures is None:
-            max_overhead = MAX_OVERHEAD
-        self._automatic = every == "auto"
-        self._max_overhead, self._mean_time_between_failures = max_overhead, mean_time_between_failures
+        self._auto = every if isinstance(every, Auto) else None
+        if every == Auto():
+            self._auto = Auto(max_overhead=MAX_OVERHEAD)
         self._clock = clock
         self.movement = movement
-        self.interval: int | None = FIRST if every == "auto" else None if steps is None else operator.index(steps)
+        self.interval: int | None = (
+            FIRST if self._auto else None if isinstance(every, Auto | Moved | None) else int(every)
+        )
         """Steps from one checkpoint to the next, as known now. With ``Moved``, the length of the last interval."""
         self._last_step: int | None = None
         self._save: tuple[int, float] | None = None
@@ -86,13 +65,13 @@ class Schedule:
         """Return whether a checkpoint is due at ``step``. Raises ValueError without ``every``."""
         step = operator.index(step)
         if self.interval is None and self.movement is None:
-            raise ValueError("due() needs Checkpointer(…, every=steps), every='auto' or every=dq.Moved(…)")
-        if self._last_step is None and (self._automatic or self.movement is not None):
+            raise ValueError("due() needs Checkpointer(…, every=steps), every=dq.Auto() or every=dq.Moved(…)")
+        if self._last_step is None and (self._auto or self.movement is not None):
             self._last_step = step - 1  # training begins at this step
         if self.movement is not None:
             return self.movement.reached(step - (self._last_step or 0))
         assert self.interval is not None
-        if self._automatic:
+        if self._auto:
             return step >= (self._last_step or 0) + self.interval
         last = self._last_step or 0
         return step >= (last // self.interval + 1) * self.interval
@@ -101,7 +80,7 @@ class Schedule:
         """Note that training continues from a restored ``step``. interval: the one stored with it."""
         self._last_step, self._since, self._seconds_per_step = step, self._clock(), None
         valid = isinstance(interval, int) and 1 <= interval < 2**63  # the file may hold anything
-        if valid and (self._automatic or self.movement is not None):
+        if valid and (self._auto or self.movement is not None):
             self.interval = interval
 
     def saving(self, step: int) -> None:
@@ -121,17 +100,17 @@ class Schedule:
         self._trained += training
         self._spent += now - begun
         self._last_step, self._since, self._save = step, now, None
-        if self._automatic and self._seconds_per_step:
-            self.interval = max(1, math.ceil(self._seconds(typical) / self._seconds_per_step))
+        if self._auto and self._seconds_per_step:
+            self.interval = max(1, math.ceil(self._seconds(self._auto, typical) / self._seconds_per_step))
 
-    def _seconds(self, cost: float) -> float:
+    def _seconds(self, auto: Auto, cost: float) -> float:
         """Return how many seconds of training to wait before the next save. cost: seconds of a save."""
         wanted = 0.0
-        if self._max_overhead is not None:
-            excess = max(self._spent - self._max_overhead * self._trained, 0.0)
-            wanted = (cost + REPAID * excess) / self._max_overhead
-        if self._mean_time_between_failures is not None:
-            wanted = max(wanted, daly(cost, self._mean_time_between_failures))
+        if auto.max_overhead is not None:
+            excess = max(self._spent - auto.max_overhead * self._trained, 0.0)
+            wanted = (cost + REPAID * excess) / auto.max_overhead
+        if auto.mean_time_between_failures is not None:
+            wanted = max(wanted, daly(cost, auto.mean_time_between_failures))
         return wanted
 
 

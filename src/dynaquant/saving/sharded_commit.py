@@ -176,12 +176,11 @@ class ShardedCommitStage(CommitStage):
         run: WritableRun,
         group: Group,
         retention: Retention,
-        keyframe_every: int,
         damaged: set[int],
         log_to: Callable[[Record], Any] | None,
         release_run: Callable[[], Any],
     ) -> None:
-        super().__init__(run, retention, keyframe_every, damaged, log_to, release_run)
+        super().__init__(run, retention, damaged, log_to, release_run)
         self._group, self._commits = group, ShardedCommits(run, group)
 
     def _commit(self, checkpoint: Any) -> tuple[CheckpointFile | None, list[str]]:
@@ -210,7 +209,6 @@ def stage_for(
     ranks: int,
     run: WritableRun,
     retention: Retention,
-    keyframe_every: int,
     damaged: set[int],
     log_to: Callable[[Record], Any] | None,
     at_end: ExitStack,
@@ -219,7 +217,7 @@ def stage_for(
 
     at_end: closed in the writing thread after the last write. For the others, see ``CommitStage``.
     """
-    options = retention, keyframe_every, damaged, log_to, at_end.close
+    options = retention, damaged, log_to, at_end.close
     if ranks == 1:
         return CommitStage(run, *options)
     group = Group()

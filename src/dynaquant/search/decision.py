@@ -10,7 +10,7 @@ from dynaquant.engine.quantize.knobs import Knobs
 from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.search.judge import JudgedBy
 from dynaquant.search.memory import SearchMemory
-from dynaquant.search.scores import Quality, Trial
+from dynaquant.search.scores import MeasuredQuality, Trial
 
 Search = Literal["fixed", "scale", "exhaustive", "neighbourhood", "more bins", "lossless"]
 """How a configuration was found.
@@ -55,14 +55,14 @@ class Decision:
     search: Search
     configuration: Knobs | None
     quantized: Mapping[str, QuantizedTensor] = field(default_factory=dict)
-    quality: Quality | None = None
+    quality: MeasuredQuality | None = None
     limit: float | None = None
     judged_by: JudgedBy | None = None
     trials: list[Trial] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     equivalents: float = 0.0
     memory: SearchMemory = field(default_factory=SearchMemory)
-    averages: Mapping[str, Quality] = field(default_factory=dict)
+    averages: Mapping[str, MeasuredQuality] = field(default_factory=dict)
 
     @property
     def predicted(self) -> float | None:

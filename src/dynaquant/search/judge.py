@@ -20,7 +20,7 @@ from dynaquant.ranks.group import Group
 from dynaquant.ranks.lockstep import Lockstep
 from dynaquant.search.distortion import distortion
 from dynaquant.search.evaluation import Evaluate, OnBatches, ParameterValues, degradation, losses_on, mean, score
-from dynaquant.search.scores import Quality
+from dynaquant.search.scores import MeasuredQuality
 from dynaquant.search.sequential_test import looks, verdict
 from dynaquant.state.wrappers import named_parameters
 
@@ -40,7 +40,7 @@ class Judge(Protocol):
         """What the judge measures."""
         ...
 
-    def __call__(self, candidate: CandidateWeights) -> Quality:
+    def __call__(self, candidate: CandidateWeights) -> MeasuredQuality:
         """Return the quality of the model with these weights. Raises what ``evaluate`` raises."""
         ...
 
@@ -62,7 +62,7 @@ class MetricJudge:
     judged_by: JudgedBy = "evaluate"
     memory: ReusedMemory = field(default_factory=ReusedMemory, compare=False)
 
-    def __call__(self, candidate: CandidateWeights) -> Quality:
+    def __call__(self, candidate: CandidateWeights) -> MeasuredQuality:
         """Score the model with the weights that a restore would return."""
         values = _values(self.model, candidate, self.memory)
         restored = score(self.model, {**self.decided, **values}, self.evaluate)
@@ -126,7 +126,7 @@ class PairedJudge:
         """Return the share of the batches that were evaluated."""
         return len(losses) / len(self.order)
 
-    def quality(self, losses: Sequence[float]) -> Quality:
+    def quality(self, losses: Sequence[float]) -> MeasuredQuality:
         """Return the quality, estimated if these are not the numbers of all batches."""
         original = mean(self.original)
         restored = mean(losses) if len(losses) == len(self.order) else original + mean(self._differences(losses))
@@ -157,10 +157,10 @@ def _values(model: nn.Module, candidate: CandidateWeights, memory: ReusedMemory)
     return found
 
 
-def _quality(original: float, restored: float, higher_is_better: bool) -> Quality:
+def _quality(original: float, restored: float, higher_is_better: bool) -> MeasuredQuality:
     worse = degradation(original, restored, higher_is_better)
     # An infinitely good score is as suspicious as an infinitely bad one.
-    return Quality(original, restored, math.nan if math.isinf(restored) and worse < 0 else worse)
+    return MeasuredQuality(original, restored, math.nan if math.isinf(restored) and worse < 0 else worse)
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class DistortionJudge:
     judged_by: JudgedBy
     shards: Shards = WHOLE
 
-    def __call__(self, candidate: CandidateWeights) -> Quality:
+    def __call__(self, candidate: CandidateWeights) -> MeasuredQuality:
         """Return the estimated degradation. The scores are NaN. Collective if there are shards."""
         found = distortion(self.weights, candidate, self.fisher, self.shards)
-        return Quality(math.nan, math.nan, DISTORTION_SCALE * found)
+        return MeasuredQuality(math.nan, math.nan, DISTORTION_SCALE * found)

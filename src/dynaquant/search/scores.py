@@ -11,7 +11,7 @@ from dynaquant.engine.quantize.knobs import Knobs, knobs_from_json, knobs_to_jso
 
 
 @dataclass(frozen=True)
-class Quality:
+class MeasuredQuality:
     """The metric of the weights in training (``original``) and of the weights that a restore would return.
 
     degradation: how much worse the second is, see ``evaluation.degradation``.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from dynaquant.search.evaluation import degradation
-from dynaquant.search.scores import Quality
+from dynaquant.search.scores import MeasuredQuality
 
 Sight = Literal["sees", "blind", "upside down"]
 """What a metric tells of weights.
@@ -43,7 +43,7 @@ def has_worsened(earlier: float, now: float, higher_is_better: bool) -> bool:
     return degradation(earlier, now, higher_is_better) > MUCH_WORSE
 
 
-def sight_of(zeros: Sequence[Quality | None]) -> Sight:
+def sight_of(zeros: Sequence[MeasuredQuality | None]) -> Sight:
     """Return what a metric tells of weights. Of several replicas, one that sees is enough.
 
     zeros: the quality of a model whose weights are all zero, by replica; None if the metric failed. To a score of 0 in
@@ -57,7 +57,7 @@ def sight_of(zeros: Sequence[Quality | None]) -> Sight:
     return "upside down" if all(_much_better(quality) for quality in known) else "sees"
 
 
-def _much_better(zeros: Quality) -> bool:
+def _much_better(zeros: MeasuredQuality) -> bool:
     return abs(zeros.restored - zeros.original) > MUCH_BETTER * max(abs(zeros.restored), abs(zeros.original))
 
 

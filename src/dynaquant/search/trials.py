@@ -18,7 +18,7 @@ from dynaquant.search.displacement import Displacement, keeps_enough
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
 from dynaquant.search.judge import Bounds, Judge, JudgedBy, PairedJudge
 from dynaquant.search.progress import SearchProgress
-from dynaquant.search.scores import Quality, Trial
+from dynaquant.search.scores import MeasuredQuality, Trial
 from dynaquant.search.sequential_test import ERROR_RATE, ERROR_RATE_OF_MORE
 
 
@@ -66,7 +66,7 @@ class Trials:
     ) -> None:
         self.limit, self.per_round = limit, per_round
         self._quantizer, self._judge, self._displacement, self._group = quantizer, judge, displacement, group
-        self._scored: dict[Knobs, tuple[Trial, Quality | None]] = {}
+        self._scored: dict[Knobs, tuple[Trial, MeasuredQuality | None]] = {}
         self._shares_kept: dict[Knobs, float | None] = {}
         self._losses: dict[Knobs, list[float]] = {}  # of candidates that were evaluated on some batches
         self._last_quantized: tuple[Knobs, Mapping[str, QuantizedTensor]] | None = None
@@ -131,7 +131,7 @@ class Trials:
         degradation = self.trial(configuration).degradation
         return math.nan if degradation is None else degradation
 
-    def quality_of(self, configuration: Knobs | None) -> Quality | None:
+    def quality_of(self, configuration: Knobs | None) -> MeasuredQuality | None:
         """Return the quality of a configuration, on all batches; None for exact weights, or if it fails. Collective."""
         if configuration is None:
             return None
@@ -139,7 +139,7 @@ class Trials:
         self.finished(configuration)
         return self._scored[configuration][1]
 
-    def score_zeros(self) -> list[Quality | None]:
+    def score_zeros(self) -> list[MeasuredQuality | None]:
         """Score the model with all weights zero, once by each replica. Collective.
 
         Returns the quality that each replica has found, or rank 0's if the metric communicates between replicas; None
@@ -148,7 +148,7 @@ class Trials:
         zeros, lockstep = all_zero(self._quantizer.weights), Lockstep(self._group)
         bounds = Bounds(-math.inf, max(self.limit, 0.0), ERROR_RATE)
 
-        def judge() -> tuple[Quality | None, float]:
+        def judge() -> tuple[MeasuredQuality | None, float]:
             found, raised = attempt(lambda: self._judged(None, zeros, bounds, lockstep))
             if raised is not None:
                 lockstep.fail()
@@ -191,7 +191,7 @@ class Trials:
         """Return the trial of a configuration that was scored."""
         return self._scored[configuration][0]
 
-    def result(self, configuration: Knobs) -> tuple[Mapping[str, QuantizedTensor], Quality | None]:
+    def result(self, configuration: Knobs) -> tuple[Mapping[str, QuantizedTensor], MeasuredQuality | None]:
         """Return the weights quantized with a configuration that was scored, and their quality."""
         if self._last_quantized is None or self._last_quantized[0] != configuration:
             self._last_quantized = configuration, self._quantizer.quantize(configuration)
@@ -234,7 +234,7 @@ class Trials:
 
     def _try(
         self, configuration: Knobs, least_kept: float, bounds: Bounds, lockstep: Lockstep
-    ) -> tuple[Trial, Quality | None]:
+    ) -> tuple[Trial, MeasuredQuality | None]:
         """Make the candidate and, if enough of the displacement is kept, evaluate. lockstep: if that is on batches."""
         start = time.perf_counter()
         candidate = self._quantizer.candidate(configuration)
@@ -258,7 +258,7 @@ class Trials:
 
     def _judged(
         self, configuration: Knobs | None, candidate: CandidateWeights, bounds: Bounds, lockstep: Lockstep
-    ) -> tuple[Quality, float]:
+    ) -> tuple[MeasuredQuality, float]:
         """Return the quality, and the share of the batches from which it is known."""
         judge = self._judge
         if not isinstance(judge, PairedJudge):

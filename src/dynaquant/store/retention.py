@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from dynaquant.errors import CheckpointError
+from dynaquant.options import Keep
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile, Summary
 from dynaquant.store.run import Run
@@ -19,32 +20,17 @@ from dynaquant.store.writing import Base
 
 log = logging.getLogger("dynaquant")
 
-KEYFRAME_EVERY = 16
-"""By default, the maximum number of checkpoints in a chain of a training."""
-
 
 @dataclass(frozen=True)
 class Retention:
-    """Keeps the ``keep_last`` newest usable checkpoints, every multiple of ``keep_every``, and the ``keep_best`` best.
+    """Keeps the newest usable checkpoints, the multiples of a step, and the best, as ``keep`` says.
 
-    If the weights of some are infinite or NaN, also keeps the ``keep_last`` newest whose weights are finite. The best
-    have the lowest metric, with ``higher_is_better`` the highest; of equal ones, newer count as better. If all three
-    are None, keeps everything. Without ``keep_last``, also keeps the newest. Raises ValueError below 1.
+    If the weights of some are infinite or NaN, also keeps the ``keep.last`` newest whose weights are finite. The best
+    have the lowest metric, with ``higher_is_better`` the highest; of equal ones, newer count as better.
     """
 
-    keep_last: int | None = None
-    keep_every: int | None = None
-    keep_best: int | None = None
+    keep: Keep = Keep()  # noqa: RUF009  (frozen)
     higher_is_better: bool = False
-
-    def __post_init__(self) -> None:
-        if any(limit is not None and limit < 1 for limit in self._limits):
-            limits = ", ".join(map(str, self._limits))
-            raise ValueError(f"keep_last, keep_every and keep_best must be at least 1, or None; they are {limits}")
-
-    @property
-    def _limits(self) -> tuple[int | None, ...]:
-        return self.keep_last, self.keep_every, self.keep_best
 
     def steps_to_delete(
         self,
@@ -58,17 +44,17 @@ class Retention:
         steps: in the order of their commits. metrics: by step, of those whose metric was evaluated. diverged: steps
         with infinite or NaN weights.
         """
-        known, most = [step for step in steps if step in usable], self.keep_last or 1
-        if not known or all(limit is None for limit in self._limits):
+        known, most = [step for step in steps if step in usable], self.keep.last or 1
+        if not known or self.keep.keeps_all:
             return []
         kept = {*self.best(known, metrics or {}), *[step for step in known if step not in diverged][-most:]}
-        older = steps[: steps.index(known[-most:][0])]
-        return [step for step in older if not (self.keep_every and step % self.keep_every == 0) and step not in kept]
+        older, every = steps[: steps.index(known[-most:][0])], self.keep.every
+        return [step for step in older if not (every and step % every == 0) and step not in kept]
 
     def best(self, steps: list[int], metrics: Mapping[int, float]) -> list[int]:
-        """Return the ``keep_best`` steps with the best metric. steps: in the order of their commits."""
+        """Return the ``keep.best`` steps with the best metric. steps: in the order of their commits."""
         scored = [step for step in reversed(steps) if step in metrics]
-        return sorted(scored, key=metrics.__getitem__, reverse=self.higher_is_better)[: self.keep_best or 0]
+        return sorted(scored, key=metrics.__getitem__, reverse=self.higher_is_better)[: self.keep.best or 0]
 
 
 def recode_dependents(run: WritableRun, steps: Collection[int]) -> tuple[set[int], list[str]]:
@@ -231,20 +217,18 @@ def steps_to_delete(run: Run, retention: Retention, damaged: Collection[int] = (
     return [step for step in steps if step not in tagged]
 
 
-def can_be_parent(
-    run: Run, base: Base, step: int, retention: Retention, keyframe_every: int, damaged: Collection[int]
-) -> bool:
+def can_be_parent(run: Run, base: Base, step: int, retention: Retention, damaged: Collection[int]) -> bool:
     """Whether ``step`` can be conditioned on ``base``: its chain is complete and short, and it will not be deleted.
 
-    keyframe_every: maximum number of checkpoints in a chain. damaged: steps whose files are known not to decode.
+    damaged: steps whose files are known not to decode.
     """
-    lengths = run.chain_lengths(damaged)
+    lengths, longest = run.chain_lengths(damaged), retention.keep.keyframe_every
     others = [summary for summary in run.summaries()[0] if summary.step != step]
     steps = [summary.step for summary in others] + [step]
     usable = {checkpoint.step for checkpoint in lengths} | {step}
     to_delete = retention.steps_to_delete(steps, usable, _metrics(others), _diverged(others))
     deleted = base.parent.step == step or base.parent.step in to_delete
-    return lengths.get(base.parent, keyframe_every) < keyframe_every and not deleted
+    return lengths.get(base.parent, longest) < longest and not deleted
 
 
 def _metrics(summaries: Iterable[Summary]) -> dict[int, float]:

@@ -34,11 +34,11 @@ from dynaquant.integrations.lightning.training import Training
 from dynaquant.interop.going_on import GoingOn
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.interop.packing import Metric, Packer
+from dynaquant.options import Quality, QualityName, values_of
 from dynaquant.restore.dropped_moments import names_of_dropped
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
-from dynaquant.saving.allowance import Allowance
 from dynaquant.saving.log_to import in_one_line
-from dynaquant.saving.presets import PRESETS, QualityName
+from dynaquant.saving.presets import PRESETS, budget_of, largest_degradation
 from dynaquant.saving.record import record_of
 from dynaquant.saving.timing import timed
 from dynaquant.saving.training_budget import TrainingBudget, has_schedule, mean_learning_rate
@@ -72,12 +72,12 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
     The file that Lightning names, e.g. ``last.ckpt``, becomes a small pointer to a checkpoint of the run in the folder
     ``dynaquant`` beside it. ``dynaquant.load`` reads it. ``dynaquant decompress`` makes a file of Lightning from it.
 
-    - ``quality``: ``"high"``, ``"balanced"``, ``"small"`` or ``"lossless"``, as for ``dynaquant.save``.
+    - ``quality``: ``"high"``, ``"balanced"``, ``"small"``, ``"lossless"``, or a ``Quality`` with a ``max_degradation``,
+      a ``training_budget`` and ``expected_restores``.
     - ``metric``: the name of a number that ``validation_step`` logs (needs ``training``), or a function of the
       dictionary of a checkpoint, as in ``dynaquant.save``. (``evaluate`` of a ``Checkpointer`` is a function of the
       model instead.) Without a metric, an estimate from the weights' changes decides.
     - ``higher_is_better``: whether a higher metric is better.
-    - ``max_degradation``: how much worse the metric may be, as a fraction, in place of the preset's.
     - ``training``: a callback that the Trainer has, too (``Training``). Without one, all floating-point tensors of the
       state dict are quantized but running statistics, and random numbers are not saved.
     - ``skip_objects``: leaves out what cannot be stored without pickle, with a warning. By default that is an error.
@@ -85,6 +85,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
     - ``exact``: ``"best"`` keeps the weights of the best file of a ``ModelCheckpoint`` exactly, so ``ckpt_path="best"``
       is what was validated. In the run, the checkpoint has the tag ``best``; with several that monitor something,
       ``best-val_loss`` and so on. None: they are quantized as all others.
+    - ``deprecated``: ``max_degradation`` instead of ``quality=Quality(max_degradation=…)``.
 
     Raises ValueError for arguments that are out of range or exclude each other, DynaquantError if Lightning is not as
     in the version that was tested.
@@ -92,14 +93,14 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
 
     def __init__(
         self,
-        quality: QualityName = "balanced",
+        quality: QualityName | Quality = "balanced",
         *,
         metric: str | Metric | None = None,
         higher_is_better: bool = False,
-        max_degradation: float | None = None,
         training: Training | None = None,
         skip_objects: bool = False,
         exact: Literal["best"] | None = "best",
+        **deprecated: Any,
     ) -> None:
         seams.check()
         if isinstance(metric, str) and training is None:
@@ -110,13 +111,15 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if exact not in ("best", None):
             raise ValueError(f'exact must be "best" or None, not {exact!r}; to store all exactly, use "lossless"')
         self._exact = exact
-        self._quality, self._max_degradation, self._higher_is_better = quality, max_degradation, higher_is_better
+        takes = "max_degradation", "training_budget", "expected_restores"
+        self._quality = values_of("CheckpointIO", deprecated, quality, takes=takes).quality
+        self._preset, self._higher_is_better = PRESETS[self._quality.preset], higher_is_better
         self._metric, self._training, self._skip_objects = metric, training, skip_objects
         self._going_on = GoingOn()
         self._packer(self._function())  # raises for bad arguments
-        budget = Allowance(quality, None, max_degradation, None).budget_of_training
-        if budget is not None and (preset := PRESETS[quality]) is not None:
-            self._going_on.budget = TrainingBudget(budget, preset.max_degradation)
+        if (budget := budget_of(self._quality)) is not None:
+            largest, expected = largest_degradation(self._quality), self._quality.expected_restores
+            self._going_on.budget = TrainingBudget(budget, largest, expected)
         self._loaded: StoredCheckpoint | None = None  # what the training goes on from, until the next save
         self._torch = plugins.TorchCheckpointIO()
         self._runs: dict[Path, WritableRun] = {}
@@ -241,7 +244,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
     def _advance(self, checkpoint: Mapping[str, Any]) -> None:
         """Tell what is to be saved, and what the training went on from, as a ``Checkpointer`` knows it."""
         stored, self._loaded = self._loaded, None
-        if (preset := PRESETS[self._quality]) is None:
+        if self._preset is None:
             return
         groups = [group for each in checkpoint.get("optimizer_states") or () for group in each.get("param_groups", ())]
         rate = mean_learning_rate(groups, [len(group["params"]) for group in groups])
@@ -255,7 +258,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if groups:  # no training goes on from a checkpoint without optimizers (``save_weights_only=True``)
             self._going_on.advance(checkpoint.get("global_step", 0), rate, has_schedule(groups))
         if self._training is not None:
-            self._going_on.first_tolerances = self._training.first_tolerances(preset, self._going_on.interval)
+            self._going_on.first_tolerances = self._training.first_tolerances(self._preset, self._going_on.interval)
             self._going_on.exact_optimizers = self._training.exact_optimizers()
 
     def _function(self) -> Metric | None:
@@ -283,7 +286,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         return self._function()
 
     def _packer(self, metric: Metric | None) -> Packer:
-        return Packer(self._quality, self._max_degradation, metric, self._higher_is_better, training=self._going_on)
+        return Packer(self._quality, metric, self._higher_is_better, training=self._going_on)
 
     def _flat(self, checkpoint: dict[str, Any]) -> tuple[Any, Mapping[str, Tensor]]:
         """Return ``flatten_whole`` of a checkpoint, or of the part of it that can be stored."""

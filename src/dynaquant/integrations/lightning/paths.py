@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dynaquant.errors import CheckpointError
+from dynaquant.options import KEYFRAME_EVERY
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.pointers import RUN_FOLDER, Pointer, read_pointer
-from dynaquant.store.retention import KEYFRAME_EVERY, recode_dependents
+from dynaquant.store.retention import recode_dependents
 from dynaquant.store.run import Run
 from dynaquant.store.tags import tags_of
 from dynaquant.store.writing import Base

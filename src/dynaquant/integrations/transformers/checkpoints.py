@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,9 +217,8 @@ class Checkpoints:
             extras["scheduler"] = trainer.lr_scheduler
             if getattr(trainer.accelerator, "scaler", None) is not None:
                 extras["scaler"] = trainer.accelerator.scaler
-        if self._keeps_best:
-            options.pop("exact", None)
-        if "evaluate" not in options and options.get("quality") == "lossless":
+        options.pop("exact", None)
+        if "evaluate" not in options and options["quality"].preset == "lossless":
             options["evaluate"] = None  # nothing is lost that a metric could see
         elif "evaluate" not in options:
             options["evaluate"] = loss_on_evaluation_set(trainer, self._loss)
@@ -235,7 +235,7 @@ class Checkpoints:
             extras=extras,
             roles={**_roles(trainer), **(options.pop("roles", None) or {})},
             every=_steps_between_saves(trainer),
-            keep_last=limit if limit and limit > 0 else None,
+            keep=replace(options.pop("keep"), last=limit if limit and limit > 0 else None),
             **options,
         )
         return self._open.enter_context(self._checkpointer)
@@ -280,7 +280,8 @@ class Checkpoints:
     @property
     def _keeps_best(self) -> bool:
         """Whether the weights of the best checkpoint are kept exactly."""
-        return self._options.get("exact", BEST) == BEST
+        keep = self._options["keep"]
+        return self._options.get("exact", BEST) == BEST and not (keep and keep.lossless_copy)
 
     @property
     def _strict(self) -> bool:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 from dynaquant.engine.bound import Bound
-from dynaquant.engine.quantize.knobs import Knobs, MethodName
-from dynaquant.saving.allowance import Allowance
-from dynaquant.saving.arguments import check_options
+from dynaquant.options import Deprecated, Keep, Quality, QualityName, split_values
+from dynaquant.saving.arguments import check_metric
 from dynaquant.saving.log_to import LogTo, logger_of
-from dynaquant.saving.presets import QualityName
 from dynaquant.search.evaluation import Evaluate
-from dynaquant.store.retention import KEYFRAME_EVERY, Retention
 
 
 class Options(TypedDict, total=False):
@@ -25,25 +22,18 @@ class Options(TypedDict, total=False):
     of ``Checkpointer.restore``.
 
     What is missing here follows from ``TrainingArguments``: the folder is ``dynaquant`` in ``output_dir``,
-    ``save_strategy`` and ``save_steps`` say when to save, ``save_total_limit`` how many checkpoints to keep.
+    ``save_strategy`` and ``save_steps`` say when to save, ``save_total_limit`` how many checkpoints to keep (the
+    ``last`` of ``keep``).
     """
 
-    quality: QualityName
+    quality: QualityName | Quality
     evaluate: Evaluate | str | None
     evaluate_average: Mapping[str, Evaluate] | None
     higher_is_better: bool
-    max_degradation: float | None
-    training_budget: float | None
-    expected_restores: int | None
-    method: MethodName | None
-    configuration: Knobs | None
-    exact: Literal["latest", "best"] | None
-    correct_moments: bool
+    exact: Literal["best"] | None
     roles: Mapping[str, str | Bound] | None
     extras: Mapping[str, Any] | None
-    keep_every: int | None
-    keep_best: int | None
-    keyframe_every: int
+    keep: Keep | None
     log_to: LogTo | None
     strict: bool
     only: str | Collection[str] | None
@@ -53,38 +43,26 @@ OF_RESTORE = ("strict", "only")
 """Options for ``Checkpointer.restore``, where a training is resumed."""
 
 
+_TAKES = frozenset(Deprecated.__annotations__) - {"keep_last", "max_overhead", "mean_time_between_failures"}
+
+
 def checked(options: Options | None) -> Options:
-    """Return the options. Raises TypeError unless they are a dictionary of known ones, ValueError for bad values."""
-    if options is None:
-        return {}
-    if not isinstance(options, Mapping):
+    """Return the options, with ``quality`` and ``keep`` as values.
+
+    Raises TypeError unless they are a dictionary of known ones, ValueError or TypeError for bad values.
+    """
+    if not isinstance(options, Mapping | None):
         raise TypeError(f"dynaquant must be a dictionary of options, e.g. {{'quality': 'high'}}, not {options!r}")
-    if unknown := sorted(set(options) - set(Options.__annotations__)):
-        raise TypeError(f"dynaquant has no option {unknown[0]!r}; the options are {', '.join(Options.__annotations__)}")
-    _check_values(options)
-    return options
-
-
-def _check_values(options: Options) -> None:
-    """Raise ValueError or TypeError for what a ``Checkpointer`` would refuse when the training begins."""
-    quality = options.get("quality", "balanced")
-    Allowance(
-        quality,
-        options.get("method"),
-        options.get("max_degradation"),
-        options.get("configuration"),
-        options.get("training_budget"),
-        options.get("expected_restores"),
-    )
-    metric = options.get("evaluate", "")
-    exact, best = options.get("exact"), options.get("keep_best")
-    check_options(
-        max if isinstance(metric, str) else metric,  # stands for the function that a name or the default becomes
-        quality,
-        None if exact == "best" else exact,
-        best,
-        options.get("keyframe_every", KEYFRAME_EVERY),
-    )
-    Retention(None, options.get("keep_every"), best)
-    if (log_to := options.get("log_to")) is not None:
+    given: dict[str, Any] = dict(options or {})
+    known = Options.__annotations__
+    if unknown := sorted(set(given) - {*known, *_TAKES}):
+        raise TypeError(f"dynaquant has no option {unknown[0]!r}; the options are {', '.join(known)}")
+    exact = {} if given.get("exact", "latest") == "latest" else {"exact": given.pop("exact")}
+    if exact.get("exact") not in ("best", None):
+        raise ValueError(f'exact must be "best" or None, not {exact["exact"]!r}; to store all exactly, use "lossless"')
+    (quality, _, keep), others = split_values("dynaquant", given, _TAKES)
+    metric = others.get("evaluate", "")
+    check_metric(max if isinstance(metric, str) else metric, quality, keep)  # max: what a name or the default becomes
+    if (log_to := others.get("log_to")) is not None:
         logger_of(log_to)
+    return cast(Options, {**others, **exact, "quality": quality, "keep": keep})

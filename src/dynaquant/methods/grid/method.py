@@ -33,7 +33,6 @@ class GridMethod:
     quantizes_vectors: bool = True
     quantizes_moments: bool = True
     supports_shards: bool = True
-    has_budget: bool = True
     uses_mean_squares: bool = True
     accumulate = staticmethod(sum_of_squares)
 

@@ -32,7 +32,6 @@ class PublishedMethod:
     quantizes_vectors: bool = False
     quantizes_moments: bool = False
     supports_shards: bool = False
-    has_budget: bool = False
     uses_mean_squares: bool = False
     accumulate = staticmethod(moving_average)
 
