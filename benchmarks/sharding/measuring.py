@@ -88,13 +88,12 @@ def _memory_of(work: Work, run: Path, quality: str) -> dict[str, float]:
 
     Also returns the CPU seconds that all ranks spend on each save.
     """
-    arguments: dict[str, Any] = {"quality": quality}
-    if quality != "lossless":
-        arguments["configuration"] = dq.GridConfiguration(scale=SCALE)
+    configuration = None if quality == "lossless" else dq.GridConfiguration(scale=SCALE)
+    chosen = dq.Quality(quality, configuration=configuration)  # type: ignore[arg-type]
     _train_at_random(work, STEPS)
     share = sum(tensor.nbytes for tensor in _locals(work))
     found: dict[str, float] = {"share": share, "largest": max(tensor.nbytes for tensor in _locals(work))}
-    with dq.Checkpointer(run, work.model, work.optimizer, **arguments) as ckpt:
+    with dq.Checkpointer(run, work.model, work.optimizer, quality=chosen) as ckpt:
         before = memory_now()
         found["keyframe_cpu"] = cpu_of(lambda: ckpt.save(1).result())
         found["keyframe"] = peak_memory() - before
@@ -105,7 +104,7 @@ def _memory_of(work: Work, run: Path, quality: str) -> dict[str, float]:
         found["delta"] = peak_memory() - before
     del ckpt
     work.optimizer.state.clear()
-    with dq.Checkpointer(run, work.model, work.optimizer, **arguments) as ckpt:
+    with dq.Checkpointer(run, work.model, work.optimizer, quality=chosen) as ckpt:
         before = memory_now()
         ckpt.restore(2)
         found["restore"] = peak_memory() - before - (share - sum(p.nbytes for p in _parameters(work)))

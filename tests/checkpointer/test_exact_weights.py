@@ -116,4 +116,4 @@ def test_where_weights_are_exact_already_nothing_is_added(tmp_path, options):
         ckpt.save(1, exact_weights=True).result()
         ckpt.tag("best")
         ckpt.save(2).result()
-    assert copies_in(tmp_path) == (["exact-000000000002"] if "exact" in options else [])
+    assert copies_in(tmp_path) == (["exact-000000000002"] if "keep" in options else [])

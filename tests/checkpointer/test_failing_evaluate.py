@@ -35,7 +35,7 @@ class Failing:
 @EVERY_WAY
 def test_if_evaluate_fails_the_checkpoint_is_saved_and_training_does_not_change(tmp_path, way):
     model, optimizer = training_of()
-    evaluate, configuration = Failing(), way.get("configuration")
+    evaluate, configuration = Failing(), way.get("quality", dq.Quality()).configuration
     with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, **way) as ckpt:
         evaluate.fails = False
         ckpt.save(0).result()
@@ -97,7 +97,7 @@ def only_restored(model: nn.Module, original: float, restored: float):
 @pytest.mark.parametrize("score", [float("nan"), float("inf"), -float("inf")])
 def test_weights_in_training_with_a_metric_that_is_not_finite_are_saved(tmp_path, score, way):
     model, optimizer = training_of()
-    configuration = way.get("configuration")
+    configuration = way.get("quality", dq.Quality()).configuration
     with dq.Checkpointer(tmp_path, model, optimizer, evaluate=lambda _: score, **way) as ckpt:
         record = ckpt.save(1).result()
         assert "the metric of the weights in training is not finite" in record.notes[-1]

@@ -31,7 +31,7 @@ def test_a_checkpoint_is_due_from_the_next_multiple_of_every(tmp_path):
 @pytest.mark.parametrize("evaluate", [None, loss_of], ids=["no metric", "metric"])
 def test_the_run_keeps_the_records_that_save_returned(tmp_path, way, evaluate):
     model, optimizer = training_of()
-    returned, configuration = [], way.get("configuration")
+    returned, configuration = [], way.get("quality", dq.Quality()).configuration
     with dq.Checkpointer(tmp_path, model, optimizer, evaluate=evaluate, every=1, **way) as ckpt:
         for step in (1, 2, 3):
             train(model, optimizer)

@@ -157,7 +157,7 @@ def apart(saves, options, run):
     fresh = Apart(**options)
     with fresh.open(run) as ckpt:
         step, found = ckpt.restore(), fresh.state()
-        exact = options.get("quality") == "lossless" or options.get("exact") == "latest"
+        exact = options.get("quality") == "lossless" or options.get("keep", dq.Keep()).lossless_copy
         alike = ("shared", "norm.weight", "norm.bias") if options.get("sharded") else ("shared",)
         differing = [name for name in wanted if exact or not name.startswith(alike)]
         wrong = [n for n in differing if n not in found or not torch.equal(found[n], wanted[n])]
