@@ -204,6 +204,7 @@ SPECIAL = {
     "adalomo": "updates within the backward pass",
     "distributedmuon": "needs several processes",
     "demo": "needs several processes",
+    "kron": "a step takes seconds of a CPU",
 }
 
 

@@ -244,6 +244,8 @@ def measure(entry: Entry, data: Path, plan: Plan, seed: int) -> Result:
         ends, times = Sweep(entry, data, plan, factor).ends(seed, roles)
     except dq.DynaquantError as error:
         return Result(entry.name, entry.package, f"cannot be saved: {str(error).splitlines()[0][:140]}")
+    if not isfinite(ends.undisturbed):
+        return Result(entry.name, entry.package, "diverges here without any checkpoint")
     return Result(entry.name, entry.package, "", factor, exact, times, [ends])
 
 
