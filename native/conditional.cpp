@@ -246,6 +246,7 @@ std::vector<std::uint8_t> encode_conditional(Bytes levels, Bytes parent, LevelTa
 void decode_conditional(Bytes stream, Bytes parent, LevelTable level_of, ContextTable context_of, std::size_t contexts,
                         std::size_t symbols, std::span<std::uint8_t> levels) {
     check_shape(levels.size(), parent.size(), context_of, contexts);
+    if (symbols > 256) throw std::invalid_argument("there must be at most 256 symbols");
     const std::size_t blocks = block_count(levels.size(), conditional_block);
     if (stream.size() / 4 < blocks) throw std::invalid_argument("the coded levels end too early");
     std::vector<std::size_t> sizes(blocks);
@@ -255,6 +256,7 @@ void decode_conditional(Bytes stream, Bytes parent, LevelTable level_of, Context
 
     BitReader tables(stream.first(stream.size() - total));
     const std::size_t groups = tables.get(8) + 1;
+    if (groups > contexts) throw std::invalid_argument("there are more groups than contexts");
     std::vector<Slot> slots(groups * frequency_total);
     std::vector<std::size_t> group_of(contexts);
     bool certain = true;

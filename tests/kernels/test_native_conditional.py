@@ -47,6 +47,15 @@ def decoded(stream, size, parent, level_of=PLAIN, context_of=ALIKE, contexts=1, 
     return levels
 
 
+def bits(fields):
+    """Pairs of a number and its bits as a bit stream."""
+    joined, length = 0, 0
+    for number, count in fields:
+        joined |= number << length
+        length += count
+    return joined.to_bytes(-(-length // 8), "little")
+
+
 def encoded(levels, parent=NOTHING, symbol_of=PLAIN, context_of=ALIKE, contexts=1):
     return _native.encode_conditional(levels, parent, symbol_of, context_of, contexts)
 
@@ -170,6 +179,17 @@ def test_arguments_that_do_not_fit_are_refused(changes, message):
         decoded(encoded(np.zeros(10, dtype=np.uint8)), 10, **arguments)
 
 
+def test_more_symbols_than_a_byte_has_values_are_refused():
+    # A table whose symbol 257 has a frequency of 1. It would be written beyond the 256 frequencies of a table.
+    fields = [(0, 8), (0, 8), (300, 9)]  # one group; symbol 0 takes the rest; 300 symbols are listed
+    fields += [(0, 4), (15, 4)] * 16 + [(1, 4)] + [(0, 4), (15, 4)] * 2 + [(0, 4), (9, 4)]
+    block = (1 << 16).to_bytes(4, "little")
+    stream = len(block).to_bytes(4, "little") + bits(fields) + block
+    for symbols in (257, 400):
+        with pytest.raises(ValueError, match="at most 256 symbols"):
+            decoded(stream, 1, NOTHING, symbols=symbols)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -224,6 +244,13 @@ def test_truncated_and_extended_streams_are_refused(case):
         assert not decodes_to_levels(stream[:end], levels.size, given)
     for tail in (b"\0", b"\0\0", b"\xff" * 7):
         assert not decodes_to_levels(stream + tail, levels.size, given)
+
+
+def test_a_stream_that_claims_more_groups_than_contexts_is_refused_before_they_get_memory():
+    for contexts, groups in [(1, 2), (1, 256), (7, 8), (255, 256)]:
+        stream = (0).to_bytes(4, "little") + bytes([groups - 1]) + bytes(600)
+        with pytest.raises(ValueError, match="more groups than contexts"):
+            decoded(stream, 1, NOTHING, contexts=contexts)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -35,9 +35,12 @@ class Workload:
     higher_is_better: bool
 
 
-def transformer(steps: int, seed: int) -> Workload:
-    """Return a GPT of 0.8 M weights on Python source text; AdamW; validation loss in nats per byte."""
-    text = _standard_library()
+def transformer(steps: int, seed: int, text: Tensor | None = None) -> Workload:
+    """Return a GPT of 0.8 M weights on Python source text; AdamW; validation loss in nats per byte.
+
+    text: other bytes to train on, uint8. The source text differs between versions of Python.
+    """
+    text = _standard_library() if text is None else text
     split = int(0.95 * len(text))
     generator = torch.Generator().manual_seed(seed)
 

@@ -1,0 +1,108 @@
+"""Cuts the golden files into inputs of the fuzzers: what the native decoders get when these files are loaded.
+
+The tensors of golden files are too small for some kinds of byte planes, so a few streams of exact values are added.
+
+``make fuzz`` runs it: ``python native/fuzz/corpus.py FOLDER`` fills a folder for each fuzzer in FOLDER. The comment at
+the beginning of a fuzzer describes its input.
+"""
+
+import hashlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import dynaquant as dq
+from dynaquant import _native
+
+GOLDEN = Path(__file__).parents[2] / "tests/golden"
+Bytes = NDArray[np.uint8]
+
+
+def number(value: int, size: int) -> bytes:
+    """Return a number as the fuzzers read it."""
+    return value.to_bytes(size, "little")
+
+
+def tile(repeated: Bytes) -> bytes:
+    """Return what has to be repeated: mostly all of it, but a single byte if all bytes are the same."""
+    return repeated[: 1 if repeated.size and (repeated == repeated[0]).all() else None].tobytes()
+
+
+def levels(stream: bytes, parent: Bytes, modulus: int, groups: int, out: Bytes) -> bytes:
+    """Return the input of fuzz_levels for a call of decode_levels."""
+    before = tile(parent)
+    return number(modulus, 2) + number(groups, 2) + number(out.size, 3) + number(len(before), 3) + before + stream
+
+
+def conditional(
+    stream: bytes, parent: Bytes, _: Bytes, context_of: Bytes, contexts: int, symbols: int, out: Bytes
+) -> bytes:
+    """Return the input of fuzz_conditional for a call of decode_conditional."""
+    before, places = tile(parent), context_of[: 1 + int(parent.max(initial=0))].tobytes()[:255]
+    sizes = [(symbols, 2), (contexts, 2), (out.size, 3), (len(places), 1), (len(before), 3)]
+    return b"".join(number(value, size) for value, size in sizes) + places + before + stream
+
+
+def lossless(stream: bytes, parent: Bytes, itemsize: int, out: Bytes) -> bytes:
+    """Return the input of fuzz_lossless for a call of decode_lossless."""
+    before = tile(parent)
+    return number(itemsize, 1) + number(out.size // itemsize, 3) + number(len(before), 3) + before + stream
+
+
+def nearest(positions: NDArray[np.float64], sources: NDArray[np.float64], is_parent: bool, _: Bytes) -> bytes:
+    """Return the input of fuzz_nearest for a call of nearest_levels."""
+    sizes = number(is_parent, 1) + number(positions.size, 2) + number(sources.size, 2)
+    return sizes + positions.tobytes() + sources.tobytes()
+
+
+def values(found: Bytes, table: NDArray[Any], protected: NDArray[np.uint16], _: NDArray[Any]) -> bytes:
+    """Return the input of fuzz_values for a call of values_of_levels."""
+    given = tile(found)
+    sizes = [(table.itemsize == 2, 1), (table.size, 2), (found.size, 3), (len(given), 3), (0, 1)]
+    return b"".join(number(value, size) for value, size in sizes) + table.tobytes() + given + protected.tobytes()
+
+
+def record(name: str, input_of: Callable[..., bytes], folder: Path) -> None:
+    """Write the input of each call of a native function from now on into a file of the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    function = getattr(_native, name)
+
+    def recording(*arguments: object) -> object:
+        seed = input_of(*arguments)
+        (folder / hashlib.sha1(seed).hexdigest()).write_bytes(seed)
+        return function(*arguments)
+
+    setattr(_native, name, recording)
+
+
+def decode_exact_values() -> None:
+    """Encode and decode values near the parent's, and values near their neighbours."""
+    random = np.random.default_rng(0)
+    before = random.normal(0, 1, 2000) * np.exp(random.normal(0, 2, 2000))
+    after = before + random.normal(0, 1e-3, before.size)
+    smooth = np.repeat(np.exp(random.normal(0, 3, 50)), 64)
+    for kind, itemsize in ((np.float16, 2), (np.float32, 4), (np.float64, 8)):
+        parent, near, even = (numbers.astype(kind).view(np.uint8) for numbers in (before, after, smooth))
+        for exact, context in ((near, parent), (near, parent[:0]), (even, parent[:0])):
+            stream = _native.encode_lossless(exact, context, itemsize)
+            _native.decode_lossless(stream, context, itemsize, np.empty_like(exact))
+
+
+def main(folder: Path) -> None:
+    """Load every golden checkpoint, and record the calls of the native decoders."""
+    record("decode_levels", levels, folder / "levels")
+    record("decode_conditional", conditional, folder / "conditional")
+    record("decode_lossless", lossless, folder / "lossless")
+    record("nearest_levels", nearest, folder / "nearest")
+    record("values_of_levels", values, folder / "values")
+    for file in sorted(GOLDEN.glob("v*/step-*.dqc")):
+        dq.load(file.parent, int(file.stem.removeprefix("step-")))
+    decode_exact_values()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
