@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from dynaquant.engine.forms.form import dequantize
 from dynaquant.engine.quantize.grid_weights import grid_weights
-from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.search.sensitivity import LEAST_SENSITIVITY, MOST_GROUPS, groups_of, measure_sensitivity
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import randn
 
-from dynaquant.engine.coding.schemes import Rearranged
+from dynaquant.engine.forms.schemes import Rearranged
 from dynaquant.errors import CheckpointError
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.retention import Retention, prepare_replacement, prune, recode_dependents
