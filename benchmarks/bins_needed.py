@@ -21,14 +21,15 @@ from peers.qd_compressor import Settings as Widths
 from torch import Tensor
 from workloads import Workload, key_of
 
-from dynaquant.engine.coding.encoder import Coder, encode
+from dynaquant.engine.forms.form import dequantize
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.scheme import Coder
+from dynaquant.engine.forms.stored import encode
 from dynaquant.engine.quantize.grid_weights import grid_weights
 from dynaquant.engine.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
 from dynaquant.engine.quantize.knobs import Configuration, GridConfiguration
 from dynaquant.engine.tensors.codebook import MAX_BINS
-from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.engine.tensors.hashing import tensor_hash
-from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.methods.grid.scale_search import scale_search
 from dynaquant.methods.grid.search import LEAST_DISTORTION, MOST_DISTORTION
 from dynaquant.search.distortion import mean_squared_gradients

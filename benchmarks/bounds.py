@@ -26,12 +26,11 @@ from results import Table, machine, publish, sentence, show
 from workloads import snapshots
 
 import dynaquant as dq
-from dynaquant.engine.coding.decoder import decode
-from dynaquant.engine.coding.encoder import encode
+from dynaquant.engine.forms.form import Coded, StoredTensor
+from dynaquant.engine.forms.registry import decode
+from dynaquant.engine.forms.stored import encode, values_of
 from dynaquant.engine.quantize.bounds import within
 from dynaquant.engine.reduction import alone
-from dynaquant.engine.tensors.dequantize import values_of
-from dynaquant.engine.tensors.stored import StoredTensor
 
 BOUNDS = (1e-2, 1e-3, 1e-4, 1e-5)
 """The largest error, relative to the range of a tensor."""
@@ -138,7 +137,7 @@ def bounded(tensor: Array, bound: float, parent: StoredTensor | None) -> tuple[i
     original = torch.from_numpy(tensor)
     stored = alone(within(original, dq.Bound(absolute=bound)))
     scheme, stream = encode(original if stored is None else stored, parent)
-    return len(stream), lambda: values_of(decode(scheme, torch.float32, original.shape, stream, parent)).numpy()
+    return len(stream), lambda: values_of(decode(scheme, Coded(torch.float32, original.shape, stream, parent))).numpy()
 
 
 def zfp(tensor: Array, bound: float) -> tuple[int, Callable[[], Array]]:

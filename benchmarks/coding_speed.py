@@ -45,11 +45,11 @@ from workloads import gpt_snapshots, new_gpt
 from zipnn import ZipNN
 
 from dynaquant.engine.coding import conditional, rearrange
-from dynaquant.engine.coding.schemes import Arrangement
+from dynaquant.engine.coding.rearrange import Arrangement
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.engine.quantize.knobs import Configuration
-from dynaquant.engine.tensors.stored import QuantizedTensor
 
 REPEATS, ENOUGH = 7, 2.0
 """Turns of every method. A method that has taken ENOUGH seconds gets no further turn."""

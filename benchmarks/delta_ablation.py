@@ -26,15 +26,15 @@ from torch import nn
 from workloads import gpt_validation, new_gpt, shakespeare, snapshots
 
 from dynaquant.engine.coding import conditional, rearrange
-from dynaquant.engine.coding.decoder import decode
-from dynaquant.engine.coding.encoder import encode
-from dynaquant.engine.coding.schemes import Arrangement
+from dynaquant.engine.coding.rearrange import Arrangement, Levels
+from dynaquant.engine.forms.form import Coded, dequantize
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.registry import decode
+from dynaquant.engine.forms.stored import encode, values_of
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.engine.quantize.knobs import Configuration
-from dynaquant.engine.tensors.dequantize import dequantize, values_of
 from dynaquant.engine.tensors.dtypes import dtype_name
-from dynaquant.engine.tensors.stored import Levels, QuantizedTensor
 from dynaquant.search.evaluation import score
 from dynaquant.state.roles import labels
 from dynaquant.store.entry import Entry
@@ -109,7 +109,7 @@ def stored_size(name: str, tensor: QuantizedTensor, parent: QuantizedTensor | No
     """Return the bytes of a tensor in a checkpoint file. Decodes them and compares."""
     scheme, coded = encode(tensor, parent, "rearranged")
     entry = Entry(name, Label("weight"), dtype_name(tensor.dtype), tensor.shape, "", len(coded), scheme)
-    restored = values_of(decode(entry.scheme, tensor.dtype, tensor.shape, coded, parent))
+    restored = values_of(decode(entry.scheme, Coded(tensor.dtype, tensor.shape, coded, parent)))
     assert torch.equal(restored, dequantize(tensor)), f"{name} does not decode"
     return len(coded)
 

@@ -20,8 +20,12 @@ from options import RESULTS
 from results import Table, show
 
 from dynaquant.engine.coding import conditional
-from dynaquant.engine.coding.schemes import Conditional, RankOneFactors, Scheme, SecondMomentUnits
-from dynaquant.engine.tensors.stored import QuantizedTensor, RankOne, ScaledMoment, StoredTensor
+from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.rank_one import RankOne
+from dynaquant.engine.forms.scheme import Scheme
+from dynaquant.engine.forms.schemes import Conditional, RankOneFactors, SecondMomentUnits
+from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.store.run import Run
 
 LARGE = 65_536

@@ -27,7 +27,7 @@ from scale_models import LAYOUTS, MODELS, Layout, Tensors, alike, dtensors, held
 from scale_report import Row, extrapolated, plot, reductions, report, table
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dynaquant.engine.coding.schemes import Reference
+from dynaquant.engine.forms.schemes import Reference
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.reduction import Numbers

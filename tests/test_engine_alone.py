@@ -21,20 +21,21 @@ for module in pkgutil.walk_packages(dynaquant.engine.__path__, "dynaquant.engine
 others = {name.split(".")[1] for name in sys.modules if name.startswith("dynaquant.")}
 assert others <= {"engine", "errors", "formatting", "_native"}, others
 
-from dynaquant.engine.coding.decoder import decode
-from dynaquant.engine.coding.encoder import encode
+from dynaquant.engine.forms.form import Coded
+from dynaquant.engine.forms.registry import decode
+from dynaquant.engine.forms.stored import encode
 from dynaquant.engine.quantize.grid import quantize
-from dynaquant.engine.tensors.dequantize import dequantize
+from dynaquant.engine.forms.form import dequantize
 
 weights = torch.linspace(-1, 1, 10_000).reshape(100, 100).sin()
 parent, stored = quantize(weights, rung=-20), quantize(weights + 0.001, rung=-20)
 scheme, stream = encode(stored, parent)
-decoded = decode(scheme, weights.dtype, weights.shape, stream, parent)
+decoded = decode(scheme, Coded(weights.dtype, weights.shape, stream, parent))
 assert len(stream) < weights.nbytes / 20, len(stream)
 assert torch.equal(dequantize(decoded), dequantize(stored))
 assert (dequantize(decoded) - weights).abs().max() < 0.05
 scheme, stream = encode(weights, None)
-assert torch.equal(decode(scheme, weights.dtype, weights.shape, stream, None), weights)
+assert torch.equal(decode(scheme, Coded(weights.dtype, weights.shape, stream, None)), weights)
 """
 
 

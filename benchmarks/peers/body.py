@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant.engine.coding import rearrange
+from dynaquant.engine.coding.rearrange import Levels
 from dynaquant.engine.tensors.dtypes import dtype_name
-from dynaquant.engine.tensors.stored import Levels
 
 _LENGTH = 8
 """Bytes of the header's length."""

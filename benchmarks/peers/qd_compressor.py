@@ -34,10 +34,8 @@ from peers.body import described, exact, flat, from_exact, join, matrices, split
 from peers.peer import Checkpoint, Encoded, Known, Peer
 from torch import Tensor
 
+from dynaquant.engine.coding.rearrange import Arrangement, Levels, encode_as
 from dynaquant.engine.coding.rearrange import decode as decode_levels
-from dynaquant.engine.coding.rearrange import encode_as
-from dynaquant.engine.coding.schemes import Arrangement
-from dynaquant.engine.tensors.stored import Levels
 
 HISTOGRAM = 256
 """Bins of the histogram from which a layer's entropy is computed."""

@@ -14,8 +14,8 @@ from one_shot import plot as one_shot_plot
 from training import model_of, train
 
 import dynaquant as dq
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.tensors.codebook import Grid
-from dynaquant.engine.tensors.stored import QuantizedTensor
 
 MACHINE = {"cpu": "processor", "cores": 2, "torch": "2.0"}
 

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from training import bits
 
 from dynaquant.engine.coding import conditional
-from dynaquant.engine.coding.decoder import decode
-from dynaquant.engine.coding.encoder import encode
+from dynaquant.engine.forms.form import Coded
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.registry import decode
+from dynaquant.engine.forms.stored import encode, values_of
 from dynaquant.engine.quantize.grid import quantize
 from dynaquant.engine.tensors.codebook import FIRST_BIN, PROTECTED, Centres, Grid, LogGrid, rung_value
-from dynaquant.engine.tensors.dequantize import values_of
-from dynaquant.engine.tensors.stored import QuantizedTensor
 
 NOTHING = np.zeros(0, dtype=np.uint16)
 
@@ -65,7 +65,7 @@ def assert_round_trip(quantized, parent):
     assert np.array_equal(found, quantized.levels)
     scheme, whole = encode(quantized, parent)
     values = values_of(quantized)
-    assert bits(values_of(decode(scheme, quantized.dtype, quantized.shape, whole, parent))) == bits(values)
+    assert bits(values_of(decode(scheme, Coded(quantized.dtype, quantized.shape, whole, parent)))) == bits(values)
 
 
 @pytest.mark.parametrize(("book", "parent"), ALIKE)

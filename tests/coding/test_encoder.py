@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from dynaquant.engine.coding.decoder import decode
-from dynaquant.engine.coding.encoder import encode
-from dynaquant.engine.coding.schemes import BytePlanes, Conditional, Lossless, Raw, Rearranged
+from dynaquant.engine.forms.form import Coded
+from dynaquant.engine.forms.registry import decode
+from dynaquant.engine.forms.schemes import BytePlanes, Conditional, Lossless, Raw, Rearranged
+from dynaquant.engine.forms.stored import encode, values_of
 from dynaquant.engine.quantize.kmeans import quantize
 from dynaquant.engine.quantize.partition import thresholds
-from dynaquant.engine.tensors.dequantize import values_of
 from dynaquant.engine.tensors.dtypes import DTYPES
 from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.engine.tensors.log_histogram import LogHistogram
@@ -18,7 +18,7 @@ from dynaquant.state.flatten import flatten
 
 def round_trip(tensor):
     scheme, stream = encode(tensor, None)
-    back = decode(scheme, tensor.dtype, tensor.shape, stream, None)
+    back = decode(scheme, Coded(tensor.dtype, tensor.shape, stream, None))
     assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
     assert tensor_hash(back) == tensor_hash(tensor)
     return back, scheme, stream
@@ -78,12 +78,12 @@ def test_quantized_tensors_survive_a_round_trip(dtype, has_parent, coder, kind):
     scheme, stream = encode(stored, parent, coder)
     assert isinstance(scheme, kind)
     assert scheme.needs_parent == has_parent
-    back = decode(scheme, stored.dtype, stored.shape, stream, parent)
+    back = decode(scheme, Coded(stored.dtype, stored.shape, stream, parent))
     assert torch.equal(values_of(back), values_of(stored))
     assert np.array_equal(back.levels, stored.levels)
     if has_parent:
         with pytest.raises(ValueError, match="parent has no levels"):
-            decode(scheme, stored.dtype, stored.shape, stream, None)
+            decode(scheme, Coded(stored.dtype, stored.shape, stream, None))
 
 
 @pytest.mark.parametrize("coder", ["conditional", "rearranged"])
@@ -98,4 +98,4 @@ def test_a_parent_of_another_size_is_not_used(coder):
 def test_a_bool_that_is_neither_0_nor_1_is_refused():
     tensor = torch.tensor([True, False])
     with pytest.raises(ValueError, match="neither 0 nor 1"):
-        decode(Raw(), tensor.dtype, tensor.shape, b"\x01\x02", None)
+        decode(Raw(), Coded(tensor.dtype, tensor.shape, b"\x01\x02", None))

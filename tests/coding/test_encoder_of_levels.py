@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training import bits
 
-from dynaquant.engine.coding.decoder import decode
-from dynaquant.engine.coding.encoder import Coder, encode
-from dynaquant.engine.coding.schemes import Rearranged
+from dynaquant.engine.forms.form import Coded, StoredTensor
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.registry import decode
+from dynaquant.engine.forms.scheme import Coder
+from dynaquant.engine.forms.schemes import Rearranged
+from dynaquant.engine.forms.stored import encode, values_of
 from dynaquant.engine.tensors.codebook import PROTECTED, Centres
-from dynaquant.engine.tensors.dequantize import values_of
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
-from dynaquant.engine.tensors.stored import QuantizedTensor, StoredTensor
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -27,7 +28,7 @@ CODERS: list[Coder] = ["conditional", "rearranged"]
 
 def round_trip(stored: QuantizedTensor, parent: QuantizedTensor | None, coder: Coder) -> StoredTensor:
     scheme, coded = encode(stored, parent, coder)
-    return decode(scheme, stored.dtype, stored.shape, coded, parent)
+    return decode(scheme, Coded(stored.dtype, stored.shape, coded, parent))
 
 
 def quantized_of(shape: tuple[int, ...], bins: int, dtype=torch.float32, seed=0) -> QuantizedTensor:
@@ -105,4 +106,4 @@ def test_a_delta_without_its_parent_is_an_error(parent, coder):
     scheme, coded = encode(wanted, wanted, coder)
     assert scheme.needs_parent
     with pytest.raises(ValueError, match="the parent has no levels of"):
-        decode(scheme, wanted.dtype, wanted.shape, coded, parent)
+        decode(scheme, Coded(wanted.dtype, wanted.shape, coded, parent))

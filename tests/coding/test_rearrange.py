@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynaquant.engine.coding.rearrange import decode, encode, encode_as
-from dynaquant.engine.tensors.stored import Levels
+from dynaquant.engine.coding.rearrange import Levels, decode, encode, encode_as
 
 
 def some_levels(size, count, random):

@@ -13,13 +13,15 @@ from whole_tensors import quantize_first_moment, quantize_momentum, quantize_sec
 import dynaquant as dq
 from dynaquant import _native
 from dynaquant.engine import kernels
+from dynaquant.engine.forms.form import dequantize
+from dynaquant.engine.forms.levels import QuantizedTensor, protected_values
+from dynaquant.engine.forms.rank_one import RankOne
+from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.kernels import device, host
 from dynaquant.engine.quantize.grid import begin_quantize, quantize
 from dynaquant.engine.quantize.log_grid import quantize_to_log_grid
 from dynaquant.engine.tensors.codebook import PROTECTED, rung_value
-from dynaquant.engine.tensors.dequantize import dequantize, protected_values
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
-from dynaquant.engine.tensors.stored import QuantizedTensor, RankOne, ScaledMoment
 from dynaquant.store.run import Run
 
 DEVICES = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]

@@ -12,13 +12,13 @@ from hypothesis.extra import numpy as arrays
 from whole_tensors import within
 
 import dynaquant as dq
-from dynaquant.engine.coding.decoder import decode
-from dynaquant.engine.coding.encoder import encode
-from dynaquant.engine.coding.schemes import Bounded, Lossless
-from dynaquant.engine.tensors.bounded import BoundedTensor
-from dynaquant.engine.tensors.dequantize import dequantize, values_of
+from dynaquant.engine.forms.bounded import BoundedTensor
+from dynaquant.engine.forms.form import Coded, dequantize
+from dynaquant.engine.forms.registry import decode
+from dynaquant.engine.forms.schemes import Bounded, Lossless
+from dynaquant.engine.forms.stored import encode, stored_equal, values_of
+from dynaquant.engine.kernels import HOST
 from dynaquant.engine.tensors.dtypes import bytes_of
-from dynaquant.engine.tensors.stored import stored_equal
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 BITS = {torch.float32: np.uint32, torch.float64: np.uint64, torch.float16: np.uint16, torch.bfloat16: np.uint16}
@@ -60,7 +60,7 @@ def assert_held(tensor, stored, bound):
 def assert_coded(stored, parent=None):
     scheme, stream = encode(stored, parent)
     assert isinstance(scheme, Bounded)
-    assert stored_equal(decode(scheme, stored.dtype, stored.shape, stream, parent), stored)
+    assert stored_equal(decode(scheme, Coded(stored.dtype, stored.shape, stream, parent)), stored)
     return scheme, stream
 
 
@@ -222,9 +222,9 @@ def test_levels_do_not_depend_on_how_a_tensor_is_cut_into_pieces():
     bound = dq.Bound(absolute=0.01)
     stored = within(tensor, bound)
     assert isinstance(stored, BoundedTensor)
-    whole = torch.cat(list(stored.pieces(1 << 20)))
+    whole = torch.cat(list(stored.pieces(1 << 20, HOST)))
     for size in (999, 65_536):
-        assert torch.equal(torch.cat(list(stored.pieces(size))).nan_to_num(5), whole.nan_to_num(5))
+        assert torch.equal(torch.cat(list(stored.pieces(size, HOST))).nan_to_num(5), whole.nan_to_num(5))
     assert_coded(stored)
 
 
@@ -233,5 +233,5 @@ def test_an_exact_tensor_may_follow_and_precede_a_bounded_one():
     stored = within(tensor, dq.Bound(absolute=0.01))
     scheme, stream = encode(tensor, stored)
     assert isinstance(scheme, Lossless)
-    assert torch.equal(decode(scheme, tensor.dtype, tensor.shape, stream, stored), tensor)
+    assert torch.equal(decode(scheme, Coded(tensor.dtype, tensor.shape, stream, stored)), tensor)
     assert assert_coded(stored, tensor)[0].needs_parent

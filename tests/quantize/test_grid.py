@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from on_grid import FAR, assert_near
 from training import bits
 
+from dynaquant.engine.forms.form import dequantize, pieces
 from dynaquant.engine.quantize.grid import RoundedToGrid, quantize
 from dynaquant.engine.tensors.codebook import HIGHEST_RUNG, LOWEST_RUNG, Grid, rung_value
-from dynaquant.engine.tensors.dequantize import dequantize, pieces
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from on_grid import assert_near
 from training import bits
 
+from dynaquant.engine.forms.form import dequantize
 from dynaquant.engine.quantize.grid_weights import (
     RUNG_HYSTERESIS,
     SMALLEST_FISHER,
@@ -23,7 +24,6 @@ from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.engine.quantize.magnitude import magnitudes
 from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS, StepLimits
 from dynaquant.engine.tensors.codebook import HIGHEST_RUNG, LOWEST_RUNG, rung_value
-from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.search.distortion import distortion
 
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynaquant.engine.forms.form import dequantize
 from dynaquant.engine.quantize.kmeans import bins_table, codebook, kmeans, quantize, sample_weights
 from dynaquant.engine.quantize.partition import Thresholds, thresholds
 from dynaquant.engine.tensors.codebook import FIRST_BIN, PROTECTED, PRUNED
-from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
 from dynaquant.engine.tensors.log_histogram import MAGNITUDES, LogHistogram, bucket_values
 

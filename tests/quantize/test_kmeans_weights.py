@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+from dynaquant.engine.forms.form import dequantize
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.engine.quantize.knobs import Configuration
 from dynaquant.engine.tensors.codebook import PROTECTED, PRUNED
-from dynaquant.engine.tensors.dequantize import dequantize
-from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import labels
 

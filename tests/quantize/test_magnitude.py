@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks_in_threads import on_ranks
 
+from dynaquant.engine.forms.form import dequantize
 from dynaquant.engine.quantize.grid_weights import grid_weights
 from dynaquant.engine.quantize.knobs import GridConfiguration
 from dynaquant.engine.quantize.magnitude import LARGEST_SHARE, SMALLEST_SHARE, magnitudes
 from dynaquant.engine.shards import Shards
-from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.engine.tensors.shard import Shard
 
 SEED = 3

@@ -9,16 +9,17 @@ from training import bits
 from whole_tensors import quantize_first_moment, quantize_momentum
 from whole_tensors import quantize_second_moment as second_moment_of
 
-from dynaquant.engine.coding.decoder import decode
-from dynaquant.engine.coding.encoder import encode
-from dynaquant.engine.coding.schemes import RankOneFactors, SecondMomentUnits
+from dynaquant.engine.forms.form import Coded
+from dynaquant.engine.forms.rank_one import RankOne
+from dynaquant.engine.forms.registry import decode
+from dynaquant.engine.forms.schemes import RankOneFactors, SecondMomentUnits
+from dynaquant.engine.forms.stored import encode, values_of
+from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.tensors.codebook import Grid
-from dynaquant.engine.tensors.dequantize import values_of
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES, dtype_name
 from dynaquant.engine.tensors.hashing import tensor_hash
-from dynaquant.engine.tensors.stored import RankOne, ScaledMoment
 from dynaquant.store.entry import Entry
 
 DOUBTFUL = {
@@ -63,7 +64,7 @@ def round_trip(stored, parent, name="m"):
     role = Label("first_moment" if isinstance(stored, ScaledMoment) else "second_moment")
     entry = Entry(name, role, dtype_name(values.dtype), values.shape, tensor_hash(values), len(coded), scheme)
     entry = Entry.from_json(entry.to_json())
-    found = decode(entry.scheme, stored.dtype, stored.shape, coded, parent, getattr(stored, "second", None))
+    found = decode(entry.scheme, Coded(stored.dtype, stored.shape, coded, parent, getattr(stored, "second", None)))
     assert type(found) is type(stored)
     assert bits(values_of(found)) == bits(values)
     return scheme, len(coded)
@@ -108,11 +109,10 @@ def test_a_first_moment_is_refused_without_its_second_moment():
     scheme, coded = encode(stored, None)
     for wrong in (None, first, stored):
         with pytest.raises(ValueError, match="in units of v"):
-            decode(scheme, stored.dtype, stored.shape, coded, None, wrong)
+            decode(scheme, Coded(stored.dtype, stored.shape, coded, None, wrong))
+    turned = second_moment_of(second.t().contiguous(), 0.5)
     with pytest.raises(ValueError, match="another shape"):
-        values_of(
-            decode(scheme, stored.dtype, stored.shape, coded, None, second_moment_of(second.t().contiguous(), 0.5))
-        )
+        values_of(decode(scheme, Coded(stored.dtype, stored.shape, coded, None, turned)))
 
 
 def test_quantizing_moments_does_not_change_the_state():

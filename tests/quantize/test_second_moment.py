@@ -9,13 +9,13 @@ from training import bits
 from whole_tensors import quantize_rank_one
 from whole_tensors import quantize_second_moment as second_moment_of
 
+from dynaquant.engine.forms.form import dequantize
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.log_grid import quantize_to_log_grid
 from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.quantize.second_moment import SECOND_PACES
-from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
-from dynaquant.engine.tensors.stored import QuantizedTensor
 
 
 def test_a_rank_one_matrix_is_stored_as_rows_and_columns():

@@ -17,6 +17,11 @@ from whole_tensors import quantize_rank_one, quantize_second_moment
 
 from dynaquant.engine import reduction
 from dynaquant.engine.bound import Bound
+from dynaquant.engine.forms.form import dequantize
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.rank_one import RankOne
+from dynaquant.engine.forms.stored import stored_equal
+from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.bounds import quantize_bounded
 from dynaquant.engine.quantize.first_moment import quantize_first_moment, quantize_momentum
@@ -26,10 +31,8 @@ from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.quantize.second_moment import quantize_second_moment as second_moment_reduction
 from dynaquant.engine.reduction import total
 from dynaquant.engine.tensors.codebook import LogGrid
-from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
 from dynaquant.engine.tensors.shard import Shard
-from dynaquant.engine.tensors.stored import QuantizedTensor, RankOne, ScaledMoment, stored_equal
 
 LAYOUTS = {
     "rows, some ranks without": {0: (4, 1)},

@@ -8,11 +8,14 @@ from whole_tensors import quantize_rank_one
 
 import dynaquant as dq
 from dynaquant.engine import kernels
+from dynaquant.engine.forms.form import dequantize, dequantize_into
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.rounded import RoundedWeight
+from dynaquant.engine.forms.stored import stored_hash
+from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.quantize.log_grid import quantize_to_log_grid
 from dynaquant.engine.tensors.codebook import FIRST_BIN, PROTECTED, Grid
-from dynaquant.engine.tensors.dequantize import dequantize, dequantize_into
-from dynaquant.engine.tensors.hashing import stored_hash, tensor_hash
-from dynaquant.engine.tensors.stored import QuantizedTensor, RoundedWeight, ScaledMoment
+from dynaquant.engine.tensors.hashing import tensor_hash
 
 ROWS, COLUMNS = 700, 900  # more than one piece on up to four cores
 

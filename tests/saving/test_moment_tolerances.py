@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.engine.tensors.stored import ScaledMoment
+from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.saving.moment_tolerances import first_tolerances
 from dynaquant.saving.presets import DROPPED, PRESETS
 from dynaquant.store.run import Run

@@ -10,11 +10,11 @@ from searches import BOTH_METHODS, checkpointer
 from torch import nn
 
 import dynaquant as dq
+from dynaquant.engine.forms.form import dequantize
+from dynaquant.engine.forms.stored import cut
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.engine.shards import Shards
-from dynaquant.engine.tensors.boxes import cut
-from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.methods.published import search as published_search
 from dynaquant.search import displacement
 from dynaquant.search.displacement import Displacement

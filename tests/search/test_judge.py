@@ -8,11 +8,11 @@ from torch import nn, optim
 from training import bits, model_of, train
 
 import dynaquant as dq
+from dynaquant.engine.forms.form import dequantize
 from dynaquant.engine.quantize.grid_weights import grid_weights
 from dynaquant.engine.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
 from dynaquant.engine.quantize.knobs import GridConfiguration
 from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
-from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.search.distortion import distortion, mean_squared_gradients
 from dynaquant.search.judge import DistortionJudge, MetricJudge
 from dynaquant.state.roles import labels

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from dynaquant.engine.forms.form import dequantize
 from dynaquant.engine.quantize.grid_weights import grid_weights
-from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.search.sensitivity import groups_of, measure_sensitivity
 
 LEAST_SENSITIVITY = 0.01

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import dynaquant as dq
 from dynaquant.demo.models import GPT
-from dynaquant.engine.coding.encoder import encode
+from dynaquant.engine.forms.stored import encode
 from dynaquant.engine.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
 from dynaquant.methods.published.size import SizeModel
 from dynaquant.state.roles import labels

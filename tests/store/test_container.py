@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from whole_tensors import quantize_first_moment, quantize_rank_one
 
-from dynaquant.engine.coding.schemes import (
-    MAX_EXPANSION,
+from dynaquant.engine.forms.scheme import MAX_EXPANSION
+from dynaquant.engine.forms.schemes import (
     BytePlanes,
     Conditional,
     Lossless,

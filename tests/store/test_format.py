@@ -22,7 +22,7 @@ from torch import nn
 from training import bits
 
 import dynaquant
-from dynaquant.engine.coding.schemes import KINDS
+from dynaquant.engine.forms.schemes import KINDS
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import FORMAT_VERSION
 from dynaquant.store.recoding import compact

@@ -14,7 +14,7 @@ import pytest
 import torch
 from killed import build
 
-from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.forms.stored import values_of
 from dynaquant.store.run import Run
 
 SUPPORT = Path(__file__).parents[1] / "support"

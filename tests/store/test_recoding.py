@@ -15,7 +15,7 @@ from torch import nn
 from training import bits, model_of, train
 
 import dynaquant as dq
-from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.forms.stored import values_of
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.recoding import branch, compact
 from dynaquant.store.retention import Retention, prune

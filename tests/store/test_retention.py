@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import randn
 
-from dynaquant.engine.coding.schemes import Rearranged
+from dynaquant.engine.forms.schemes import Rearranged
 from dynaquant.errors import CheckpointError
 from dynaquant.options import Keep
 from dynaquant.store.commit import WritableRun

@@ -13,7 +13,7 @@ import torch
 from committed import assert_holds, checkpoint_of, damage_levels, series, values
 from crafted import entry, header, write
 
-from dynaquant.engine.coding.schemes import Reference
+from dynaquant.engine.forms.schemes import Reference
 from dynaquant.errors import CheckpointError
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile

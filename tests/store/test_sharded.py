@@ -17,15 +17,14 @@ from typer.testing import CliRunner
 
 import dynaquant as dq
 from dynaquant.cli import app
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.patchwork import patchwork
+from dynaquant.engine.forms.stored import in_one, stored_equal, values_of
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.grid import quantize
 from dynaquant.engine.tensors.box import Box
-from dynaquant.engine.tensors.boxes import in_one, patchwork
 from dynaquant.engine.tensors.codebook import Grid
-from dynaquant.engine.tensors.dequantize import values_of
-from dynaquant.engine.tensors.stored import QuantizedTensor, stored_equal
 from dynaquant.errors import CheckpointError
-from dynaquant.report.decoded import level_counts
 from dynaquant.report.inspection import disk_use
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store import commit
@@ -319,7 +318,7 @@ def test_show_counts_the_levels_of_all_boxes_if_they_fit_together(run):
     commit_sharded(run, 10, state)
     found = json.loads(shown(run, "w", "--json"))
     assert found["levels"] == [
-        {"level": each.level, "value": each.value, "count": each.count} for each in level_counts(state["w"])
+        {"level": each.level, "value": each.value, "count": each.count} for each in state["w"].level_counts()
     ]
     assert "row means times column means" in shown(run, "w.second")
     assert "levels times the root of its second moment" in shown(run, "w.first")

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 from training import bits
 
-from dynaquant.engine.coding.encoder import Coder
+from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.scheme import Coder
+from dynaquant.engine.forms.stored import values_of
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.engine.quantize.knobs import Configuration
-from dynaquant.engine.tensors.dequantize import values_of
-from dynaquant.engine.tensors.stored import StoredTensor
 from dynaquant.state.flatten import flatten
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import CheckpointFile

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 import dynaquant as dq
+from dynaquant.engine.forms.form import dequantize
 from dynaquant.engine.quantize.grid_weights import GridWeights, grid_weights
 from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
-from dynaquant.engine.tensors.dequantize import dequantize
 from dynaquant.ranks.group import Group
 from dynaquant.search.displacement import Displacement
 from dynaquant.search.judge import PairedJudge

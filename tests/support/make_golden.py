@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import dynaquant as dq
+from dynaquant.engine.forms.external import External
 from dynaquant.engine.quantize.knobs import GridConfiguration
-from dynaquant.engine.tensors.stored import External
 from dynaquant.methods.published.method import PublishedMethod
 from dynaquant.store import commit
 from dynaquant.store.commit import WritableRun

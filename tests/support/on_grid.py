@@ -2,8 +2,8 @@
 
 import torch
 
+from dynaquant.engine.forms.form import dequantize
 from dynaquant.engine.tensors.codebook import PROTECTED, rung_value
-from dynaquant.engine.tensors.dequantize import dequantize
 
 FAR = 127.0
 """Values more than this many grid steps from zero are outliers."""

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from dynaquant.engine.tensors.dequantize import dequantize
+from dynaquant.engine.forms.form import dequantize
 
 EPSILON = 1e-8
 SLACK = 1.0001

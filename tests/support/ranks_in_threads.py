@@ -7,8 +7,9 @@ from threading import Barrier, BrokenBarrierError
 import numpy as np
 import torch
 
+from dynaquant.engine.forms.patchwork import patchwork
+from dynaquant.engine.forms.stored import cut, in_one
 from dynaquant.engine.reduction import Numbers
-from dynaquant.engine.tensors.boxes import cut, in_one, patchwork
 from dynaquant.engine.tensors.shard import Shard, spans_of
 
 PATIENCE = 60

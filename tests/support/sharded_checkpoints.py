@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
+from dynaquant.engine.forms.stored import cut
 from dynaquant.engine.label import Label
 from dynaquant.engine.tensors.box import Box
-from dynaquant.engine.tensors.boxes import cut
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import Parent
 from dynaquant.store.layout import Place, part_name

@@ -11,14 +11,15 @@ from training import bits
 from whole_tensors import quantize_first_moment, quantize_rank_one
 
 from dynaquant.engine.bound import Bound
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.patchwork import patchwork
+from dynaquant.engine.forms.rounded import RoundedWeight
+from dynaquant.engine.forms.stored import cut, in_one, stored_equal, values_of
 from dynaquant.engine.quantize.bounds import quantize_bounded
 from dynaquant.engine.quantize.grid import quantize
 from dynaquant.engine.quantize.log_grid import quantize_to_log_grid
 from dynaquant.engine.tensors.box import Box, tile
-from dynaquant.engine.tensors.boxes import cut, in_one, patchwork
 from dynaquant.engine.tensors.codebook import Centres
-from dynaquant.engine.tensors.dequantize import values_of
-from dynaquant.engine.tensors.stored import QuantizedTensor, RoundedWeight, stored_equal
 
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 

@@ -10,9 +10,10 @@ from torch import nn
 from training import bits, model_of, named_state
 
 from dynaquant import Checkpointer, load
+from dynaquant.engine.forms.form import dequantize
+from dynaquant.engine.forms.rank_one import RankOne
+from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.quantize.moments import quantize_moments
-from dynaquant.engine.tensors.dequantize import dequantize
-from dynaquant.engine.tensors.stored import RankOne, ScaledMoment
 from dynaquant.saving.presets import PRESETS
 from dynaquant.state.flatten import flatten
 from dynaquant.state.roles import labels

@@ -17,7 +17,7 @@ from dynaquant.cli.arguments import AsJson, RunFolder, RunOrFile, Step, checkpoi
 from dynaquant.formatting import in_bytes, plural
 
 if TYPE_CHECKING:
-    from dynaquant.engine.tensors.stored import StoredTensor
+    from dynaquant.engine.forms.form import StoredTensor
     from dynaquant.report.decoded import Change
     from dynaquant.report.inspection import TensorInfo
     from dynaquant.saving.record import Record, Size
@@ -196,12 +196,7 @@ def _facts(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> None:
-    from torch import Tensor
-
-    from dynaquant.engine.tensors.bounded import BoundedTensor
-    from dynaquant.engine.tensors.boxes import in_one
-    from dynaquant.engine.tensors.stored import Patchwork, QuantizedTensor, RankOne, ScaledMoment
-    from dynaquant.report.decoded import level_counts
+    from dynaquant.engine.forms.stored import form_of
     from dynaquant.report.inspection import tensors_of
     from dynaquant.store.chain import detect_run_changes, retry_if_run_changed
     from dynaquant.store.reading import load_tensor
@@ -215,32 +210,16 @@ def _show_tensor(folder: Path, step: str | None, name: str, as_json: bool) -> No
 
     file, stored = retry_if_run_changed(decoded)
     info = next(info for info in tensors_of(file) if info.name == name)
-    boxes = [box for _, box in stored.boxes] if isinstance(stored, Patchwork) else [stored]
-    stored = in_one(stored)
-    counts = level_counts(stored) if isinstance(stored, QuantizedTensor) else []
+    form = form_of(stored)
+    one = form_of(form.in_one())
+    counts = one.level_counts()
     if as_json:
-        levels = [{"level": found.level, "value": found.value, "count": found.count} for found in counts]
-        grid = {"bound": stored.bound, "step": stored.step} if isinstance(stored, BoundedTensor) else {}
-        output.print_json({**info.to_json(), **grid, "levels": levels})
+        levels = [{"level": found.level, "value": found.value, "count": found.count} for found in counts or ()]
+        output.print_json({**info.to_json(), **one.facts(), "levels": levels})
         return
     output.print_(f"{name}: {info.dtype}, {_shape(info)}, {info.scheme}, {info.bits:.3f} bits per value")
-    if isinstance(stored, BoundedTensor):
-        output.print_(
-            f"every finite value is within {stored.bound:.6g} of the original: grid step {stored.step:.6g}, "
-            f"{len(stored.positions):,} values stored exactly"
-        )
-        return
-    if isinstance(stored, RankOne):
-        output.print_("its values are row means times column means; it has no levels of its own")
-        return
-    if isinstance(stored, ScaledMoment):
-        output.print_("its values are levels times the root of its second moment")
-        return
-    if not isinstance(stored, QuantizedTensor):
-        where = "not in this file" if info.scheme in ("frozen", "omitted") else "stored exactly"
-        if not all(isinstance(box, Tensor) for box in boxes) and len(boxes) > 1:
-            where = f"in {len(boxes)} boxes, each with a codebook of its own"
-        output.print_(f"its values are {where}; it has no levels")
+    if counts is None:
+        output.print_(form.describe())
         return
     table = output.Table("level", "value", "count", "share", "")
     most = max((found.count for found in counts), default=0)

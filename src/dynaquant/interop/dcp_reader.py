@@ -25,9 +25,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
 from torch.futures import Future
 
-from dynaquant.engine.coding.schemes import Sharded
+from dynaquant.engine.forms.stored import values_of
 from dynaquant.engine.tensors.box import Box
-from dynaquant.engine.tensors.dequantize import values_of
 from dynaquant.engine.tensors.dtypes import dtype_named
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.state.flatten import unflatten
@@ -71,8 +70,8 @@ class StorageReader(_StorageReader):
                 found[key] = BytesStorageMetadata()
                 continue
             entry = file.header.by_name[name]
-            sharded = isinstance(entry.scheme, Sharded)
-            boxes = [place.box for place in places_of(file, entry)] if sharded else [Box.whole(entry.shape)]
+            divided = entry.scheme.layout_number is not None
+            boxes = [place.box for place in places_of(file, entry)] if divided else [Box.whole(entry.shape)]
             chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
             properties = TensorProperties(dtype=dtype_named(entry.dtype))
             found[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)

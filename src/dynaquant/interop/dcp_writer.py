@@ -36,9 +36,9 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.engine.label import Label
 from dynaquant.engine.tensors.box import Box
-from dynaquant.engine.tensors.stored import StoredTensor
 from dynaquant.errors import StateError
 from dynaquant.interop.dcp_folder import nested
 from dynaquant.interop.unmeasured import quantize_state

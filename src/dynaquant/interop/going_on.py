@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dynaquant.engine.tensors.stored import QuantizedTensor, StoredTensor
+from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.saving.record import degradation_of
 from dynaquant.saving.training_budget import TrainingBudget
 from dynaquant.saving.unchanged_weights import restored_weights

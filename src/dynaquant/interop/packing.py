@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from dynaquant import options
+from dynaquant.engine.forms.form import Form, StoredTensor
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.averages import average_bounds
 from dynaquant.engine.quantize.bounds import quantize_bounded
@@ -22,7 +24,6 @@ from dynaquant.engine.quantize.knobs import GridConfiguration
 from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.tensors.codebook import Grid
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
-from dynaquant.engine.tensors.stored import Quantized, QuantizedTensor, StoredTensor
 from dynaquant.errors import CheckpointError, EvaluateError
 from dynaquant.interop import any_format, inferred_roles
 from dynaquant.interop.going_on import GoingOn
@@ -126,7 +127,7 @@ class Packer:
         labels = inferred_roles.labels(file.tree, file.tensors, file.weights, file.averages)
         labels |= {name: Label("exact") for name in labels if self._training.keeps_exactly(name)}
         decision = Decision("lossless", None, memory=self._memory)
-        others: Mapping[str, Quantized] = {}
+        others: Mapping[str, Form] = {}
         notes: list[str] = []
         if self._preset is not None:
             decision, notes = self._decide(file, labels)

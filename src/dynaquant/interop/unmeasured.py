@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dynaquant.engine import kernels
+from dynaquant.engine.forms.form import Form
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.grid_weights import grid_weights
 from dynaquant.engine.quantize.knobs import GridConfiguration
 from dynaquant.engine.quantize.moments import quantize_moments
-from dynaquant.engine.tensors.stored import Quantized
 from dynaquant.interop.inferred_roles import BUFFERS
 from dynaquant.saving.presets import Preset
 from dynaquant.search.judge import DISTORTION_SCALE
@@ -27,7 +27,7 @@ _STATE = ".state."
 class QuantizedState:
     """What is quantized of a state, by name; all else is stored exactly. rungs: of the weights' grids."""
 
-    quantized: dict[str, Quantized]
+    quantized: dict[str, Form]
     labels: dict[str, Label]
     rungs: dict[str, int]
 

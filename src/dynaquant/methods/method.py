@@ -8,11 +8,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from dynaquant.engine.coding.encoder import Coder
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.scheme import Coder
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.step_limits import StepLimits
 from dynaquant.engine.shards import WHOLE, Shards
-from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.ranks.group import Group
 from dynaquant.search.prepared import PreparedWeights
 

@@ -1,4 +1,4 @@
-"""Facts about decoded tensors: how often levels occur, and how tensors of two checkpoints differ."""
+"""How the decoded tensors of two checkpoints differ."""
 
 from __future__ import annotations
 
@@ -6,38 +6,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from dynaquant.engine.tensors.boxes import in_one
-from dynaquant.engine.tensors.codebook import FIRST_BIN, PROTECTED, PRUNED
-from dynaquant.engine.tensors.dequantize import values_of
-from dynaquant.engine.tensors.stored import QuantizedTensor, StoredTensor
+from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.stored import form_of, in_one, values_of
 from dynaquant.store.chain import detect_run_changes
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.memory import explain_out_of_memory
 from dynaquant.store.reading import load_tensor
 from dynaquant.store.run import Run
-
-
-@dataclass(frozen=True)
-class LevelCount:
-    """A level of a quantized tensor and how often it occurs. value: None for outliers, because each has its own."""
-
-    level: str
-    value: float | None
-    count: int
-
-
-def level_counts(quantized: QuantizedTensor) -> list[LevelCount]:
-    """Count the levels of a tensor that occur: pruned, protected (outliers), then the bins from the lowest value up."""
-    counts = np.bincount(quantized.levels, minlength=FIRST_BIN + len(quantized.centres))
-    special = [LevelCount("pruned", 0.0, int(counts[PRUNED])), LevelCount("protected", None, int(counts[PROTECTED]))]
-    bins = [
-        LevelCount(f"bin {i}", float(quantized.centres[i]), int(counts[FIRST_BIN + i]))
-        for i in np.argsort(quantized.centres, kind="stable")
-    ]
-    return [found for found in (*special, *bins) if found.count]
 
 
 @dataclass(frozen=True)
@@ -95,11 +72,5 @@ def _change(name: str, before: StoredTensor, after: StoredTensor) -> Change:
         return Change(name, "changed")
     distance, norm = float(torch.linalg.vector_norm(b - a)), float(torch.linalg.vector_norm(a))
     moved = distance / norm if norm else (0.0 if distance == 0 else math.inf)
-    migrated = None
-    if (
-        isinstance(before, QuantizedTensor)
-        and isinstance(after, QuantizedTensor)
-        and before.codebook.bins == after.codebook.bins
-    ):
-        migrated = float(np.mean(before.levels != after.levels))
+    migrated = form_of(before).migrated(after)
     return Change(name, "changed", moved if math.isfinite(moved) else None, changed, migrated)

@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from dynaquant.engine.coding import schemes
-from dynaquant.engine.coding.schemes import Conditional, Rearranged, Scheme, SecondMomentUnits
 from dynaquant.errors import CheckpointError
 from dynaquant.saving.record import Size, sizes_by_role
 from dynaquant.store import frozen_files
@@ -88,16 +86,10 @@ def _info(entry: Entry) -> TensorInfo:
         entry.label.layer_type,
         entry.dtype,
         tuple(entry.shape),
-        schemes.kind_of(entry.scheme),
-        _bins(entry.scheme),
+        entry.scheme.kind,
+        entry.scheme.codebook_bins,
         Size(0 if entry.external else entry.raw_size, entry.stored_size),
     )
-
-
-def _bins(scheme: Scheme) -> int | None:
-    if isinstance(scheme, SecondMomentUnits):
-        scheme = scheme.units
-    return scheme.bins if isinstance(scheme, Rearranged | Conditional) else None
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynaquant.engine.coding.schemes import Conditional, Reference, SecondMomentUnits
+from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.stored import form_of
 from dynaquant.engine.reduction import Numbers
-from dynaquant.engine.tensors.stored import Patchwork, QuantizedTensor, ScaledMoment, StoredTensor
 from dynaquant.ranks.group import Group
 from dynaquant.store.container import CheckpointFile
 from dynaquant.training.collect import parameter_names
@@ -38,7 +38,8 @@ def dropped_moments(
         if (full := f"{name}.state.{key}.{moment}") in restored and full in tensors and parameter.numel()
     ]
     found: dict[str, set[Tensor]] = {name: set() for name in optimizers}
-    kept = group.reduce(Numbers(highest=np.array([float(_has_values(tensors[full])) for _, _, full in moments])))
+    has_values = [float(form_of(tensors[full]).has_values()) for _, _, full in moments]
+    kept = group.reduce(Numbers(highest=np.array(has_values)))
     for (name, parameter, _), is_kept in zip(moments, kept.highest, strict=True):
         if not is_kept:
             found[name].add(parameter)
@@ -57,17 +58,6 @@ def names_of_dropped(chain: Sequence[CheckpointFile]) -> frozenset[str]:
 def _has_no_levels(chain: Sequence[CheckpointFile], name: str) -> bool:
     """Whether a tensor is quantized, and all its values are zero: it has neither bins nor outliers."""
     for file in chain:
-        if not isinstance(scheme := file.header.by_name[name].scheme, Reference):
-            coded = scheme.units if isinstance(scheme, SecondMomentUnits) else scheme
-            return isinstance(coded, Conditional) and coded.bins == coded.protected == 0
+        if not (scheme := file.header.by_name[name].scheme).is_reference:
+            return scheme.is_zero
     return False
-
-
-def _has_values(stored: StoredTensor) -> bool:
-    """Whether the stored form of a first moment holds anything but the zeros of a dropped one."""
-    if isinstance(stored, Patchwork):
-        return any(_has_values(piece) for _, piece in stored.boxes)
-    units = stored.units if isinstance(stored, ScaledMoment) else stored
-    if isinstance(units, QuantizedTensor):
-        return bool(units.levels.any())
-    return stored.shape.numel() > 0

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynaquant.engine.tensors.dequantize import values_of
-from dynaquant.engine.tensors.stored import External
+from dynaquant.engine.forms.stored import form_of, values_of
 from dynaquant.errors import CheckpointError
 from dynaquant.restore.model_tensors import Models, Targets, expanded_error, targets_in
 from dynaquant.store.chain import detect_run_changes, name_step_in_errors, needed_entries, retry_if_run_changed
@@ -100,7 +99,7 @@ class Follower(Iterator[int]):
         tensors = self._decoded(file, list(dict.fromkeys(name for name, _ in targets)), self._held)
         changed = {key: target for key, target in targets.items() if not self._is_there(file, key, target, tensors)}
         # Frozen parameters are read from their file only now. An error must come before the first write.
-        read = {name: stored.values() for name, _ in changed if isinstance(stored := tensors[name], External)}
+        read = {name: values_of(stored) for name, _ in changed if form_of(stored := tensors[name]).external}
         values = {**tensors, **read}
         for (name, _), target in changed.items():
             if not target.is_contiguous() and not can_hold(target, values_of(values[name])):
@@ -137,7 +136,7 @@ class Follower(Iterator[int]):
         if self._held is not None and self._held.written.get(key) == (digest, _state_of(target)):
             return True
         alike = (target.dtype, target.shape) == (stored.dtype, stored.shape)
-        return isinstance(stored, External) and alike and self._hashes.of(key[0], target) == digest
+        return form_of(stored).external and alike and self._hashes.of(key[0], target) == digest
 
 
 def follow(path: str | os.PathLike[str], model: Models, *, poll: float = 1.0, timeout: float | None = None) -> Follower:

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from dynaquant.engine import kernels
-from dynaquant.engine.tensors.dequantize import dequantize_into, values_of
+from dynaquant.engine.forms.external import External
+from dynaquant.engine.forms.form import StoredTensor, dequantize_into
+from dynaquant.engine.forms.stored import values_of
 from dynaquant.engine.tensors.layouts import Layout, laid_out, layout_of
-from dynaquant.engine.tensors.stored import External, StoredTensor
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import is_sharded, local_of
 from dynaquant.state.flatten import flatten

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from dynaquant.engine.tensors.stored import External, StoredTensor
+from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.stored import form_of, values_of
 from dynaquant.errors import CheckpointError
 from dynaquant.ranks.dtensors import local_of, memory_of, reshard, with_local
 from dynaquant.ranks.group import Group
@@ -276,8 +277,8 @@ class Restorer:
             for name in targets.keys() & values.keys() - in_place.keys():
                 values[name] = with_local(targets[name], values[name].to(targets[name].device))
             for name in in_place:
-                if isinstance(tensor := stored[name], External):
-                    tensor.values()  # raises while nothing has been changed
+                if form_of(stored[name]).external:
+                    values_of(stored[name])  # raises while nothing has been changed
         return {**values, **unchanged}, in_place
 
     def _state(

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.forms.stored import values_of
 from dynaquant.restore.fitting import Comparison
 from dynaquant.state.flatten import unflatten
 from dynaquant.state.of_ranks import OfRank, is_of_a_rank, ranks_in, tree_of

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.patchwork import patchwork
+from dynaquant.engine.forms.stored import in_one
 from dynaquant.engine.tensors.box import Box
-from dynaquant.engine.tensors.boxes import in_one, patchwork
 from dynaquant.engine.tensors.dtypes import dtype_named
 from dynaquant.engine.tensors.shard import Shard
-from dynaquant.engine.tensors.stored import StoredTensor
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import is_sharded, shard_of
 from dynaquant.restore.in_place import STATE, parameters_of

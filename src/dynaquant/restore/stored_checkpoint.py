@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
-from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.forms.stored import values_of
 from dynaquant.engine.tensors.dtypes import dtype_named
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.errors import CheckpointError, RunChangedError, StateError

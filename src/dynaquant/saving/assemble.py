@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from dynaquant.engine import kernels
-from dynaquant.engine.tensors.stored import External, Quantized, QuantizedTensor, RoundedWeight, StoredTensor
+from dynaquant.engine.forms.external import External
+from dynaquant.engine.forms.form import Form, StoredTensor
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.rounded import RoundedWeight
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Assembled:
 
 def assemble(
     live: Mapping[str, Tensor],
-    quantized: Mapping[str, Quantized],
+    quantized: Mapping[str, Form],
     master_of: Mapping[str, str],
     external: Mapping[str, External],
     names: Iterable[str],

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 
 from torch import Tensor
 
+from dynaquant.engine.forms.bounded import BoundedTensor
 from dynaquant.engine.quantize.averages import average_bounds
 from dynaquant.engine.quantize.bounds import quantize_bounded
 from dynaquant.engine.shards import WHOLE, Shards
-from dynaquant.engine.tensors.bounded import BoundedTensor
 from dynaquant.saving.capture import Captured
 from dynaquant.saving.presets import Preset
 from dynaquant.training.objects import MAIN

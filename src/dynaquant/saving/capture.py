@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from dynaquant.engine.bound import Bound
+from dynaquant.engine.forms.external import External
 from dynaquant.engine.label import Label
 from dynaquant.engine.shards import WHOLE, Shards
-from dynaquant.engine.tensors.stored import External
 from dynaquant.errors import StateError
 from dynaquant.ranks.dtensors import local_of, reshard
 from dynaquant.ranks.group import Group

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dynaquant.engine.forms.external import External
+from dynaquant.engine.forms.form import Form, dequantize
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.knobs import Configuration, Knobs
 from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.engine.shards import WHOLE, Shards
-from dynaquant.engine.tensors.dequantize import dequantize
-from dynaquant.engine.tensors.stored import External, Quantized
 from dynaquant.methods.method import WeightsToPrepare
 from dynaquant.methods.named import METHODS
 from dynaquant.options import Quality, check_share
@@ -284,7 +284,7 @@ class Compressor:
         size_factor: float,
         comparison: Comparison,
         captured: Captured,
-        bounded: Mapping[str, Quantized],
+        bounded: Mapping[str, Form],
         displaced: Mapping[str, float],
     ) -> tuple[Decision, list[str]]:
         """Return the most compact configuration that is good enough for the changed weights, and notes."""
@@ -335,7 +335,7 @@ class Compressor:
         captured: Captured,
         division: Division | None,
         tensors: Mapping[str, Tensor],
-        quantized: Mapping[str, Quantized],
+        quantized: Mapping[str, Form],
         tolerances: Mapping[str, float],
         master_of: Mapping[str, str],
         external: Mapping[str, External],
@@ -346,11 +346,11 @@ class Compressor:
         quantized: all but moments. copied_exactly: as for ``assemble``. Collective.
         """
 
-        def assembled(live: Mapping[str, Tensor], moments: Mapping[str, Quantized]) -> Assembled:
+        def assembled(live: Mapping[str, Tensor], moments: Mapping[str, Form]) -> Assembled:
             forms = {**quantized, **moments}
             return assemble(live, forms, master_of, external, captured.labels, copied_exactly)
 
-        def moments_of(own: Mapping[str, Tensor], shards: Shards) -> dict[str, Quantized]:
+        def moments_of(own: Mapping[str, Tensor], shards: Shards) -> dict[str, Form]:
             if self._preset is None or not self.method.quantizes_moments:
                 return {}
             first, second = self._preset.first_tolerance, self._preset.second_tolerance

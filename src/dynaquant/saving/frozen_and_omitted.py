@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dynaquant.engine.tensors.stored import External, omitted
+from dynaquant.engine.forms.external import External, omitted
 from dynaquant.errors import StateError
 from dynaquant.saving.capture import Captured
 from dynaquant.state.subclasses import owner_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dynaquant.engine.tensors.stored import StoredTensor
+from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.saving import displacements
 from dynaquant.saving.displacements import Displacements
 from dynaquant.saving.record import degradation_of, limit_of

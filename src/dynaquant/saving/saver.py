@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from dynaquant.engine.bound import Bound
-from dynaquant.engine.tensors.stored import StoredTensor
+from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.ranks.group import Group
 from dynaquant.saving import finite
 from dynaquant.saving.capture import Captured, capture

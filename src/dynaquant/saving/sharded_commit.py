@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.stored import cut
 from dynaquant.engine.label import Label
 from dynaquant.engine.tensors.box import Box
-from dynaquant.engine.tensors.boxes import cut
-from dynaquant.engine.tensors.stored import StoredTensor
 from dynaquant.errors import CheckpointError
 from dynaquant.ranks.group import Group
 from dynaquant.saving.commit_stage import CommitStage

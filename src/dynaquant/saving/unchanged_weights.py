@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dynaquant.engine.coding.schemes import Sharded
+from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.rounded import RoundedWeight
+from dynaquant.engine.forms.schemes import Sharded
+from dynaquant.engine.forms.stored import in_one, stored_hash
 from dynaquant.engine.shards import WHOLE, Shards
-from dynaquant.engine.tensors.boxes import in_one
-from dynaquant.engine.tensors.hashing import stored_hash, tensor_hash
-from dynaquant.engine.tensors.stored import QuantizedTensor, RoundedWeight, StoredTensor
+from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.store.container import Header
 from dynaquant.training.hash_cache import HashCache, sample_of
 

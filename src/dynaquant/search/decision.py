@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.quantize.knobs import Knobs
-from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.search.judge import JudgedBy
 from dynaquant.search.memory import SearchMemory
 from dynaquant.search.scores import MeasuredQuality, Trial

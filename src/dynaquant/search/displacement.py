@@ -13,10 +13,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from dynaquant.engine.forms import form
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.quantize.candidate import CandidateTensor, CandidateWeights, pieces
 from dynaquant.engine.shards import WHOLE, Shards
-from dynaquant.engine.tensors import dequantize
-from dynaquant.engine.tensors.stored import QuantizedTensor
 
 LEAST_KEPT = 0.99
 """Share of the displacement since a restore that a checkpoint must keep. The rest is lost at every restore,
@@ -83,7 +83,7 @@ def _projection(weight: Tensor, restored: QuantizedTensor, candidate: CandidateT
     """Return ``⟨ŵ - r, w - r⟩`` and ``‖w - r‖²`` of one tensor. Works in pieces, to need little memory."""
     flat, begin = weight.detach().reshape(-1), 0
     projection = squared_length = 0.0
-    pieces_of_both = zip(dequantize.pieces(restored, weight.device), pieces(candidate, weight.device), strict=True)
+    pieces_of_both = zip(form.pieces(restored, weight.device), pieces(candidate, weight.device), strict=True)
     for restored_piece, candidate_piece in pieces_of_both:
         origin = _wide(restored_piece)
         displacement = _wide(flat[begin : begin + len(origin)]) - origin

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from dynaquant.engine.tensors.stored import QuantizedTensor
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.search.history import History
 from dynaquant.search.noise import Noise
 from dynaquant.search.sight import Sight

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from dynaquant.engine.forms.form import dequantize
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.quantize.grid_weights import GridWeights
 from dynaquant.engine.quantize.knobs import GridConfiguration
-from dynaquant.engine.tensors.dequantize import dequantize
-from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.search.failures import attempt
 
 PROBE_DISTORTION = 0.02

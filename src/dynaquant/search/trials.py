@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.quantize.candidate import CandidateWeights, all_zero, with_levels
 from dynaquant.engine.quantize.knobs import Knobs
-from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.ranks.group import Group
 from dynaquant.ranks.lockstep import Lockstep
 from dynaquant.search.displacement import Displacement, keeps_enough

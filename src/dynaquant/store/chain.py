@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from dynaquant.engine.coding.schemes import depends_on
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.store import frozen_files
 from dynaquant.store.container import CheckpointFile, Parent, is_missing, open_if_exists
@@ -177,7 +176,7 @@ def open_part(file: CheckpointFile, number: int) -> CheckpointFile:
 
 def dependent_last(entries: Iterable[Entry]) -> list[Entry]:
     """Return the entries; those that depend on other tensors of the same checkpoint come last."""
-    return sorted(entries, key=lambda entry: depends_on(entry.scheme) is not None)
+    return sorted(entries, key=lambda entry: entry.scheme.depends_on is not None)
 
 
 def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[list[Entry]]:
@@ -192,7 +191,7 @@ def needed_entries(chain: list[CheckpointFile], names: Collection[str]) -> list[
         if missing := sorted(wanted.keys() - known.keys()):
             raise CheckpointError(f"{chain[i - 1].path}: tensor {missing[0]} is not in its parent, {file.path.name}")
         entries = [known[name] for name in wanted]
-        others = {other for entry in entries if (other := depends_on(entry.scheme)) is not None}
+        others = {other for entry in entries if (other := entry.scheme.depends_on) is not None}
         if missing := sorted(others - known.keys()):
             raise CheckpointError(f"{file.path}: a tensor depends on {missing[0]}, which is not in the file")
         entries += [known[name] for name in others - wanted.keys()]

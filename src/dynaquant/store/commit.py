@@ -17,9 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
-from dynaquant.engine.coding.encoder import Coder
+from dynaquant.engine.forms.external import External
+from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.scheme import Coder
 from dynaquant.engine.label import Label
-from dynaquant.engine.tensors.stored import External, StoredTensor
 from dynaquant.errors import CheckpointError
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store import frozen_files

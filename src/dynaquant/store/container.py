@@ -19,7 +19,6 @@ from typing import Any, BinaryIO
 import zstandard
 from blake3 import blake3
 
-from dynaquant.engine.coding.schemes import Frozen, Sharded
 from dynaquant.errors import CheckpointError, RunChangedError
 from dynaquant.state.tree import MAX_DEPTH, is_too_deep
 from dynaquant.store.content import InMemory, OnDisk, read_at
@@ -127,7 +126,7 @@ class Header:
     @property
     def frozen(self) -> frozenset[str]:
         """Returns the identities of the files of frozen parameters that the checkpoint needs."""
-        return frozenset(entry.scheme.file for entry in self.entries if isinstance(entry.scheme, Frozen))
+        return frozenset(filter(None, (entry.scheme.frozen_file for entry in self.entries)))
 
     @cached_property
     def by_name(self) -> dict[str, Entry]:
@@ -291,7 +290,7 @@ class CheckpointFile:
             )
             if header.parts is not None:
                 header.parts.check(header.entries)
-            elif any(isinstance(entry.scheme, Sharded) for entry in header.entries):
+            elif any(entry.scheme.layout_number is not None for entry in header.entries):
                 raise ValueError("a tensor is stored as boxes, but there are no parts")
             matches = data["identity"] == header.identity
         except (ValueError, KeyError, TypeError, RecursionError) as error:

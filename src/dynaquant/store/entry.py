@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, cast, get_args
 
-from dynaquant.engine.coding import schemes
-from dynaquant.engine.coding.schemes import (
-    EXTERNAL,
-    MAX_EXPANSION,
-    BytePlanes,
-    Lossless,
-    Omitted,
-    Raw,
-    Reference,
-    RoundedFromMaster,
-    Scheme,
-    Sharded,
-)
+from dynaquant.engine.forms import schemes
+from dynaquant.engine.forms.scheme import MAX_EXPANSION, Scheme
 from dynaquant.engine.label import Label, Role
 from dynaquant.engine.tensors.element_types import ITEM_SIZES, QUANTIZABLE
 from dynaquant.errors import CheckpointError
@@ -27,8 +16,6 @@ from dynaquant.errors import CheckpointError
 # Computed once: a header has hundreds of entries, and a restore reads several headers.
 _ROLES = frozenset(get_args(Role))
 _HASH = re.compile("[0-9a-f]{64}")
-_OF_ANY_DTYPE = (Raw, BytePlanes, Lossless, Reference, RoundedFromMaster, Sharded, *EXTERNAL)
-_DECODED_FROM_OTHERS = (RoundedFromMaster, Sharded, *EXTERNAL)
 
 
 @dataclass(frozen=True)
@@ -59,17 +46,17 @@ class Entry:
     @property
     def stored_size(self) -> int:
         """Bytes of its stream, or of its streams in all parts of a checkpoint."""
-        return self.scheme.stored if isinstance(self.scheme, Sharded) else self.size
+        return self.scheme.stored_size(self.size)
 
     @property
     def external(self) -> bool:
         """Whether the checkpoint has only the hash of the values: the tensor is frozen or omitted."""
-        return isinstance(self.scheme, EXTERNAL)
+        return self.scheme.external
 
     @property
     def omitted(self) -> bool:
         """Whether the values are stored nowhere."""
-        return isinstance(self.scheme, Omitted)
+        return self.scheme.external and self.scheme.frozen_file is None
 
     @property
     def needs_parent(self) -> bool:
@@ -86,7 +73,7 @@ class Entry:
             "shape": list(self.shape),
             "hash": self.hash,
             "size": self.size,
-            "coding": {"kind": schemes.kind_of(self.scheme), **asdict(self.scheme)},
+            "coding": self.scheme.to_json(),
         }
 
     @classmethod
@@ -127,7 +114,6 @@ def _parse(data: Any) -> Entry:
 
 def _check(entry: Entry) -> None:
     scheme = entry.scheme
-    elements = entry.elements
     raw_size = entry.raw_size
     if entry.label.role not in _ROLES:
         raise ValueError(f"its role is {entry.label.role!r}")
@@ -137,16 +123,10 @@ def _check(entry: Entry) -> None:
         raise ValueError("it is larger than any tensor")
     if entry.size < 0:
         raise ValueError(f"its size is {entry.size}")
-    if isinstance(scheme, Raw) and entry.size != raw_size:
-        raise ValueError("its stream and its values differ in size")
-    if not isinstance(scheme, _OF_ANY_DTYPE) and entry.dtype not in QUANTIZABLE:
+    if not scheme.of_any_dtype and entry.dtype not in QUANTIZABLE:
         raise ValueError(f"{entry.dtype} cannot be quantized")
-    schemes.check(scheme, entry.shape, elements, entry.size)
+    scheme.check(entry.shape, entry.size, raw_size)
     if math.prod(max(n, 1) for n in entry.shape) >= 2**62 or len(entry.shape) > 64:
         raise ValueError("it has a shape that no tensor has")
-    if (
-        not entry.needs_parent
-        and not isinstance(scheme, _DECODED_FROM_OTHERS)
-        and raw_size > MAX_EXPANSION * entry.size
-    ):
+    if scheme.has_stream and not scheme.needs_parent and raw_size > MAX_EXPANSION * entry.size:
         raise ValueError("its stream is too small for its shape")

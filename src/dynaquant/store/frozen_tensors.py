@@ -9,21 +9,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dynaquant.engine.coding.decoder import decode
-from dynaquant.engine.coding.schemes import BytePlanes, Frozen, Lossless, Raw
-from dynaquant.engine.tensors.dequantize import values_of
+from dynaquant.engine.forms.external import External, omitted
+from dynaquant.engine.forms.form import Coded, StoredTensor
+from dynaquant.engine.forms.registry import decode
+from dynaquant.engine.forms.stored import values_of
 from dynaquant.engine.tensors.dtypes import dtype_named
 from dynaquant.engine.tensors.hashing import tensor_hash
-from dynaquant.engine.tensors.stored import External, StoredTensor, omitted
 from dynaquant.errors import CheckpointError
 from dynaquant.store import frozen_files
 from dynaquant.store.container import CheckpointFile
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import sync, sync_parent
 from dynaquant.store.memory import explain_out_of_memory
-
-_SCHEMES = (Raw, BytePlanes, Lossless)
-"""The schemes that tensors in these files may have."""
 
 
 def verify(holder: CheckpointFile) -> None:
@@ -92,12 +89,11 @@ def external_tensor(file: CheckpointFile, entry: Entry) -> External:
 
     Raises CheckpointError if the file of frozen parameters does not hold it.
     """
-    scheme = entry.scheme
-    if isinstance(scheme, Frozen):
-        holder = frozen_files.open_frozen(file, scheme.file)
+    if (identity := entry.scheme.frozen_file) is not None:
+        holder = frozen_files.open_frozen(file, identity)
         found = holder.header.by_name.get(entry.name)
         fits = found is not None and (found.dtype, found.shape, found.hash) == (entry.dtype, entry.shape, entry.hash)
-        if found is None or not fits or not isinstance(found.scheme, _SCHEMES) or found.needs_parent:
+        if found is None or not fits or not found.scheme.is_exact or found.needs_parent:
             raise CheckpointError(f"{file.path}: {entry.name} is not in {holder.path.name}, where it should be")
         return tensor_in(holder, found)
 
@@ -112,7 +108,7 @@ def tensor_in(holder: CheckpointFile, entry: Entry) -> External:
     def values() -> Tensor:
         try:
             with explain_out_of_memory(holder, entry):
-                tensor = values_of(decode(entry.scheme, dtype, shape, holder.read(entry), None))
+                tensor = values_of(decode(entry.scheme, Coded(dtype, shape, holder.read(entry))))
         except ValueError as error:
             raise CheckpointError(f"{holder.path}: tensor {entry.name} is damaged ({error})") from error
         if tensor_hash(tensor) != entry.hash:

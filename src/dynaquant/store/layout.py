@@ -9,7 +9,6 @@ from typing import Any
 
 from blake3 import blake3
 
-from dynaquant.engine.coding.schemes import Sharded
 from dynaquant.engine.tensors.box import Box, tile
 from dynaquant.store.entry import Entry
 from dynaquant.store.files import is_file_name
@@ -84,13 +83,14 @@ class Parts:
         """Raise ValueError if the boxes of an entry do not cover its tensor, each element once."""
         checked = set()  # many tensors have the same layout and shape
         for entry in entries:
-            if isinstance(entry.scheme, Sharded) and (entry.scheme.layout, entry.shape) not in checked:
-                if entry.scheme.layout >= len(self.layouts):
+            number = entry.scheme.layout_number
+            if number is not None and (number, entry.shape) not in checked:
+                if number >= len(self.layouts):
                     raise ValueError(f"tensor {entry.name} has a layout that is not there")
-                boxes = [place.box for place in self.layouts[entry.scheme.layout]]
+                boxes = [place.box for place in self.layouts[number]]
                 if not all(box.fits(entry.shape) for box in boxes) or not tile(entry.shape, boxes):
                     raise ValueError(f"the boxes of {entry.name} do not cover it once")
-                checked.add((entry.scheme.layout, entry.shape))
+                checked.add((number, entry.shape))
 
     def file_name(self, part: int) -> str:
         """Return the path of a part from the folder of the run on."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import torch
 
-from dynaquant.engine.coding.schemes import Sharded, depends_on
-from dynaquant.engine.tensors.boxes import cut, patchwork
+from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.patchwork import patchwork
+from dynaquant.engine.forms.stored import cut, known_by, stored_hash
 from dynaquant.engine.tensors.dtypes import dtype_named
-from dynaquant.engine.tensors.hashing import stored_hash
-from dynaquant.engine.tensors.stored import RoundedWeight, ScaledMoment, StoredTensor
 from dynaquant.errors import CheckpointError
 from dynaquant.store.chain import open_part
 from dynaquant.store.container import CheckpointFile
@@ -34,7 +32,7 @@ def decode_sharded(
     Raises CheckpointError if a box is missing or damaged. Values are not compared with their hash.
     """
     boxes = []
-    other = others.get(depends_on(entry.scheme) or "")
+    other = others.get(entry.scheme.depends_on or "")
     try:
         for place in places_of(file, entry):
             before, beside = (None if tensor is None else cut(tensor, place.box) for tensor in (parent, other))
@@ -60,16 +58,12 @@ def decode_box(
     part, own = open_part(file, place.part), entry_of_box(file, entry, place)
     if own.needs_parent and parent is None:
         raise CheckpointError(f"{part.path}: {own.name} needs a parent, but tensor {entry.name} has none")
-    needed, second = depends_on(own.scheme), depends_on(entry.scheme)
+    needed, second = own.scheme.depends_on, entry.scheme.depends_on
     if needed is not None and (other is None or second is None or needed != box_name(second, place.box)):
         raise CheckpointError(f"{part.path}: {own.name} depends on {needed}, and its tensor on {second or 'no other'}")
     others = {} if needed is None or other is None else {needed: other}
     stored = decode_entry(part, own, parent, others)
-    if second is not None and isinstance(stored, ScaledMoment):
-        return replace(stored, second_name=second)
-    if second is not None and isinstance(stored, RoundedWeight):
-        return replace(stored, master_name=second)
-    return stored
+    return stored if second is None else known_by(stored, second)
 
 
 def hash_of_boxes(file: CheckpointFile, entry: Entry, stored: StoredTensor) -> str:
@@ -83,13 +77,13 @@ def entry_of_box(file: CheckpointFile, entry: Entry, place: Place) -> Entry:
     own = part.header.by_name.get(box_name(entry.name, place.box))
     if own is None or own.dtype != entry.dtype or own.shape != place.box.sizes:
         raise CheckpointError(f"{part.path}: {box_name(entry.name, place.box)} is not there, or has another shape")
-    if isinstance(own.scheme, Sharded) or own.external:
+    if own.scheme.layout_number is not None or own.external:
         raise CheckpointError(f"{part.path}: the values of {own.name} are not in the part")
     return own
 
 
 def places_of(file: CheckpointFile, entry: Entry) -> Layout:
     """Return where the boxes of a tensor are."""
-    assert isinstance(entry.scheme, Sharded)
     assert file.header.parts is not None
-    return file.header.parts.layouts[entry.scheme.layout]
+    assert entry.scheme.layout_number is not None
+    return file.header.parts.layouts[entry.scheme.layout_number]

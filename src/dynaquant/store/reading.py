@@ -6,14 +6,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from dynaquant.engine.coding.decoder import decode, decodes_to
-from dynaquant.engine.coding.schemes import Lossless, Reference, Sharded, depends_on
-from dynaquant.engine.tensors.boxes import in_one
+from dynaquant.engine.forms.form import Coded, StoredTensor
+from dynaquant.engine.forms.registry import decode, decodes_to
+from dynaquant.engine.forms.stored import in_one, stored_equal, stored_hash
 from dynaquant.engine.tensors.dtypes import dtype_name, dtype_named
-from dynaquant.engine.tensors.hashing import stored_hash
-from dynaquant.engine.tensors.stored import StoredTensor, stored_equal
 from dynaquant.errors import CheckpointError
 from dynaquant.store import frozen_tensors, parts
 from dynaquant.store.chain import detect_run_changes, name_step_in_errors, needed_entries
@@ -72,7 +69,7 @@ def load_tensors(
         parents, tensors = tensors, {}
         for entry in entries:
             tensors[entry.name] = decode_entry(file, entry, parents.get(entry.name), tensors)
-            if isinstance(entry.scheme, Reference):
+            if entry.scheme.is_reference:
                 check_reference(file, entry, chain[i + 1])
         for entry in entries if i == 0 or all_ else []:
             if tensors[entry.name] is known.get(entry.name):
@@ -99,20 +96,25 @@ def decode_entry(
 
     Raises CheckpointError if it is damaged.
     """
-    if isinstance(entry.scheme, Reference):
+    if entry.scheme.is_reference:
         assert parent is not None
         return parent
-    if isinstance(entry.scheme, Sharded):
+    if entry.scheme.layout_number is not None:
         return parts.decode_sharded(file, entry, parent, others, decode_entry)
     if entry.external:
         return frozen_tensors.external_tensor(file, entry)
     try:
         with explain_out_of_memory(file, entry):
-            other = others.get(depends_on(entry.scheme) or "")
-            dtype, shape = dtype_named(entry.dtype), torch.Size(entry.shape)
-            return decode(entry.scheme, dtype, shape, file.read(entry), in_one(parent), other)
+            return decode(entry.scheme, _coded(file, entry, parent, others))
     except ValueError as error:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
+
+
+def _coded(
+    file: CheckpointFile, entry: Entry, parent: StoredTensor | None, others: Mapping[str, StoredTensor]
+) -> Coded:
+    other = others.get(entry.scheme.depends_on or "")
+    return Coded(dtype_named(entry.dtype), torch.Size(entry.shape), file.read(entry), in_one(parent), other)
 
 
 def holds(
@@ -126,12 +128,13 @@ def holds(
 
     parent, others: as for ``decode_entry``.
     """
-    if not isinstance(entry.scheme, Lossless) or not isinstance(wanted, Tensor):
+    if not entry.scheme.has_stream:
         return stored_equal(decode_entry(file, entry, parent, others), wanted)
     if (entry.dtype, entry.shape) != (dtype_name(wanted.dtype), wanted.shape):
         return False
     try:
-        return decodes_to(entry.scheme, wanted, file.read(entry), in_one(parent))
+        with explain_out_of_memory(file, entry):
+            return decodes_to(entry.scheme, _coded(file, entry, parent, others), wanted)
     except ValueError as error:
         raise CheckpointError(f"{file.path}: tensor {entry.name} is damaged ({error})") from error
 
@@ -140,7 +143,7 @@ def decoded_hash(file: CheckpointFile, entry: Entry, stored: StoredTensor) -> st
     """Return the hash of a decoded tensor. Raises CheckpointError if its parts do not fit together."""
     try:
         with explain_out_of_memory(file, entry):
-            if isinstance(entry.scheme, Sharded):
+            if entry.scheme.layout_number is not None:
                 return parts.hash_of_boxes(file, entry, stored)
             return stored_hash(stored)
     except ValueError as error:

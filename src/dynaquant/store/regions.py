@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from dynaquant.engine.coding.schemes import Sharded, depends_on
+from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.patchwork import Patchwork
+from dynaquant.engine.forms.stored import cut
 from dynaquant.engine.tensors.box import Box
-from dynaquant.engine.tensors.boxes import cut
 from dynaquant.engine.tensors.dtypes import dtype_named
-from dynaquant.engine.tensors.stored import Patchwork, StoredTensor
 from dynaquant.errors import CheckpointError
 from dynaquant.store.chain import detect_run_changes, name_step_in_errors, open_part
 from dynaquant.store.container import CheckpointFile
@@ -57,11 +57,11 @@ class _TensorReader:
         entry = file.header.by_name.get(name)
         if entry is None or not box.fits(entry.shape):
             raise CheckpointError(f"{file.path}: there is no tensor {name!r} with a box {box.offsets}, {box.sizes}")
-        if not isinstance(entry.scheme, Sharded):
+        if entry.scheme.layout_number is None:
             if (level, name) not in self._whole:
                 self._whole[level, name] = load_tensor(self._chain[level:], name)
             return cut(self._whole[level, name], box)
-        key = level, entry.scheme.layout, box
+        key = level, entry.scheme.layout_number, box
         if (needed := self._needed.get(key)) is None:
             needed = [place for place in places_of(file, entry) if place.box == box or place.box.overlap(box)]
             self._needed[key] = needed
@@ -75,7 +75,7 @@ class _TensorReader:
             file = self._chain[level]
             own = entry_of_box(file, entry, place)
             parent = self.read(level + 1, entry.name, place.box) if own.needs_parent else None
-            second = depends_on(entry.scheme)
+            second = entry.scheme.depends_on
             other = None if second is None else self.read(level, second, place.box)
             stored = decode_box(file, entry, place, parent, other, decode_entry)
             part = open_part(file, place.part)

@@ -14,20 +14,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from dynaquant.engine.coding.schemes import Sharded
+from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.schemes import Sharded
+from dynaquant.engine.forms.stored import form_of, stored_equal
 from dynaquant.engine.label import Label
 from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import dtype_name, dtype_named
-from dynaquant.engine.tensors.stored import (
-    QuantizedTensor,
-    RankOne,
-    RoundedWeight,
-    ScaledMoment,
-    StoredTensor,
-    stored_equal,
-)
 from dynaquant.errors import CheckpointError
 from dynaquant.state.tree import state_dict_tree
 from dynaquant.store.container import CheckpointFile, Header
@@ -103,20 +96,19 @@ def plan_of(header: Header) -> Plan:
             entry.label,
             dtype_named(entry.dtype),
             torch.Size(entry.shape),
-            entry.scheme.layout,
-            entry.scheme.second,
+            number,
+            entry.scheme.depends_on or "",
         )
         for entry in header.entries
-        if isinstance(entry.scheme, Sharded)
+        if (number := entry.scheme.layout_number) is not None
     )
     return Plan(tensors, header.parts.layouts, len(header.parts.files))
 
 
 def second_of(stored: StoredTensor) -> str:
     """Return the name of the tensor that must be decoded before this one; an empty text if there is none."""
-    if isinstance(stored, ScaledMoment):
-        return stored.second_name
-    return stored.master_name if isinstance(stored, RoundedWeight) else ""
+    other = form_of(stored).other
+    return "" if other is None else other[0]
 
 
 Boxes = Mapping[tuple[str, Box], StoredTensor]
@@ -193,14 +185,11 @@ def write_part(
 
 def _in_part(boxes: Boxes, stored: StoredTensor, box: Box) -> StoredTensor:
     """Return a box that refers to other boxes of its part by the names that they have there."""
-    if isinstance(stored, ScaledMoment):
-        other = boxes.get((stored.second_name, box))
-        if isinstance(other, QuantizedTensor | RankOne) and stored_equal(other, stored.second):
-            return replace(stored, second_name=box_name(stored.second_name, box), second=other)
-    elif isinstance(stored, RoundedWeight):
-        other = boxes.get((stored.master_name, box))
-        if isinstance(other, QuantizedTensor | Tensor) and stored_equal(other, stored.master):
-            return replace(stored, master_name=box_name(stored.master_name, box), master=other)
+    if (needed := form_of(stored).other) is not None:
+        name, own = needed
+        other = boxes.get((name, box))
+        if other is not None and stored_equal(other, own):
+            return form_of(stored).with_other(box_name(name, box), other)
     return stored
 
 

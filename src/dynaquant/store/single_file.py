@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.engine.label import Label
-from dynaquant.engine.tensors.stored import StoredTensor
 from dynaquant.errors import CheckpointError
 from dynaquant.store.atomic_files import atomic_file
 from dynaquant.store.container import CheckpointFile, Header, Parent

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dynaquant.engine.coding.schemes import Reference, depends_on
-from dynaquant.engine.tensors.stored import StoredTensor
+from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.errors import CheckpointError
 from dynaquant.store import frozen_files, frozen_tensors
 from dynaquant.store.chain import dependent_last, retry_if_run_changed
@@ -169,7 +168,7 @@ def _with_frozen(found: _Decoded, sound: set[str]) -> _Decoded:
 def _decode_entry(
     file: CheckpointFile, entry: Entry, above: _Decoded | None, tensors: Tensors, wrong: dict[str, str]
 ) -> StoredTensor:
-    other = depends_on(entry.scheme)
+    other = entry.scheme.depends_on
     if other is not None and other not in tensors:
         raise CheckpointError(wrong.get(other, f"{file.path}: a tensor depends on {other}, which is not in the file"))
     parent = None
@@ -183,7 +182,7 @@ def _decode_entry(
 
 def _check(file: CheckpointFile, entry: Entry, above: _Decoded | None, stored: StoredTensor) -> None:
     """Compare the values with their hash. If those of the parent are wrong too, raise the parent's error."""
-    if above is not None and isinstance(entry.scheme, Reference):
+    if above is not None and entry.scheme.is_reference:
         check_reference(file, entry, above.file)
         if entry.name in above.wrong:
             raise CheckpointError(above.wrong[entry.name])

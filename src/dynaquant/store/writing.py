@@ -6,16 +6,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
-from torch import Tensor
-
-from dynaquant.engine.coding.encoder import Coder, encode
-from dynaquant.engine.coding.schemes import BytePlanes, Frozen, Lossless, Omitted, Raw, Rearranged, Reference
+from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.scheme import Coder
+from dynaquant.engine.forms.schemes import Reference
+from dynaquant.engine.forms.stored import can_refer_to, form_of, in_one, stored_hash, values_of
 from dynaquant.engine.label import Label
-from dynaquant.engine.tensors.boxes import in_one
-from dynaquant.engine.tensors.dequantize import values_of
 from dynaquant.engine.tensors.dtypes import dtype_name
-from dynaquant.engine.tensors.hashing import stored_hash
-from dynaquant.engine.tensors.stored import External, RoundedWeight, ScaledMoment, StoredTensor, stored_equal
 from dynaquant.errors import CheckpointError
 from dynaquant.store.container import CheckpointFile, CheckpointWriter, Header, Parent
 from dynaquant.store.entry import Entry
@@ -72,7 +68,7 @@ class Base:
         """
         found = dict(tensors)
         for entry in header.entries:
-            if isinstance(entry.scheme, Reference):
+            if entry.scheme.is_reference:
                 # The values are the same, but they may have been quantized with another codebook to other levels.
                 found.pop(entry.name)
                 if before and entry.name in before.tensors:
@@ -86,7 +82,7 @@ def _hashes(header: Header) -> dict[str, str]:
 
 def coder_of(file: CheckpointFile) -> Coder:
     """Return the coder that a checkpoint's levels were coded with, to re-code them."""
-    published = any(isinstance(entry.scheme, Rearranged) for entry in file.header.entries)
+    published = any(entry.scheme.coder == "rearranged" for entry in file.header.entries)
     return "rearranged" if published else "conditional"
 
 
@@ -97,19 +93,14 @@ def encode_entry(
 
     again: True when re-coding. Other files may depend on its levels, so these must not change.
     """
-    stored = tensors[name]
-    digest = stored_hash(stored)
-    if isinstance(stored, External):
-        where = Omitted() if stored.file is None else Frozen(stored.file)
-        return Entry(name, label, dtype_name(stored.dtype), stored.shape, digest, 0, where), b""
+    stored = form_of(tensors[name])
+    digest = stored.digest()
     parent = in_one(base.tensors.get(name)) if base else None
-    if base is not None and base.hashes.get(name) == digest and _can_stand_for(parent, stored, again):
+    if base is not None and base.hashes.get(name) == digest and can_refer_to(stored, parent, again):
         return Entry(name, label, dtype_name(stored.dtype), stored.shape, digest, 0, Reference()), b""
-    if isinstance(stored, ScaledMoment) and tensors.get(stored.second_name) is not stored.second:
-        stored = values_of(stored)  # in units of a second moment that has changed since
-    elif isinstance(stored, RoundedWeight) and tensors.get(stored.master_name) is not stored.master:
-        stored = values_of(stored)
-    scheme, coded = encode(stored, parent, coder)
+    if stored.other is not None and tensors.get(stored.other[0]) is not stored.other[1]:
+        stored = form_of(stored.values())  # e.g. in units of a second moment that has changed since
+    scheme, coded = stored.encode(parent, coder)
     return Entry(name, label, dtype_name(stored.dtype), stored.shape, digest, len(coded), scheme), coded
 
 
@@ -141,25 +132,6 @@ def write_checkpoint(
     writer.finish(replace(draft, entries=tuple(entries)), durable)
 
 
-def _can_stand_for(parent: StoredTensor | None, stored: StoredTensor, again: bool) -> bool:
-    """Whether a tensor can be stored as a reference to the parent's, which has the same values."""
-    if isinstance(parent, External):  # the parent has no values, and its file of frozen parameters may be deleted
-        return False
-    # Re-coded without the parent, it would lose its levels if they were in units of another second moment.
-    if isinstance(stored, ScaledMoment) and isinstance(parent, ScaledMoment):
-        return (not again or _coded_alike(stored, parent)) and stored_equal(parent.second, stored.second)
-    return not again or _coded_alike(stored, parent)
-
-
-def _coded_alike(stored: StoredTensor, parent: StoredTensor | None) -> bool:
-    """Whether a tensor with the parent's values also has the parent's levels."""
-    if isinstance(stored, Tensor):
-        return isinstance(parent, Tensor)
-    if isinstance(stored, ScaledMoment) and isinstance(parent, ScaledMoment):
-        return stored_equal(stored.units, parent.units)
-    return parent is not None and stored_equal(stored, parent)
-
-
 def verify_written(
     file: CheckpointFile, tensors: Mapping[str, StoredTensor], base: Base | None, threads: int = 1
 ) -> None:
@@ -171,10 +143,10 @@ def verify_written(
 
     def is_right(entry: Entry) -> bool:
         # A reference has the hash of the base, which was verified when it was written or loaded.
-        if isinstance(entry.scheme, Reference):
+        if entry.scheme.is_reference:
             return True
         wanted = tensors[entry.name]
-        if isinstance(entry.scheme, Lossless | BytePlanes | Raw):
+        if entry.scheme.is_exact:
             wanted = values_of(wanted)
         return holds(file, entry, parents.get(entry.name), tensors, wanted)
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynaquant import _native
 from dynaquant.engine.tensors.codebook import FIRST_BIN, PROTECTED, Centres, Codebook, Grid, LogGrid
-from dynaquant.engine.tensors.stored import QuantizedTensor
 
 _BLOCK = 131_072
 _MAX_RUNG_DIFFERENCE = 80
@@ -25,14 +25,26 @@ _NOTHING = np.zeros(0, dtype=np.uint8)
 Table = NDArray[np.uint8]
 
 
-def encode(quantized: QuantizedTensor, parent: QuantizedTensor | None) -> bytes:
+class Quantized(Protocol):
+    """A tensor with levels, flat in C order, and the codebook that turns them into values."""
+
+    @property
+    def levels(self) -> NDArray[np.uint8]:
+        """The levels."""
+
+    @property
+    def codebook(self) -> Codebook:
+        """The codebook."""
+
+
+def encode(quantized: Quantized, parent: Quantized | None) -> bytes:
     """Return the coded levels of a tensor. parent: the parent's tensor, of the same size; None: use no parent."""
     tables = _tables(quantized.codebook, parent.codebook if parent else None)
     sources = _NOTHING if parent is None else parent.levels
     return _native.encode_conditional(quantized.levels, sources, tables.symbol_of, tables.context_of, tables.contexts)
 
 
-def decode(stream: bytes, size: int, codebook: Codebook, parent: QuantizedTensor | None) -> NDArray[np.uint8]:
+def decode(stream: bytes, size: int, codebook: Codebook, parent: Quantized | None) -> NDArray[np.uint8]:
     """Return the ``size`` levels of a stream that ``encode`` made, with the same codebooks.
 
     Raises ValueError if the stream is damaged.

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import numpy as np
+from numpy.typing import NDArray
 
 from dynaquant import _native
-from dynaquant.engine.coding.schemes import Arrangement
-from dynaquant.engine.tensors.stored import Levels
 
+Arrangement = Literal["alone", "delta", "rearranged"]
+"""How levels are coded: without the parent; as deltas in the order of elements; as deltas grouped by parent level."""
 _TRY_ALL_BELOW = 65_536
 _BLOCK = 65_536
 _NOTHING = np.zeros(0, dtype=np.uint8)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The levels of one tensor, uint8, flat in C order. count: how many different levels can occur."""
+
+    values: NDArray[np.uint8]
+    count: int
 
 
 def _arguments(arrangement: Arrangement, count: int, parent: Levels | None) -> tuple[np.ndarray, int, int]:

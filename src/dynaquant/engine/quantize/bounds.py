@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant.engine.bound import Bound
+from dynaquant.engine.coding.prediction import Integers
+from dynaquant.engine.forms.bounded import BoundedTensor, filled, level_dtype, nearest_levels, on_grid
 from dynaquant.engine.reduction import Numbers, Reduce, Reduction, run_in_windows, total
-from dynaquant.engine.tensors.bounded import BoundedTensor, Integers, filled, level_dtype, nearest_levels, on_grid
 from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES, bytes_of
 from dynaquant.engine.tensors.shard import Shard
 

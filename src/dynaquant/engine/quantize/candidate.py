@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dynaquant.engine import kernels
+from dynaquant.engine.forms import form
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.quantize.grid import Empty, RoundedToGrid
-from dynaquant.engine.tensors import dequantize
-from dynaquant.engine.tensors.stored import QuantizedTensor
 
 CandidateTensor = QuantizedTensor | RoundedToGrid
 """One tensor of a candidate. On a grid it has no levels yet, because scoring needs only its values."""
@@ -21,21 +21,21 @@ CandidateWeights = Mapping[str, CandidateTensor]
 
 def values(tensor: CandidateTensor, device: torch.device, empty: Empty = kernels.empty) -> Tensor:
     """Return the values that a restore would return, on a device. empty: makes the memory for them, where it can."""
-    if isinstance(tensor, QuantizedTensor):
-        return dequantize.dequantize(tensor, device)
-    return tensor.values(empty).to(device)
+    if isinstance(tensor, RoundedToGrid):
+        return tensor.values(empty).to(device)
+    return form.dequantize(tensor, device)
 
 
 def pieces(tensor: CandidateTensor, device: torch.device) -> Iterator[Tensor]:
     """Yield the values in order, as flat pieces that stay in the processor's cache while the caller works on them."""
-    if isinstance(tensor, QuantizedTensor):
-        return dequantize.pieces(tensor, device)
-    return (piece.to(device) for piece in tensor.pieces())
+    if isinstance(tensor, RoundedToGrid):
+        return (piece.to(device) for piece in tensor.pieces())
+    return form.pieces(tensor, device)
 
 
 def with_levels(candidate: CandidateWeights) -> dict[str, QuantizedTensor] | None:
     """Return the weights by name if all of them have levels, else None."""
-    found = {name: tensor for name, tensor in candidate.items() if isinstance(tensor, QuantizedTensor)}
+    found = {name: tensor for name, tensor in candidate.items() if not isinstance(tensor, RoundedToGrid)}
     return found if len(found) == len(candidate) else None
 
 

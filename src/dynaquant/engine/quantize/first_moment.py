@@ -17,13 +17,16 @@ from torch import Tensor
 
 from dynaquant import _native
 from dynaquant.engine import kernels
+from dynaquant.engine.forms.form import dequantize, pieces
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.rank_one import RankOne
+from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.quantize.grid import quantize
 from dynaquant.engine.quantize.moment_sample import sample, sample_stored
 from dynaquant.engine.reduction import Reduction, total
 from dynaquant.engine.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, PRUNED, RUNGS_PER_OCTAVE, Grid, rung_value
-from dynaquant.engine.tensors.dequantize import dequantize, pieces, saturating_cast
+from dynaquant.engine.tensors.dtypes import saturating_cast
 from dynaquant.engine.tensors.shard import Shard
-from dynaquant.engine.tensors.stored import QuantizedTensor, RankOne, ScaledMoment
 
 FIRST_RUNGS = tuple(range(12, -25, -1))
 """Grid steps to try for a first moment, coarsest first: rungs from 8 to 1/64 of the moment's unit."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dynaquant.engine import kernels
+from dynaquant.engine.forms.form import dequantize, piece_length, pieces
+from dynaquant.engine.forms.levels import QuantizedTensor, protected_values
 from dynaquant.engine.tensors.codebook import FIRST_BIN, MAX_BINS, Grid, rung_value
-from dynaquant.engine.tensors.dequantize import dequantize, piece_length, pieces, protected_values
 from dynaquant.engine.tensors.shard import Shard
-from dynaquant.engine.tensors.stored import QuantizedTensor
 
 
 def quantize(tensor: Tensor, rung: int, seed: int | None = None, shard: Shard | None = None) -> QuantizedTensor:

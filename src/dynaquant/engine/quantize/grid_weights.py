@@ -10,6 +10,7 @@ from functools import cached_property, partial
 
 from torch import Tensor
 
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.quantize.grid import RoundedToGrid
 from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.engine.quantize.magnitude import magnitudes
@@ -17,7 +18,6 @@ from dynaquant.engine.quantize.step_limits import BALANCED_LIMITS, StepLimits
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.engine.tensors.codebook import HIGHEST_STEP_RUNG, LOWEST_RUNG, RUNGS_PER_OCTAVE
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
-from dynaquant.engine.tensors.stored import QuantizedTensor
 
 RUNG_HYSTERESIS = 0.8
 """A tensor keeps its previous rung while the wanted one is at most this far away. (0.5 would mean plain rounding.)"""

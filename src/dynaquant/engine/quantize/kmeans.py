@@ -8,11 +8,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant.engine import kernels
+from dynaquant.engine.forms.levels import QuantizedTensor, protected_values
 from dynaquant.engine.quantize.partition import NO_THRESHOLDS, Thresholds, magnitude_table, sensitivity_table
 from dynaquant.engine.tensors.codebook import FIRST_BIN, PRUNED, Centres
-from dynaquant.engine.tensors.dequantize import protected_values
 from dynaquant.engine.tensors.log_histogram import BUCKETS, LogHistogram, bucket_values, table_for
-from dynaquant.engine.tensors.stored import QuantizedTensor
 
 SIGMA = 0.2
 """Share of a bucket's sample weight that comes from its frequency. The rest comes from its magnitude (method 1.3)."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.kmeans import quantize
 from dynaquant.engine.quantize.knobs import Configuration
 from dynaquant.engine.quantize.partition import Thresholds, thresholds
 from dynaquant.engine.tensors.log_histogram import LogHistogram
-from dynaquant.engine.tensors.stored import QuantizedTensor
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant.engine import kernels
+from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.kernels.host import bits_of
 from dynaquant.engine.tensors.codebook import (
     FIRST_BIN,
@@ -22,9 +23,8 @@ from dynaquant.engine.tensors.codebook import (
     LogGrid,
     rung_value,
 )
-from dynaquant.engine.tensors.dequantize import saturating_cast
+from dynaquant.engine.tensors.dtypes import saturating_cast
 from dynaquant.engine.tensors.log_histogram import MAGNITUDES, bucket_values, table_for
-from dynaquant.engine.tensors.stored import QuantizedTensor
 
 SMALLEST = 2.0**-133
 """The smallest value outside the bucket of zero."""

@@ -11,9 +11,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dynaquant.engine.tensors.dequantize import dequantize, saturating_cast
+from dynaquant.engine.forms.form import dequantize
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.rank_one import RankOne
+from dynaquant.engine.tensors.dtypes import saturating_cast
 from dynaquant.engine.tensors.shard import Shard
-from dynaquant.engine.tensors.stored import QuantizedTensor, RankOne
 
 SAMPLE_SIZE = 32_768
 _STRIDE = 2_654_435_761

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from dynaquant.engine import kernels
+from dynaquant.engine.forms.form import Form
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.rank_one import RankOne
+from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.label import Label, Role
 from dynaquant.engine.quantize.first_moment import quantize_first_moment, quantize_momentum
 from dynaquant.engine.quantize.second_moment import quantize_second_moment
 from dynaquant.engine.reduction import Reduce, Reduction, run_in_windows, total
 from dynaquant.engine.tensors.shard import Shard
-from dynaquant.engine.tensors.stored import Quantized, QuantizedTensor, RankOne, ScaledMoment
 
 _SECOND_OF_FIRST = {"exp_avg": ("max_exp_avg_sq", "exp_avg_sq")}
 """For a first moment's key, the keys of the second moments whose root divides it in an update. The first one found
@@ -33,7 +36,7 @@ def quantize_moments(
     first_tolerances: Mapping[str, float] = MappingProxyType({}),
     shards: Mapping[str, Shard] = MappingProxyType({}),
     reduce: Reduce | None = None,
-) -> dict[str, Quantized]:
+) -> dict[str, Form]:
     """Return the moments that can be quantized within the tolerances, by name. Store the others exactly.
 
     tensors, labels: of a whole state. first_tolerances: those of single first moments, by name, in place of

@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant.engine import kernels
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.quantize.log_grid import Extremes, extremes_of, quantize_to_log_grid, round_to_log_grid
 from dynaquant.engine.quantize.moment_sample import sample, sample_stored
 from dynaquant.engine.reduction import Numbers, Reduction, total
 from dynaquant.engine.tensors.shard import Shard
-from dynaquant.engine.tensors.stored import QuantizedTensor, RankOne
 
 FACTOR_PACE = 1
 """Rungs between the values of a rank-one tensor's rows and columns."""

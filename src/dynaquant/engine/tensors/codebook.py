@@ -7,6 +7,7 @@ the quantity that decides it drifts a little, and a file holds it as a small int
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -82,3 +83,32 @@ class LogGrid:
 
 
 Codebook = Centres | Grid | LogGrid
+
+
+def in_common(codebooks: Sequence[Codebook]) -> tuple[Codebook, list[int]] | None:
+    """Return a codebook of all levels, and what is to be added to the bins of each. None if there is none."""
+    used = [codebook for codebook in codebooks if codebook.bins] or list(codebooks[:1])
+    first = used[0]
+    bins = max(codebook.bins for codebook in used)
+    if isinstance(first, Grid):
+        same = all(isinstance(codebook, Grid) and codebook.rung == first.rung for codebook in used)
+        return (Grid(first.rung, bins), [0] * len(codebooks)) if same else None
+    if isinstance(first, LogGrid):
+        grids = [codebook for codebook in used if isinstance(codebook, LogGrid) and codebook.pace == first.pace]
+        lowest = min(grid.first for grid in grids)
+        bins = max(grid.first + grid.bins for grid in grids) - lowest
+        if len(grids) < len(used) or bins > MAX_BINS:
+            return None
+        shifts = [
+            codebook.first - lowest if isinstance(codebook, LogGrid) and codebook.bins else 0 for codebook in codebooks
+        ]
+        return LogGrid(first.pace, lowest, bins), shifts
+    same = all(
+        isinstance(codebook, Centres) and np.array_equal(_bits(codebook.values), _bits(first.values))
+        for codebook in used
+    )
+    return (first, [0] * len(codebooks)) if same else None
+
+
+def _bits(values: NDArray[np.float32]) -> NDArray[np.uint32]:
+    return values.view(np.uint32)  # zero and minus zero differ

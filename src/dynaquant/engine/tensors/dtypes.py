@@ -1,4 +1,4 @@
-"""PyTorch's element types by their names in files, and the bytes of a tensor's values."""
+"""PyTorch's element types by their names in files, casts to them, and the bytes of a tensor's values."""
 
 from __future__ import annotations
 
@@ -35,3 +35,10 @@ def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
         flat = torch.empty(flat.shape, dtype=flat.dtype).copy_(flat)
     data: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return data
+
+
+def saturating_cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return float32 values in ``dtype``. Values beyond its range become its largest number, not infinity."""
+    if dtype in (torch.float16, torch.bfloat16):
+        values = values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return values.to(dtype)

@@ -15,9 +15,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from dynaquant import _native
-from dynaquant.engine.tensors.dequantize import is_zero, pieces
 from dynaquant.engine.tensors.dtypes import bytes_of, dtype_name
-from dynaquant.engine.tensors.stored import External, StoredTensor
 
 _SHARED_FROM = 1 << 19
 """Smallest number of bytes to hash on several threads. Below it, waking the threads costs more than hashing."""
@@ -25,30 +23,18 @@ _SHARED_FROM = 1 << 19
 
 def tensor_hash(tensor: Tensor) -> str:
     """Return the hash of dtype, shape and values, 64 hexadecimal digits (docs/format.md, "Identity")."""
-    return _hash_of(tensor.dtype, tensor.shape, [tensor])
+    return hash_of_pieces(tensor.dtype, tensor.shape, [tensor])
 
 
-def stored_hash(stored: StoredTensor) -> str:
-    """Return the ``tensor_hash`` of a stored tensor's values. Hashes them piece by piece, without memory for all.
-
-    Raises ValueError as ``dequantize`` does.
-    """
-    if isinstance(stored, External):
-        return stored.hash
-    if isinstance(stored, Tensor):
-        return tensor_hash(stored)
-    if is_zero(stored):
-        return _hash_of_zeros(stored.dtype, stored.shape)
-    return _hash_of(stored.dtype, stored.shape, pieces(stored))
-
-
-def _hash_of(dtype: torch.dtype, shape: torch.Size, parts: Iterable[Tensor]) -> str:
+def hash_of_pieces(dtype: torch.dtype, shape: torch.Size, pieces: Iterable[Tensor]) -> str:
+    """Return the ``tensor_hash`` of a tensor whose values come in pieces."""
     described = f"{dtype_name(dtype)}{list(shape)}".encode()
-    return hash_of(chain([described], (bytes_of(part).data for part in parts)), shape.numel() * dtype.itemsize)
+    return hash_of(chain([described], (bytes_of(piece).data for piece in pieces)), shape.numel() * dtype.itemsize)
 
 
 @lru_cache(maxsize=4096)
-def _hash_of_zeros(dtype: torch.dtype, shape: torch.Size) -> str:
+def hash_of_zeros(dtype: torch.dtype, shape: torch.Size) -> str:
+    """Return the ``tensor_hash`` of a tensor of zeros."""
     return tensor_hash(torch.from_numpy(np.zeros(shape, dtype=np.float32)).to(dtype))
 
 

@@ -17,8 +17,8 @@ from lightning.fabric import plugins
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.engine.tensors.lazy_mapping import LazyMapping
-from dynaquant.engine.tensors.stored import StoredTensor
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.integrations.lightning import seams
 from dynaquant.integrations.lightning.paths import (

@@ -8,13 +8,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from dynaquant.engine.coding.encoder import Coder
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.scheme import Coder
 from dynaquant.engine.quantize.candidate import CandidateWeights
 from dynaquant.engine.quantize.grid_weights import GridWeights, grid_weights
 from dynaquant.engine.quantize.knobs import GridConfiguration, Knobs
 from dynaquant.engine.shards import Shards
 from dynaquant.engine.tensors.codebook import Grid
-from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.methods.grid.search import history_after, search_grid
 from dynaquant.methods.method import WeightsToPrepare
 from dynaquant.ranks.group import Group

@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from dynaquant.engine.coding.encoder import Coder
+from dynaquant.engine.forms.levels import QuantizedTensor
+from dynaquant.engine.forms.scheme import Coder
 from dynaquant.engine.quantize.candidate import CandidateWeights
 from dynaquant.engine.quantize.kmeans_weights import KMeansWeights, kmeans_weights, quantize_weights
 from dynaquant.engine.quantize.knobs import Configuration, Knobs
 from dynaquant.engine.shards import WHOLE, Shards
-from dynaquant.engine.tensors.stored import QuantizedTensor
 from dynaquant.methods.method import WeightsToPrepare
 from dynaquant.methods.published.search import keeps_enough, search_published
 from dynaquant.methods.published.size import SizeModel

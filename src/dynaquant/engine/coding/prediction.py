@@ -1,4 +1,4 @@
-"""Levels of tensors with a bound, to bytes and back (docs/format.md, "Bounded tensors").
+"""Integers of any size to bytes and back: levels of tensors with a bound (docs/format.md, "Bounded tensors").
 
 A level is predicted by the parent's value on the grid, by its neighbours, or by both. The neighbours' prediction is
 Lorenzo's: differences along the last axes. What the prediction leaves is coded as exact values are.
@@ -7,82 +7,49 @@ Lorenzo's: differences along the last axes. What the prediction leaves is coded 
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from dynaquant.engine.coding import byte_planes, lossless
-from dynaquant.engine.coding.schemes import Bounded
-from dynaquant.engine.tensors.bounded import BoundedTensor, Integers, filled, level_dtype, nearest_levels
-from dynaquant.engine.tensors.dequantize import values_of
-from dynaquant.engine.tensors.dtypes import QUANTIZABLE_DTYPES
-from dynaquant.engine.tensors.stored import StoredTensor
+from dynaquant.engine.coding import lossless
 
 MOST_AXES = 3
 _SAMPLE = {1: (1, 1, 4096), 2: (1, 32, 128), 3: (4, 16, 32)}
 """Size of the parts of a tensor that decide on its prediction, by its number of axes."""
+Integers = NDArray[np.signedinteger[Any]]
 
 
-def encode(stored: BoundedTensor, parent: StoredTensor | None) -> tuple[Bounded, bytes]:
-    """Return the scheme and the stream. parent: the parent's tensor of the same name, if it has one."""
-    predicted = _predicted(parent, stored.step, stored.dtype, stored.shape)
-    levels = stored.levels.reshape(_three_axes(stored.shape))
+def encode(flat: Integers, shape: tuple[int, ...], predicted: Integers | None) -> tuple[int, int, bool, bytes]:
+    """Return the bytes of a coded level, the number of axes, whether the parent predicts, and the coded levels.
+
+    flat: the levels, of a tensor of this shape. predicted: by the parent, if it fits.
+    """
+    levels = flat.reshape(_three_axes(shape))
     by_parent, axes = _best_prediction(levels, None if predicted is None else predicted.reshape(levels.shape))
     if by_parent:
         assert predicted is not None
         levels = levels - predicted.reshape(levels.shape)
     folded = _folded(_differences(levels, axes)).reshape(-1)
     width = next(n for n in (1, 2, 4, 8) if int(folded.max(initial=0)) < 1 << 8 * n)
-    coded = lossless.encode(folded.astype(f"<u{width}").view(np.uint8), width, None)
-    gaps = np.diff(stored.positions, prepend=-1) - 1
-    positions = byte_planes.encode(gaps.astype("<u8").view(np.uint8), 8) if len(gaps) else b""
-    exact = byte_planes.encode(stored.exact, stored.dtype.itemsize) if len(gaps) else b""
-    scheme = Bounded(stored.step, stored.bound, width, axes, len(gaps), len(positions), len(exact), by_parent)
-    return scheme, positions + exact + coded
+    return width, axes, by_parent, lossless.encode(folded.astype(f"<u{width}").view(np.uint8), width, None)
 
 
 def decode(
-    scheme: Bounded, dtype: torch.dtype, shape: torch.Size, stream: bytes, parent: StoredTensor | None
-) -> BoundedTensor:
-    """Return the tensor of a stream. Raises ValueError if it is damaged or the parent does not fit."""
-    predicted = _predicted(parent, scheme.step, dtype, shape) if scheme.needs_parent else None
-    if scheme.needs_parent and predicted is None:
-        raise ValueError("the parent has no values of this shape to predict from")
-    middle, end = scheme.positions_size, scheme.positions_size + scheme.exact_size
-    positions = _decode_positions(stream[:middle], scheme.exact, shape.numel())
-    size = dtype.itemsize * scheme.exact
-    exact = byte_planes.decode(stream[middle:end], size, dtype.itemsize) if size else np.empty(0, dtype=np.uint8)
-    data = lossless.decode(stream[end:], shape.numel() * scheme.width, scheme.width, None)
-    folded = data.view(f"<u{scheme.width}").astype(_unsigned(level_dtype(dtype)))
-    levels = _sums(_unfolded(folded).reshape(_three_axes(shape)), scheme.axes).reshape(-1)
-    if predicted is not None:
-        levels += predicted
-    return BoundedTensor(dtype, shape, scheme.step, scheme.bound, levels, positions, exact)
+    stream: bytes, shape: tuple[int, ...], dtype: type[np.signedinteger[Any]], width: int, axes: int
+) -> Integers:
+    """Return what ``encode`` has coded, less the parent's prediction, flat and of a dtype.
+
+    width, axes: what ``encode`` returned. Raises ValueError if the stream is damaged.
+    """
+    data = lossless.decode(stream, math.prod(shape) * width, width, None)
+    folded = data.view(f"<u{width}").astype(_unsigned(dtype))
+    levels: Integers = _sums(_unfolded(folded).reshape(_three_axes(shape)), axes).reshape(-1)
+    return levels
 
 
-def _decode_positions(stream: bytes, count: int, elements: int) -> NDArray[np.int64]:
-    if not count:
-        return np.empty(0, dtype=np.int64)
-    gaps = byte_planes.decode(stream, 8 * count, 8).view("<u8")
-    if int(gaps.max()) < elements:
-        positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
-        if int(positions[-1]) < elements:
-            return positions
-    raise ValueError("an exact value lies outside the tensor")
-
-
-def _predicted(parent: StoredTensor | None, step: float, dtype: torch.dtype, shape: torch.Size) -> Integers | None:
-    """Return the levels that the parent's values would have, flat; None if the parent does not fit."""
-    if not isinstance(parent, torch.Tensor | BoundedTensor) or parent.shape != shape:
-        return None
-    if parent.dtype not in QUANTIZABLE_DTYPES:
-        return None
-    return filled(nearest_levels(values_of(parent).reshape(-1), step, dtype)).astype(level_dtype(dtype))
-
-
-def _three_axes(shape: torch.Size) -> tuple[int, int, int]:
+def _three_axes(shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Return the shape with ones before it, or with its first dimensions as one."""
     *first, rows, columns = (1, 1, *shape)
     return int(np.prod(first, dtype=np.int64)), rows, columns

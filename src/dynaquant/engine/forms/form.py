@@ -1,0 +1,195 @@
+"""What every stored form of a tensor can do, and the computation of its values.
+
+Values are the same on every device, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynaquant.engine import kernels
+from dynaquant.engine.forms.scheme import Coder, Scheme
+from dynaquant.engine.tensors.box import Box
+from dynaquant.engine.tensors.hashing import hash_of_pieces, hash_of_zeros
+
+
+class Form:
+    """A tensor as a checkpoint stores it. A form is a frozen dataclass; quantizers make it, ``encode`` codes it."""
+
+    external: ClassVar[bool] = False
+    """Whether the checkpoint holds only the hash of the values."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def dtype(self) -> torch.dtype:
+            """The dtype of the values."""
+
+        @property
+        def shape(self) -> torch.Size:
+            """The shape of the values."""
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it is plain that all values are zero, without computing one. False if that is not plain."""
+        return False
+
+    @property
+    def other(self) -> tuple[str, StoredTensor] | None:
+        """The name of the tensor that is decoded before this one, and the tensor; None if there is none."""
+        return None
+
+    def with_other(self, name: str, stored: StoredTensor) -> Self:  # noqa: ARG002 - only for forms that have another
+        """Return the same form, decoded from the same other tensor by another name."""
+        return self
+
+    def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
+        """Yield the values in order, as flat pieces of ``size`` values on a device. The last one may be smaller.
+
+        Raises ValueError if the parts of the form do not fit together.
+        """
+        raise NotImplementedError
+
+    def values(self) -> Tensor:
+        """Return the values that a restore returns, on the host. Raises ValueError as ``pieces`` does."""
+        return dequantize(self)
+
+    def digest(self) -> str:
+        """Return the ``tensor_hash`` of the values. Hashes them piece by piece, without memory for all."""
+        if self.is_zero:
+            return hash_of_zeros(self.dtype, self.shape)
+        return hash_of_pieces(self.dtype, self.shape, pieces(self))
+
+    def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:
+        """Return the scheme and the stream. parent: the parent's tensor of the same name, if it has one."""
+        raise NotImplementedError
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Whether another tensor has the same stored form. Then its values are the same, bit for bit."""
+        raise NotImplementedError
+
+    def can_refer_to(self, parent: StoredTensor | None, again: bool) -> bool:
+        """Whether this tensor can be stored as a reference to the parent's, which has the same values.
+
+        again: it is re-coded. Other files may depend on its levels, so the parent's must be the same.
+        """
+        return not again or (parent is not None and self.equals(parent))
+
+    def cut(self, box: Box) -> StoredTensor:
+        """Return what the form holds of a box that lies in the tensor and is not all of it."""
+        return self.values()[box.slices].contiguous()
+
+    @classmethod
+    def join(cls, dtype: torch.dtype, shape: torch.Size, parts: Sequence[tuple[Box, Any]]) -> StoredTensor | None:
+        """Return boxes of this form as one tensor of it; None if they do not fit together."""
+
+    def in_one(self) -> StoredTensor:
+        """Return the tensor in one. Only so can it be the parent of a tensor in one file."""
+        return self
+
+    def has_values(self) -> bool:
+        """Whether there is anything but pruned values, as far as levels say."""
+        return self.shape.numel() > 0
+
+    def describe(self) -> str:
+        """Return a sentence that says what the values are made of."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """Return what ``show`` says of the form in JSON."""
+        return {}
+
+    def level_counts(self) -> list[LevelCount] | None:
+        """Return how often each level occurs; None for a form without levels of its own."""
+        return None
+
+    def migrated(self, other: StoredTensor) -> float | None:  # noqa: ARG002 - only levels can be compared
+        """Return the share of the values that are on another level; None if levels cannot be compared."""
+        return None
+
+
+StoredTensor = Form | Tensor
+"""A tensor as a checkpoint holds it: in a form, or its exact values."""
+
+
+@dataclass(frozen=True)
+class LevelCount:
+    """A level of a quantized tensor and how often it occurs. value: None for outliers, because each has its own."""
+
+    level: str
+    value: float | None
+    count: int
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A stream, and what is known of its tensor.
+
+    parent: as given to ``encode``; needed only if ``scheme.needs_parent``. other: the stored tensor that the scheme
+    depends on.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stream: bytes
+    parent: StoredTensor | None = None
+    other: StoredTensor | None = None
+
+
+class Decode(Protocol):
+    """Returns the tensor of a stream. Raises ValueError if it is damaged, or parent or other do not fit."""
+
+    def __call__(self, scheme: Any, coded: Coded, /) -> StoredTensor:
+        """Decode."""
+
+
+def dequantize(form: Form, device: torch.device = kernels.HOST) -> Tensor:
+    """Return the values as a new tensor of the original shape and dtype on a device.
+
+    Raises ValueError if the levels do not fit the codebook or the protected values, or if the parts of a tensor differ
+    in shape.
+    """
+    if device == kernels.HOST and form.is_zero:
+        # NumPy's zeros take no memory until they are written.
+        return torch.from_numpy(np.zeros(form.shape, dtype=np.float32)).to(form.dtype)
+    if 0 < form.shape.numel() <= kernels.piece_size(device):
+        (values,) = pieces(form, device)
+        return values.view(form.shape)
+    values = kernels.empty(form.shape, form.dtype, device)
+    dequantize_into(values, form)
+    return values
+
+
+def dequantize_into(values: Tensor, form: Form) -> None:
+    """Fill a contiguous tensor of the right shape and dtype, on any device, with what ``dequantize`` returns."""
+    flat, begin = values.view(-1), 0
+    for piece in pieces(form, values.device):
+        flat[begin : begin + piece.numel()] = piece
+        begin += piece.numel()
+
+
+def pieces(form: Form, device: torch.device = kernels.HOST) -> Iterator[Tensor]:
+    """Yield the values in order, as flat pieces. A piece stays in the processor's cache while the caller works on it.
+
+    Raises ValueError as ``dequantize`` does.
+    """
+    return form.pieces(piece_length(form.shape, device), device)
+
+
+def piece_length(shape: torch.Size, device: torch.device) -> int:
+    """Return the number of values of each of the ``pieces`` but the last."""
+    columns = max(math.prod(shape[1:]), 1)  # a piece of a matrix is a whole number of rows
+    return max(kernels.piece_size(device) // columns, 1) * columns
+
+
+def in_pieces(tensor: Tensor, size: int) -> Iterator[Tensor]:
+    """Yield the values of a tensor as flat pieces."""
+    flat = tensor.reshape(-1)
+    return (flat[begin : begin + size] for begin in range(0, len(flat), size))

@@ -1,0 +1,115 @@
+"""A matrix as the product of one value per row and one value per column (method 2.3, as in Adafactor)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dynaquant.engine import kernels
+from dynaquant.engine.forms.form import Coded, Form, StoredTensor, dequantize, in_pieces
+from dynaquant.engine.forms.levels import QuantizedTensor, decode_conditional, encode_conditional
+from dynaquant.engine.forms.scheme import MAX_EXPANSION, Coder, Scheme
+from dynaquant.engine.forms.schemes import RankOneFactors
+from dynaquant.engine.forms.stored import stored_equal
+from dynaquant.engine.tensors.box import Box
+from dynaquant.engine.tensors.dtypes import saturating_cast
+
+
+@dataclass(frozen=True)
+class RankOne(Form):
+    """A tensor as rows times columns.
+
+    A tensor of more dimensions counts as the matrix of its first dimension and all others together. rows, columns:
+    float32, one-dimensional.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
+    rows: QuantizedTensor
+    columns: QuantizedTensor
+
+    def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
+        """Yield the products in order. Raises ValueError if there are not as many as values."""
+        rows, columns = (dequantize(factor, device) for factor in (self.rows, self.columns))
+        if rows.numel() * columns.numel() != self.shape.numel():
+            raise ValueError("the rows and columns are those of a tensor of another shape")
+        if self.shape.numel():
+            for some_rows in in_pieces(rows, max(size // len(columns), 1)):
+                yield saturating_cast(kernels.for_device(device).outer(some_rows, columns), self.dtype)
+
+    def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:  # noqa: ARG002 - conditional
+        """Return the scheme and the streams of rows and columns, each conditioned on that of the parent."""
+        before = parent if isinstance(parent, RankOne) else None
+        rows, coded_rows = encode_conditional(self.rows, before.rows if before else None)
+        columns, coded_columns = encode_conditional(self.columns, before.columns if before else None)
+        smallest = -(-self.shape.numel() * self.dtype.itemsize // MAX_EXPANSION)
+        return RankOneFactors(rows, columns), (coded_rows + coded_columns).ljust(smallest, b"\0")
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Whether the other has the same rows and columns."""
+        return (
+            isinstance(other, RankOne)
+            and (self.dtype, self.shape) == (other.dtype, other.shape)
+            and stored_equal(self.rows, other.rows)
+            and stored_equal(self.columns, other.columns)
+        )
+
+    def cut(self, box: Box) -> RankOne:
+        """Return the rows and columns of a box."""
+        rows, columns = _factors(box)
+        return RankOne(self.dtype, torch.Size(box.sizes), self.rows.cut(rows), self._cut_columns(columns))
+
+    @classmethod
+    def join(cls, dtype: torch.dtype, shape: torch.Size, parts: Sequence[tuple[Box, RankOne]]) -> RankOne | None:
+        """Return boxes as one tensor; None if there are no rows and columns for all of them."""
+        boxes = [_factors(box) for box, _ in parts]
+        pairs = list(zip(boxes, (stored for _, stored in parts), strict=True))
+        rows = QuantizedTensor.join(torch.float32, shape[:1], [(box, stored.rows) for (box, _), stored in pairs])
+        columns = QuantizedTensor.join(torch.float32, shape[1:], [(box, stored.columns) for (_, box), stored in pairs])
+        if rows is None or columns is None:
+            return None
+        joined = cls(dtype, shape, rows, replace(columns, shape=torch.Size([math.prod(shape[1:])])))
+        # Boxes of the same rows could have been quantized apart. Then there are no rows for both.
+        fits = all(
+            torch.equal(joined.rows.cut(box).values(), stored.rows.values())
+            and torch.equal(joined._cut_columns(other).values(), stored.columns.values())
+            for (box, other), stored in pairs
+        )
+        return joined if fits else None
+
+    def _cut_columns(self, columns: Box) -> QuantizedTensor:
+        """Return the columns of a region. They are flat: a matrix has one dimension of columns."""
+        found = replace(self.columns, shape=self.shape[1:]).cut(columns)
+        return replace(found, shape=torch.Size([columns.elements]))
+
+    def describe(self) -> str:
+        """Return a sentence that says what the values are made of."""
+        return "its values are row means times column means; it has no levels of its own"
+
+
+def _factors(box: Box) -> tuple[Box, Box]:
+    """Return the rows of a box, and its columns as a region of all dimensions but the first."""
+    return Box(box.offsets[:1], box.sizes[:1]), Box(box.offsets[1:], box.sizes[1:])
+
+
+def decode(scheme: RankOneFactors, coded: Coded) -> RankOne:
+    """Return the tensor of a stream. Raises ValueError if it is damaged, or the parent does not fit."""
+    before = coded.parent if isinstance(coded.parent, RankOne) else None
+    middle, end = scheme.rows.size, scheme.rows.size + scheme.columns.size
+    if any(coded.stream[end:]):
+        raise ValueError("its stream continues after the rows and columns")
+    rows, columns = torch.Size([coded.shape[0]]), torch.Size([math.prod(coded.shape[1:])])
+    return RankOne(
+        coded.dtype,
+        coded.shape,
+        decode_conditional(
+            scheme.rows, Coded(torch.float32, rows, coded.stream[:middle], before.rows if before else None)
+        ),
+        decode_conditional(
+            scheme.columns, Coded(torch.float32, columns, coded.stream[middle:end], before.columns if before else None)
+        ),
+    )
