@@ -33,7 +33,7 @@ from torch import Tensor
 
 import dynaquant as dq
 from dynaquant.demo.workloads import Workload, convnet, transformer
-from dynaquant.saving.presets import QualityName
+from dynaquant.options import QualityName
 from dynaquant.saving.record import Size
 
 KEPT = Path(__file__).with_suffix(".json")
