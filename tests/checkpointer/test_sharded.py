@@ -10,10 +10,11 @@ from commands import call
 from launched import launch, launch_anew
 
 import dynaquant as dq
+from dynaquant.engine.forms.form import stored_equal
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.patchwork import Patchwork
 from dynaquant.engine.forms.rank_one import RankOne
-from dynaquant.engine.forms.stored import in_one, stored_equal
+from dynaquant.engine.forms.stored import in_one
 from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.store.parts import places_of
 from dynaquant.store.run import Run

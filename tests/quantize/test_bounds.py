@@ -13,10 +13,10 @@ from whole_tensors import within
 
 import dynaquant as dq
 from dynaquant.engine.forms.bounded import BoundedTensor
-from dynaquant.engine.forms.form import Coded, dequantize
+from dynaquant.engine.forms.form import Coded, dequantize, stored_equal
 from dynaquant.engine.forms.registry import decode
 from dynaquant.engine.forms.schemes import Bounded, Lossless
-from dynaquant.engine.forms.stored import encode, stored_equal, values_of
+from dynaquant.engine.forms.stored import encode, values_of
 from dynaquant.engine.kernels import HOST
 from dynaquant.engine.tensors.dtypes import bytes_of
 

@@ -17,10 +17,9 @@ from whole_tensors import quantize_rank_one, quantize_second_moment
 
 from dynaquant.engine import reduction
 from dynaquant.engine.bound import Bound
-from dynaquant.engine.forms.form import dequantize
+from dynaquant.engine.forms.form import dequantize, stored_equal
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.rank_one import RankOne
-from dynaquant.engine.forms.stored import stored_equal
 from dynaquant.engine.forms.units import ScaledMoment
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.bounds import quantize_bounded

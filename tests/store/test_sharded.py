@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 import dynaquant as dq
 from dynaquant.cli import app
+from dynaquant.engine.forms.form import stored_equal
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.patchwork import patchwork
-from dynaquant.engine.forms.stored import in_one, stored_equal, values_of
+from dynaquant.engine.forms.stored import in_one, values_of
 from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.grid import quantize
 from dynaquant.engine.tensors.box import Box

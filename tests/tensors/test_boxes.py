@@ -11,10 +11,11 @@ from training import bits
 from whole_tensors import quantize_first_moment, quantize_rank_one
 
 from dynaquant.engine.bound import Bound
+from dynaquant.engine.forms.form import stored_equal
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.patchwork import patchwork
 from dynaquant.engine.forms.rounded import RoundedWeight
-from dynaquant.engine.forms.stored import cut, in_one, stored_equal, values_of
+from dynaquant.engine.forms.stored import cut, in_one, values_of
 from dynaquant.engine.quantize.bounds import quantize_bounded
 from dynaquant.engine.quantize.grid import quantize
 from dynaquant.engine.quantize.log_grid import quantize_to_log_grid

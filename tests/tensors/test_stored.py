@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dynaquant.engine.forms.stored import stored_equal
+from dynaquant.engine.forms.form import stored_equal
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 16, 31])

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from dynaquant.engine.forms.form import Coded, StoredTensor
+from dynaquant.engine.forms.form import Coded, StoredTensor, stored_equal
 from dynaquant.engine.forms.registry import decode, decodes_to
-from dynaquant.engine.forms.stored import in_one, stored_equal, stored_hash
+from dynaquant.engine.forms.stored import in_one, stored_hash
 from dynaquant.engine.tensors.dtypes import dtype_name, dtype_named
 from dynaquant.errors import CheckpointError
 from dynaquant.store import frozen_tensors, parts

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dynaquant.engine.forms.form import StoredTensor
+from dynaquant.engine.forms.form import StoredTensor, stored_equal
 from dynaquant.engine.forms.schemes import Sharded
-from dynaquant.engine.forms.stored import form_of, stored_equal
+from dynaquant.engine.forms.stored import form_of
 from dynaquant.engine.label import Label
 from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import dtype_name, dtype_named

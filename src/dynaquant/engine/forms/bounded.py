@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,13 +33,12 @@ class BoundedTensor(Form):
     dtype: torch.dtype
     shape: torch.Size
     step: float
-    bound: float
+    bound: float = field(compare=False)
     levels: Integers
     positions: NDArray[np.int64]
     exact: NDArray[np.uint8]
 
     def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
-        """Yield the values in order. Raises ValueError if the exact values do not fit the levels."""
         if len(self.exact) != len(self.positions) * self.dtype.itemsize:
             raise ValueError("the number of exact values differs from the number of their positions")
         for begin in range(0, self.levels.size, size):
@@ -51,7 +50,6 @@ class BoundedTensor(Form):
             yield values.to(device)
 
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:  # noqa: ARG002 - it has one
-        """Return the scheme and the stream. The parent predicts levels if its values are at hand."""
         predicted = _predicted(parent, self.step, self.dtype, self.shape)
         width, axes, by_parent, coded = prediction.encode(self.levels, self.shape, predicted)
         count = len(self.positions)
@@ -61,18 +59,7 @@ class BoundedTensor(Form):
         scheme = Bounded(self.step, self.bound, width, axes, count, len(positions), len(exact), by_parent)
         return scheme, positions + exact + coded
 
-    def equals(self, other: StoredTensor) -> bool:
-        """Whether the other has the same step, levels and exact values."""
-        return (
-            isinstance(other, BoundedTensor)
-            and (self.dtype, self.shape, self.step) == (other.dtype, other.shape, other.step)
-            and np.array_equal(self.levels, other.levels)
-            and np.array_equal(self.positions, other.positions)
-            and np.array_equal(self.exact, other.exact)
-        )
-
     def cut(self, box: Box) -> BoundedTensor:
-        """Return the levels and exact values of a box."""
         levels = self.levels.reshape(tuple(self.shape))[box.slices]
         numbers = np.full(self.levels.size, -1, dtype=np.int64)
         numbers[self.positions] = np.arange(len(self.positions))
@@ -86,7 +73,6 @@ class BoundedTensor(Form):
     def join(
         cls, dtype: torch.dtype, shape: torch.Size, parts: Sequence[tuple[Box, BoundedTensor]]
     ) -> BoundedTensor | None:
-        """Return boxes as one tensor; None if their steps or bounds differ."""
         _, first = parts[0]
         if any((stored.step, stored.bound) != (first.step, first.bound) for _, stored in parts):
             return None
@@ -105,14 +91,12 @@ class BoundedTensor(Form):
         )
 
     def describe(self) -> str:
-        """Return a sentence that says what the values are made of."""
         return (
             f"every finite value is within {self.bound:.6g} of the original: grid step {self.step:.6g}, "
             f"{len(self.positions):,} values stored exactly"
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return the bound and the step."""
         return {"bound": self.bound, "step": self.step}
 
 

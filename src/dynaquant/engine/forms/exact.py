@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dynaquant.engine.coding import byte_planes, lossless
-from dynaquant.engine.forms.form import Coded, Form, StoredTensor, in_pieces
+from dynaquant.engine.forms.form import Coded, Form, StoredTensor, in_pieces, stored_equal
 from dynaquant.engine.forms.scheme import Coder, Scheme
 from dynaquant.engine.forms.schemes import BytePlanes, Lossless, Raw
 from dynaquant.engine.tensors.dtypes import bytes_of
@@ -32,28 +32,22 @@ class Exact(Form):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the tensor."""
         return self.tensor.dtype
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the tensor."""
         return self.tensor.shape
 
     def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
-        """Yield the values in order."""
         return in_pieces(self.tensor.to(device), size)
 
     def values(self) -> Tensor:
-        """Return the tensor."""
         return self.tensor
 
     def digest(self) -> str:
-        """Return the hash of the tensor."""
         return tensor_hash(self.tensor)
 
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:  # noqa: ARG002 - no levels
-        """Return the smallest of several streams. The parent helps if it has exact values."""
         data, itemsize = bytes_of(self.tensor), self.dtype.itemsize
         if data.size < _RAW_BELOW:
             return Raw(), data.tobytes()
@@ -64,26 +58,10 @@ class Exact(Form):
         return best if len(best[1]) < data.size else (Raw(), data.tobytes())
 
     def equals(self, other: StoredTensor) -> bool:
-        """Whether the other is a plain tensor with the same bits."""
-        if not isinstance(other, Tensor) or (self.dtype, self.shape) != (other.dtype, other.shape):
-            return False
-        return _same_bytes(bytes_of(self.tensor), bytes_of(other))
-
-    def can_refer_to(self, parent: StoredTensor | None, again: bool) -> bool:
-        """Whether the parent can stand for it: if re-coded, only a plain tensor."""
-        return not again or isinstance(parent, Tensor)
+        return stored_equal(self.tensor, other)
 
     def describe(self) -> str:
-        """Return a sentence that says what the values are made of."""
         return "its values are stored exactly; it has no levels"
-
-
-def _same_bytes(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> bool:
-    """Whether two flat arrays are equal. Compares eight bytes at a time, which takes half as long."""
-    whole = a.size // 8 * 8
-    if a.size != b.size or (a.ctypes.data | b.ctypes.data) % 8:
-        return np.array_equal(a, b)
-    return np.array_equal(a[whole:], b[whole:]) and np.array_equal(a[:whole].view("<u8"), b[:whole].view("<u8"))
 
 
 def _bytes_of_parent(parent: StoredTensor | None, dtype: torch.dtype, shape: torch.Size) -> NDArray[np.uint8] | None:

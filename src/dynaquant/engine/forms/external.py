@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,36 +27,21 @@ class External(Form):
     shape: torch.Size
     hash: str
     file: str | None
-    read: Callable[[], Tensor]
+    read: Callable[[], Tensor] = field(compare=False)
 
     def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
-        """Yield the values in order. Raises CheckpointError if they cannot be read."""
         return in_pieces(self.read().to(device), size)
 
     def values(self) -> Tensor:
-        """Return the values. Raises CheckpointError if they cannot be read."""
         return self.read()
 
     def digest(self) -> str:
-        """Return the hash."""
         return self.hash
 
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:  # noqa: ARG002 - no stream
-        """Return where the values are, and no stream."""
         return Omitted() if self.file is None else Frozen(self.file), b""
 
-    def equals(self, other: StoredTensor) -> bool:
-        """Whether the other has the same hash, in the same file."""
-        return isinstance(other, External) and (
-            (self.dtype, self.shape, self.hash, self.file) == (other.dtype, other.shape, other.hash, other.file)
-        )
-
-    def can_refer_to(self, parent: StoredTensor | None, again: bool) -> bool:  # noqa: ARG002 - it has no stream
-        """Return False: it takes no bytes anyway."""
-        return False
-
     def describe(self) -> str:
-        """Return a sentence that says what the values are made of."""
         return "its values are not in this file; it has no levels"
 
 

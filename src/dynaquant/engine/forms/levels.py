@@ -52,13 +52,11 @@ class QuantizedTensor(Form):
 
     @property
     def is_zero(self) -> bool:
-        """Whether every level is *pruned*, and there are neither bins nor outliers."""
         if self.codebook.bins or len(self.protected):
             return False
         return self.levels.size > 0 and int(self.levels.max()) == PRUNED
 
     def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
-        """Yield the values in order. Raises ValueError if the outliers do not fit the levels."""
         table = _value_table(self.codebook, torch.float32 if self.dtype == torch.float64 else self.dtype)
         protected = self.protected
         for begin in range(0, self.levels.size, size):
@@ -71,22 +69,10 @@ class QuantizedTensor(Form):
             raise ValueError("the number of protected values differs from the number of protected levels")
 
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:
-        """Return the scheme and the stream, conditioned on the parent's levels if it has any."""
         before = parent if isinstance(parent, QuantizedTensor) else None
         return _encode_rearranged(self, before) if coder == "rearranged" else encode_conditional(self, before)
 
-    def equals(self, other: StoredTensor) -> bool:
-        """Whether the other has the same levels, the same value of each bin, and the same outliers."""
-        return (
-            isinstance(other, QuantizedTensor)
-            and (self.dtype, self.shape) == (other.dtype, other.shape)
-            and np.array_equal(self.levels, other.levels)
-            and np.array_equal(self.centres.view(np.uint32), other.centres.view(np.uint32))
-            and np.array_equal(self.protected, other.protected)
-        )
-
     def cut(self, box: Box) -> QuantizedTensor:
-        """Return the levels and outliers of a box."""
         levels = self.levels.reshape(tuple(self.shape))[box.slices]
         protected = self.protected
         if len(protected):
@@ -98,7 +84,6 @@ class QuantizedTensor(Form):
     def join(
         cls, dtype: torch.dtype, shape: torch.Size, parts: Sequence[tuple[Box, QuantizedTensor]]
     ) -> QuantizedTensor | None:
-        """Return boxes as one tensor; None if there is no codebook for all of them."""
         common = in_common([stored.codebook for _, stored in parts])
         if common is None:
             return None
@@ -122,15 +107,12 @@ class QuantizedTensor(Form):
         return found.reshape(tuple(self.shape))
 
     def has_values(self) -> bool:
-        """Whether any level is not *pruned*."""
         return bool(self.levels.any())
 
     def describe(self) -> str:
-        """Return a sentence that says what the values are made of."""
         return "its values are those of its levels"
 
     def level_counts(self) -> list[LevelCount]:
-        """Count the levels that occur: pruned, protected (outliers), then the bins from the lowest value up."""
         counts = np.bincount(self.levels, minlength=FIRST_BIN + len(self.centres))
         bins = [
             LevelCount(f"bin {i}", float(self.centres[i]), int(counts[FIRST_BIN + i]))
@@ -141,7 +123,6 @@ class QuantizedTensor(Form):
         return [each for each in found if each.count]
 
     def migrated(self, other: StoredTensor) -> float | None:
-        """Return the share of the values on another level, if both have the same number of bins."""
         if not isinstance(other, QuantizedTensor) or self.codebook.bins != other.codebook.bins:
             return None
         return float(np.mean(self.levels != other.levels))

@@ -12,7 +12,7 @@ from dynaquant.engine import kernels
 from dynaquant.engine.forms.exact import Exact
 from dynaquant.engine.forms.form import Form, StoredTensor, in_pieces
 from dynaquant.engine.forms.scheme import Coder, Scheme
-from dynaquant.engine.forms.stored import cut, form_of, stored_equal, values_of
+from dynaquant.engine.forms.stored import cut, form_of, values_of
 from dynaquant.engine.tensors.box import Box, tile
 
 
@@ -28,24 +28,13 @@ class Patchwork(Form):
     boxes: tuple[tuple[Box, StoredTensor], ...]
 
     def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
-        """Yield the values in order."""
         values = kernels.empty(self.shape, self.dtype)
         for box, stored in self.boxes:
             values[box.slices] = values_of(stored)
         yield from in_pieces(values.to(device), size)
 
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:
-        """Return the scheme and the stream of the exact values."""
         return Exact(self.values()).encode(parent, coder)
-
-    def equals(self, other: StoredTensor) -> bool:
-        """Whether the other has the same boxes, and they are equal."""
-        return (
-            isinstance(other, Patchwork)
-            and (self.dtype, self.shape) == (other.dtype, other.shape)
-            and [box for box, _ in self.boxes] == [box for box, _ in other.boxes]
-            and all(stored_equal(a, b) for (_, a), (_, b) in zip(self.boxes, other.boxes, strict=True))
-        )
 
     def cut(self, box: Box) -> StoredTensor:
         """Return a box: with levels if the boxes that overlap it fit together, else with values only.
@@ -69,15 +58,12 @@ class Patchwork(Form):
         return values
 
     def in_one(self) -> StoredTensor:
-        """Return the tensor in one."""
         return self.cut(Box.whole(self.shape))
 
     def has_values(self) -> bool:
-        """Whether any box has values."""
         return any(form_of(piece).has_values() for _, piece in self.boxes)
 
     def describe(self) -> str:
-        """Return a sentence that says what the values are made of."""
         one = form_of(self.in_one())
         if isinstance(one, Exact) and len(self.boxes) > 1 and not all(isinstance(b, Tensor) for _, b in self.boxes):
             return f"its values are in {len(self.boxes)} boxes, each with a codebook of its own; it has no levels"

@@ -14,7 +14,6 @@ from dynaquant.engine.forms.form import Coded, Form, StoredTensor, dequantize, i
 from dynaquant.engine.forms.levels import QuantizedTensor, decode_conditional, encode_conditional
 from dynaquant.engine.forms.scheme import MAX_EXPANSION, Coder, Scheme
 from dynaquant.engine.forms.schemes import RankOneFactors
-from dynaquant.engine.forms.stored import stored_equal
 from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import saturating_cast
 
@@ -33,7 +32,6 @@ class RankOne(Form):
     columns: QuantizedTensor
 
     def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
-        """Yield the products in order. Raises ValueError if there are not as many as values."""
         rows, columns = (dequantize(factor, device) for factor in (self.rows, self.columns))
         if rows.numel() * columns.numel() != self.shape.numel():
             raise ValueError("the rows and columns are those of a tensor of another shape")
@@ -42,30 +40,18 @@ class RankOne(Form):
                 yield saturating_cast(kernels.for_device(device).outer(some_rows, columns), self.dtype)
 
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:  # noqa: ARG002 - conditional
-        """Return the scheme and the streams of rows and columns, each conditioned on that of the parent."""
         before = parent if isinstance(parent, RankOne) else None
         rows, coded_rows = encode_conditional(self.rows, before.rows if before else None)
         columns, coded_columns = encode_conditional(self.columns, before.columns if before else None)
         smallest = -(-self.shape.numel() * self.dtype.itemsize // MAX_EXPANSION)
         return RankOneFactors(rows, columns), (coded_rows + coded_columns).ljust(smallest, b"\0")
 
-    def equals(self, other: StoredTensor) -> bool:
-        """Whether the other has the same rows and columns."""
-        return (
-            isinstance(other, RankOne)
-            and (self.dtype, self.shape) == (other.dtype, other.shape)
-            and stored_equal(self.rows, other.rows)
-            and stored_equal(self.columns, other.columns)
-        )
-
     def cut(self, box: Box) -> RankOne:
-        """Return the rows and columns of a box."""
         rows, columns = _factors(box)
         return RankOne(self.dtype, torch.Size(box.sizes), self.rows.cut(rows), self._cut_columns(columns))
 
     @classmethod
     def join(cls, dtype: torch.dtype, shape: torch.Size, parts: Sequence[tuple[Box, RankOne]]) -> RankOne | None:
-        """Return boxes as one tensor; None if there are no rows and columns for all of them."""
         boxes = [_factors(box) for box, _ in parts]
         pairs = list(zip(boxes, (stored for _, stored in parts), strict=True))
         rows = QuantizedTensor.join(torch.float32, shape[:1], [(box, stored.rows) for (box, _), stored in pairs])
@@ -87,7 +73,6 @@ class RankOne(Form):
         return replace(found, shape=torch.Size([columns.elements]))
 
     def describe(self) -> str:
-        """Return a sentence that says what the values are made of."""
         return "its values are row means times column means; it has no levels of its own"
 
 

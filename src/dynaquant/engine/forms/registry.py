@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from dynaquant.engine.forms import bounded, exact, levels, rank_one, rounded, schemes, units
-from dynaquant.engine.forms.form import Coded, Decode, StoredTensor
+from dynaquant.engine.forms.form import Coded, Decode, StoredTensor, stored_equal
 from dynaquant.engine.forms.scheme import Scheme
-from dynaquant.engine.forms.stored import stored_equal
 
 DECODERS: dict[str, Decode] = {
     schemes.Raw.kind: exact.decode,

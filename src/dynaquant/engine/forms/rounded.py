@@ -13,7 +13,7 @@ from dynaquant.engine.forms.form import Coded, Form, StoredTensor
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.scheme import Coder, Scheme
 from dynaquant.engine.forms.schemes import RoundedFromMaster
-from dynaquant.engine.forms.stored import cut, form_of, stored_equal
+from dynaquant.engine.forms.stored import cut, form_of
 from dynaquant.engine.tensors.box import Box
 
 Master = QuantizedTensor | Tensor
@@ -33,41 +33,26 @@ class RoundedWeight(Form):
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the values."""
         return self.master.shape
 
     @property
     def other(self) -> tuple[str, StoredTensor]:
-        """The master weight."""
         return self.master_name, self.master
 
     def with_other(self, name: str, stored: StoredTensor) -> RoundedWeight:
-        """Return the same weight with the master weight by another name."""
         return replace(self, master_name=name, master=cast(Master, stored))
 
     def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
-        """Yield the rounded values in order."""
         for piece in form_of(self.master).pieces(size, device):
             yield piece.to(self.dtype)
 
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:  # noqa: ARG002 - no stream
-        """Return the name of the master weight, and no stream."""
         return RoundedFromMaster(self.master_name), b""
 
-    def equals(self, other: StoredTensor) -> bool:
-        """Whether the other is rounded to the same dtype from the same master weight by the same name."""
-        return (
-            isinstance(other, RoundedWeight)
-            and (self.dtype, self.master_name) == (other.dtype, other.master_name)
-            and stored_equal(self.master, other.master)
-        )
-
     def cut(self, box: Box) -> RoundedWeight:
-        """Return the master weight of a box."""
         return replace(self, master=cast(Master, cut(self.master, box)))
 
     def describe(self) -> str:
-        """Return a sentence that says what the values are made of."""
         return "its values are stored exactly; it has no levels"
 
 

@@ -27,7 +27,6 @@ class Raw(Scheme):
     needs_parent = False
 
     def check(self, shape: tuple[int, ...], size: int, raw_size: int) -> None:  # noqa: ARG002 - whatever its shape
-        """Raise ValueError if the stream and the values differ in size."""
         if size != raw_size:
             raise ValueError("its stream and its values differ in size")
 
@@ -73,7 +72,6 @@ class Frozen(WithoutStream):
 
     @property
     def frozen_file(self) -> str:
-        """The file."""
         return self.file
 
     def _check(self, shape: tuple[int, ...], size: int) -> None:
@@ -107,16 +105,13 @@ class Sharded(WithoutStream):
 
     @property
     def depends_on(self) -> str | None:
-        """The second tensor, if there is one."""
         return self.second or None
 
     @property
     def layout_number(self) -> int:
-        """The layout."""
         return self.layout
 
     def stored_size(self, size: int) -> int:  # noqa: ARG002 - its streams are in the parts
-        """Return the size of the streams in all parts."""
         return self.stored
 
     def _check(self, shape: tuple[int, ...], size: int) -> None:
@@ -135,7 +130,6 @@ class RoundedFromMaster(WithoutStream):
 
     @property
     def depends_on(self) -> str:
-        """The master weight."""
         return self.of
 
 
@@ -155,12 +149,10 @@ class Rearranged(Scheme):
 
     @property
     def needs_parent(self) -> bool:
-        """Whether the levels are conditioned on the parent's."""
         return self.arrangement != "alone"
 
     @property
     def codebook_bins(self) -> int:
-        """The number of centres."""
         return self.bins
 
     def _check(self, shape: tuple[int, ...], size: int) -> None:
@@ -190,12 +182,10 @@ class Conditional(Scheme):
 
     @property
     def codebook_bins(self) -> int:
-        """The number of bins."""
         return self.bins
 
     @property
     def is_zero(self) -> bool:
-        """Whether there are neither bins nor outliers."""
         return self.bins == self.protected == 0
 
     def _check(self, shape: tuple[int, ...], size: int) -> None:
@@ -222,7 +212,6 @@ class RankOneFactors(Scheme):
 
     @property
     def needs_parent(self) -> bool:
-        """Whether the rows or the columns are conditioned on the parent's."""
         return self.rows.needs_parent or self.columns.needs_parent
 
     def _check(self, shape: tuple[int, ...], size: int) -> None:
@@ -245,22 +234,18 @@ class SecondMomentUnits(Scheme):
 
     @property
     def needs_parent(self) -> bool:
-        """Whether the units are conditioned on the parent's."""
         return self.units.needs_parent
 
     @property
     def depends_on(self) -> str:
-        """The second moment."""
         return self.second
 
     @property
     def codebook_bins(self) -> int:
-        """The number of bins of the units."""
         return self.units.bins
 
     @property
     def is_zero(self) -> bool:
-        """Whether all units are zero."""
         return self.units.is_zero
 
     def _check(self, shape: tuple[int, ...], size: int) -> None:

@@ -27,19 +27,15 @@ def stored_hash(stored: StoredTensor) -> str:
     return form_of(stored).digest()
 
 
-def stored_equal(a: StoredTensor, b: StoredTensor) -> bool:
-    """Whether two tensors have the same stored form. Then their values are the same, bit for bit."""
-    return a is b or form_of(a).equals(b)
-
-
 def can_refer_to(stored: StoredTensor, parent: StoredTensor | None, again: bool) -> bool:
     """Whether a tensor can be stored as a reference to the parent's, which has the same values.
 
     again: it is re-coded. Other files may depend on its levels, so the parent's must be the same.
     """
-    if parent is not None and form_of(parent).external:  # it has no values, and its frozen file may be deleted
+    form = form_of(stored)
+    if form.external or (parent is not None and form_of(parent).external):  # a file of frozen parameters may be deleted
         return False
-    return form_of(stored).can_refer_to(parent, again)
+    return form.can_refer_to(parent, again)
 
 
 def known_by(stored: StoredTensor, other: str) -> StoredTensor:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from dynaquant.engine import kernels
-from dynaquant.engine.forms.form import Coded, Form, StoredTensor
+from dynaquant.engine.forms.form import Coded, Form, StoredTensor, stored_equal
 from dynaquant.engine.forms.levels import QuantizedTensor, decode_conditional, encode_conditional
 from dynaquant.engine.forms.rank_one import RankOne
 from dynaquant.engine.forms.scheme import Coder, Scheme
 from dynaquant.engine.forms.schemes import SecondMomentUnits
-from dynaquant.engine.forms.stored import cut, stored_equal
+from dynaquant.engine.forms.stored import cut
 from dynaquant.engine.tensors.box import Box
 from dynaquant.engine.tensors.dtypes import saturating_cast
 
@@ -37,25 +37,20 @@ class ScaledMoment(Form):
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the values."""
         return self.units.shape
 
     @property
     def is_zero(self) -> bool:
-        """Whether all units are zero, so that the second moment does not matter."""
         return self.second.shape == self.shape and self.units.is_zero
 
     @property
     def other(self) -> tuple[str, StoredTensor]:
-        """The second moment."""
         return self.second_name, self.second
 
     def with_other(self, name: str, stored: StoredTensor) -> ScaledMoment:
-        """Return the same moment with the second moment by another name."""
         return replace(self, second_name=name, second=cast(SecondMoment, stored))
 
     def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
-        """Yield units times roots in order. Raises ValueError if the second moment has another shape."""
         if self.second.shape != self.shape:
             raise ValueError("its second moment has another shape")
         all_units = self.units.pieces(size, device)
@@ -67,18 +62,8 @@ class ScaledMoment(Form):
             yield saturating_cast(units, self.dtype)
 
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:  # noqa: ARG002 - conditional
-        """Return the scheme and the stream of the units, conditioned on those of the parent."""
         units, coded = encode_conditional(self.units, parent.units if isinstance(parent, ScaledMoment) else None)
         return SecondMomentUnits(units, self.second_name), coded
-
-    def equals(self, other: StoredTensor) -> bool:
-        """Whether the other has the same units, and the same second moment by the same name."""
-        return (
-            isinstance(other, ScaledMoment)
-            and (self.dtype, self.shape, self.second_name) == (other.dtype, other.shape, other.second_name)
-            and stored_equal(self.units, other.units)
-            and stored_equal(self.second, other.second)
-        )
 
     def can_refer_to(self, parent: StoredTensor | None, again: bool) -> bool:
         """Whether the parent can stand for it: only if its second moment is the same.
@@ -90,14 +75,12 @@ class ScaledMoment(Form):
         return (not again or stored_equal(self.units, parent.units)) and stored_equal(parent.second, self.second)
 
     def cut(self, box: Box) -> ScaledMoment:
-        """Return the units and the second moment of a box."""
         return replace(self, units=self.units.cut(box), second=cast(SecondMoment, cut(self.second, box)))
 
     @classmethod
     def join(
         cls, dtype: torch.dtype, shape: torch.Size, parts: Sequence[tuple[Box, ScaledMoment]]
     ) -> ScaledMoment | None:
-        """Return boxes as one tensor; None if units or second moments do not fit together."""
         _, first = parts[0]
         kind = type(first.second)
         if not all(type(each.second) is kind and each.second_name == first.second_name for _, each in parts):
@@ -107,11 +90,9 @@ class ScaledMoment(Form):
         return cls(dtype, units, second, first.second_name) if units and second else None
 
     def has_values(self) -> bool:
-        """Whether any unit is not zero."""
         return self.units.has_values()
 
     def describe(self) -> str:
-        """Return a sentence that says what the values are made of."""
         return "its values are levels times the root of its second moment"
 
 

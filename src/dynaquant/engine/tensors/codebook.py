@@ -103,12 +103,10 @@ def in_common(codebooks: Sequence[Codebook]) -> tuple[Codebook, list[int]] | Non
             codebook.first - lowest if isinstance(codebook, LogGrid) and codebook.bins else 0 for codebook in codebooks
         ]
         return LogGrid(first.pace, lowest, bins), shifts
-    same = all(
-        isinstance(codebook, Centres) and np.array_equal(_bits(codebook.values), _bits(first.values))
-        for codebook in used
-    )
+    same = all(isinstance(codebook, Centres) and same_values(codebook, first) for codebook in used)
     return (first, [0] * len(codebooks)) if same else None
 
 
-def _bits(values: NDArray[np.float32]) -> NDArray[np.uint32]:
-    return values.view(np.uint32)  # zero and minus zero differ
+def same_values(a: Codebook, b: Codebook) -> bool:
+    """Whether two codebooks have the same bins, bit for bit: zero and minus zero differ."""
+    return np.array_equal(a.values.view(np.uint32), b.values.view(np.uint32))
