@@ -16,8 +16,8 @@ from dynaquant.engine.tensors.shard import Shard
 class Shards:
     """Which part of each tensor this rank holds. By default it holds all of them as a whole, and nobody else does.
 
-    held: by name; tensors that are not named are whole. others_count: names of tensors of which another rank holds the
-    same, and counts it in sums. reduce: puts the numbers of all ranks together; None if there are no shards.
+    held: by name; tensors that are not named are whole. others_count: names of tensors that another rank
+    already counts. reduce: puts the numbers of all ranks together; None if there are no shards.
     """
 
     held: Mapping[str, Shard] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the checkpoints of a training share that another program saves and restores: what its restores were and cost."""
+"""State that a framework's trainer carries from one checkpoint to the next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynaquant.store.container import Header
 
 
 class GoingOn:
-    """The account of a training whose states a ``Packer`` gets. A ``Checkpointer`` keeps the same.
+    """State of a training that a framework's trainer saves through a ``Packer``. A ``Checkpointer`` has a ``Memory``.
 
     budget: what the whole training may lose by restores; None if every checkpoint may use the limit of the preset.
     """

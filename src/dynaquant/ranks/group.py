@@ -254,7 +254,7 @@ class Group:
         return next(number for number, ranks in enumerate(self.replicas) if self.rank in ranks)
 
     def of_replicas(self, by_rank: Sequence[T]) -> list[T]:
-        """Return what counts for each replica, of what the ranks have found: that of its first rank."""
+        """Return the value of each replica's first rank."""
         return [by_rank[ranks[0]] for ranks in self.replicas]
 
     def saw_communication(self) -> bool:

@@ -107,7 +107,7 @@ class SeenByRank:
             del fit.parts[name]
 
     def _names_of_divided(self, ranks: Iterable[OfRank]) -> Iterator[str]:
-        """Yield the stored names of what the ranks held of extras that can divide their state."""
+        """Yield the stored names of tensors that ranks held of extras with a divided state."""
         prefixes = tuple(f"{name}." for name, thing in self._objects.items() if divides_its_state(thing))
         for each in ranks:
             yield from (stored for name, stored in each.tensors.items() if name.startswith(prefixes))

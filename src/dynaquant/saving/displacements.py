@@ -80,7 +80,7 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _squares(now: NDArray[np.float64] | None, before: NDArray[np.float64] | None) -> list[float]:
-    """Return the sum of squares of what has changed, and of how many values."""
+    """Return the sum of squared changes, and the number of values that it adds up."""
     if now is None or before is None or before.shape != now.shape:
         return [0.0, 0.0]
     with np.errstate(invalid="ignore", over="ignore"):  # infinite values

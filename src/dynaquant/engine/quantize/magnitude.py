@@ -25,7 +25,7 @@ SMALLEST_SHARE = 1 / 8
 """``Magnitude.small`` is at least this share of the root mean square of the row in the middle: rows that are all but
 zero do not matter more than that."""
 LARGEST_SHARE = 4.0
-"""Rows with a root mean square beyond this multiple of that of the row in the middle count as if they had this one."""
+"""Rows count with at most this multiple of the middle row's root mean square."""
 NORMAL_MEDIAN = 0.6745
 """Median magnitude of normally distributed values, in standard deviations."""
 _SAFE = 1e-12, 1e15
