@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dynaquant.engine import kernels
-from dynaquant.engine.forms.external import External
+from dynaquant.engine.forms.external import externals
 from dynaquant.engine.forms.form import StoredTensor, dequantize_into
 from dynaquant.engine.forms.stored import values_of
 from dynaquant.engine.tensors.layouts import Layout, laid_out, layout_of
@@ -104,7 +104,7 @@ def unchanged_tensors(
 
     now: the present states of modules and optimizers.
     """
-    external = {name: tensor for name, tensor in stored.items() if isinstance(tensor, External)}
+    external = externals(stored)
     if not external:
         return {}
     try:
@@ -124,7 +124,7 @@ def unchanged_tensors(
 def fill(fills: Iterable[tuple[Tensor, StoredTensor]]) -> None:
     """Write the values of stored tensors into the given tensors."""
     for target, stored in fills:
-        if isinstance(stored, Tensor | External) or target.device != kernels.HOST:
+        if isinstance(stored, Tensor) or stored.external or target.device != kernels.HOST:
             target.copy_(values_of(stored))
         else:
             dequantize_into(target, stored)

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.engine.forms.levels import QuantizedTensor
-from dynaquant.engine.forms.rounded import RoundedWeight
-from dynaquant.engine.forms.schemes import Sharded
-from dynaquant.engine.forms.stored import in_one, stored_hash
+from dynaquant.engine.forms.stored import form_of, in_one, stored_hash
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.store.container import Header
@@ -88,11 +86,11 @@ def restored_weights(header: Header, tensors: Mapping[str, StoredTensor]) -> dic
         if header.by_name[name].label.role != "weight":
             continue
         source, form = name, in_one(stored)
-        if isinstance(stored, RoundedWeight):  # it is stored as its float32 master weight
-            source, form = stored.master_name, stored.master
+        if (other := form_of(stored).other) is not None:  # it is stored as its float32 master weight
+            source, form = other
         if isinstance(form, QuantizedTensor):
             entry = header.by_name[source]
             # The hash in the header is that of a whole tensor in one box.
-            own = isinstance(entry.scheme, Sharded) or entry.shape != form.shape
+            own = entry.scheme.layout_number is not None or entry.shape != form.shape
             found[name] = LastWeight(form, None, stored_hash(form) if own else entry.hash)
     return found

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dynaquant.engine.forms.external import External, omitted
+from dynaquant.engine.forms.external import External, externals, omitted
 from dynaquant.engine.forms.form import Coded, StoredTensor
 from dynaquant.engine.forms.registry import decode
 from dynaquant.engine.forms.stored import values_of
@@ -41,7 +41,7 @@ class FrozenFiles:
 
         These are omitted tensors, and tensors in files that exist and are not known to be damaged.
         """
-        files = {name: stored for name, stored in tensors.items() if isinstance(stored, External)}
+        files = externals(tensors)
         there: set[str] = set()
         for identity in {stored.file for stored in files.values() if stored.file is not None}:
             if self._decodes.get(identity, True):

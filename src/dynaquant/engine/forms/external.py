@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +43,11 @@ class External(Form):
 
     def describe(self) -> str:
         return "its values are not in this file; it has no levels"
+
+
+def externals(tensors: Mapping[str, StoredTensor]) -> dict[str, External]:
+    """Return those of the tensors whose values are outside the checkpoint."""
+    return {name: stored for name, stored in tensors.items() if isinstance(stored, External)}
 
 
 def omitted(name: str, dtype: torch.dtype, shape: torch.Size, digest: str) -> External:
