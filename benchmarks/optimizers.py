@@ -41,7 +41,7 @@ TRAINS = 0.9
 """An optimizer trains if its loss after some steps is below this share of the loss at the beginning."""
 WANTED = 0.005
 """How much worse than its control a restored training may end."""
-SEEDS = 2
+SEEDS = 3
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def measure(entry: Entry, data: Path, plan: Plan, seed: int) -> Result:
         ends, times = Sweep(entry, data, plan, factor).ends(seed, roles)
     except dq.DynaquantError as error:
         return Result(entry.name, entry.package, f"cannot be saved: {str(error).splitlines()[0][:140]}")
-    if not isfinite(ends.undisturbed):
+    if not (isfinite(ends.undisturbed) and isfinite(ends.control)):
         return Result(entry.name, entry.package, "diverges here without any checkpoint")
     return Result(entry.name, entry.package, "", factor, exact, times, [ends])
 
@@ -268,6 +268,8 @@ def _spread(values: Sequence[float]) -> str:
     """Return mean and standard error in percent."""
     if not values:
         return ""
+    if not all(map(isfinite, values)):
+        return "diverged"
     error = f" ± {100 * stdev(values) / len(values) ** 0.5:.2f}" if len(values) > 1 else ""
     return f"{100 * mean(values):+.2f}{error}"
 
