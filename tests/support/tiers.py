@@ -19,7 +19,7 @@ from hypothesis import is_hypothesis_test, settings
 from xdist.scheduler import LoadScopeScheduling
 
 SHOWN = 10
-BUDGETS = {"quick": 3_700, "rest": 15_000}
+BUDGETS = {"quick": 3_700, "rest": 7_000}
 """CPU seconds of each tier, as multiples of those of the reference task."""
 EXCEEDED = 1.5
 """How much of its budget fails a tier."""
