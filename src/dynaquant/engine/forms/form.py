@@ -6,6 +6,7 @@ Values are the same on every device, bit for bit.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
@@ -23,7 +24,7 @@ from dynaquant.engine.tensors.dtypes import bytes_of
 from dynaquant.engine.tensors.hashing import hash_of_pieces, hash_of_zeros
 
 
-class Form:
+class Form(ABC):
     """A tensor as a checkpoint stores it. A form is a frozen dataclass; quantizers make it, ``encode`` codes it."""
 
     external: ClassVar[bool] = False
@@ -53,12 +54,12 @@ class Form:
         """Return the same form, decoded from the same other tensor by another name."""
         return self
 
+    @abstractmethod
     def pieces(self, size: int, device: torch.device) -> Iterator[Tensor]:
         """Yield the values in order, as flat pieces of ``size`` values on a device. The last one may be smaller.
 
         Raises ValueError if the parts of the form do not fit together.
         """
-        raise NotImplementedError
 
     def values(self) -> Tensor:
         """Return the values that a restore returns, on the host. Raises ValueError as ``pieces`` does."""
@@ -70,9 +71,9 @@ class Form:
             return hash_of_zeros(self.dtype, self.shape)
         return hash_of_pieces(self.dtype, self.shape, pieces(self))
 
+    @abstractmethod
     def encode(self, parent: StoredTensor | None, coder: Coder) -> tuple[Scheme, bytes]:
         """Return the scheme and the stream. parent: the parent's tensor of the same name, if it has one."""
-        raise NotImplementedError
 
     def equals(self, other: StoredTensor) -> bool:
         """Whether another tensor has the same stored form. Then its values are the same, bit for bit.
@@ -93,7 +94,7 @@ class Form:
         """Return what the form holds of a box that lies in the tensor and is not all of it."""
         return self.values()[box.slices].contiguous()
 
-    @classmethod
+    @classmethod  # noqa: B027 - a form need not be joined
     def join(cls, dtype: torch.dtype, shape: torch.Size, parts: Sequence[tuple[Box, Any]]) -> StoredTensor | None:
         """Return boxes of this form as one tensor of it; None if they do not fit together."""
 
@@ -105,9 +106,9 @@ class Form:
         """Whether there is anything but pruned values, as far as levels say."""
         return self.shape.numel() > 0
 
+    @abstractmethod
     def describe(self) -> str:
         """Return a sentence that says what the values are made of."""
-        raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
         """Return what ``show`` says of the form in JSON."""
