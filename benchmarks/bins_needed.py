@@ -33,8 +33,9 @@ from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.methods.grid.scale_search import scale_search
 from dynaquant.methods.grid.search import LEAST_DISTORTION, MOST_DISTORTION
 from dynaquant.search.distortion import mean_squared_gradients
-from dynaquant.search.evaluation import degradation, score
+from dynaquant.search.evaluation import degradation
 from dynaquant.search.judge import DISTORTION_SCALE
+from dynaquant.search.live_model import score
 from dynaquant.state.roles import labels
 
 LIMITS = (0.05, 0.01, 0.001)

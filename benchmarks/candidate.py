@@ -29,6 +29,7 @@ from dynaquant.engine.quantize.grid_weights import GridWeights, grid_weights
 from dynaquant.engine.quantize.knobs import GridConfiguration
 from dynaquant.search.displacement import Displacement
 from dynaquant.search.judge import DistortionJudge, MetricJudge
+from dynaquant.search.live_model import LiveModel
 
 VALUES = 124_000_000
 TURNS = 15
@@ -61,7 +62,7 @@ def methods(model: nn.Module, weights: GridWeights) -> dict[str, Callable[[], ob
         return GridConfiguration(next(configurations), dithered)
 
     def metric() -> MetricJudge:
-        return MetricJudge(model, no_metric, higher_is_better=False, original=1.0, decided={})
+        return MetricJudge(LiveModel(model), no_metric, higher_is_better=False, original=1.0, decided={})
 
     judge, estimate = metric(), DistortionJudge(weights.weights, {}, "distortion")
     since_restore = Displacement(weights.weights, weights.quantize(configuration()))

@@ -24,7 +24,8 @@ from torch import Tensor
 from workloads import Workload
 
 import dynaquant as dq
-from dynaquant.search.evaluation import degradation, score
+from dynaquant.search.evaluation import degradation
+from dynaquant.search.live_model import score
 
 MOMENTS = {"first": ("exp_avg", "momentum_buffer"), "second": ("exp_avg_sq",)}
 

@@ -35,7 +35,7 @@ from dynaquant.engine.label import Label
 from dynaquant.engine.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.engine.quantize.knobs import Configuration
 from dynaquant.engine.tensors.dtypes import dtype_name
-from dynaquant.search.evaluation import score
+from dynaquant.search.live_model import score
 from dynaquant.state.roles import labels
 from dynaquant.store.entry import Entry
 

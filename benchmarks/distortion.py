@@ -22,8 +22,8 @@ from dynaquant.demo.workloads import WORKLOADS
 from dynaquant.engine.quantize.kmeans_weights import kmeans_weights, quantize_weights
 from dynaquant.engine.quantize.knobs import Configuration
 from dynaquant.search.distortion import distortion, mean_squared_gradients
-from dynaquant.search.evaluation import score
 from dynaquant.search.judge import DISTORTION_SCALE, MetricJudge
+from dynaquant.search.live_model import LiveModel, score
 from dynaquant.state.roles import labels
 from dynaquant.training.gradients import GradientRecorder
 
@@ -65,7 +65,7 @@ def cases(name: str) -> list[Case]:
         sketched = kmeans_weights(weights, label_of, gradients)
         fisher = mean_squared_gradients({path: parameters[path] for path in weights}, [work.optimizer], {})
         original = score(work.model, {}, work.evaluate)
-        judge = MetricJudge(work.model, work.evaluate, work.higher_is_better, original, {})
+        judge = MetricJudge(LiveModel(work.model), work.evaluate, work.higher_is_better, original, {})
         for bins, pruned in product(BINS, PRUNED):
             quantized = quantize_weights(sketched, Configuration(bins, max(bins, 16), pruned))
             found.append(

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
 
@@ -26,6 +27,7 @@ from dynaquant.saving.arguments import check_first_state, check_metric, checked_
 from dynaquant.saving.background import check_process
 from dynaquant.saving.compressor import Compressor
 from dynaquant.saving.division import check_arguments, check_sharded_before, holds_shards, replicas_of
+from dynaquant.saving.judged_averages import AverageJudge
 from dynaquant.saving.log_to import LogTo, logger_of
 from dynaquant.saving.movement import Movement
 from dynaquant.saving.rank_zero import hold_for_writing
@@ -33,8 +35,11 @@ from dynaquant.saving.record import Record, record_of
 from dynaquant.saving.saver import Saver
 from dynaquant.saving.schedule import Schedule
 from dynaquant.saving.sharded_commit import stage_for
+from dynaquant.saving.training_source import TrainingSource
 from dynaquant.saving.turn import Turn
 from dynaquant.search.evaluation import Evaluate, of_several
+from dynaquant.search.live_model import LiveModel
+from dynaquant.search.metric import UserMetric
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.retention import Retention
 from dynaquant.store.tags import set_tag
@@ -144,18 +149,26 @@ class Checkpointer:
             lock = undo.enter_context(ExitStack())  # of the run; the writing thread releases it
             hold_for_writing(self._run, lock, self._group)
             metric = evaluate if evaluate is None or isinstance(model, nn.Module) else of_several(evaluate)
+            averages = {} if evaluate_average is None else evaluate_average
+            subject = LiveModel(models_of(self._objects))
+            judge = partial(AverageJudge, averages, self._objects, higher_is_better, self._group)
             self._compressor = Compressor(
+                quality,
+                None if metric is None else UserMetric(subject, metric, higher_is_better, self._group),
+                self._group,
+                averages=self._group.run_on_all_ranks(judge),
+            )
+            self._training = TrainingSource(
                 self._objects,
                 roles,
-                evaluate=metric,
-                higher_is_better=higher_is_better,
-                quality=quality,
-                keep_lossless_copy=keep.lossless_copy,
+                self._compressor.preset,
+                self._compressor.method,
+                records_gradients=self._compressor.uses_gradients,
+                keeps_lossless_copy=keep.lossless_copy,
                 group=self._group,
                 interval=schedule.interval,
-                evaluate_average={} if evaluate_average is None else evaluate_average,
             )
-            undo.callback(self._compressor.close)
+            undo.callback(self._training.close)
             self._end_first_step_check = supported.check_after_first_step(self._objects)
             undo.callback(self._end_first_step_check)
             self._corrections = MomentCorrections(quality.correct_moments)
@@ -168,7 +181,7 @@ class Checkpointer:
                 log_to=log_record,
                 at_end=lock,
             )
-            stages = self._compressor, self._writer, self._turn, self._group, self._corrections
+            stages = self._training, self._compressor, self._writer, self._turn, self._group, self._corrections
             self._saver = Saver(self._run, self._objects, roles, schedule, *stages, buffers_of_rank_0(model))
             undo.pop_all()
 
@@ -233,7 +246,7 @@ class Checkpointer:
     def _restore(self, step: int | str | None, only: str | Collection[str] | None, strict: bool) -> int | None:
         self._check_open()
         check_sharded_before(self._sharded, self._objects, self._group)
-        hashes = self._compressor.hashes
+        hashes = self._training.hashes
         restorer = Restorer(
             self._run, self._objects, self._group, hashes, self._corrections, only, strict, damaged=self._damaged
         )
@@ -325,7 +338,7 @@ class Checkpointer:
             close_writer()
         finally:
             self._end_first_step_check()
-            self._compressor.close()
+            self._training.close()
             self._corrections.close()
 
     def _check_open(self) -> None:

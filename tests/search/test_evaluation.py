@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 import dynaquant as dq
 from dynaquant.errors import EvaluateError
-from dynaquant.search.evaluation import degradation, score
+from dynaquant.search.evaluation import degradation
 from dynaquant.search.failures import raise_on_every_rank
+from dynaquant.search.live_model import score
 
 
 def model_of():

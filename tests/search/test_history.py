@@ -24,8 +24,10 @@ from dynaquant.methods.named import METHODS
 from dynaquant.ranks.group import Group
 from dynaquant.search.decision import Decision
 from dynaquant.search.history import History
+from dynaquant.search.live_model import LiveModel
 from dynaquant.search.manager import ConfigurationManager, Limits
 from dynaquant.search.memory import SearchMemory
+from dynaquant.search.metric import UserMetric
 from dynaquant.state.roles import labels
 from dynaquant.store.run import Run
 
@@ -138,7 +140,7 @@ def decide(record, method: str) -> Decision:
     weights = {"model.weight": model.weight.detach()}
     found = WeightsToPrepare(weights, labels(weights, {"model": model}, {}), BALANCED_LIMITS)
     prepared, _ = METHODS[method].prepare(found, Group())
-    manager = ConfigurationManager(model, Movement(model, 1.0), False, None, Group())
+    manager = ConfigurationManager(UserMetric(LiveModel(model), Movement(model, 1.0), False, Group()), None, Group())
     return manager.decide(prepared, {}, SearchMemory.from_record(record, {}), Limits(0.01, 0.01))
 
 

@@ -15,6 +15,7 @@ from dynaquant.engine.quantize.knobs import GridConfiguration
 from dynaquant.engine.quantize.step_limits import LOOSEST_LIMITS
 from dynaquant.search.distortion import distortion, mean_squared_gradients
 from dynaquant.search.judge import DistortionJudge, MetricJudge
+from dynaquant.search.live_model import LiveModel
 from dynaquant.state.roles import labels
 
 DISTORTION_SCALE = 3.0
@@ -48,7 +49,7 @@ def model() -> nn.Module:
 
 @pytest.mark.parametrize(("metric", "higher_is_better"), [(loss, False), (probability, True)])
 def test_the_metric_sees_the_weights_that_a_restore_would_return(model, metric, higher_is_better):
-    judge = MetricJudge(model, metric, higher_is_better, metric(model), {})
+    judge = MetricJudge(LiveModel(model), metric, higher_is_better, metric(model), {})
     for configuration in (dq.Configuration(bins=4, pruned=0.5), dq.Configuration(bins=254, embedding_bins=254)):
         quantized = quantize_weights(prepared(model), configuration)
         quality = judge(quantized)
@@ -69,11 +70,11 @@ def test_the_metric_sees_the_given_values_of_weights_that_are_already_decided(mo
         seen.update({name: bits(p) for name, p in scored.named_parameters()})
         return 1.0
 
-    decided = {"1.weight": torch.ones(24, 24)}
+    decided = {"model.1.weight": torch.ones(24, 24)}
     quantized = quantize_weights(prepared(model), dq.Configuration())
     del quantized["model.1.weight"]
-    MetricJudge(model, evaluate, False, 1.0, decided)(quantized)
-    assert seen["1.weight"] == bits(nn.Parameter(decided["1.weight"]))
+    MetricJudge(LiveModel(model), evaluate, False, 1.0, decided)(quantized)
+    assert seen["1.weight"] == bits(nn.Parameter(decided["model.1.weight"]))
     assert seen["4.weight"] == bits(nn.Parameter(dequantize(quantized["model.4.weight"])))
     assert seen["4.bias"] == bits(model[4].bias)
 
@@ -87,7 +88,7 @@ def test_the_metric_sees_the_values_of_a_grid_that_is_not_quantized_yet(model, d
         kept.append({f"model.{name}": p for name, p in scored.named_parameters()})  # as if it looked for the best model
         return 1.0
 
-    judge = MetricJudge(model, evaluate, False, 1.0, {})
+    judge = MetricJudge(LiveModel(model), evaluate, False, 1.0, {})
     configurations = [GridConfiguration(scale, dithered) for scale in (-20, 0, 20)]
     for configuration in configurations:
         judge(weights.candidate(configuration))
@@ -106,7 +107,7 @@ def test_candidates_that_the_metric_does_not_keep_use_the_same_memory(model):
         scored[0].weight.fill_(7.0)  # what a metric writes to a candidate is not seen in the next one
         return 1.0
 
-    judge = MetricJudge(model, evaluate, False, 1.0, {})
+    judge = MetricJudge(LiveModel(model), evaluate, False, 1.0, {})
     for scale in (0, 20, 0):
         judge(weights.candidate(GridConfiguration(scale)))
     assert addresses[0] == addresses[1] == addresses[2]
@@ -127,7 +128,7 @@ def test_exceptions_of_the_metric_reach_the_caller(model):
         raise ZeroDivisionError("no tokens")
 
     with pytest.raises(ZeroDivisionError, match="no tokens"):
-        MetricJudge(model, fail, False, 1.0, {})({})
+        MetricJudge(LiveModel(model), fail, False, 1.0, {})({})
 
 
 @pytest.mark.parametrize("fisher", [{}, {"model.0.weight": 1e-4, "model.1.weight": 1e-6, "model.4.weight": 3e-5}])

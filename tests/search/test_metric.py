@@ -15,6 +15,7 @@ from training import bits, train
 
 import dynaquant as dq
 from dynaquant.ranks.group import Group
+from dynaquant.search.live_model import LiveModel
 from dynaquant.search.metric import OriginalScore, UserMetric
 from dynaquant.search.noise import Noise
 
@@ -357,7 +358,7 @@ class MetricInTraining:
     """The metric of one training, with the memory of its saves."""
 
     def __init__(self, evaluate: Callable[[nn.Module], float]) -> None:
-        self.metric, self.saves = UserMetric(nn.Linear(2, 2), evaluate, False, Group()), 0
+        self.metric, self.saves = UserMetric(LiveModel(nn.Linear(2, 2)), evaluate, False, Group()), 0
         self.noise, self.whole = Noise(), False
 
     def original(self) -> OriginalScore:

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 from training import bits, model_of, train
 
 import dynaquant as dq
-from dynaquant.search.evaluation import score
+from dynaquant.search.live_model import score
 from dynaquant.state import wrappers
 
 SUPPORT = Path(__file__).parents[1] / "support"

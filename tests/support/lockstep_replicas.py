@@ -22,6 +22,7 @@ from dynaquant.engine.quantize.knobs import SCALES_PER_OCTAVE, GridConfiguration
 from dynaquant.ranks.group import Group
 from dynaquant.search.displacement import Displacement
 from dynaquant.search.judge import PairedJudge
+from dynaquant.search.live_model import LiveModel
 from dynaquant.search.trials import Trials
 
 LEAST_KEPT = 0.99
@@ -87,7 +88,7 @@ class Replica:
         """Score configurations, one on each rank. Returns the trials or the error of this rank."""
         self.metric.calls = 0
         original, order = [1.0] * len(BATCHES), list(range(len(BATCHES)))
-        judge = PairedJudge(self.model, self.metric, False, original, decided or {}, order, self.group)
+        judge = PairedJudge(LiveModel(self.model), self.metric, False, original, decided or {}, order, self.group)
         quantizer = quantizer or self.quantizer
         displacement = Displacement(quantizer.weights, self.restored)
         # Nothing is clearly above or below such limits, so a candidate takes all batches.

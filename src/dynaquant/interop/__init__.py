@@ -5,12 +5,12 @@
 - ``safetensors.py``: reads and writes safetensors, single files and shards with an index
 - ``torchfile.py``: reads and writes files of ``torch.save``
 - ``dcp_folder.py``: reads and writes folders of DCP
-- ``unmeasured.py``: quantizes a state of which only names and tensors are known
+- ``dcp_roles.py``: roles of tensors of which only names and values are known
 - ``dcp_writer.py``, ``dcp_reader.py``: storages with which DCP saves to runs and loads from them
 - ``dcp.py``: the names of these storages
 - ``folder.py``: reads a trainer's folder: weights, optimizer states, other files
 - ``inferred_roles.py``: infers roles and gradients of tensors from their names and places
-- ``going_on.py``: what restores of a training were and cost, for its next checkpoints
+- ``file_source.py``: what was read, as a source of a checkpoint and as the subject of a metric
 - ``packing.py``: compresses files into checkpoints
 - ``state_file.py``: saves a state of this process to one file
 - ``targets.py``: the formats that a checkpoint is exported to

@@ -41,10 +41,12 @@ from dynaquant.engine.label import Label
 from dynaquant.engine.tensors.box import Box
 from dynaquant.errors import StateError
 from dynaquant.interop.dcp_folder import nested
-from dynaquant.interop.unmeasured import quantize_state
+from dynaquant.interop.dcp_roles import source_of
 from dynaquant.options import Deprecated, Keep, Quality, QualityName, values_of
-from dynaquant.saving.assemble import copied
-from dynaquant.saving.presets import PRESETS
+from dynaquant.ranks.group import Group
+from dynaquant.saving.compressor import Compressor
+from dynaquant.saving.division import check_arguments
+from dynaquant.saving.memory import Memory
 from dynaquant.state.flatten import flatten
 from dynaquant.store.commit import WritableRun
 from dynaquant.store.container import Header, Parent, is_step
@@ -114,12 +116,14 @@ class StorageWriter(_StorageWriter):
         takes = "keep_last", "keep_every", "keyframe_every"
         quality, _, keep = values_of("StorageWriter", deprecated, quality, keep=keep, takes=takes)
         self._run = WritableRun(folder)
-        self._preset, self._retention = PRESETS[quality.preset], Retention(keep)
+        check_arguments(quality, keep, None)
+        self._compressor = Compressor(quality, None, Group(alone=True))  # each process decides for its own boxes
+        self._retention = Retention(keep)
         self._id: CheckpointId = None
         self._held = ExitStack()  # the run's lock, on the coordinator, from planning to the end
         self._base: Base | None = None  # the boxes that this process wrote last
         self._last: Parent | None = None  # on the coordinator: the checkpoint that was committed last
-        self._rungs: dict[int, dict[str, int]] = {}  # of the weights that were quantized together, by their number
+        self._memories: dict[int, Memory] = {}  # of the tensors that are compressed together, by their number
         self._commit: _Commit | None = None  # on the coordinator
 
     def reset(self, checkpoint_id: CheckpointId = None) -> None:
@@ -212,21 +216,22 @@ class StorageWriter(_StorageWriter):
         boxes: dict[tuple[str, Box], StoredTensor] = {}
         own: list[tuple[ShardedTensor, Box]] = []
         ordered: list[WriteItem] = []
+        memories: dict[int, Memory] = {}
         for number, group in enumerate(_one_box_of_each(items)):
             # The planner may make a tensor only now, so each is looked up once, and kept until all are quantized.
             tensors = {item.index.fqn: _tensor(item, planner) for item in group}
-            found = quantize_state(tensors, self._preset, self._rungs.get(number, {}))
-            self._rungs[number] = found.rungs
+            found = self._compressor.compress(source_of(tensors), self._memories.get(number, Memory()), 1.0, {})
+            memories[number] = found.memory
             for item in group:
                 name, box = item.index.fqn, _box_of(item)
-                stored = found.quantized.get(name) or copied(tensors[name])
-                boxes[name, box] = stored
+                stored = boxes[name, box] = found.assembled.tensors[name]
                 if base is not None and commit.shapes.get(name) != _shape_of(item):
                     base = _without(base, box_name(name, box))
                 own.append((ShardedTensor(name, found.labels[name], stored.dtype, stored.shape, 0), box))
                 ordered.append(item)
         draft = commit.draft if base is not None else replace(commit.draft, parent=None)
         written, self._base = write_part(commit.folder / part_name(commit.part), own, boxes, draft, base)
+        self._memories = memories
         return [
             WriteResult(
                 item.index,

@@ -40,6 +40,7 @@ class _Found:
 def labels(
     tree: Any,
     tensors: Mapping[str, Tensor],
+    vectors: bool = True,
     weights: Collection[str] | None = None,
     averages: Collection[str] = (),
 ) -> dict[str, Label]:
@@ -49,8 +50,8 @@ def labels(
     Moments are found by their keys in the state of an optimizer (a dictionary with ``state`` and ``param_groups``), if
     it has only what optimizers of ``torch.optim`` have. Everything else is exact.
 
-    tree, tensors: as ``flatten`` returns them. weights: names of the tensors that can be weights, None for all.
-    averages: of those that can be averages of weights.
+    tree, tensors: as ``flatten`` returns them. vectors: whether tensors of one dimension are weights.
+    weights: names of the tensors that can be weights, None for all. averages: of those that can be averages of weights.
     """
     found = _search(tree)
     result = {name: Label("exact") for name in tensors}
@@ -63,7 +64,7 @@ def labels(
             kind = _layer_type(name, tensor, tensors)
             if name.rpartition(".")[2] in BUFFERS:
                 result[name] = Label("buffer", kind)
-            elif quantizable(tensor, vectors=True):
+            elif quantizable(tensor, vectors):
                 result[name] = Label("average" if is_average else "weight", kind)
             else:
                 result[name] = Label("exact", kind)

@@ -25,6 +25,7 @@ class WeightsToPrepare:
     as far as known. gradients: what ``Method.accumulate`` has recorded. records_gradients: whether it records at all.
     last: of the last checkpoint. restored_step: seed of stochastic rounding. step_limits: of the preset. displaced: how
     far each has moved since the training began. size_factor: bytes that deltas took lately, relative to predictions.
+    on_access: whether tensors are read on access, and are to be quantized only when they are written.
     """
 
     tensors: Mapping[str, Tensor]
@@ -38,6 +39,7 @@ class WeightsToPrepare:
     restored_step: int = 0
     displaced: Mapping[str, float] = field(default_factory=dict)
     size_factor: float = 1.0
+    on_access: bool = False
 
 
 class Method(Protocol):

@@ -13,6 +13,7 @@ from dynaquant.engine.forms.external import External
 from dynaquant.engine.forms.form import Form, StoredTensor
 from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.rounded import RoundedWeight
+from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class Assembled:
     seconds: of a state that is divided, the names of the tensors that others are stored in units of. On all ranks.
     """
 
-    tensors: dict[str, StoredTensor] = field(default_factory=dict)
-    lossless_copy: dict[str, StoredTensor] | None = None
+    tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
+    lossless_copy: Mapping[str, StoredTensor] | None = None
     seconds: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -60,6 +61,24 @@ def assemble(
         for name, form in tensors.items()
     }
     return Assembled(completed(tensors), completed(exact))
+
+
+def assemble_on_access(
+    tensors: Mapping[str, Tensor], quantized: Mapping[str, Form], names: Iterable[str], copied_exactly: Collection[str]
+) -> Assembled:
+    """Return the stored form of every tensor of a state, each made on access, and not kept.
+
+    For a state that nothing changes meanwhile, and that may not fit into memory. For the arguments, see ``assemble``.
+    """
+    names = list(names)
+
+    def form(name: str) -> StoredTensor:
+        return quantized[name] if name in quantized else tensors[name]
+
+    def exact(name: str) -> StoredTensor:
+        return tensors[name] if name in copied_exactly else form(name)
+
+    return Assembled(LazyMapping(names, form), LazyMapping(names, exact) if copied_exactly else None)
 
 
 def _rounded(dtype: torch.dtype, master: StoredTensor, name: str) -> RoundedWeight:

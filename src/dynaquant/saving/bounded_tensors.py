@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
-from torch import Tensor
+from collections.abc import Collection
 
 from dynaquant.engine.forms.bounded import BoundedTensor
 from dynaquant.engine.quantize.averages import average_bounds
 from dynaquant.engine.quantize.bounds import quantize_bounded
 from dynaquant.engine.shards import WHOLE, Shards
-from dynaquant.saving.capture import Captured
 from dynaquant.saving.presets import Preset
+from dynaquant.saving.source import Source
 from dynaquant.training.objects import MAIN
 
 
-def bounded_tensors(
-    tensors: Mapping[str, Tensor], captured: Captured, preset: Preset | None
-) -> dict[str, BoundedTensor]:
+def bounded_tensors(source: Source, preset: Preset | None) -> dict[str, BoundedTensor]:
     """Return the tensors of role ``bound`` and averages of weights, quantized, by name. Collective.
 
-    tensors: of the state, at least these. preset: None stores averages exactly. Extras that are not divided may differ
-    between ranks, so each rank quantizes its own.
+    preset: None stores averages exactly. Extras that are not divided may differ between ranks, so each rank quantizes
+    its own.
     """
-    labels, shards = captured.labels, captured.shards
+    tensors, labels, shards = source.tensors, source.labels, source.shards
 
     def quantized(names: Collection[str], shards: Shards) -> dict[str, BoundedTensor]:
         bounds = {name: bound for name in names if (bound := labels[name].bound) is not None}

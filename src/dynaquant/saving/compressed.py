@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from dynaquant.engine.forms.form import StoredTensor
 from dynaquant.engine.label import Label
 from dynaquant.saving.assemble import Assembled
 from dynaquant.saving.division import Division
 from dynaquant.saving.memory import Memory
+from dynaquant.saving.unchanged_weights import Comparison
 from dynaquant.search.decision import Decision
 
 
@@ -16,16 +18,19 @@ from dynaquant.search.decision import Decision
 class Compressed:
     """The tensors of a state as they are to be stored, and how that was decided.
 
-    assembled: empty on ranks other than 0. frozen: names of parameters that do not train and have not changed.
-    division: which rank writes what; None if rank 0 writes all. displaced: how far the training has moved each
-    parameter. memory: of this save, as far as it depends on what is here.
+    assembled: empty on ranks other than 0. writers: which rank writes what; None if rank 0 writes all. memory: of this
+    save, as far as it depends on what is here. comparison: of the weights with those of the last checkpoint.
     """
 
     assembled: Assembled
-    division: Division | None
-    frozen: frozenset[str]
-    labels: dict[str, Label]
+    writers: Division | None
+    labels: Mapping[str, Label]
     decision: Decision
     notes: list[str]
-    displaced: Mapping[str, float]
     memory: Memory
+    comparison: Comparison
+
+    def with_last_weights(self, stored: Mapping[str, StoredTensor]) -> Compressed:
+        """Return the same with the quantized weights in the memory, for the next save. stored: at least those."""
+        last = self.comparison.last_weights(stored)
+        return replace(self, memory=replace(self.memory, last_weights=last))

@@ -24,7 +24,8 @@ from dynaquant.engine.tensors.dtypes import dtype_name
 from dynaquant.engine.tensors.hashing import tensor_hash
 from dynaquant.engine.tensors.shard import Shard
 from dynaquant.ranks.group import Group
-from dynaquant.saving.assemble import Assembled, copied
+from dynaquant.saving.assemble import copied
+from dynaquant.saving.compressed import Compressed
 from dynaquant.saving.division import Division, Writers
 from dynaquant.state.of_ranks import OfRank, stored_name
 from dynaquant.state.tree import dict_items, renamed, tensor_names_in
@@ -78,24 +79,21 @@ class Differences:
         """Return the labels, with those of tensors that differ made exact."""
         return {n: Label("exact", label.layer_type) if n in self.names else label for n, label in labels.items()}
 
-    def add(
-        self, assembled: Assembled, division: Division | None, labels: Mapping[str, Label], group: Group
-    ) -> tuple[Assembled, Division | None, dict[str, Label]]:
-        """Add what is stored for ranks to what rank 0 writes, or to the parts of the ranks. Collective.
-
-        Returns the arguments with what was added.
-        """
+    def add(self, compressed: Compressed, group: Group) -> Compressed:
+        """Add what is stored for ranks to what rank 0 writes, or to the parts of the ranks. Collective."""
         if not self.stored:
-            return assembled, division, dict(labels)
+            return compressed
+        assembled, writers = compressed.assembled, compressed.writers
         own = group.run_on_all_ranks(lambda: {name: copied(tensor) for name, tensor in self.own.items()})
-        labels = {**labels, **dict.fromkeys(self.stored, Label("exact"))}
-        if division is None:
+        labels = {**compressed.labels, **dict.fromkeys(self.stored, Label("exact"))}
+        if writers is None:
             found = {name: tensor for each in group.gather_to_rank_0(own) for name, tensor in each.items()}
             copy = assembled.lossless_copy
             copy = None if copy is None else {**copy, **found}
-            return replace(assembled, tensors={**assembled.tensors, **found}, lossless_copy=copy), None, labels
+            assembled = replace(assembled, tensors={**assembled.tensors, **found}, lossless_copy=copy)
+            return replace(compressed, assembled=assembled, labels=labels)
         shared: dict[tuple[int, torch.Size], Writers] = {}
-        writers = {
+        added = {
             name: shared.setdefault((each.rank, each.shape), ((each.rank, Shard.whole(each.shape)),))
             for name, each in self.stored.items()
         }
@@ -105,16 +103,14 @@ class Differences:
             for name, each in self.stored.items()
             if name not in own
         }
-        shards = division.shards
-        return (
-            replace(assembled, tensors={**assembled.tensors, **own}),
-            Division(
-                {**division.local, **own, **elsewhere},
-                Shards(shards.held, {*shards.others_count, *elsewhere}, shards.reduce),
-                {**division.writers, **writers},
-            ),
-            labels,
+        shards = writers.shards
+        together = Division(
+            {**writers.local, **own, **elsewhere},
+            Shards(shards.held, {*shards.others_count, *elsewhere}, shards.reduce),
+            {**writers.writers, **added},
         )
+        assembled = replace(assembled, tensors={**assembled.tensors, **own})
+        return replace(compressed, assembled=assembled, writers=together, labels=labels)
 
 
 def find_differences(

@@ -47,6 +47,11 @@ class Displacements:
         """Return the displacements of a training that begins with the present values."""
         return cls(model, sampled_values(_parameters(model), SAMPLE))
 
+    @classmethod
+    def of_nothing(cls) -> Displacements:
+        """Return the displacements of no parameters, for a state without a live model."""
+        return cls(nn.Module(), {})
+
     def continued(self, stored: Any) -> Displacements:
         """Return those of a restored training. stored: from its record; invalid content is ignored."""
         stored = stored if isinstance(stored, Mapping) else {}

@@ -18,8 +18,9 @@ from dynaquant.engine.quantize.averages import average_bounds
 from dynaquant.engine.quantize.bounds import quantize_bounded
 from dynaquant.ranks.group import Group
 from dynaquant.search.decision import Decision
-from dynaquant.search.evaluation import Evaluate, degradation, score
+from dynaquant.search.evaluation import Evaluate, degradation
 from dynaquant.search.failures import attempt, one_line
+from dynaquant.search.live_model import score
 from dynaquant.search.scores import MeasuredQuality
 from dynaquant.state.wrappers import named_parameters
 from dynaquant.training.objects import MAIN
@@ -54,6 +55,11 @@ class AverageJudge:
                 raise TypeError(f"evaluate_average[{name!r}] must be a function of the average, not {metric!r}")
         self._metrics, self._objects = dict(sorted(metrics.items())), objects  # ranks judge in the same order
         self._higher_is_better, self._group = higher_is_better, group
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the averages that have a metric."""
+        return list(self._metrics)
 
     def judge(
         self,

@@ -41,7 +41,7 @@ class Memory:
     noted: notes that were logged.
     """
 
-    displacements: Displacements
+    displacements: Displacements = field(default_factory=Displacements.of_nothing)
     schedule: Schedule = field(default_factory=lambda: Schedule(None))
     search: SearchMemory = field(default_factory=SearchMemory)
     budget: TrainingBudget | None = None
@@ -68,19 +68,25 @@ class Memory:
         return found if self.budget is None else {**found, "training_budget": self.budget.to_json()}
 
     def restored(
-        self, header: Header, tensors: Mapping[str, StoredTensor], from_lossless_copy: bool, rate: float
+        self,
+        header: Header,
+        tensors: Mapping[str, StoredTensor],
+        from_lossless_copy: bool,
+        rate: float,
+        step: int | None = None,
     ) -> Memory:
         """Return the memory of a restored checkpoint. Invalid content of its record is ignored.
 
         tensors: the stored forms of the tensors that models and optimizers got. from_lossless_copy: whether they got
-        the values of the lossless copy instead. rate: the present learning rate.
+        the values of the lossless copy instead. rate: the present learning rate. step: of the training, if that is not
+        the number of the checkpoint.
         """
         record = header.record
         last_weights = restored_weights(header, tensors)
         weights = {} if from_lossless_copy else {name: last.quantized for name, last in last_weights.items()}
         budget = self.budget
         if budget is not None:
-            budget = budget.continued(record.get("training_budget"), header.step, rate)
+            budget = budget.continued(record.get("training_budget"), header.step if step is None else step, rate)
             if last_weights and not from_lossless_copy:
                 budget = budget.restored(degradation_of(record))
         return replace(
@@ -95,6 +101,13 @@ class Memory:
             begun=True,
             diverged=not header.summary.finite,
             differed=None,
+        )
+
+    def following(self, header: Header, tensors: Mapping[str, StoredTensor]) -> Memory:
+        """Return the memory for the next save after a checkpoint that was written, not restored. tensors: as stored."""
+        search = SearchMemory.from_record(header.record, self.search.restored)
+        return replace(
+            self, search=search, last_weights=restored_weights(header, tensors), last_limit=limit_of(header.record)
         )
 
 

@@ -23,7 +23,9 @@ from dynaquant.saving.rank_zero import keep_earlier_training, written_by_rank_ze
 from dynaquant.saving.record import Record, json_of
 from dynaquant.saving.schedule import Schedule
 from dynaquant.saving.sharded_commit import ShardedCheckpoint
+from dynaquant.saving.source import Source
 from dynaquant.saving.timing import timed
+from dynaquant.saving.training_source import TrainingSource
 from dynaquant.saving.turn import Turn
 from dynaquant.search.decision import Decision
 from dynaquant.store.commit import WritableRun
@@ -40,7 +42,8 @@ log = logging.getLogger("dynaquant")
 class Saver:
     """Saves the states of one training. All ranks call ``save`` together, with the same step.
 
-    objects: the objects of the training, by name. roles: overrides by glob pattern. turn: raises the errors of
+    objects: the objects of the training, by name. training: what they tell of its state. roles: overrides by glob
+    pattern. turn: raises the errors of
     forbidden calls from inside ``evaluate``. corrections: of first moments after a restore. rank_0_only: names of
     tensors that are stored as on rank 0, although ranks may hold others.
     """
@@ -51,6 +54,7 @@ class Saver:
         objects: Mapping[str, Any],
         roles: Mapping[str, str | Bound],
         schedule: Schedule,
+        training: TrainingSource,
         compressor: Compressor,
         writer: CommitStage,
         turn: Turn,
@@ -59,9 +63,9 @@ class Saver:
         rank_0_only: Collection[str],
     ) -> None:
         self._run, self._objects, self._roles, self._group = run, objects, roles, group
-        self._compressor, self._writer, self._turn = compressor, writer, turn
+        self._training, self._compressor, self._writer, self._turn = training, compressor, writer, turn
         self._corrections, self._rank_0_only = corrections, rank_0_only
-        self._memory = replace(compressor.begin(), schedule=schedule)
+        self._memory = replace(compressor.begin(), displacements=training.displacements(), schedule=schedule)
 
     @property
     def schedule(self) -> Schedule:
@@ -90,10 +94,14 @@ class Saver:
                 self._rank_0_only,
                 memory.differed,
                 self._group,
-                self._compressor.updates.updated,
+                self._training.updates.updated,
             )
             not_finite = finite.not_finite(captured, self._group)
-        compressed = self._compressed(step, captured, schedule.steps_between, exact_weights, seconds)
+            interval, corrected = schedule.steps_between, self._corrections.enabled
+            source = self._training.source(captured, memory.displacements, step, interval, corrected, exact_weights)
+        compressed = self._compressed(source, seconds)
+        with timed(seconds, "capture"):
+            compressed = captured.differences.add(compressed, self._group)
         cost = _cost(compressed.decision)
         schedule.saved(_typical_seconds(seconds, compressed.decision, memory.typical_cost(cost)))
         schedule.interval = self._group.from_rank_0(schedule.interval)
@@ -108,11 +116,11 @@ class Saver:
             differed=frozenset(captured.differences.names),
             noted=memory.noted | new,
         )
-        future = self._handed_over(step, captured, compressed, memory, exact_weights, not_finite, seconds)
+        future = self._handed_over(step, captured, source, compressed, memory, exact_weights, not_finite, seconds)
         self._memory = memory
         for note in sorted(new) if self._group.rank == 0 else ():
             log.info(note)
-        self._compressor.start_anew(schedule.soonest)
+        self._training.start_anew(schedule.soonest)
         self._corrections.saved()
         return future
 
@@ -134,40 +142,29 @@ class Saver:
         if not header.summary.finite and self._group.rank == 0:
             finite.warn_of_restored(header.step, self._run)
         own = {name: tensor for name, tensor in tensors.items() if name in restored}
-        self._compressor.forget()
+        self._training.forget()
         schedule = copy(self.schedule)
         schedule.begin(header.step, header.record.get("interval"))
         self._measure_movement_from_here(schedule)
-        memory = self._memory.restored(header, own, from_lossless_copy, self._compressor.learning_rate)
+        memory = self._memory.restored(header, own, from_lossless_copy, self._training.learning_rate)
         self._memory = replace(memory, schedule=schedule)
-        self._compressor.expect(schedule.soonest)
+        self._training.expect(schedule.soonest)
 
     def _measure_movement_from_here(self, schedule: Schedule) -> None:
         """With ``every=Moved(…)``, take the present weights as the reference of the next interval. Collective then."""
         if schedule.movement is not None:
-            schedule.movement = schedule.movement.from_here(self._compressor.mean_squares(), schedule.interval)
+            schedule.movement = schedule.movement.from_here(self._training.mean_squares(), schedule.interval)
 
     def _wait_for_last_write(self) -> None:
         self._writer.thread.wait()
         if not self._memory.begun:
             keep_earlier_training(self._run, self._group)
 
-    def _compressed(
-        self, step: int, captured: Captured, interval: int | None, exact_weights: bool, seconds: dict[str, float]
-    ) -> Compressed:
+    def _compressed(self, source: Source, seconds: dict[str, float]) -> Compressed:
         """Compress the state. Puts back what ``evaluate`` has changed, also if interrupted."""
         before = Snapshot(models_of(self._objects), self._objects)
         try:
-            compressed = self._compressor.compress(
-                captured,
-                self._memory,
-                self._writer.size_factor,
-                step,
-                interval,
-                self._corrections.enabled,
-                exact_weights,
-                seconds,
-            )
+            compressed = self._compressor.compress(source, self._memory, self._writer.size_factor, seconds)
             self._group.run_on_all_ranks(self._turn.check)
         finally:
             try:
@@ -181,6 +178,7 @@ class Saver:
         self,
         step: int,
         captured: Captured,
+        source: Source,
         compressed: Compressed,
         memory: Memory,
         exact_weights: bool,
@@ -193,18 +191,18 @@ class Saver:
             notes.append(finite.said_of(not_finite, self._run))
             if not self._memory.diverged and self._group.rank == 0:
                 log.warning(notes[-1])
-        record = json_of(decision, memory.schedule.interval, seconds, notes) | memory.to_record(compressed.displaced)
+        record = json_of(decision, memory.schedule.interval, seconds, notes) | memory.to_record(source.displaced)
         record |= {NOT_FINITE: len(not_finite)} if not_finite else {}
         record["moments_corrected"] = self._corrections.count
         if exact_weights and compressed.assembled.lossless_copy is not None:
             record[EXACT_WEIGHTS] = True
-        if (division := compressed.division) is not None:
+        if (writers := compressed.writers) is not None:
             part = ShardedCheckpoint(
                 step,
                 captured.tree,
                 compressed.assembled.tensors,
                 compressed.labels,
-                division,
+                writers,
                 compressed.assembled.seconds,
                 record,
             )
@@ -217,7 +215,7 @@ class Saver:
             record,
             coder=self._compressor.method.coder,
             lossless_copy=compressed.assembled.lossless_copy,
-            frozen=compressed.frozen,
+            frozen=source.frozen,
         )
         begin = partial(self._writer.begin, checkpoint, decision.predicted)
         return written_by_rank_zero(step, record, begin, self._group)

@@ -42,6 +42,26 @@ class Restore:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far a training is at a save.
+
+    step: of the training; its checkpoint may have another number. rate: the learning rate. has_schedule: see the
+    function. scaled: whether the learning rate scales the updates of all optimizers.
+    """
+
+    step: int
+    rate: float
+    has_schedule: bool = False
+    scaled: bool = False
+
+    @classmethod
+    def of(cls, step: int, optimizers: Sequence[Optimizer]) -> Progress:
+        """Return the progress of a training with these optimizers."""
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        return cls(step, learning_rate(optimizers), has_schedule(groups), scaled_by_rate(optimizers))
+
+
+@dataclass(frozen=True)
 class TrainingBudget:
     """The account of one training. A save adds the steps since the last one, a restore adds its degradation.
 
@@ -64,21 +84,18 @@ class TrainingBudget:
     count: int = 0
     restores: tuple[Restore, ...] = ()
 
-    def at(self, step: int, rate: float, has_schedule: bool = False) -> TrainingBudget:
-        """Return the account at a save. rate: the learning rate now. has_schedule: see ``has_schedule``."""
+    def at(self, progress: Progress) -> TrainingBudget:
+        """Return the account at a save."""
+        step, rate = progress.step, progress.rate
         if not (math.isfinite(rate) and rate >= 0):
             rate = self.rate
         mean = (self.rate + rate) / 2 if self.step else rate
         learned = self.learned + mean * max(step - self.step, 0)
-        changed = abs(rate - self.rate) > SAME_RATE * max(rate, self.rate) if self.step > 0 else has_schedule
-        highest = max(self.highest, rate)
-        now = replace(self, learned=learned, rate=rate, highest=highest, changed=changed, step=step)
+        first = progress.has_schedule
+        changed = abs(rate - self.rate) > SAME_RATE * max(rate, self.rate) if self.step > 0 else first
+        highest, scaled = max(self.highest, rate), progress.scaled
+        now = replace(self, learned=learned, rate=rate, highest=highest, changed=changed, step=step, scaled=scaled)
         return replace(now, restores=tuple(each for each in self.restores if now._left(each) > HEALED))
-
-    def at_save(self, step: int, optimizers: Sequence[Optimizer]) -> TrainingBudget:
-        """Return the account at a save of a training with these optimizers."""
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        return self.at(step, learning_rate(optimizers), has_schedule(groups))
 
     @property
     def heals(self) -> bool:

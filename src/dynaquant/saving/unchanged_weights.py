@@ -15,6 +15,7 @@ from dynaquant.engine.forms.levels import QuantizedTensor
 from dynaquant.engine.forms.stored import form_of, in_one, stored_hash
 from dynaquant.engine.shards import WHOLE, Shards
 from dynaquant.engine.tensors.hashing import tensor_hash
+from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.store.container import Header
 from dynaquant.training.hash_cache import HashCache, sample_of
 
@@ -50,9 +51,14 @@ class Comparison:
     unchanged: Mapping[str, QuantizedTensor]
     changed: Mapping[str, Tensor]
 
-    def last_weights(self, quantized: Mapping[str, QuantizedTensor]) -> dict[str, LastWeight]:
-        """Return what the next save compares with. quantized: the weights of this save."""
-        return {name: LastWeight(form, self.samples[name], self.hashes.get(name)) for name, form in quantized.items()}
+    def last_weights(self, stored: Mapping[str, StoredTensor]) -> dict[str, LastWeight]:
+        """Return what the next save compares with. stored: at least the quantized weights of this save."""
+        forms = {name: form for name, form in stored.items() if name in self.samples}
+        return {
+            name: LastWeight(form, self.samples[name], self.hashes.get(name))
+            for name, form in forms.items()
+            if isinstance(form, QuantizedTensor)
+        }
 
 
 def compare(
@@ -76,7 +82,8 @@ def compare(
     if shards.divided:
         changed = shards.any({name: name not in unchanged for name in weights})
         unchanged = {name: quantized for name, quantized in unchanged.items() if not changed[name]}
-    return Comparison(samples, hashed, unchanged, {n: t for n, t in weights.items() if n not in unchanged})
+    changed_names = [name for name in weights if name not in unchanged]
+    return Comparison(samples, hashed, unchanged, LazyMapping(changed_names, weights.__getitem__))
 
 
 def restored_weights(header: Header, tensors: Mapping[str, StoredTensor]) -> dict[str, LastWeight]:

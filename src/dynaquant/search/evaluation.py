@@ -1,4 +1,4 @@
-"""One evaluation: the user's metric on a model with other weights, without any effect on training."""
+"""The user's metric: a function of a model, also one that is the mean of numbers of batches, such as ``LossOn``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from dynaquant.errors import EvaluateError
-from dynaquant.ranks.dtensors import abandon_forward, is_sharded, local_of, memory_of
 from dynaquant.search.batch_norm import evaluation_mode, uses_batch_statistics
-from dynaquant.search.in_place import InPlace
-from dynaquant.state.subclasses import is_packed, is_wrapper, parts_of
-from dynaquant.state.wrappers import named_parameters
-from dynaquant.training.hash_cache import sample_of
-from dynaquant.training.snapshot import Snapshot
 
 Evaluate = Callable[[Any], float]
 """The user's metric: takes a bare model, or a dictionary of several by name, and returns a number."""
@@ -202,125 +195,3 @@ def degradation(original: float, restored: float, higher_is_better: bool) -> flo
     if worse == 0:
         return 0.0
     return worse / abs(original) if original else worse * math.inf
-
-
-ParameterValues = Tensor | Callable[[], Tensor]
-"""Values for a parameter, or a function that returns them. Functions are called one at a time, to save memory."""
-
-
-def score(model: nn.Module, values: Mapping[str, ParameterValues], evaluate: Evaluate) -> float:
-    """Return ``evaluate`` of the model with other values for some parameters, by their names in the bare model.
-
-    ``evaluate`` sees copies of parameters and buffers; sharded parameters have other values meanwhile. When this
-    returns or raises, training mode and the global random number generators are as before. All scores from one state of
-    the generators see the same random numbers.
-
-    Raises ValueError if ``evaluate`` does not return a number, EvaluateError if it has changed a frozen parameter, and
-    whatever ``evaluate`` raises.
-    """
-    before, frozen = Snapshot(model), _frozen(model)
-    in_place = InPlace(p for name, p in named_parameters(model) if name not in frozen or name in values)
-    try:
-        with torch.no_grad():
-            _substitute(model, values, in_place)
-            number = number_of(evaluate(model), "evaluate")
-    except Exception as error:
-        abandon_forward(model)
-        before.put_back()
-        in_place.put_back()
-        _check_frozen(model, frozen, error)
-        raise
-    finally:
-        try:
-            before.put_back()
-            in_place.put_back()
-        except BaseException:  # a signal interrupted it
-            before.put_back()
-            in_place.put_back()
-            raise
-    _check_frozen(model, frozen)
-    return number
-
-
-def _check_frozen(model: nn.Module, before: Mapping[str, Any], cause: Exception | None = None) -> None:
-    """Raise EvaluateError if a frozen parameter has changed."""
-    if changed := [name for name, found in _frozen(model).items() if found != before[name]]:
-        raise EvaluateError(
-            f"evaluate has changed the frozen parameter {changed[0]}, also in training; "
-            "make evaluate copy the tensors that it writes to"
-        ) from cause
-
-
-def _substitute(model: nn.Module, values: Mapping[str, ParameterValues], in_place: InPlace) -> None:
-    """Give the model other parameters and copies of its buffers. Frozen parameters are large, and not copied.
-
-    Sharded parameters stay, and get other values. Frozen ones of a class of their own stay, as layers may
-    need that class.
-    """
-    named = dict(named_parameters(model))
-    in_place.write({id(named[name]): value for name, value in values.items()})
-    # By memory: a state has one tensor for several parameters that share their data.
-    given = {_memory(named[name]): value for name, value in values.items()}
-
-    def replacement(parameter: nn.Parameter) -> nn.Parameter:
-        value = given.get(_memory(parameter))
-        # The others are copied too: a backward pass must not reach their ``.grad``, and some layers write to weights
-        # when they are called (``nn.Embedding(max_norm=…)``).
-        if value is None:
-            copied = parameter.detach() if id(parameter) in shared else parameter.detach().clone()
-        elif isinstance(value, Tensor):
-            copied = value.to(parameter.device, parameter.dtype, copy=True)
-        else:
-            copied = value().to(parameter.device, parameter.dtype)
-        return _of_class(parameter, copied)
-
-    def stays(parameter: nn.Parameter) -> bool:
-        own_class = type(parameter) is not nn.Parameter and id(parameter) in shared
-        return is_sharded(parameter) or (own_class and _memory(parameter) not in given)
-
-    shared = {id(named[name]) for name in _frozen(model)}
-    replacements: dict[int, Any] = {
-        id(parameter): parameter if stays(parameter) else replacement(parameter) for parameter in named.values()
-    }
-    copies: dict[int, Tensor] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = replacements[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
-
-
-def _of_class(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """Return values as a parameter that does not train, of the same class and with the same attributes."""
-    if type(parameter) is nn.Parameter or not issubclass(type(parameter), nn.Parameter):
-        return nn.Parameter(values, requires_grad=False)
-    found: nn.Parameter = Tensor._make_subclass(type(parameter), values, False)
-    vars(found).update(vars(parameter))
-    return found
-
-
-def _frozen(model: nn.Module) -> dict[str, tuple[int, list[bytes]]]:
-    """Return by name how often PyTorch has written to each frozen parameter, and samples of its values.
-
-    The sample is needed because PyTorch does not count writes through ``.data``. Parameters that their own layer
-    writes to are left out: those with a largest norm, and packed ones, which a layer may pack otherwise to evaluate.
-    """
-    writing = [m for m in model.modules() if getattr(m, "max_norm", None) is not None]
-    written = {id(parameter) for module in writing for parameter in module._parameters.values()}
-    written |= {id(parameter) for parameter in model.parameters() if is_packed(parameter)}
-
-    def samples(parameter: Tensor) -> list[bytes]:
-        parts = list(parts_of(parameter).values()) if is_wrapper(parameter) else [local_of(parameter)]
-        return [sample_of(part) for part in parts]
-
-    return {
-        name: (0 if is_sharded(parameter) else parameter._version, samples(parameter))
-        for name, parameter in named_parameters(model)
-        if not parameter.requires_grad and not parameter.is_inference() and id(parameter) not in written
-    }
-
-
-def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    return memory_of(tensor), tensor.stride(), tensor.device

@@ -5,24 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from dynaquant.engine import kernels
 from dynaquant.engine.kernels.reused import ReusedMemory
-from dynaquant.engine.quantize import candidate as candidates
 from dynaquant.engine.quantize.candidate import CandidateWeights
 from dynaquant.engine.shards import WHOLE, Shards
-from dynaquant.ranks.dtensors import is_sharded
 from dynaquant.ranks.group import Group
 from dynaquant.ranks.lockstep import Lockstep
 from dynaquant.search.distortion import distortion
-from dynaquant.search.evaluation import Evaluate, OnBatches, ParameterValues, degradation, losses_on, mean, score
+from dynaquant.search.evaluation import Evaluate, OnBatches, degradation, losses_on, mean
 from dynaquant.search.scores import MeasuredQuality
 from dynaquant.search.sequential_test import looks, verdict
-from dynaquant.state.wrappers import named_parameters
+from dynaquant.search.subject import ParameterValues, Subject
 
 JudgedBy = Literal["evaluate", "fisher distortion", "distortion"]
 """``evaluate``: the user's metric. ``fisher distortion``: distortion weighted by Fisher information. ``distortion``:
@@ -50,11 +46,10 @@ class MetricJudge:
     """Judges by the user's metric.
 
     original: the score of the weights in training, to which candidates are compared. decided: the values that other
-    parameters will have after a restore, by name without ``"model."``. memory: for the values of one candidate after
-    another.
+    weights will have after a restore, by name. memory: for the values of one candidate after another.
     """
 
-    model: nn.Module
+    subject: Subject
     evaluate: Evaluate
     higher_is_better: bool
     original: float
@@ -64,8 +59,8 @@ class MetricJudge:
 
     def __call__(self, candidate: CandidateWeights) -> MeasuredQuality:
         """Score the model with the weights that a restore would return."""
-        values = _values(self.model, candidate, self.memory)
-        restored = score(self.model, {**self.decided, **values}, self.evaluate)
+        values = self.subject.values(candidate, self.memory)
+        restored = self.subject.score({**self.decided, **values}, self.evaluate)
         return _quality(self.original, restored, self.higher_is_better)
 
 
@@ -88,7 +83,7 @@ class PairedJudge:
     which batches are evaluated. group: the ranks. For the others, see ``MetricJudge``.
     """
 
-    model: nn.Module
+    subject: Subject
     evaluate: OnBatches
     higher_is_better: bool
     original: Sequence[float]
@@ -109,7 +104,7 @@ class PairedJudge:
         found = list(known)
         watched = self.group.watch_communication(losses_on)
 
-        def evaluate(model: nn.Module) -> float:
+        def evaluate(model: Any) -> float:
             for upto in looks(len(self.order)):
                 batches = self.order[len(found) : upto]
                 if not batches:
@@ -119,7 +114,7 @@ class PairedJudge:
                     break
             return 0.0
 
-        score(self.model, {**self.decided, **_values(self.model, candidate, self.memory)}, evaluate)
+        self.subject.score({**self.decided, **self.subject.values(candidate, self.memory)}, evaluate)
         return found
 
     def share(self, losses: Sequence[float]) -> float:
@@ -141,20 +136,6 @@ class PairedJudge:
     def _differences(self, losses: Sequence[float]) -> list[float]:
         """Return how much greater the numbers are than those of the weights in training."""
         return [loss - self.original[index] for loss, index in zip(losses, self.order, strict=False)]
-
-
-def _values(model: nn.Module, candidate: CandidateWeights, memory: ReusedMemory) -> dict[str, ParameterValues]:
-    """Return functions for the values of a candidate's parameters, by their names in the model."""
-    parameters = dict(named_parameters(model))
-    names = {f"model.{name}": name for name in parameters}
-    found: dict[str, ParameterValues] = {}
-    for name, tensor in candidate.items():
-        if name in names:
-            parameter = parameters[names[name]]
-            # Values of sharded parameters are copied into them, one after another, so their memory is not kept.
-            empty = kernels.empty if is_sharded(parameter) else partial(memory.empty, name)
-            found[names[name]] = partial(candidates.values, tensor, parameter.device, empty)
-    return found
 
 
 def _quality(original: float, restored: float, higher_is_better: bool) -> MeasuredQuality:

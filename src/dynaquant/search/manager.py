@@ -7,19 +7,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
-
 from dynaquant.engine.quantize.knobs import Knobs
 from dynaquant.ranks.group import Group
 from dynaquant.search.decision import NOTHING_GOOD_ENOUGH, Decision, Found
 from dynaquant.search.displacement import Displacement
-from dynaquant.search.evaluation import Evaluate, ParameterValues
 from dynaquant.search.judge import Judge, PairedJudge
 from dynaquant.search.memory import SearchMemory
 from dynaquant.search.metric import UserMetric
 from dynaquant.search.prepared import PreparedWeights
 from dynaquant.search.progress import bar_removed
 from dynaquant.search.sight import Sight, has_worsened, is_suspicious, note_on, sight_of
+from dynaquant.search.subject import ParameterValues
 from dynaquant.search.trials import MixedScoresError, Trials, why_none_is_good_enough
 
 log = logging.getLogger("dynaquant")
@@ -39,15 +37,13 @@ class Limits:
 class ConfigurationManager:
     """Decides at every checkpoint. Each decision goes on from the memory of the last one, and has the next.
 
-    fixed: the user's configuration. Then nothing is searched for, and the metric is only measured.
-    group: the ranks that score candidates in parallel. All of them call ``decide``, with the same weights.
+    metric: the user's; None if the distortion of the weights decides. fixed: the user's configuration. Then nothing is
+    searched for, and the metric is only measured. group: the ranks that score candidates in parallel. All
+    of them call ``decide``, with the same weights.
     """
 
-    def __init__(
-        self, model: nn.Module, evaluate: Evaluate | None, higher_is_better: bool, fixed: Knobs | None, group: Group
-    ) -> None:
-        self._metric = None if evaluate is None else UserMetric(model, evaluate, higher_is_better, group)
-        self._fixed, self._group = fixed, group
+    def __init__(self, metric: UserMetric | None, fixed: Knobs | None, group: Group) -> None:
+        self._metric, self._fixed, self._group = metric, fixed, group
 
     @property
     def judges_by_distortion(self) -> bool:
@@ -64,7 +60,7 @@ class ConfigurationManager:
         """Return the most compact configuration that is good enough. Collective.
 
         prepared: the weights to quantize. decided: the values that other parameters will have in the checkpoint, by
-        their name in the model. memory: of the last decision. limits: the smallest of all ranks count.
+        name. memory: of the last decision. limits: the smallest of all ranks count.
 
         If ``evaluate`` fails on a candidate, that candidate is not good enough. If it fails on the weights in training,
         or is not finite there, the decision is lossless. Raises EvaluateError if it fails on a rank of several, or if

@@ -11,20 +11,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
-
-from torch import nn
+from typing import Any, TypeVar
 
 from dynaquant.errors import EvaluateError
 from dynaquant.ranks.group import Group
 from dynaquant.search.evaluation import (
     Evaluate,
     OnBatches,
-    ParameterValues,
     losses_on,
     on_batches,
-    score,
-    uses_batch_statistics_of,
 )
 from dynaquant.search.evaluation import mean as mean_of_batches
 from dynaquant.search.failures import attempt, one_line, raise_on_every_rank
@@ -32,6 +27,7 @@ from dynaquant.search.judge import MetricJudge, PairedJudge
 from dynaquant.search.noise import DEVIATIONS, Noise, mean
 from dynaquant.search.progress import foretell
 from dynaquant.search.sequential_test import FIRST_LOOK, order_of
+from dynaquant.search.subject import ParameterValues, Subject
 from dynaquant.training import rng
 
 T = TypeVar("T")
@@ -74,8 +70,8 @@ class _OnBatches:
 class UserMetric:
     """The ``evaluate`` of one training. What saves learn of it is in their ``SearchMemory``. group: the ranks."""
 
-    def __init__(self, model: nn.Module, evaluate: Evaluate, higher_is_better: bool, group: Group) -> None:
-        self._model, self._evaluate, self.higher_is_better = model, evaluate, higher_is_better
+    def __init__(self, subject: Subject, evaluate: Evaluate, higher_is_better: bool, group: Group) -> None:
+        self._subject, self._evaluate, self.higher_is_better = subject, evaluate, higher_is_better
         self._group, self._batched = group, on_batches(evaluate)
         self._worked = False  # whether it has ever returned a number
 
@@ -118,8 +114,8 @@ class UserMetric:
         """Evaluate the weights in training so many times, as a whole."""
         watched = self._group.watch_communication(self._evaluate)
         with self._foretold(noise, number):
-            first = score(self._model, {}, watched)
-        return [first, *(score(self._model, {}, watched) for _ in range(times - 1))]
+            first = self._subject.score({}, watched)
+        return [first, *(self._subject.score({}, watched) for _ in range(times - 1))]
 
     @contextmanager
     def _foretold(self, noise: Noise, number: int) -> Iterator[None]:
@@ -159,7 +155,7 @@ class UserMetric:
         again: list[tuple[float, float]] = []
         drew: list[bool] = []
 
-        def evaluate(model: nn.Module) -> float:
+        def evaluate(model: Any) -> float:
             before = rng.get_state()
             with self._foretold(noise, number):
                 losses.extend(watched(metric, model, range(len(metric))))
@@ -168,7 +164,7 @@ class UserMetric:
             again.extend(zip([losses[index] for index in repeated], watched(metric, model, repeated), strict=True))
             return 0.0
 
-        score(self._model, {}, evaluate)
+        self._subject.score({}, evaluate)
         repeats = not any(drew) and all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in again)
         return _OnBatches(tuple(losses), repeats, 1 + len(again) / len(losses))
 
@@ -193,7 +189,7 @@ class UserMetric:
     def notes(self, original: OriginalScore, allowed: float) -> list[str]:
         """Return the notes on the metric for a record. allowed: the degradation."""
         notes = []
-        if uses_batch_statistics_of(self._evaluate, self._model):
+        if self._subject.uses_batch_statistics(self._evaluate):
             notes.append(
                 "batch norms were evaluated by the statistics of the batches, as in training; before you use this "
                 "checkpoint without training, re-estimate its running statistics (torch.optim.swa_utils.update_bn)"
@@ -219,7 +215,7 @@ class UserMetric:
         if self._batched is not None and original.losses:
             order = order_of(len(original.losses), number)
             return PairedJudge(
-                self._model, self._batched, self.higher_is_better, original.losses, decided, order, self._group
+                self._subject, self._batched, self.higher_is_better, original.losses, decided, order, self._group
             )
         watched = self._group.watch_communication(self._evaluate)
-        return MetricJudge(self._model, watched, self.higher_is_better, original.score, decided)
+        return MetricJudge(self._subject, watched, self.higher_is_better, original.score, decided)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -25,15 +25,24 @@ SMALLEST_FISHER = 1e-6
 """Lower limit of a mean squared gradient, as a share of the mean over all tensors."""
 
 
+VECTOR_SENSITIVITY = 64.0
+"""Sensitivity of the loss to vectors (biases, norms) relative to matrices, if no F is known. One value of a norm
+multiplies a whole channel, and all vectors together are hardly a percent of a model."""
+
+
 def effective_fisher(
-    sizes: Mapping[str, int], squares: Mapping[str, float], fisher: Mapping[str, float]
+    sizes: Mapping[str, int],
+    squares: Mapping[str, float],
+    fisher: Mapping[str, float],
+    vectors: Collection[str] = (),
 ) -> dict[str, float]:
     """Return F, the mean squared gradient, for every weight.
 
-    Where no positive F was measured, F is chosen so that the tensor counts as much as the average tensor.
+    Where no positive F was measured, F is chosen so that the tensor counts as much as the average tensor. If none was
+    measured at all, vectors count more.
 
     sizes: the number of elements of each weight. squares: the sum of squares of each, without outliers. fisher:
-    measured mean squared gradients, for some or all weights.
+    measured mean squared gradients, for some or all weights. vectors: names of weights of less than two dimensions.
     """
     known = {name: fisher[name] for name in sizes if fisher.get(name, 0.0) > 0 and math.isfinite(fisher[name])}
     elements = sum(sizes[name] for name in known)
@@ -43,7 +52,8 @@ def effective_fisher(
         loss = sum(known[name] * squares[name] for name in known) / elements if known else 0.0
         for name, size in sizes.items():
             if name not in known:
-                result[name] = (loss or 1.0) / (squares[name] / size or 1.0)
+                weighted = 1.0 if known or name not in vectors else VECTOR_SENSITIVITY
+                result[name] = weighted * (loss or 1.0) / (squares[name] / size or 1.0)
     return {name: result[name] for name in sizes}
 
 
@@ -81,7 +91,8 @@ class GridWeights:
     weights: what this rank holds of them. sizes: the number of elements of each, on all ranks together. fisher: from
     ``effective_fisher``. squares: the sum of squares of each, without outliers. largest_steps: the largest grid step of
     each. previous_rungs: rungs of the previous checkpoint. seed: for stochastic rounding. With the same seed, only
-    weights that have moved change their level.
+    weights that have moved change their level. on_access: whether weights are quantized only when they are written, one
+    by one, so that they need not fit into memory.
     """
 
     weights: Mapping[str, Tensor]
@@ -93,6 +104,7 @@ class GridWeights:
     seed: int
     notes: list[str]
     shards: Shards = WHOLE
+    on_access: bool = False
 
     def rungs(self, configuration: GridConfiguration) -> dict[str, int]:
         """Return the rung of each tensor's grid step."""
@@ -113,8 +125,11 @@ class GridWeights:
         }
 
     def quantize(self, configuration: GridConfiguration) -> Mapping[str, QuantizedTensor]:
-        """Return the quantized weights; a pure function."""
-        begun = {name: rounded.begin_quantize() for name, rounded in self.candidate(configuration).items()}
+        """Return the quantized weights; a pure function. With ``on_access``, every look-up quantizes again."""
+        candidate = self.candidate(configuration)
+        if self.on_access:
+            return LazyMapping(candidate, lambda name: candidate[name].begin_quantize()())
+        begun = {name: rounded.begin_quantize() for name, rounded in candidate.items()}
         return {name: begun.pop(name)() for name in list(begun)}  # pop: frees the pinned memory of finished tensors
 
     def predict(self, configuration: GridConfiguration) -> None:
@@ -150,12 +165,14 @@ def grid_weights(
     shards: Shards = WHOLE,
     step_limits: StepLimits = BALANCED_LIMITS,
     displaced: Mapping[str, float] | None = None,
+    on_access: bool = False,
 ) -> GridWeights:
     """Read the weights twice, to prepare for quantizing them with one or more configurations. Collective with shards.
 
     weights: of ``QUANTIZABLE_DTYPES``, by name; looked up again whenever they are needed. fisher: mean squared
     gradients, for some or all weights. previous_rungs, seed: see ``GridWeights``. shards: of the weights.
     step_limits: of the preset. displaced: how far each weight has moved since the training began, as far as known.
+    on_access: see ``GridWeights``.
     """
     nonfinite: dict[str, int] = {}
     found = magnitudes(weights, shards, nonfinite)
@@ -166,5 +183,6 @@ def grid_weights(
     displaced = displaced or {}
     largest_steps = {name: step_limits.largest_step(each, displaced.get(name)) for name, each in found.items()}
     previous = {name: rung for name, rung in previous_rungs.items() if name in usable}
-    fishers = effective_fisher(sizes, squares, fisher)
-    return GridWeights(usable, sizes, fishers, squares, largest_steps, previous, seed, notes, shards)
+    vectors = {name for name in found if weights[name].ndim < 2}
+    fishers = effective_fisher(sizes, squares, fisher, vectors)
+    return GridWeights(usable, sizes, fishers, squares, largest_steps, previous, seed, notes, shards, on_access)

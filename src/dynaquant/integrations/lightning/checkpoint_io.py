@@ -17,8 +17,6 @@ from lightning.fabric import plugins
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from dynaquant.engine.forms.form import StoredTensor
-from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 from dynaquant.errors import CheckpointError, StateError
 from dynaquant.integrations.lightning import seams
 from dynaquant.integrations.lightning.paths import (
@@ -30,18 +28,21 @@ from dynaquant.integrations.lightning.paths import (
     local_path,
     paths_beside,
 )
-from dynaquant.integrations.lightning.training import Training
-from dynaquant.interop.going_on import GoingOn
+from dynaquant.integrations.lightning.training import Steps, Training
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.interop.packing import Metric, Packer
 from dynaquant.options import Quality, QualityName, values_of
+from dynaquant.ranks.group import Group
 from dynaquant.restore.dropped_moments import names_of_dropped
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
+from dynaquant.saving.compressor import Compressor
 from dynaquant.saving.log_to import in_one_line
-from dynaquant.saving.presets import PRESETS, budget_of, largest_degradation
+from dynaquant.saving.memory import Memory
+from dynaquant.saving.presets import PRESETS
 from dynaquant.saving.record import record_of
+from dynaquant.saving.source import Source
 from dynaquant.saving.timing import timed
-from dynaquant.saving.training_budget import TrainingBudget, has_schedule, mean_learning_rate
+from dynaquant.saving.training_budget import Progress, has_schedule, mean_learning_rate
 from dynaquant.state.flatten import flatten_whole
 from dynaquant.state.plain import plain_part
 from dynaquant.state.subclasses import is_wrapper
@@ -115,11 +116,10 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         self._quality = values_of("CheckpointIO", deprecated, quality, takes=takes).quality
         self._preset, self._higher_is_better = PRESETS[self._quality.preset], higher_is_better
         self._metric, self._training, self._skip_objects = metric, training, skip_objects
-        self._going_on = GoingOn()
-        self._packer(self._function())  # raises for bad arguments
-        if (budget := budget_of(self._quality)) is not None:
-            largest, expected = largest_degradation(self._quality), self._quality.expected_restores
-            self._going_on.budget = TrainingBudget(budget, largest, expected)
+        self._memory = Compressor(self._quality, None, Group(alone=True)).begin()
+        self._steps = Steps()
+        self._packer(self._function(), self._memory)  # raises for bad arguments
+        self._written = ""  # identity of the last checkpoint
         self._loaded: StoredCheckpoint | None = None  # what the training goes on from, until the next save
         self._torch = plugins.TorchCheckpointIO()
         self._runs: dict[Path, WritableRun] = {}
@@ -220,20 +220,24 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             replaced = None
         tree, tensors = self._flat(checkpoint)
         base = base_for(run, place, replaced)
-        self._advance(checkpoint)
+        memory, steps, progress = self._at(checkpoint)
         weights, averages = self._weights_and_averages(tree)
-        packer = self._packer(_of_weights_in_training(metric) if metric is not None and averages else metric)
-        if base is not None:
+        packer = self._packer(_of_weights_in_training(metric) if metric is not None and averages else metric, memory)
+        if base is not None and base.parent.identity != self._written:
             packer.continue_from(run.file(base.parent.step).header, base.tensors)
         details = {"name": place.name}
         file = ModelFile("torch", tree, tensors, details, weights, averages)
-        packed = packer.checkpoint(file, free_step(run, checkpoint))
         tag = _tag_of_best(checkpoint, place)
-        if tag is not None and self._exact is not None and packed.record["configuration"] is not None:
-            packed = _with_exact_weights(packed, tensors)
+        source = self._source(packer, file, steps.between, progress, tag is not None and self._exact is not None)
+        packed = packer.checkpoint(file, free_step(run, checkpoint), source, steps.between)
+        if packed.lossless_copy is not None:
+            exact = packed.record["configuration"] is None  # the checkpoint itself has the weights exactly
+            packed = replace(packed, lossless_copy=None) if exact else _with_exact_weights(packed)
         seconds: dict[str, float] = {}
         with timed(seconds, "write"):
-            committed, _ = run.commit(packed, base)
+            committed, written = run.commit(packed, base)
+        packer.written(written)
+        self._memory, self._steps, self._written, self._loaded = packer.memory, steps, committed.header.identity, None
         if tag is not None:
             set_tag(run, tag, committed, force=True)
         write_pointer(place, committed)
@@ -241,25 +245,40 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if replaced is not None:
             delete_unnamed(run, replaced.step)
 
-    def _advance(self, checkpoint: Mapping[str, Any]) -> None:
-        """Tell what is to be saved, and what the training went on from, as a ``Checkpointer`` knows it."""
-        stored, self._loaded = self._loaded, None
+    def _at(self, checkpoint: Mapping[str, Any]) -> tuple[Memory, Steps, Progress | None]:
+        """Return what the training remembers, and how far it is, as a ``Checkpointer`` knows it."""
+        memory, steps, progress = self._memory, self._steps, None
         if self._preset is None:
-            return
+            return memory, steps, progress
         groups = [group for each in checkpoint.get("optimizer_states") or () for group in each.get("param_groups", ())]
         rate = mean_learning_rate(groups, [len(group["params"]) for group in groups])
-        if stored is not None:
+        if self._loaded is not None:
+            header = self._loaded.file.header
+            restored = steps.restored(header)
             try:
-                self._going_on.resume(stored.file.header, stored.stored(), rate)
+                memory = memory.restored(header, self._loaded.stored(), False, rate, restored.last)
+                steps = restored
             except CheckpointError as error:  # the training itself is not affected
-                log.warning("what it has changed since step %d is not protected: %s", stored.file.header.step, error)
-        if self._training is not None and (budget := self._going_on.budget) is not None:
-            self._going_on.budget = replace(budget, scaled=self._training.scaled_by_rate)
+                log.warning("what it has changed since step %d is not protected: %s", header.step, error)
         if groups:  # no training goes on from a checkpoint without optimizers (``save_weights_only=True``)
-            self._going_on.advance(checkpoint.get("global_step", 0), rate, has_schedule(groups))
-        if self._training is not None:
-            self._going_on.first_tolerances = self._training.first_tolerances(self._preset, self._going_on.interval)
-            self._going_on.exact_optimizers = self._training.exact_optimizers()
+            step = checkpoint.get("global_step", 0)
+            scaled = self._training is not None and self._training.scaled_by_rate
+            steps, progress = steps.at(step), Progress(step, rate, has_schedule(groups), scaled)
+        return memory, steps, progress
+
+    def _source(
+        self, packer: Packer, file: ModelFile, interval: int | None, progress: Progress | None, exact_weights: bool
+    ) -> Source:
+        """Return a checkpoint of Lightning as a source. interval: steps between two saves, if known."""
+        if self._training is None or self._preset is None:
+            source = packer.source(file)
+        else:
+            source = packer.source(file, self._training.exact_optimizers())
+            source = replace(source, first_tolerances=self._training.first_tolerances(self._preset, interval))
+        exact: set[str] = set()
+        if exact_weights:
+            exact = {name for name, label in source.labels.items() if label.role in ("weight", "average")}
+        return replace(source, progress=progress, copied_exactly=exact)
 
     def _function(self) -> Metric | None:
         metric, training = self._metric, self._training
@@ -285,8 +304,8 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
             return None
         return self._function()
 
-    def _packer(self, metric: Metric | None) -> Packer:
-        return Packer(self._quality, metric, self._higher_is_better, training=self._going_on)
+    def _packer(self, metric: Metric | None, memory: Memory) -> Packer:
+        return Packer(self._quality, metric, self._higher_is_better, memory=memory)
 
     def _flat(self, checkpoint: dict[str, Any]) -> tuple[Any, Mapping[str, Tensor]]:
         """Return ``flatten_whole`` of a checkpoint, or of the part of it that can be stored."""
@@ -371,12 +390,6 @@ def _of_weights_in_training(metric: Metric) -> Metric:
     return lambda checkpoint: metric({**checkpoint, "state_dict": checkpoint[_IN_TRAINING]})
 
 
-def _with_exact_weights(packed: Checkpoint, tensors: Mapping[str, Tensor]) -> Checkpoint:
-    """Return a checkpoint with a copy that has its weights, and averages of them, exactly. tensors: of the state."""
-
-    def form(name: str) -> StoredTensor:
-        return tensors[name] if packed.labels[name].role in ("weight", "average") else packed.tensors[name]
-
-    return replace(
-        packed, lossless_copy=LazyMapping(packed.tensors, form), record={**packed.record, EXACT_WEIGHTS: True}
-    )
+def _with_exact_weights(packed: Checkpoint) -> Checkpoint:
+    """Return a checkpoint whose record says that its copy has the weights, and averages of them, exactly."""
+    return replace(packed, record={**packed.record, EXACT_WEIGHTS: True})

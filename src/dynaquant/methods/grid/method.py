@@ -54,6 +54,7 @@ class GridMethod:
                 weights.shards,
                 weights.step_limits,
                 weights.displaced,
+                weights.on_access,
             )
 
         measured = bool(weights.mean_squares)

@@ -1,21 +1,15 @@
-"""Quantizes a state of which only names and tensors are known, without a metric: weights by how far they move."""
+"""The roles of tensors that DCP saves, of which only names and values are known, and F of the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from dynaquant.engine import kernels
-from dynaquant.engine.forms.form import Form
 from dynaquant.engine.label import Label
-from dynaquant.engine.quantize.grid_weights import grid_weights
-from dynaquant.engine.quantize.knobs import GridConfiguration
-from dynaquant.engine.quantize.moments import quantize_moments
 from dynaquant.interop.inferred_roles import BUFFERS
-from dynaquant.saving.presets import Preset
-from dynaquant.search.judge import DISTORTION_SCALE
+from dynaquant.saving.source import Source
 from dynaquant.state.roles import optimizer_role, quantizable
 
 _OF_MODULES = ("weight", "bias")
@@ -23,35 +17,11 @@ _STATE = ".state."
 """Stands between the name of an optimizer and that of a parameter, as DCP names their state."""
 
 
-@dataclass(frozen=True)
-class QuantizedState:
-    """What is quantized of a state, by name; all else is stored exactly. rungs: of the weights' grids."""
-
-    quantized: dict[str, Form]
-    labels: dict[str, Label]
-    rungs: dict[str, int]
-
-
-def quantize_state(tensors: Mapping[str, Tensor], preset: Preset | None, rungs: Mapping[str, int]) -> QuantizedState:
-    """Quantize weights and moments, or nothing without a preset.
-
-    rungs: of the last checkpoint; where possible a tensor keeps its grid step.
-
-    The sensitivity to a weight comes from its second moment, if the state has one of the same shape.
-    """
+def source_of(tensors: Mapping[str, Tensor]) -> Source:
+    """Return tensors that DCP saves as a source. F of a weight comes from its second moment, if there is one."""
     labels = {name: _label(name, tensors) for name in tensors}
-    if preset is None:
-        return QuantizedState({}, labels, {})
-    weights = grid_weights(
-        {name: tensor for name, tensor in tensors.items() if labels[name].role == "weight"},
-        _mean_squared_gradients(tensors, labels),
-        rungs,
-        0,
-        step_limits=preset.step_limits,
-    )
-    configuration = GridConfiguration(weights.scale_exponent_for(preset.max_degradation / DISTORTION_SCALE))
-    moments = quantize_moments(tensors, labels, preset.first_tolerance, preset.second_tolerance)
-    return QuantizedState({**weights.quantize(configuration), **moments}, labels, weights.rungs(configuration))
+    measured = _mean_squared_gradients(tensors, labels)
+    return Source(tensors=tensors, labels=labels, mean_squares=lambda _: measured)
 
 
 def _label(name: str, tensors: Mapping[str, Tensor]) -> Label:

@@ -1,0 +1,108 @@
+"""A state that was read, or handed over as a whole: as a source of a checkpoint, and as the subject of a metric."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from dynaquant.engine.kernels.reused import ReusedMemory
+from dynaquant.engine.label import Label
+from dynaquant.engine.quantize.candidate import CandidateWeights, values
+from dynaquant.engine.quantize.grid_weights import grid_weights
+from dynaquant.engine.quantize.step_limits import StepLimits
+from dynaquant.interop import inferred_roles
+from dynaquant.interop.model_file import ModelFile
+from dynaquant.saving.source import Source
+from dynaquant.search.evaluation import Evaluate, number_of
+from dynaquant.search.judge import Judge
+from dynaquant.search.sensitivity import measure_sensitivity
+from dynaquant.search.subject import ParameterValues
+from dynaquant.state.flatten import unflatten
+from dynaquant.state.tree import tensor_names_in
+from dynaquant.training.snapshot import Snapshot
+
+HOST = torch.device("cpu")
+Tell = Callable[[str], None]
+"""Called with texts that report progress."""
+
+
+def source_of(file: ModelFile, vectors: bool, exact_optimizers: Mapping[str, str]) -> Source:
+    """Return a state as a source. Roles and F are inferred from names, places in the tree and second moments.
+
+    vectors: whether tensors of one dimension are weights. exact_optimizers: names of optimizers in the state whose
+    moments are stored exactly, each with the reason.
+    """
+    labels = inferred_roles.labels(file.tree, file.tensors, vectors, file.weights, file.averages)
+    exact = tuple(f"{name}." for name in exact_optimizers)
+    labels |= {name: Label("exact") for name in labels if name.startswith(exact)}
+    notes = [
+        f"the moments of {name} are stored exactly, as they may not be used as Adam does: {reason}"
+        for name, reason in exact_optimizers.items()
+    ]
+
+    def mean_squares(_weights: Mapping[str, Tensor]) -> Mapping[str, float]:
+        # If weights are not in the model's order, moments could be matched with the wrong weights.
+        return inferred_roles.mean_squared_gradients(file.tree, file.tensors, labels) if file.in_order else {}
+
+    return Source(
+        tensors=file.tensors,
+        labels=labels,
+        on_access=True,
+        mean_squares=mean_squares,
+        notes=[*file.notes, *notes],
+    )
+
+
+class StateOfFile:
+    """A state as the ``Subject`` of a metric, which gets it as ``dynaquant.load`` would return it."""
+
+    def __init__(self, file: ModelFile, tell: Tell) -> None:
+        self._file, self._tell, self._count = file, tell, itertools.count(1)
+
+    def values(self, candidate: CandidateWeights, memory: ReusedMemory) -> dict[str, ParameterValues]:
+        """Return functions for the values of a candidate's weights."""
+        return {name: partial(values, tensor, HOST, partial(memory.empty, name)) for name, tensor in candidate.items()}
+
+    def score(self, values: Mapping[str, ParameterValues], evaluate: Evaluate) -> float:
+        """Return the metric of the state with other values for some tensors. It may write to what it gets.
+
+        When this returns or raises, the global random number generators are as before.
+        """
+        self._tell(f"evaluating: {next(self._count)}")
+        tensors = self._file.tensors
+
+        def copied(name: str) -> Tensor:
+            value = values.get(name)
+            if value is None:
+                return tensors[name].clone()
+            return (value if isinstance(value, Tensor) else value()).to(tensors[name].dtype, copy=True)
+
+        before = Snapshot(nn.Module())
+        try:
+            with torch.no_grad():
+                state = unflatten(self._file.tree, {name: copied(name) for name in tensor_names_in(self._file.tree)})
+                return number_of(evaluate(state), "the metric")
+        finally:
+            before.put_back()
+
+    def uses_batch_statistics(self, _evaluate: Evaluate) -> bool:
+        """Return False: there are no modules here."""
+        return False
+
+
+class Sensitivities:
+    """What a metric tells of each tensor, in place of gradients. It is measured once for the same set of tensors."""
+
+    def __init__(self) -> None:
+        self._measured: dict[str, float] = {}
+
+    def of(self, weights: Mapping[str, Tensor], judge: Judge, limits: StepLimits, tell: Tell) -> dict[str, float]:
+        """Return F of the weights up to a common factor, measured with a judge. limits: of the preset's grid steps."""
+        prepared = grid_weights(weights, {}, {}, 0, step_limits=limits, on_access=True)
+        if self._measured.keys() != prepared.weights.keys():
+            self._measured = measure_sensitivity(prepared, lambda found: judge(found).degradation, tell)
+        return self._measured

@@ -1,0 +1,71 @@
+"""What is compressed: the state of a live training, of a file, or a part that another program hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from dynaquant.engine.forms.external import External
+from dynaquant.engine.label import Label
+from dynaquant.engine.shards import WHOLE, Shards
+from dynaquant.saving.division import Division
+from dynaquant.saving.training_budget import Progress
+from dynaquant.training.hash_cache import HashCache
+
+MeanSquares = Callable[[Mapping[str, Tensor]], Mapping[str, float]]
+"""Returns F, the mean squared gradient, of each of these weights, as far as known. Collective if there are shards."""
+
+
+def nothing_known(_weights: Mapping[str, Tensor]) -> Mapping[str, float]:
+    """Return no mean squared gradients."""
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A state, and what is known of it. All mappings are by name.
+
+    tensors: those whose values are stored; what this rank holds of those that are divided. labels: of all tensors, in
+    the order of the state. on_access: whether tensors are read or made on access, because they may not fit into memory
+    together; they are not copied then, and quantized only when they are written. progress: of the training at this
+    state; None if none goes on from it.
+
+    Weights: ``master_of`` has the names of master weights by those of their half-precision weights. mean_squares:
+    returns F. gradients: what the method has recorded. records_gradients: whether it records at all. displaced: how far
+    the training has moved each tensor. untrained: names of the parameters that do not train. hashes: of tensors that
+    do not train.
+
+    All others: ``external`` has the tensors whose values are not stored. frozen: names of parameters that do not train
+    and have not changed; they get a file of their own. first_tolerances: those of single first
+    moments, in place of the preset's. copied_exactly: names of tensors that the checkpoint's lossless copy has exactly;
+    without any, there is no copy.
+
+    shards: which part of each tensor this rank holds. writers: which rank writes what; None if rank 0 writes all.
+    notes: for the record.
+    """
+
+    tensors: Mapping[str, Tensor]
+    labels: Mapping[str, Label]
+    on_access: bool = False
+    progress: Progress | None = None
+    master_of: Mapping[str, str] = field(default_factory=dict)
+    mean_squares: MeanSquares = nothing_known
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    records_gradients: bool = False
+    displaced: Mapping[str, float] = field(default_factory=dict)
+    untrained: Collection[str] = ()
+    hashes: HashCache = field(default_factory=HashCache)
+    external: Mapping[str, External] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+    first_tolerances: Mapping[str, float] = field(default_factory=dict)
+    copied_exactly: Collection[str] = ()
+    shards: Shards = WHOLE
+    writers: Division | None = None
+    notes: Sequence[str] = ()
+
+    @property
+    def weight_names(self) -> dict[str, str]:
+        """The names of the tensors that hold the weights, by the names of the weights: those of master weights."""
+        return {name: self.master_of.get(name, name) for name in self.tensors if self.labels[name].role == "weight"}

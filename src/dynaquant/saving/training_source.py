@@ -1,0 +1,182 @@
+"""The state of a live training as a ``Source``: what its objects tell of the tensors, from one save to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynaquant.engine.shards import WHOLE
+from dynaquant.methods.method import Method
+from dynaquant.ranks.group import Group
+from dynaquant.saving.capture import Captured
+from dynaquant.saving.displacements import Displacements
+from dynaquant.saving.division import Division, divide
+from dynaquant.saving.frozen_and_omitted import (
+    frozen_parameters,
+    in_frozen_files,
+    note_on_parameters_without_optimizer,
+    omitted_tensors,
+)
+from dynaquant.saving.gradient_statistics import GradientStatistics
+from dynaquant.saving.moment_tolerances import first_tolerances
+from dynaquant.saving.notes import notes_on_exact_moments, notes_on_gaps
+from dynaquant.saving.presets import Preset
+from dynaquant.saving.replicas import share_writing
+from dynaquant.saving.source import Source
+from dynaquant.saving.training_budget import Progress, learning_rate
+from dynaquant.state.roles import untrained
+from dynaquant.state.wrappers import named_parameters
+from dynaquant.training.hash_cache import HashCache
+from dynaquant.training.master_weights import master_weights_of
+from dynaquant.training.objects import models_of
+from dynaquant.training.updates import Updates
+
+
+class TrainingSource:
+    """What the objects of one training tell of its state, at every save. All ranks call the methods together.
+
+    objects: of the training, by name. patterns: the user's patterns over names of tensors; a tensor that matches one
+    never counts as master weights. preset: None if every tensor is stored exactly. records_gradients: whether the
+    method needs them. keeps_lossless_copy: whether checkpoints have one. interval: steps to the first save, if known.
+    """
+
+    def __init__(
+        self,
+        objects: Mapping[str, Any],
+        patterns: Collection[str],
+        preset: Preset | None,
+        method: Method,
+        records_gradients: bool,
+        keeps_lossless_copy: bool,
+        group: Group,
+        interval: int | None,
+    ) -> None:
+        self._objects, self._patterns, self._preset, self._method = objects, patterns, preset, method
+        self._keeps_lossless_copy, self._group = keeps_lossless_copy, group
+        self._model = models_of(objects)
+        self._optimizers = [each for each in objects.values() if isinstance(each, torch.optim.Optimizer)]
+        self.updates = Updates(objects)
+        """What the optimizers do between two saves."""
+        self.hashes = HashCache()
+        """Hashes of tensors that do not train."""
+        self._gradients = GradientStatistics(self._model, self._optimizers, method, records_gradients, interval)
+
+    @property
+    def learning_rate(self) -> float:
+        """The mean learning rate of all parameters now."""
+        return learning_rate(self._optimizers)
+
+    def displacements(self) -> Displacements:
+        """Return the displacements of a training that begins with the present values."""
+        return Displacements.from_here(self._model)
+
+    def progress(self, step: int) -> Progress:
+        """Return how far the training is."""
+        return Progress.of(step, self._optimizers)
+
+    def source(
+        self,
+        captured: Captured,
+        displacements: Displacements,
+        step: int,
+        interval: int | None,
+        corrected: bool,
+        exact_weights: bool,
+    ) -> Source:
+        """Return a captured state as a source, with notes for the record. Collective.
+
+        displacements: of the training. interval: steps between two checkpoints, if known. corrected: whether a restore
+        corrects moments of zero. exact_weights: whether to keep the weights exactly, too; not of a sharded model.
+        """
+        idle = untrained(self._objects, captured.updated)
+        frozen = frozen_parameters(captured, idle, self.hashes)
+        omitted = self._group.run_on_all_ranks(lambda: omitted_tensors(captured, self.hashes))
+        external = {**in_frozen_files(captured, frozen), **omitted}
+        tensors = _on_known_devices({n: t for n, t in captured.tensors.items() if n not in external})
+        # Master weights of sharded models are stored beside their half-precision weights.
+        sharded, master_of = captured.division is not None, {}
+        if not sharded:
+            master_of = master_weights_of(tensors, captured.labels, self._objects, self._patterns)
+        copied: Collection[str] = ()
+        if self._keeps_lossless_copy:
+            copied = tensors.keys()
+        elif exact_weights and not sharded and self._preset is not None:
+            weights = {name for name in tensors if captured.labels[name].role == "weight"}
+            copied = {*weights, *master_of.values()} if weights else ()
+        others = bool(external or master_of or frozen.unchanged or copied)
+        notes = [*captured.notes, *notes_on_gaps(captured, self._objects), *self.updates.notes()]
+        displaced: Mapping[str, float] = {}
+        tolerances: Mapping[str, float] = {}
+        if self._preset is not None:
+            displaced = self._group.run_reducing(lambda: displacements.since_the_start(captured.shards))
+            tolerances = first_tolerances(self._objects, self._preset, interval, corrected)
+            notes += note_on_parameters_without_optimizer(self._model, frozen)
+            notes += notes_on_exact_moments(captured, self._objects, self._patterns)
+        return Source(
+            tensors=tensors,
+            labels=captured.labels,
+            progress=self.progress(step),
+            master_of=master_of,
+            mean_squares=lambda weights: self._gradients.mean_squares(weights, captured.shards),
+            gradients=self._gradients.recorded(),
+            records_gradients=self._gradients.needed,
+            displaced=displaced,
+            untrained=idle,
+            hashes=self.hashes,
+            external=external,
+            frozen=frozen.unchanged,
+            first_tolerances=tolerances,
+            copied_exactly=copied,
+            shards=captured.shards,
+            writers=captured.division or self._shared(tensors, captured, others),
+            notes=notes,
+        )
+
+    def start_anew(self, interval: int | None) -> None:
+        """Forget what the live objects have gathered since the last save. interval: steps to the next one, at least."""
+        self._gradients.start_anew()
+        self.updates.saved()
+        self.expect(interval)
+
+    def forget(self) -> None:
+        """Forget the recorded gradients, after a restore: training continues from another step."""
+        self._gradients.forget()
+
+    def expect(self, interval: int | None) -> None:
+        """Announce the number of steps to the next save; None if unknown."""
+        self._gradients.expect(interval)
+
+    def mean_squares(self) -> dict[str, float]:
+        """Return the mean squared gradients of the model's parameters as far as known, by name in the state.
+
+        The same on all ranks. Collective.
+        """
+        parameters = {f"model.{name}": parameter for name, parameter in named_parameters(self._model)}
+        division = divide(parameters, self._group)
+        shards = WHOLE if division is None else division.shards
+        measured = self._group.run_reducing(lambda: self._gradients.mean_squares(parameters, shards))
+        return self._group.from_rank_0(measured)
+
+    def close(self) -> None:
+        """Remove the hooks from the optimizers. May be called again, also after an interrupt."""
+        self._gradients.close()
+        self.updates.close()
+
+    def _shared(self, tensors: Mapping[str, Tensor], captured: Captured, has_others: bool) -> Division | None:
+        """Return how replicas share the writing; None if rank 0 writes all.
+
+        has_others: whether there are tensors that are not stored by themselves, or will not be: frozen parameters get a
+        file of their own. Collective.
+        """
+        alone = has_others or not self._method.supports_shards
+        if self._group.size == 1 or any(self._group.all_gather(alone)):
+            return None
+        return share_writing(tensors, captured.labels, captured.differences.names, self._group)
+
+
+def _on_known_devices(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors; those of devices other than CPU and CUDA as copies in host memory."""
+    return {name: t if t.device.type in ("cpu", "cuda") else t.cpu() for name, t in tensors.items()}
