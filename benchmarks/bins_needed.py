@@ -66,7 +66,7 @@ class Snapshot:
         return {name: parameter.detach() for name, parameter in self.work.model.named_parameters()}
 
     @cached_property
-    def fisher(self) -> dict[str, float]:
+    def mean_squares(self) -> dict[str, float]:
         """The mean squared gradient of each tensor: from Adam's second moments, or else of the averaged gradients."""
         squares = {name: float(gradient.square().mean()) for name, gradient in self.gradients.items()}
         named = {f"model.{name}": parameter for name, parameter in self.work.model.named_parameters()}
@@ -114,7 +114,9 @@ def clusters(snapshot: Snapshot, _judge: Judge, bins: Sequence[int]) -> Iterator
 
 def grid(snapshot: Snapshot, judge: Judge, _bins: Sequence[int]) -> Iterator[Candidate]:
     """Quantize by dynaquant's default method: for each limit, with the scale that its own search finds."""
-    ready = grid_weights({f"model.{name}": tensor for name, tensor in snapshot.weights.items()}, snapshot.fisher, {}, 0)
+    ready = grid_weights(
+        {f"model.{name}": tensor for name, tensor in snapshot.weights.items()}, snapshot.mean_squares, {}, 0
+    )
     lowest, highest = ready.scale_exponent_for(LEAST_DISTORTION), ready.scale_exponent_for(MOST_DISTORTION)
 
     @cache

@@ -63,7 +63,7 @@ def cases(name: str) -> list[Case]:
         weights = {path: tensor.detach() for path, tensor in parameters.items() if label_of[path].role == "weight"}
         gradients = recorder.collect()
         sketched = kmeans_weights(weights, label_of, gradients)
-        fisher = mean_squared_gradients({path: parameters[path] for path in weights}, [work.optimizer], {})
+        mean_squares = mean_squared_gradients({path: parameters[path] for path in weights}, [work.optimizer], {})
         original = score(work.model, {}, work.evaluate)
         judge = MetricJudge(LiveModel(work.model), work.evaluate, work.higher_is_better, original, {})
         for bins, pruned in product(BINS, PRUNED):
@@ -75,7 +75,7 @@ def cases(name: str) -> list[Case]:
                     bins,
                     pruned,
                     judge(quantized).degradation,
-                    distortion(weights, quantized, fisher),
+                    distortion(weights, quantized, mean_squares),
                     distortion(weights, quantized, {}),
                 )
             )

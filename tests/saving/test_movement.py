@@ -15,14 +15,14 @@ MOST = 4096
 SAMPLE = 16384
 
 
-def movement_of(model, distance=0.02, fisher=None, interval=None):
-    return Movement(dq.Moved(distance), {"model": model}).from_here(fisher or {}, interval)
+def movement_of(model, distance=0.02, mean_squares=None, interval=None):
+    return Movement(dq.Moved(distance), {"model": model}).from_here(mean_squares or {}, interval)
 
 
-def moved(before, model, fisher):
+def moved(before, model, mean_squares):
     """The measure as the docstring of Moved defines it, over all values."""
-    change = sum(fisher[n] * (p - before[n]).double().square().sum() for n, p in model.named_parameters())
-    size = sum(fisher[n] * p.double().square().sum() for n, p in model.named_parameters())
+    change = sum(mean_squares[n] * (p - before[n]).double().square().sum() for n, p in model.named_parameters())
+    size = sum(mean_squares[n] * p.double().square().sum() for n, p in model.named_parameters())
     return float((change / size).sqrt().detach())
 
 
@@ -37,19 +37,19 @@ def test_a_training_saves_each_time_its_weights_have_moved_so_far(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     saved = []
     with dq.Checkpointer(tmp_path, model, optimizer, every=dq.Moved(0.1)) as ckpt:
-        before, fisher = values(model), None
+        before, mean_squares = values(model), None
         for step in range(1, 400):
             train(model, optimizer)
             if step == 1:
                 before = values(model)  # as of the first call of due
             if ckpt.due(step):
-                if fisher is not None:
-                    assert 0.1 <= moved(before, model, fisher) < 0.115
+                if mean_squares is not None:
+                    assert 0.1 <= moved(before, model, mean_squares) < 0.115
                 record = ckpt.save(step).result()
                 assert record.interval == step - (saved[-1] if saved else 0)
                 saved.append(step)
                 before = values(model)
-                fisher = {n: optimizer.state[p]["exp_avg_sq"].mean() for n, p in model.named_parameters()}
+                mean_squares = {n: optimizer.state[p]["exp_avg_sq"].mean() for n, p in model.named_parameters()}
     assert len(saved) >= 4
 
 
@@ -85,22 +85,22 @@ def test_after_a_restore_the_restored_weights_are_the_reference(tmp_path):
         assert steps > 33
     with dq.Checkpointer(tmp_path, model, optimizer, every=dq.Moved(0.1)) as ckpt:
         ckpt.restore()
-        fisher = {n: optimizer.state[p]["exp_avg_sq"].mean() for n, p in model.named_parameters()}
+        mean_squares = {n: optimizer.state[p]["exp_avg_sq"].mean() for n, p in model.named_parameters()}
         before = values(model)
         steps = next(step for step in range(31, 300) if train(model, optimizer) or ckpt.due(step))
-        assert 0.1 <= moved(before, model, fisher) < 0.15
+        assert 0.1 <= moved(before, model, mean_squares) < 0.15
         assert ckpt.save(steps).result().interval == steps - 30
 
 
 def test_the_sample_is_close_to_the_whole():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512, bias=False), nn.LayerNorm(512))
-    fisher = {f"model.{n}": float(10 ** torch.randn(()).mul(2)) for n, _ in model.named_parameters()}
-    watched, before = movement_of(model, fisher=fisher), values(model)
+    mean_squares = {f"model.{n}": float(10 ** torch.randn(()).mul(2)) for n, _ in model.named_parameters()}
+    watched, before = movement_of(model, mean_squares=mean_squares), values(model)
     assert watched.distance() == 0
     for p in model.parameters():
         p.data += 0.05 * torch.rand(()) * torch.randn_like(p)
-    expected = moved(before, model, {name.removeprefix("model."): f for name, f in fisher.items()})
+    expected = moved(before, model, {name.removeprefix("model."): f for name, f in mean_squares.items()})
     assert watched.distance() == pytest.approx(expected, rel=0.1)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dynaquant as dq
-from dynaquant.saving.training_budget import TrainingBudget, learning_rate, scaled_by_rate
+from dynaquant.saving.training_budget import Progress, TrainingBudget, learning_rate, scaled_by_rate
 
 LEAST_SHARE = 0.05
 SHARE_OF_ONE = 0.25
@@ -26,11 +26,16 @@ def cosine(step):
     return 0.5 * (1 + math.cos(math.pi * step / STEPS))
 
 
+def at(budget, step, rate):
+    """The account at a save."""
+    return budget.at(Progress(step, rate, scaled=budget.scaled))
+
+
 def trained(rate_at, restored_at=(), budget=BUDGET):
     """The account at the end, and what was allowed at each checkpoint. Restores lose all that was allowed."""
     allowed = {}
     for step in range(EVERY, STEPS + 1, EVERY):
-        budget = budget.at(step, rate_at(step))
+        budget = at(budget, step, rate_at(step))
         allowed[step] = budget.allowed
         if step in restored_at:
             budget = budget.restored(budget.allowed)
@@ -82,7 +87,7 @@ def test_the_budget_is_divided_by_the_number_of_restores_that_the_user_expects()
         assert found.count == len(restored_at) - 1
         assert sum(list(allowed.values())[:expected]) == pytest.approx(0.005)
     often = TrainingBudget(0.005, 0.01, 10_000)
-    assert often.at(40, 0.1).allowed == LEAST_SHARE * 0.01
+    assert at(often, 40, 0.1).allowed == LEAST_SHARE * 0.01
     again = often.continued(json.loads(json.dumps(found.to_json())), found.step, 0.1)
     assert (again.count, again.expected) == (found.count, 10_000)
 
@@ -134,7 +139,7 @@ def test_restores_from_a_cosine_schedule_never_use_more_than_the_budget(numbers,
 
 def test_without_optimizers_or_with_strange_learning_rates_the_account_goes_on():
     assert learning_rate([]) == 0.0
-    assert BUDGET.at(10, 0.1).at(20, math.nan).rate == 0.1
+    assert at(at(BUDGET, 10, 0.1), 20, math.nan).rate == 0.1
     assert BUDGET.restored(math.nan) == BUDGET.restored(-0.1) == replace(BUDGET, count=1)
 
 
@@ -166,7 +171,7 @@ def test_the_account_continues_from_a_record():
 def test_without_a_valid_account_it_begins_anew_as_if_the_learning_rate_had_always_been_the_same(data):
     budget = BUDGET.continued(data, 200, 0.1)
     assert (budget.learned, budget.rate, budget.highest, budget.step) == (20, 0.1, 0.1, 200)
-    restored = budget.restored(0.01).at(240, 0.02)
+    restored = at(budget.restored(0.01), 240, 0.02)
     assert restored.spent == pytest.approx(0.8 * 0.01 * (20 / 22.4) ** 4)
 
 

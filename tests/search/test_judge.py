@@ -131,10 +131,10 @@ def test_exceptions_of_the_metric_reach_the_caller(model):
         MetricJudge(LiveModel(model), fail, False, 1.0, {})({})
 
 
-@pytest.mark.parametrize("fisher", [{}, {"model.0.weight": 1e-4, "model.1.weight": 1e-6, "model.4.weight": 3e-5}])
-def test_without_a_metric_finer_configurations_have_a_lower_estimated_degradation(model, fisher):
+@pytest.mark.parametrize("mean_squares", [{}, {"model.0.weight": 1e-4, "model.1.weight": 1e-6, "model.4.weight": 3e-5}])
+def test_without_a_metric_finer_configurations_have_a_lower_estimated_degradation(model, mean_squares):
     weights = prepared(model).weights
-    judge = DistortionJudge(weights, fisher, "fisher distortion" if fisher else "distortion")
+    judge = DistortionJudge(weights, mean_squares, "fisher distortion" if mean_squares else "distortion")
     found = []
     for bins in (4, 8, 16, 32, 64):
         configuration = dq.Configuration(bins=bins, embedding_bins=bins)
@@ -142,7 +142,7 @@ def test_without_a_metric_finer_configurations_have_a_lower_estimated_degradatio
         quality = judge(quantized)
         assert math.isnan(quality.original)
         assert math.isnan(quality.restored)
-        assert quality.degradation == DISTORTION_SCALE * distortion(weights, quantized, fisher)
+        assert quality.degradation == DISTORTION_SCALE * distortion(weights, quantized, mean_squares)
         found.append(quality.degradation)
     assert found == sorted(found, reverse=True)
     assert 0 < found[-1] < found[0] / 20
@@ -151,20 +151,20 @@ def test_without_a_metric_finer_configurations_have_a_lower_estimated_degradatio
 def test_distortion_is_the_squared_error_relative_to_the_squared_weights(model):
     weights = prepared(model).weights
     quantized = quantize_weights(prepared(model), dq.Configuration(bins=8))
-    fisher = {name: 10.0**-i for i, name in enumerate(weights)}
+    mean_squares = {name: 10.0**-i for i, name in enumerate(weights)}
     moved = {name: float((dequantize(quantized[name]) - w).double().square().sum()) for name, w in weights.items()}
     total = {name: float(w.double().square().sum()) for name, w in weights.items()}
     assert distortion(weights, quantized, {}) == pytest.approx(sum(moved.values()) / sum(total.values()), rel=1e-5)
-    assert distortion(weights, quantized, fisher) == pytest.approx(
-        sum(fisher[n] * moved[n] for n in weights) / sum(fisher[n] * total[n] for n in weights), rel=1e-5
+    assert distortion(weights, quantized, mean_squares) == pytest.approx(
+        sum(mean_squares[n] * moved[n] for n in weights) / sum(mean_squares[n] * total[n] for n in weights), rel=1e-5
     )
-    assert distortion(weights, quantized, {name: 7 * f for name, f in fisher.items()}) == pytest.approx(
-        distortion(weights, quantized, fisher)
+    assert distortion(weights, quantized, {name: 7 * f for name, f in mean_squares.items()}) == pytest.approx(
+        distortion(weights, quantized, mean_squares)
     )
-    assert distortion(weights, {}, fisher) == 0
+    assert distortion(weights, {}, mean_squares) == 0
 
 
-# The Fisher information of a tensor
+# The mean squared gradient of a tensor
 
 
 def moments_after(optimizer: optim.Optimizer, model: nn.Module) -> dict[str, float]:
@@ -176,7 +176,7 @@ def moments_after(optimizer: optim.Optimizer, model: nn.Module) -> dict[str, flo
 @pytest.mark.parametrize(
     ("kind", "key"), [(optim.Adam, "exp_avg_sq"), (optim.AdamW, "exp_avg_sq"), (optim.RMSprop, "square_avg")]
 )
-def test_fisher_information_comes_from_the_optimizers_second_moments(kind, key):
+def test_mean_squares_come_from_the_optimizers_second_moments(kind, key):
     model = model_of()
     optimizer = kind(model.parameters(), lr=1e-3)
     found = moments_after(optimizer, model)
@@ -185,7 +185,7 @@ def test_fisher_information_comes_from_the_optimizers_second_moments(kind, key):
     assert all(value > 0 for value in found.values())
 
 
-def test_without_second_moments_fisher_information_comes_from_recorded_gradients():
+def test_without_second_moments_mean_squares_come_from_recorded_gradients():
     model = model_of()
     found = moments_after(optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), model)
     assert found == {f"model.{name}": 4.0 for name, _ in model.named_parameters()}
@@ -235,7 +235,7 @@ def test_moments_that_are_not_finite_or_coded_in_8_bits_are_ignored():
     assert found
 
 
-def test_without_any_source_there_is_no_fisher_information():
+def test_without_any_source_there_are_no_mean_squares():
     model = model_of()
     parameters = {f"model.{name}": p for name, p in model.named_parameters()}
     zeros = dict.fromkeys(parameters, 0.0)

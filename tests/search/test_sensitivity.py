@@ -44,13 +44,13 @@ def squared_movement(weights, quantized) -> dict[str, float]:
 def test_the_sensitivity_is_the_degradation_per_squared_error():
     weights = weights_of(a=1.0, b=1.0, c=10.0)
     sensitivities = {"a": 1.0, "b": 7.0, "c": 0.5}
-    fisher = measure_sensitivity(
+    mean_squares = measure_sensitivity(
         weights,
         lambda q: sum(sensitivities[n] * moved for n, moved in squared_movement(weights, q).items()),
         lambda _: None,
     )
-    assert fisher["b"] / fisher["a"] == pytest.approx(7, rel=0.01)
-    assert fisher["c"] / fisher["a"] == pytest.approx(0.5, rel=0.01)
+    assert mean_squares["b"] / mean_squares["a"] == pytest.approx(7, rel=0.01)
+    assert mean_squares["c"] / mean_squares["a"] == pytest.approx(0.5, rel=0.01)
 
 
 def test_a_tensor_of_unknown_sensitivity_counts_like_the_median():
@@ -62,12 +62,12 @@ def test_a_tensor_of_unknown_sensitivity_counts_like_the_median():
             raise RuntimeError("no metric for this one")
         return {"a": 1.0, "c": float("nan"), "d": 0.0, "e": -1.0}[name] * squared_movement(weights, quantized)[name]
 
-    fisher = measure_sensitivity(weights, degradation, lambda _: None)
-    assert fisher["b"] == pytest.approx(fisher["a"], rel=0.3)
-    assert fisher["c"] == pytest.approx(fisher["a"], rel=0.3)
-    assert fisher["d"] == pytest.approx(fisher["a"], rel=0.3)
-    assert fisher["e"] == pytest.approx(
-        LEAST_SENSITIVITY * fisher["a"], rel=0.3
+    mean_squares = measure_sensitivity(weights, degradation, lambda _: None)
+    assert mean_squares["b"] == pytest.approx(mean_squares["a"], rel=0.3)
+    assert mean_squares["c"] == pytest.approx(mean_squares["a"], rel=0.3)
+    assert mean_squares["d"] == pytest.approx(mean_squares["a"], rel=0.3)
+    assert mean_squares["e"] == pytest.approx(
+        LEAST_SENSITIVITY * mean_squares["a"], rel=0.3
     )  # an improvement counts as a low sensitivity
 
 

@@ -14,16 +14,18 @@
 - ``differences.py``: what differs between the ranks, and is stored for each of them
 - ``division.py``: how the tensors are divided among the ranks, and which rank writes what
 - ``finite.py``: notices a training that has diverged
-- ``compressed.py``: a state as it is to be stored
-- ``compressor.py``: how each tensor is stored; the stages are the next nine files
+- ``source.py``: what is compressed: the state of a live training, of a file, or a part that another program hands over
+- ``training_source.py``: the state of a live training as a source, with the next four files
 - ``frozen_and_omitted.py``: frozen and omitted tensors, whose values the checkpoint does not hold
-- ``unchanged_weights.py``: finds weights that have not changed since the last checkpoint; they keep their levels
-- ``judged_averages.py``: averages of weights by the metrics that the user gave for them
-- ``bounded_tensors.py``: tensors with a bound, averages of weights at the preset's error
 - ``notes.py``: notes on what a checkpoint holds otherwise than its user might expect
 - ``gradient_statistics.py``: gradients recorded between two saves
 - ``moment_tolerances.py``: how coarse first moments may be
+- ``compressor.py``: how each tensor of a source is stored; the stages are the next four files
+- ``unchanged_weights.py``: finds weights that have not changed since the last checkpoint; they keep their levels
+- ``judged_averages.py``: averages of weights by the metrics that the user gave for them
+- ``bounded_tensors.py``: tensors with a bound, averages of weights at the preset's error
 - ``assemble.py``: the stored form of every tensor
+- ``compressed.py``: a state as it is to be stored
 - ``replicas.py``: shares the writing among ranks that all hold the whole state
 - ``timing.py``: seconds of each stage
 - ``commit_stage.py``: parent, commit, pruning, report: what the writing thread does

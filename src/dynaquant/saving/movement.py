@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dynaquant.engine.quantize.grid_weights import effective_fisher
+from dynaquant.engine.quantize.grid_weights import effective_mean_squares
 from dynaquant.engine.reduction import Numbers, Reduce
 from dynaquant.options import Moved
 from dynaquant.ranks.dtensors import local_of, reshard
@@ -82,13 +82,13 @@ class Movement:
         """Return the steps after which the weights are looked at first. interval: as in the constructor."""
         return max(1, (interval or 0) // 2)
 
-    def from_here(self, fisher: Mapping[str, float], interval: int | None) -> Movement:
+    def from_here(self, mean_squares: Mapping[str, float], interval: int | None) -> Movement:
         """Return the movement from the present weights.
 
-        fisher: mean squared gradients, for some or all weights by name in the state. interval: as in the constructor.
+        mean_squares: F for some or all weights, by name in the state. interval: as in the constructor.
         """
         new = Movement(self._moved, self._objects, interval, self._reduce)
-        new._reference = self._sampled(fisher)
+        new._reference = self._sampled(mean_squares)
         return new
 
     def reached(self, steps: int) -> bool:
@@ -128,7 +128,7 @@ class Movement:
             return 0.0
         return math.sqrt(moved / size) if size > 0 else math.inf
 
-    def _sampled(self, fisher: Mapping[str, float]) -> _Reference:
+    def _sampled(self, mean_squares: Mapping[str, float]) -> _Reference:
         parameters = self._parameters()
         weights = {name: local_of(parameter) for name, (_, _, parameter) in parameters.items()}
         whole = max(sum(weight.numel() for weight in weights.values()), 1)
@@ -138,7 +138,7 @@ class Movement:
         values = _values([(weights[name], parts[name]) for name in weights], np.empty(ends[-1] if len(ends) else 0))
         sizes = {name: max(p.numel(), 1) for name, p in weights.items()}  # a rank may hold nothing of a tensor
         squares = {name: sizes[name] * _mean_square(values[parts[name]]) for name in weights}
-        effective = effective_fisher(sizes, squares, fisher)
+        effective = effective_mean_squares(sizes, squares, mean_squares)
         counted = [effective[name] * sizes[name] / max(len(views[name]), 1) for name in weights]
         places = [_Place(module, key, p.shape, parts[name]) for name, (module, key, p) in parameters.items()]
         return _Reference(places, values, np.repeat(counted, [len(view) for view in views.values()]))

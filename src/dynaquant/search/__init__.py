@@ -7,8 +7,9 @@
 - ``prepared``: what a search needs of the weights that a method has prepared.
 - ``trials``: quantizes with a configuration and scores the result; shares the work among ranks.
 - ``progress``: logs how long a search will take, and that it still goes on.
-- ``evaluation``: one evaluation: calls ``evaluate`` on a model with other weights. Also ``LossOn``, and ``OnBatches``.
-- ``in_place``: other values for sharded parameters, which cannot be replaced.
+- ``subject``: what a metric scores: something with weights, in whose place candidates are put.
+- ``live_model``: the model of a training as a subject: other weights for one evaluation, training as before.
+- ``evaluation``: the metric that a user gives; ``LossOn``, and ``OnBatches``.
 - ``batch_norm``: evaluates batch norms by the statistics of the batches.
 - ``metric``: the user's metric over a whole training: its score for the weights in training, with ``noise``, and with
   ``steps``, which tells a metric that moves in steps.

@@ -16,16 +16,19 @@ from dynaquant.ranks.dtensors import local_of
 
 
 def distortion(
-    weights: Mapping[str, Tensor], candidate: CandidateWeights, fisher: Mapping[str, float], shards: Shards = WHOLE
+    weights: Mapping[str, Tensor],
+    candidate: CandidateWeights,
+    mean_squares: Mapping[str, float],
+    shards: Shards = WHOLE,
 ) -> float:
     """Return ``Σ F·δ² / Σ F·w²``: the squared errors of the weights, relative to their squares.
 
-    weights, candidate: by name. fisher: ``F``, the mean squared gradient of each tensor. With it, the result is the
+    weights, candidate: by name. mean_squares: F, the mean squared gradient of each tensor. With it, the result is the
     second-order model of the loss up to a factor (method 2.1). Empty: all tensors count alike. 0 if nothing is
     quantized. shards: of the weights. Collective if there are any.
     """
     sums = shards.sums({name: _squares(weights[name], tensor) for name, tensor in candidate.items()})
-    factors = {name: fisher.get(name, 0.0) if fisher else 1.0 for name in candidate}
+    factors = {name: mean_squares.get(name, 0.0) if mean_squares else 1.0 for name in candidate}
     weight_sum = sum(factors[name] * square for name, (square, _) in sums.items())
     error_sum = sum(factors[name] * error for name, (_, error) in sums.items())
     return error_sum / weight_sum if weight_sum else 0.0

@@ -21,8 +21,8 @@ from dynaquant.search.sequential_test import looks, verdict
 from dynaquant.search.subject import ParameterValues, Subject
 
 JudgedBy = Literal["evaluate", "fisher distortion", "distortion"]
-"""``evaluate``: the user's metric. ``fisher distortion``: distortion weighted by Fisher information. ``distortion``:
-unweighted, as no Fisher information is known."""
+"""``evaluate``: the user's metric. ``fisher distortion``: distortion weighted by F, the mean squared gradient.
+``distortion``: unweighted, as no F is known."""
 
 DISTORTION_SCALE = 3.0
 """Degradation per unit of distortion. Measured: docs/architecture.md, "Without evaluate"."""
@@ -148,16 +148,16 @@ def _quality(original: float, restored: float, higher_is_better: bool) -> Measur
 class DistortionJudge:
     """Estimates the degradation from how far the weights move, by a factor measured in trainings with a metric.
 
-    weights: in training, by name. fisher: the mean squared gradient of each, or empty. judged_by: whether ``fisher``
-    was measured. shards: of the weights.
+    weights: in training, by name. mean_squares: F of each, or empty. judged_by: whether F was measured. shards: of the
+    weights.
     """
 
     weights: Mapping[str, Tensor]
-    fisher: Mapping[str, float]
+    mean_squares: Mapping[str, float]
     judged_by: JudgedBy
     shards: Shards = WHOLE
 
     def __call__(self, candidate: CandidateWeights) -> MeasuredQuality:
         """Return the estimated degradation. The scores are NaN. Collective if there are shards."""
-        found = distortion(self.weights, candidate, self.fisher, self.shards)
+        found = distortion(self.weights, candidate, self.mean_squares, self.shards)
         return MeasuredQuality(math.nan, math.nan, DISTORTION_SCALE * found)

@@ -64,7 +64,7 @@ def measure_sensitivity(
     for i, names in enumerate(groups):
         report_progress(f"measuring the metric's sensitivity to each tensor: {i + 1} of {len(groups)}")
         sensitivities.append(_sensitivity(weights, {name: quantized[name] for name in names}, degradation))
-    return _fisher(weights, groups, sensitivities)
+    return _mean_squares(weights, groups, sensitivities)
 
 
 def _sensitivity(
@@ -83,7 +83,7 @@ def _sensitivity(
     return worse / relative_error if worse != 0 and math.isfinite(worse) and relative_error > 0 else None
 
 
-def _fisher(
+def _mean_squares(
     weights: GridWeights, groups: Sequence[Sequence[str]], sensitivities: Sequence[float | None]
 ) -> dict[str, float]:
     positive = [value for value in sensitivities if value is not None and value > 0]

@@ -21,7 +21,7 @@ from dynaquant.engine.tensors.lazy_mapping import LazyMapping
 
 RUNG_HYSTERESIS = 0.8
 """A tensor keeps its previous rung while the wanted one is at most this far away. (0.5 would mean plain rounding.)"""
-SMALLEST_FISHER = 1e-6
+SMALLEST_MEAN_SQUARE = 1e-6
 """Lower limit of a mean squared gradient, as a share of the mean over all tensors."""
 
 
@@ -30,10 +30,10 @@ VECTOR_SENSITIVITY = 64.0
 multiplies a whole channel, and all vectors together are hardly a percent of a model."""
 
 
-def effective_fisher(
+def effective_mean_squares(
     sizes: Mapping[str, int],
     squares: Mapping[str, float],
-    fisher: Mapping[str, float],
+    mean_squares: Mapping[str, float],
     vectors: Collection[str] = (),
 ) -> dict[str, float]:
     """Return F, the mean squared gradient, for every weight.
@@ -41,13 +41,17 @@ def effective_fisher(
     Where no positive F was measured, F is chosen so that the tensor counts as much as the average tensor. If none was
     measured at all, vectors count more.
 
-    sizes: the number of elements of each weight. squares: the sum of squares of each, without outliers. fisher:
+    sizes: the number of elements of each weight. squares: the sum of squares of each, without outliers. mean_squares:
     measured mean squared gradients, for some or all weights. vectors: names of weights of less than two dimensions.
     """
-    known = {name: fisher[name] for name in sizes if fisher.get(name, 0.0) > 0 and math.isfinite(fisher[name])}
+    known = {
+        name: mean_squares[name]
+        for name in sizes
+        if mean_squares.get(name, 0.0) > 0 and math.isfinite(mean_squares[name])
+    }
     elements = sum(sizes[name] for name in known)
     mean = sum(known[name] * sizes[name] for name in known) / elements if known else 0.0
-    result = {name: max(value, SMALLEST_FISHER * mean) for name, value in known.items()}
+    result = {name: max(value, SMALLEST_MEAN_SQUARE * mean) for name, value in known.items()}
     if len(known) < len(sizes):
         loss = sum(known[name] * squares[name] for name in known) / elements if known else 0.0
         for name, size in sizes.items():
@@ -58,7 +62,7 @@ def effective_fisher(
 
 
 def choose_rungs(
-    fisher: Mapping[str, float],
+    mean_squares: Mapping[str, float],
     scale_exponent: int,
     previous_rungs: Mapping[str, int],
     largest_steps: Mapping[str, float] | None = None,
@@ -69,7 +73,7 @@ def choose_rungs(
     largest_steps: an upper limit of each tensor's step, as a float.
     """
     result = {}
-    for name, value in fisher.items():
+    for name, value in mean_squares.items():
         octaves = scale_exponent / SCALES_PER_OCTAVE - math.log2(value) / 2
         if largest_steps is not None:
             octaves = min(octaves, math.log2(largest_steps[name]))
@@ -88,16 +92,16 @@ class GridWeights:
     Tensors that must be stored exactly are left out: empty ones, constant ones, and those with infinities or NaNs.
     ``notes`` has a line for each tensor with infinities or NaNs.
 
-    weights: what this rank holds of them. sizes: the number of elements of each, on all ranks together. fisher: from
-    ``effective_fisher``. squares: the sum of squares of each, without outliers. largest_steps: the largest grid step of
-    each. previous_rungs: rungs of the previous checkpoint. seed: for stochastic rounding. With the same seed, only
-    weights that have moved change their level. on_access: whether weights are quantized only when they are written, one
-    by one, so that they need not fit into memory.
+    weights: what this rank holds of them. sizes: the number of elements of each, on all ranks together. mean_squares:
+    F of each, from ``effective_mean_squares``. squares: the sum of squares of each, without outliers. largest_steps:
+    the largest grid step of each. previous_rungs: rungs of the previous checkpoint. seed: for stochastic rounding. With
+    the same seed, only weights that have moved change their level. on_access: whether weights are quantized only when
+    they are written, one by one, so that they need not fit into memory.
     """
 
     weights: Mapping[str, Tensor]
     sizes: Mapping[str, int]
-    fisher: Mapping[str, float]
+    mean_squares: Mapping[str, float]
     squares: Mapping[str, float]
     largest_steps: Mapping[str, float]
     previous_rungs: Mapping[str, int]
@@ -108,7 +112,7 @@ class GridWeights:
 
     def rungs(self, configuration: GridConfiguration) -> dict[str, int]:
         """Return the rung of each tensor's grid step."""
-        return choose_rungs(self.fisher, configuration.scale, self.previous_rungs, self.largest_steps)
+        return choose_rungs(self.mean_squares, configuration.scale, self.previous_rungs, self.largest_steps)
 
     def candidate(self, configuration: GridConfiguration) -> dict[str, RoundedToGrid]:
         """Return the weights as ``quantize`` would store them, to be scored; a pure function."""
@@ -148,18 +152,20 @@ class GridWeights:
     @cached_property
     def coarsest_scale(self) -> int:
         """The scale exponent from which on every tensor has its largest grid step."""
-        octaves = [math.log2(self.largest_steps[name]) + math.log2(value) / 2 for name, value in self.fisher.items()]
+        octaves = [
+            math.log2(self.largest_steps[name]) + math.log2(value) / 2 for name, value in self.mean_squares.items()
+        ]
         return math.ceil(SCALES_PER_OCTAVE * max(octaves, default=0.0))
 
     @cached_property
     def _weighted_squares(self) -> float:
         """Σ F·w²."""
-        return sum(self.fisher[name] * square for name, square in self.squares.items())
+        return sum(self.mean_squares[name] * square for name, square in self.squares.items())
 
 
 def grid_weights(
     weights: Mapping[str, Tensor],
-    fisher: Mapping[str, float],
+    mean_squares: Mapping[str, float],
     previous_rungs: Mapping[str, int],
     seed: int,
     shards: Shards = WHOLE,
@@ -169,7 +175,7 @@ def grid_weights(
 ) -> GridWeights:
     """Read the weights twice, to prepare for quantizing them with one or more configurations. Collective with shards.
 
-    weights: of ``QUANTIZABLE_DTYPES``, by name; looked up again whenever they are needed. fisher: mean squared
+    weights: of ``QUANTIZABLE_DTYPES``, by name; looked up again whenever they are needed. mean_squares: mean squared
     gradients, for some or all weights. previous_rungs, seed: see ``GridWeights``. shards: of the weights.
     step_limits: of the preset. displaced: how far each weight has moved since the training began, as far as known.
     on_access: see ``GridWeights``.
@@ -184,5 +190,7 @@ def grid_weights(
     largest_steps = {name: step_limits.largest_step(each, displaced.get(name)) for name, each in found.items()}
     previous = {name: rung for name, rung in previous_rungs.items() if name in usable}
     vectors = {name for name in found if weights[name].ndim < 2}
-    fishers = effective_fisher(sizes, squares, fisher, vectors)
-    return GridWeights(usable, sizes, fishers, squares, largest_steps, previous, seed, notes, shards, on_access)
+    known_or_assumed = effective_mean_squares(sizes, squares, mean_squares, vectors)
+    return GridWeights(
+        usable, sizes, known_or_assumed, squares, largest_steps, previous, seed, notes, shards, on_access
+    )

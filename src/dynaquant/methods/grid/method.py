@@ -63,8 +63,8 @@ class GridMethod:
         else:
             found = group.run_on_all_ranks(prepared)
             # Ranks must decide alike, so all use the numbers of rank 0.
-            fisher, squares, steps = group.from_rank_0((found.fisher, found.squares, found.largest_steps))
-            found = replace(found, fisher=fisher, squares=squares, largest_steps=steps)
+            mean_squares, squares, steps = group.from_rank_0((found.mean_squares, found.squares, found.largest_steps))
+            found = replace(found, mean_squares=mean_squares, squares=squares, largest_steps=steps)
         return PreparedForGrid(found, measured), found.notes
 
 
@@ -89,9 +89,9 @@ class PreparedForGrid:
     @property
     def estimate(self) -> DistortionJudge:
         """The judge that stands in for a metric."""
-        weighted = self.measured and bool(self.grid.fisher)
+        weighted = self.measured and bool(self.grid.mean_squares)
         judged_by: JudgedBy = "fisher distortion" if weighted else "distortion"
-        return DistortionJudge(self.weights, self.grid.fisher, judged_by, self.shards)
+        return DistortionJudge(self.weights, self.grid.mean_squares, judged_by, self.shards)
 
     def candidate(self, configuration: GridConfiguration) -> CandidateWeights:
         """Return the weights as ``quantize`` would store them, to be scored."""
