@@ -227,8 +227,8 @@ def test_a_checkpoint_of_dcp_can_be_verified_listed_and_exported(tmp_path):
 def test_arguments_are_checked(tmp_path):
     with pytest.raises(ValueError, match="quality must be one of"):
         StorageWriter(tmp_path, quality="best")
-    with pytest.raises(ValueError, match=r"StorageWriter takes no max_degradation in dq\.Quality"):
-        StorageWriter(tmp_path, quality=dq.Quality(max_degradation=0.1))
+    with pytest.raises(ValueError, match=r"StorageWriter takes no method in dq\.Quality"):
+        StorageWriter(tmp_path, quality=dq.Quality(method="published"))
     with pytest.raises(ValueError, match=r"StorageWriter takes no best in dq\.Keep"):
         StorageWriter(tmp_path, keep=dq.Keep(best=1))
 

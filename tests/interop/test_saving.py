@@ -409,7 +409,7 @@ def test_wrong_places_and_arguments_are_errors_that_say_what_to_do(tmp_path):
             dq.save(state, path)
     for options, said in (
         ({"quality": "best"}, "quality must be one of"),
-        ({"quality": dq.Quality(method="published")}, r"save takes no method in dq\.Quality"),
+        ({"quality": dq.Quality(training_budget=0.1)}, r"save takes no training_budget in dq\.Quality"),
         ({"quality": "lossless", "metric": len}, "needs no metric"),
     ):
         with pytest.raises(ValueError, match=said):

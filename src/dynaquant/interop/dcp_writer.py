@@ -45,7 +45,6 @@ from dynaquant.interop.dcp_roles import source_of
 from dynaquant.options import Deprecated, Keep, Quality, QualityName, values_of
 from dynaquant.ranks.group import Group
 from dynaquant.saving.compressor import Compressor
-from dynaquant.saving.division import check_arguments
 from dynaquant.saving.memory import Memory
 from dynaquant.state.flatten import flatten
 from dynaquant.store.commit import WritableRun
@@ -96,7 +95,7 @@ class _WrittenBox:
 class StorageWriter(_StorageWriter):
     """A DCP storage that saves to a run. Use one object for all saves of a training: deltas need the save before.
 
-    folder: of the run. quality: a preset, as for ``Checkpointer``, but without a metric: weights are judged by how far
+    folder: of the run. quality: as for ``Checkpointer``, but without a metric or budget: weights are judged by how far
     they move. keep: ``last``, ``every`` and ``keyframe_every`` of a ``Keep``; by default, all checkpoints are kept.
     deprecated: ``keep_last`` and ``keyframe_every`` instead of ``keep``.
 
@@ -113,10 +112,9 @@ class StorageWriter(_StorageWriter):
         **deprecated: Unpack[Deprecated],
     ) -> None:
         super().__init__()
-        takes = "keep_last", "keep_every", "keyframe_every"
+        takes = "keep_last", "keep_every", "keyframe_every", "max_degradation"
         quality, _, keep = values_of("StorageWriter", deprecated, quality, keep=keep, takes=takes)
         self._run = WritableRun(folder)
-        check_arguments(quality, keep, None)
         self._compressor = Compressor(quality, None, Group(alone=True))  # each process decides for its own boxes
         self._retention = Retention(keep)
         self._id: CheckpointId = None

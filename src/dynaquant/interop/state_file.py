@@ -41,7 +41,8 @@ def save(
       one beside a value that is no tensor, a scalar, an array, and ``running_mean``, ``running_var`` and ``inv_freq``.
     - ``path``: of the file, or a binary file object. A file at a path is written atomically.
     - ``quality``: ``"high"``, ``"balanced"`` or ``"small"``: the metric may be worse by 0.1 %, 1 % or 5 %, or by what
-      ``Quality(…, max_degradation=…)`` says. ``"lossless"`` stores every bit. ``"balanced"`` and ``"small"`` drop the
+      ``Quality(…, max_degradation=…)`` says. It may name a ``method`` or ``configuration``, too; a budget has no effect,
+      as no training goes on from here. ``"lossless"`` stores every bit. ``"balanced"`` and ``"small"`` drop the
       first moments of optimizers (also the momentum of SGD): ``load`` returns zeros, and nothing corrects the first
       steps. The other two keep them.
     - ``metric``: a function of the state, as ``load`` would return it, that returns a number. The file gets the most
@@ -64,7 +65,7 @@ def save(
     nor a file to write to, or ``parent`` neither a path nor a file to read; OSError if the file cannot be written. Then
     nothing is written, and a file that was there stays.
     """
-    chosen = values_of("save", deprecated, quality, takes=("max_degradation",))
+    chosen = values_of("save", deprecated, quality, takes=("max_degradation", "method", "configuration"))
     out = user_path(path) if isinstance(path, str | os.PathLike) else None
     if out is not None:
         check_output(out)

@@ -112,7 +112,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         if exact not in ("best", None):
             raise ValueError(f'exact must be "best" or None, not {exact!r}; to store all exactly, use "lossless"')
         self._exact = exact
-        takes = "max_degradation", "training_budget", "expected_restores"
+        takes = "max_degradation", "training_budget", "expected_restores", "method", "configuration"
         self._quality = values_of("CheckpointIO", deprecated, quality, takes=takes).quality
         self._preset, self._higher_is_better = PRESETS[self._quality.preset], higher_is_better
         self._metric, self._training, self._skip_objects = metric, training, skip_objects
