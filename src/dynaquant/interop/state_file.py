@@ -41,10 +41,9 @@ def save(
       one beside a value that is no tensor, a scalar, an array, and ``running_mean``, ``running_var`` and ``inv_freq``.
     - ``path``: of the file, or a binary file object. A file at a path is written atomically.
     - ``quality``: ``"high"``, ``"balanced"`` or ``"small"``: the metric may be worse by 0.1 %, 1 % or 5 %, or by what
-      ``Quality(…, max_degradation=…)`` says. It may name a ``method`` or ``configuration``, too; a budget has no effect,
-      as no training goes on from here. ``"lossless"`` stores every bit. ``"balanced"`` and ``"small"`` drop the
-      first moments of optimizers (also the momentum of SGD): ``load`` returns zeros, and nothing corrects the first
-      steps. The other two keep them.
+      ``Quality(…, max_degradation=…)`` says. It may name a ``method`` or ``configuration``, too. ``"lossless"`` stores
+      every bit. ``"balanced"`` and ``"small"`` drop the first moments of optimizers (also the momentum of SGD):
+      ``load`` returns zeros, and nothing corrects the first steps. The other two keep them.
     - ``metric``: a function of the state, as ``load`` would return it, that returns a number. The file gets the most
       compact configuration that is good enough. Without a metric, an estimate from the weights' changes decides.
       (``evaluate`` of a ``Checkpointer`` means the same, but gets the model, with candidates as its weights.)
@@ -53,7 +52,7 @@ def save(
       so that it is smaller. It can be loaded only as long as its parent is there: the file names it by its path from
       its own folder. If either is a file object, ``load`` must be given the parent. If the parent has a parent that it
       cannot find, give a list of all of them.
-    - ``deprecated``: ``max_degradation`` instead of ``quality=Quality(max_degradation=…)``.
+    - ``deprecated``: fields of ``Quality`` instead of ``quality=Quality(…)``.
 
     It does not communicate: in a training of several ranks, call it on one.
 
