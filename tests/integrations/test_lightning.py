@@ -29,8 +29,7 @@ pytest.importorskip("lightning", reason="Lightning is not installed")
 import lightning
 from commands import call
 from launched import launch
-from lightning.fabric import plugins
-from lightning.pytorch import Callback, strategies
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning_training import (
     EPOCHS,
@@ -609,35 +608,6 @@ def test_storage_options_and_addresses_are_refused(tmp_path):
         CheckpointIO().save_checkpoint({}, "s3://bucket/a.ckpt")
     with pytest.raises(FileNotFoundError):
         CheckpointIO().load_checkpoint(tmp_path / "missing.ckpt")
-
-
-# Other versions of Lightning
-
-
-@pytest.mark.parametrize("made", [CheckpointIO, Training])
-def test_a_hook_that_is_gone_is_an_error_of_the_constructor(monkeypatch, made):
-    monkeypatch.delattr(Callback, "on_train_start")
-    message = r"has no Callback\.on_train_start\(trainer, pl_module\).*it was tested with lightning"
-    with pytest.raises(dq.DynaquantError, match=message):
-        made()
-
-
-def test_a_method_with_other_arguments_is_an_error_of_the_constructor(monkeypatch):
-    monkeypatch.setattr(plugins.CheckpointIO, "load_checkpoint", lambda _self, _path: None)
-    with pytest.raises(dq.DynaquantError, match=r"has no CheckpointIO\.load_checkpoint\(path, map_location"):
-        CheckpointIO()
-
-
-def test_a_method_that_is_no_longer_called_is_an_error_of_the_constructor(monkeypatch):
-    monkeypatch.setattr(strategies.Strategy, "remove_checkpoint", lambda _self, _path: None)
-    with pytest.raises(dq.DynaquantError, match=r"has no Strategy\.remove_checkpoint with checkpoint_io"):
-        CheckpointIO()
-
-
-def test_a_property_that_is_gone_is_an_error_of_the_constructor(monkeypatch):
-    monkeypatch.delattr("lightning.pytorch.loops.loop._Loop.is_resuming")
-    with pytest.raises(dq.DynaquantError, match=r"has no _FitLoop\.is_resuming"):
-        Training()
 
 
 # The example

@@ -23,7 +23,6 @@ from launched import launch
 from training import bits
 
 import dynaquant as dq
-from dynaquant.errors import DynaquantError
 from dynaquant.interop.export import export
 from dynaquant.interop.targets import Target
 from dynaquant.restore.stored_checkpoint import StoredCheckpoint
@@ -937,25 +936,7 @@ def test_uploads_of_checkpoint_folders_are_refused(tmp_path, monkeypatch):
         trainer_of(tmp_path, push_to_hub=True)
 
 
-# Other versions of Transformers
-
-
-def test_a_method_that_is_gone_is_an_error_of_the_constructor(tmp_path, monkeypatch):
-    monkeypatch.delattr(transformers.Trainer, "_load_best_model")
-    with pytest.raises(DynaquantError, match=r"has no Trainer\._load_best_model\(\).*it was tested with"):
-        trainer_of(tmp_path)
-
-
-def test_a_method_with_other_arguments_is_an_error_of_the_constructor(tmp_path, monkeypatch):
-    monkeypatch.setattr(transformers.Trainer, "_save_checkpoint", lambda _self, _model: None)
-    with pytest.raises(DynaquantError, match=r"has no Trainer\._save_checkpoint\(model, trial\)"):
-        trainer_of(tmp_path)
-
-
-def test_a_method_that_is_no_longer_called_is_an_error_of_the_constructor(tmp_path, monkeypatch):
-    monkeypatch.setattr(transformers.Trainer, "_maybe_log_save_evaluate", lambda _: None)
-    with pytest.raises(DynaquantError, match=r"has no Trainer\._maybe_log_save_evaluate with .*_save_checkpoint"):
-        trainer_of(tmp_path)
+# Without Transformers
 
 
 def test_without_transformers_the_error_says_what_to_install():

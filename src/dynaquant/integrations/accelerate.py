@@ -23,6 +23,7 @@ from typing import Any
 
 from dynaquant.checkpointer import Checkpointer
 from dynaquant.errors import CheckpointError, DynaquantError, MissingPackageError
+from dynaquant.integrations.versions import check_version
 from dynaquant.options import split_values
 from dynaquant.state.wrappers import bare
 from dynaquant.store.atomic_files import atomic_folder
@@ -42,24 +43,9 @@ except ModuleNotFoundError as error:
 from torch.utils.data import RandomSampler
 
 log = logging.getLogger("dynaquant")
-TESTED = "1.15.0"
-"""The version of Accelerate that this was tested with."""
 CHECKPOINTS = "checkpoints"
 """Where Accelerate's automatic names are, in ``project_dir``."""
 _NUMBERED = re.compile(r"checkpoint_([0-9]+)")
-_USED = (
-    "_models",
-    "_optimizers",
-    "_schedulers",
-    "_dataloaders",
-    "_custom_objects",
-    "_save_model_state_pre_hook",
-    "_load_model_state_pre_hook",
-    "project_configuration",
-    "scaler",
-    "step",
-)
-"""Attributes of an Accelerator that are read here. Most are private to Accelerate, and may change in any version."""
 
 
 def attach(accelerator: Any, folder: str | os.PathLike[str], **options: Any) -> Checkpointer:
@@ -314,12 +300,7 @@ class _Progress:
 def _check(accelerator: Any) -> None:
     if not isinstance(accelerator, accelerate.Accelerator):
         raise TypeError(f"accelerator must be an accelerate.Accelerator, not {type(accelerator).__qualname__}")
-    missing = [name for name in _USED if not hasattr(accelerator, name)]
-    if missing:
-        raise DynaquantError(
-            f"accelerate {accelerate.__version__} has no Accelerator.{missing[0]}, on which "
-            f"dynaquant.integrations.accelerate relies; it was tested with accelerate {TESTED}: install that version"
-        )
+    check_version("accelerate")
     kind = accelerator.distributed_type
     if kind in (accelerate.DistributedType.DEEPSPEED, accelerate.DistributedType.MEGATRON_LM):
         raise DynaquantError(f"{kind.value} is not supported: its optimizer's state cannot be stored; use FSDP2 or DDP")

@@ -6,30 +6,25 @@ In a config function: ``checkpoint=CheckpointManager.Config(enable=True, interva
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 from ast import literal_eval
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from importlib.metadata import version
 from typing import Annotated, Any
 
 from torch import nn
 from torchtitan.components.checkpointer import CheckpointManager as TitanManager
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
-from torchtitan.components.validate import Validator
 from tyro.constructors import PrimitiveConstructorSpec
 
 from dynaquant.checkpointer import Checkpointer
 from dynaquant.errors import DynaquantError, StateError
+from dynaquant.integrations.versions import TESTED, check_version
 from dynaquant.options import Keep, Quality, QualityName, values_of
 from dynaquant.ranks.group import Group
 from dynaquant.state import wrappers
-
-TESTED = "0.3.0"
-"""The version of torchtitan that this was tested with."""
 
 
 class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan's classes are untyped to mypy
@@ -40,8 +35,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
     enabled, its loss is the metric of the search. A checkpoint can be restored on another number of ranks, if
     ``exclude_from_loading=["dataloader"]`` leaves out the positions of the data loaders.
 
-    Raises DynaquantError for options of torchtitan that are not supported, for pipeline parallelism, and if torchtitan
-    has changed since the version that was tested.
+    Raises DynaquantError for versions and options of torchtitan that are not supported, and for pipeline parallelism.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -82,7 +76,7 @@ class CheckpointManager(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         self.save_future: Any = None
         self._config = config
         self._folder = os.path.join(base_folder, config.folder)
-        _check_torchtitan()
+        check_version("torchtitan")
         self._quality = _quality_of(config)
         _check(config, self._folder, model_parts)
         self._model = model_parts[0]
@@ -180,7 +174,7 @@ class _Loss:
         self._loss = None
         self._validator.validate([model], 0)
         if self._loss is None:
-            raise DynaquantError(f"torchtitan's validator reported no loss; install torchtitan {TESTED}")
+            raise DynaquantError(f"torchtitan's validator reported no loss; install torchtitan {TESTED['torchtitan']}")
         return self._loss
 
 
@@ -332,25 +326,3 @@ def _check(config: CheckpointManager.Config, folder: str, model_parts: Sequence[
             f"{folder} holds torchtitan's own checkpoints: give another checkpoint.folder, and begin from one of them "
             "with checkpoint.initial_load_path and checkpoint.initial_load_model_only=False"
         )
-
-
-_HOOKS = ("_save", "_load", "_wait_for_saving", "_maybe_wait_for_staging", "_close")
-"""Methods that torchtitan's ``BaseCheckpointManager`` calls."""
-
-
-def _check_torchtitan() -> None:
-    """Raise DynaquantError if torchtitan is not as it was in the version that was tested."""
-    wanted = set(_HOOKS)
-    if BaseCheckpointManager.__abstractmethods__ != wanted:
-        changed = sorted(BaseCheckpointManager.__abstractmethods__ ^ wanted)
-        _refuse(f"BaseCheckpointManager with the methods {', '.join(_HOOKS)} ({changed[0]} differs)")
-    code = inspect.unwrap(Validator.validate).__code__
-    if not {"log_validation", "metrics_processor"} <= set(code.co_names):
-        _refuse("Validator.validate that reports to metrics_processor.log_validation")
-
-
-def _refuse(what: str) -> None:
-    raise DynaquantError(
-        f"torchtitan {version('torchtitan')} has no {what}, on which dynaquant.integrations.torchtitan relies; it was "
-        f"tested with torchtitan {TESTED}: install that version"
-    )

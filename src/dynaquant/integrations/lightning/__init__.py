@@ -8,7 +8,6 @@
 
 The files, in reading order:
 
-- ``seams.py``: checks the installed version of Lightning
 - ``training.py``: a callback that knows the training: its random numbers, what trains, its validation
 - ``paths.py``: the paths that Lightning names, and the checkpoints of the run that they stand for
 - ``checkpoint_io.py``: saves, loads and removes checkpoints

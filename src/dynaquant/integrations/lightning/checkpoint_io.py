@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError, StateError
-from dynaquant.integrations.lightning import seams
 from dynaquant.integrations.lightning.paths import (
     base_for,
     begins_with,
@@ -29,6 +28,7 @@ from dynaquant.integrations.lightning.paths import (
     paths_beside,
 )
 from dynaquant.integrations.lightning.training import Steps, Training
+from dynaquant.integrations.versions import check_version
 from dynaquant.interop.model_file import ModelFile
 from dynaquant.interop.packing import Metric, Packer
 from dynaquant.options import Quality, QualityName, values_of
@@ -88,8 +88,8 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
       ``best-val_loss`` and so on. None: they are quantized as all others.
     - ``deprecated``: ``max_degradation`` instead of ``quality=Quality(max_degradation=…)``.
 
-    Raises ValueError for arguments that are out of range or exclude each other, DynaquantError if Lightning is not as
-    in the version that was tested.
+    Raises ValueError for arguments that are out of range or exclude each other, DynaquantError for a version of
+    Lightning that is not supported.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class CheckpointIO(plugins.CheckpointIO):  # type: ignore[misc]
         exact: Literal["best"] | None = "best",
         **deprecated: Any,
     ) -> None:
-        seams.check()
+        check_version("lightning")
         if isinstance(metric, str) and training is None:
             raise ValueError(
                 f"the metric {metric!r} is computed by validation_step: give CheckpointIO(…, training=training) and "

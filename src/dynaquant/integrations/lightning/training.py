@@ -21,7 +21,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from dynaquant.errors import CheckpointError
-from dynaquant.integrations.lightning import seams
+from dynaquant.integrations.versions import check_version
 from dynaquant.saving.moment_tolerances import tolerances_of
 from dynaquant.saving.presets import Preset
 from dynaquant.saving.training_budget import scaled_by_rate
@@ -74,7 +74,7 @@ class Training(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, batches: int = 16) -> None:
-        seams.check()
+        check_version("lightning")
         if batches < 1:
             raise ValueError(f"batches must be at least 1, not {batches}")
         self._number = batches

@@ -8,10 +8,10 @@ import transformers
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 
 from dynaquant.errors import DynaquantError
-from dynaquant.integrations.transformers import seams
 from dynaquant.integrations.transformers.checkpoints import Checkpoints, OlderCheckpointError, StepBoundaries
 from dynaquant.integrations.transformers.options import Options, checked
 from dynaquant.integrations.transformers.resume import asked_for
+from dynaquant.integrations.versions import check_version
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Base
@@ -28,7 +28,7 @@ class CheckpointMixin(_Base):  # type: ignore[misc]  # Transformers is not type-
 
     dynaquant: options of the ``Checkpointer``, e.g. ``{"quality": "high"}``. All other arguments go to the base class.
 
-    Raises DynaquantError if the installed Transformers has changed in a way that matters here, or for DeepSpeed;
+    Raises DynaquantError for a version of Transformers that is not supported, and for DeepSpeed;
     ValueError if checkpoints are to be uploaded; TypeError and ValueError for options that are unknown or out of range;
     TypeError for a subclass whose bases do not begin with the mixin.
     """
@@ -43,7 +43,7 @@ class CheckpointMixin(_Base):  # type: ignore[misc]  # Transformers is not type-
             )
 
     def __init__(self, *args: Any, dynaquant: Options | None = None, **kwargs: Any) -> None:
-        seams.check()
+        check_version("transformers")
         self._dynaquant = Checkpoints(self, checked(dynaquant))
         super().__init__(*args, **kwargs)
         if self.is_deepspeed_enabled:
